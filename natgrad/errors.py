@@ -1,0 +1,27 @@
+"""The errors natgrad raises. Each message says what is wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class NatgradError(Exception):
+    """Base of the errors that are about mathematics or data, not about a wrong call."""
+
+
+class SingularMetricError(NatgradError):
+    """A metric that must be inverted has no inverse (or is not positive)."""
+
+
+class NonFiniteError(NatgradError):
+    """NaN or infinity where a number is needed. Parameters and state are as they were before."""
+
+
+class MemoryBoundError(NatgradError):
+    """Something would not fit into the memory bound. Raised before anything is allocated."""
+
+
+class IncompatibleError(NatgradError, TypeError):
+    """Two slots that cannot work together, for example ``Cholesky`` of an ``Implicit`` operator."""
+
+
+class BatchStatisticsError(NatgradError):
+    """A module mixes examples or is random, so that the outputs have no per-example Jacobian."""

@@ -1,0 +1,267 @@
+"""Vectors, covectors and the pairing between them.
+
+A gradient is a covector, a step is a vector, and only a metric turns one into the other: gradient descent, which adds
+a covector to parameters, is a type error (paper 002, section 6.1). Here it is one, literally.
+
+Index legend, used in every einsum, docstring and shape annotation of the library:
+
+====== ==============================================================================================
+letter meaning
+====== ==============================================================================================
+n, m   example
+r      position that shares the weight (time step, pixel, token)
+c      independent group (grouped convolution; channel of a norm layer)
+i, o   input / output feature of a layer (i includes the homogeneous 1 when there is a bias)
+k      column of the root of the output metric (an output, a class, a Monte-Carlo sample)
+p, q   flattened parameter
+====== ==============================================================================================
+
+**Flattening order**: parameters in the order of ``model.named_parameters()`` (each tied parameter once, trainable ones
+only), every tensor row-major, as ``torch.nn.utils.parameters_to_vector`` does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.model import Inputs, Model, linearise
+
+Self = TypeVar("Self", bound="NamedTensors")
+
+
+class NamedTensors(Mapping[str, Tensor], ABC):
+    """A point of a vector space whose coordinates are named tensors; arithmetic stays within one type."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        if type(self) is NamedTensors:
+            raise TypeError("NamedTensors is abstract: make a Vector or a Covector")
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{type(self).__name__}[{name!r}] must be a tensor, got {type(tensor).__name__}")
+        self._tensors = dict(tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    # A Mapping compares its items, which is ambiguous for tensors: equality is identity.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {tuple(t.shape)}" for name, t in self.items())
+        return f"{type(self).__name__}({shapes})"
+
+    def map(self: Self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Apply a function to every tensor; the names and the type stay."""
+        return type(self)({name: function(tensor) for name, tensor in self.items()})
+
+    def flatten(self) -> Tensor:
+        """One tensor [p], in the flattening order of the module docstring."""
+        return torch.cat([tensor.reshape(-1) for tensor in self.values()])
+
+    def unflatten(self: Self, flat: Tensor) -> Self:
+        """The element of the same type and shapes whose ``flatten()`` is ``flat`` [p]."""
+        return type(self)(unflatten(flat, self))
+
+    def zip(self: Self, other: object, function: Callable[[Tensor, Tensor], Tensor]) -> Self:
+        if type(other) is not type(self) or not isinstance(other, NamedTensors):
+            _refuse(self, other)
+        if list(self) != list(other):
+            missing = sorted(set(self) ^ set(other)) or "the same names in another order"
+            raise ValueError(f"two {type(self).__name__}s over different parameters: they differ in {missing}")
+        return type(self)({name: function(tensor, other[name]) for name, tensor in self.items()})
+
+    def __add__(self: Self, other: object) -> Self:
+        return self.zip(other, torch.add)
+
+    def __sub__(self: Self, other: object) -> Self:
+        return self.zip(other, torch.sub)
+
+    def __mul__(self: Self, scalar: float | Tensor) -> Self:
+        if isinstance(scalar, NamedTensors):
+            raise TypeError("a product of two elements is not defined: pair a covector with a vector by ω @ v")
+        return self.map(lambda tensor: tensor * scalar)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self: Self, scalar: float | Tensor) -> Self:
+        return self.map(lambda tensor: tensor / scalar)
+
+    def __neg__(self: Self) -> Self:
+        return self.map(torch.neg)
+
+
+@final
+class Vector(NamedTensors):
+    """A tangent vector of parameter space: a velocity, a step. Parameters can move along it.
+
+    >>> v = Vector({"w": torch.tensor([3.0, 4.0])})
+    >>> (2 * v - v)["w"]
+    tensor([3., 4.])
+    >>> ({"w": torch.ones(2)} + v)["w"]
+    tensor([4., 5.])
+    """
+
+    def __radd__(self, point: object) -> dict[str, Tensor]:
+        """θ + v: the parameters (a plain mapping) moved along v."""
+        if isinstance(point, NamedTensors) or not isinstance(point, Mapping):
+            _refuse(self, point)
+        return {name: tensor + self[name] for name, tensor in point.items()}
+
+    def norm(self, metric: Flat) -> Tensor:
+        """‖v‖ = √⟨v♭, v⟩ in a metric, anything with a ``flat``.
+
+        >>> from natgrad import Identity
+        >>> Vector({"w": torch.tensor([3.0, 4.0])}).norm(Identity())
+        tensor(5.)
+        """
+        return (metric.flat(self) @ self).sqrt()
+
+
+@final
+class Covector(NamedTensors):
+    """A cotangent vector of parameter space: a differential, what ``backward`` computes.
+
+    It measures vectors, ``ω @ v``; it cannot be added to parameters or to a vector.
+
+    >>> ω, v = Covector({"w": torch.ones(2)}), Vector({"w": torch.tensor([3.0, 4.0])})
+    >>> ω @ v
+    tensor(7.)
+    >>> v + ω
+    Traceback (most recent call last):
+    ...
+    TypeError: Vector + Covector: a Covector (a gradient) is not a Vector (a step). A metric turns one into the \
+other: v = natgrad.sharp(G, ω), paper 002 section 6
+    """
+
+    def __matmul__(self, vector: object) -> Tensor:
+        """⟨ω, v⟩ = Σ_p ω_p v_p, a number that no choice of coordinates can change."""
+        if not isinstance(vector, Vector):
+            raise TypeError(f"ω @ v pairs a Covector with a Vector, not with a {type(vector).__name__}")
+        if list(self) != list(vector):
+            raise ValueError(f"ω and v are over different parameters: {list(self)} and {list(vector)}")
+        return torch.stack([(tensor * vector[name]).sum() for name, tensor in self.items()]).sum()
+
+    def __radd__(self, point: object) -> NoReturn:
+        _refuse(point, self)
+
+    def norm(self, metric: Sharp) -> Tensor:
+        """‖ω‖ = √⟨ω, ω♯⟩, the dual norm; the metric is anything with a ``sharp``, as ``solver.init(G, damping)``."""
+        return (self @ metric.sharp(self)).sqrt()
+
+
+class Flat(Protocol):
+    """A metric as the map ♭ from vectors to covectors."""
+
+    def flat(self, v: Vector) -> Covector: ...
+
+
+class Sharp(Protocol):
+    """A metric as the map ♯ from covectors to vectors."""
+
+    def sharp(self, ω: Covector) -> Vector: ...
+
+
+@final
+class Identity:
+    """The Euclidean metric of parameter space, in which ♭ and ♯ only change the type.
+
+    >>> Identity().sharp(Covector({"w": torch.ones(1)}))
+    Vector(w: (1,))
+    """
+
+    def flat(self, v: Vector) -> Covector:
+        return Covector(v)
+
+    def sharp(self, ω: Covector) -> Vector:
+        return Vector(ω)
+
+
+def _refuse(left: object, right: object) -> NoReturn:
+    names = f"{_kind(left)} + {_kind(right)}"
+    if Covector in (type(left), type(right)):
+        raise TypeError(
+            f"{names}: a Covector (a gradient) is not a Vector (a step). A metric turns one into the other: "
+            "v = natgrad.sharp(G, ω), paper 002 section 6"
+        )
+    raise TypeError(f"{names}: vectors add to vectors, and parameters (a mapping of tensors) move along a Vector")
+
+
+def _kind(thing: object) -> str:
+    if isinstance(thing, NamedTensors):
+        return type(thing).__name__
+    return "parameters" if isinstance(thing, (Mapping, Tensor)) else type(thing).__name__
+
+
+def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Cut ``flat`` [p] into tensors shaped and named as in ``like``."""
+    sizes = [tensor.numel() for tensor in like.values()]
+    if flat.shape != (sum(sizes),):
+        raise ValueError(f"expected a flat tensor of {sum(sizes)} entries, got shape {tuple(flat.shape)}")
+    return {name: part.view_as(t) for (name, t), part in zip(like.items(), flat.split(sizes), strict=True)}
+
+
+def differential(model: nn.Module | Mapping[str, Tensor], loss: Tensor) -> Covector:
+    """dL: the covector ω_p = ∂L/∂θ_p, of a scalar ``loss`` that was computed from the model.
+
+    ``model`` is a module, or the mapping of parameters of a pure function. Nothing is written to ``.grad`` and the
+    graph is kept, so ``loss.backward()`` still works.
+
+    >>> model = nn.Linear(2, 1)
+    >>> differential(model, model(torch.ones(3, 2)).sum())["bias"]
+    tensor([3.])
+    """
+    params = Model.of(model).params if isinstance(model, nn.Module) else dict(model)
+    if loss.numel() != 1:
+        raise ValueError(f"the loss must be one number, got shape {tuple(loss.shape)}: reduce it by .mean() or .sum()")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no graph: compute it from the model outside torch.no_grad() and do not detach it")
+    grads = torch.autograd.grad(loss.reshape(()), list(params.values()), retain_graph=True, allow_unused=True)
+    return Covector(require_all(dict(zip(params, grads, strict=True))))
+
+
+def require_all(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Refuse missing gradients by name: a parameter the loss does not see has no natural gradient."""
+    missing = [name for name, grad in grads.items() if grad is None]
+    if missing:
+        raise ValueError(
+            f"the loss does not depend on {', '.join(missing)}: freeze what is not trained with .requires_grad_(False)"
+        )
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
+def pushforward(
+    model: nn.Module | Callable[..., Any], x: Inputs, v: Vector, params: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """J v: the velocity [n *out] of the outputs when the parameters move along v (paper 003, section 2.1.2).
+
+    >>> model = nn.Linear(2, 1)
+    >>> pushforward(model, torch.ones(3, 2), Vector({"weight": torch.ones(1, 2), "bias": torch.ones(1)})).flatten()
+    tensor([3., 3., 3.])
+    """
+    return linearise(Model.of(model, params), x).push(v)
+
+
+def pullback_covector(
+    model: nn.Module | Callable[..., Any], x: Inputs, u: Tensor, params: Mapping[str, Tensor] | None = None
+) -> Covector:
+    """Jᵀu: the covector of the outputs u [n *out] pulled back to the parameters; this is back-propagation.
+
+    >>> model = nn.Linear(2, 1)
+    >>> pullback_covector(model, torch.ones(3, 2), torch.ones(3, 1))["weight"]
+    tensor([[3., 3.]])
+    """
+    return Covector(linearise(Model.of(model, params), x).pull(u))

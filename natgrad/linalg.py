@@ -1,0 +1,69 @@
+"""Small dense linear algebra with errors that say what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import NonFiniteError, SingularMetricError
+
+
+def symmetric_root(h: Tensor, failure: str) -> Tensor:
+    """h^½ [n d e] of positive semi-definite h; eigenvalues negative beyond rounding raise."""
+    values, vectors = torch.linalg.eigh(0.5 * (h + h.transpose(-1, -2)))
+    rounding = h.shape[-1] * torch.finfo(h.dtype).eps * values.abs().amax(-1)
+    negative = values[:, 0] < -8 * rounding
+    if bool(negative.any()):
+        n = int(negative.nonzero()[0, 0])
+        raise SingularMetricError(
+            f"{failure} at example {n}: its Hessian has the eigenvalue {float(values[n, 0]):.3g}, and an indefinite h "
+            "is not a metric. Use a convex function, or Fisher, or Euclidean"
+        )
+    scaled = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)  # what is left below zero is rounding
+    return scaled @ vectors.transpose(-1, -2)
+
+
+def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
+    """L with L Lᵀ = matrix + damping, for one matrix [d d] or a batch [b d d]; singular and indefinite ones raise.
+
+    Rounding lets Cholesky succeed on a singular matrix and return noise. Without damping to speak of, small pivots
+    are therefore checked against the spectrum.
+    """
+    check_finite(matrix, what)
+    damped = matrix.clone()
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(damping)
+    factor, info = torch.linalg.cholesky_ex(damped)
+    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
+    size, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
+    lost = damping <= 8 * eps * diagonal.amax(-1)  # damping below the rounding of the matrix cannot make it regular
+    suspicious = (info > 0) | (lost & (pivots.amin(-1) <= 1e3 * size * eps * pivots.amax(-1)))
+    if bool(suspicious.any()):
+        worst = damped if damped.ndim == 2 else damped[suspicious.nonzero()[0, 0]]
+        refuse_singular(torch.linalg.eigvalsh(worst.double()), size * eps, bool((info > 0).any()), damping, what)
+    return factor
+
+
+def refuse_singular(values: Tensor, rtol: float, failed: bool, damping: float, what: str) -> None:
+    """Raise with rank, smallest eigenvalue and the two remedies, if the ascending ``values`` call for it."""
+    smallest, largest = float(values[0]), float(values[-1])
+    rank = int((values > rtol * max(largest, 0.0)).sum())
+    if not failed and rank == values.numel():
+        return
+    kind = "indefinite" if smallest < -rtol * abs(largest) else "singular"
+    raise SingularMetricError(
+        f"{what} is {kind} at damping {damping:g}: rank {rank} of {values.numel()}, smallest eigenvalue {smallest:.3g}, "
+        f"largest {largest:.3g}. Add damping (damping > 0), or solve in the range of the metric with Pinv()"
+    )
+
+
+def check_finite(tensor: Tensor, what: str) -> None:
+    """Raise if the tensor holds NaN or infinity."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise NonFiniteError(f"{what} holds NaN or infinity. Nothing was changed")
+
+
+def check_damping(damping: float) -> None:
+    """Damping is a non-negative number."""
+    if not damping >= 0 or damping == float("inf"):
+        raise ValueError(f"damping must be a finite number ≥ 0, got {damping}")

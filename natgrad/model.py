@@ -1,0 +1,248 @@
+"""A model as a smooth function of named parameters: θ ↦ y = f(θ, x), for modules and for pure functions alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from natgrad.errors import BatchStatisticsError
+
+Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of keyword inputs, or None
+
+
+@final
+@dataclass(frozen=True)
+class Model:
+    """f(θ, x) with its trainable parameters by name, in flattening order.
+
+    ``Model.of(module)`` reads the trainable parameters of an ``nn.Module`` (each tied parameter once);
+    ``Model.of(f, params)`` wraps a pure function ``f(params, x)``. ``output`` extracts the output tensor y [n *out]
+    when the model returns a dict, a dataclass or the like.
+    """
+
+    function: Callable[..., Any]
+    params: dict[str, Tensor]
+    output: Callable[[Any], Tensor] | None = None
+
+    @staticmethod
+    def of(
+        model: nn.Module | Callable[..., Any] | Model,
+        params: Mapping[str, Tensor] | None = None,
+        output: Callable[[Any], Tensor] | None = None,
+    ) -> Model:
+        if isinstance(model, Model):
+            return model
+        if isinstance(model, nn.Module):
+            if params is not None:
+                raise TypeError("params= belongs to a pure function f(params, x); a module has its own parameters")
+            named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            _check_parameters(named, f"the module {type(model).__name__}")
+            return Model(model, named, output)
+        if params is None:
+            raise TypeError("a pure function f(params, x) needs params=, a mapping from names to tensors")
+        _check_parameters(params, "params=")
+        return Model(model, dict(params), output)
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self.function if isinstance(self.function, nn.Module) else None
+
+    @property
+    def size(self) -> int:
+        """P, the number of trainable parameters."""
+        return sum(p.numel() for p in self.params.values())
+
+    @property
+    def example(self) -> Tensor:
+        """A parameter, for its dtype and device."""
+        return next(iter(self.params.values()))
+
+    def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
+        """y [n *out] at ``params`` (those missing stay as they are); ``None`` calls the module as it stands."""
+        # The fused attention kernels have neither a batching rule nor a second derivative.
+        with sdpa_kernel(SDPBackend.MATH):
+            if not isinstance(self.function, nn.Module):
+                return self.outputs(self.function({**self.params, **(params or {})}, x))
+            args, kwargs = arguments(x)
+            if params is None:
+                return self.outputs(self.function(*args, **kwargs))
+            return self.outputs(torch.func.functional_call(self.function, dict(params), args, kwargs))
+
+    def outputs(self, raw: Any) -> Tensor:
+        """The output tensor y of whatever the model returned, checked."""
+        y = raw if self.output is None else self.output(raw)
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                f"the model returned a {type(y).__name__}: pass output=, a function that takes it to the tensor [n *out]"
+            )
+        if y.ndim == 0:
+            raise ValueError("the model returned one number: outputs need the examples on their first axis, [n *out]")
+        if y.shape[0] == 0:
+            raise ValueError("the batch is empty: the outputs have no example on their first axis")
+        if not y.is_floating_point():
+            raise TypeError(f"the outputs are {y.dtype}: a metric needs real, differentiable outputs")
+        return y
+
+    def check_separable(self) -> None:
+        """Refuse modules that couple the examples of a batch, or that are random, by name."""
+        if self.module is None:
+            return
+        found = [f"{name or 'the model'} ({type(m).__name__})" for name, m in self.module.named_modules() if _mixes(m)]
+        if found:
+            raise BatchStatisticsError(
+                f"{', '.join(found)}: in training mode the outputs of one example depend on the others or on chance, "
+                "so there is no per-example Jacobian. Take the metric in evaluation mode: model.eval(), or "
+                "with natgrad.evaluating(model): ... around it"
+            )
+
+
+def _mixes(module: nn.Module) -> bool:
+    if isinstance(module, _InstanceNorm):
+        return False  # statistics of one example; running averages do not enter the Jacobian in training mode
+    if isinstance(module, _BatchNorm):
+        return module.training or not module.track_running_stats
+    if isinstance(module, _DropoutNd):
+        return module.training and module.p > 0
+    dropout = getattr(module, "dropout", 0.0)  # nn.LSTM, nn.MultiheadAttention keep theirs as a number
+    return module.training and isinstance(dropout, float) and dropout > 0
+
+
+def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
+    if not params:
+        raise ValueError(f"{where} has no trainable parameters: set requires_grad_(True) on those to train")
+    first_name, first = next(iter(params.items()))
+    for name, p in params.items():
+        if not isinstance(p, Tensor) or not p.is_floating_point():
+            raise TypeError(f"{where}: parameter {name} must be a real floating-point tensor")
+        for what, mine, its in (("device", p.device, first.device), ("dtype", p.dtype, first.dtype)):
+            if mine != its:
+                raise ValueError(
+                    f"{where} mixes {what}s: {first_name} is {its} and {name} is {mine}; move all with model.to(...)"
+                )
+
+
+def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a module call: a tuple, a dict, an (args, kwargs) pair or one input."""
+    if isinstance(x, Arguments):
+        return x.args, x.kwargs
+    if isinstance(x, tuple):
+        return x, {}
+    if isinstance(x, dict):
+        return (), x
+    return (() if x is None else (x,)), {}
+
+
+@final
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call of a module, as a forward hook sees them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def tensors_of(x: Inputs) -> list[Tensor]:
+    """All tensors inside the inputs, in order."""
+    return list(_walk(x))
+
+
+def _walk(x: Inputs) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, Arguments):
+        yield from _walk((x.args, x.kwargs))
+    elif isinstance(x, Mapping):
+        for value in x.values():
+            yield from _walk(value)
+    elif isinstance(x, Sequence) and not isinstance(x, str):
+        for value in x:
+            yield from _walk(value)
+
+
+def map_tensors(x: Inputs, function: Callable[[Tensor], Any]) -> Inputs:
+    """The same inputs with a function applied to every tensor."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Arguments):
+        return Arguments(map_tensors(x.args, function), map_tensors(x.kwargs, function))
+    if isinstance(x, dict):
+        return {key: map_tensors(value, function) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return type(x)(map_tensors(value, function) for value in x)
+    return x
+
+
+@final
+@dataclass(frozen=True)
+class Linearisation:
+    """y = f(θ₀, x) with J and Jᵀ, both ready to be applied many times.
+
+    The graph is built once: ``pull`` is a backward pass, and ``push`` is a backward pass through the backward pass,
+    since u ↦ Jᵀu is linear and ⟨Jᵀu, v⟩ = ⟨u, Jv⟩. Forward mode would compute the primal again in every product.
+    """
+
+    y: Tensor  # [n *out], detached
+    params: dict[str, Tensor]
+    _y: Tensor
+    _u: Tensor
+    _pulled: tuple[Tensor | None, ...]
+
+    def push(self, v: Mapping[str, Tensor]) -> Tensor:
+        """J v [n *out]."""
+        pairs = [(g, v[name]) for name, g in zip(self.params, self._pulled, strict=True) if g is not None]
+        outputs, tangents = [g for g, _ in pairs], [t.to(g.dtype) for g, t in pairs]
+        (jv,) = torch.autograd.grad(outputs, self._u, tangents, retain_graph=True, allow_unused=True)
+        return torch.zeros_like(self.y) if jv is None else jv
+
+    def pull(self, u: Tensor) -> dict[str, Tensor]:
+        """Jᵀu, a tensor for every parameter."""
+        leaves = list(self.params.values())
+        grads = torch.autograd.grad(self._y, leaves, u, retain_graph=True, allow_unused=True)
+        return {name: _or_zero(g, p) for (name, p), g in zip(self.params.items(), grads, strict=True)}
+
+
+def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def linearise(model: Model, x: Inputs, params: Mapping[str, Tensor] | None = None) -> Linearisation:
+    """Linearise the model at its parameters (a snapshot: later in-place updates do not reach it)."""
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in (params or model.params).items()}
+    with torch.enable_grad():
+        y = model(leaves, x)
+        if not y.requires_grad:
+            raise ValueError("the outputs do not depend on any trainable parameter")
+        u = torch.zeros_like(y, requires_grad=True)
+        pulled = torch.autograd.grad(y, list(leaves.values()), u, create_graph=True, allow_unused=True)
+    # A gradient that does not depend on u (a parameter that only adds) is constant zero in u.
+    linear = tuple(g if g is not None and g.requires_grad else None for g in pulled)
+    return Linearisation(y.detach(), leaves, y, u, linear)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode (running statistics, no dropout) inside the block; every module's mode is put back after it.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    >>> with evaluating(net):
+    ...     net[1].training
+    False
+    >>> net[1].training
+    True
+    """
+    modes = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, mode in modes.items():
+            m.training = mode

@@ -1,0 +1,64 @@
+"""♯ in one call: from a metric and a differential to the natural gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.geometry import Covector, Vector, differential
+from natgrad.model import Inputs, Model
+from natgrad.operators.base import Operator
+from natgrad.output.metric import OutputMetric
+from natgrad.pullback import pullback
+from natgrad.solve import Cholesky, Solver
+from natgrad.structures import Dense, Structure
+
+
+def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: float = 0.0) -> Vector:
+    """ω♯ = (G + λ)⁻¹ω, or G⁺ω with ``solver=Pinv()`` (002 section 6.1, 001 definition 3); an ascent vector.
+
+    >>> import natgrad as ng
+    >>> model = nn.Linear(2, 1)
+    >>> G = ng.Dense().estimate(ng.pullback(model, torch.randn(8, 2), ng.Euclidean()))
+    >>> ω = ng.differential(model, model(torch.ones(1, 2)).sum())
+    >>> bool((G.flat(ng.sharp(G, ω)) - ω).flatten().norm() < 1e-4)
+    True
+    """
+    solver = solver or Cholesky()
+    return solver.sharp(solver.init(G, damping), ω)
+
+
+def natural_gradient(
+    model: nn.Module | Callable[..., Any],
+    x: Inputs,
+    loss: Tensor | Callable[[Tensor], Tensor],
+    metric: OutputMetric,
+    *,
+    structure: Structure | None = None,
+    solver: Solver | None = None,
+    damping: float = 0.0,
+    target: Any = None,
+    params: Mapping[str, Tensor] | None = None,
+) -> Vector:
+    """The natural gradient (G + λ)⁻¹ dL of a loss at a batch x (004 (17)); subtract it to descend.
+
+    ``loss``: a scalar tensor computed from the model, or a function of the outputs y. The rest is one choice a slot.
+
+    >>> import natgrad as ng
+    >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))
+    >>> loss = lambda y: nn.functional.cross_entropy(y, t)
+    >>> ng.natural_gradient(model, x, loss, ng.Fisher(ng.Categorical()), damping=1e-3)
+    Vector(weight: (3, 2), bias: (3,))
+    """
+    wrapped = Model.of(model, params)
+    pb = pullback(wrapped, x, metric, target=target)
+    if isinstance(loss, Tensor):
+        ω = differential(wrapped.params, loss)
+    else:
+        leaves = {name: p.detach().requires_grad_() for name, p in wrapped.params.items()}
+        with torch.enable_grad():
+            ω = differential(leaves, loss(wrapped(leaves, x)))
+    return sharp((structure or Dense()).estimate(pb), ω, solver, damping)

@@ -1,0 +1,121 @@
+"""The operator: a metric G on parameter space, kept in some structure, that can be applied and inverted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn, final
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import IncompatibleError
+from natgrad.geometry import Covector, Vector, unflatten
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """Names and shapes of the parameters, in flattening order."""
+
+    like: dict[str, Tensor]  # tensors on the meta device: shapes without values
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> Layout:
+        return Layout({name: torch.empty_like(t, device="meta", requires_grad=False) for name, t in tensors.items()})
+
+    @property
+    def size(self) -> int:
+        return sum(t.numel() for t in self.like.values())
+
+    def flatten(self, element: Mapping[str, Tensor]) -> Tensor:
+        """[p] from a vector or a covector, checked against the names."""
+        if list(element) != list(self.like):
+            raise ValueError(f"the metric is over {list(self.like)}, and this is over {list(element)}")
+        return torch.cat([t.reshape(-1) for t in element.values()])
+
+    def vector(self, flat: Tensor) -> Vector:
+        return Vector(unflatten(flat, self.like))
+
+    def covector(self, flat: Tensor) -> Covector:
+        return Covector(unflatten(flat, self.like))
+
+
+class Inverse(ABC):
+    """(G + λ)⁻¹ or G⁺, factored once and applied to many covectors."""
+
+    layout: Layout
+
+    @abstractmethod
+    def solve(self, ω: Tensor) -> Tensor:
+        """v [p] from ω [p]."""
+
+    def sharp(self, ω: Covector) -> Vector:
+        """ω♯: the vector of the covector."""
+        return self.layout.vector(self.solve(self.layout.flatten(ω)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a later solve can start from (the last solution of an iterative one); most inverses have nothing."""
+        return {}
+
+
+class Operator(ABC):
+    """A metric on parameter space. ``product`` and the rest work on flattened [p]; ``flat`` on vectors.
+
+    A new structure is a new operator: it says how it is inverted, and refuses, by name, what it cannot do.
+    """
+
+    layout: Layout
+
+    @abstractmethod
+    def product(self, v: Tensor) -> Tensor:
+        """G v [p]."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """The diagonal of G [p]."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """G as a matrix [p q]."""
+
+    @abstractmethod
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        """log det(G + λ); a singular G raises."""
+
+    @abstractmethod
+    def lerp(self, other: Operator, weight: float) -> Operator:
+        """(1 − w) G + w G': the moving average."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the operator by name, from which its structure can restore it."""
+
+    @abstractmethod
+    def inverse(self, damping: float) -> Inverse:
+        """(G + λ)⁻¹ by the direct method of this structure."""
+
+    @abstractmethod
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        """(G + λ)⁺, or the solution of least weighted norm; weight is [p] or [p q]."""
+
+    def flat(self, v: Vector) -> Covector:
+        """v♭ = G v."""
+        return self.layout.covector(self.product(self.layout.flatten(v)))
+
+    def trace(self) -> Tensor:
+        return self.diagonal().sum()
+
+    def refuse(self, action: str, reason: str) -> NoReturn:
+        """Raise the error of a pair of slots that cannot work together."""
+        raise IncompatibleError(f"{action} does not work with {type(self).__name__}: {reason}")
+
+    def same_kind(self, other: Operator) -> None:
+        """Check that a moving average joins two operators of one structure over the same parameters."""
+        if type(other) is not type(self):
+            raise IncompatibleError(
+                f"a moving average joins operators of one kind, not {type(self).__name__} and {type(other).__name__}"
+            )
+        if list(other.layout.like) != list(self.layout.like):
+            raise ValueError("a moving average joins operators over the same parameters")

@@ -1,0 +1,60 @@
+"""The metric as a product only: v ↦ Jᵀ(C ⊗ h)Jv, nothing stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry import unflatten
+from natgrad.model import Linearisation
+from natgrad.operators.base import Inverse, Layout, Operator
+from natgrad.pullback.pullback import Pullback
+
+
+@final
+@dataclass(frozen=True)
+class ImplicitOperator(Operator):
+    """G v = Jᵀ h J v (002 section 5.2, 004 (43)): the model is linearised once, at a snapshot of the parameters.
+
+    A moving average is a weighted sum of such terms.
+    """
+
+    layout: Layout
+    terms: tuple[tuple[float, Pullback, Linearisation], ...]
+
+    def product(self, v: Tensor) -> Tensor:
+        named = unflatten(v, self.layout.like)
+        out = torch.zeros_like(v)
+        for weight, pullback, linear in self.terms:
+            pulled = linear.pull(pullback.output_flat(linear.push(named)))
+            out += weight * torch.cat([t.reshape(-1) for t in pulled.values()])
+        return out
+
+    def diagonal(self) -> Tensor:
+        return torch.stack([weight * pullback.square() for weight, pullback, _ in self.terms]).sum(0)
+
+    def dense(self) -> Tensor:
+        eye = torch.eye(self.layout.size, dtype=self.terms[0][1].y.dtype, device=self.terms[0][1].y.device)
+        return torch.stack([self.product(column) for column in eye], dim=1)
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        self.refuse("logdet", "it has products only; estimate Dense or Kernel from the same pullback")
+
+    def lerp(self, other: Operator, weight: float) -> ImplicitOperator:
+        self.same_kind(other)
+        old = tuple(((1 - weight) * w, pullback, linear) for w, pullback, linear in self.terms)
+        new = tuple((weight * w, pullback, linear) for w, pullback, linear in cast(ImplicitOperator, other).terms)
+        return ImplicitOperator(self.layout, old + new)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Nothing is kept: a resumed run linearises again at its next forward pass."""
+        return {}
+
+    def inverse(self, damping: float) -> Inverse:
+        self.refuse("Cholesky", "it has products only; solve with CG(), or use Dense or Kernel")
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        self.refuse("Pinv", "it has products only; solve with CG(), or use Dense or Kernel")

@@ -1,0 +1,149 @@
+"""The kernel: G = RᵀR kept through its factors, inverted in the space of examples and roots."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import check_finite, cholesky, refuse_singular
+from natgrad.operators.base import Inverse, Layout, Operator
+from natgrad.pullback.blocks import Block
+from natgrad.pullback.factors import Factors
+
+
+@final
+@dataclass(frozen=True)
+class KernelOperator(Operator):
+    """G = RᵀR with R [(k n) p] kept as factors of every block; exact, and cheap when N·K < P.
+
+    The Gram matrix R Rᵀ [(k n) (l m)] is the neural tangent kernel in the output metric, over N.
+    """
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    factors: tuple[Factors, ...]
+
+    def gram(self) -> Tensor:
+        """R Rᵀ [(k n) (l m)]."""
+        total = self.factors[0].gram()
+        for f in self.factors[1:]:
+            total += f.gram()
+        return total
+
+    def push(self, v: Tensor) -> Tensor:
+        """R v [k n]."""
+        parts = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
+        return torch.stack(parts).sum(0)
+
+    def pull(self, t: Tensor) -> Tensor:
+        """Rᵀ t [p], for t [k n]."""
+        out = t.new_empty(self.layout.size)
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            block.unpack(f.pull(t), out)
+        return out
+
+    def product(self, v: Tensor) -> Tensor:
+        return self.pull(self.push(v))
+
+    def diagonal(self) -> Tensor:
+        out = self.factors[0].g.new_empty(self.layout.size)
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            block.unpack(f.square(), out)
+        return out
+
+    def dense(self) -> Tensor:
+        rows = self.rows()
+        return rows.T @ rows
+
+    def rows(self) -> Tensor:
+        """R [(k n) p] in flattening order."""
+        k, n = self.factors[0].g.shape[:2]
+        out = self.factors[0].g.new_empty(k * n, self.layout.size)
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            block.unpack(f.rows().flatten(0, 1), out)
+        return out
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        """log det(G + λ) = (P − NK) log λ + log det(RRᵀ + λ), Sylvester's identity."""
+        factor = cholesky(self.gram(), self._positive(damping), "the kernel")
+        return (self.layout.size - factor.shape[0]) * math.log(damping) + 2 * factor.diagonal().log().sum()
+
+    def lerp(self, other: Operator, weight: float) -> KernelOperator:
+        """Both sets of rows, weighted: exact, and as large as the two together."""
+        self.same_kind(other)
+        theirs = cast(KernelOperator, other).factors
+        if any(f.g.shape[0] != h.g.shape[0] for f, h in zip(self.factors, theirs, strict=True)):
+            raise ValueError("kernels with different numbers of roots cannot be joined")
+        old, new = math.sqrt(1 - weight), math.sqrt(weight)
+        joined = tuple(
+            Factors(torch.cat([f.a, h.a]), torch.cat([old * f.g, new * h.g], dim=1))
+            for f, h in zip(self.factors, theirs, strict=True)
+        )
+        return KernelOperator(self.layout, self.blocks, joined)
+
+    def tensors(self) -> dict[str, Tensor]:
+        out = {}
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            out[f"{block.names[0]}/a"], out[f"{block.names[0]}/g"] = f.a, f.g
+        return out
+
+    def inverse(self, damping: float) -> Inverse:
+        factor = cholesky(self.gram(), self._positive(damping), "the kernel")
+        return WoodburyInverse(self.layout, self, factor, damping)
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        if weight is not None:
+            self.refuse("Pinv(weight=…)", "its solution has the least plain norm; use Dense for another norm")
+        if damping > 0:
+            return self.inverse(damping)
+        gram = self.gram()
+        check_finite(gram, "the kernel")
+        values, vectors = torch.linalg.eigh(gram)
+        cut = (gram.shape[0] * torch.finfo(gram.dtype).eps if rtol is None else rtol) * values[-1]
+        return KernelPseudoInverse(self.layout, self, vectors, torch.where(values > cut, values, torch.inf).pow(-2))
+
+    def _positive(self, damping: float) -> float:
+        """Woodbury divides by λ; without damping, say how singular the metric is."""
+        if damping > 0:
+            return damping
+        values = torch.linalg.eigvalsh(self.gram().double())
+        zeros = values.new_zeros(max(self.layout.size - values.numel(), 0))
+        spectrum = torch.cat([zeros, values]).sort().values[-self.layout.size :]
+        refuse_singular(spectrum, 1e-12, True, damping, "the kernel metric, which Woodbury inverts only with damping,")
+        raise AssertionError("unreachable")
+
+
+@final
+@dataclass(frozen=True)
+class WoodburyInverse(Inverse):
+    """(RᵀR + λ)⁻¹ω = (ω − Rᵀ(RRᵀ + λ)⁻¹Rω)/λ (001 section 4)."""
+
+    layout: Layout
+    kernel: KernelOperator
+    factor: Tensor
+    damping: float
+
+    def solve(self, ω: Tensor) -> Tensor:
+        t = self.kernel.push(ω)
+        inner = torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)
+        return (ω - self.kernel.pull(inner)) / self.damping
+
+
+@final
+@dataclass(frozen=True)
+class KernelPseudoInverse(Inverse):
+    """G⁺ω = Rᵀ (RRᵀ)⁺² R ω."""
+
+    layout: Layout
+    kernel: KernelOperator
+    vectors: Tensor
+    scale: Tensor
+
+    def solve(self, ω: Tensor) -> Tensor:
+        t = self.kernel.push(ω)
+        inner = self.vectors @ (self.scale * (self.vectors.T @ t.reshape(-1)))
+        return self.kernel.pull(inner.view_as(t))

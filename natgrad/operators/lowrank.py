@@ -1,0 +1,93 @@
+"""The top of the spectrum with a diagonal floor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import check_finite, cholesky, refuse_singular
+from natgrad.operators.base import Inverse, Layout, Operator
+
+
+@final
+@dataclass(frozen=True)
+class LowRankOperator(Operator):
+    """G ≈ U diag(s) Uᵀ + diag(d): the leading eigenpairs, and a floor that keeps the diagonal of G exact."""
+
+    layout: Layout
+    vectors: Tensor  # U [p r]
+    values: Tensor  # s [r]
+    floor: Tensor  # d [p]
+
+    def product(self, v: Tensor) -> Tensor:
+        return self.vectors @ (self.values * (self.vectors.T @ v)) + self.floor * v
+
+    def diagonal(self) -> Tensor:
+        return self.vectors.square() @ self.values + self.floor
+
+    def dense(self) -> Tensor:
+        return (self.vectors * self.values) @ self.vectors.T + self.floor.diag()
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        """log det(E + BBᵀ) = log det E + log det(1 + BᵀE⁻¹B), E = d + λ."""
+        e, _, factor = self._capacity(damping)
+        return e.log().sum() + 2 * factor.diagonal().log().sum()
+
+    def lerp(self, other: Operator, weight: float) -> LowRankOperator:
+        """The two ranges together, cut back to the rank; what is cut goes into the floor, so the diagonal stays."""
+        self.same_kind(other)
+        new = cast(LowRankOperator, other)
+        root = torch.cat(
+            [self.vectors * ((1 - weight) * self.values).sqrt(), new.vectors * (weight * new.values).sqrt()], dim=1
+        )
+        diagonal = torch.lerp(self.diagonal(), new.diagonal(), weight)
+        return leading(self.layout, root, diagonal, max(self.values.numel(), new.values.numel()))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"vectors": self.vectors, "values": self.values, "floor": self.floor}
+
+    def inverse(self, damping: float) -> Inverse:
+        e, b, factor = self._capacity(damping)
+        return LowRankInverse(self.layout, e.reciprocal(), b, factor)
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        self.refuse("Pinv", "its floor and its range have no common eigenbasis; it has its own inverse, Cholesky()")
+
+    def _capacity(self, damping: float) -> tuple[Tensor, Tensor, Tensor]:
+        """E = d + λ [p], B = U√s [p r] and the Cholesky factor of 1 + BᵀE⁻¹B [r r]."""
+        check_finite(self.floor, "the low-rank metric")
+        e = self.floor + damping
+        if bool(e.min() <= torch.finfo(e.dtype).eps * (self.values.amax() + e.amax())):
+            spectrum = torch.cat([e, e.min() + self.values]).sort().values[-e.numel() :]
+            refuse_singular(spectrum, 1e-12, True, damping, "the low-rank metric")
+        b = self.vectors * self.values.sqrt()
+        return e, b, cholesky(b.T @ (b / e[:, None]), 1.0, "the capacity matrix of the low-rank metric")
+
+
+@final
+@dataclass(frozen=True)
+class LowRankInverse(Inverse):
+    """(E + BBᵀ)⁻¹ = E⁻¹ − E⁻¹B (1 + BᵀE⁻¹B)⁻¹ BᵀE⁻¹."""
+
+    layout: Layout
+    scale: Tensor  # E⁻¹ [p]
+    root: Tensor  # B [p r]
+    factor: Tensor  # [r r]
+
+    def solve(self, ω: Tensor) -> Tensor:
+        scaled = self.scale * ω
+        inner = torch.cholesky_solve((self.root.T @ scaled).unsqueeze(-1), self.factor).squeeze(-1)
+        return scaled - self.scale * (self.root @ inner)
+
+
+def leading(layout: Layout, root: Tensor, diagonal: Tensor, rank: int) -> LowRankOperator:
+    """The leading ``rank`` eigenpairs of root rootᵀ (root [p m]) with a floor that restores ``diagonal`` [p]."""
+    values, vectors = torch.linalg.eigh(root.T @ root)
+    positive = values > root.shape[1] * torch.finfo(root.dtype).eps * values[-1]
+    keep = positive.nonzero().squeeze(-1).flip(0)[:rank]
+    u = (root @ vectors[:, keep]) / values[keep].sqrt()
+    floor = diagonal - u.square() @ values[keep]
+    return LowRankOperator(layout, u, values[keep], floor.clamp(min=0))  # below zero is rounding: the rest is PSD

@@ -1,0 +1,148 @@
+"""Metrics that are Hessians: of a convex function, of a dissimilarity, of the training loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import symmetric_root
+from natgrad.output.metric import OutputMetric
+
+Scalar = Callable[..., Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class Bregman(OutputMetric):
+    """h = ∇²φ(y), the Hessian at y = y0 of D_φ(y, y0) = φ(y) − φ(y0) − ⟨∇φ(y0), y − y0⟩ (002 (30), ERRATA 41).
+
+    φ takes outputs [n *out] with n = 1; it is called under ``vmap``, one example at a time, so that any reduction
+    gives the same metric. φ must be convex: the generalised Gauss–Newton matrix has no root otherwise.
+
+    >>> metric = Bregman(lambda y: torch.logsumexp(y, -1))
+    >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+    tensor([[ 0.2500, -0.2500]])
+    """
+
+    phi: Scalar
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return hessian_product(self._of(), y, u)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return hessian_root(self._of(), y, "Bregman(phi): phi is not convex")
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        return bregman_divergence(self._of(), y, y0)
+
+    def _of(self) -> PerExample:
+        return PerExample(self.phi)
+
+
+@final
+@dataclass(frozen=True)
+class Divergence(OutputMetric):
+    """h = ∂²ρ(y, y0)/∂y² at y = y0, for any smooth dissimilarity ρ(y, y0) (004 (53), 002 (27)).
+
+    ρ takes two batches [n *out] with n = 1, under ``vmap``. It must have its minimum at y = y0; where it is flatter
+    than quadratic there h vanishes (ERRATA 54).
+
+    >>> metric = Divergence(lambda y, y0: ((y - y0) ** 2).sum())
+    >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+    tensor([[2., 0.]])
+    """
+
+    rho: Scalar
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return hessian_product(PerExample(self.rho, y.detach()), y, u)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return hessian_root(PerExample(self.rho, y.detach()), y, "Divergence(rho): rho has no minimum at y = y0")
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        return PerExample(self.rho, y0)(y)
+
+
+@final
+@dataclass(frozen=True)
+class LossHessian(OutputMetric):
+    """h = ∂²ℓ(y, t)/∂y²: the generalised Gauss–Newton matrix of a convex training loss (002 §5.1, 004 (40)).
+
+    ``loss(y, t)`` is any torch loss, called on one example at a time, so its reduction over the batch does not
+    matter. ρ is the Bregman divergence that ℓ(·, t) generates.
+
+    >>> metric = LossHessian(torch.nn.functional.mse_loss)
+    >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]), torch.ones(1, 2))
+    tensor([[1., 0.]])
+    """
+
+    loss: Scalar
+
+    @property
+    def needs_target(self) -> bool:
+        return True
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        self.check_target(target)
+        return hessian_product(PerExample(self.loss, target), y, u)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        self.check_target(target)
+        return hessian_root(PerExample(self.loss, target), y, "LossHessian(loss): the loss is not convex in the outputs")
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        self.check_target(target)
+        return bregman_divergence(PerExample(self.loss, target), y, y0)
+
+
+@final
+@dataclass(frozen=True)
+class PerExample:
+    """y [n *out] ↦ f(y_n, t_n) [n], by ``vmap`` over batches of one: whatever f reduces, examples stay apart."""
+
+    function: Scalar
+    argument: Any = None
+
+    def __call__(self, y: Tensor) -> Tensor:
+        if self.argument is None:
+            values: Tensor = torch.func.vmap(lambda a: self.function(a[None]).sum())(y)
+        else:
+            pair = (y, self.argument)
+            add = torch.utils._pytree.tree_map
+            values = torch.func.vmap(lambda a, t: self.function(a[None], add(lambda b: b[None], t)).sum())(*pair)
+        return values
+
+    def gradient(self, y: Tensor) -> Tensor:
+        """∇f(y_n) [n *out]."""
+        grad: Tensor = torch.func.grad(lambda a: self(a).sum())(y)
+        return grad
+
+
+def hessian_product(f: PerExample, y: Tensor, u: Tensor) -> Tensor:
+    """∇²f(y_n) u_n [n *out] for all examples at once: forward over reverse, differentiable in y."""
+    product: Tensor = torch.func.jvp(f.gradient, (y,), (u,))[1]
+    return product
+
+
+def hessian(f: PerExample, y: Tensor) -> Tensor:
+    """∇²f(y_n) [n d e], with the outputs of an example flattened."""
+    d = y[0].numel()
+    eye = torch.eye(d, dtype=y.dtype, device=y.device).view(d, 1, *y.shape[1:]).expand(d, *y.shape)
+    columns: Tensor = torch.func.vmap(lambda e: hessian_product(f, y, e))(eye)
+    return columns.flatten(2).transpose(0, 1)
+
+
+def hessian_root(f: PerExample, y: Tensor, failure: str) -> Tensor:
+    """The symmetric root (∇²f)^½ as columns s [d n *out]; column d belongs to output d in every example."""
+    return symmetric_root(hessian(f, y), failure).transpose(0, 1).reshape(-1, *y.shape)
+
+
+def bregman_divergence(f: PerExample, y: Tensor, y0: Tensor) -> Tensor:
+    """f(y) − f(y0) − ⟨∇f(y0), y − y0⟩ [n]; the gradient is taken at the second argument (ERRATA 41)."""
+    linear = (f.gradient(y0) * (y - y0)).flatten(1).sum(1)
+    return f(y) - f(y0) - linear

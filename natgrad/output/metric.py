@@ -1,0 +1,154 @@
+"""The output metric: an inner product on the outputs of a model, at every output y."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from natgrad.model import Inputs
+
+Reduction = Literal["sum", "mean"]
+
+
+class OutputMetric(ABC):
+    """h_y on output space, with ♭, a root and a divergence whose second-order part it is.
+
+    Outputs are y [n *out]; the metric treats every example n by itself, unless it has a ``coupling``. With several
+    terms an example (a sequence of tokens) it is the sum over the terms. ``target`` matters only to metrics that are
+    made from the training loss; ``generator`` only to sampled ones.
+    """
+
+    @property
+    def exact(self) -> bool:
+        """Whether Σ_k s_k s_kᵀ = h holds exactly (True) or in expectation over samples (False)."""
+        return True
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the metric depends on the training targets."""
+        return False
+
+    @abstractmethod
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        """h_y u [n *out], for a vector u [n *out] of output space: vector → covector."""
+
+    @abstractmethod
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        """s [k n *out] with Σ_k s_kn s_knᵀ = h(y_n), exactly or in expectation."""
+
+    @abstractmethod
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        """ρ(y, y0) [n] ≥ 0, zero at y = y0, with ∂²ρ/∂y² = h(y0) there."""
+
+    def coupling(self, x: Inputs, n: int) -> Tensor | None:
+        """C [n m] that couples the examples, or None for the identity."""
+        return None
+
+    def check_target(self, target: Any) -> None:
+        """Refuse missing targets by name."""
+        if self.needs_target and target is None:
+            raise ValueError(
+                f"{type(self).__name__} is made from the training loss and needs the targets: pass target= (in a "
+                "training loop: opt.refresh(x, target) before opt.step())"
+            )
+
+
+@final
+@dataclass(frozen=True)
+class Euclidean(OutputMetric):
+    """h = 1: the pullback is the Gauss–Newton matrix (1/N) Σ JᵀJ (002 (28), 003 example 3.3), ρ = ½‖y − y0‖².
+
+    It is the Fisher metric of a Gaussian with unit variance. ``nn.MSELoss`` is 2/D of the matching loss ½‖y − t‖²;
+    ``reduction="mean"`` divides by the D outputs of an example (D = 3 in the example).
+
+    >>> Euclidean(reduction="mean").flat(torch.zeros(1, 3), torch.ones(1, 3))
+    tensor([[0.3333, 0.3333, 0.3333]])
+    """
+
+    reduction: Reduction = "sum"
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return u * weight(self.reduction, y[0].numel())
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return one_hot_columns(y) * weight(self.reduction, y[0].numel()) ** 0.5
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        return 0.5 * (y - y0).square().flatten(1).sum(1) * weight(self.reduction, y[0].numel())
+
+
+@final
+@dataclass(frozen=True)
+class Sampled(OutputMetric):
+    """Zero-mean random roots of any metric: s = Σ_k ε_k s_k with ε ~ N(0, 1) (the pullback sampling trick, 002 §5.2).
+
+    E[s sᵀ] = h, and one backward pass a sample replaces one an output. For a Fisher metric, ``Fisher(family,
+    samples=1)`` samples targets instead.
+
+    >>> Sampled(Euclidean(), samples=2).root(torch.zeros(4, 3)).shape
+    torch.Size([2, 4, 3])
+    """
+
+    base: OutputMetric
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        check_samples(self.samples)
+        if not self.base.exact:
+            raise ValueError(f"{self.base!r} is sampled already: raise its own samples= instead of wrapping it")
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def needs_target(self) -> bool:
+        return self.base.needs_target
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return self.base.flat(y, u, target)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        s = self.base.root(y, target)
+        generator = generator or fresh_generator(y.device)
+        ε = torch.randn(self.samples, *s.shape[:2], generator=generator, dtype=y.dtype, device=y.device)
+        return torch.einsum("skn,kn...->sn...", ε, s) / self.samples**0.5
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        return self.base.divergence(y, y0, target)
+
+    def coupling(self, x: Inputs, n: int) -> Tensor | None:
+        if self.base.coupling(x, n) is not None:
+            raise ValueError(f"{self.base!r} couples the examples: independent samples would erase the coupling")
+        return None
+
+
+def weight(reduction: Reduction, terms: int) -> float:
+    """The factor of the metric: 1, or one over the number of terms of an example."""
+    if reduction not in ("sum", "mean"):
+        raise ValueError(f'reduction must be "sum" or "mean" (over the terms of an example), got {reduction!r}')
+    return 1.0 if reduction == "sum" else 1.0 / terms
+
+
+def check_samples(samples: int | None) -> None:
+    """Refuse a number of Monte-Carlo samples that is not a positive integer (None: exact)."""
+    if samples is not None and (not isinstance(samples, int) or samples < 1):
+        raise ValueError(f"samples must be None (exact) or a positive integer, got {samples!r}")
+
+
+def one_hot_columns(y: Tensor) -> Tensor:
+    """e [d n *out]: column d is 1 at output d of every example, 0 elsewhere."""
+    d = y[0].numel()
+    eye = torch.eye(d, dtype=y.dtype, device=y.device)
+    return eye.view(d, 1, *y.shape[1:]).expand(d, *y.shape).contiguous()
+
+
+def fresh_generator(device: torch.device) -> torch.Generator:
+    """A generator of our own with fresh entropy: the user's random stream must not move (pass one to reproduce)."""
+    generator = torch.Generator(device=device)
+    generator.seed()
+    return generator

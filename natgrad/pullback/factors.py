@@ -1,0 +1,82 @@
+"""Factors: the per-example gradients of one block, kept as Σ_r g aᵀ for as long as possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+@dataclass(frozen=True)
+class Factors:
+    """R[k n (c o i)] = Σ_r g[k n r c o] a[n r c i], with the 1/√N of the mean already in g, so that G = Σ_kn R Rᵀ.
+
+    Rows that come without a rule are factors too, with i = 1, a = 1 and g = R: structures see one thing.
+    """
+
+    a: Tensor  # [n r c i]
+    g: Tensor  # [k n r c o]
+
+    @staticmethod
+    def of_rows(rows: Tensor) -> Factors:
+        """Factors of explicit rows R [k n p]."""
+        return Factors(rows.new_ones(rows.shape[1], 1, 1, 1), rows[:, :, None, None, :])
+
+    @property
+    def plain(self) -> bool:
+        """One position and one group: R is a single outer product an example."""
+        return self.a.shape[1] == 1 and self.a.shape[2] == 1
+
+    def rows(self) -> Tensor:
+        """R [k n p], packed."""
+        return torch.einsum("knrco,nrci->kncoi", self.g, self.a).flatten(2)
+
+    def square(self) -> Tensor:
+        """Σ_kn R² [c o i], the diagonal of G; with one position the roots k are summed before the parameters."""
+        if self.a.shape[1] == 1:
+            g2 = self.g[:, :, 0].square().sum(0)
+            return torch.einsum("nco,nci->coi", g2, self.a[:, 0].square())
+        shape = (self.g.shape[3], self.g.shape[4], self.a.shape[3])
+        return self.rows().square().sum((0, 1)).reshape(shape)
+
+    def push(self, packed: Tensor) -> Tensor:
+        """R v [k n] for v packed as [c o i]."""
+        return torch.einsum("knrco,nrco->kn", self.g, torch.einsum("nrci,coi->nrco", self.a, packed))
+
+    def pull(self, t: Tensor) -> Tensor:
+        """Rᵀ t, packed [c o i], for t [k n]."""
+        return torch.einsum("nrco,nrci->coi", torch.einsum("knrco,kn->nrco", self.g, t), self.a)
+
+    def gram(self) -> Tensor:
+        """R Rᵀ [(k n) (l m)]: for one position, the Gram matrix of a times that of g, entry by entry."""
+        k, n = self.g.shape[:2]
+        if not self.plain:
+            rows = self.rows().flatten(0, 1)
+            return rows @ rows.T
+        a, g = self.a[:, 0, 0], self.g[:, :, 0, 0].flatten(0, 1)
+        return ((g @ g.T).view(k, n, k, n) * (a @ a.T)[None, :, None, :]).view(k * n, k * n)
+
+
+def cross(left: Factors, right: Factors, limit: int) -> Tensor:
+    """Σ_kn R_left R_rightᵀ [p q], packed; temporaries stay within ``limit`` elements where the contraction allows.
+
+    Contracting the roots k first makes the cost of a pair of plain layers independent of their number:
+    Σ_n (Σ_k g gᵀ) ⊗ (a aᵀ), that is (K + ij) op products an example instead of K ij op.
+    """
+    k, n = left.g.shape[:2]
+    i, j = left.a.shape[3], right.a.shape[3]
+    if not (left.plain and right.plain) or k + i * j >= k * i * j:
+        return left.rows().flatten(0, 1).T @ right.rows().flatten(0, 1)
+    o, p = left.g.shape[4], right.g.shape[4]
+    total = left.g.new_zeros(o * p, i * j)
+    step = max(1, limit // (o * p + i * j))
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        g, h = left.g[:, part, 0, 0], right.g[:, part, 0, 0]
+        s = torch.bmm(g.permute(1, 2, 0), h.transpose(0, 1)).flatten(1)  # [n (o p)]
+        a = (left.a[part, 0, 0, :, None] * right.a[part, 0, 0, None, :]).flatten(1)  # [n (i j)]
+        total.addmm_(s.T, a)
+    return total.view(o, p, i, j).transpose(1, 2).reshape(o * i, p * j)

@@ -1,0 +1,285 @@
+"""The pullback of an output metric to the parameters: G = (1/N) Σ_k Σ_nm C_nm R_kn R_kmᵀ, R_kn = J_nᵀ s_kn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.errors import MemoryBoundError, NonFiniteError
+from natgrad.geometry import Vector
+from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.output.metric import OutputMetric
+from natgrad.pullback.blocks import Block, partition
+from natgrad.pullback.factors import Factors
+from natgrad.pullback.finite import check_outputs
+from natgrad.pullback.rows import rows
+from natgrad.pullback.tape import Tape, TapeOverflow, leaf_uses, record
+from natgrad.rules import LinearRule, Rule
+
+MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
+RULES = (LinearRule(),)
+
+Part: TypeAlias = tuple[int, int]  # a range of examples
+
+
+@final
+@dataclass
+class Pullback:
+    """A model at a batch x with a metric on its outputs: everything a structure needs to estimate G.
+
+    ``root`` [k n *out] satisfies Σ_k s_k s_kᵀ = h (exactly, or in expectation); all structures estimated from one
+    pullback see the same root. G is the mean over the examples and never depends on how a loss is reduced.
+    """
+
+    model: Model
+    x: Inputs
+    metric: OutputMetric
+    target: Any
+    y: Tensor  # [n *out]
+    root: Tensor  # [k n *out]
+    coupling: Tensor | None  # C [n m]
+    layers: list[Block]  # with their rules
+    memory: int
+    tapes: dict[Part, Tape]  # by range of examples; a range that is missing is recorded when needed
+    parts: list[Part]  # ranges of examples that are processed together
+
+    @property
+    def n(self) -> int:
+        """N, the number of examples."""
+        return self.y.shape[0]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers as ``factors`` packs them: the rows of a coupled metric are in flattening order."""
+        return self.layers if self.coupling is None else [layer.without_rule() for layer in self.layers]
+
+    @property
+    def chunk(self) -> int:
+        """Elements that a temporary may have."""
+        return max(1, _chunk_bytes(self.memory) // self.y.element_size())
+
+    @property
+    def template(self) -> Vector:
+        """A vector of the right names and shapes (its values are the parameters)."""
+        return Vector({name: p.detach() for name, p in self.model.params.items()})
+
+    def at(self, params: Mapping[str, Tensor]) -> Pullback:
+        """The same model, batch, metric and targets at other parameters."""
+        moved = Model(lambda θ, x: self.model({**params, **θ}, x), {name: p.detach() for name, p in params.items()})
+        return pullback(moved, self.x, self.metric, target=self.target, memory=self.memory)
+
+    def output_flat(self, u: Tensor) -> Tensor:
+        """The metric of the whole batch of outputs applied to u [n *out]: (1/N) Σ_m C_nm Σ_k s_kn ⟨s_km, u_m⟩."""
+        if self.coupling is None and self.metric.exact:
+            return self.metric.flat(self.y, u, self.target) / self.n
+        t = torch.einsum("knd,nd->kn", self.root.flatten(2), u.flatten(1))
+        if self.coupling is not None:
+            t = t @ self.coupling
+        return torch.einsum("knd,kn->nd", self.root.flatten(2), t).view_as(u) / self.n
+
+    def factors(self) -> Iterator[list[Factors]]:
+        """Factors of all blocks, chunk by chunk over examples and roots; G is the sum over the chunks.
+
+        A coupling mixes the examples, so its rows come whole in n and mixed by a root L of C = L Lᵀ.
+        """
+        if self.coupling is not None:
+            yield from self._coupled()
+            return
+        for part in self.parts:
+            tape = self._tape(part)
+            inputs = self._inputs(tape)
+            s = self.root[:, part[0] : part[1]] / math.sqrt(self.n)
+            for chunk in s.split(self._roots_at_once(tape, inputs, part)):
+                yield self._factors(tape, inputs, part, chunk)
+
+    def collect(self) -> list[Factors]:
+        """The factors of all examples and roots at once, for the kernel."""
+        parts: dict[int, list[list[Factors]]] = {}
+        for chunk in self.factors():
+            parts.setdefault(id(chunk[0].a) if self.coupling is None else 0, []).append(chunk)
+        by_example = [
+            [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*chunks, strict=True)]
+            for chunks in parts.values()
+        ]
+        return [
+            Factors(torch.cat([f.a for f in fs]), torch.cat([f.g for f in fs], dim=1))
+            for fs in zip(*by_example, strict=True)
+        ]
+
+    def square(self) -> Tensor:
+        """The diagonal of G [p] = Σ_kn R², from the factors."""
+        out = self.y.new_zeros(self.model.size)
+        for factors in self.factors():
+            chunk = torch.empty_like(out)
+            for block, f in zip(self.blocks, factors, strict=True):
+                block.unpack(f.square(), chunk)
+            out += chunk
+        return out
+
+    def _tape(self, part: Part) -> Tape:
+        return self.tapes.get(part) or record(self.model, self.layers, examples(self.x, part, self.n))
+
+    def _inputs(self, tape: Tape) -> list[Tensor | None]:
+        def inputs(block: Block, rule: Rule) -> Tensor:
+            return torch.cat([rule.inputs(use.module, use.args) for use in tape.of(block)], dim=1)
+
+        return [inputs(block, block.rule) if block.rule else None for block in self.layers]
+
+    def _roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part) -> int:
+        """How many roots k fit into a chunk, with the rows that layers with several positions will form."""
+        cost = sum(math.prod(use.shape) for use in tape.uses)
+        for block, a in zip(self.layers, inputs, strict=True):
+            if a is None or a.shape[1] > 1:
+                cost += block.size * (part[1] - part[0])
+        return max(1, self.chunk // max(cost, 1))
+
+    def _factors(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, s: Tensor) -> list[Factors]:
+        uses = [use for block in self.layers if block.rule for use in tape.of(block)]
+        cotangents = iter(tape.cotangents(s, uses))
+        bare = [name for block in self.layers if block.rule is None for name in block.names]
+        explicit = rows(self.model, bare, examples(self.x, part, self.n), s) if bare else s.new_empty(0)
+        out, start = [], 0
+        for block, a in zip(self.layers, inputs, strict=True):
+            if a is None or block.rule is None:
+                out.append(Factors.of_rows(explicit[..., start : start + block.size]))
+                start += block.size
+            else:
+                g = [block.rule.cotangents(use.module, next(cotangents)) for use in tape.of(block)]
+                out.append(Factors(a, torch.cat(g, dim=2)))
+        return out
+
+    def _coupled(self) -> Iterator[list[Factors]]:
+        assert self.coupling is not None
+        needed = self.n * self.model.size * self.y.element_size()
+        if needed > self.memory:
+            raise MemoryBoundError(
+                f"the coupled rows of {self.n} examples and {self.model.size} parameters need {needed:,} bytes, "
+                f"over the bound memory={self.memory:,}: use a smaller batch, or Implicit"
+            )
+        values, vectors = torch.linalg.eigh(self.coupling.double())
+        mix = (vectors * values.clamp(min=0).sqrt()).to(self.y.dtype)  # L [n m]; rounding below zero is zero
+        whole = (0, self.n)
+        tape = self._tape(whole)
+        inputs = self._inputs(tape)
+        for s in self.root.split(1):
+            factors = self._factors(tape, inputs, whole, s / math.sqrt(self.n))
+            sorted_rows = [f.rows()[..., b.index.argsort()] for f, b in zip(factors, self.layers, strict=True)]
+            yield [Factors.of_rows(torch.einsum("nm,knp->kmp", mix, r)) for r in sorted_rows]
+
+
+def examples(x: Inputs, part: Part, n: int) -> Inputs:
+    """The inputs of a range of examples."""
+    if part == (0, n):
+        return x
+    return map_tensors(x, lambda t: t[part[0] : part[1]])
+
+
+def pullback(
+    model: nn.Module | Callable[..., Any] | Model,
+    x: Inputs,
+    metric: OutputMetric,
+    target: Any = None,
+    generator: torch.Generator | None = None,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    memory: int = MEMORY,
+) -> Pullback:
+    """Pull the metric on the outputs of a model back to its parameters (paper 002, (29); paper 004, (42), (53)).
+
+    ``x``: a tensor, a tuple of positional or a dict of keyword inputs, examples on every first axis. ``params``: the
+    parameters of a pure function ``f(params, x)``. ``output``: takes what the model returns to y [n *out]. ``memory``:
+    bytes that a structure may occupy; work is chunked over roots and examples within an eighth of it.
+
+    >>> import natgrad as ng
+    >>> model = nn.Linear(2, 3)
+    >>> pb = ng.pullback(model, torch.randn(5, 2), ng.Fisher(ng.Categorical()))
+    >>> ng.Dense().estimate(pb).dense().shape
+    torch.Size([9, 9])
+    """
+    wrapped = Model.of(model, params, output)
+    if any(t.ndim and t.shape[0] == 0 for t in tensors_of(x)):
+        raise ValueError("the batch is empty: an input has no example on its first axis")
+    metric.check_target(target)
+    wrapped.check_separable()
+    blocks = default_blocks(wrapped)
+    tape, parts = _forward(wrapped, blocks, x, _chunk_bytes(memory))
+    return assemble(Batch(wrapped, x, target), metric, generator, tape, parts, blocks, memory)
+
+
+@final
+@dataclass(frozen=True)
+class Batch:
+    """A model with inputs and, where a metric needs them, targets."""
+
+    model: Model
+    x: Inputs
+    target: Any = None
+
+
+def assemble(
+    batch: Batch,
+    metric: OutputMetric,
+    generator: torch.Generator | None,
+    tape: Tape,
+    parts: list[Part],
+    blocks: list[Block],
+    memory: int,
+) -> Pullback:
+    """A pullback from a forward pass that has been run already, as by an optimizer's hook."""
+    model, x, target = batch.model, batch.x, batch.target
+    y = tape.y.detach()
+    if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
+        with torch.no_grad():
+            y = torch.cat([model(None, examples(x, part, parts[-1][1])) for part in parts])
+    check_outputs(model, x, y)
+    counts = leaf_uses(tape.y)
+    blocks = [b if b.rule is None or tape.complete(b, counts) else b.without_rule() for b in blocks]
+    with torch.no_grad():
+        root = metric.root(y, target, generator).detach()
+    if root.shape[1:] != y.shape:
+        raise ValueError(f"{metric!r}.root must be [k n *out] with [n *out] = {tuple(y.shape)}, got {tuple(root.shape)}")
+    if not bool(root.isfinite().all()):
+        raise NonFiniteError(f"{metric!r} is not finite at the outputs: they are too large, or outside its domain")
+    coupling = metric.coupling(x, y.shape[0])
+    if coupling is not None:
+        parts, coupling = [(0, y.shape[0])], coupling.to(y)
+    tapes = {parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {}
+    return Pullback(model, x, metric, target, y, root, coupling, blocks, memory, tapes, parts)
+
+
+def _forward(model: Model, blocks: Sequence[Block], x: Inputs, bound: int) -> tuple[Tape, list[Part]]:
+    """The tape of the batch, or, if that is too large, of its first part, with all the parts.
+
+    A batch can be cut where every input has the same number of examples on its first axis and the outputs follow.
+    """
+    sizes = {t.shape[0] if t.ndim else 0 for t in tensors_of(x)}
+    n = sizes.pop() if len(sizes) == 1 else 0
+    row = sum(b.size for b in blocks if b.rule is None) * model.example.element_size()
+    step = n if row == 0 else min(n, max(1, bound // row))
+    while step > 0:
+        try:
+            tape = record(model, blocks, examples(x, (0, step), n), bound if step > 1 else None)
+        except TapeOverflow:
+            step //= 2
+            continue
+        if step == n or tape.y.shape[0] == step:
+            return tape, [(a, min(a + step, tape.y.shape[0] if step == n else n)) for a in range(0, n, step)]
+        break
+    tape = record(model, blocks, x)
+    return tape, [(0, tape.y.shape[0])]
+
+
+def default_blocks(model: Model) -> list[Block]:
+    """The model's layers with the rules that ship with the library."""
+    return partition(model, RULES)
+
+
+def _chunk_bytes(memory: int) -> int:
+    """What a temporary may occupy: an eighth of the bound, and no more than stays fast."""
+    return max(1, min(memory // 8, 2**28))

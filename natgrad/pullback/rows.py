@@ -1,0 +1,64 @@
+"""Per-example rows R[k n p] = J_nᵀ s_kn by ``torch.func``, for parameters that no layer rule covers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.model import Inputs, Model, map_tensors, tensors_of
+
+_log = logging.getLogger("natgrad")
+
+
+def rows(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> Tensor:
+    """R [k n p] for the named parameters, flattened in that order; s [k n *out] are cotangents of the outputs.
+
+    Every example is evaluated as a batch of one under ``vmap``. Inputs without examples on their first axis, and
+    models that vmap cannot follow, are differentiated as a whole batch instead, one cotangent an example: the same
+    numbers, more work.
+    """
+    n = s.shape[1]
+    inputs = tensors_of(x)
+    if inputs and all(t.ndim > 0 and t.shape[0] == n for t in inputs):
+        try:
+            return _rows_by_example(model, names, x, s)
+        except RuntimeError as error:
+            if "vmap" not in str(error) and "atching rule" not in str(error):
+                raise
+            _log.info("torch.func.vmap cannot follow the model (%s): one backward pass an example instead", error)
+    return _rows_by_batch(model, names, x, s)
+
+
+def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> Tensor:
+    params = {name: model.params[name].detach() for name in names}
+
+    def one(inputs: list[Tensor], cotangents: Tensor) -> Tensor:
+        supply = iter(inputs)
+        x_n = map_tensors(x, lambda _: next(supply).unsqueeze(0))
+        _, vjp = torch.func.vjp(lambda θ: model(θ, x_n)[0], params)
+        (grads,) = torch.func.vmap(vjp)(cotangents)
+        return torch.cat([grads[name].flatten(1) for name in names], dim=1)
+
+    mapped: Tensor = torch.func.vmap(one, in_dims=(0, 1), out_dims=1)(tensors_of(x), s)
+    return mapped
+
+
+def _rows_by_batch(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> Tensor:
+    k, n = s.shape[:2]
+    leaves = {name: model.params[name].detach().requires_grad_() for name in names}
+    with torch.enable_grad():
+        y = model(leaves, x)
+    if not y.requires_grad:
+        return s.new_zeros(k, n, sum(p.numel() for p in leaves.values()))
+    # One example a cotangent: s[k n] on the diagonal of [n n].
+    alone = torch.diag_embed(s.movedim(1, -1)).movedim((-2, -1), (1, 2)).flatten(0, 1)
+    values = list(leaves.values())
+    grads = torch.autograd.grad(y, values, alone, is_grads_batched=True, allow_unused=True)
+    flat = [
+        s.new_zeros(k * n, p.numel()) if g is None else g.reshape(k * n, -1)
+        for g, p in zip(grads, values, strict=True)
+    ]
+    return torch.cat(flat, dim=1).reshape(k, n, -1)

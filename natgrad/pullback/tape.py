@@ -1,0 +1,178 @@
+"""The tape: one forward pass that remembers, for every layer with a rule, its inputs and its gradient edge.
+
+Per-layer cotangents then come from ``torch.autograd.grad(y, edges, s)``: no weight gradient is formed, ``.grad`` is
+not touched, and in-place activations after a layer do no harm, since the edge is taken inside the hook.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.model import Inputs, Model, tensors_of
+from natgrad.pullback.blocks import Block
+from natgrad.rules.base import trainable
+
+
+@final
+class TapeOverflow(Exception):  # noqa: N818 - control flow, not an error: the caller retries with fewer examples
+    """The activations of this many examples exceed the bound."""
+
+
+@final
+@dataclass(frozen=True)
+class Use:
+    """One call of a layer: its arguments and the edge of its output in the graph."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    edge: GradientEdge
+    shape: torch.Size
+
+
+@final
+class Recorder:
+    """Hooks on the layers that have a rule, from ``start`` to ``stop``; it collects their uses.
+
+    ``bound`` (bytes) limits the activations: what leaf modules return stays alive for the backward pass, and a
+    forward pass that exceeds it is cut short by ``TapeOverflow``.
+    """
+
+    def __init__(self, model: Model, blocks: Sequence[Block], bound: int | None = None) -> None:
+        self.uses: list[Use] = []
+        self._model, self._blocks, self._bound = model, blocks, bound
+        self._bytes = 0
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        module = self._model.module
+        for block in self._blocks:
+            for layer in block.modules:
+                self._handles.append(layer.register_forward_hook(self._watch, with_kwargs=True))
+        if self._bound is not None and module is not None:
+            leaves = (m for m in module.modules() if next(m.children(), None) is None)
+            self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            detached = tuple(t.detach() for t in tensors_of((args, kwargs)))
+            self.uses.append(Use(module, detached, get_gradient_edge(output), output.shape))
+
+    def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
+        if self._bound is not None and self._bytes > self._bound:
+            raise TapeOverflow
+
+
+def record(model: Model, blocks: Sequence[Block], x: Inputs, bound: int | None = None) -> Tape:
+    """Run the model on x and record it; where no block has a rule there is nothing to record but the outputs."""
+    if not any(block.rule for block in blocks):
+        with torch.no_grad():
+            return Tape(model(None, x), ())
+    recorder = Recorder(model, blocks, bound)
+    recorder.start()
+    try:
+        with torch.enable_grad():
+            y = model(None, x)
+    finally:
+        recorder.stop()
+    return Tape(y, tuple(recorder.uses))
+
+
+@final
+@dataclass(frozen=True)
+class Tape:
+    """The outputs y [n *out] of one forward pass, with their graph, and the recorded uses of its layers."""
+
+    y: Tensor
+    uses: tuple[Use, ...]
+
+    def complete(self, block: Block, counts: Counter[int]) -> bool:
+        """Whether the recorded uses are all there is of a block, with the examples on their first axis.
+
+        A weight used past its module's forward (``F.linear(x, layer.weight)``, ``MultiheadAttention.out_proj``)
+        shows as more entries of its leaf into the graph (``leaf_uses(y)``) than there are recorded uses.
+        """
+        n, uses = self.y.shape[0], self.of(block)
+        if not uses or any(use.shape[0] != n or len(use.shape) < 2 for use in uses):
+            return False
+        params = {id(p) for module in block.modules for p in trainable(module).values()}
+        return all(counts[p] == len(uses) for p in params) and all(self._examples_first(use, n) for use in uses)
+
+    def of(self, block: Block) -> list[Use]:
+        """The uses of a block, in the order of the calls."""
+        return [use for use in self.uses if use.module in block.modules]
+
+    def _examples_first(self, use: Use, n: int) -> bool:
+        """With n positions as well as n examples, the axes could be swapped: let one example through and look."""
+        if len(use.shape) < 3 or use.shape[1] != n or n == 1:
+            return True
+        s = torch.zeros_like(self.y)
+        s[0] = torch.rand(s[0].shape, generator=torch.Generator().manual_seed(0)).to(s)
+        (g,) = torch.autograd.grad(self.y, [use.edge], s, retain_graph=True, allow_unused=True)
+        return g is None or not bool(g[1:].any())
+
+    def cotangents(self, s: Tensor, uses: Sequence[Use]) -> list[Tensor]:
+        """g [k *output] of every use for output cotangents s [k n *out]: one (batched) backward pass."""
+        if not uses:
+            return []
+        edges = [use.edge for use in uses]
+        batched = s.shape[0] > 1
+        # One column needs no vmap, whose overhead would show beside a single backward pass.
+        out = torch.autograd.grad(
+            self.y, edges, s if batched else s[0], retain_graph=True, allow_unused=True, is_grads_batched=batched
+        )
+        grads: list[Tensor] = []
+        for g, use in zip(out, uses, strict=True):
+            if g is None:
+                grads.append(s.new_zeros(s.shape[0], *use.shape))
+            else:
+                grads.append(g if batched else g.unsqueeze(0))
+        return grads
+
+
+_VIEWS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0")
+
+
+def leaf_uses(y: Tensor) -> Counter[int]:
+    """How often each leaf, by id, enters the graph of y.
+
+    Transposes and casts of a leaf are looked through: autocast caches its copy of a weight, so that several uses
+    share one cast, and it is the entries of the copy that count.
+    """
+    counts: Counter[int] = Counter()
+    seen: set[Any] = set()
+    stack = [y.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        children = [child for child, _ in node.next_functions]
+        stack.extend(children)
+        if _leaf_below(node) is None:
+            counts.update(id(leaf) for leaf in map(_leaf_below, children) if leaf is not None)
+    return counts
+
+
+def _leaf_below(node: Any) -> Any:
+    """The leaf that a chain of transposes and casts starts from, or None."""
+    while node is not None:
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return node.variable
+        if node.name() not in _VIEWS:
+            return None
+        node = node.next_functions[0][0]
+    return None

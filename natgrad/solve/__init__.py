@@ -1,0 +1,6 @@
+"""Solvers: how the metric turns a covector into a vector."""
+
+from natgrad.solve.base import Solver as Solver
+from natgrad.solve.cg import CG as CG
+from natgrad.solve.direct import Cholesky as Cholesky
+from natgrad.solve.pinv import Pinv as Pinv

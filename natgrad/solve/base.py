@@ -1,0 +1,26 @@
+"""The solver: from a metric and a covector to the vector."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from natgrad.geometry import Covector, Vector
+from natgrad.operators.base import Inverse, Operator
+
+
+class Solver(ABC):
+    """v = (G + λ)⁻¹ω or G⁺ω. ``init`` does the expensive part once; ``sharp`` applies it to any covector."""
+
+    @abstractmethod
+    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+        """Factor, or refuse by name a structure that cannot be solved this way.
+
+        ``warm``: the ``tensors()`` of an earlier inverse, to start from.
+        """
+
+    def sharp(self, state: Inverse, ω: Covector) -> Vector:
+        """ω♯ from what ``init`` returned."""
+        return state.sharp(ω)

@@ -1,0 +1,26 @@
+"""The direct solver: Cholesky, in the form each structure has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from natgrad.linalg import check_damping
+from natgrad.operators.base import Inverse, Operator
+from natgrad.solve.base import Solver
+
+
+@final
+@dataclass(frozen=True)
+class Cholesky(Solver):
+    """(G + λ)⁻¹ by Cholesky: of the matrix, of its blocks, of the kernel (Woodbury) or of the capacity of a low rank.
+
+    A singular or indefinite matrix raises, with its rank and smallest eigenvalue.
+    """
+
+    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+        check_damping(damping)
+        return G.inverse(damping)

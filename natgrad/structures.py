@@ -1,0 +1,296 @@
+"""Structures: what is kept of a pulled-back metric. Each estimates an operator from a pullback."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import IncompatibleError, MemoryBoundError
+from natgrad.model import Model, linearise
+from natgrad.operators import (
+    BlockDenseOperator,
+    DenseOperator,
+    DiagonalOperator,
+    ImplicitOperator,
+    KernelOperator,
+    Layout,
+    LowRankOperator,
+    Operator,
+)
+from natgrad.operators.lowrank import leading
+from natgrad.pullback import Factors, Pullback
+from natgrad.pullback.factors import cross
+from natgrad.pullback.pullback import default_blocks
+
+
+class Structure(ABC):
+    """A choice of what to keep of G = RᵀR/N."""
+
+    @property
+    @abstractmethod
+    def bounded(self) -> bool:
+        """Whether a moving average of its operators stays as small as one of them."""
+
+    @abstractmethod
+    def elements(self, pullback: Pullback) -> int:
+        """How many numbers the operator will hold."""
+
+    @abstractmethod
+    def estimate(self, pullback: Pullback) -> Operator:
+        """The operator of this structure, at the pullback's model and batch."""
+
+    @abstractmethod
+    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> Operator | None:
+        """The operator with these ``tensors()``; None if nothing was kept and it must be estimated again."""
+
+    def admit(self, pullback: Pullback) -> None:
+        """Refuse, before anything is allocated, what exceeds the memory bound, and say what would fit."""
+        size = pullback.y.element_size()
+        needed = self.elements(pullback) * size
+        if needed <= pullback.memory:
+            return
+        others = [s for s in (Dense(), BlockDense(), Kernel(), Diagonal(), Implicit()) if type(s) is not type(self)]
+        fits = {type(s).__name__: s.elements(pullback) * size for s in others}
+        fitting = ", ".join(f"{name} ({b:,} bytes)" for name, b in fits.items() if b <= pullback.memory)
+        raise MemoryBoundError(
+            f"{type(self).__name__} of {pullback.model.size:,} parameters needs {needed:,} bytes, over the bound "
+            f"memory={pullback.memory:,}. {'These fit: ' + fitting if fitting else 'No structure fits: raise memory='}"
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Dense(Structure):
+    """All of G [p q]: RᵀCR/N (002 (29))."""
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        return pullback.model.size**2
+
+    def estimate(self, pullback: Pullback) -> DenseOperator:
+        self.admit(pullback)
+        p = pullback.model.size
+        packed = pullback.y.new_zeros(p, p)
+        order = torch.cat([block.index for block in pullback.blocks])
+        starts = _starts(pullback)
+        for factors in pullback.factors():
+            for b, left in enumerate(factors):
+                for d in range(b + 1):
+                    packed[starts[b], starts[d]] += cross(left, factors[d], pullback.chunk)
+        matrix = torch.empty_like(packed)
+        matrix[order[:, None], order] = packed.tril() + packed.tril(-1).T
+        return DenseOperator(Layout.of(pullback.model.params), matrix)
+
+    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> DenseOperator:
+        return DenseOperator(Layout.of(model.params), tensors["matrix"])
+
+
+@final
+@dataclass(frozen=True)
+class BlockDense(Structure):
+    """The diagonal blocks of G, one a layer (a layer's weight and bias together)."""
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        return sum(block.size**2 for block in pullback.blocks)
+
+    def estimate(self, pullback: Pullback) -> BlockDenseOperator:
+        self.admit(pullback)
+        totals = [pullback.y.new_zeros(block.size, block.size) for block in pullback.blocks]
+        for factors in pullback.factors():
+            for total, f in zip(totals, factors, strict=True):
+                total += cross(f, f, pullback.chunk)
+        # Blocks are kept in flattening order, whatever the packing: the order must not depend on the batch.
+        orders = [block.index.argsort() for block in pullback.blocks]
+        matrices = tuple(0.5 * (t + t.T)[o[:, None], o] for t, o in zip(totals, orders, strict=True))
+        indices = tuple(block.index.sort().values for block in pullback.blocks)
+        names = tuple(" + ".join(block.names) for block in pullback.blocks)
+        return BlockDenseOperator(Layout.of(pullback.model.params), names, indices, matrices)
+
+    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
+        indices = tuple(block.index.sort().values for block in default_blocks(model))
+        return BlockDenseOperator(Layout.of(model.params), tuple(tensors), indices, tuple(tensors.values()))
+
+
+@final
+@dataclass(frozen=True)
+class Diagonal(Structure):
+    """The diagonal of G, without its rows: Σ_n (Σ_k g²) a², one product a layer (002 (31)).
+
+    With a sampled metric this is the pullback sampling trick: one backward pass, and no per-example gradient.
+    """
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        return pullback.model.size
+
+    def estimate(self, pullback: Pullback) -> DiagonalOperator:
+        self.admit(pullback)
+        return DiagonalOperator(Layout.of(pullback.model.params), pullback.square())
+
+    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> DiagonalOperator:
+        return DiagonalOperator(Layout.of(model.params), tensors["values"])
+
+
+@final
+@dataclass(frozen=True)
+class LowRank(Structure):
+    """The ``rank`` largest eigenpairs of G, and the diagonal of what is left as a floor."""
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank}")
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        small = min(pullback.root.shape[0] * pullback.n, pullback.model.size)
+        return (min(self.rank, small) + 2) * pullback.model.size + small**2
+
+    def estimate(self, pullback: Pullback) -> LowRankOperator:
+        self.admit(pullback)
+        layout = Layout.of(pullback.model.params)
+        if pullback.model.size <= pullback.root.shape[0] * pullback.n:
+            matrix = Dense().estimate(pullback).matrix
+            values, vectors = torch.linalg.eigh(matrix)
+            root = vectors * values.clamp(min=0).sqrt()  # G is PSD: below zero is rounding
+            return leading(layout, root, matrix.diagonal(), self.rank)
+        # Eigenvectors of G = RᵀR are Rᵀw/√s for the eigenvectors w of the smaller R Rᵀ; R itself is never formed.
+        kernel = Kernel().estimate(pullback)
+        values, vectors = torch.linalg.eigh(kernel.gram())
+        keep = (values > values.numel() * torch.finfo(values.dtype).eps * values[-1]).nonzero().squeeze(-1)
+        keep = keep.flip(0)[: self.rank]
+        k, n = kernel.factors[0].g.shape[:2]
+        u = torch.stack([kernel.pull(vectors[:, j].view(k, n)) for j in keep], dim=1) / values[keep].sqrt()
+        floor = kernel.diagonal() - u.square() @ values[keep]
+        return LowRankOperator(layout, u, values[keep], floor.clamp(min=0))
+
+    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> LowRankOperator:
+        return LowRankOperator(Layout.of(model.params), tensors["vectors"], tensors["values"], tensors["floor"])
+
+
+@final
+@dataclass(frozen=True)
+class Kernel(Structure):
+    """R itself, in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury)."""
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    def elements(self, pullback: Pullback) -> int:
+        rows = pullback.root.shape[0] * pullback.n
+        kept = sum(rows * (b.size if b.rule is None else b.shape[0] * b.shape[1]) for b in pullback.blocks)
+        return kept + 2 * rows**2  # the factors g; the Gram matrix and the Gram matrix of one block
+
+    def estimate(self, pullback: Pullback) -> KernelOperator:
+        self.admit(pullback)
+        factors = tuple(pullback.collect())
+        return KernelOperator(Layout.of(pullback.model.params), tuple(pullback.blocks), factors)
+
+    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> KernelOperator:
+        blocks, factors = [], []
+        for block in default_blocks(model):
+            f = Factors(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
+            packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
+            blocks.append(block if packed == block.shape else block.without_rule())
+            factors.append(f)
+        return KernelOperator(Layout.of(model.params), tuple(blocks), tuple(factors))
+
+
+@final
+@dataclass(frozen=True)
+class Implicit(Structure):
+    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (002 section 5.2); solved by ``CG``."""
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    def elements(self, pullback: Pullback) -> int:
+        return pullback.model.size
+
+    def estimate(self, pullback: Pullback) -> ImplicitOperator:
+        self.admit(pullback)
+        linear = linearise(pullback.model, pullback.x)
+        return ImplicitOperator(Layout.of(pullback.model.params), ((1.0, pullback, linear),))
+
+    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> None:
+        return None
+
+
+@final
+@dataclass(frozen=True)
+class Refresh(Structure):
+    """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (002 (32)).
+
+    The average starts at nothing and is corrected for it, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so the first estimate
+    counts whole (ERRATA, section D). Used by the optimizers; ``estimate`` is the inner structure's.
+
+    >>> Refresh(Diagonal(), every=10, decay=0.95)
+    Refresh(structure=Diagonal(), every=10, decay=0.95)
+    """
+
+    structure: Structure
+    every: int = 1
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"Refresh(every=…) must be at least 1, got {self.every}")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"Refresh(decay=…) must be in [0, 1), got {self.decay}")
+        name = type(self.structure).__name__
+        if self.decay > 0 and not self.structure.bounded:
+            raise IncompatibleError(
+                f"Refresh(decay={self.decay}) does not work with {name}: every average would be larger than the last. "
+                "Use decay=0, or LowRank, Diagonal, BlockDense or Dense"
+            )
+        if self.every > 1 and isinstance(self.structure, Implicit):
+            raise IncompatibleError(
+                f"Refresh(every={self.every}) does not work with Implicit: it is never factored, so nothing is saved "
+                "by keeping it, and its graph would be held. Use every=1"
+            )
+
+    @property
+    def bounded(self) -> bool:
+        return self.structure.bounded
+
+    def elements(self, pullback: Pullback) -> int:
+        return self.structure.elements(pullback)
+
+    def estimate(self, pullback: Pullback) -> Operator:
+        return self.structure.estimate(pullback)
+
+    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> Operator | None:
+        return self.structure.restore(model, tensors)
+
+    def weight(self, step: int) -> float:
+        """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""
+        return (1 - self.decay) / (1 - self.decay**step)
+
+
+def _starts(pullback: Pullback) -> list[slice]:
+    starts, at = [], 0
+    for block in pullback.blocks:
+        starts.append(slice(at, at + block.size))
+        at += block.size
+    return starts
