@@ -1,0 +1,46 @@
+# Everything runs in a virtual environment of its own. Set-up happens once, and again only when pyproject.toml changes:
+# the second `make demo` or `make test` needs no network.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+DEMO ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' DEMO='options of natgrad demo'"
+
+demo: $(VENV)/.cli  ## train on digits with four optimizers, in under two minutes
+	$(BIN)/natgrad demo $(DEMO)
+
+test: $(VENV)/.dev  ## ruff, mypy, doctests and tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.dev  ## run the benchmarks
+	$(BIN)/python benchmarks/core.py
+
+clean:  ## remove the virtual environment, caches and results
+	rm -rf $(VENV) build dist natgrad-demo .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and pinned: an open range may resolve to a build with gigabytes of libraries for a GPU.
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)'
+	@touch $@
+
+$(VENV)/.cli: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable '.[cli]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.cli
