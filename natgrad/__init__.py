@@ -41,3 +41,14 @@ from natgrad.structures import Implicit as Implicit
 from natgrad.structures import Kernel as Kernel
 from natgrad.structures import LowRank as LowRank
 from natgrad.structures import Refresh as Refresh
+from natgrad.optim import NaturalGradient as NaturalGradient
+from natgrad.step import BackProjection as BackProjection
+from natgrad.step import Backtracking as Backtracking
+from natgrad.step import Clipping as Clipping
+from natgrad.step import Constrained as Constrained
+from natgrad.step import Fixed as Fixed
+from natgrad.step import GeodesicCorrected as GeodesicCorrected
+from natgrad.step import LevenbergMarquardt as LevenbergMarquardt
+from natgrad.step import Penalty as Penalty
+from natgrad.step import TrustRegion as TrustRegion
+from natgrad.step import exponential as exponential

@@ -42,7 +42,8 @@ class FromDistribution(Family):
 
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
         if self._closed_form(y):
-            product: Tensor = torch.func.jvp(self._kl_gradient(y), (y,), (u,))[1]
+            gradient = torch.func.grad(lambda a: self.kl(y, a).sum())
+            product: Tensor = torch.func.grad(lambda a: (gradient(a) * u).sum())(y)
             return product
         s = self.root(y)
         return torch.einsum("knd,kn->nd", s.flatten(2), torch.einsum("knd,nd->kn", s.flatten(2), u.flatten(1))).view_as(u)
@@ -103,7 +104,3 @@ class FromDistribution(Family):
         except NotImplementedError:
             return False
         return True
-
-    def _kl_gradient(self, y: Tensor) -> Callable[[Tensor], Tensor]:
-        y0 = y.detach()
-        return torch.func.grad(lambda a: self.kl(y0, a).sum())

@@ -59,7 +59,8 @@ class Divergence(OutputMetric):
     rho: Scalar
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        return hessian_product(PerExample(self.rho, y.detach()), y, u)
+        # y0 = y is not detached: the geodesics differentiate h(y) itself.
+        return hessian_product(PerExample(self.rho, y), y, u)
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         return hessian_root(PerExample(self.rho, y.detach()), y, "Divergence(rho): rho has no minimum at y = y0")
@@ -124,8 +125,8 @@ class PerExample:
 
 
 def hessian_product(f: PerExample, y: Tensor, u: Tensor) -> Tensor:
-    """∇²f(y_n) u_n [n *out] for all examples at once: forward over reverse, differentiable in y."""
-    product: Tensor = torch.func.jvp(f.gradient, (y,), (u,))[1]
+    """∇²f(y_n) u_n = ∇⟨∇f(y_n), u_n⟩ [n *out] for all examples at once, differentiable in y."""
+    product: Tensor = torch.func.grad(lambda a: (f.gradient(a) * u).sum())(y)
     return product
 
 

@@ -47,13 +47,14 @@ class Recorder:
 
     def __init__(self, model: Model, blocks: Sequence[Block], bound: int | None = None) -> None:
         self.uses: list[Use] = []
-        self._model, self._blocks, self._bound = model, blocks, bound
+        self.blocks = list(blocks)
+        self._model, self._bound = model, bound
         self._bytes = 0
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
         module = self._model.module
-        for block in self._blocks:
+        for block in self.blocks:
             for layer in block.modules:
                 self._handles.append(layer.register_forward_hook(self._watch, with_kwargs=True))
         if self._bound is not None and module is not None:

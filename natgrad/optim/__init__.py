@@ -1,0 +1,3 @@
+"""Optimizers."""
+
+from natgrad.optim.optimizer import NaturalGradient as NaturalGradient

@@ -1,0 +1,145 @@
+"""The keeper of the metric: it watches the model's own forward pass and averages what it estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import Any, Iterator, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.errors import NatgradError
+from natgrad.model import Arguments, Inputs, Model
+from natgrad.operators.base import Operator
+from natgrad.output.metric import OutputMetric
+from natgrad.pullback import Pullback, pullback
+from natgrad.pullback.pullback import MEMORY, Batch, assemble, default_blocks
+from natgrad.pullback.tape import Recorder, Tape
+from natgrad.structures import Refresh
+
+
+@final
+class Keeper:
+    """Estimates G in a hook on the model's forward pass when it is due, and holds its moving average.
+
+    Several forward passes between two steps (gradient accumulation) are averaged by their numbers of examples. An
+    estimate is ``fresh`` until a step has succeeded with it: a step that fails leaves the average as it was.
+    """
+
+    def __init__(
+        self, model: Model, metric: OutputMetric, structure: Refresh, generator: torch.Generator, memory: int = MEMORY
+    ) -> None:
+        self.model, self.metric, self.structure = model, metric, structure
+        self.generator, self.memory = generator, memory
+        self.average: Operator | None = None
+        self.count = 0  # estimates in the average
+        self.step = 0
+        self.fresh: Operator | None = None
+        self.batch: Batch | None = None  # the last one seen
+        self._examples = 0
+        self._recorder: Recorder | None = None
+        self._handle: RemovableHandle | None = None
+        self._suspended = False
+        module = model.module
+        assert module is not None
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    @property
+    def due(self) -> bool:
+        return self.average is None or self.step % self.structure.every == 0
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The forward passes inside are not training passes."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    def refresh(self, x: Inputs, target: Any = None) -> None:
+        """Estimate in a forward pass of our own."""
+        with self.suspended():
+            pb = pullback(self.model, x, self.metric, target, self.generator, memory=self.memory)
+            self.batch = Batch(self.model, x, target)
+            self._add(pb)
+
+    def current(self) -> Pullback:
+        """The pullback at the parameters and the batch of this step."""
+        if self.batch is None:
+            raise NatgradError(_NOTHING_SEEN)
+        with self.suspended():
+            b = self.batch
+            return pullback(self.model, b.x, self.metric, b.target, self.generator, memory=self.memory)
+
+    def divergence(self, params: Mapping[str, Tensor]) -> float:
+        """Mean divergence of the outputs at other parameters from the outputs now, on the batch of this step."""
+        if self.batch is None:
+            raise NatgradError(_NOTHING_SEEN)
+        with self.suspended(), torch.no_grad():
+            y0, y = self.model(None, self.batch.x), self.model(params, self.batch.x)
+            return float(self.metric.divergence(y, y0, self.batch.target).mean())
+
+    def candidate(self) -> tuple[Operator, bool]:
+        """The average with the fresh estimate in it, and whether there is one; ``commit`` makes it the average."""
+        if self.fresh is None and self.due:
+            raise NatgradError(_NEEDS_TARGET if self.metric.needs_target else _NOTHING_SEEN)
+        if self.fresh is None:
+            assert self.average is not None
+            return self.average, False
+        if self.average is None or self.structure.decay == 0:
+            return self.fresh, True
+        return self.average.lerp(self.fresh, self.structure.weight(self.count + 1)), True
+
+    def commit(self, operator: Operator, refreshed: bool) -> None:
+        """A step has succeeded with this operator."""
+        self.average = operator
+        self.count += refreshed
+        self.step += 1
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the fresh estimate."""
+        self.fresh, self._examples = None, 0
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._suspended or not torch.is_grad_enabled():
+            return
+        self.batch = Batch(self.model, Arguments(args, kwargs))
+        if self.due and not self.metric.needs_target:
+            self.model.check_separable()
+            self._recorder = Recorder(self.model, default_blocks(self.model))
+            self._recorder.start()
+            # Registered after the recorder's hooks, so that it runs after them, also where the model is one layer.
+            self._handle = module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
+        recorder, handle = self._recorder, self._handle
+        assert recorder is not None and handle is not None
+        self._recorder = self._handle = None
+        handle.remove()
+        recorder.stop()
+        if raw is None:  # always_call: the forward pass raised
+            return
+        tape = Tape(self.model.outputs(raw), tuple(recorder.uses))
+        batch = Batch(self.model, Arguments(args, kwargs))
+        with self.suspended():
+            blocks, parts = recorder.blocks, [(0, tape.y.shape[0])]
+            self._add(assemble(batch, self.metric, self.generator, tape, parts, blocks, self.memory))
+
+    def _add(self, pb: Pullback) -> None:
+        estimate = self.structure.estimate(pb)
+        pb.tapes.clear()  # the graph belongs to the user's backward pass
+        self._examples += pb.n
+        self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / self._examples)
+
+
+_NOTHING_SEEN = (
+    "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) outside "
+    "torch.no_grad(), or opt.refresh(x) where the forward pass is opaque"
+)
+_NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
+
+Closure = Callable[[], Any]

@@ -1,0 +1,294 @@
+"""The natural gradient as a ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, TypedDict, cast, final
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from natgrad.errors import NonFiniteError
+from natgrad.geometry import Covector, Vector, require_all
+from natgrad.model import Inputs, Model
+from natgrad.operators.base import Inverse, Operator
+from natgrad.optim.guard import Guard
+from natgrad.optim.keeper import Keeper
+from natgrad.output.metric import OutputMetric
+from natgrad.solve import Cholesky, Solver
+from natgrad.step import Fixed, Proposal, Step, StepRule, christoffel
+from natgrad.structures import Dense, Refresh, Structure
+
+_log = logging.getLogger("natgrad")
+
+
+class Options(TypedDict, total=False):
+    """What most uses leave alone.
+
+    ``momentum`` and ``weight_decay`` (decoupled) are group options, as ``lr`` is; ``groups`` are parameter groups as in
+    torch.optim, the parameters that no group names form the first; ``output`` takes what the model returns to its
+    output tensor; ``generator`` is for sampled metrics (by default one of our own, so the user's stream stays).
+    """
+
+    momentum: float
+    weight_decay: float
+    groups: Iterable[dict[str, Any]]
+    output: Callable[[Any], Tensor]
+    generator: torch.Generator
+
+
+@final
+class NaturalGradient(torch.optim.Optimizer):
+    """θ ← θ − lr·(G + λ)⁻¹∇L: one choice for each of metric, structure, solver and step rule (004 (17), 002 (4)).
+
+    Drop-in: the loop stays as it is. When the metric is due (every step, or as ``Refresh(structure, every, decay)``
+    says), a hook on the model's forward pass estimates it from that pass; call the model under ``torch.no_grad()`` to
+    evaluate. Metrics made from the loss need ``opt.refresh(x, target)`` before the step.
+
+    Momentum is kept in the space of vectors, m ← μm + v, θ ← θ − lr·m; weight decay is decoupled,
+    θ ← (1 − lr·wd)θ. Every number in a parameter group may be changed between steps; λ must be the same in all.
+    Nothing changes when a step raises.
+
+    >>> import natgrad as ng
+    >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
+    >>> opt = ng.NaturalGradient(model, ng.Fisher(ng.Categorical()), lr=0.5, damping=1e-2)
+    >>> for _ in range(3):
+    ...     opt.zero_grad()
+    ...     loss = nn.functional.cross_entropy(model(x), t)
+    ...     loss.backward()
+    ...     opt.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        metric: OutputMetric,
+        structure: Structure | None = None,
+        solver: Solver | None = None,
+        step: StepRule | None = None,
+        lr: float = 1.0,
+        damping: float = 1e-3,
+        **options: Unpack[Options],
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
+        wrapped = Model.of(model, output=options.get("output"))
+        defaults = {
+            "lr": lr,
+            "damping": damping,
+            "momentum": options.get("momentum", 0.0),
+            "weight_decay": options.get("weight_decay", 0.0),
+        }
+        super().__init__(_groups(wrapped, options.get("groups", ())), defaults)
+        structure = structure or Dense()
+        generator = options.get("generator")
+        if generator is None:
+            generator = torch.Generator(device=wrapped.example.device).manual_seed(torch.initial_seed() % 2**63)
+        refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
+        self.keeper = Keeper(wrapped, metric, refresh, generator)
+        self.solver, self.rule = solver or Cholesky(), step or Fixed()
+        self.inverse: Inverse | None = None
+        self.inverse_damping = damping
+        self.last: Step | None = None
+        self._guard = Guard()
+        if self.rule.needs_closure:
+            _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim, with the numbers of the group checked."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for key, low in (("lr", 0), ("damping", 0), ("momentum", 0), ("weight_decay", 0)):
+            if not group[key] >= low or (key == "momentum" and group[key] >= 1):
+                raise ValueError(f"{key} must be {'in [0, 1)' if key == 'momentum' else '≥ 0'}, got {group[key]}")
+
+    @property
+    def needs_closure(self) -> bool:
+        """Whether ``step`` must be given a closure that zeroes the gradients, computes the loss and calls backward."""
+        return self.rule.needs_closure
+
+    def refresh(self, x: Inputs, target: Any = None) -> None:
+        """Estimate the metric now, in a forward pass of its own (opaque models, metrics that need targets)."""
+        self.keeper.refresh(x, target)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step. Returns the loss of the closure, if there is one."""
+        if self.rule.needs_closure and closure is None:
+            raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
+        self._guard.report()
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        try:
+            self._step(closure, value)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"at step {self.keeper.step}: {error}") from error
+        finally:
+            self.keeper.discard()
+        return value
+
+    def _step(self, closure: Callable[[], Any] | None, value: Any) -> None:
+        params = self.keeper.model.params
+        ω = Covector(require_all({name: p.grad for name, p in params.items()}))
+        self._guard.check(ω, "the gradient", self.keeper.step)
+        operator, refreshed = self.keeper.candidate()
+        damping = self._damping()
+        solve = _Solve(self, operator, damping, refreshed)
+        proposal = Proposal(
+            params={name: p.detach() for name, p in params.items()},
+            differential=ω,
+            operator=operator,
+            damping=damping,
+            direction=solve.direction,
+            loss=None if closure is None else self._loss(closure, float(value)),
+            divergence=lambda δ: self.keeper.divergence({n: p.detach() for n, p in params.items()} + δ),
+            acceleration=solve.acceleration,
+        )
+        step = self.rule.take(proposal)
+        self._guard.check(step.displacement, "the step", self.keeper.step)
+        self._apply(step, solve.velocity)
+        self.inverse, self.inverse_damping = solve.inverse, solve.damping
+        for group in self.param_groups:
+            group["damping"] = step.damping
+        self.keeper.commit(operator, refreshed)
+        self.last = step
+
+    def _apply(self, step: Step, velocity: Vector | None) -> None:
+        """Everything has been computed and checked: change parameters and momentum."""
+        names = {id(p): name for name, p in self.keeper.model.params.items()}
+        for group in self.param_groups:
+            for p in group["params"]:
+                name = names[id(p)]
+                if group["weight_decay"]:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(self._guard.gated(step.displacement[name]))
+                if group["momentum"] and velocity is not None and step.accepted:
+                    self.state[p]["momentum"] = velocity[name]
+
+    def _loss(self, closure: Callable[[], Any], value: float) -> Callable[[Vector | None], float]:
+        params = self.keeper.model.params
+
+        def loss(δ: Vector | None) -> float:
+            if δ is None:
+                return value
+            saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
+            try:
+                for name, p in params.items():
+                    p.add_(δ[name])
+                    p.grad = None
+                with torch.enable_grad(), self.keeper.suspended():
+                    return float(closure())
+            finally:
+                for name, p in params.items():
+                    p.copy_(saved[name][0])
+                    p.grad = saved[name][1]
+
+        return loss
+
+    def _damping(self) -> float:
+        dampings = {float(group["damping"]) for group in self.param_groups}
+        if len(dampings) > 1:
+            raise ValueError(f"the damping must be the same in all parameter groups, got {sorted(dampings)}")
+        return dampings.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
+        state = super().state_dict()
+        keeper = self.keeper
+        state["natgrad"] = {
+            "step": keeper.step,
+            "count": keeper.count,
+            "operator": {} if keeper.average is None else keeper.average.tensors(),
+            "inverse": {} if self.inverse is None else self.inverse.tensors(),
+            "inverse_damping": self.inverse_damping,
+            "generator": keeper.generator.get_state(),
+        }
+        return cast(dict[str, Any], state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume exactly: the next steps are, bit for bit, those of the run that was saved."""
+        rest = {key: value for key, value in state_dict.items() if key != "natgrad"}
+        if "natgrad" not in state_dict:
+            raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
+        mine = state_dict["natgrad"]
+        super().load_state_dict(rest)
+        keeper = self.keeper
+        device = keeper.model.example.device
+        tensors = {name: t.to(device) for name, t in mine["operator"].items()}
+        keeper.step, keeper.count = mine["step"], mine["count"]
+        keeper.average = keeper.structure.restore(keeper.model, tensors) if tensors else None
+        keeper.generator.set_state(mine["generator"].cpu())
+        keeper.discard()
+        self.inverse_damping, self.inverse = mine["inverse_damping"], None
+        warm = {name: t.to(device) for name, t in mine["inverse"].items()}
+        if keeper.average is not None:
+            self.inverse = self.solver.init(keeper.average, self.inverse_damping, warm)
+        elif warm:
+            self.inverse = _Warm(warm)
+
+
+@final
+class _Warm(Inverse):
+    """Only what an iterative solver can start from, until the metric is estimated again."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def solve(self, ω: Tensor) -> Tensor:
+        raise AssertionError("the metric is estimated before it is solved with")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._tensors
+
+
+@final
+class _Solve:
+    """The solves of one step: the inverse is factored again only for a new metric or another damping."""
+
+    def __init__(self, opt: NaturalGradient, operator: Operator, damping: float, refreshed: bool) -> None:
+        self.opt, self.operator = opt, operator
+        self.inverse, self.damping = opt.inverse, opt.inverse_damping
+        self.stale = refreshed or opt.inverse is None or opt.inverse_damping != damping
+        self.velocity: Vector | None = None
+
+    def direction(self, ω: Covector, damping: float) -> Vector:
+        """−lr·(μm + (G + λ)⁻¹ω), every group with its own lr and μ."""
+        v = self._sharp(ω, damping)
+        velocity, moved = {}, {}
+        names = {id(p): name for name, p in self.opt.keeper.model.params.items()}
+        for group in self.opt.param_groups:
+            for p in group["params"]:
+                name = names[id(p)]
+                buffer = self.opt.state[p].get("momentum") if group["momentum"] else None
+                velocity[name] = v[name] if buffer is None else v[name] + group["momentum"] * buffer
+                moved[name] = -group["lr"] * velocity[name]
+        self.velocity = Vector({name: velocity[name] for name in v})
+        return Vector({name: moved[name] for name in v})
+
+    def acceleration(self, δ: Vector) -> Vector:
+        """−(G + λ)⁻¹Γ♭(δ, δ)."""
+        return -self._sharp(christoffel(self.opt.keeper.current(), δ), self.damping)
+
+    def _sharp(self, ω: Covector, damping: float) -> Vector:
+        if self.stale or self.inverse is None or self.damping != damping:
+            warm = {} if self.inverse is None else self.inverse.tensors()
+            self.inverse = self.opt.solver.init(self.operator, damping, warm)
+            self.damping, self.stale = damping, False
+        return self.opt.solver.sharp(self.inverse, ω)
+
+
+def _groups(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups that cover every trainable parameter once; those nobody named come first."""
+    names = {id(p): name for name, p in model.params.items()}
+    given = [{**group, "params": list(group["params"])} for group in groups]
+    for group in given:
+        strange = [p for p in group["params"] if id(p) not in names]
+        if strange:
+            raise ValueError(f"a parameter group holds {len(strange)} tensors that are not trainable parameters of the model")
+    taken = {id(p) for group in given for p in group["params"]}
+    rest = [p for p in model.params.values() if id(p) not in taken]
+    return ([{"params": rest}] if rest else []) + given

@@ -1,0 +1,17 @@
+"""Steps: how far and along which curve the parameters move."""
+
+from natgrad.step.base import Proposal as Proposal
+from natgrad.step.base import Step as Step
+from natgrad.step.base import StepRule as StepRule
+from natgrad.step.constraints import BackProjection as BackProjection
+from natgrad.step.constraints import Clipping as Clipping
+from natgrad.step.constraints import Constrained as Constrained
+from natgrad.step.constraints import Constraint as Constraint
+from natgrad.step.constraints import Penalty as Penalty
+from natgrad.step.geodesic import christoffel as christoffel
+from natgrad.step.geodesic import exponential as exponential
+from natgrad.step.rules import Backtracking as Backtracking
+from natgrad.step.rules import Fixed as Fixed
+from natgrad.step.rules import GeodesicCorrected as GeodesicCorrected
+from natgrad.step.rules import LevenbergMarquardt as LevenbergMarquardt
+from natgrad.step.rules import TrustRegion as TrustRegion

@@ -1,0 +1,130 @@
+"""Parameters that must stay in a domain: back-projection, clipping and penalty, around any step rule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry import Vector, differential
+from natgrad.step.base import Proposal, Step, StepRule
+
+
+class Constraint(ABC):
+    """How a step is kept in the domain of the parameters (001 section 4)."""
+
+    @abstractmethod
+    def before(self, proposal: Proposal) -> Proposal:
+        """Change what the rule sees."""
+
+    @abstractmethod
+    def after(self, proposal: Proposal, step: Step) -> Step:
+        """Change what the rule decided."""
+
+
+@final
+@dataclass(frozen=True)
+class Constrained(StepRule):
+    """Any step rule with a constraint around it.
+
+    >>> from natgrad.step.rules import Fixed
+    >>> Constrained(Fixed(), Clipping({"w": (0.0, 1.0)})).needs_closure
+    False
+    """
+
+    rule: StepRule
+    constraint: Constraint
+
+    @property
+    def needs_closure(self) -> bool:
+        return self.rule.needs_closure
+
+    def take(self, proposal: Proposal) -> Step:
+        seen = self.constraint.before(proposal)
+        return self.constraint.after(proposal, self.rule.take(seen))
+
+
+@final
+@dataclass(frozen=True)
+class BackProjection(Constraint):
+    """θ ← Π(θ + δ) with a projection of the user's, on a mapping of all parameters by name."""
+
+    project: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+
+    def before(self, proposal: Proposal) -> Proposal:
+        return proposal
+
+    def after(self, proposal: Proposal, step: Step) -> Step:
+        moved = dict(proposal.params) + step.displacement
+        with torch.no_grad():
+            inside = self.project(dict(moved))
+        if set(inside) != set(moved):
+            raise ValueError(f"BackProjection must return all parameters, {sorted(moved)}, got {sorted(inside)}")
+        return _moved(proposal, step, inside, moved, "projected back")
+
+
+@final
+@dataclass(frozen=True)
+class Clipping(Constraint):
+    """Every entry of the named parameters kept in [low, high] (weight clipping)."""
+
+    bounds: Mapping[str, tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in self.bounds.items():
+            if not low < high:
+                raise ValueError(f"Clipping: the bounds of {name} must satisfy low < high, got ({low}, {high})")
+
+    def before(self, proposal: Proposal) -> Proposal:
+        unknown = sorted(set(self.bounds) - set(proposal.params))
+        if unknown:
+            raise ValueError(f"Clipping names {', '.join(unknown)}, and the parameters are {list(proposal.params)}")
+        return proposal
+
+    def after(self, proposal: Proposal, step: Step) -> Step:
+        moved = dict(proposal.params) + step.displacement
+        inside = {n: t.clamp(*self.bounds[n]) if n in self.bounds else t for n, t in moved.items()}
+        return _moved(proposal, step, inside, moved, "clipped")
+
+
+@final
+@dataclass(frozen=True)
+class Penalty(Constraint):
+    """L + weight·q(θ): the differential of a smooth penalty is added before the metric turns it into a step."""
+
+    penalty: Callable[[Mapping[str, Tensor]], Tensor]
+    weight: float = 1.0
+
+    def before(self, proposal: Proposal) -> Proposal:
+        leaves = {name: p.detach().clone().requires_grad_() for name, p in proposal.params.items()}
+        with torch.enable_grad():
+            # Adding 0·θ gives every parameter a derivative, also those the penalty does not look at.
+            value = self.penalty(leaves) + sum((0 * p).sum() for p in leaves.values())
+            ω = differential(leaves, value) * self.weight
+        inner = proposal.loss
+        if inner is None:
+            return proposal.with_differential(proposal.differential + ω)
+
+        def penalised(δ: Vector | None) -> float:
+            params = dict(proposal.params) if δ is None else dict(proposal.params) + δ
+            return inner(δ) + self.weight * float(self.penalty(params))
+
+        return replace(proposal.with_differential(proposal.differential + ω), loss=penalised)
+
+    def after(self, proposal: Proposal, step: Step) -> Step:
+        return step
+
+
+def _moved(
+    proposal: Proposal, step: Step, inside: Mapping[str, Tensor], moved: Mapping[str, Tensor], what: str
+) -> Step:
+    changed = [name for name, t in moved.items() if not torch.equal(inside[name], t)]
+    if not changed:
+        return step
+    δ = Vector({name: inside[name] - p for name, p in proposal.params.items()})
+    reason = "; ".join(filter(None, [step.reason, f"{what}: {', '.join(changed)}"]))
+    return replace(step, displacement=δ, reason=reason)

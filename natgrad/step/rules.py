@@ -1,0 +1,158 @@
+"""Fixed steps, trust regions, Levenberg–Marquardt, and the geodesic correction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from natgrad.geometry import Vector
+from natgrad.step.base import Proposal, Step, StepRule
+
+
+@final
+@dataclass(frozen=True)
+class Fixed(StepRule):
+    """δ = −lr·v: the natural gradient times the learning rate (004 (17))."""
+
+    @property
+    def needs_closure(self) -> bool:
+        return False
+
+    def take(self, proposal: Proposal) -> Step:
+        return Step(proposal.natural(), proposal.damping)
+
+
+@final
+@dataclass(frozen=True)
+class Backtracking:
+    """Shorten the step by ``shrink`` until the true divergence is within the radius, at most ``tries`` times."""
+
+    shrink: float = 0.5
+    tries: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.shrink < 1 or self.tries < 1:
+            raise ValueError(f"Backtracking needs 0 < shrink < 1 and tries ≥ 1, got {self}")
+
+
+@final
+@dataclass(frozen=True)
+class TrustRegion(StepRule):
+    """Steepest descent in the ball ½ δᵀGδ ≤ ``radius`` (002 (6), 004 (14)–(15)): δ = −v·√(2 radius/vᵀGv).
+
+    The step reaches the boundary, whatever the learning rate; ``longest`` limits it to so many times lr·v (with
+    ``longest=1`` the rule only clips). With ``backtracking`` the step is shortened until the *true* divergence of the
+    outputs, ρ(y(θ + δ), y(θ)), for Fisher the KL divergence, is within the radius too; if it never is, the parameters
+    stay.
+
+    >>> TrustRegion(radius=0.01, backtracking=Backtracking())
+    TrustRegion(radius=0.01, backtracking=Backtracking(shrink=0.5, tries=20), longest=inf)
+    """
+
+    radius: float
+    backtracking: Backtracking | None = None
+    longest: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.radius > 0 or not self.longest > 0:
+            raise ValueError(f"TrustRegion needs a positive radius and longest, got {self.radius} and {self.longest}")
+
+    @property
+    def needs_closure(self) -> bool:
+        return False
+
+    def take(self, proposal: Proposal) -> Step:
+        δ = proposal.natural()
+        half = 0.5 * float(proposal.operator.flat(δ) @ δ)
+        if half <= 0:  # a null direction, or a zero gradient: the ball does not limit it
+            return Step(δ * min(1.0, self.longest), proposal.damping, reason="no length in the metric")
+        scale = min(math.sqrt(self.radius / half), self.longest)
+        if self.backtracking is None:
+            return Step(δ * scale, proposal.damping)
+        for _ in range(self.backtracking.tries):
+            moved = proposal.divergence(δ * scale)
+            if moved <= self.radius:
+                return Step(δ * scale, proposal.damping)
+            scale *= self.backtracking.shrink
+        reason = f"divergence {moved:.3g} over radius {self.radius:g} after {self.backtracking.tries} tries"
+        return Step(δ * 0.0, proposal.damping, accepted=False, reason=reason)
+
+
+@final
+@dataclass(frozen=True)
+class LevenbergMarquardt(StepRule):
+    """Damping adapted from predicted against actual decrease (Moré 1978; Martens and Grosse 2015, section 6.5).
+
+    With the model m(δ) = ⟨ω, δ⟩ + ½ δᵀGδ, ratio = (L(θ + δ) − L(θ))/m(δ): above ``good`` the damping is divided by
+    ``factor``, below ``poor`` it is multiplied by it. A step that does not lower the loss is not taken; it is tried
+    again with more damping, at most ``tries`` times. Needs ``opt.step(closure)``.
+    """
+
+    poor: float = 0.25
+    good: float = 0.75
+    factor: float = 2.0
+    tries: int = 8
+    smallest: float = 1e-12
+
+    def __post_init__(self) -> None:
+        if not 0 < self.poor < self.good < 1 or not self.factor > 1 or self.tries < 1:
+            raise ValueError(f"LevenbergMarquardt needs 0 < poor < good < 1, factor > 1 and tries ≥ 1, got {self}")
+
+    @property
+    def needs_closure(self) -> bool:
+        return True
+
+    def take(self, proposal: Proposal) -> Step:
+        assert proposal.loss is not None
+        λ, start, ratio = max(proposal.damping, self.smallest), proposal.loss(None), 0.0
+        for _ in range(self.tries):
+            δ = proposal.direction(proposal.differential, λ)
+            predicted = float(proposal.differential @ δ + 0.5 * (proposal.operator.flat(δ) @ δ))
+            actual = proposal.loss(δ) - start
+            ratio = actual / predicted if predicted < 0 else 0.0
+            if actual < 0 and math.isfinite(actual):
+                return Step(δ, self._adapted(λ, ratio), ratio=ratio)
+            if actual == 0 and predicted > -1e-300:
+                return Step(δ, λ, reason="stationary", ratio=1.0)
+            λ *= self.factor**2
+        reason = f"no decrease in {self.tries} tries"
+        return Step(δ * 0.0, λ, accepted=False, reason=reason, ratio=ratio)
+
+    def _adapted(self, λ: float, ratio: float) -> float:
+        if ratio > self.good:
+            return max(λ / self.factor, self.smallest)
+        return λ * self.factor if ratio < self.poor else λ
+
+
+@final
+@dataclass(frozen=True)
+class GeodesicCorrected(StepRule):
+    """δ = w − ½ Γ(w, w), w = −lr·v: the exponential map to second order (003 (2.6), ERRATA 42).
+
+    The correction is the acceleration of the geodesic with velocity w. Where it is longer than ``limit`` times the
+    step (both in the metric), the expansion has no meaning: the step is taken uncorrected, and says so (Transtrum and
+    Sethna 2012).
+    """
+
+    limit: float = 0.75
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise ValueError(f"GeodesicCorrected(limit=…) must be positive, got {self.limit}")
+
+    @property
+    def needs_closure(self) -> bool:
+        return False
+
+    def take(self, proposal: Proposal) -> Step:
+        w = proposal.natural()
+        correction = proposal.acceleration(w) * 0.5
+        if _longer(correction, w, self.limit, proposal):
+            return Step(w, proposal.damping, reason=f"correction over {self.limit:g} of the step: not applied")
+        return Step(w + correction, proposal.damping)
+
+
+def _longer(correction: Vector, step: Vector, limit: float, proposal: Proposal) -> bool:
+    lengths = [float(proposal.operator.flat(u) @ u) for u in (correction, step)]
+    return not lengths[0] <= limit**2 * lengths[1]
