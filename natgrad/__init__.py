@@ -6,7 +6,10 @@ turn the differential of the loss (a covector) into a step (a vector).
 
 from natgrad import errors as errors
 from natgrad import families as families
+from natgrad import invariance as invariance
 from natgrad import operators as operators
+from natgrad.diagnose import Diagnosis as Diagnosis
+from natgrad.diagnose import diagnose as diagnose
 from natgrad.families import Bernoulli as Bernoulli
 from natgrad.families import Categorical as Categorical
 from natgrad.families import Gaussian as Gaussian
@@ -20,6 +23,7 @@ from natgrad.geometry import pushforward as pushforward
 from natgrad.model import evaluating as evaluating
 from natgrad.natural import natural_gradient as natural_gradient
 from natgrad.natural import sharp as sharp
+from natgrad.optim import NaturalGradient as NaturalGradient
 from natgrad.output import Bregman as Bregman
 from natgrad.output import Divergence as Divergence
 from natgrad.output import Empirical as Empirical
@@ -34,14 +38,6 @@ from natgrad.pullback import pullback as pullback
 from natgrad.solve import CG as CG
 from natgrad.solve import Cholesky as Cholesky
 from natgrad.solve import Pinv as Pinv
-from natgrad.structures import BlockDense as BlockDense
-from natgrad.structures import Dense as Dense
-from natgrad.structures import Diagonal as Diagonal
-from natgrad.structures import Implicit as Implicit
-from natgrad.structures import Kernel as Kernel
-from natgrad.structures import LowRank as LowRank
-from natgrad.structures import Refresh as Refresh
-from natgrad.optim import NaturalGradient as NaturalGradient
 from natgrad.step import BackProjection as BackProjection
 from natgrad.step import Backtracking as Backtracking
 from natgrad.step import Clipping as Clipping
@@ -52,3 +48,11 @@ from natgrad.step import LevenbergMarquardt as LevenbergMarquardt
 from natgrad.step import Penalty as Penalty
 from natgrad.step import TrustRegion as TrustRegion
 from natgrad.step import exponential as exponential
+from natgrad.step import proximal as proximal
+from natgrad.structures import BlockDense as BlockDense
+from natgrad.structures import Dense as Dense
+from natgrad.structures import Diagonal as Diagonal
+from natgrad.structures import Implicit as Implicit
+from natgrad.structures import Kernel as Kernel
+from natgrad.structures import LowRank as LowRank
+from natgrad.structures import Refresh as Refresh

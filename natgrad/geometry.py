@@ -228,7 +228,7 @@ def differential(model: nn.Module | Mapping[str, Tensor], loss: Tensor) -> Covec
     if loss.numel() != 1:
         raise ValueError(f"the loss must be one number, got shape {tuple(loss.shape)}: reduce it by .mean() or .sum()")
     if not loss.requires_grad:
-        raise ValueError("the loss has no graph: compute it from the model outside torch.no_grad() and do not detach it")
+        raise ValueError("the loss has no graph: compute it from the model outside torch.no_grad(), undetached")
     grads = torch.autograd.grad(loss.reshape(()), list(params.values()), retain_graph=True, allow_unused=True)
     return Covector(require_all(dict(zip(params, grads, strict=True))))
 

@@ -52,8 +52,8 @@ def refuse_singular(values: Tensor, rtol: float, failed: bool, damping: float, w
         return
     kind = "indefinite" if smallest < -rtol * abs(largest) else "singular"
     raise SingularMetricError(
-        f"{what} is {kind} at damping {damping:g}: rank {rank} of {values.numel()}, smallest eigenvalue {smallest:.3g}, "
-        f"largest {largest:.3g}. Add damping (damping > 0), or solve in the range of the metric with Pinv()"
+        f"{what} is {kind} at damping {damping:g}: rank {rank} of {values.numel()}, smallest eigenvalue "
+        f"{smallest:.3g}, largest {largest:.3g}. Add damping (damping > 0), or solve in its range with Pinv()"
     )
 
 

@@ -44,7 +44,7 @@ class Model:
         if isinstance(model, nn.Module):
             if params is not None:
                 raise TypeError("params= belongs to a pure function f(params, x); a module has its own parameters")
-            named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
             _check_parameters(named, f"the module {type(model).__name__}")
             return Model(model, named, output)
         if params is None:
@@ -82,7 +82,7 @@ class Model:
         y = raw if self.output is None else self.output(raw)
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"the model returned a {type(y).__name__}: pass output=, a function that takes it to the tensor [n *out]"
+                f"the model returned a {type(y).__name__}: pass output=, a function from it to the tensor [n *out]"
             )
         if y.ndim == 0:
             raise ValueError("the model returned one number: outputs need the examples on their first axis, [n *out]")

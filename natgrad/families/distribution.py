@@ -46,7 +46,9 @@ class FromDistribution(Family):
             product: Tensor = torch.func.grad(lambda a: (gradient(a) * u).sum())(y)
             return product
         s = self.root(y)
-        return torch.einsum("knd,kn->nd", s.flatten(2), torch.einsum("knd,nd->kn", s.flatten(2), u.flatten(1))).view_as(u)
+        return torch.einsum("knd,kn->nd", s.flatten(2), torch.einsum("knd,nd->kn", s.flatten(2), u.flatten(1))).view_as(
+            u
+        )
 
     def root(self, y: Tensor) -> Tensor:
         if not self._closed_form(y):

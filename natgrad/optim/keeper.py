@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Iterator, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,8 @@ class Keeper:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
         recorder, handle = self._recorder, self._handle
-        assert recorder is not None and handle is not None
+        assert recorder is not None
+        assert handle is not None
         self._recorder = self._handle = None
         handle.remove()
         recorder.stop()

@@ -114,7 +114,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.keeper.refresh(x, target)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Returns the loss of the closure, if there is one."""
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
@@ -207,7 +207,7 @@ class NaturalGradient(torch.optim.Optimizer):
             "inverse_damping": self.inverse_damping,
             "generator": keeper.generator.get_state(),
         }
-        return cast(dict[str, Any], state)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume exactly: the next steps are, bit for bit, those of the run that was saved."""
@@ -288,7 +288,9 @@ def _groups(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, An
     for group in given:
         strange = [p for p in group["params"] if id(p) not in names]
         if strange:
-            raise ValueError(f"a parameter group holds {len(strange)} tensors that are not trainable parameters of the model")
+            raise ValueError(
+                f"a parameter group holds {len(strange)} tensors that are not trainable parameters of the model"
+            )
     taken = {id(p) for group in given for p in group["params"]}
     rest = [p for p in model.params.values() if id(p) not in taken]
     return ([{"params": rest}] if rest else []) + given

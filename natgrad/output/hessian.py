@@ -94,7 +94,7 @@ class LossHessian(OutputMetric):
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         self.check_target(target)
-        return hessian_root(PerExample(self.loss, target), y, "LossHessian(loss): the loss is not convex in the outputs")
+        return hessian_root(PerExample(self.loss, target), y, "LossHessian(loss): the loss is not convex")
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         self.check_target(target)

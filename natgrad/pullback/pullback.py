@@ -243,7 +243,9 @@ def assemble(
     with torch.no_grad():
         root = metric.root(y, target, generator).detach()
     if root.shape[1:] != y.shape:
-        raise ValueError(f"{metric!r}.root must be [k n *out] with [n *out] = {tuple(y.shape)}, got {tuple(root.shape)}")
+        raise ValueError(
+            f"{metric!r}.root must be [k n *out] with [n *out] = {tuple(y.shape)}, got {tuple(root.shape)}"
+        )
     if not bool(root.isfinite().all()):
         raise NonFiniteError(f"{metric!r} is not finite at the outputs: they are too large, or outside its domain")
     coupling = metric.coupling(x, y.shape[0])

@@ -38,7 +38,7 @@ def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -
     def one(inputs: list[Tensor], cotangents: Tensor) -> Tensor:
         supply = iter(inputs)
         x_n = map_tensors(x, lambda _: next(supply).unsqueeze(0))
-        _, vjp = torch.func.vjp(lambda θ: model(θ, x_n)[0], params)
+        vjp = torch.func.vjp(lambda θ: model(θ, x_n)[0], params)[1]
         (grads,) = torch.func.vmap(vjp)(cotangents)
         return torch.cat([grads[name].flatten(1) for name in names], dim=1)
 
@@ -58,7 +58,6 @@ def _rows_by_batch(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> 
     values = list(leaves.values())
     grads = torch.autograd.grad(y, values, alone, is_grads_batched=True, allow_unused=True)
     flat = [
-        s.new_zeros(k * n, p.numel()) if g is None else g.reshape(k * n, -1)
-        for g, p in zip(grads, values, strict=True)
+        s.new_zeros(k * n, p.numel()) if g is None else g.reshape(k * n, -1) for g, p in zip(grads, values, strict=True)
     ]
     return torch.cat(flat, dim=1).reshape(k, n, -1)

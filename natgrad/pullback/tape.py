@@ -132,7 +132,7 @@ class Tape:
         edges = [use.edge for use in uses]
         batched = s.shape[0] > 1
         # One column needs no vmap, whose overhead would show beside a single backward pass.
-        out = torch.autograd.grad(
+        out: tuple[Tensor | None, ...] = torch.autograd.grad(
             self.y, edges, s if batched else s[0], retain_graph=True, allow_unused=True, is_grads_batched=batched
         )
         grads: list[Tensor] = []

@@ -19,7 +19,7 @@ from natgrad.structures import Diagonal, Structure
 @final
 @dataclass(frozen=True)
 class Report:
-    """How a solve ended: ``residual`` is ‖ω − (G + λ)v‖/‖ω‖ after ``steps`` products; ``reason`` says why it stopped."""
+    """How a solve ended: ``residual`` is ‖ω − (G + λ)v‖/‖ω‖ after ``steps`` products; ``reason``: why it stopped."""
 
     steps: int
     residual: float
@@ -69,8 +69,8 @@ class CG(Solver):
         if isinstance(self.preconditioner, Diagonal):
             return DiagonalOperator(G.layout, G.diagonal()).inverse(damping)
         raise IncompatibleError(
-            f"CG(preconditioner={self.preconditioner!r}) does not work with {type(G).__name__}: only an Implicit metric "
-            "still has its pullback to estimate it from. Use preconditioner=Diagonal()"
+            f"CG(preconditioner={self.preconditioner!r}) does not work with {type(G).__name__}: only an Implicit "
+            "metric still has its pullback to estimate it from. Use preconditioner=Diagonal()"
         )
 
 

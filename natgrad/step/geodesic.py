@@ -31,7 +31,7 @@ def christoffel(pb: Pullback, v: Vector) -> Covector:
     velocity = {name: v[name].detach() for name in names}
 
     def energy(θ: dict[str, Tensor], w: dict[str, Tensor]) -> Tensor:
-        y, jw = torch.func.jvp(lambda a: pb.model(a, pb.x), (θ,), (w,))
+        y, jw = torch.func.jvp(lambda a: pb.model(a, pb.x), (θ,), (w,))[:2]
         return 0.5 * (pb.metric.flat(y, jw, pb.target) * jw).sum() / pb.n
 
     def momentum(θ: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def exponential(
     >>> f = lambda θ, x: torch.stack([θ["r"] * θ["a"].cos(), θ["r"] * θ["a"].sin()])[None]
     >>> θ = {"r": torch.tensor(1.0, dtype=torch.float64), "a": torch.tensor(0.0, dtype=torch.float64)}
     >>> v = ng.Vector({"r": torch.tensor(0.0), "a": torch.tensor(1.0)}).map(torch.Tensor.double)
-    >>> end = exponential(f, None, ng.Euclidean(), v, params=θ)  # polar coordinates: a straight line from (1, 0) to (1, 1)
+    >>> end = exponential(f, None, ng.Euclidean(), v, params=θ)  # a straight line, (1, 0) to (1, 1)
     >>> f"{end['r']:.4f} {end['a']:.4f}"
     '1.4142 0.7854'
     """

@@ -1,0 +1,85 @@
+"""`natgrad demo`: four optimizers on two small tasks, with progress bars, in under two minutes."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from natgrad.cli.experiment import Budget, Comparison, Run, Task, compare
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SECONDS = 72.0
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--out", type=Path, default=Path("natgrad-demo"), help="folder for the results (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, help=f"training time of all runs together ({SECONDS:g} unless --steps is given)"
+    )
+    parser.add_argument("--steps", type=int, help="at most this many steps a run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of initial weights and mini-batches (%(default)s)")
+
+
+def budget(arguments: Namespace, runs: int) -> Budget:
+    """An equal share of the time for each run.
+
+    >>> budget(Namespace(seconds=80.0, steps=None), runs=8)
+    Budget(steps=None, seconds=10.0)
+    """
+    seconds: float | None = arguments.seconds
+    if seconds is None and arguments.steps is None:
+        seconds = SECONDS
+    for name, value in (("--seconds", seconds), ("--steps", arguments.steps)):
+        if value is not None and not value > 0:
+            raise ValueError(f"natgrad demo: {name} is {value}, but must be positive")
+    return Budget(steps=arguments.steps, seconds=None if seconds is None else seconds / runs)
+
+
+def with_progress(tasks: tuple[Task, ...], limit: Budget, seed: int, console: Console) -> Comparison:
+    """`compare`, with one bar a run."""
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    columns = ("{task.description}", BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[state]}"))
+    with Progress(*columns, console=console) as progress:
+        bars: dict[int, TaskID] = {}
+
+        def watch(run: Run, spent: float) -> None:
+            if id(run) not in bars:
+                bars[id(run)] = progress.add_task(f"{run.task.name}: {run.contender.name}", total=1.0, state="")
+            last = run.history[-1]
+            state = f"step {last.step}, loss {last.train_loss:.3g}"
+            progress.update(bars[id(run)], completed=spent, state=state)
+
+        return compare(tasks, limit, seed, watch)
+
+
+def run(arguments: Namespace) -> int:
+    """The command itself; the exit code is 0, 130 after Ctrl-C, 1 if it could not start."""
+    from rich.console import Console
+
+    # Imported before the training, so that a missing extra is noticed before and not after it.
+    from natgrad.cli.report import report
+    from natgrad.cli.tasks import autoencoder, classifier
+
+    tasks = (classifier(), autoencoder())
+    try:
+        limit = budget(arguments, sum(len(task.contenders) for task in tasks))
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=132)  # a file or a pipe has no width of its own; rich's 80 would cut the tables
+    comparison = with_progress(tasks, limit, arguments.seed, console)
+    report(comparison, arguments.seed, arguments.out, console)
+    if comparison.interrupted:
+        console.print("Interrupted: the runs above are what there is.")
+        return INTERRUPTED
+    return 0

@@ -1,0 +1,148 @@
+"""What a metric cannot see: rank, spectrum, null directions, range and properness of a pullback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import MemoryBoundError
+from natgrad.geometry import Covector, Vector
+from natgrad.operators.base import Layout
+from natgrad.pullback import Pullback
+from natgrad.structures import Dense, Kernel
+
+
+@final
+@dataclass(frozen=True)
+class Diagnosis:
+    """The state of a metric at a point; ``print`` it for a report.
+
+    ``spectrum``: the eigenvalues of G that can differ from zero, largest first. ``null_share``: for every parameter,
+    the share of its coordinates that lies in the null space (1: the outputs do not see it). ``null_directions``: a few
+    vectors that the outputs do not see. ``outside``: ‖ω − Πω‖/‖ω‖ for the projection Π onto the range of G, and
+    ``in_range`` whether that is rounding (None without ω). ``proper``: whether the rank is the same at parameters
+    nearby, ``nearby_rank``: then the image of the model is a manifold there and the coordinate vectors span its tangent
+    space (001 section 2); if not, the natural gradient on the model depends on the parametrisation.
+    """
+
+    size: int
+    rank: int
+    spectrum: Tensor
+    null_share: dict[str, float]
+    null_directions: tuple[Vector, ...]
+    nearby_rank: int
+    outside: float | None = None
+
+    @property
+    def singular(self) -> bool:
+        return self.rank < self.size
+
+    @property
+    def proper(self) -> bool:
+        return self.rank == self.nearby_rank
+
+    @property
+    def in_range(self) -> bool | None:
+        return None if self.outside is None else self.outside <= self.spectrum.numel() * _sqrt_eps(self.spectrum)
+
+    def __str__(self) -> str:
+        largest, smallest = float(self.spectrum[0]), float(self.spectrum[max(self.rank, 1) - 1])
+        lines = [
+            f"rank {self.rank} of {self.size}" + (": singular, damp it or use Pinv()" if self.singular else ""),
+            f"eigenvalues from {largest:.3g} down to {smallest:.3g}, condition {largest / smallest:.3g} in the range"
+            if self.rank
+            else "the metric is zero",
+            "proper: the rank is the same nearby"
+            if self.proper
+            else f"not proper: the rank is {self.nearby_rank} nearby, the step depends on the parametrisation",
+        ]
+        if self.outside is not None:
+            inside = "lies in the range of the metric" if self.in_range else "does not lie in the range of the metric"
+            lines.append(f"ω {inside} (relative part outside {self.outside:.2g})")
+        lines += [f"  {name}: {share:6.1%} null" for name, share in self.null_share.items() if share > 1e-9]
+        return "\n".join(lines)
+
+
+def diagnose(
+    pullback: Pullback, ω: Covector | None = None, *, rtol: float | None = None, nearby: int = 2, directions: int = 4
+) -> Diagnosis:
+    """Look at a pulled-back metric without inverting it (003 theorems 3.6 and 3.10, 001 sections 2 and 4).
+
+    ``rtol``: eigenvalues at most rtol times the largest count as zero (default: their number × machine epsilon).
+    ``nearby``: at how many random parameters close by the rank is compared. ``directions``: how many null directions.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 3).double()
+    >>> x = torch.randn(8, 2, dtype=torch.float64)
+    >>> print(ng.diagnose(ng.pullback(model, x, ng.Fisher(ng.Categorical()))).rank)  # 9, less one constant a column
+    6
+    """
+    basis, spectrum, rank = _range(pullback, rtol)
+    layout = Layout.of(pullback.model.params)
+    seen = basis.square().sum(1)  # the diagonal of the projection onto the range
+    share = {name: 1 - float(t.mean()) for name, t in layout.vector(seen).items()}
+    outside = None
+    if ω is not None:
+        flat = layout.flatten(ω).to(basis)
+        norm = torch.linalg.vector_norm(flat)
+        rest = flat - basis @ (basis.T @ flat)
+        outside = float(torch.linalg.vector_norm(rest) / norm) if float(norm) > 0 else 0.0
+    return Diagnosis(
+        size=pullback.model.size,
+        rank=rank,
+        spectrum=spectrum,
+        null_share={name: max(value, 0.0) for name, value in share.items()},
+        null_directions=_null(basis, seen, layout, min(directions, pullback.model.size - rank)),
+        nearby_rank=max([rank] + [_rank_nearby(pullback, rtol, seed) for seed in range(nearby)]),
+        outside=outside,
+    )
+
+
+def _range(pb: Pullback, rtol: float | None) -> tuple[Tensor, Tensor, int]:
+    """An orthonormal basis U [p rank] of the range of G, the spectrum (largest first) and the rank."""
+    small = min(pb.model.size, pb.root.shape[0] * pb.n)
+    needed = small * pb.model.size * pb.y.element_size()
+    if needed > pb.memory:
+        raise MemoryBoundError(
+            f"the eigenvectors of {pb.model.size:,} parameters need {needed:,} bytes, over the bound "
+            f"memory={pb.memory:,}: diagnose a smaller batch or a part of the model (freeze the rest)"
+        )
+    if pb.model.size <= pb.root.shape[0] * pb.n:
+        values, vectors = torch.linalg.eigh(Dense().estimate(pb).matrix)
+    else:
+        kernel = Kernel().estimate(pb)
+        values, vectors = torch.linalg.eigh(kernel.gram())
+        vectors = kernel.rows().T @ vectors / values.clamp(min=torch.finfo(values.dtype).tiny).sqrt()
+    cut = (values.numel() * torch.finfo(values.dtype).eps if rtol is None else rtol) * values[-1].clamp(min=0)
+    rank = int((values > cut).sum())
+    return vectors[:, values.numel() - rank :], values.flip(0), rank
+
+
+def _rank_nearby(pb: Pullback, rtol: float | None, seed: int) -> int:
+    """The rank at parameters moved at random: by a step whose square is still far above rounding."""
+    size = torch.finfo(pb.y.dtype).eps ** 0.25
+    generator = torch.Generator().manual_seed(seed)
+    moved = {
+        name: p + size * (1 + p.abs()) * torch.randn(p.shape, generator=generator).to(p)
+        for name, p in pb.template.items()
+    }
+    return _range(pb.at(moved), rtol)[2]
+
+
+def _null(basis: Tensor, seen: Tensor, layout: Layout, count: int) -> tuple[Vector, ...]:
+    """Orthonormal null directions, from the coordinate axes that the metric sees least."""
+    if count < 1:
+        return ()
+    axes = seen.argsort()[:count]
+    start = torch.zeros(seen.numel(), count, dtype=basis.dtype, device=basis.device)
+    start[axes, torch.arange(count, device=basis.device)] = 1
+    for _ in range(2):  # twice: one projection loses digits where an axis lies almost in the range
+        start, _ = torch.linalg.qr(start - basis @ (basis.T @ start))
+    return tuple(layout.vector(column) for column in start.T.contiguous())
+
+
+def _sqrt_eps(like: Tensor) -> float:
+    return float(torch.finfo(like.dtype).eps ** 0.5)
