@@ -53,7 +53,7 @@ def diagonal_root(y: Tensor, information: Tensor) -> Tensor:
     d = y[0].numel()
     columns = torch.zeros(d, y.shape[0], d, dtype=y.dtype, device=y.device)
     each = torch.arange(d, device=y.device)
-    columns[each, :, each] = information.sqrt().flatten(1).T
+    columns[each, :, each] = information.sqrt().reshape(-1, d).T
     return columns.view(d, *y.shape)
 
 

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from natgrad.families.base import over_terms
 from natgrad.model import Inputs
 from natgrad.output.hessian import PerExample
 from natgrad.output.metric import OutputMetric
@@ -90,4 +91,4 @@ def loss_gradient(metric: OutputMetric, loss: Callable[..., Tensor], y: Tensor, 
 
 def per_example(g: Tensor, u: Tensor) -> Tensor:
     """⟨g_n, u_n⟩ [n]."""
-    return (g * u).flatten(1).sum(1)
+    return over_terms(g * u)

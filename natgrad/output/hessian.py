@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from natgrad.families.base import over_terms
 from natgrad.linalg import symmetric_root
 from natgrad.output.metric import OutputMetric
 
@@ -135,7 +136,7 @@ def hessian(f: PerExample, y: Tensor) -> Tensor:
     d = y[0].numel()
     eye = torch.eye(d, dtype=y.dtype, device=y.device).view(d, 1, *y.shape[1:]).expand(d, *y.shape)
     columns: Tensor = torch.func.vmap(lambda e: hessian_product(f, y, e))(eye)
-    return columns.flatten(2).transpose(0, 1)
+    return columns.reshape(d, y.shape[0], d).transpose(0, 1)
 
 
 def hessian_root(f: PerExample, y: Tensor, failure: str) -> Tensor:
@@ -145,5 +146,5 @@ def hessian_root(f: PerExample, y: Tensor, failure: str) -> Tensor:
 
 def bregman_divergence(f: PerExample, y: Tensor, y0: Tensor) -> Tensor:
     """f(y) − f(y0) − ⟨∇f(y0), y − y0⟩ [n]; the gradient is taken at the second argument (ERRATA 41)."""
-    linear = (f.gradient(y0) * (y - y0)).flatten(1).sum(1)
+    linear = over_terms(f.gradient(y0) * (y - y0))
     return f(y) - f(y0) - linear

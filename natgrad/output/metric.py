@@ -9,6 +9,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
+from natgrad.families.base import over_terms
 from natgrad.model import Inputs
 
 Reduction = Literal["sum", "mean"]
@@ -78,7 +79,7 @@ class Euclidean(OutputMetric):
         return one_hot_columns(y) * weight(self.reduction, y[0].numel()) ** 0.5
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        return 0.5 * (y - y0).square().flatten(1).sum(1) * weight(self.reduction, y[0].numel())
+        return 0.5 * over_terms((y - y0).square()) * weight(self.reduction, y[0].numel())
 
 
 @final
