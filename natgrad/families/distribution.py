@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, kl_divergence
+from torch.distributions import Distribution, Independent, Laplace, TransformedDistribution, kl_divergence
 
 from natgrad.families.base import Family, over_terms
 from natgrad.linalg import symmetric_root
@@ -41,14 +41,11 @@ class FromDistribution(Family):
         return self.build(y).batch_shape.numel() // y.shape[0]
 
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
-        if self._closed_form(y):
-            gradient = torch.func.grad(lambda a: self.kl(y, a).sum())
-            product: Tensor = torch.func.grad(lambda a: (gradient(a) * u).sum())(y)
-            return product
-        s = self.root(y)
-        return torch.einsum("knd,kn->nd", s.flatten(2), torch.einsum("knd,nd->kn", s.flatten(2), u.flatten(1))).view_as(
-            u
-        )
+        if not self._closed_form(y):
+            _support(self.build(y.detach()))  # refuses what cannot be exact
+        gradient = torch.func.grad(lambda a: self.kl(y, a).sum())
+        product: Tensor = torch.func.grad(lambda a: (gradient(a) * u).sum())(y)
+        return product
 
     def root(self, y: Tensor) -> Tensor:
         if not self._closed_form(y):
@@ -60,21 +57,33 @@ class FromDistribution(Family):
             (g,) = torch.autograd.grad(kl, leaf, create_graph=True)
             eye = torch.eye(d, dtype=y.dtype, device=y.device).view(d, 1, *y.shape[1:]).expand(d, *y.shape)
             (h,) = torch.autograd.grad(g, leaf, eye, is_grads_batched=True)
-        root = symmetric_root(h.flatten(2).transpose(0, 1), "the Fisher metric of the distribution is indefinite")
+        root = symmetric_root(
+            h.reshape(d, -1, d).transpose(0, 1), "the Fisher metric of the distribution is indefinite"
+        )
         return root.transpose(0, 1).reshape(d, *y.shape)
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        # torch.distributions draw from the global stream only: borrow it, and give it back as it was.
+        # torch.distributions draw from the global stream only: borrow it, and give it back as it was. Seed no other:
+        # torch.manual_seed would move the streams of every device.
         devices = [y.device] if y.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
+            for device in devices:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
             t = self.build(y.detach()).sample((samples,))
         each = torch.eye(samples, dtype=y.dtype, device=y.device)
         return self._scores_at(y, t, lambda log_p: each.view(samples, samples, *[1] * (log_p.ndim - 1)))
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
-        return over_terms(kl_divergence(self.build(y), self.build(y2)))
+        p, q = self.build(y), self.build(y2)
+        try:
+            return over_terms(kl_divergence(p, q))
+        except NotImplementedError:
+            t = _support(p)
+        log_p = p.log_prob(t)
+        return over_terms((log_p.exp() * (log_p - q.log_prob(t))).sum(0))
 
     def _scores_at(self, y: Tensor, t: Tensor, weights: Callable[[Tensor], Tensor]) -> Tensor:
         """Σ_k w[c k n *terms] ∂log p(t_k)/∂y as [c n *out], the weights made from (the shape of) log p [k n *terms]."""
@@ -87,12 +96,7 @@ class FromDistribution(Family):
 
     def _enumerated(self, y: Tensor) -> Tensor:
         p = self.build(y.detach())
-        if not p.has_enumerate_support:
-            raise ValueError(
-                f"{type(p).__name__} has neither a closed-form KL divergence nor an enumerable support, so its Fisher "
-                "metric cannot be exact: sample it with Fisher(family, samples=k)"
-            )
-        t = p.enumerate_support(expand=True)  # [k n *terms]
+        t = _support(p)
         k, terms = t.shape[0], p.batch_shape[1:]
         term = torch.eye(terms.numel(), dtype=y.dtype, device=y.device).view(-1, 1, 1, 1, *terms)
         value = torch.eye(k, dtype=y.dtype, device=y.device).view(1, k, k, 1, *[1] * len(terms))
@@ -100,9 +104,27 @@ class FromDistribution(Family):
         return self._scores_at(y, t, lambda log_p: columns * (0.5 * log_p).exp())
 
     def _closed_form(self, y: Tensor) -> bool:
-        p = self.build(y.detach())
+        p = q = self.build(y.detach())
+        base = p
+        while isinstance(base, (Independent, TransformedDistribution)):
+            if isinstance(base, TransformedDistribution):
+                # torch compares the transforms by value and drops what the KL owes to them: compare at two points.
+                q = self.build(y.detach() + torch.finfo(y.dtype).eps ** 0.5 * (1 + y.detach().abs()))
+            base = base.base_dist
+        if isinstance(base, Laplace):
+            return False  # KL has |μ − μ0| in it, whose second derivative automatic differentiation takes to be 0
         try:
-            kl_divergence(p, p)
+            kl_divergence(p, q)
         except NotImplementedError:
             return False
         return True
+
+
+def _support(p: Distribution) -> Tensor:
+    """All values t [k n *terms] of a discrete distribution."""
+    if not p.has_enumerate_support:
+        raise ValueError(
+            f"{type(p).__name__} has neither a smooth closed-form KL divergence nor an enumerable support, so its "
+            "Fisher metric cannot be exact: sample it with Fisher(family, samples=k)"
+        )
+    return p.enumerate_support(expand=True)
