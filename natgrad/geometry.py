@@ -79,9 +79,7 @@ class NamedTensors(Mapping[str, Tensor], ABC):
     def zip(self: Self, other: object, function: Callable[[Tensor, Tensor], Tensor]) -> Self:
         if type(other) is not type(self) or not isinstance(other, NamedTensors):
             _refuse(self, other)
-        if list(self) != list(other):
-            missing = sorted(set(self) ^ set(other)) or "the same names in another order"
-            raise ValueError(f"two {type(self).__name__}s over different parameters: they differ in {missing}")
+        _match(self, other, f"two {type(self).__name__}s")
         return type(self)({name: function(tensor, other[name]) for name, tensor in self.items()})
 
     def __add__(self: Self, other: object) -> Self:
@@ -118,8 +116,13 @@ class Vector(NamedTensors):
     def __radd__(self, point: object) -> dict[str, Tensor]:
         """θ + v: the parameters (a plain mapping) moved along v."""
         if isinstance(point, NamedTensors) or not isinstance(point, Mapping):
-            _refuse(self, point)
+            _refuse(point, self)
+        _match(point, self, "θ and v")
         return {name: tensor + self[name] for name, tensor in point.items()}
+
+    def __rsub__(self, point: object) -> dict[str, Tensor]:
+        """θ − v: the parameters (a plain mapping) moved against v."""
+        return (-self).__radd__(point)
 
     def norm(self, metric: Flat) -> Tensor:
         """‖v‖ = √⟨v♭, v⟩ in a metric, anything with a ``flat``.
@@ -151,11 +154,14 @@ other: v = natgrad.sharp(G, ω), paper 002 section 6
         """⟨ω, v⟩ = Σ_p ω_p v_p, a number that no choice of coordinates can change."""
         if not isinstance(vector, Vector):
             raise TypeError(f"ω @ v pairs a Covector with a Vector, not with a {type(vector).__name__}")
-        if list(self) != list(vector):
-            raise ValueError(f"ω and v are over different parameters: {list(self)} and {list(vector)}")
+        _match(self, vector, "ω and v")
         return torch.stack([(tensor * vector[name]).sum() for name, tensor in self.items()]).sum()
 
     def __radd__(self, point: object) -> NoReturn:
+        _refuse(point, self)
+
+    def __rsub__(self, point: object) -> NoReturn:
+        """θ − ηω: gradient descent, the type error of paper 002."""
         _refuse(point, self)
 
     def norm(self, metric: Sharp) -> Tensor:
@@ -198,6 +204,16 @@ def _refuse(left: object, right: object) -> NoReturn:
             "v = natgrad.sharp(G, ω), paper 002 section 6"
         )
     raise TypeError(f"{names}: vectors add to vectors, and parameters (a mapping of tensors) move along a Vector")
+
+
+def _match(one: Mapping[str, Tensor], other: Mapping[str, Tensor], what: str) -> None:
+    """Refuse different names, another order (that of ``flatten``), and shapes that would broadcast."""
+    if list(one) != list(other):
+        names = ", ".join(sorted(set(one) ^ set(other))) or "the order of their names"
+        raise ValueError(f"{what} are over different parameters: they differ in {names}")
+    for name, tensor in one.items():
+        if tensor.shape != other[name].shape:
+            raise ValueError(f"{what} differ in {name}: shapes {tuple(tensor.shape)} and {tuple(other[name].shape)}")
 
 
 def _kind(thing: object) -> str:
@@ -252,7 +268,11 @@ def pushforward(
     >>> pushforward(model, torch.ones(3, 2), Vector({"weight": torch.ones(1, 2), "bias": torch.ones(1)})).flatten()
     tensor([3., 3., 3.])
     """
-    return linearise(Model.of(model, params), x).push(v)
+    if not isinstance(v, Vector):
+        raise TypeError(f"only a Vector can be pushed forward, not a {type(v).__name__}")
+    wrapped = Model.of(model, params)
+    _match(wrapped.params, v, "the model and v")
+    return linearise(wrapped, x).push(v)
 
 
 def pullback_covector(
