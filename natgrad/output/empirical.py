@@ -58,7 +58,7 @@ class GradientCovariance(OutputMetric):
     >>> metric = GradientCovariance(torch.nn.functional.cross_entropy)
     >>> metric.coupling(None, 2)
     tensor([[ 0.5000, -0.5000],
-            [-0.5000,  0.5000]])
+            [-0.5000,  0.5000]], dtype=torch.float64)
     """
 
     loss: Callable[..., Tensor]
@@ -80,7 +80,7 @@ class GradientCovariance(OutputMetric):
         return 0.5 * t * (t - t.mean())
 
     def coupling(self, x: Inputs, n: int) -> Tensor | None:
-        return torch.eye(n) - 1.0 / n
+        return torch.eye(n, dtype=torch.float64) - 1.0 / n  # the pullback casts to the dtype of the outputs
 
 
 def loss_gradient(metric: OutputMetric, loss: Callable[..., Tensor], y: Tensor, target: Any) -> Tensor:

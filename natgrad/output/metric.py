@@ -72,6 +72,9 @@ class Euclidean(OutputMetric):
 
     reduction: Reduction = "sum"
 
+    def __post_init__(self) -> None:
+        weight(self.reduction, 1)
+
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         return u * weight(self.reduction, y[0].numel())
 
@@ -98,6 +101,8 @@ class Sampled(OutputMetric):
     samples: int = 1
 
     def __post_init__(self) -> None:
+        if self.samples is None:
+            raise ValueError("Sampled needs a number of samples; the exact metric is its base")
         check_samples(self.samples)
         if not self.base.exact:
             raise ValueError(f"{self.base!r} is sampled already: raise its own samples= instead of wrapping it")
