@@ -112,8 +112,10 @@ def _mixes(module: nn.Module) -> bool:
         return module.training or not module.track_running_stats
     if isinstance(module, _DropoutNd):
         return module.training and module.p > 0
+    if isinstance(module, nn.RReLU):
+        return module.training and module.lower < module.upper
     dropout = getattr(module, "dropout", 0.0)  # nn.LSTM, nn.MultiheadAttention keep theirs as a number
-    return module.training and isinstance(dropout, float) and dropout > 0
+    return module.training and isinstance(dropout, (int, float)) and dropout > 0
 
 
 def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
