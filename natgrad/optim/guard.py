@@ -13,8 +13,8 @@ from natgrad.errors import NonFiniteError
 
 @final
 class Guard:
-    """On the CPU a bad step raises at once, by name. On a GPU asking would stall the queue: there the step is
-    multiplied by zero on the device, and the error is raised by the next step, which finds the answer waiting.
+    """On the CPU a bad step raises at once, by name. On a GPU asking would stall the queue: there the old values
+    are kept by the device, and the error is raised by the next step, which finds the answer waiting.
     """
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class Guard:
         self._ok = ok if self._ok is None else self._ok & ok
         self._pending.append((ok.to("cpu", non_blocking=True), what, step))
 
-    def gated(self, displacement: Tensor) -> Tensor:
-        """The displacement, or zero if something was not finite."""
-        return displacement if self._ok is None else torch.where(self._ok, displacement, 0.0)
+    def gated(self, new: Tensor, old: Tensor | float) -> Tensor:
+        """The new value, or the old one if something was not finite."""
+        return new if self._ok is None else torch.where(self._ok, new, old)
 
     def report(self) -> None:
         """Raise what an earlier step found. It was not applied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.errors import NatgradError
+from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.model import Arguments, Inputs, Model
 from natgrad.operators.base import Operator
 from natgrad.output.metric import OutputMetric
@@ -44,7 +45,8 @@ class Keeper:
         self._suspended = False
         module = model.module
         assert module is not None
-        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        watch = module.register_forward_pre_hook(_Watch(self), with_kwargs=True)
+        weakref.finalize(self, watch.remove)
 
     @property
     def due(self) -> bool:
@@ -59,9 +61,17 @@ class Keeper:
         finally:
             self._suspended = before
 
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """NaN and infinity inside are reported with the number of the step."""
+        try:
+            yield
+        except NonFiniteError as error:
+            raise NonFiniteError(f"at step {self.step}: {error}") from error
+
     def refresh(self, x: Inputs, target: Any = None) -> None:
         """Estimate in a forward pass of our own."""
-        with self.suspended():
+        with self.suspended(), self.located():
             pb = pullback(self.model, x, self.metric, target, self.generator, memory=self.memory)
             self.batch = Batch(self.model, x, target)
             self._add(pb)
@@ -104,11 +114,12 @@ class Keeper:
         """Forget the fresh estimate."""
         self.fresh, self._examples = None, 0
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._suspended or not torch.is_grad_enabled():
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pass begins. A metric with targets sees only the batches of ``refresh``, which have them."""
+        if self._suspended or not torch.is_grad_enabled() or self.metric.needs_target:
             return
         self.batch = Batch(self.model, Arguments(args, kwargs))
-        if self.due and not self.metric.needs_target:
+        if self.due:
             self.model.check_separable()
             self._recorder = Recorder(self.model, default_blocks(self.model))
             self._recorder.start()
@@ -126,7 +137,7 @@ class Keeper:
             return
         tape = Tape(self.model.outputs(raw), tuple(recorder.uses))
         batch = Batch(self.model, Arguments(args, kwargs))
-        with self.suspended():
+        with self.suspended(), self.located():
             blocks, parts = recorder.blocks, [(0, tape.y.shape[0])]
             self._add(assemble(batch, self.metric, self.generator, tape, parts, blocks, self.memory))
 
@@ -135,6 +146,22 @@ class Keeper:
         pb.tapes.clear()  # the graph belongs to the user's backward pass
         self._examples += pb.n
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / self._examples)
+
+
+@final
+class _Watch:
+    """The hook on the model. It does not keep the keeper alive, and copies of the model are not watched."""
+
+    def __init__(self, keeper: Keeper | None = None) -> None:
+        self._keeper = None if keeper is None else weakref.ref(keeper)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keeper = None if self._keeper is None else self._keeper()
+        if keeper is not None:
+            keeper.before(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[type[_Watch], tuple[()]]:
+        return _Watch, ()
 
 
 _NOTHING_SEEN = (

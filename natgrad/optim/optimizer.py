@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any, TypedDict, cast, final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from natgrad.errors import NonFiniteError
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse, Operator
 from natgrad.optim.guard import Guard
 from natgrad.optim.keeper import Keeper
+from natgrad.optim.state import export, restore
 from natgrad.output.metric import OutputMetric
+from natgrad.pullback.pullback import MEMORY
 from natgrad.solve import Cholesky, Solver
 from natgrad.step import Fixed, Proposal, Step, StepRule, christoffel
 from natgrad.structures import Dense, Refresh, Structure
@@ -29,7 +31,8 @@ class Options(TypedDict, total=False):
 
     ``momentum`` and ``weight_decay`` (decoupled) are group options, as ``lr`` is; ``groups`` are parameter groups as in
     torch.optim, the parameters that no group names form the first; ``output`` takes what the model returns to its
-    output tensor; ``generator`` is for sampled metrics (by default one of our own, so the user's stream stays).
+    output tensor; ``generator`` is for sampled metrics (by default one of our own, so the user's stream stays);
+    ``memory`` is the bound, in bytes, on what the structure may occupy.
     """
 
     momentum: float
@@ -37,6 +40,7 @@ class Options(TypedDict, total=False):
     groups: Iterable[dict[str, Any]]
     output: Callable[[Any], Tensor]
     generator: torch.Generator
+    memory: int
 
 
 @final
@@ -49,7 +53,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     Momentum is kept in the space of vectors, m ← μm + v, θ ← θ − lr·m; weight decay is decoupled,
     θ ← (1 − lr·wd)θ. Every number in a parameter group may be changed between steps; λ must be the same in all.
-    Nothing changes when a step raises.
+    Nothing changes when a step raises. A step that its rule refuses (``opt.last.accepted``) changes no parameter, and
+    starts the momentum anew: along a velocity that ascends, every later step would be refused too.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
@@ -74,6 +79,11 @@ class NaturalGradient(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
+        unknown = sorted(set(options) - set(Options.__annotations__))
+        if unknown:
+            raise TypeError(
+                f"NaturalGradient has no option {', '.join(unknown)}: it has {', '.join(Options.__annotations__)}"
+            )
         wrapped = Model.of(model, output=options.get("output"))
         defaults = {
             "lr": lr,
@@ -82,12 +92,13 @@ class NaturalGradient(torch.optim.Optimizer):
             "weight_decay": options.get("weight_decay", 0.0),
         }
         super().__init__(_groups(wrapped, options.get("groups", ())), defaults)
+        self._damping()
         structure = structure or Dense()
         generator = options.get("generator")
         if generator is None:
             generator = torch.Generator(device=wrapped.example.device).manual_seed(torch.initial_seed() % 2**63)
         refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
-        self.keeper = Keeper(wrapped, metric, refresh, generator)
+        self.keeper = Keeper(wrapped, metric, refresh, generator, options.get("memory", MEMORY))
         self.solver, self.rule = solver or Cholesky(), step or Fixed()
         self.inverse: Inverse | None = None
         self.inverse_damping = damping
@@ -98,11 +109,11 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim, with the numbers of the group checked."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group = {**self.defaults, **param_group}
         for key, low in (("lr", 0), ("damping", 0), ("momentum", 0), ("weight_decay", 0)):
             if not group[key] >= low or (key == "momentum" and group[key] >= 1):
                 raise ValueError(f"{key} must be {'in [0, 1)' if key == 'momentum' else '≥ 0'}, got {group[key]}")
+        super().add_param_group(param_group)
 
     @property
     def needs_closure(self) -> bool:
@@ -120,19 +131,20 @@ class NaturalGradient(torch.optim.Optimizer):
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         self._guard.report()
         value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
         try:
-            self._step(closure, value)
-        except NonFiniteError as error:
-            raise NonFiniteError(f"at step {self.keeper.step}: {error}") from error
+            if closure is not None:
+                with torch.enable_grad():
+                    value = closure()
+            with self.keeper.located():
+                self._step(closure, value)
         finally:
             self.keeper.discard()
         return value
 
     def _step(self, closure: Callable[[], Any] | None, value: Any) -> None:
         params = self.keeper.model.params
+        if all(p.grad is None for p in params.values()):
+            raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
         ω = Covector(require_all({name: p.grad for name, p in params.items()}))
         self._guard.check(ω, "the gradient", self.keeper.step)
         operator, refreshed = self.keeper.candidate()
@@ -140,48 +152,58 @@ class NaturalGradient(torch.optim.Optimizer):
         solve = _Solve(self, operator, damping, refreshed)
         proposal = Proposal(
             params={name: p.detach() for name, p in params.items()},
+            decayed=self._decayed(),
             differential=ω,
             operator=operator,
             damping=damping,
             direction=solve.direction,
-            loss=None if closure is None else self._loss(closure, float(value)),
+            loss=None if closure is None else self._loss(closure, value),
             divergence=lambda δ: self.keeper.divergence({n: p.detach() for n, p in params.items()} + δ),
             acceleration=solve.acceleration,
         )
         step = self.rule.take(proposal)
         self._guard.check(step.displacement, "the step", self.keeper.step)
-        self._apply(step, solve.velocity)
+        self._apply(step, proposal.decayed, solve.velocity)
         self.inverse, self.inverse_damping = solve.inverse, solve.damping
         for group in self.param_groups:
             group["damping"] = step.damping
         self.keeper.commit(operator, refreshed)
         self.last = step
 
-    def _apply(self, step: Step, velocity: Vector | None) -> None:
+    def _decayed(self) -> dict[str, Tensor]:
+        """(1 − lr·wd)θ."""
+        decay = {id(p): group["lr"] * group["weight_decay"] for group in self.param_groups for p in group["params"]}
+        params = self.keeper.model.params.items()
+        return {name: p.detach() * (1 - decay[id(p)]) if decay[id(p)] else p.detach() for name, p in params}
+
+    def _apply(self, step: Step, decayed: Mapping[str, Tensor], velocity: Vector | None) -> None:
         """Everything has been computed and checked: change parameters and momentum."""
         names = {id(p): name for name, p in self.keeper.model.params.items()}
         for group in self.param_groups:
             for p in group["params"]:
                 name = names[id(p)]
-                if group["weight_decay"]:
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(self._guard.gated(step.displacement[name]))
-                if group["momentum"] and velocity is not None and step.accepted:
-                    self.state[p]["momentum"] = velocity[name]
+                if not step.accepted:
+                    self.state.pop(p, None)
+                    continue
+                landing = step.landing.get(name)
+                p.copy_(self._guard.gated(decayed[name] + step.displacement[name] if landing is None else landing, p))
+                if group["momentum"] and velocity is not None:
+                    before = self.state[p].get("momentum", 0.0)
+                    self.state[p]["momentum"] = self._guard.gated(velocity[name], before)
 
-    def _loss(self, closure: Callable[[], Any], value: float) -> Callable[[Vector | None], float]:
+    def _loss(self, closure: Callable[[], Any], value: Any) -> Callable[[Vector | None], float]:
         params = self.keeper.model.params
 
         def loss(δ: Vector | None) -> float:
             if δ is None:
-                return value
+                return _number(value)
             saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
             try:
                 for name, p in params.items():
                     p.add_(δ[name])
                     p.grad = None
                 with torch.enable_grad(), self.keeper.suspended():
-                    return float(closure())
+                    return _number(closure())
             finally:
                 for name, p in params.items():
                     p.copy_(saved[name][0])
@@ -198,51 +220,17 @@ class NaturalGradient(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
         state = super().state_dict()
-        keeper = self.keeper
-        state["natgrad"] = {
-            "step": keeper.step,
-            "count": keeper.count,
-            "operator": {} if keeper.average is None else keeper.average.tensors(),
-            "inverse": {} if self.inverse is None else self.inverse.tensors(),
-            "inverse_damping": self.inverse_damping,
-            "generator": keeper.generator.get_state(),
-        }
+        state["natgrad"] = export(self.keeper, self.inverse, self.inverse_damping)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume exactly: the next steps are, bit for bit, those of the run that was saved."""
-        rest = {key: value for key, value in state_dict.items() if key != "natgrad"}
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
-        mine = state_dict["natgrad"]
-        super().load_state_dict(rest)
-        keeper = self.keeper
-        device = keeper.model.example.device
-        tensors = {name: t.to(device) for name, t in mine["operator"].items()}
-        keeper.step, keeper.count = mine["step"], mine["count"]
-        keeper.average = keeper.structure.restore(keeper.model, tensors) if tensors else None
-        keeper.generator.set_state(mine["generator"].cpu())
-        keeper.discard()
-        self.inverse_damping, self.inverse = mine["inverse_damping"], None
-        warm = {name: t.to(device) for name, t in mine["inverse"].items()}
-        if keeper.average is not None:
-            self.inverse = self.solver.init(keeper.average, self.inverse_damping, warm)
-        elif warm:
-            self.inverse = _Warm(warm)
-
-
-@final
-class _Warm(Inverse):
-    """Only what an iterative solver can start from, until the metric is estimated again."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def solve(self, ω: Tensor) -> Tensor:
-        raise AssertionError("the metric is estimated before it is solved with")
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self._tensors
+        restored = restore(state_dict["natgrad"], self.keeper, self.solver)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "natgrad"})
+        restored.put(self.keeper)
+        self.inverse, self.inverse_damping = restored.inverse, restored.inverse_damping
 
 
 @final
@@ -251,7 +239,8 @@ class _Solve:
 
     def __init__(self, opt: NaturalGradient, operator: Operator, damping: float, refreshed: bool) -> None:
         self.opt, self.operator = opt, operator
-        self.inverse, self.damping = opt.inverse, opt.inverse_damping
+        # A copy: an iterative inverse remembers its last solution, and the step may yet fail.
+        self.inverse, self.damping = copy.copy(opt.inverse), opt.inverse_damping
         self.stale = refreshed or opt.inverse is None or opt.inverse_damping != damping
         self.velocity: Vector | None = None
 
@@ -281,10 +270,19 @@ class _Solve:
         return self.opt.solver.sharp(self.inverse, ω)
 
 
+def _number(loss: Any) -> float:
+    if loss is None:
+        raise TypeError("the closure must return the loss")
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
+
+
 def _groups(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups that cover every trainable parameter once; those nobody named come first."""
     names = {id(p): name for name, p in model.params.items()}
-    given = [{**group, "params": list(group["params"])} for group in groups]
+    given = []
+    for group in groups:
+        params = group["params"]
+        given.append({**group, "params": [params] if isinstance(params, Tensor) else list(params)})
     for group in given:
         strange = [p for p in group["params"] if id(p) not in names]
         if strange:

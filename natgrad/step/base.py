@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from torch import Tensor
@@ -24,6 +24,7 @@ class Proposal:
     """
 
     params: Mapping[str, Tensor]
+    decayed: Mapping[str, Tensor]  # the parameters after weight decay: what the step is added to
     differential: Covector
     operator: Operator
     damping: float
@@ -43,13 +44,18 @@ class Proposal:
 @final
 @dataclass(frozen=True)
 class Step:
-    """What a rule decided: the move δ (to be added), the damping from now on, and, in words, what happened."""
+    """What a rule decided: the move δ (to be added), the damping from now on, and, in words, what happened.
+
+    A step that is not ``accepted`` changes no parameter. ``landing`` are the exact values of parameters that a
+    constraint has put somewhere: θ + (bound − θ) would round to either side of the bound.
+    """
 
     displacement: Vector
     damping: float
     accepted: bool = True
     reason: str = ""
     ratio: float | None = None  # actual over predicted decrease, where a rule measured it
+    landing: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class StepRule(ABC):

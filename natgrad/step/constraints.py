@@ -44,8 +44,8 @@ class Constrained(StepRule):
         return self.rule.needs_closure
 
     def take(self, proposal: Proposal) -> Step:
-        seen = self.constraint.before(proposal)
-        return self.constraint.after(proposal, self.rule.take(seen))
+        step = self.rule.take(self.constraint.before(proposal))
+        return self.constraint.after(proposal, step) if step.accepted else step
 
 
 @final
@@ -59,9 +59,9 @@ class BackProjection(Constraint):
         return proposal
 
     def after(self, proposal: Proposal, step: Step) -> Step:
-        moved = dict(proposal.params) + step.displacement
+        moved = _arrival(proposal, step)
         with torch.no_grad():
-            inside = self.project(dict(moved))
+            inside = self.project({name: t.clone() for name, t in moved.items()})  # it may work in place
         if set(inside) != set(moved):
             raise ValueError(f"BackProjection must return all parameters, {sorted(moved)}, got {sorted(inside)}")
         return _moved(proposal, step, inside, moved, "projected back")
@@ -86,7 +86,7 @@ class Clipping(Constraint):
         return proposal
 
     def after(self, proposal: Proposal, step: Step) -> Step:
-        moved = dict(proposal.params) + step.displacement
+        moved = _arrival(proposal, step)
         inside = {n: t.clamp(*self.bounds[n]) if n in self.bounds else t for n, t in moved.items()}
         return _moved(proposal, step, inside, moved, "clipped")
 
@@ -119,12 +119,17 @@ class Penalty(Constraint):
         return step
 
 
+def _arrival(proposal: Proposal, step: Step) -> dict[str, Tensor]:
+    return {**(dict(proposal.decayed) + step.displacement), **step.landing}
+
+
 def _moved(
     proposal: Proposal, step: Step, inside: Mapping[str, Tensor], moved: Mapping[str, Tensor], what: str
 ) -> Step:
     changed = [name for name, t in moved.items() if not torch.equal(inside[name], t)]
     if not changed:
         return step
-    δ = Vector({name: inside[name] - p for name, p in proposal.params.items()})
+    δ = Vector({name: inside[name] - p for name, p in proposal.decayed.items()})
+    landing = {**step.landing, **{name: inside[name] for name in changed}}
     reason = "; ".join(filter(None, [step.reason, f"{what}: {', '.join(changed)}"]))
-    return replace(step, displacement=δ, reason=reason)
+    return replace(step, displacement=δ, reason=reason, landing=landing)

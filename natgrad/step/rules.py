@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import final
 
+import torch
+
 from natgrad.geometry import Vector
 from natgrad.step.base import Proposal, Step, StepRule
 
@@ -86,7 +88,8 @@ class LevenbergMarquardt(StepRule):
 
     With the model m(δ) = ⟨ω, δ⟩ + ½ δᵀGδ, ratio = (L(θ + δ) − L(θ))/m(δ): above ``good`` the damping is divided by
     ``factor``, below ``poor`` it is multiplied by it. A step that does not lower the loss is not taken; it is tried
-    again with more damping, at most ``tries`` times. Needs ``opt.step(closure)``.
+    again with more damping, at most ``tries`` times. Where the promised decrease is below the rounding of the loss,
+    the point is stationary and the parameters stay. Needs ``opt.step(closure)``.
     """
 
     poor: float = 0.25
@@ -106,6 +109,7 @@ class LevenbergMarquardt(StepRule):
     def take(self, proposal: Proposal) -> Step:
         assert proposal.loss is not None
         λ, start, ratio = max(proposal.damping, self.smallest), proposal.loss(None), 0.0
+        rounding = 8 * torch.finfo(next(iter(proposal.params.values())).dtype).eps * abs(start)
         for _ in range(self.tries):
             δ = proposal.direction(proposal.differential, λ)
             predicted = float(proposal.differential @ δ + 0.5 * (proposal.operator.flat(δ) @ δ))
@@ -113,9 +117,9 @@ class LevenbergMarquardt(StepRule):
             ratio = actual / predicted if predicted < 0 else 0.0
             if actual < 0 and math.isfinite(actual):
                 return Step(δ, self._adapted(λ, ratio), ratio=ratio)
-            if actual == 0 and predicted > -1e-300:
-                return Step(δ, λ, reason="stationary", ratio=1.0)
-            λ *= self.factor**2
+            if abs(predicted) <= rounding:
+                return Step(δ * 0.0, λ, reason="stationary")
+            λ = min(λ * self.factor**2, 1 / self.smallest)  # never infinite, however often no step is found
         reason = f"no decrease in {self.tries} tries"
         return Step(δ * 0.0, λ, accepted=False, reason=reason, ratio=ratio)
 

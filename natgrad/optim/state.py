@@ -1,0 +1,81 @@
+"""The metric and the solver in a checkpoint: what a run needs to go on bit for bit, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from natgrad.operators.base import Inverse, Operator
+from natgrad.optim.keeper import Keeper
+from natgrad.solve import Solver
+
+
+@final
+@dataclass(frozen=True)
+class Restored:
+    """What was read from a checkpoint and checked; nothing has been changed by reading it."""
+
+    step: int
+    count: int
+    average: Operator | None
+    inverse: Inverse | None
+    inverse_damping: float
+    generator: Tensor
+
+    def put(self, keeper: Keeper) -> None:
+        """Give the keeper its part."""
+        keeper.step, keeper.count, keeper.average = self.step, self.count, self.average
+        keeper.generator.set_state(self.generator)
+        keeper.discard()
+
+
+def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float) -> dict[str, Any]:
+    """Tensors and numbers only, so that ``torch.load(weights_only=True)`` reads them."""
+    return {
+        **_signature(keeper),
+        "step": keeper.step,
+        "count": keeper.count,
+        "operator": {} if keeper.average is None else keeper.average.tensors(),
+        "inverse": {} if inverse is None else inverse.tensors(),
+        "inverse_damping": inverse_damping,
+        "generator": keeper.generator.get_state(),
+    }
+
+
+def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
+    """Check that the state belongs to this model and structure, and build what it holds."""
+    for what, mine in _signature(keeper).items():
+        if state[what] != mine:
+            raise ValueError(f"this is the state of another optimizer: its {what} is {state[what]}, here it is {mine}")
+    device = keeper.model.example.device
+    tensors = {name: t.to(device) for name, t in state["operator"].items()}
+    warm = {name: t.to(device) for name, t in state["inverse"].items()}
+    average = keeper.structure.restore(keeper.model, tensors) if tensors else None
+    inverse: Inverse | None = _Warm(warm) if warm else None
+    if average is not None:
+        inverse = solver.init(average, state["inverse_damping"], warm)
+    generator = state["generator"].cpu()
+    return Restored(state["step"], state["count"], average, inverse, state["inverse_damping"], generator)
+
+
+def _signature(keeper: Keeper) -> dict[str, Any]:
+    return {
+        "structure": type(keeper.structure.structure).__name__,
+        "parameters": {name: list(p.shape) for name, p in keeper.model.params.items()},
+    }
+
+
+@final
+class _Warm(Inverse):
+    """Only what an iterative solver can start from, until the metric is estimated again."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def solve(self, ω: Tensor) -> Tensor:
+        raise AssertionError("the metric is estimated before it is solved with")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._tensors
