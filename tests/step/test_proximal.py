@@ -1,0 +1,161 @@
+"""Proximal point, its linearised and its quadratic form, on the same problems (002 section 2); the Newton direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import IncompatibleError, NatgradError, SingularMetricError
+from natgrad.operators.hessian import HessianOperator, SumOperator
+from tests.golden import agrees, golden, tensor
+
+Params = Mapping[str, Tensor]
+
+
+def euclidean(u: Params, w: Params) -> Tensor:
+    return 0.5 * torch.stack([(u[n] - w[n]).square().sum() for n in u]).sum()
+
+
+def rosenbrock(p: Params, x: object = None) -> Tensor:
+    a, b = p["x"][0], p["x"][1]
+    return torch.stack([1 - a, 10 * (b - a * a)]).view(1, 2)
+
+
+@pytest.mark.parametrize("form", [ng.proximal.point, ng.proximal.quadratic])
+def test_on_a_quadratic_the_exact_and_the_quadratic_form_are_the_implicit_step(
+    form: Callable[..., dict[str, Tensor]],
+) -> None:
+    case = golden("prox.quadratic")
+    H, b, w = (tensor(case["inputs"][key]) for key in ("H", "b", "w"))
+    J = lambda u: 0.5 * u["w"] @ H @ u["w"] + b @ u["w"]  # noqa: E731
+    got = form(J, euclidean, {"w": w}, case["inputs"]["lam"])["w"]
+    agrees(case, got, "prox")
+    # (3): the gradient is taken at the new point
+    torch.testing.assert_close(got, w - (H @ got + b) / case["inputs"]["lam"])
+
+
+def test_linearised_with_euclidean_dissimilarity_is_gradient_descent() -> None:
+    case = golden("prox.quadratic")
+    H, b, w = (tensor(case["inputs"][key]) for key in ("H", "b", "w"))
+    J = lambda u: 0.5 * u["w"] @ H @ u["w"] + b @ u["w"]  # noqa: E731
+    got = ng.proximal.linearised(J, euclidean, {"w": w}, 0.7)["w"]
+    torch.testing.assert_close(got, w - tensor(case["expected"]["grad"]) / 0.7)
+
+
+def test_linearised_with_a_bregman_divergence_is_mirror_descent() -> None:
+    """∇φ(u) = ∇φ(w) − ∇J(w)/λ; on the simplex (φ negative entropy) a multiplicative update."""
+    w = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
+    c = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    rho = lambda u, v: (u["w"] * (u["w"] / v["w"]).log() - u["w"] + v["w"]).sum()  # noqa: E731
+    got = ng.proximal.linearised(lambda u: c @ u["w"], rho, {"w": w}, 4.0)["w"]
+    torch.testing.assert_close(got, w * (-c / 4.0).exp(), rtol=1e-8, atol=1e-10)
+
+
+def test_golden_mirror_step_of_a_bernoulli() -> None:
+    """(20): with ρ = KL(p_u ‖ p_w) in the moments, η_new = η − ∇_ξJ/λ; its golden values are those of (20) and (21)."""
+    case = golden("mirror.bernoulli")
+    inputs = case["inputs"]
+    J = lambda u: 0.5 * (u["ξ"] - inputs["target"]) ** 2  # noqa: E731
+
+    def kl(u: Params, w: Params) -> Tensor:
+        p, q = u["ξ"], w["ξ"]
+        return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+    ξ = torch.tensor(inputs["eta"], dtype=torch.float64).sigmoid()
+    got = ng.proximal.linearised(J, kl, {"ξ": ξ}, inputs["lam"])["ξ"]
+    expected = torch.logit(ξ) - (ξ - inputs["target"]) / inputs["lam"]
+    torch.testing.assert_close(torch.logit(got), expected, rtol=1e-8, atol=1e-9)
+    keys = {key: tensor(case["expected"][key]) for key in ("eq20_eta_new", "eq21_eta_new")}
+    assert any(torch.allclose(expected, value, rtol=1e-10) for value in keys.values())
+
+
+def test_proximal_point_in_output_space_is_implicit_descent_on_the_outputs() -> None:
+    case = golden("rosenbrock.prox_outputs")
+    x0, λ = tensor(case["inputs"]["x0"]), case["inputs"]["lam"]
+    rho = ng.proximal.pulled_back(rosenbrock, None, ng.Euclidean(), params={"x": x0})
+    got = ng.proximal.point(lambda u: rosenbrock(u).square().sum(), rho, {"x": x0}, λ)
+    torch.testing.assert_close(got["x"], tensor(case["expected"]["x1"]), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(rosenbrock(got).flatten(), tensor(case["expected"]["z1"]), rtol=1e-8, atol=1e-8)
+
+
+def test_all_three_forms_agree_with_the_natural_gradient_when_the_proximity_is_strong() -> None:
+    """As λ → ∞ each moves by −G⁻¹∇J/λ (002 (4)); the error of the three is of the next order, 1/λ²."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Linear(2, 1).double()
+    x, t = torch.randn(2, 6, 2, generator=generator, dtype=torch.float64)
+    params = {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in model.named_parameters()}
+    t = (t[:, :1] > 0).double()
+    metric = ng.Fisher(ng.Bernoulli())
+    J = lambda u: F.binary_cross_entropy_with_logits(torch.func.functional_call(model, dict(u), (x,)), t)  # noqa: E731
+    f = lambda u, x: torch.func.functional_call(model, dict(u), (x,))  # noqa: E731
+    rho = ng.proximal.pulled_back(f, x, metric, params=params)
+    v = ng.natural_gradient(f, x, lambda y: F.binary_cross_entropy_with_logits(y, t), metric, params=params)
+    for form in (ng.proximal.point, ng.proximal.linearised, ng.proximal.quadratic):
+        gaps = []
+        for λ in (1e2, 1e3):
+            moved = form(J, rho, params, λ)
+            gap = torch.cat([(moved[n] - params[n] + v[n] / λ).flatten() for n in v])
+            gaps.append(float(gap.norm()))
+        assert gaps[1] < gaps[0] / 50, form.__name__
+        assert gaps[0] > 0
+
+
+def test_newton_and_damped_newton() -> None:
+    point = golden("rosenbrock.point.-1.2x1.0")
+    x = {"x": tensor(point["inputs"]["x"])}
+    J = lambda u: rosenbrock(u).square().sum()  # noqa: E731
+    H, g = tensor(point["expected"]["hessian"]), tensor(point["expected"]["grad"])
+    torch.testing.assert_close(HessianOperator.at(J, x).dense(), H)
+    torch.testing.assert_close(ng.proximal.newton(J, x)["x"], torch.linalg.solve(H, g))
+    eye = torch.eye(2, dtype=torch.float64)
+    torch.testing.assert_close(ng.proximal.newton(J, x, damping=3.0)["x"], torch.linalg.solve(H + 3 * eye, g))
+    with_cg = ng.proximal.newton(J, x, solver=ng.CG(tol=1e-13))
+    torch.testing.assert_close(with_cg["x"], torch.linalg.solve(H, g), rtol=1e-8, atol=1e-8)
+
+
+def test_damping_interpolates_between_the_gradient_and_the_natural_gradient() -> None:
+    """(F + β)⁻¹∇L: parallel to ∇L as β → ∞, the natural gradient at β = 0 (004 section 4)."""
+    point = golden("rosenbrock.point.-1.2x1.0")
+    G, g = tensor(point["expected"]["G"]), tensor(point["expected"]["grad"])
+    operator = ng.operators.DenseOperator(ng.operators.Layout.of({"x": g}), G)
+    ω = ng.Covector({"x": g})
+    torch.testing.assert_close(ng.sharp(operator, ω)["x"], tensor(point["expected"]["natgrad"]), rtol=1e-8, atol=1e-8)
+    β = 1e10
+    torch.testing.assert_close(β * ng.sharp(operator, ω, damping=β)["x"], g, rtol=1e-6, atol=1e-6)
+
+
+def test_newton_refuses_a_saddle() -> None:
+    saddle = lambda u: u["w"][0] ** 2 - u["w"][1] ** 2  # noqa: E731
+    with pytest.raises(SingularMetricError, match="indefinite"):
+        ng.proximal.newton(saddle, {"w": torch.ones(2, dtype=torch.float64)})
+
+
+def test_errors_of_the_proximal_steps() -> None:
+    w = {"w": torch.ones(2, dtype=torch.float64)}
+    J = lambda u: u["w"].square().sum()  # noqa: E731
+    for form in (ng.proximal.point, ng.proximal.linearised, ng.proximal.quadratic):
+        with pytest.raises(ValueError, match="strength λ of the proximity must be positive, got 0"):
+            form(J, euclidean, w, 0.0)
+    with pytest.raises(NatgradError, match="inner solver stopped after 1 steps"):
+        ng.proximal.point(lambda u: u["w"].pow(4).sum(), euclidean, w, 1e-6, max_steps=1)
+    with pytest.raises(IncompatibleError, match="Pinv does not work with HessianOperator"):
+        ng.Pinv().init(HessianOperator.at(J, w))
+
+
+def test_sums_of_operators_are_sums_of_matrices() -> None:
+    w = {"w": torch.tensor([0.5, -1.0], dtype=torch.float64)}
+    A = HessianOperator.at(lambda u: u["w"].pow(4).sum(), w)
+    B = HessianOperator.at(lambda u: u["w"].square().sum() + u["w"].prod(), w)
+    both = SumOperator(A.layout, ((1.0, A), (3.0, B)))
+    dense = A.dense() + 3 * B.dense()
+    v = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(both.product(v), dense @ v)
+    torch.testing.assert_close(both.diagonal(), dense.diagonal())
+    torch.testing.assert_close(both.logdet(), torch.logdet(dense))
+    torch.testing.assert_close(A.lerp(B, 0.25).dense(), 0.75 * A.dense() + 0.25 * B.dense())
+    torch.testing.assert_close(A.differential["w"], 4 * w["w"] ** 3)

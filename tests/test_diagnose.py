@@ -1,0 +1,111 @@
+"""Degenerate metrics are detected and reported: rank, spectrum, null directions, range, properness (M8, O4)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import MemoryBoundError
+from tests.golden import golden, golden_mlp
+from tests.zoo import IDS, ZOO, mlp
+
+
+@pytest.mark.parametrize("case", ZOO, ids=IDS)
+def test_rank_and_spectrum_are_those_of_the_dense_metric(case: object) -> None:
+    problem = case.make()  # type: ignore[attr-defined]
+    y = problem.outputs().detach()
+    J = problem.jacobian()
+    rows = J.reshape(-1, J.shape[-1]) / len(y) ** 0.5
+    values = torch.linalg.svdvals(rows).square()
+    pb = ng.pullback(problem.model, problem.x, ng.Euclidean(), params=problem.params, output=problem.output)
+    found = ng.diagnose(pb, nearby=0)
+    assert found.rank == int((values > values[0] * 1e-12).sum())
+    assert found.size == J.shape[-1]
+    torch.testing.assert_close(found.spectrum[: found.rank], values[: found.rank], rtol=1e-8, atol=1e-12)
+    for direction in found.null_directions:
+        torch.testing.assert_close(direction.flatten().norm(), torch.ones((), dtype=torch.float64))
+        assert float((rows @ direction.flatten()).norm()) < 1e-7
+    null = found.size - found.rank
+    sizes = {name: p.numel() for name, p in pb.model.params.items()}
+    assert sum(found.null_share[name] * sizes[name] for name in sizes) == pytest.approx(null, abs=1e-6)
+
+
+def test_the_golden_fisher_has_rank_12() -> None:
+    model, x, target = golden_mlp()
+    pb = ng.pullback(model, x, ng.Fisher(ng.Categorical()))
+    ω = ng.differential(model, F.cross_entropy(model(x), target))
+    found = ng.diagnose(pb, ω)
+    assert found.rank == golden("mlp.fisher.diag")["expected"]["rank"] == 12
+    assert found.singular
+    assert found.in_range  # the gradient of the likelihood is a combination of the rows of its Fisher metric
+    assert "rank 12 of 21: singular, damp it or use Pinv()" in str(found)
+
+
+def test_a_differential_outside_the_range_is_reported() -> None:
+    model = nn.Linear(3, 1, bias=False).double()
+    x = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
+    pb = ng.pullback(model, x, ng.Euclidean())
+    found = ng.diagnose(pb, ng.Covector({"weight": torch.tensor([[3.0, 0.0, 4.0]], dtype=torch.float64)}))
+    assert found.in_range is False
+    assert found.outside == pytest.approx(0.8)
+    assert found.rank == 2
+    torch.testing.assert_close(
+        found.null_directions[0]["weight"].abs(), torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64)
+    )
+    assert found.null_share == {"weight": pytest.approx(1 / 3)}
+    assert "ω does not lie in the range of the metric (relative part outside 0.8)" in str(found)
+
+
+def test_a_dead_layer_is_named_and_the_point_is_not_proper() -> None:
+    """With a zero outgoing weight the incoming one has no effect here, and has one nearby."""
+    model = mlp(2, 3, 1).double()
+    with torch.no_grad():
+        model[2].weight.zero_()  # type: ignore[index, union-attr, operator]
+    x = torch.randn(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = ng.diagnose(ng.pullback(model, x, ng.Euclidean()))
+    assert found.null_share["0.weight"] == pytest.approx(1.0)
+    assert found.null_share["0.bias"] == pytest.approx(1.0)
+    assert found.nearby_rank > found.rank
+    assert not found.proper
+    assert "not proper: the rank is 13 nearby" in str(found)
+    assert "0.weight: 100.0% null" in str(found)
+
+
+def test_the_cusp_is_not_proper_and_the_parabola_is() -> None:
+    """φ(ξ) = (ξ², ξ³) has dφ = 0 at 0 only (001 section 4, Sard); φ(ξ) = (ξ, ξ²) is an immersion."""
+
+    def look(φ: object, at: float) -> ng.Diagnosis:
+        params = {"ξ": torch.tensor(at, dtype=torch.float64)}
+        return ng.diagnose(ng.pullback(φ, None, ng.Euclidean(), params=params))  # type: ignore[arg-type]
+
+    def cusp(p: dict[str, Tensor], x: None) -> Tensor:
+        return torch.stack([p["ξ"] ** 2, p["ξ"] ** 3]).view(1, 2)
+
+    def parabola(p: dict[str, Tensor], x: None) -> Tensor:
+        return torch.stack([p["ξ"], p["ξ"] ** 2]).view(1, 2)
+
+    assert (look(cusp, 0.0).rank, look(cusp, 0.0).proper) == (0, False)
+    assert "the metric is zero" in str(look(cusp, 0.0))
+    assert (look(cusp, 1.0).rank, look(cusp, 1.0).proper) == (1, True)
+    assert look(parabola, 0.0).proper
+
+
+def test_a_regular_metric_says_so() -> None:
+    x = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = ng.diagnose(ng.pullback(nn.Linear(2, 1).double(), x, ng.Euclidean()))
+    assert not found.singular
+    assert found.null_directions == ()
+    assert found.in_range is None
+    assert str(found).startswith("rank 3 of 3\n")
+
+
+def test_eigenvectors_beyond_the_memory_bound_are_refused() -> None:
+    model = nn.Linear(100, 10)
+    pb = ng.pullback(model, torch.randn(8, 100), ng.Euclidean(), memory=10_000)
+    with pytest.raises(
+        MemoryBoundError, match=r"eigenvectors of 1,010 parameters need .* over the bound memory=10,000"
+    ):
+        ng.diagnose(pb)
