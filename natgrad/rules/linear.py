@@ -19,7 +19,9 @@ class LinearRule(Rule):
     """
 
     def covers(self, module: nn.Module) -> bool:
-        return type(module) is nn.Linear
+        # Pruning, spectral norm and the like leave the type, and put other parameters or another forward in.
+        own = {name for name, _ in module.named_parameters(recurse=False)}
+        return type(module) is nn.Linear and own <= {"weight", "bias"} and "forward" not in vars(module)
 
     def inputs(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         x = cast(Tensor, args[0])
