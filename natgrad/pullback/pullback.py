@@ -18,6 +18,7 @@ from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.finite import check_outputs
 from natgrad.pullback.rows import rows
+from natgrad.pullback.separate import misplaced
 from natgrad.pullback.tape import Tape, TapeOverflow, leaf_uses, record
 from natgrad.rules import LinearRule, Rule
 
@@ -142,7 +143,8 @@ class Pullback:
         uses = [use for block in self.layers if block.rule for use in tape.of(block)]
         cotangents = iter(tape.cotangents(s, uses))
         bare = [name for block in self.layers if block.rule is None for name in block.names]
-        explicit = rows(self.model, bare, examples(self.x, part, self.n), s) if bare else s.new_empty(0)
+        x, y = examples(self.x, part, self.n), self.y[part[0] : part[1]]
+        explicit = rows(self.model, bare, x, y, s) if bare else s.new_empty(0)
         out, start = [], 0
         for block, a in zip(self.layers, inputs, strict=True):
             if a is None or block.rule is None:
@@ -238,8 +240,8 @@ def assemble(
         with torch.no_grad():
             y = torch.cat([model(None, examples(x, part, parts[-1][1])) for part in parts])
     check_outputs(model, x, y)
-    counts = leaf_uses(tape.y)
-    blocks = [b if b.rule is None or tape.complete(b, counts) else b.without_rule() for b in blocks]
+    counts, moved = leaf_uses(tape.y), misplaced(tape, model.module)
+    blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in blocks]
     with torch.no_grad():
         root = metric.root(y, target, generator).detach()
     if root.shape[1:] != y.shape:
@@ -270,8 +272,10 @@ def _forward(model: Model, blocks: Sequence[Block], x: Inputs, bound: int) -> tu
         except TapeOverflow:
             step //= 2
             continue
-        if step == n or tape.y.shape[0] == step:
-            return tape, [(a, min(a + step, tape.y.shape[0] if step == n else n)) for a in range(0, n, step)]
+        if step == n:
+            return tape, [(0, tape.y.shape[0])]  # outputs may have more examples than inputs: tokens, for one
+        if tape.y.shape[0] == step:
+            return tape, [(a, min(a + step, n)) for a in range(0, n, step)]
         break
     tape = record(model, blocks, x)
     return tape, [(0, tape.y.shape[0])]

@@ -7,7 +7,7 @@ not touched, and in-place activations after a layer do no harm, since the edge i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -56,7 +56,8 @@ class Recorder:
         module = self._model.module
         for block in self.blocks:
             for layer in block.modules:
-                self._handles.append(layer.register_forward_hook(self._watch, with_kwargs=True))
+                # First in line: another forward hook may return something else than what the layer computed.
+                self._handles.append(layer.register_forward_hook(self._watch, with_kwargs=True, prepend=True))
         if self._bound is not None and module is not None:
             leaves = (m for m in module.modules() if next(m.children(), None) is None)
             self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
@@ -100,30 +101,22 @@ class Tape:
     y: Tensor
     uses: tuple[Use, ...]
 
-    def complete(self, block: Block, counts: Counter[int]) -> bool:
-        """Whether the recorded uses are all there is of a block, with the examples on their first axis.
+    def complete(self, block: Block, counts: Counter[int], misplaced: Collection[int]) -> bool:
+        """Whether the recorded uses are all there is of a block, with the examples in their places on the first axis.
 
         A weight used past its module's forward (``F.linear(x, layer.weight)``, ``MultiheadAttention.out_proj``)
         shows as more entries of its leaf into the graph (``leaf_uses(y)``) than there are recorded uses.
+        ``misplaced``: positions in ``uses`` of those whose first axis is not that of the examples.
         """
-        n, uses = self.y.shape[0], self.of(block)
-        if not uses or any(use.shape[0] != n or len(use.shape) < 2 for use in uses):
+        uses = [at for at, use in enumerate(self.uses) if use.module in block.modules]
+        if not uses or any(at in misplaced for at in uses):
             return False
         params = {id(p) for module in block.modules for p in trainable(module).values()}
-        return all(counts[p] == len(uses) for p in params) and all(self._examples_first(use, n) for use in uses)
+        return all(counts[p] == len(uses) for p in params)
 
     def of(self, block: Block) -> list[Use]:
         """The uses of a block, in the order of the calls."""
         return [use for use in self.uses if use.module in block.modules]
-
-    def _examples_first(self, use: Use, n: int) -> bool:
-        """With n positions as well as n examples, the axes could be swapped: let one example through and look."""
-        if len(use.shape) < 3 or use.shape[1] != n or n == 1:
-            return True
-        s = torch.zeros_like(self.y)
-        s[0] = torch.rand(s[0].shape, generator=torch.Generator().manual_seed(0)).to(s)
-        (g,) = torch.autograd.grad(self.y, [use.edge], s, retain_graph=True, allow_unused=True)
-        return g is None or not bool(g[1:].any())
 
     def cotangents(self, s: Tensor, uses: Sequence[Use]) -> list[Tensor]:
         """g [k *output] of every use for output cotangents s [k n *out]: one (batched) backward pass."""
