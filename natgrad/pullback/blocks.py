@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import final
 
 import torch
@@ -16,33 +18,76 @@ from natgrad.rules.base import Rule, trainable
 
 @final
 @dataclass(frozen=True)
-class Block:
-    """The parameters of one layer. With a rule they are packed as W [c o i]; without, they are one column [1 p 1].
+class Place:
+    """Where a parameter lies: its local name in the layer, its first position in the flattening order, its shape."""
 
-    ``index`` [p] holds the position in the flattening order of every packed coordinate, row-major over [c o i].
-    """
+    key: str
+    start: int
+    shape: torch.Size
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.shape.numel())
+
+
+@final
+@dataclass(frozen=True)
+class Block:
+    """The parameters of one layer. With a rule they are packed as W [c o i]; without, they are one column [1 p 1]."""
 
     names: tuple[str, ...]
-    index: Tensor
+    places: tuple[Place, ...]
     shape: tuple[int, int, int]
+    device: torch.device
     rule: Rule | None = None
     modules: tuple[nn.Module, ...] = ()
 
     @property
     def size(self) -> int:
-        return self.index.numel()
+        return math.prod(self.shape)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[p], the position in the flattening order of every packed coordinate, row-major over [c o i].
+
+        Made when asked for: beside one backward pass, as many integers as there are parameters are not cheap.
+        """
+        spans = (torch.arange(place.span.start, place.span.stop, device=self.device) for place in self.places)
+        if self.rule is None:
+            return torch.cat(list(spans))
+        local = {place.key: span.view(place.shape) for place, span in zip(self.places, spans, strict=True)}
+        return self.rule.pack(self.modules[0], local).reshape(-1)
 
     def pack(self, flat: Tensor) -> Tensor:
         """W [*batch c o i] from flattened parameters [*batch p]."""
-        return flat[..., self.index].reshape(*flat.shape[:-1], *self.shape)
+        if self.rule is None:
+            packed = torch.cat([flat[..., place.span] for place in self.places], dim=-1)
+        elif flat.ndim > 1:
+            packed = flat[..., self.index]
+        else:
+            local = {place.key: flat[place.span].view(place.shape) for place in self.places}
+            packed = self.rule.pack(self.modules[0], local)
+        return packed.reshape(*flat.shape[:-1], *self.shape)
 
     def unpack(self, packed: Tensor, flat: Tensor) -> None:
         """Write W [*batch c o i] into flattened parameters [*batch p]."""
-        flat[..., self.index] = packed.reshape(*flat.shape[:-1], -1)
+        batch = flat.shape[:-1]
+        if self.rule is None:
+            sizes = [place.shape.numel() for place in self.places]
+            for place, part in zip(self.places, packed.reshape(*batch, -1).split(sizes, dim=-1), strict=True):
+                flat[..., place.span] = part
+            return
+        local = self.rule.unpack(self.modules[0], packed.reshape(*batch, *self.shape))
+        if local.keys() != {place.key for place in self.places}:  # a parameter was frozen or freed since
+            flat[..., self.index] = packed.reshape(*batch, -1)
+            return
+        for place in self.places:
+            flat[..., place.span].view(*batch, *place.shape).copy_(local[place.key])
 
     def without_rule(self) -> Block:
         """The same parameters, to be differentiated by ``torch.func`` instead of by the rule."""
-        return replace(self, index=self.index.sort().values, shape=(1, self.size, 1), rule=None, modules=())
+        ordered = tuple(sorted(self.places, key=lambda place: place.start))
+        return replace(self, places=ordered, shape=(1, self.size, 1), rule=None, modules=())
 
 
 def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
@@ -52,9 +97,9 @@ def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
     parameters are one layer with several uses; modules that share only some of them have no common packing, and a
     parameter that also belongs to a module without a rule is seen only in part: both go without a rule.
     """
-    offsets, start = {}, 0
+    places, start = {}, 0
     for name, p in model.params.items():
-        offsets[name] = torch.arange(start, start + p.numel(), device=model.example.device).view(p.shape)
+        places[name] = Place(name, start, p.shape)
         start += p.numel()
     grouped: dict[str, list[str]] = defaultdict(list)
     for name in model.params:
@@ -62,10 +107,10 @@ def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
     covered = _covered(model, rules)
     blocks = []
     for names in grouped.values():
-        flat = torch.cat([offsets[name].reshape(-1) for name in names])
-        block = Block(tuple(names), flat, (1, flat.numel(), 1))
+        size = sum(places[name].shape.numel() for name in names)
+        block = Block(tuple(names), tuple(places[name] for name in names), (1, size, 1), model.example.device)
         modules = covered.get(frozenset(names), ())
-        blocks.append(_with_rule(block, modules, rules, offsets, model) if modules else block)
+        blocks.append(_with_rule(block, modules, rules, places, model) if modules else block)
     return blocks
 
 
@@ -94,13 +139,13 @@ def _rule(module: nn.Module, rules: Sequence[Rule]) -> Rule | None:
 
 
 def _with_rule(
-    block: Block, modules: tuple[nn.Module, ...], rules: Sequence[Rule], offsets: Mapping[str, Tensor], model: Model
+    block: Block, modules: tuple[nn.Module, ...], rules: Sequence[Rule], places: Mapping[str, Place], model: Model
 ) -> Block:
     rule = _rule(modules[0], rules)
     assert rule is not None
     names = {id(p): name for name, p in model.params.items()}
-    # Packing the positions themselves says where every packed coordinate lies in the flattening order.
-    local = {key: offsets[names[id(p)]] for key, p in trainable(modules[0]).items()}
-    packed = rule.pack(modules[0], local)
-    c, o, i = packed.shape
-    return replace(block, index=packed.reshape(-1), shape=(c, o, i), rule=rule, modules=modules)
+    local = trainable(modules[0])
+    own = tuple(replace(places[names[id(p)]], key=key) for key, p in local.items())
+    # Packing on the meta device says what the packed shape is, and computes nothing.
+    c, o, i = rule.pack(modules[0], {key: p.detach().to("meta") for key, p in local.items()}).shape
+    return replace(block, places=own, shape=(c, o, i), rule=rule, modules=modules)
