@@ -122,8 +122,8 @@ def _range(pb: Pullback, rtol: float | None) -> tuple[Tensor, Tensor, int]:
 
 
 def _rank_nearby(pb: Pullback, rtol: float | None, seed: int) -> int:
-    """The rank at parameters moved at random: by a step whose square is still far above rounding."""
-    size = torch.finfo(pb.y.dtype).eps ** 0.25
+    """The rank at parameters moved at random: by a step whose square, an eigenvalue, is still far above rounding."""
+    size = torch.finfo(pb.y.dtype).eps ** (1 / 6)
     generator = torch.Generator().manual_seed(seed)
     moved = {
         name: p + size * (1 + p.abs()) * torch.randn(p.shape, generator=generator).to(p)

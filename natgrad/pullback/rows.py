@@ -46,7 +46,9 @@ def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -
         (grads,) = torch.func.vmap(vjp)(cotangents)
         return y_n, torch.cat([grads[name].flatten(1) for name in names], dim=1)
 
-    y, mapped = torch.func.vmap(one, in_dims=(0, 1))(tensors_of(x), s)
+    # Outside the transforms nothing is differentiated: the other trainable parameters must not hold a graph.
+    with torch.no_grad():
+        y, mapped = torch.func.vmap(one, in_dims=(0, 1))(tensors_of(x), s)
     return y, mapped.transpose(0, 1)
 
 

@@ -81,7 +81,7 @@ def test_theorem_1_the_pushforward_is_the_projection_of_the_gradient(solver: str
     model, x, t = problem(seed)
     if point == "not proper":  # with a dead hidden layer, moving its incoming weights does nothing to first order
         with torch.no_grad():
-            model[2].weight.zero_()  # type: ignore[index, union-attr, operator]
+            model.get_parameter("2.weight").zero_()
     h = torch.tensor([1.7, 0.4], dtype=torch.float64)  # a metric on the outputs, not Euclidean
     metric = ng.Divergence(lambda y, y0: 0.5 * (h * (y - y0) ** 2).sum())
     loss = lambda y: (y - t).pow(3).sum()  # noqa: E731
