@@ -117,7 +117,7 @@ class Vector(NamedTensors):
         """θ + v: the parameters (a plain mapping) moved along v."""
         if isinstance(point, NamedTensors) or not isinstance(point, Mapping):
             _refuse(point, self)
-        _match(point, self, "θ and v")
+        _match(dict(sorted(point.items())), dict(sorted(self.items())), "θ and v")
         return {name: tensor + self[name] for name, tensor in point.items()}
 
     def __rsub__(self, point: object) -> dict[str, Tensor]:
@@ -271,7 +271,7 @@ def pushforward(
     if not isinstance(v, Vector):
         raise TypeError(f"only a Vector can be pushed forward, not a {type(v).__name__}")
     wrapped = Model.of(model, params)
-    _match(wrapped.params, v, "the model and v")
+    _match(dict(sorted(wrapped.params.items())), dict(sorted(v.items())), "the model and v")
     return linearise(wrapped, x).push(v)
 
 
