@@ -26,22 +26,43 @@ def symmetric_root(h: Tensor, failure: str) -> Tensor:
 def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
     """L with L Lᵀ = matrix + damping, for one matrix [d d] or a batch [b d d]; singular and indefinite ones raise.
 
-    Rounding lets Cholesky succeed on a singular matrix and return noise. Without damping to speak of, small pivots
-    are therefore checked against the spectrum.
+    Rounding lets Cholesky succeed on a singular matrix and return noise. Without damping to speak of, matrices that
+    look singular are therefore checked against their spectrum.
     """
     check_finite(matrix, what)
     damped = matrix.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping)
     factor, info = torch.linalg.cholesky_ex(damped)
-    pivots = factor.diagonal(dim1=-2, dim2=-1).square()
     size, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
-    lost = damping <= 8 * eps * diagonal.amax(-1)  # damping below the rounding of the matrix cannot make it regular
-    suspicious = (info > 0) | (lost & (pivots.amin(-1) <= 1e3 * size * eps * pivots.amax(-1)))
+    largest = diagonal.amax(-1)
+    suspicious = info > 0
+    lost = damping <= 8 * eps * largest  # damping below the rounding of the matrix cannot make it regular
+    if bool(lost.any()):
+        suspicious |= lost & ~(_smallest(factor) > 1e3 * size * eps * largest)  # NaN is suspicious too
     if bool(suspicious.any()):
-        worst = damped if damped.ndim == 2 else damped[suspicious.nonzero()[0, 0]]
-        refuse_singular(torch.linalg.eigvalsh(worst.double()), size * eps, bool((info > 0).any()), damping, what)
+        for values, failed in zip(_spectra(damped[suspicious]), info[suspicious], strict=True):
+            refuse_singular(values, size * eps, bool(failed > 0), damping, what)
     return factor
+
+
+def _smallest(factor: Tensor) -> Tensor:
+    """An estimate from above of the smallest eigenvalue of L Lᵀ: two steps of inverse iteration.
+
+    Pivots would be free, but the last one of a singular matrix is far from zero where the leading part is nearly
+    singular as well.
+    """
+    size = factor.shape[-1]
+    start = torch.arange(1.0, size + 1, dtype=factor.dtype, device=factor.device).square().sin()  # no special vector
+    v = start.expand(factor.shape[:-1]).unsqueeze(-1)
+    for _ in range(2):
+        v = torch.cholesky_solve(v / v.abs().amax(-2, keepdim=True), factor)
+    return v.squeeze(-1).abs().amax(-1).reciprocal()
+
+
+def _spectra(matrices: Tensor) -> Tensor:
+    """Ascending eigenvalues [b d]."""
+    return torch.linalg.eigvalsh(matrices.double()).reshape(-1, matrices.shape[-1])
 
 
 def refuse_singular(values: Tensor, rtol: float, failed: bool, damping: float, what: str) -> None:
