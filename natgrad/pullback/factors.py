@@ -8,6 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+_LINE = 16  # numbers
+
 
 @final
 @dataclass(frozen=True)
@@ -36,11 +38,7 @@ class Factors:
 
     def square(self) -> Tensor:
         """Σ_kn R² [c o i], the diagonal of G; with one position the roots k are summed before the parameters."""
-        if self.a.shape[1] == 1:
-            g2 = self.g[:, :, 0].square().sum(0)
-            return torch.einsum("nco,nci->coi", g2, self.a[:, 0].square())
-        shape = (self.g.shape[3], self.g.shape[4], self.a.shape[3])
-        return self.rows().square().sum((0, 1)).reshape(shape)
+        return Squares().add(self).total()
 
     def push(self, packed: Tensor) -> Tensor:
         """R v [k n] for v packed as [c o i]."""
@@ -58,6 +56,58 @@ class Factors:
             return rows @ rows.T
         a, g = self.a[:, 0, 0], self.g[:, :, 0, 0].flatten(0, 1)
         return ((g @ g.T).view(k, n, k, n) * (a @ a.T)[None, :, None, :]).view(k * n, k * n)
+
+
+@final
+class Squares:
+    """Σ_kn R² [c o i] of one block, over chunks of examples and roots.
+
+    With one position it is (Σ_k g²)ᵀ a²: while the chunks share their inputs, g² is summed over the roots, so that
+    the number of roots does not show in the product.
+    """
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._a: Tensor | None = None
+        self._g2: Tensor | None = None  # [n c o]
+
+    def add(self, f: Factors) -> Squares:
+        if f.a.shape[1] > 1:
+            self._accumulate(f.rows().square().sum((0, 1)).view(f.g.shape[3], f.g.shape[4], f.a.shape[3]))
+            return self
+        g2 = f.g[0, :, 0].square() if f.g.shape[0] == 1 else f.g[:, :, 0].square().sum(0)
+        if f.a is self._a and self._g2 is not None:
+            self._g2 += g2
+        else:
+            self._flush()
+            self._a, self._g2 = f.a, g2
+        return self
+
+    def total(self) -> Tensor:
+        self._flush()
+        assert self._total is not None, "no chunk was added"
+        return self._total
+
+    def _flush(self) -> None:
+        if self._a is None or self._g2 is None:
+            return
+        a, g2 = self._a[:, 0], self._g2
+        if a.shape[1] == 1:
+            self._accumulate(_product(g2[:, 0], a[:, 0]).unsqueeze(0))
+        else:
+            self._accumulate(torch.einsum("nco,nci->coi", g2, a.square()))
+        self._a = self._g2 = None
+
+    def _accumulate(self, part: Tensor) -> None:
+        self._total = part if self._total is None else self._total.add_(part)
+
+
+def _product(g2: Tensor, a: Tensor) -> Tensor:
+    """g2ᵀ a² [o i]. The homogeneous 1 makes i odd, and rows that start off the cache lines cost a third more time."""
+    i = a.shape[1]
+    width = -(-i // _LINE) * _LINE
+    a2 = torch.square(a, out=a.new_empty(a.shape[0], width)[:, :i])
+    return torch.mm(g2.T, a2, out=a.new_empty(g2.shape[1], width)[:, :i])
 
 
 def cross(left: Factors, right: Factors, limit: int) -> Tensor:

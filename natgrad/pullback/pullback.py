@@ -15,7 +15,7 @@ from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
-from natgrad.pullback.factors import Factors
+from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.finite import check_outputs
 from natgrad.pullback.rows import rows
 from natgrad.pullback.separate import misplaced
@@ -24,6 +24,7 @@ from natgrad.rules import LinearRule, Rule
 
 MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
 RULES = (LinearRule(),)
+_CACHE = 2**21  # elements; of a few layers in cotangents, on a processor
 
 Part: TypeAlias = tuple[int, int]  # a range of examples
 
@@ -83,9 +84,10 @@ class Pullback:
             t = t @ self.coupling
         return torch.einsum("knd,kn->nd", self.root.flatten(2), t).view_as(u) / self.n
 
-    def factors(self) -> Iterator[list[Factors]]:
+    def factors(self, limit: int | None = None) -> Iterator[list[Factors]]:
         """Factors of all blocks, chunk by chunk over examples and roots; G is the sum over the chunks.
 
+        ``limit``: elements that a chunk of roots may have, where that is less than ``chunk``.
         A coupling mixes the examples, so its rows come whole in n and mixed by a root L of C = L Lᵀ.
         """
         if self.coupling is not None:
@@ -95,7 +97,7 @@ class Pullback:
             tape = self._tape(part)
             inputs = self._inputs(tape)
             s = self.root[:, part[0] : part[1]] / math.sqrt(self.n)
-            for chunk in s.split(self._roots_at_once(tape, inputs, part)):
+            for chunk in s.split(self._roots_at_once(tape, inputs, part, limit)):
                 yield self._factors(tape, inputs, part, chunk)
 
     def collect(self) -> list[Factors]:
@@ -114,12 +116,14 @@ class Pullback:
 
     def square(self) -> Tensor:
         """The diagonal of G [p] = Σ_kn R², from the factors."""
-        out = self.y.new_zeros(self.model.size)
-        for factors in self.factors():
-            chunk = torch.empty_like(out)
-            for block, f in zip(self.blocks, factors, strict=True):
-                block.unpack(f.square(), chunk)
-            out += chunk
+        sums = [Squares() for _ in self.blocks]
+        # Nothing is gained from many roots at once, as they are summed: chunks that stay in the cache are faster.
+        for factors in self.factors(_CACHE if self.y.device.type == "cpu" else self.chunk):
+            for total, f in zip(sums, factors, strict=True):
+                total.add(f)
+        out = self.y.new_empty(self.model.size)
+        for block, total in zip(self.blocks, sums, strict=True):
+            block.unpack(total.total(), out)
         return out
 
     def _tape(self, part: Part) -> Tape:
@@ -127,17 +131,18 @@ class Pullback:
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
         def inputs(block: Block, rule: Rule) -> Tensor:
-            return torch.cat([rule.inputs(use.module, use.args) for use in tape.of(block)], dim=1)
+            parts = [rule.inputs(use.module, use.args) for use in tape.of(block)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
         return [inputs(block, block.rule) if block.rule else None for block in self.layers]
 
-    def _roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part) -> int:
+    def _roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, limit: int | None) -> int:
         """How many roots k fit into a chunk, with the rows that layers with several positions will form."""
         cost = sum(math.prod(use.shape) for use in tape.uses)
         for block, a in zip(self.layers, inputs, strict=True):
             if a is None or a.shape[1] > 1:
                 cost += block.size * (part[1] - part[0])
-        return max(1, self.chunk // max(cost, 1))
+        return max(1, min(self.chunk, limit or self.chunk) // max(cost, 1))
 
     def _factors(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, s: Tensor) -> list[Factors]:
         uses = [use for block in self.layers if block.rule for use in tape.of(block)]
@@ -152,7 +157,7 @@ class Pullback:
                 start += block.size
             else:
                 g = [block.rule.cotangents(use.module, next(cotangents)) for use in tape.of(block)]
-                out.append(Factors(a, torch.cat(g, dim=2)))
+                out.append(Factors(a, g[0] if len(g) == 1 else torch.cat(g, dim=2)))
         return out
 
     def _coupled(self) -> Iterator[list[Factors]]:
