@@ -84,14 +84,6 @@ def test_equality_is_identity_and_the_repr_shows_shapes(kind: type[ng.Vector | n
     assert len(a) == 3
 
 
-@both_types
-def test_an_element_does_not_alias_the_mapping_it_was_made_from(kind: type[ng.Vector | ng.Covector]) -> None:
-    source = tensors(1)
-    a = kind(source)
-    del source["w"]
-    assert list(a) == list(SHAPES)
-
-
 # Pairing and norms
 
 
