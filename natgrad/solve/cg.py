@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
@@ -98,11 +99,14 @@ class CGInverse(Inverse):
         v, r = self._start(ω)
         z = self._precondition(r)
         p, rz = z, torch.dot(r, z)
-        steps, residual = 0, float(torch.linalg.vector_norm(r)) / scale
+        steps, residual, size = 0, float(torch.linalg.vector_norm(r)) / scale, 0.0
+        best = (residual, v)
         while residual > self.solver.tol and steps < self.solver.max_steps:
             Ap = self._product(p)
-            curvature = torch.dot(p, Ap)
-            if self._exhausted(curvature, p, Ap):
+            square, curvature = float(torch.dot(p, p)), float(torch.dot(p, Ap))
+            size = max(size, float(torch.linalg.vector_norm(Ap)) / square**0.5)  # ‖G + λ‖, from below
+            if self._exhausted(curvature, size * square, p):
+                v = best[1]
                 break
             α = rz / curvature
             v, r = v + α * p, r - α * Ap
@@ -111,6 +115,7 @@ class CGInverse(Inverse):
             p = z + (rz / previous) * p
             steps += 1
             residual = float(torch.linalg.vector_norm(r)) / scale
+            best = min(best, (residual, v), key=lambda pair: pair[0])
         return self._finish(v, ω, steps, scale)
 
     def _start(self, ω: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,19 +133,21 @@ class CGInverse(Inverse):
     def _precondition(self, r: Tensor) -> Tensor:
         return r if self.preconditioner is None else self.preconditioner.solve(r)
 
-    def _exhausted(self, curvature: Tensor, p: Tensor, Ap: Tensor) -> bool:
-        """Whether p is (to rounding) a null direction; negative curvature beyond rounding raises."""
-        value = float(curvature)
-        size = float(torch.linalg.vector_norm(p)) * float(torch.linalg.vector_norm(Ap))
-        if value != value or value in (float("inf"), -float("inf")):
+    def _exhausted(self, curvature: float, largest: float, p: Tensor) -> bool:
+        """Whether p is (to rounding) a null direction; negative curvature beyond rounding raises.
+
+        ``largest``: the curvature that p would have along the largest eigenvalue. A product rounds relative to that:
+        for a null direction p·Gp is noise of either sign, as large as |p| times the noise in Gp.
+        """
+        if not math.isfinite(curvature):
             raise NonFiniteError("conjugate gradients met NaN or infinity in a product with the metric")
-        rounding = 10 * torch.finfo(p.dtype).eps * size
-        if value < -rounding:
+        rounding = 10 * math.sqrt(p.numel()) * torch.finfo(p.dtype).eps * largest
+        if curvature < -rounding:
             raise SingularMetricError(
-                f"conjugate gradients met negative curvature {value:.3g} at damping {self.damping:g}: the metric is "
-                "indefinite. Add damping (damping > 0), or solve a dense metric with Pinv()"
+                f"conjugate gradients met negative curvature {curvature:.3g} at damping {self.damping:g}: the metric "
+                "is indefinite. Add damping (damping > 0), or solve a dense metric with Pinv()"
             )
-        return value <= rounding
+        return curvature <= rounding
 
     def _finish(self, v: Tensor, ω: Tensor, steps: int, scale: float) -> Tensor:
         # The recursive residual drifts: report the true one.
