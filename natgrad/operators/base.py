@@ -33,6 +33,10 @@ class Layout:
         """[p] from a vector or a covector, checked against the names."""
         if list(element) != list(self.like):
             raise ValueError(f"the metric is over {list(self.like)}, and this is over {list(element)}")
+        for name, t in element.items():
+            if t.shape != self.like[name].shape:
+                shapes = f"{tuple(self.like[name].shape)}, and this has {tuple(t.shape)}"
+                raise ValueError(f"the metric is over {name} of shape {shapes}")
         return torch.cat([t.reshape(-1) for t in element.values()])
 
     def vector(self, flat: Tensor) -> Vector:

@@ -36,15 +36,23 @@ class Pinv(Solver):
     def __post_init__(self) -> None:
         if self.rtol is not None and not 0 <= self.rtol < 1:
             raise ValueError(f"Pinv(rtol=…) must be in [0, 1), got {self.rtol}")
-        if isinstance(self.weight, Mapping) and any(bool((w <= 0).any()) for w in self.weight.values()):
-            raise ValueError("Pinv(weight=…) must be positive for every parameter")
+        if isinstance(self.weight, Mapping) and not all(map(_positive, self.weight.values())):
+            raise ValueError("Pinv(weight=…) must be positive and finite for every parameter")
         if isinstance(self.weight, Tensor) and not _positive_definite(self.weight):
             raise ValueError("Pinv(weight=…) must be a symmetric positive definite matrix")
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping)
         weight = G.layout.flatten(self.weight) if isinstance(self.weight, Mapping) else self.weight
+        if weight is not None and weight.shape[0] != G.layout.size:
+            raise ValueError(
+                f"Pinv(weight=…) is over {weight.shape[0]} parameters, and the metric over {G.layout.size}"
+            )
         return G.pseudo_inverse(damping, self.rtol, weight)
+
+
+def _positive(weight: Tensor) -> bool:
+    return bool(((weight > 0) & weight.isfinite()).all())
 
 
 def _positive_definite(matrix: Tensor) -> bool:
