@@ -30,6 +30,8 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
     look singular are therefore checked against their spectrum.
     """
     check_finite(matrix, what)
+    if matrix.numel() == 0:
+        return matrix
     damped = matrix.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import IncompatibleError, MemoryBoundError
+from natgrad.linalg import check_finite
 from natgrad.model import Model, linearise
 from natgrad.operators import (
     BlockDenseOperator,
@@ -170,16 +171,20 @@ class LowRank(Structure):
         layout = Layout.of(pullback.model.params)
         if pullback.model.size <= pullback.root.shape[0] * pullback.n:
             matrix = Dense().estimate(pullback).matrix
+            check_finite(matrix, "the metric")
             values, vectors = torch.linalg.eigh(matrix)
             root = vectors * values.clamp(min=0).sqrt()  # G is PSD: below zero is rounding
             return leading(layout, root, matrix.diagonal(), self.rank)
         # Eigenvectors of G = RᵀR are Rᵀw/√s for the eigenvectors w of the smaller R Rᵀ; R itself is never formed.
         kernel = Kernel().estimate(pullback)
-        values, vectors = torch.linalg.eigh(kernel.gram())
+        gram = kernel.gram()
+        check_finite(gram, "the metric")
+        values, vectors = torch.linalg.eigh(gram)
         keep = (values > values.numel() * torch.finfo(values.dtype).eps * values[-1]).nonzero().squeeze(-1)
         keep = keep.flip(0)[: self.rank]
-        k, n = kernel.factors[0].g.shape[:2]
-        u = torch.stack([kernel.pull(vectors[:, j].view(k, n)) for j in keep], dim=1) / values[keep].sqrt()
+        u = values.new_empty(layout.size, keep.numel())
+        for column, j in enumerate(keep.tolist()):
+            u[:, column] = kernel.pull(vectors[:, j].view(kernel.factors[0].g.shape[:2])) / values[j].sqrt()
         floor = kernel.diagonal() - u.square() @ values[keep]
         return LowRankOperator(layout, u, values[keep], floor.clamp(min=0))
 

@@ -69,7 +69,8 @@ class KernelOperator(Operator):
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         """log det(G + λ) = (P − NK) log λ + log det(RRᵀ + λ), Sylvester's identity."""
-        factor = cholesky(self.gram(), self._positive(damping), "the kernel")
+        self._check(damping)
+        factor = cholesky(self.gram(), damping, "the kernel")
         return (self.layout.size - factor.shape[0]) * math.log(damping) + 2 * factor.diagonal().log().sum()
 
     def lerp(self, other: Operator, weight: float) -> KernelOperator:
@@ -92,7 +93,8 @@ class KernelOperator(Operator):
         return out
 
     def inverse(self, damping: float) -> Inverse:
-        factor = cholesky(self.gram(), self._positive(damping), "the kernel")
+        self._check(damping)
+        factor = cholesky(self.gram(), damping, "the kernel")
         return WoodburyInverse(self.layout, self, factor, damping)
 
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
@@ -106,15 +108,18 @@ class KernelOperator(Operator):
         cut = (gram.shape[0] * torch.finfo(gram.dtype).eps if rtol is None else rtol) * values[-1]
         return KernelPseudoInverse(self.layout, self, vectors, torch.where(values > cut, values, torch.inf).pow(-2))
 
-    def _positive(self, damping: float) -> float:
+    def _check(self, damping: float) -> None:
         """Woodbury divides by λ; without damping, say how singular the metric is."""
         if damping > 0:
-            return damping
-        values = torch.linalg.eigvalsh(self.gram().double())
+            return
+        gram = self.gram()
+        check_finite(gram, "the kernel")
+        values = torch.linalg.eigvalsh(gram.double())
         zeros = values.new_zeros(max(self.layout.size - values.numel(), 0))
         spectrum = torch.cat([zeros, values]).sort().values[-self.layout.size :]
-        refuse_singular(spectrum, 1e-12, True, damping, "the kernel metric, which Woodbury inverts only with damping,")
-        raise AssertionError("unreachable")
+        rtol = values.numel() * torch.finfo(gram.dtype).eps
+        refuse_singular(spectrum, rtol, False, damping, "the kernel metric, which Woodbury inverts only with damping,")
+        self.refuse("Cholesky without damping", "Woodbury divides by it; add damping > 0, or use Pinv() or Dense")
 
 
 @final

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from natgrad.linalg import check_finite, cholesky, refuse_singular
 from natgrad.operators.base import Inverse, Layout, Operator
+from natgrad.operators.dense import CholeskyInverse
+
+_WHAT = "the low-rank metric"
+_LARGEST = 4096  # parameters up to which a matrix is affordable
 
 
 @final
@@ -33,6 +37,8 @@ class LowRankOperator(Operator):
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         """log det(E + BBᵀ) = log det E + log det(1 + BᵀE⁻¹B), E = d + λ."""
+        if self._bare(damping):
+            return 2 * cholesky(self.dense(), damping, _WHAT).diagonal().log().sum()
         e, _, factor = self._capacity(damping)
         return e.log().sum() + 2 * factor.diagonal().log().sum()
 
@@ -50,19 +56,29 @@ class LowRankOperator(Operator):
         return {"vectors": self.vectors, "values": self.values, "floor": self.floor}
 
     def inverse(self, damping: float) -> Inverse:
+        if self._bare(damping):
+            whole = torch.arange(self.floor.numel(), device=self.floor.device)
+            return CholeskyInverse.of(self.layout, [whole], [self.dense()], damping, _WHAT)
         e, b, factor = self._capacity(damping)
         return LowRankInverse(self.layout, e.reciprocal(), b, factor)
 
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
         self.refuse("Pinv", "its floor and its range have no common eigenbasis; it has its own inverse, Cholesky()")
 
+    def _bare(self, damping: float) -> bool:
+        """Whether E vanishes somewhere, so that Woodbury has no E⁻¹: the matrix itself says whether it is singular."""
+        check_finite(self.floor, _WHAT)
+        e, eps = self.floor + damping, torch.finfo(self.floor.dtype).eps
+        if bool(e.min() > eps * (self.values.sum() + e.amax())):
+            return False
+        if e.numel() > _LARGEST:
+            spectrum = torch.cat([e, self.values]).sort().values[-e.numel() :]
+            refuse_singular(spectrum, e.numel() * eps, True, damping, _WHAT)
+        return True
+
     def _capacity(self, damping: float) -> tuple[Tensor, Tensor, Tensor]:
         """E = d + λ [p], B = U√s [p r] and the Cholesky factor of 1 + BᵀE⁻¹B [r r]."""
-        check_finite(self.floor, "the low-rank metric")
         e = self.floor + damping
-        if bool(e.min() <= torch.finfo(e.dtype).eps * (self.values.amax() + e.amax())):
-            spectrum = torch.cat([e, e.min() + self.values]).sort().values[-e.numel() :]
-            refuse_singular(spectrum, 1e-12, True, damping, "the low-rank metric")
         b = self.vectors * self.values.sqrt()
         return e, b, cholesky(b.T @ (b / e[:, None]), 1.0, "the capacity matrix of the low-rank metric")
 
