@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.geometry import Covector, Vector, differential
+from natgrad.linalg import check_finite
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Operator
 from natgrad.output.metric import OutputMetric
@@ -28,6 +29,7 @@ def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: floa
     True
     """
     solver = solver or Cholesky()
+    check_finite(ω.flatten(), "the differential")
     return solver.sharp(solver.init(G, damping), ω)
 
 
