@@ -35,7 +35,7 @@ class Fisher(OutputMetric):
     reduction: Reduction = "sum"
 
     def __post_init__(self) -> None:
-        if isinstance(self.family, type):
+        if isinstance(self.family, type) and issubclass(self.family, Family):
             raise TypeError(f"Fisher takes an instance: write Fisher({self.family.__name__}())")
         if not isinstance(self.family, Family) and not callable(self.family):
             raise TypeError(f"Fisher takes a family or a function to a distribution, got {type(self.family).__name__}")
