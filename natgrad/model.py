@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -69,7 +70,7 @@ class Model:
     def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
         """y [n *out] at ``params`` (those missing stay as they are); ``None`` calls the module as it stands."""
         # The fused attention kernels have neither a batching rule nor a second derivative.
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), _evaluation():
             if not isinstance(self.function, nn.Module):
                 return self.outputs(self.function({**self.params, **(params or {})}, x))
             args, kwargs = arguments(x)
@@ -228,6 +229,23 @@ def linearise(model: Model, x: Inputs, params: Mapping[str, Tensor] | None = Non
     # A gradient that does not depend on u (a parameter that only adds) is constant zero in u.
     linear = tuple(g if g is not None and g.requires_grad else None for g in pulled)
     return Linearisation(y.detach(), leaves, y, u, linear)
+
+
+_inside: ContextVar[bool] = ContextVar("natgrad evaluates a model", default=False)
+
+
+@contextmanager
+def _evaluation() -> Iterator[None]:
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def is_ours() -> bool:
+    """Whether the running forward pass is one of the library's own, which no optimizer may take for training."""
+    return _inside.get()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import NatgradError, NonFiniteError
-from natgrad.model import Arguments, Inputs, Model
+from natgrad.model import Arguments, Inputs, Model, is_ours
 from natgrad.operators.base import Operator
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback import Pullback, pullback
@@ -54,7 +54,7 @@ class Keeper:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """The forward passes inside are not training passes."""
+        """The forward passes inside are not training passes, though the user's code runs them."""
         before, self._suspended = self._suspended, True
         try:
             yield
@@ -71,7 +71,7 @@ class Keeper:
 
     def refresh(self, x: Inputs, target: Any = None) -> None:
         """Estimate in a forward pass of our own."""
-        with self.suspended(), self.located():
+        with self.located():
             pb = pullback(self.model, x, self.metric, target, self.generator, memory=self.memory)
             self.batch = Batch(self.model, x, target)
             self._add(pb)
@@ -80,15 +80,14 @@ class Keeper:
         """The pullback at the parameters and the batch of this step."""
         if self.batch is None:
             raise NatgradError(_NOTHING_SEEN)
-        with self.suspended():
-            b = self.batch
-            return pullback(self.model, b.x, self.metric, b.target, self.generator, memory=self.memory)
+        b = self.batch
+        return pullback(self.model, b.x, self.metric, b.target, self.generator, memory=self.memory)
 
     def divergence(self, params: Mapping[str, Tensor]) -> float:
         """Mean divergence of the outputs at other parameters from the outputs now, on the batch of this step."""
         if self.batch is None:
             raise NatgradError(_NOTHING_SEEN)
-        with self.suspended(), torch.no_grad():
+        with torch.no_grad():
             y0, y = self.model(None, self.batch.x), self.model(params, self.batch.x)
             return float(self.metric.divergence(y, y0, self.batch.target).mean())
 
@@ -116,8 +115,10 @@ class Keeper:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pass begins. A metric with targets sees only the batches of ``refresh``, which have them."""
-        if self._suspended or not torch.is_grad_enabled() or self.metric.needs_target:
+        if self._suspended or is_ours() or not torch.is_grad_enabled() or self.metric.needs_target:
             return
+        if any(module.get_parameter(name) is not p for name, p in self.model.params.items()):
+            return  # torch.func.functional_call at other parameters
         self.batch = Batch(self.model, Arguments(args, kwargs))
         if self.due:
             self.model.check_separable()
@@ -137,7 +138,7 @@ class Keeper:
             return
         tape = Tape(self.model.outputs(raw), tuple(recorder.uses))
         batch = Batch(self.model, Arguments(args, kwargs))
-        with self.suspended(), self.located():
+        with self.located():
             blocks, parts = recorder.blocks, [(0, tape.y.shape[0])]
             self._add(assemble(batch, self.metric, self.generator, tape, parts, blocks, self.memory))
 

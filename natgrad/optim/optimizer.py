@@ -74,7 +74,7 @@ class NaturalGradient(torch.optim.Optimizer):
         solver: Solver | None = None,
         step: StepRule | None = None,
         lr: float = 1.0,
-        damping: float = 1e-3,
+        damping: float = 1e-2,
         **options: Unpack[Options],
     ) -> None:
         if not isinstance(model, nn.Module):

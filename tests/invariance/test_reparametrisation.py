@@ -84,7 +84,10 @@ def test_theorem_1_the_pushforward_is_the_projection_of_the_gradient(solver: str
             model.get_parameter("2.weight").zero_()
     h = torch.tensor([1.7, 0.4], dtype=torch.float64)  # a metric on the outputs, not Euclidean
     metric = ng.Divergence(lambda y, y0: 0.5 * (h * (y - y0) ** 2).sum())
-    loss = lambda y: (y - t).pow(3).sum()  # noqa: E731
+
+    def loss(y: Tensor) -> Tensor:
+        return (y - t).pow(3).sum()
+
     v = ng.natural_gradient(model, x, loss, metric, solver=SOLVERS[solver](model))
     pushed = ng.pushforward(model, x, v).flatten()
 

@@ -1,0 +1,46 @@
+"""The documents run: README's code trains, and every number in docs/ is what the code prints."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_example_of_the_page_prints_what_it_says(page: Path) -> None:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        failures, examples = doctest.testfile(str(page), module_relative=False, optionflags=flags)
+    assert examples > 0
+    assert failures == 0
+
+
+def test_the_code_of_the_readme_trains_a_classifier() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for block in blocks:
+            exec(block, names)
+    model, x_test, t_test = names["model"], names["x_test"], names["t_test"]
+    assert float((model(x_test).argmax(1) == t_test).double().mean()) > 0.95
+    assert float(names["ω"] @ names["v"]) > 0  # an ascent vector
+    assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 12
+
+
+def test_the_readme_names_only_what_exists() -> None:
+    import natgrad as ng
+
+    used = set(re.findall(r"ng\.([A-Za-z_]+)", (ROOT / "README.md").read_text()))
+    slots = set(re.findall(r"`([A-Z][A-Za-z]+)\(", (ROOT / "README.md").read_text()))
+    missing = [name for name in used | slots if not hasattr(ng, name)]
+    assert not missing
