@@ -94,20 +94,20 @@ class Pullback:
             yield from self._coupled()
             return
         for part in self.parts:
-            tape = self._tape(part)
-            inputs = self._inputs(tape)
-            s = self.root[:, part[0] : part[1]] / math.sqrt(self.n)
-            for chunk in s.split(self._roots_at_once(tape, inputs, part, limit)):
-                yield self._factors(tape, inputs, part, chunk)
+            yield from self._of_part(part, limit)
+
+    def _of_part(self, part: Part, limit: int | None = None) -> Iterator[list[Factors]]:
+        tape = self._tape(part)
+        inputs = self._inputs(tape)
+        s = self.root[:, part[0] : part[1]] / math.sqrt(self.n)
+        for chunk in s.split(self._roots_at_once(tape, inputs, part, limit)):
+            yield self._factors(tape, inputs, part, chunk)
 
     def collect(self) -> list[Factors]:
         """The factors of all examples and roots at once, for the kernel."""
-        parts: dict[int, list[list[Factors]]] = {}
-        for chunk in self.factors():
-            parts.setdefault(id(chunk[0].a) if self.coupling is None else 0, []).append(chunk)
+        parts = [self._coupled()] if self.coupling is not None else map(self._of_part, self.parts)
         by_example = [
-            [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*chunks, strict=True)]
-            for chunks in parts.values()
+            [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*chunks, strict=True)] for chunks in parts
         ]
         return [
             Factors(torch.cat([f.a for f in fs]), torch.cat([f.g for f in fs], dim=1))
