@@ -29,7 +29,8 @@ class ImplicitOperator(Operator):
         named = unflatten(v, self.layout.like)
         out = torch.zeros_like(v)
         for weight, pullback, linear in self.terms:
-            pulled = linear.pull(pullback.output_flat(linear.push(named)))
+            pushed = linear.push(named).to(pullback.y.dtype)
+            pulled = linear.pull(pullback.output_flat(pushed).to(linear.y.dtype))
             out += weight * torch.cat([t.reshape(-1) for t in pulled.values()])
         return out
 

@@ -132,7 +132,7 @@ class Pullback:
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
         def inputs(block: Block, rule: Rule) -> Tensor:
             parts = [rule.inputs(use.module, use.args) for use in tape.of(block)]
-            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(self.y.dtype)
 
         return [inputs(block, block.rule) if block.rule else None for block in self.layers]
 
@@ -157,7 +157,7 @@ class Pullback:
                 start += block.size
             else:
                 g = [block.rule.cotangents(use.module, next(cotangents)) for use in tape.of(block)]
-                out.append(Factors(a, g[0] if len(g) == 1 else torch.cat(g, dim=2)))
+                out.append(Factors(a, (g[0] if len(g) == 1 else torch.cat(g, dim=2)).to(a.dtype)))
         return out
 
     def _coupled(self) -> Iterator[list[Factors]]:
@@ -240,10 +240,11 @@ def assemble(
 ) -> Pullback:
     """A pullback from a forward pass that has been run already, as by an optimizer's hook."""
     model, x, target = batch.model, batch.x, batch.target
-    y = tape.y.detach()
+    # Under autocast outputs and cotangents come in half precision: what is made of them is kept in single, at least.
+    y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32))
     if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
         with torch.no_grad():
-            y = torch.cat([model(None, examples(x, part, parts[-1][1])) for part in parts])
+            y = torch.cat([model(None, examples(x, part, parts[-1][1])) for part in parts]).to(y.dtype)
     check_outputs(model, x, y)
     counts, moved = leaf_uses(tape.y), misplaced(tape, model.module)
     blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in blocks]

@@ -27,12 +27,12 @@ def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor) ->
     if inputs and all(t.ndim > 0 and t.shape[0] == n for t in inputs):
         try:
             alone, mapped = _rows_by_example(model, names, x, s)
-            if alone.shape == y.shape and bool((alone - y).norm() <= _TOLERANCE[y.element_size()] * y.norm()):
-                return mapped
+            if alone.shape == y.shape and bool((alone - y).norm() <= _TOLERANCE[alone.element_size()] * y.norm()):
+                return mapped.to(s.dtype)
             _log.info("examples alone give other outputs than in the batch: one backward pass an example instead")
         except RuntimeError as error:  # a genuine mistake in the model is raised again below
             _log.info("torch.func.vmap cannot follow the model (%s): one backward pass an example instead", error)
-    return _rows_by_batch(model, names, x, s)
+    return _rows_by_batch(model, names, x, s).to(s.dtype)
 
 
 def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -
         supply = iter(inputs)
         x_n = map_tensors(x, lambda _: next(supply).unsqueeze(0))
         y_n, vjp = torch.func.vjp(lambda θ: model(θ, x_n)[0], params)[:2]
-        (grads,) = torch.func.vmap(vjp)(cotangents)
+        (grads,) = torch.func.vmap(vjp)(cotangents.to(y_n.dtype))
         return y_n, torch.cat([grads[name].flatten(1) for name in names], dim=1)
 
     # Outside the transforms nothing is differentiated: the other trainable parameters must not hold a graph.
@@ -60,7 +60,7 @@ def _rows_by_batch(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> 
     if not y.requires_grad:
         return s.new_zeros(k, n, sum(p.numel() for p in leaves.values()))
     # One example a cotangent: s[k n] on the diagonal of [n n].
-    alone = torch.diag_embed(s.movedim(1, -1)).movedim((-2, -1), (1, 2)).flatten(0, 1)
+    alone = torch.diag_embed(s.movedim(1, -1)).movedim((-2, -1), (1, 2)).flatten(0, 1).to(y.dtype)
     values = list(leaves.values())
     grads = torch.autograd.grad(y, values, alone, is_grads_batched=True, allow_unused=True)
     flat = [

@@ -125,8 +125,9 @@ class Tape:
         edges = [use.edge for use in uses]
         batched = s.shape[0] > 1
         # One column needs no vmap, whose overhead would show beside a single backward pass.
+        grad_outputs = (s if batched else s[0]).to(self.y.dtype)
         out: tuple[Tensor | None, ...] = torch.autograd.grad(
-            self.y, edges, s if batched else s[0], retain_graph=True, allow_unused=True, is_grads_batched=batched
+            self.y, edges, grad_outputs, retain_graph=True, allow_unused=True, is_grads_batched=batched
         )
         grads: list[Tensor] = []
         for g, use in zip(out, uses, strict=True):
