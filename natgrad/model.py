@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from natgrad.convolution import linear_convolutions
 from natgrad.errors import BatchStatisticsError
 
 Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of keyword inputs, or None
@@ -221,7 +222,8 @@ def linearise(model: Model, x: Inputs, params: Mapping[str, Tensor] | None = Non
     """Linearise the model at its parameters (a snapshot: later in-place updates do not reach it)."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in (params or model.params).items()}
     with torch.enable_grad():
-        y = model(leaves, x)
+        with linear_convolutions():
+            y = model(leaves, x)
         if not y.requires_grad:
             raise ValueError("the outputs do not depend on any trainable parameter")
         u = torch.zeros_like(y, requires_grad=True)

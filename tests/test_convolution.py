@@ -62,7 +62,7 @@ def check(model: nn.Module, x: Tensor) -> None:
     u = torch.randn_like(at.y)
     for _ in range(2):  # every product anew
         pushed, pulled = at.push(v), at.pull(u)
-    expected, moved = jvp(lambda θ: functional_call(model, θ, x), (params,), (v,))
+    expected, moved = jvp(lambda θ: functional_call(model, θ, x), (params,), (v,))[:2]
     pull = vjp(lambda θ: functional_call(model, θ, x), params)[1]
     assert torch.allclose(at.y, expected, rtol=1e-12)
     assert torch.allclose(pushed, moved, rtol=1e-10, atol=1e-12)
