@@ -79,10 +79,11 @@ class Pullback:
         """The metric of the whole batch of outputs applied to u [n *out]: (1/N) Σ_m C_nm Σ_k s_kn ⟨s_km, u_m⟩."""
         if self.coupling is None and self.metric.exact:
             return self.metric.flat(self.y, u, self.target) / self.n
-        t = torch.einsum("knd,nd->kn", self.root.flatten(2), u.flatten(1))
+        s = self.root.reshape(*self.root.shape[:2], -1)  # [k n d], with d = 1 for outputs [n]
+        t = torch.einsum("knd,nd->kn", s, u.reshape(self.n, -1))
         if self.coupling is not None:
             t = t @ self.coupling
-        return torch.einsum("knd,kn->nd", self.root.flatten(2), t).view_as(u) / self.n
+        return torch.einsum("knd,kn->nd", s, t).view_as(u) / self.n
 
     def factors(self, limit: int | None = None) -> Iterator[list[Factors]]:
         """Factors of all blocks, chunk by chunk over examples and roots; G is the sum over the chunks.
