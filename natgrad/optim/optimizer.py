@@ -252,7 +252,7 @@ class _Solve:
         for group in self.opt.param_groups:
             for p in group["params"]:
                 name = names[id(p)]
-                buffer = self.opt.state[p].get("momentum") if group["momentum"] else None
+                buffer = self.opt.state.get(p, {}).get("momentum") if group["momentum"] else None
                 velocity[name] = v[name] if buffer is None else v[name] + group["momentum"] * buffer
                 moved[name] = -group["lr"] * velocity[name]
         self.velocity = Vector({name: velocity[name] for name in v})
