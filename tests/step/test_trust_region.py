@@ -1,0 +1,171 @@
+"""Fixed steps and trust regions."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from tests import oracle
+from tests.optim.tasks import Task, task
+
+REGULAR = ["regression", "coins", "counts"]
+
+
+def _one_step(of: Task, **options: Any) -> tuple[Tensor, Tensor, Tensor, ng.NaturalGradient]:
+    """δ, ω and G of one step."""
+    before, ω, G = of.theta(), of.gradient(), of.metric()
+    opt = of.optimizer(**options)
+    of.step(opt)
+    return of.theta() - before, ω, G, opt
+
+
+def _kl(before: Tensor, after: Tensor) -> float:
+    """KL(p_before ‖ p_after), the mean over the examples, for logits."""
+    p = before.exp() / before.exp().sum(1, keepdim=True)
+    q = after.exp() / after.exp().sum(1, keepdim=True)
+    return float((p * (p.log() - q.log())).sum(1).mean())
+
+
+@pytest.mark.parametrize("kind", REGULAR)
+def test_a_fixed_step_is_minus_lr_times_the_natural_gradient(kind: str) -> None:
+    δ, ω, G, opt = _one_step(task(kind), step=ng.Fixed(), lr=0.3, damping=1e-2)
+    torch.testing.assert_close(δ, -0.3 * oracle.damped(G, ω, 1e-2), rtol=1e-10, atol=1e-12)
+    assert opt.last is not None
+    assert opt.last.accepted
+    assert opt.last.reason == ""
+
+
+@pytest.mark.parametrize("kind", REGULAR)
+@pytest.mark.parametrize("radius", [1e-4, 0.05, 3.0])
+@pytest.mark.parametrize("lr", [1e-3, 7.0])
+def test_a_trust_region_step_reaches_the_boundary_along_the_natural_gradient(
+    kind: str, radius: float, lr: float
+) -> None:
+    δ, ω, G, _ = _one_step(task(kind), step=ng.TrustRegion(radius), lr=lr, damping=1e-3)
+    v = oracle.damped(G, ω, 1e-3)
+    assert float(0.5 * δ @ G @ δ) == pytest.approx(radius, rel=1e-11)
+    torch.testing.assert_close(δ / δ.norm(), -v / v.norm(), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", REGULAR)
+def test_a_trust_region_step_minimises_the_linear_loss_in_the_ball(kind: str) -> None:
+    δ, ω, G, _ = _one_step(task(kind), step=ng.TrustRegion(0.01), damping=0.0)
+    sharp = torch.linalg.solve(G, ω)
+    torch.testing.assert_close(δ, -math.sqrt(0.02) * sharp / (ω @ sharp).sqrt(), rtol=1e-7, atol=1e-9)
+    others = torch.randn(500, len(δ), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    others = torch.cat([others, δ + 0.01 * others])
+    others *= (0.02 / (others @ G * others).sum(1)).sqrt()[:, None]  # on the boundary, where a linear function is least
+    assert float((others @ ω).min()) > float(δ @ ω)
+
+
+@pytest.mark.parametrize(("radius", "longest", "clipped"), [(1e6, 0.5, True), (1e6, 1.0, True), (1e-6, 0.5, False)])
+def test_longest_limits_the_step_to_a_multiple_of_lr_v(radius: float, longest: float, clipped: bool) -> None:
+    δ, ω, G, _ = _one_step(task(), step=ng.TrustRegion(radius, longest=longest), lr=0.2, damping=1e-3)
+    natural = -0.2 * oracle.damped(G, ω, 1e-3)
+    expected = longest * natural if clipped else natural * (2 * radius / (natural @ G @ natural)).sqrt()
+    torch.testing.assert_close(δ, expected, rtol=1e-9, atol=1e-13)
+
+
+def test_a_zero_gradient_moves_nothing() -> None:
+    of = task()
+    before = of.theta()
+    opt = of.optimizer(step=ng.TrustRegion(1.0))
+    (0 * of.model(of.x)).sum().backward()
+    opt.step()
+    assert torch.equal(of.theta(), before)
+    assert opt.last is not None
+    assert opt.last.reason == "no length in the metric"
+
+
+class _Idle(nn.Module):
+    """The outputs do not see ``idle``: its directions have no length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.idle = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+@pytest.mark.parametrize(("longest", "times"), [(math.inf, 1.0), (0.25, 0.25), (4.0, 1.0)])
+def test_a_null_direction_is_not_limited_by_the_ball(longest: float, times: float) -> None:
+    model = _Idle()
+    rule = ng.TrustRegion(1e-9, ng.Backtracking(), longest=longest)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), step=rule, lr=0.1, damping=0.5)
+    y = model(torch.ones(3, 2, dtype=torch.float64))
+    (0 * y.sum() + model.idle.square().sum()).backward()
+    opt.step()
+    # ω = 2, v = ω/λ = 4, δ = −0.1·4
+    torch.testing.assert_close(model.idle.detach(), torch.full_like(model.idle, 1 - 0.4 * times), rtol=0, atol=1e-14)
+    assert torch.equal(model.scale.detach(), torch.ones(2, dtype=torch.float64))
+
+
+def _divergences(rule: ng.TrustRegion, steps: int = 12) -> list[float]:
+    of = task("classes", n=20)
+    opt = of.optimizer(step=rule, damping=1e-6)
+    found = []
+    for _ in range(steps):
+        with torch.no_grad():
+            before = of.model(of.x)
+        of.step(opt)
+        assert opt.last is not None
+        assert opt.last.accepted
+        with torch.no_grad():
+            found.append(_kl(before, of.model(of.x)))
+    return found
+
+
+@pytest.mark.parametrize("radius", [0.3, 2.0])
+def test_with_backtracking_every_accepted_step_has_a_true_divergence_within_the_radius(radius: float) -> None:
+    assert max(_divergences(ng.TrustRegion(radius))) > radius  # the quadratic model alone does not hold it
+    held = _divergences(ng.TrustRegion(radius, ng.Backtracking()))
+    assert all(0 < divergence <= radius for divergence in held)
+
+
+@pytest.mark.parametrize("shrink", [0.5, 0.8])
+def test_backtracking_takes_the_first_scale_within_the_radius(shrink: float) -> None:
+    radius = 2.0
+    free, backtracked = task("classes"), task("classes")
+    δ, *_ = _one_step(free, step=ng.TrustRegion(radius), damping=1e-6)
+    short, *_ = _one_step(backtracked, step=ng.TrustRegion(radius, ng.Backtracking(shrink)), damping=1e-6)
+    times = math.log(float(short.norm() / δ.norm())) / math.log(shrink)
+    assert times == pytest.approx(round(times), abs=1e-9)
+    assert round(times) >= 1
+    origin = task("classes")
+    start = origin.model(origin.x).detach()
+    params = oracle.unflatten(origin.theta() + short / shrink, oracle.parameters(origin.model))
+    longer = torch.func.functional_call(origin.model, params, (origin.x,))
+    assert _kl(start, longer) > radius
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_a_refused_step_leaves_the_parameters_and_says_why(weight_decay: float) -> None:
+    of = task("classes")
+    rule = ng.TrustRegion(2.0, ng.Backtracking(shrink=0.999, tries=2))
+    opt = of.optimizer(step=rule, damping=1e-6, momentum=0.9, weight_decay=weight_decay)
+    before = of.theta()
+    of.step(opt)
+    assert torch.equal(of.theta(), before)
+    assert opt.last is not None
+    assert not opt.last.accepted
+    assert "over radius 2 after 2 tries" in opt.last.reason
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ng.TrustRegion(0.0), "positive radius"),
+        (lambda: ng.TrustRegion(math.nan), "positive radius"),
+        (lambda: ng.TrustRegion(1.0, longest=-1.0), "positive radius and longest"),
+        (lambda: ng.Backtracking(shrink=1.0), "0 < shrink < 1"),
+        (lambda: ng.Backtracking(tries=0), "tries ≥ 1"),
+    ],
+)
+def test_impossible_trust_regions_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
