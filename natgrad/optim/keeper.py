@@ -117,7 +117,8 @@ class Keeper:
         """A forward pass begins. A metric with targets sees only the batches of ``refresh``, which have them."""
         if self._suspended or is_ours() or not torch.is_grad_enabled() or self.metric.needs_target:
             return
-        if any(module.get_parameter(name) is not p for name, p in self.model.params.items()):
+        now = dict(module.named_parameters())
+        if any(now.get(name) is not p for name, p in self.model.params.items()):
             return  # torch.func.functional_call at other parameters
         self.batch = Batch(self.model, Arguments(args, kwargs))
         if self.due:
