@@ -1,0 +1,163 @@
+"""Output families: information, scores and KL agree with the density, and what does not fit is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributions as D
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.families import Family, FromDistribution
+from tests.output.distributions import Quadratic, laplace, mixture, weibull
+from tests.output.table import close, normal
+
+# Own family, the same in torch.distributions, outputs, the loss it belongs to and targets
+Row = tuple[Family, Callable[[Tensor], D.Distribution], Tensor]
+FAMILIES: dict[str, Row] = {
+    "categorical": (ng.Categorical(), lambda y: D.Categorical(logits=y), normal(3, 4)),
+    "categorical sequence": (ng.Categorical(), lambda y: D.Categorical(logits=y), normal(2, 3, 4)),
+    "bernoulli": (ng.Bernoulli(), lambda y: D.Bernoulli(logits=y), normal(3, 2)),
+    "bernoulli scalar": (ng.Bernoulli(), lambda y: D.Bernoulli(logits=y), normal(3)),
+    "poisson": (ng.Poisson(), lambda y: D.Poisson(y.exp()), normal(3, 2)),
+    "gaussian": (ng.Gaussian(0.7), lambda y: D.Normal(y, torch.full_like(y, 0.7)), normal(3, 2)),
+    "gaussian learned": (
+        ng.Gaussian(None),
+        lambda y: D.Normal(y[..., :2], y[..., 2:].exp()),
+        normal(2, 3, 4),
+    ),
+}
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@every_family
+def test_kl_is_that_of_torch_summed_over_the_terms(name: str) -> None:
+    family, build, y = FAMILIES[name]
+    y2 = y + normal(*y.shape, seed=1)
+    expected = D.kl_divergence(build(y), build(y2)).reshape(len(y), -1).sum(1)
+    close(family.kl(y, y2), expected, 1e-12)
+    close(FromDistribution(build).kl(y, y2), expected, 1e-12)
+
+
+@every_family
+def test_the_number_of_terms_is_that_of_the_batch_of_the_distribution(name: str) -> None:
+    family, build, y = FAMILIES[name]
+    family.check(y)
+    expected = build(y).batch_shape.numel() // len(y)
+    assert family.terms(y) == FromDistribution(build).terms(y) == expected
+
+
+@every_family
+def test_every_score_is_the_gradient_of_a_log_density(name: str) -> None:
+    """Scores of a discrete family are those of some value; of a Gaussian, of the value they determine."""
+    family, build, y = FAMILIES[name]
+    s = family.scores(y, 4, torch.Generator().manual_seed(0))
+    t = implied_target(name, y, s)
+    for k in range(4):
+        leaf = y.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(build(leaf).log_prob(t[k]).sum(), leaf)
+        close(s[k], expected, 1e-10)
+
+
+def implied_target(name: str, y: Tensor, s: Tensor) -> Tensor:
+    """The targets t [k n *terms] that have the score s: in natural parameters the score is t − E t."""
+    if "categorical" in name:
+        return (s + y.softmax(-1)).argmax(-1)
+    if "bernoulli" in name:
+        return (s + y.sigmoid()).round()
+    if "poisson" in name:
+        return (s + y.exp()).round()
+    if name == "gaussian":
+        return y + 0.7**2 * s
+    return y[..., :2] + s[..., :2] * (2 * y[..., 2:]).exp()
+
+
+# Loss whose gradient is minus the score, so that the metric belongs to the loss
+LOSSES: dict[str, tuple[Family, Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = {
+    "cross-entropy": (ng.Categorical(), F.cross_entropy, normal(3, 4), torch.tensor([0, 3, 1])),
+    "log-odds": (ng.Bernoulli(), F.binary_cross_entropy_with_logits, normal(3, 1), torch.tensor([[0.0], [1.0], [1.0]])),
+    "poisson": (ng.Poisson(), F.poisson_nll_loss, normal(3, 1), torch.tensor([[0.0], [2.0], [5.0]])),
+    "half square": (
+        ng.Gaussian(),
+        lambda y, t: 0.5 * F.mse_loss(y, t),
+        normal(3, 1),
+        torch.tensor([[0.0], [2.0], [5.0]]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_fisher_metric_is_the_hessian_of_the_loss_that_belongs_to_the_family(name: str) -> None:
+    family, loss, y, target = LOSSES[name]
+    target = target.double() if target.is_floating_point() else target
+    u = normal(*y.shape, seed=1)
+    close(ng.Fisher(family).flat(y, u), ng.LossHessian(loss).flat(y, u, target))
+
+
+# Distributions of torch
+
+
+UNKNOWN: dict[str, Callable[[Tensor], D.Distribution]] = {
+    "mixture": mixture,
+    "weibull": weibull,
+    "laplace": laplace,
+    "independent laplace": lambda y: D.Independent(laplace(y), 1),
+    "negative binomial": lambda y: D.NegativeBinomial(3, logits=y),
+    "student": lambda y: D.StudentT(torch.full_like(y, 3.0), y),
+    "moved by a transform": lambda y: D.TransformedDistribution(
+        D.Normal(torch.zeros_like(y), 1.0), [D.AffineTransform(y, 1.0)]
+    ),
+}
+METHODS: dict[str, Callable[[Family, Tensor], Tensor]] = {
+    "flat": lambda family, y: family.flat(y, y),
+    "root": lambda family, y: family.root(y),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_without_a_smooth_kl_and_an_enumerable_support_the_metric_is_not_exact_and_says_so(
+    name: str, method: str
+) -> None:
+    """The KL of torch has no use for these: none, one with a kink at y = y0, or one that forgets the transforms."""
+    match = r"neither a smooth closed-form KL .* nor an enumerable support, .* Fisher\(family, samples=k\)"
+    with pytest.raises(ValueError, match=match):
+        METHODS[method](FromDistribution(UNKNOWN[name]), normal(3, 2))
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_without_an_exact_metric_sampling_works(name: str) -> None:
+    s = ng.Fisher(UNKNOWN[name], samples=2).root(normal(3, 2))
+    assert s.shape == (2, 3, 2)
+    assert bool(s.isfinite().all())
+    assert float(s.abs().min()) > 0
+
+
+def test_a_kl_with_a_kink_is_still_a_divergence() -> None:
+    y, y2 = normal(3, 2), normal(3, 2, seed=1)
+    expected = D.kl_divergence(laplace(y2), laplace(y)).sum(1)
+    close(ng.Fisher(laplace, samples=1).divergence(y, y2), expected, 1e-12)
+    with pytest.raises(ValueError, match="MixtureSameFamily has neither"):
+        ng.Fisher(mixture, samples=1).divergence(y, y2)
+
+
+def test_kl_of_an_enumerable_distribution_is_the_sum_over_its_support() -> None:
+    y, y2 = 0.3 * normal(2, 3, 2), 0.3 * normal(2, 3, 2, seed=1)
+    t = torch.arange(4, dtype=torch.float64)
+    log_p, log_q = ((z[..., :1] * t + z[..., 1:] * t**2).log_softmax(-1) for z in (y, y2))
+    close(FromDistribution(Quadratic).kl(y, y2), (log_p.exp() * (log_p - log_q)).sum((1, 2)), 1e-12)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_a_scale_is_positive(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"Gaussian\(scale=…\) must be positive, or None to learn it, got"):
+        ng.Gaussian(scale=scale)
+
+
+def test_families_compare_by_value() -> None:
+    pairs: list[tuple[Any, Any]] = [(ng.Categorical(), ng.Categorical()), (ng.Gaussian(2.0), ng.Gaussian(scale=2.0))]
+    for one, other in pairs:
+        assert one == other
+    assert ng.Gaussian(2.0) != ng.Gaussian(1.0)
