@@ -163,13 +163,13 @@ class LowRank(Structure):
         return True
 
     def elements(self, pullback: Pullback) -> int:
-        small = min(pullback.root.shape[0] * pullback.n, pullback.model.size)
+        small = min(pullback.columns * pullback.n, pullback.model.size)
         return (min(self.rank, small) + 2) * pullback.model.size + small**2
 
     def estimate(self, pullback: Pullback) -> LowRankOperator:
         self.admit(pullback)
         layout = Layout.of(pullback.model.params)
-        if pullback.model.size <= pullback.root.shape[0] * pullback.n:
+        if pullback.model.size <= pullback.columns * pullback.n:
             matrix = Dense().estimate(pullback).matrix
             check_finite(matrix, "the metric")
             values, vectors = torch.linalg.eigh(matrix)
@@ -202,7 +202,7 @@ class Kernel(Structure):
         return False
 
     def elements(self, pullback: Pullback) -> int:
-        rows = pullback.root.shape[0] * pullback.n
+        rows = pullback.columns * pullback.n
         kept = sum(rows * (b.size if b.rule is None else b.shape[0] * b.shape[1]) for b in pullback.blocks)
         return kept + 2 * rows**2  # the factors g; the Gram matrix and the Gram matrix of one block
 

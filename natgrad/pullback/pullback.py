@@ -5,28 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.errors import MemoryBoundError, NonFiniteError
+from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Vector
-from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, tensors_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.finite import check_outputs
+from natgrad.pullback.parts import Part, examples, forward
+from natgrad.pullback.roots import draw, root_at
 from natgrad.pullback.rows import rows
 from natgrad.pullback.separate import misplaced
-from natgrad.pullback.tape import Tape, TapeOverflow, leaf_uses, record
+from natgrad.pullback.tape import Tape, leaf_uses, record
 from natgrad.rules import LinearRule, Rule
 
 MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
 RULES = (LinearRule(),)
 _CACHE = 2**21  # elements; of a few layers in cotangents, on a processor
-
-Part: TypeAlias = tuple[int, int]  # a range of examples
 
 
 @final
@@ -43,12 +43,24 @@ class Pullback:
     metric: OutputMetric
     target: Any
     y: Tensor  # [n *out]
-    root: Tensor  # [k n *out]
+    columns: int  # K
     coupling: Tensor | None  # C [n m]
     layers: list[Block]  # with their rules
     memory: int
     tapes: dict[Part, Tape]  # by range of examples; a range that is missing is recorded when needed
     parts: list[Part]  # ranges of examples that are processed together
+    drawn: Tensor | None  # the root, where it is kept: a large exact one is computed again for every part
+
+    @property
+    def root(self) -> Tensor:
+        """s [k n *out] of all examples."""
+        return self.root_of((0, self.n))
+
+    def root_of(self, part: Part) -> Tensor:
+        """s [k n *out] of a range of examples."""
+        if self.drawn is not None:
+            return self.drawn[:, part[0] : part[1]]
+        return root_at(self.metric, self.y[part[0] : part[1]], examples(self.target, part, self.n), None)
 
     @property
     def n(self) -> int:
@@ -100,7 +112,7 @@ class Pullback:
     def _of_part(self, part: Part, limit: int | None = None) -> Iterator[list[Factors]]:
         tape = self._tape(part)
         inputs = self._inputs(tape)
-        s = self.root[:, part[0] : part[1]] / math.sqrt(self.n)
+        s = self.root_of(part) / math.sqrt(self.n)
         for chunk in s.split(self._roots_at_once(tape, inputs, part, limit)):
             yield self._factors(tape, inputs, part, chunk)
 
@@ -180,13 +192,6 @@ class Pullback:
             yield [Factors.of_rows(torch.einsum("nm,knp->kmp", mix, r)) for r in sorted_rows]
 
 
-def examples(x: Inputs, part: Part, n: int) -> Inputs:
-    """The inputs of a range of examples."""
-    if part == (0, n):
-        return x
-    return map_tensors(x, lambda t: t[part[0] : part[1]])
-
-
 def pullback(
     model: nn.Module | Callable[..., Any] | Model,
     x: Inputs,
@@ -216,7 +221,7 @@ def pullback(
     metric.check_target(target)
     wrapped.check_separable()
     blocks = default_blocks(wrapped)
-    tape, parts = _forward(wrapped, blocks, x, _chunk_bytes(memory))
+    tape, parts = forward(wrapped, blocks, x, _chunk_bytes(memory))
     return assemble(Batch(wrapped, x, target), metric, generator, tape, parts, blocks, memory)
 
 
@@ -249,43 +254,12 @@ def assemble(
     check_outputs(model, x, y)
     counts, moved = leaf_uses(tape.y), misplaced(tape, model.module)
     blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in blocks]
-    with torch.no_grad():
-        root = metric.root(y, target, generator).detach()
-    if root.shape[1:] != y.shape:
-        raise ValueError(
-            f"{metric!r}.root must be [k n *out] with [n *out] = {tuple(y.shape)}, got {tuple(root.shape)}"
-        )
-    if not bool(root.isfinite().all()):
-        raise NonFiniteError(f"{metric!r} is not finite at the outputs: they are too large, or outside its domain")
     coupling = metric.coupling(x, y.shape[0])
     if coupling is not None:
         parts, coupling = [(0, y.shape[0])], coupling.to(y)
     tapes = {parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {}
-    return Pullback(model, x, metric, target, y, root, coupling, blocks, memory, tapes, parts)
-
-
-def _forward(model: Model, blocks: Sequence[Block], x: Inputs, bound: int) -> tuple[Tape, list[Part]]:
-    """The tape of the batch, or, if that is too large, of its first part, with all the parts.
-
-    A batch can be cut where every input has the same number of examples on its first axis and the outputs follow.
-    """
-    sizes = {t.shape[0] if t.ndim else 0 for t in tensors_of(x)}
-    n = sizes.pop() if len(sizes) == 1 else 0
-    row = sum(b.size for b in blocks if b.rule is None) * model.example.element_size()
-    step = n if row == 0 else min(n, max(1, bound // row))
-    while step > 0:
-        try:
-            tape = record(model, blocks, examples(x, (0, step), n), bound if step > 1 else None)
-        except TapeOverflow:
-            step //= 2
-            continue
-        if step == n:
-            return tape, [(0, tape.y.shape[0])]  # outputs may have more examples than inputs: tokens, for one
-        if tape.y.shape[0] == step:
-            return tape, [(a, min(a + step, n)) for a in range(0, n, step)]
-        break
-    tape = record(model, blocks, x)
-    return tape, [(0, tape.y.shape[0])]
+    drawn, columns = draw(metric, y, target, generator, parts)
+    return Pullback(model, x, metric, target, y, columns, coupling, blocks, memory, tapes, parts, drawn)
 
 
 def default_blocks(model: Model) -> list[Block]:

@@ -6,6 +6,7 @@ not touched, and in-place activations after a layer do no harm, since the edge i
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Recorder:
         self.uses: list[Use] = []
         self.blocks = list(blocks)
         self._model, self._bound = model, bound
-        self._bytes = 0
+        self.bytes = 0  # of the activations so far
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
@@ -73,8 +74,8 @@ class Recorder:
             self.uses.append(Use(module, detached, get_gradient_edge(output), output.shape))
 
     def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
-        if self._bound is not None and self._bytes > self._bound:
+        self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
+        if self._bound is not None and self.bytes > self._bound:
             raise TapeOverflow
 
 
@@ -91,6 +92,18 @@ def record(model: Model, blocks: Sequence[Block], x: Inputs, bound: int | None =
     finally:
         recorder.stop()
     return Tape(y, tuple(recorder.uses))
+
+
+def activations(model: Model, x: Inputs) -> int:
+    """Bytes of the activations that a pass over x would keep."""
+    recorder = Recorder(model, (), sys.maxsize)
+    recorder.start()
+    try:
+        with torch.no_grad():
+            model(None, x)
+    finally:
+        recorder.stop()
+    return recorder.bytes
 
 
 @final
