@@ -22,7 +22,8 @@ class Empirical(OutputMetric):
 
     It is the second moment of the training gradients, not the Fisher metric, and no approximation of a Hessian
     (Kunstner, Balles, Hennig 2019). ``loss(y, t)`` is called on one example at a time: its reduction over the batch
-    does not matter; class weights need ``reduction="sum"``, as a weighted mean over one example loses its weight. ρ = ½⟨∇ℓ(y0), y − y0⟩².
+    does not matter; class weights need ``reduction="sum"``, as a weighted mean over one example loses its weight.
+    ρ = ½⟨∇ℓ(y0), y − y0⟩².
 
     >>> metric = Empirical(torch.nn.functional.cross_entropy)
     >>> metric.root(torch.zeros(1, 2), torch.tensor([0]))

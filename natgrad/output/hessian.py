@@ -76,7 +76,8 @@ class LossHessian(OutputMetric):
     """h = ∂²ℓ(y, t)/∂y²: the generalised Gauss–Newton matrix of a convex training loss (002 §5.1, 004 (40)).
 
     ``loss(y, t)`` is any torch loss, called on one example at a time, so its reduction over the batch does not
-    matter; but a weighted mean over one example loses its weight, so class weights need ``reduction="sum"``. ρ is the Bregman divergence that ℓ(·, t) generates.
+    matter; but a weighted mean over one example loses its weight, so class weights need ``reduction="sum"``.
+    ρ is the Bregman divergence that ℓ(·, t) generates.
 
     >>> metric = LossHessian(torch.nn.functional.mse_loss)
     >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]), torch.ones(1, 2))
