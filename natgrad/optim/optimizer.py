@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse, Operator
+from natgrad.optim.groups import check_numbers, check_slots, common_damping, complete
 from natgrad.optim.guard import Guard
 from natgrad.optim.keeper import Keeper
 from natgrad.optim.state import export, restore
@@ -91,15 +92,21 @@ class NaturalGradient(torch.optim.Optimizer):
             "momentum": options.get("momentum", 0.0),
             "weight_decay": options.get("weight_decay", 0.0),
         }
-        super().__init__(_groups(wrapped, options.get("groups", ())), defaults)
-        self._damping()
+        super().__init__(complete(wrapped, options.get("groups", ())), defaults)
+        common_damping(self.param_groups)
         structure = structure or Dense()
+        self.solver, self.rule = solver or Cholesky(), step or Fixed()
+        check_slots(
+            metric=(metric, OutputMetric),
+            structure=(structure, Structure),
+            solver=(self.solver, Solver),
+            step=(self.rule, StepRule),
+        )
         generator = options.get("generator")
         if generator is None:
             generator = torch.Generator(device=wrapped.example.device).manual_seed(torch.initial_seed() % 2**63)
         refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
         self.keeper = Keeper(wrapped, metric, refresh, generator, options.get("memory", MEMORY))
-        self.solver, self.rule = solver or Cholesky(), step or Fixed()
         self.inverse: Inverse | None = None
         self.inverse_damping = damping
         self.last: Step | None = None
@@ -108,11 +115,10 @@ class NaturalGradient(torch.optim.Optimizer):
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim, with the numbers of the group checked."""
-        group = {**self.defaults, **param_group}
-        for key, low in (("lr", 0), ("damping", 0), ("momentum", 0), ("weight_decay", 0)):
-            if not group[key] >= low or (key == "momentum" and group[key] >= 1):
-                raise ValueError(f"{key} must be {'in [0, 1)' if key == 'momentum' else '≥ 0'}, got {group[key]}")
+        """As in torch.optim while the optimizer is made; after that the metric is over the parameters it has."""
+        if hasattr(self, "keeper"):
+            raise ValueError("the metric is over the parameters that were trainable at first: make a new optimizer")
+        check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @property
@@ -148,7 +154,7 @@ class NaturalGradient(torch.optim.Optimizer):
         ω = Covector(require_all({name: p.grad for name, p in params.items()}))
         self._guard.check(ω, "the gradient", self.keeper.step)
         operator, refreshed = self.keeper.candidate()
-        damping = self._damping()
+        damping = common_damping(self.param_groups)
         solve = _Solve(self, operator, damping, refreshed)
         proposal = Proposal(
             params={name: p.detach() for name, p in params.items()},
@@ -211,15 +217,11 @@ class NaturalGradient(torch.optim.Optimizer):
 
         return loss
 
-    def _damping(self) -> float:
-        dampings = {float(group["damping"]) for group in self.param_groups}
-        if len(dampings) > 1:
-            raise ValueError(f"the damping must be the same in all parameter groups, got {sorted(dampings)}")
-        return dampings.pop()
-
     def state_dict(self) -> dict[str, Any]:
         """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
         state = super().state_dict()
+        # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
+        state["state"] = {key: dict(value) for key, value in state["state"].items()}
         state["natgrad"] = export(self.keeper, self.inverse, self.inverse_damping)
         return state
 
@@ -274,21 +276,3 @@ def _number(loss: Any) -> float:
     if loss is None:
         raise TypeError("the closure must return the loss")
     return float(loss.detach() if isinstance(loss, Tensor) else loss)
-
-
-def _groups(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups that cover every trainable parameter once; those nobody named come first."""
-    names = {id(p): name for name, p in model.params.items()}
-    given = []
-    for group in groups:
-        params = group["params"]
-        given.append({**group, "params": [params] if isinstance(params, Tensor) else list(params)})
-    for group in given:
-        strange = [p for p in group["params"] if id(p) not in names]
-        if strange:
-            raise ValueError(
-                f"a parameter group holds {len(strange)} tensors that are not trainable parameters of the model"
-            )
-    taken = {id(p) for group in given for p in group["params"]}
-    rest = [p for p in model.params.values() if id(p) not in taken]
-    return ([{"params": rest}] if rest else []) + given
