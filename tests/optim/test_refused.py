@@ -1,0 +1,122 @@
+"""What the optimizer refuses when it is made, or at its first batch, and what works instead."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import natgrad as ng
+from natgrad.errors import BatchStatisticsError, MemoryBoundError
+from tests.optim.tasks import task
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("family", [ng.Categorical(), ng.Gaussian(scale=None)], ids=["categorical", "gaussian"])
+def test_outputs_that_do_not_fit_the_family_are_refused(family: Any) -> None:
+    model = nn.Linear(2, 1)
+    opt = ng.NaturalGradient(model, ng.Fisher(family))
+    with pytest.raises(ValueError, match=r"needs .* on the last axis, .*got outputs of shape \(3, 1\)"):
+        model(torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"got outputs of shape \(3, 1\)"):
+        opt.refresh(torch.ones(3, 2))
+
+
+def _mixed(**second: Any) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2).to(**second))
+
+
+def _linear(**options: Any) -> ng.NaturalGradient:
+    return ng.NaturalGradient(nn.Linear(2, 2), options.pop("metric", ng.Euclidean()), **options)
+
+
+CONSTRUCTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: ng.NaturalGradient(nn.Tanh(), ng.Euclidean()), ValueError, "the module Tanh has no trainable parameters"),
+    (lambda: ng.pullback(nn.Tanh(), torch.ones(1, 1), ng.Euclidean()), ValueError, "no trainable parameters"),
+    (lambda: ng.NaturalGradient(_mixed(dtype=torch.float64), ng.Euclidean()), ValueError, "mixes dtypes: 0.weight is"),
+    (lambda: ng.NaturalGradient(_mixed(device="meta"), ng.Euclidean()), ValueError, "mixes devices: .*meta"),
+    (
+        lambda: ng.NaturalGradient(nn.Linear(2, 2).parameters(), ng.Euclidean()),  # type: ignore[arg-type]
+        TypeError,
+        "takes the model, an nn.Module, not generator",
+    ),
+    (lambda: _linear(lr=-0.1), ValueError, "lr must be finite and ≥ 0, got -0.1"),
+    (lambda: _linear(lr=NAN), ValueError, "lr must be finite and ≥ 0, got nan"),
+    (lambda: _linear(damping=-1.0), ValueError, "damping must be finite and ≥ 0"),
+    (lambda: _linear(damping=INF), ValueError, "damping must be finite and ≥ 0"),
+    (lambda: _linear(momentum=1.0), ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+    (lambda: _linear(momentum=-0.1), ValueError, r"momentum must be in \[0, 1\)"),
+    (lambda: _linear(weight_decay=-1.0), ValueError, "weight_decay must be finite and ≥ 0"),
+    (lambda: _linear(weigth_decay=0.1), TypeError, "has no option weigth_decay: it has momentum, weight_decay"),
+    (lambda: _linear(groups=[{"params": [torch.ones(1)]}]), ValueError, "1 tensors that are not trainable parameters"),
+    (lambda: _linear(metric=ng.Euclidean), TypeError, r"metric must be .*OutputMetric.* write Euclidean\(…\)"),
+    (lambda: _linear(metric="fisher"), TypeError, "metric must be a natgrad OutputMetric, got 'fisher'"),
+    (lambda: _linear(structure=ng.Cholesky()), TypeError, "structure must be a natgrad Structure"),
+    (lambda: _linear(solver=ng.CG), TypeError, r"solver must be .* write CG\(…\)"),
+    (lambda: _linear(step=0.1), TypeError, "step must be a natgrad StepRule, got 0.1"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "match"), CONSTRUCTIONS)
+def test_what_cannot_work_is_refused_when_it_is_made(make: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_the_damping_is_one_for_all_groups() -> None:
+    model = nn.Linear(2, 2)
+    groups = [{"params": model.bias, "damping": 0.5}]
+    with pytest.raises(ValueError, match=r"the damping must be the same in all parameter groups, got \[0.1, 0.5\]"):
+        ng.NaturalGradient(model, ng.Euclidean(), damping=0.1, groups=groups)
+    assert not model._forward_pre_hooks
+    opt = ng.NaturalGradient(model, ng.Euclidean(), damping=0.1, groups=[{"params": model.bias}])
+    opt.param_groups[1]["damping"] = 0.5
+    model(torch.ones(3, 2)).sum().backward()
+    before = model.weight.detach().clone()
+    with pytest.raises(ValueError, match="the same in all parameter groups"):
+        opt.step()
+    assert torch.equal(model.weight, before)
+
+
+NOISY: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "batch_norm": (lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), r"1 \(BatchNorm1d\)"),
+    "dropout": (lambda: nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5)), r"1 \(Dropout\)"),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_modules_that_mix_examples_or_are_random_are_named_and_work_in_evaluation_mode(name: str) -> None:
+    make, match = NOISY[name]
+    model, x = make(), torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(BatchStatisticsError, match=match + ".*no per-example Jacobian.*natgrad.evaluating"):
+        ng.pullback(model, x, ng.Euclidean())
+    opt = ng.NaturalGradient(model, ng.Euclidean())
+    with pytest.raises(BatchStatisticsError, match=match):
+        model(x)
+    with pytest.raises(BatchStatisticsError, match=match):
+        opt.refresh(x)
+    start = [p.detach().clone() for p in model.parameters()]
+    with ng.evaluating(model):
+        model(x).square().sum().backward()
+        opt.step()
+    assert all(module.training for module in model.modules())
+    assert not torch.equal(next(model.parameters()), start[0])
+    model.eval()
+    assert ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).dense().isfinite().all()
+
+
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.BlockDense(), ng.Kernel(), ng.LowRank(3)])
+def test_a_structure_over_the_memory_bound_says_how_much_it_needs_and_what_fits(
+    structure: ng.structures.Structure,
+) -> None:
+    of = task()
+    opt = of.optimizer(structure=structure, memory=150)
+    name = type(structure).__name__
+    with pytest.raises(MemoryBoundError, match=f"{name} of 17 parameters needs .*bound memory=150. These fit: .*bytes"):
+        of.model(of.x)
+    pb = ng.pullback(of.model, of.x, ng.Euclidean(), memory=150)
+    with pytest.raises(MemoryBoundError, match=f"{name} of 17 parameters needs .* These fit"):
+        structure.estimate(pb)
+    assert opt.state_dict()["natgrad"]["step"] == 0

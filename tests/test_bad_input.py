@@ -1,0 +1,286 @@
+"""Bad input: an error that says what, where and what to do, and nothing changed by it.
+
+A step's parameters, gradients and state are compared before and after the error, and the run that met it ends, bit for
+bit, where a run ends that did not.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+import natgrad as ng
+from natgrad.errors import MemoryBoundError, NatgradError, NonFiniteError, SingularMetricError
+from tests.optim.tasks import Task, task
+
+NAN, INF = float("nan"), float("inf")
+
+
+def _snapshot(of: Task, opt: ng.NaturalGradient) -> list[Any]:
+    """All numbers: parameters, gradients, the state of the optimizer."""
+    gradients = [p.grad for p in of.model.parameters()]
+    leaves, _ = _pytree.tree_flatten([list(of.model.parameters()), gradients, opt.state_dict()])
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    def equal(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor):
+            return isinstance(other, Tensor) and torch.equal(one.nan_to_num(7e77), other.nan_to_num(7e77))
+        return bool(one == other)
+
+    return len(a) == len(b) and all(map(equal, a, b))
+
+
+@dataclass(frozen=True)
+class Bad:
+    """``prepare`` is what the user does, ``act`` the call that must raise."""
+
+    act: Callable[[Task, ng.NaturalGradient], object]
+    error: type[Exception]
+    match: str
+    prepare: Callable[[Task, ng.NaturalGradient], object] = lambda of, opt: opt.zero_grad()
+    repair: Callable[[Task, ng.NaturalGradient], object] = lambda of, opt: None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _backward(of: Task, opt: ng.NaturalGradient) -> None:
+    of.closure(opt)()
+
+
+def _with_gradient(value: float) -> Callable[[Task, ng.NaturalGradient], None]:
+    def prepare(of: Task, opt: ng.NaturalGradient) -> None:
+        _backward(of, opt)
+        grad = of.model.get_parameter("2.bias").grad
+        assert grad is not None
+        grad[1] = value
+
+    return prepare
+
+
+def _forward_at(value: float) -> Callable[[Task, ng.NaturalGradient], object]:
+    def forward(of: Task, opt: ng.NaturalGradient) -> object:
+        x = of.x.clone()
+        x[3, 0] = value
+        return of.model(x)
+
+    return forward
+
+
+def _infinite_batch(of: Task, opt: ng.NaturalGradient) -> None:
+    opt.zero_grad()
+    of.kind.loss(torch.as_tensor(_forward_at(INF)(of, opt)), of.t).backward()
+
+
+def _set_parameter(value: float) -> Callable[[Task, ng.NaturalGradient], None]:
+    def prepare(of: Task, opt: ng.NaturalGradient) -> None:
+        opt.zero_grad()
+        of.model.get_parameter("0.weight").data[0, 0] = value
+
+    return prepare
+
+
+def _half_the_model(of: Task, opt: ng.NaturalGradient) -> None:
+    opt.zero_grad()
+    of.model(of.x)
+    of.model.get_submodule("0")(of.x).sum().backward()
+
+
+def _damping(value: float) -> Callable[[Task, ng.NaturalGradient], None]:
+    def change(of: Task, opt: ng.NaturalGradient) -> None:
+        opt.param_groups[0]["damping"] = value
+
+    return change
+
+
+def _negative(of: Task, opt: ng.NaturalGradient) -> None:
+    _backward(of, opt)
+    _damping(-1.0)(of, opt)
+
+
+def _bound(memory: int) -> Callable[[Task, ng.NaturalGradient], None]:
+    def change(of: Task, opt: ng.NaturalGradient) -> None:
+        opt.zero_grad()
+        opt.keeper.memory = memory
+
+    return change
+
+
+def _singular(of: Task, opt: ng.NaturalGradient) -> None:
+    opt.zero_grad()
+    _damping(0.0)(of, opt)
+    of.kind.loss(of.model(of.x[:3]), of.t[:3]).backward()
+
+
+def _step(of: Task, opt: ng.NaturalGradient) -> None:
+    opt.step()
+
+
+BAD: dict[str, Bad] = {
+    "empty_batch": Bad(lambda of, opt: of.model(of.x[:0]), ValueError, "the batch is empty"),
+    "nan_input": Bad(_forward_at(NAN), NonFiniteError, "at step 2: .*the inputs hold NaN or infinity: clean the batch"),
+    "inf_input": Bad(
+        _step, NonFiniteError, "at step 2: the gradient of 0.weight holds NaN or infinity", prepare=_infinite_batch
+    ),
+    "nan_parameter": Bad(
+        lambda of, opt: of.model(of.x),
+        NonFiniteError,
+        "at step 2: .*parameter 0.weight holds NaN or infinity: reload it",
+        prepare=_set_parameter(NAN),
+    ),
+    "nan_gradient": Bad(
+        _step, NonFiniteError, "at step 2: the gradient of 2.bias holds NaN", prepare=_with_gradient(NAN)
+    ),
+    "inf_gradient": Bad(_step, NonFiniteError, "at step 2: the gradient of 2.bias holds", prepare=_with_gradient(-INF)),
+    "loss_without_a_parameter": Bad(
+        _step, ValueError, "does not depend on 2.weight, 2.bias: freeze what is not trained", prepare=_half_the_model
+    ),
+    "no_backward": Bad(_step, ValueError, r"no parameter has a gradient: call loss.backward\(\) before"),
+    "no_forward": Bad(
+        _step,
+        NatgradError,
+        r"no forward pass with gradients was seen since the last step: call model\(x\) outside",
+        prepare=lambda of, opt: [p.grad.fill_(1.0) for p in of.model.parameters() if p.grad is not None],
+    ),
+    "singular_metric": Bad(
+        _step,
+        SingularMetricError,
+        r"singular at damping 0: rank \d+ of 17, smallest eigenvalue .*Add damping",
+        prepare=_singular,
+        repair=_damping(0.1),
+    ),
+    "negative_damping": Bad(
+        _step,
+        ValueError,
+        "damping must be a finite number ≥ 0, got -1",
+        prepare=_negative,
+        repair=_damping(0.1),
+    ),
+    "memory": Bad(
+        lambda of, opt: of.model(of.x),
+        MemoryBoundError,
+        r"Dense of 17 parameters needs 2,312 bytes, over the bound memory=1,000. These fit: .*Diagonal",
+        prepare=_bound(1000),
+        repair=_bound(2**32),
+    ),
+    "foreign_state": Bad(
+        lambda of, opt: opt.load_state_dict(torch.optim.SGD(of.model.parameters(), lr=0.1).state_dict()),
+        ValueError,
+        'not the state of a NaturalGradient: it has no "natgrad" entry',
+    ),
+    "state_of_another_structure": Bad(
+        lambda of, opt: opt.load_state_dict(of.optimizer(structure=ng.Diagonal(), lr=9.0).state_dict()),
+        ValueError,
+        "the state of another optimizer: its structure is Diagonal, here it is Dense",
+    ),
+    "state_of_another_model": Bad(
+        lambda of, opt: opt.load_state_dict(ng.NaturalGradient(nn.Linear(2, 1), ng.Euclidean()).state_dict()),
+        ValueError,
+        "the state of another optimizer: its parameters is",
+    ),
+    "new_group": Bad(
+        lambda of, opt: opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        ValueError,
+        "make a new optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": 0.9, "weight_decay": 0.1}],
+    ids=["plain", "momentum"],
+)
+def test_an_error_changes_nothing_and_training_goes_on(name: str, options: dict[str, Any]) -> None:
+    bad = BAD[name]
+    of, twin = task(), task()
+    opt, other = of.optimizer(damping=0.1, **options), twin.optimizer(damping=0.1, **options)
+    for _ in range(2):
+        of.step(opt)
+        twin.step(other)
+    kept = of.model.get_parameter("0.weight").detach().clone()
+    bad.prepare(of, opt)
+    before = _snapshot(of, opt)
+    with pytest.raises(bad.error, match=bad.match):
+        bad.act(of, opt)
+    assert _same(before, _snapshot(of, opt))
+    of.model.get_parameter("0.weight").data.copy_(kept)
+    bad.repair(of, opt)
+    for _ in range(2):
+        of.step(opt)
+        twin.step(other)
+    assert torch.equal(of.theta(), twin.theta())
+
+
+class _Switch(nn.Module):
+    """A layer that can break."""
+
+    broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 0 if self.broken else x
+
+
+def test_the_first_layer_whose_output_is_not_finite_is_named_with_the_step() -> None:
+    switch = _Switch()
+    of = task()
+    model = nn.Sequential(of.model.get_submodule("0"), switch, nn.Tanh(), nn.Sequential(nn.Identity(), _Switch()))
+    opt = ng.NaturalGradient(model, ng.Euclidean(), damping=0.1)
+    model(of.x).sum().backward()
+    opt.step()
+    model.get_submodule("3.1").broken = True  # type: ignore[assignment]
+    with pytest.raises(NonFiniteError, match=r"at step 1: .*first layer with NaN or infinity is 3.1 \(_Switch\)"):
+        model(of.x)
+    model.get_submodule("3.1").broken = False  # type: ignore[assignment]
+    model(of.x).sum().backward()
+    opt.step()
+
+
+STRUCTURES: dict[str, tuple[ng.structures.Structure, ng.solve.Solver]] = {
+    "dense": (ng.Dense(), ng.Cholesky()),
+    "dense_pinv": (ng.Dense(), ng.Pinv()),
+    "dense_cg": (ng.Dense(), ng.CG()),
+    "block_dense": (ng.BlockDense(), ng.Cholesky()),
+    "diagonal": (ng.Diagonal(), ng.Cholesky()),
+    "diagonal_pinv": (ng.Diagonal(), ng.Pinv()),
+    "low_rank": (ng.LowRank(3), ng.Cholesky()),
+    "kernel": (ng.Kernel(), ng.Cholesky()),
+    "kernel_pinv": (ng.Kernel(), ng.Pinv()),
+    "implicit": (ng.Implicit(), ng.CG()),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_metric_that_is_not_finite_is_refused_by_every_structure(name: str) -> None:
+    """An infinite input behind a tanh: the outputs and the gradients given here are finite, the metric is not."""
+    structure, solver = STRUCTURES[name]
+    of = task()
+    opt = of.optimizer(structure=structure, solver=solver, damping=0.1)
+    of.step(opt)
+    for p in of.model.parameters():
+        p.grad = torch.ones_like(p)
+    before = of.theta()
+
+    def attempt() -> None:
+        _forward_at(INF)(of, opt)
+        opt.step()
+
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        attempt()
+    assert torch.equal(of.theta(), before)
+    of.step(opt)
+    assert bool(of.theta().isfinite().all())
+
+
+def test_a_metric_that_is_not_finite_at_the_outputs_is_named() -> None:
+    model = nn.Linear(2, 1).double()
+    model.bias.data.fill_(800.0)  # e^800
+    opt = ng.NaturalGradient(model, ng.Fisher(ng.Poisson()))
+    with pytest.raises(NonFiniteError, match=r"at step 0: Fisher\(family=Poisson.*is not finite at the outputs"):
+        model(torch.ones(3, 2, dtype=torch.float64))
+    assert opt.state_dict()["natgrad"]["step"] == 0
