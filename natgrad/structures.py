@@ -186,10 +186,11 @@ class LowRank(Structure):
         for column, j in enumerate(keep.tolist()):
             u[:, column] = kernel.pull(vectors[:, j].view(kernel.factors[0].g.shape[:2])) / values[j].sqrt()
         floor = kernel.diagonal() - u.square() @ values[keep]
-        return LowRankOperator(layout, u, values[keep], floor.clamp(min=0))
+        return LowRankOperator(layout, u, values[keep], floor.clamp(min=0), self.rank)
 
     def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> LowRankOperator:
-        return LowRankOperator(Layout.of(model.params), tensors["vectors"], tensors["values"], tensors["floor"])
+        kept = (tensors["vectors"], tensors["values"], tensors["floor"])
+        return LowRankOperator(Layout.of(model.params), *kept, self.rank)
 
 
 @final

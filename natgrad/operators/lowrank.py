@@ -25,6 +25,7 @@ class LowRankOperator(Operator):
     vectors: Tensor  # U [p r]
     values: Tensor  # s [r]
     floor: Tensor  # d [p]
+    rank: int  # eigenpairs that a moving average may keep; one batch can have fewer
 
     def product(self, v: Tensor) -> Tensor:
         return self.vectors @ (self.values * (self.vectors.T @ v)) + self.floor * v
@@ -50,7 +51,7 @@ class LowRankOperator(Operator):
             [self.vectors * ((1 - weight) * self.values).sqrt(), new.vectors * (weight * new.values).sqrt()], dim=1
         )
         diagonal = torch.lerp(self.diagonal(), new.diagonal(), weight)
-        return leading(self.layout, root, diagonal, max(self.values.numel(), new.values.numel()))
+        return leading(self.layout, root, diagonal, self.rank)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"vectors": self.vectors, "values": self.values, "floor": self.floor}
@@ -106,4 +107,5 @@ def leading(layout: Layout, root: Tensor, diagonal: Tensor, rank: int) -> LowRan
     keep = positive.nonzero().squeeze(-1).flip(0)[:rank]
     u = (root @ vectors[:, keep]) / values[keep].sqrt()
     floor = diagonal - u.square() @ values[keep]
-    return LowRankOperator(layout, u, values[keep], floor.clamp(min=0))  # below zero is rounding: the rest is PSD
+    # Below zero is rounding: the rest is PSD.
+    return LowRankOperator(layout, u, values[keep], floor.clamp(min=0), rank)
