@@ -24,21 +24,19 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, help="at most this many steps a run")
     parser.add_argument("--seed", type=int, default=0, help="seed of initial weights and mini-batches (%(default)s)")
+    parser.add_argument("--grid", action="store_true", help="run the grid from which the optimizers' numbers come")
 
 
-def budget(arguments: Namespace, runs: int) -> Budget:
-    """An equal share of the time for each run.
-
-    >>> budget(Namespace(seconds=80.0, steps=None), runs=8)
-    Budget(steps=None, seconds=10.0)
-    """
+def budget(arguments: Namespace, tasks: tuple[Task, ...]) -> Budget:
+    """The share of the time that a run of weight 1 gets."""
     seconds: float | None = arguments.seconds
     if seconds is None and arguments.steps is None:
         seconds = SECONDS
     for name, value in (("--seconds", seconds), ("--steps", arguments.steps)):
         if value is not None and not value > 0:
             raise ValueError(f"natgrad demo: {name} is {value}, but must be positive")
-    return Budget(steps=arguments.steps, seconds=None if seconds is None else seconds / runs)
+    shares = sum(task.weight * len(task.contenders) for task in tasks)
+    return Budget(steps=arguments.steps, seconds=None if seconds is None else seconds / shares)
 
 
 def with_progress(tasks: tuple[Task, ...], limit: Budget, seed: int, console: Console) -> Comparison:
@@ -65,11 +63,13 @@ def run(arguments: Namespace) -> int:
 
     # Imported before the training, so that a missing extra is noticed before and not after it.
     from natgrad.cli.report import report
-    from natgrad.cli.tasks import autoencoder, classifier
+    from natgrad.cli.tasks import autoencoder, classifier, grid
 
     tasks = (classifier(), autoencoder())
+    if arguments.grid:
+        tasks = (grid(tasks[0]), grid(tasks[1]))
     try:
-        limit = budget(arguments, sum(len(task.contenders) for task in tasks))
+        limit = budget(arguments, tasks)
         arguments.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)

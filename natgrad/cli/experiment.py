@@ -6,10 +6,10 @@ optimizer alone. The clock counts optimization steps only, and stands still whil
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from time import perf_counter
 from typing import Literal
 
 import torch
@@ -40,7 +40,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Task:
-    """A network, its data as pairs (inputs[n …], targets[n …]), its loss, and who competes on it."""
+    """A network, its data as pairs (inputs[n …], targets[n …]), its loss, and who competes on it.
+
+    A run of the task gets `weight` times the seconds of the budget.
+    """
 
     name: str
     network: Callable[[], nn.Module]
@@ -49,6 +52,7 @@ class Task:
     loss: Loss
     score: Score
     batch_size: int
+    weight: float
     contenders: tuple[Contender, ...]
 
 
@@ -66,6 +70,10 @@ class Budget:
     def __post_init__(self) -> None:
         if self.steps is None and self.seconds is None:
             raise ValueError("Budget: give steps, seconds or both; a run without a budget never ends")
+
+    def times(self, weight: float) -> Budget:
+        """The same steps, `weight` times the seconds."""
+        return Budget(self.steps, None if self.seconds is None else weight * self.seconds)
 
     def spent(self, steps: int, seconds: float) -> float:
         """The part of the budget that is used up; the run is over at 1."""
@@ -171,12 +179,12 @@ def train(run: Run, budget: Budget, seed: int, watch: Watch) -> None:
     run.history.append(measure(task, model, 0, seconds))
     for step, batch in enumerate(batches(len(inputs), task.batch_size, seed), start=1):
         x, t = inputs[batch], targets[batch]
-        start = time.perf_counter()
+        start = perf_counter()
         optimizer.zero_grad()
         loss = task.loss(model(x), t)
         loss.backward()
         optimizer.step()
-        seconds += time.perf_counter() - start
+        seconds += perf_counter() - start
         if not loss.isfinite():
             run.status = "diverged"
             return
@@ -206,7 +214,7 @@ def compare(tasks: tuple[Task, ...], budget: Budget, seed: int, watch: Watch = l
             for contender in task.contenders:
                 run = Run(task, contender)
                 result.runs.append(run)
-                train(run, budget, seed, watch)
+                train(run, budget.times(task.weight), seed, watch)
     except KeyboardInterrupt:
         result.interrupted = True
         for run in result.runs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def plot(runs: Sequence[Run], axis: str) -> Figure:
     groups = by_task(runs)
     figure = Figure(figsize=(6.4 * max(1, len(groups)), 4.8), layout="constrained")
     for panel, (task, members) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
-        for run, colour in zip(members, COLOURS, strict=False):
+        for run, colour in zip(members, cycle(COLOURS), strict=False):
             points = [point for point in run.history if point.step]  # step 0 has no place on a logarithmic axis
             x, y = [AXES[axis](point) for point in points], [point.train_loss for point in points]
             panel.plot(x, y, color=colour, label=run.contender.name, linewidth=2)
