@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import IncompatibleError, MemoryBoundError
-from natgrad.linalg import check_finite
 from natgrad.model import Model, linearise
 from natgrad.operators import (
     BlockDenseOperator,
@@ -23,7 +22,7 @@ from natgrad.operators import (
     LowRankOperator,
     Operator,
 )
-from natgrad.operators.lowrank import leading
+from natgrad.operators.lowrank import floored, leading
 from natgrad.pullback import Factors, Pullback
 from natgrad.pullback.factors import cross
 from natgrad.pullback.pullback import default_blocks
@@ -171,22 +170,15 @@ class LowRank(Structure):
         layout = Layout.of(pullback.model.params)
         if pullback.model.size <= pullback.columns * pullback.n:
             matrix = Dense().estimate(pullback).matrix
-            check_finite(matrix, "the metric")
-            values, vectors = torch.linalg.eigh(matrix)
-            root = vectors * values.clamp(min=0).sqrt()  # G is PSD: below zero is rounding
-            return leading(layout, root, matrix.diagonal(), self.rank)
+            values, u = leading(matrix, self.rank)
+            return floored(layout, u, values, matrix.diagonal(), self.rank)
         # Eigenvectors of G = RᵀR are Rᵀw/√s for the eigenvectors w of the smaller R Rᵀ; R itself is never formed.
         kernel = Kernel().estimate(pullback)
-        gram = kernel.gram()
-        check_finite(gram, "the metric")
-        values, vectors = torch.linalg.eigh(gram)
-        keep = (values > values.numel() * torch.finfo(values.dtype).eps * values[-1]).nonzero().squeeze(-1)
-        keep = keep.flip(0)[: self.rank]
-        u = values.new_empty(layout.size, keep.numel())
-        for column, j in enumerate(keep.tolist()):
-            u[:, column] = kernel.pull(vectors[:, j].view(kernel.factors[0].g.shape[:2])) / values[j].sqrt()
-        floor = kernel.diagonal() - u.square() @ values[keep]
-        return LowRankOperator(layout, u, values[keep], floor.clamp(min=0), self.rank)
+        values, w = leading(kernel.gram(), self.rank)
+        u = values.new_empty(layout.size, values.numel())
+        for j, value in enumerate(values):
+            u[:, j] = kernel.pull(w[:, j].view(kernel.factors[0].g.shape[:2])) / value.sqrt()
+        return floored(layout, u, values, kernel.diagonal(), self.rank)
 
     def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> LowRankOperator:
         kept = (tensors["vectors"], tensors["values"], tensors["floor"])

@@ -51,7 +51,8 @@ class LowRankOperator(Operator):
             [self.vectors * ((1 - weight) * self.values).sqrt(), new.vectors * (weight * new.values).sqrt()], dim=1
         )
         diagonal = torch.lerp(self.diagonal(), new.diagonal(), weight)
-        return leading(self.layout, root, diagonal, self.rank)
+        values, w = leading(root.T @ root, self.rank)
+        return floored(self.layout, root @ w / values.sqrt(), values, diagonal, self.rank)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"vectors": self.vectors, "values": self.values, "floor": self.floor}
@@ -100,12 +101,19 @@ class LowRankInverse(Inverse):
         return scaled - self.scale * (self.root @ inner)
 
 
-def leading(layout: Layout, root: Tensor, diagonal: Tensor, rank: int) -> LowRankOperator:
-    """The leading ``rank`` eigenpairs of root rootᵀ (root [p m]) with a floor that restores ``diagonal`` [p]."""
-    values, vectors = torch.linalg.eigh(root.T @ root)
-    positive = values > root.shape[1] * torch.finfo(root.dtype).eps * values[-1]
+def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The largest eigenvalues [r] of a positive semi-definite matrix, descending, at most ``rank``, with vectors [d r].
+
+    What is zero to rounding is left out.
+    """
+    check_finite(matrix, "the metric")
+    values, vectors = torch.linalg.eigh(matrix)
+    positive = values > values.numel() * torch.finfo(values.dtype).eps * values[-1:]
     keep = positive.nonzero().squeeze(-1).flip(0)[:rank]
-    u = (root @ vectors[:, keep]) / values[keep].sqrt()
-    floor = diagonal - u.square() @ values[keep]
-    # Below zero is rounding: the rest is PSD.
-    return LowRankOperator(layout, u, values[keep], floor.clamp(min=0), rank)
+    return values[keep], vectors[:, keep]
+
+
+def floored(layout: Layout, u: Tensor, values: Tensor, diagonal: Tensor, rank: int) -> LowRankOperator:
+    """U diag(s) Uᵀ with the floor that restores ``diagonal`` [p]; below zero is rounding, as the rest is PSD."""
+    floor = (diagonal - u.square() @ values).clamp(min=0)
+    return LowRankOperator(layout, u, values, floor, rank)
