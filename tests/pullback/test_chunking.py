@@ -1,0 +1,177 @@
+"""Memory bounds: the same G from chunks of examples and of roots, and refusals before anything is allocated."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import natgrad as ng
+from natgrad.errors import MemoryBoundError
+from natgrad.operators import KernelOperator, Layout, Operator
+from natgrad.structures import Structure
+from tests import zoo
+from tests.pulled import close, normal, pull, random_roots
+
+CASES = ["mlp_tanh", "sequence", "layer_norm", "conv", "called_twice", "tied_embedding", "two_inputs", "pure_function"]
+
+
+def chunks(pb: ng.Pullback) -> list[tuple[int, int]]:
+    """Roots and examples of every chunk."""
+    return [(f[0].g.shape[0], f[0].g.shape[1]) for f in pb.factors()]
+
+
+def bounded(problem: zoo.Problem, metric: ng.OutputMetric, memory: int) -> ng.Pullback:
+    """A pullback whose chunks obey a bound that the structures need not fit into."""
+    return pull(problem, metric, memory=memory)
+
+
+def estimate(structure: Structure, pb: ng.Pullback) -> Operator:
+    """The estimate with the chunks of the bound, but without the bound on the result."""
+    return type(structure).estimate(Unbounded(structure), pb)  # type: ignore[arg-type]
+
+
+class Unbounded:
+    """A structure that admits everything: the tiny bounds of these tests are about temporaries."""
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+
+    def admit(self, pullback: ng.Pullback) -> None:
+        """Whatever its size."""
+
+
+@pytest.mark.parametrize("memory", [8, 3_000, 12_000, 60_000])
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_of_any_size_sum_to_the_same_metric(name: str, memory: int) -> None:
+    problem = zoo.case(name).make()
+    metric = random_roots(problem, k=5)
+    whole, cut = pull(problem, metric), bounded(problem, metric, memory)
+    for structure in (ng.Dense(), ng.BlockDense(), ng.Diagonal()):
+        close(estimate(structure, cut).dense(), structure.estimate(whole).dense())
+    kernel = KernelOperator(Layout.of(cut.model.params), tuple(cut.blocks), tuple(cut.collect()))
+    close(kernel.rows(), ng.Kernel().estimate(whole).rows())
+    assert chunks(whole) == [(5, whole.n)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiny_bounds_cut_the_roots_one_by_one(name: str) -> None:
+    problem = zoo.case(name).make()
+    cut = bounded(problem, random_roots(problem, k=5), 8)
+    assert [k for k, _ in chunks(cut)] == [1] * 5 * len(cut.parts)
+
+
+@pytest.mark.parametrize("name", ["mlp_tanh", "sequence", "layer_norm", "called_twice", "two_inputs", "pure_function"])
+def test_tiny_bounds_cut_the_examples_one_by_one(name: str) -> None:
+    problem = zoo.case(name).make()
+    cut = bounded(problem, random_roots(problem, k=5), 8)
+    assert cut.parts == [(n, n + 1) for n in range(problem.n_examples)]
+    assert chunks(cut) == [(1, 1)] * 5 * problem.n_examples
+
+
+def test_roots_and_examples_are_cut_into_unequal_chunks() -> None:
+    """5 roots in chunks of 2 and 6 examples in parts of 4: neither divides the other."""
+    model, x = zoo.mlp(3, 4, 3).double(), normal(6, 3)
+    problem = zoo.Problem(model, x)
+    metric = random_roots(problem, k=5)
+    seen = set()
+    for memory in range(500, 8000, 100):
+        cut = bounded(problem, metric, memory)
+        seen.add((len(cut.parts), len({k for k, _ in chunks(cut)}), len({n for _, n in chunks(cut)})))
+        close(cut.square(), pull(problem, metric).square())
+    assert any(parts > 1 for parts, _, _ in seen)
+    assert any(roots > 1 for _, roots, _ in seen)
+
+
+def test_outputs_of_a_bounded_pullback_are_those_of_the_whole_batch() -> None:
+    problem = zoo.case("mlp_tanh").make()
+    close(bounded(problem, ng.Euclidean(), 8).y, problem.outputs().detach(), 1e-14)
+
+
+def test_bounded_sampled_metric_has_the_root_of_the_whole_batch() -> None:
+    problem = zoo.case("mlp_tanh").make()
+    metric = ng.Fisher(ng.Categorical(), samples=3)
+    close(bounded(problem, metric, 8).root, pull(problem, metric).root)
+
+
+# Refusals
+
+
+def big() -> tuple[nn.Module, Tensor]:
+    model = nn.Sequential(nn.Linear(900, 1000), nn.Tanh(), nn.Linear(1000, 100))
+    return model, torch.zeros(4, 900)
+
+
+REFUSALS = [
+    (ng.Dense(), 2**32, r"Dense of 1,001,100 parameters needs 4,008,804,840,000 bytes.*memory=4,294,967,296"),
+    (ng.Dense(), 2**32, r"These fit: Kernel .* Diagonal \(4,004,400 bytes\), Implicit \(4,004,400 bytes\)"),
+    (ng.BlockDense(), 2**32, r"BlockDense of 1,001,100 parameters needs"),
+    (ng.Kernel(), 8_000, r"Kernel of 1,001,100 parameters needs"),
+    (ng.LowRank(5), 2**24, r"LowRank of 1,001,100 parameters needs"),
+    (ng.Diagonal(), 8_000, r"Diagonal of 1,001,100 parameters needs 4,004,400 bytes.*No structure fits: raise memory"),
+    (ng.Implicit(), 1_000_000, r"Implicit of 1,001,100 parameters needs 4,004,400 bytes"),
+]
+
+
+@pytest.mark.parametrize(("structure", "memory", "message"), REFUSALS, ids=lambda v: repr(v)[:24])
+def test_too_large_structures_are_refused_before_anything_is_allocated(
+    structure: Structure, memory: int, message: str
+) -> None:
+    model, x = big()
+    pb = ng.pullback(model, x, ng.Sampled(ng.Euclidean()), memory=memory)
+    start = time.perf_counter()
+    with Largest() as largest, pytest.raises(MemoryBoundError, match=message):
+        structure.estimate(pb)
+    assert largest.elements == 0
+    assert time.perf_counter() - start < 0.5
+
+
+def test_too_large_coupled_rows_are_refused() -> None:
+    model, x = big()
+    metric = ng.GradientCovariance(nn.functional.mse_loss)
+    pb = ng.pullback(model, x, metric, torch.zeros(4, 100), memory=5_000_000)
+    with pytest.raises(MemoryBoundError, match=r"coupled rows of 4 examples .* need 16,017,600 bytes.*Implicit"):
+        ng.Diagonal().estimate(pb)
+
+
+# What is held
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that is created inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [t.untyped_storage().nbytes() // t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+def test_diagonal_of_a_sampled_metric_never_holds_the_gradients_of_the_examples() -> None:
+    """M5: N·P would be 64 · 3,300; the largest tensor is one of the size of the parameters or of the activations."""
+    model, x = zoo.mlp(30, 50, 34).double(), normal(64, 30)
+    with Largest() as largest:
+        pb = ng.pullback(model, x, ng.Fisher(ng.Categorical(), samples=1))
+        ng.Diagonal().estimate(pb)
+    activations = 64 * 50
+    assert largest.elements <= max(pb.model.size, 2 * activations)
+
+
+def test_diagonal_of_a_sequence_stays_within_its_bound() -> None:
+    model, x = zoo.mlp(10, 20, 5).double(), normal(32, 7, 10)
+    exact = ng.pullback(model, x, ng.Euclidean()).square()
+    memory = 8 * 40_000
+    with Largest() as largest:
+        pb = ng.pullback(model, x, ng.Euclidean(), memory=memory)
+        G = ng.Diagonal().estimate(pb)
+    close(G.diagonal(), exact)
+    everything = 35 * 32 * pb.model.size
+    assert everything > 8 * 40_000
+    assert largest.elements <= 40_000

@@ -1,0 +1,204 @@
+"""Every structure keeps the part of G that it names, of every model of the zoo and in every metric."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import IncompatibleError
+from natgrad.structures import Structure
+from tests import oracle, zoo
+from tests.golden import agrees, golden, tensor
+from tests.pulled import close, pull, random_roots
+
+every_case = pytest.mark.parametrize("case", zoo.ZOO, ids=zoo.IDS)
+
+
+def blocks(problem: zoo.Problem) -> list[list[int]]:
+    """One block a layer; the parameters of a pure function are all in one."""
+    if problem.params is not None:
+        return [list(range(sum(p.numel() for p in problem.params.values())))]
+    return list(oracle.layer_blocks(problem.module).values())
+
+
+def kept(structure: Structure, problem: zoo.Problem, G: Tensor) -> Tensor:
+    """What the oracle keeps of G."""
+    if isinstance(structure, ng.BlockDense):
+        return oracle.block_diagonal(G, blocks(problem))
+    if isinstance(structure, ng.Diagonal):
+        return oracle.diagonal(G)
+    if isinstance(structure, ng.LowRank):
+        values = torch.linalg.eigvalsh(G).flip(0)
+        last, cut = values[: structure.rank + 1][-2:] / values[0]
+        if structure.rank < len(G) and last > 1e-8 and last - cut < 1e-8:
+            pytest.skip("the eigenvalue at the cut is multiple: any of its vectors will do")
+        return oracle.low_rank(G, min(structure.rank, len(G)))
+    return G
+
+
+STRUCTURES = [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.Kernel(), ng.Implicit(), ng.LowRank(1), ng.LowRank(4)]
+every_structure = pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+
+
+@every_structure
+@every_case
+def test_estimate_keeps_its_part_of_the_euclidean_metric(case: zoo.Case, structure: Structure) -> None:
+    problem = case.make()
+    G = oracle.dense(problem.jacobian(), oracle.euclidean(problem.outputs()))
+    close(structure.estimate(pull(problem, ng.Euclidean())).dense(), kept(structure, problem, G))
+
+
+@every_structure
+@every_case
+def test_estimate_keeps_its_part_of_a_fisher_metric(case: zoo.Case, structure: Structure) -> None:
+    """Poisson: a metric of full rank that differs between examples and outputs, for outputs of any shape."""
+    problem = case.make()
+    G = oracle.dense(problem.jacobian(), oracle.poisson(problem.outputs()))
+    close(structure.estimate(pull(problem, ng.Fisher(ng.Poisson()))).dense(), kept(structure, problem, G))
+
+
+@every_structure
+@every_case
+def test_estimates_of_one_pullback_see_one_root(case: zoo.Case, structure: Structure) -> None:
+    """Two random columns: few rows (P > KN), where LowRank goes through the kernel."""
+    problem = case.make()
+    metric = random_roots(problem, k=2)
+    s = metric.s.reshape(2, len(metric.s[0]), -1)
+    G = oracle.dense(problem.jacobian(), torch.einsum("knd,kne->nde", s, s))
+    close(structure.estimate(pull(problem, metric)).dense(), kept(structure, problem, G))
+
+
+def test_low_rank_has_two_paths() -> None:
+    """The table above has cases on both sides of P = KN."""
+    sides = set()
+    for case in zoo.ZOO:
+        problem = case.make()
+        for k in (2, problem.outputs()[0].numel()):
+            sides.add(sum(p.numel() for p in problem.parameters().values()) <= k * problem.n_examples)
+    assert sides == {True, False}
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5, 6, 17, 18, 31, 40])
+@pytest.mark.parametrize("columns", [1, 8])
+def test_low_rank_is_exact_once_the_rank_suffices(rank: int, columns: int) -> None:
+    problem = zoo.case("mlp_tanh").make()
+    metric = random_roots(problem, k=columns)
+    pb = pull(problem, metric)
+    G = ng.Dense().estimate(pb).dense()
+    estimate = ng.LowRank(rank).estimate(pb)
+    true_rank = 6 * min(columns, 3)  # 6 examples with 3 outputs
+    assert estimate.values.numel() == min(rank, true_rank)
+    close(estimate.diagonal(), G.diagonal())
+    if rank >= true_rank:
+        close(estimate.dense(), G)
+    top = torch.linalg.eigvalsh(G).flip(0)[: min(rank, true_rank)]
+    close(estimate.values, top)
+    U = estimate.vectors
+    close(U.T @ U, torch.eye(U.shape[1], dtype=torch.float64))
+
+
+# Metrics that couple the examples
+
+
+@pytest.mark.parametrize("name", ["mlp_tanh", "sequence", "layer_norm", "tied_weights", "scalar_output"])
+def test_empirical_fisher_is_covariance_plus_the_square_of_the_gradient(name: str) -> None:
+    """002 (35): F_emp = C + ∇J∇Jᵀ, in every structure."""
+    problem = zoo.case(name).make()
+    target = torch.ones_like(problem.outputs())
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return ((y - t) ** 4).sum() + y.sum()
+
+    J, y = problem.jacobian(), problem.outputs()
+    empirical = oracle.dense(J, oracle.empirical(y, target, loss))
+    gradient = oracle.differential(problem.module, loss(y, target)) / len(J)
+    covariance = empirical - torch.outer(gradient, gradient)
+    assert float(torch.outer(gradient, gradient).norm()) > 0.1 * float(empirical.norm())
+    pb = pull(problem, ng.GradientCovariance(loss), target)
+    for structure in STRUCTURES:
+        close(structure.estimate(pb).dense(), kept(structure, problem, covariance))
+    close(ng.Dense().estimate(pull(problem, ng.Empirical(loss), target)).dense(), empirical)
+
+
+def test_covariance_of_one_example_is_zero() -> None:
+    problem = zoo.Problem(zoo.mlp(3, 4, 2).double(), torch.ones(1, 3, dtype=torch.float64))
+    pb = pull(problem, ng.GradientCovariance(F.mse_loss), torch.zeros(1, 2, dtype=torch.float64))
+    for structure in STRUCTURES:
+        close(structure.estimate(pb).dense(), torch.zeros(pb.model.size, pb.model.size, dtype=torch.float64))
+
+
+# The pullback sampling trick
+
+
+SAMPLED: dict[str, tuple[ng.OutputMetric, Callable[[Tensor], Tensor]]] = {
+    "gaussian": (ng.Sampled(ng.Euclidean(), samples=4000), oracle.euclidean),
+    "targets": (ng.Fisher(ng.Categorical(), samples=4000), oracle.categorical),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_diagonal_approaches_the_exact_one(name: str) -> None:
+    """M5, 002 (31): the mean over 4000 roots lies within 6 standard errors of the exact diagonal.
+
+    An entry is a mean of independent terms. The standard error is estimated from 40 groups of 100, so the ratio has
+    Student's distribution with 39 degrees of freedom: P(|t| > 6) < 6e-7 an entry, under 2e-5 for all 31 of them.
+    """
+    metric, h = SAMPLED[name]
+    problem = zoo.case("mlp_tanh").make()
+    pb = pull(problem, metric)
+    exact = oracle.dense(problem.jacobian(), h(problem.outputs())).diagonal()
+    mean = ng.Diagonal().estimate(pb).diagonal()
+    squares = [f.rows().square().sum(1) for f in pb.collect()]  # [k p], packed
+    packed = torch.empty(4000, pb.model.size, dtype=torch.float64)
+    for block, part in zip(pb.blocks, squares, strict=True):
+        block.unpack(part, packed)
+    groups = packed.view(40, 100, -1).sum(1) * 40
+    close(groups.mean(0), mean)
+    error = groups.std(0) / 40**0.5
+    assert bool(((mean - exact).abs() < 6 * error).all())
+    assert bool((error < 0.1 * exact).all())
+
+
+# The moving average over time
+
+
+def test_average_is_corrected_for_its_start() -> None:
+    case = golden("ema.bias_corrected")
+    structure = ng.Refresh(ng.Diagonal(), decay=case["inputs"]["decay"])
+    average = torch.zeros(2, dtype=torch.float64)
+    corrected = []
+    for step, value in enumerate(case["inputs"]["values"], start=1):
+        average = torch.lerp(average, tensor(value), structure.weight(step))
+        corrected.append(average)
+    agrees(case, torch.stack(corrected), "corrected")
+    raw = average * (1 - case["inputs"]["decay"] ** 3)
+    agrees(case, raw, "raw_final")
+
+
+REFUSED = [
+    (lambda: ng.Refresh(ng.Dense(), every=0), ValueError, "must be at least 1, got 0"),
+    (lambda: ng.Refresh(ng.Dense(), decay=1.0), ValueError, r"must be in \[0, 1\), got 1.0"),
+    (lambda: ng.Refresh(ng.Dense(), decay=-0.1), ValueError, r"must be in \[0, 1\), got -0.1"),
+    (lambda: ng.Refresh(ng.Kernel(), decay=0.9), IncompatibleError, "does not work with Kernel.*Use decay=0"),
+    (lambda: ng.Refresh(ng.Implicit(), decay=0.9), IncompatibleError, "does not work with Implicit"),
+    (lambda: ng.Refresh(ng.Implicit(), every=2), IncompatibleError, "does not work with Implicit.*Use every=1"),
+    (lambda: ng.LowRank(0), ValueError, "positive rank, got 0"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_refusals_say_what_to_do(make: Callable[[], Structure], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, ng.Refresh(ng.Diagonal(), every=3, decay=0.5)], ids=repr)
+def test_refresh_estimates_as_what_it_wraps(structure: Structure) -> None:
+    pb = pull(zoo.case("mlp_tanh").make(), ng.Euclidean())
+    wrapped = ng.Refresh(structure)
+    close(wrapped.estimate(pb).dense(), structure.estimate(pb).dense(), 0.0)
+    assert wrapped.elements(pb) == structure.elements(pb)
+    assert wrapped.bounded == structure.bounded
