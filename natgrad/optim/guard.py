@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError
+
+
+@final
+@dataclass(frozen=True)
+class _Answer:
+    """Whether something was finite, on its way to the host."""
+
+    ok: Tensor  # pinned
+    arrived: torch.cuda.Event
+    what: str
+    step: int
 
 
 @final
@@ -19,12 +31,12 @@ class Guard:
 
     def __init__(self) -> None:
         self._ok: Tensor | None = None
-        self._pending: list[tuple[Tensor, str, int]] = []
+        self._answers: list[_Answer] = []
 
     def check(self, tensors: Mapping[str, Tensor], what: str, step: int) -> None:
         """Raise (CPU) or remember (GPU) that a tensor is not finite."""
         largest = torch.stack(list(torch._foreach_norm(list(tensors.values()), float("inf"))))
-        if largest.device.type == "cpu":
+        if largest.device.type != "cuda":
             finite = torch.isfinite(largest)
             if not bool(finite.all()):
                 bad = [name for name, good in zip(tensors, finite.tolist(), strict=True) if not good]
@@ -32,17 +44,22 @@ class Guard:
             return
         ok = torch.isfinite(largest).all()
         self._ok = ok if self._ok is None else self._ok & ok
-        self._pending.append((ok.to("cpu", non_blocking=True), what, step))
+        # A copy to memory that is not pinned would wait for the device.
+        host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(ok, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(largest.device))
+        self._answers.append(_Answer(host, arrived, what, step))
 
     def gated(self, new: Tensor, old: Tensor | float) -> Tensor:
         """The new value, or the old one if something was not finite."""
         return new if self._ok is None else torch.where(self._ok, new, old)
 
     def report(self) -> None:
-        """Raise what an earlier step found. It was not applied."""
-        pending, self._pending, self._ok = self._pending, [], None
-        if pending and pending[0][0].device.type == "cpu" and torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize() if not torch.cuda.current_stream().query() else None
-        for ok, what, step in pending:
-            if not bool(ok):
-                raise NonFiniteError(f"{what} held NaN or infinity at step {step}: that step changed nothing")
+        """Raise what the last step found. It was not applied. Its answer left before this step's work was queued."""
+        answers, self._answers, self._ok = self._answers, [], None
+        for answer in answers:
+            answer.arrived.synchronize()
+            if not bool(answer.ok):
+                raise NonFiniteError(
+                    f"{answer.what} held NaN or infinity at step {answer.step}: that step changed nothing"
+                )
