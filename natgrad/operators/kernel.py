@@ -133,6 +133,11 @@ class WoodburyInverse(Inverse):
     damping: float
 
     def solve(self, ω: Tensor) -> Tensor:
+        v = self._apply(ω)
+        # For ω in the range of G, the usual case, nearly all of it cancels in the difference above: refine once.
+        return v + self._apply(ω - self.kernel.product(v) - self.damping * v)
+
+    def _apply(self, ω: Tensor) -> Tensor:
         t = self.kernel.push(ω)
         inner = torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)
         return (ω - self.kernel.pull(inner)) / self.damping
