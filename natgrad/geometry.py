@@ -29,7 +29,8 @@ from typing import Any, NoReturn, Protocol, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.model import Inputs, Model, linearise
+from natgrad.linearise import linearise
+from natgrad.model import Inputs, Model
 
 Self = TypeVar("Self", bound="NamedTensors")
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import IncompatibleError, MemoryBoundError
-from natgrad.model import Model, linearise
+from natgrad.linearise import linearise
+from natgrad.model import Model
 from natgrad.operators import (
     BlockDenseOperator,
     DenseOperator,

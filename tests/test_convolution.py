@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
-from natgrad.model import Model, linearise
+from natgrad.linearise import linearise
+from natgrad.model import Model
 
 CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "plain": (lambda: nn.Conv2d(2, 3, 3), (4, 2, 6, 6)),

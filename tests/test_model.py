@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
-from natgrad.model import Arguments, Model, arguments, linearise, map_tensors, tensors_of
+from natgrad.linearise import linearise
+from natgrad.model import Arguments, Model, arguments, map_tensors, tensors_of
 from tests import zoo
 
 every_case = pytest.mark.parametrize("case", zoo.ZOO, ids=zoo.IDS)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.geometry import Vector, unflatten
-from natgrad.model import Inputs, Model, linearise
+from natgrad.linearise import linearise
+from natgrad.model import Inputs, Model
 from natgrad.natural import natural_gradient
 from natgrad.output.metric import Euclidean, OutputMetric
 from natgrad.solve import Pinv, Solver

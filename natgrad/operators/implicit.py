@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry import unflatten
-from natgrad.model import Linearisation
+from natgrad.linearise import Linearisation
 from natgrad.operators.base import Inverse, Layout, Operator
 from natgrad.pullback.pullback import Pullback
 
@@ -27,12 +27,13 @@ class ImplicitOperator(Operator):
 
     def product(self, v: Tensor) -> Tensor:
         named = unflatten(v, self.layout.like)
-        out = torch.zeros_like(v)
+        parts = []
         for weight, pullback, linear in self.terms:
             pushed = linear.push(named).to(pullback.y.dtype)
-            pulled = linear.pull(pullback.output_flat(pushed).to(linear.y.dtype))
-            out += weight * torch.cat([t.reshape(-1) for t in pulled.values()])
-        return out
+            # The weight goes where there are few numbers: onto the outputs.
+            pulled = linear.pull((pullback.output_flat(pushed) * weight).to(linear.y.dtype))
+            parts.append(torch.cat([t.reshape(-1) for t in pulled.values()]).to(v.dtype))
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def diagonal(self) -> Tensor:
         return torch.stack([weight * pullback.square() for weight, pullback, _ in self.terms]).sum(0)
