@@ -1,0 +1,142 @@
+"""The golden network through the public functions, piece by piece and in one call."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.solve import Solver
+from natgrad.structures import Structure
+from tests import oracle, zoo
+from tests.golden import agrees, golden, golden_mlp, tensor
+from tests.pulled import close, normal
+
+FISHER = ng.Fisher(ng.Categorical())
+
+
+def fisher() -> tuple[nn.Sequential, Tensor, Tensor, ng.Pullback]:
+    model, x, target = golden_mlp()
+    return model, x, target, ng.pullback(model, x, FISHER)
+
+
+def test_jacobian_of_the_golden_network() -> None:
+    """R of the Euclidean metric is J/√N, one output a column."""
+    case = golden("mlp.jacobian")
+    model, x, _ = golden_mlp()
+    R = ng.Kernel().estimate(ng.pullback(model, x, ng.Euclidean())).rows()
+    agrees(case, R.view(3, len(x), -1).transpose(0, 1) * len(x) ** 0.5, "J")
+
+
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel(), ng.Implicit(), ng.LowRank(21)], ids=repr)
+def test_fisher_and_gauss_newton_of_the_golden_network(structure: Structure) -> None:
+    model, x, _, pb = fisher()
+    agrees(golden("mlp.fisher"), structure.estimate(pb).dense(), "F")
+    euclidean = ng.pullback(model, x, ng.Euclidean())
+    agrees(golden("mlp.gauss_newton"), structure.estimate(euclidean).dense(), "GN")
+
+
+@pytest.mark.parametrize(
+    "structure", [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.LowRank(4), ng.Kernel(), ng.Implicit()], ids=repr
+)
+def test_diagonal_and_trace_of_the_golden_fisher(structure: Structure) -> None:
+    *_, pb = fisher()
+    case = golden("mlp.fisher.diag")
+    G = structure.estimate(pb)
+    agrees(case, G.diagonal(), "diag")
+    agrees(case, G.trace(), "trace")
+
+
+def test_rank_of_the_golden_fisher_is_reported() -> None:
+    *_, pb = fisher()
+    rank = golden("mlp.fisher.diag")["expected"]["rank"]
+    w = ng.Covector(pb.template)
+    with pytest.raises(ng.errors.SingularMetricError, match=rf"rank {rank} of 21"):
+        ng.sharp(ng.Dense().estimate(pb), w)
+    assert ng.LowRank(21).estimate(pb).values.numel() == rank
+
+
+WAYS: dict[str, tuple[Structure | None, Solver | None]] = {
+    "default": (None, None),
+    "Dense Pinv": (ng.Dense(), ng.Pinv()),
+    "Dense CG": (ng.Dense(), ng.CG(tol=1e-14)),
+    "Kernel Cholesky": (ng.Kernel(), ng.Cholesky()),
+    "LowRank Cholesky": (ng.LowRank(12), ng.Cholesky()),
+    "Implicit CG": (ng.Implicit(), ng.CG(tol=1e-14)),
+    "Implicit CG preconditioned": (ng.Implicit(), ng.CG(tol=1e-14, preconditioner=ng.BlockDense())),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_natural_gradient_of_the_golden_network_in_one_call(way: str, as_tensor: bool) -> None:
+    case = golden("mlp.natgrad.damped")
+    model, x, target = golden_mlp()
+    structure, solver = WAYS[way]
+    loss = F.cross_entropy(model(x), target) if as_tensor else lambda y: F.cross_entropy(y, target)
+    damping = case["inputs"]["damping"]
+    v = ng.natural_gradient(model, x, loss, FISHER, structure=structure, solver=solver, damping=damping)
+    assert isinstance(v, ng.Vector)
+    assert list(v) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    agrees(case, v.flatten(), "natgrad")
+    agrees(case, ng.differential(model, F.cross_entropy(model(x), target)) @ v, "quad")
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_natural_gradient_does_not_depend_on_the_reduction_inside_the_metric() -> None:
+    """The metric never sees how the loss is reduced: twice the loss, twice the vector."""
+    model, x, target = golden_mlp()
+    mean = ng.natural_gradient(model, x, lambda y: F.cross_entropy(y, target), FISHER, damping=0.1)
+    total = ng.natural_gradient(model, x, lambda y: F.cross_entropy(y, target, reduction="sum"), FISHER, damping=0.1)
+    close(total.flatten(), len(x) * mean.flatten())
+
+
+def test_empirical_fisher_of_the_golden_network() -> None:
+    model, x, target = golden_mlp()
+    rows = tensor(golden("mlp.forward")["expected"]["per_example_grad"])
+    for loss in (F.cross_entropy, nn.CrossEntropyLoss(reduction="sum")):
+        pb = ng.pullback(model, x, ng.Empirical(loss), target)
+        close(ng.Dense().estimate(pb).dense(), rows.T @ rows / len(x))
+
+
+def test_natural_gradient_of_a_pure_function() -> None:
+    problem = zoo.case("pure_function").make()
+    assert problem.params is not None
+    G = oracle.dense(problem.jacobian(), oracle.euclidean(problem.outputs()))
+    u = normal(*problem.outputs().shape)
+    v = ng.natural_gradient(
+        problem.model, problem.x, lambda y: (u * y).sum(), ng.Euclidean(), damping=0.1, params=problem.params
+    )
+    w = torch.einsum("ndp,nd->p", problem.jacobian(), u)
+    close(v.flatten(), oracle.damped(G, w, 0.1))
+
+
+def test_natural_gradient_step_descends() -> None:
+    """⟨ω, ω♯⟩ > 0, and the loss falls along −ω♯ to first order at that rate."""
+    model, x, target = golden_mlp()
+    v = ng.natural_gradient(model, x, lambda y: F.cross_entropy(y, target), FISHER, damping=1e-3)
+    w = ng.differential(model, F.cross_entropy(model(x), target))
+    rate = float(w @ v)
+    assert rate > 0
+    losses = []
+    for step in (1e-5, -1e-5):
+        moved = {name: p.detach() for name, p in model.named_parameters()} + (-step) * v
+        losses.append(float(F.cross_entropy(torch.func.functional_call(model, moved, (x,)), target)))
+    assert (losses[1] - losses[0]) / 2e-5 == pytest.approx(rate, rel=1e-6)
+
+
+REFUSED = [
+    (lambda m, x: ng.natural_gradient(m, x, torch.tensor(1.0), FISHER), ValueError, "the loss has no graph"),
+    (lambda m, x: ng.natural_gradient(m, x, lambda y: y, FISHER), ValueError, "the loss must be one number"),
+    (lambda m, x: ng.natural_gradient(m, x[:0], lambda y: y.sum(), FISHER), ValueError, "the batch is empty"),
+    (lambda m, x: ng.natural_gradient(m, x, lambda y: y.sum(), ng.Empirical(F.mse_loss)), ValueError, "target="),
+    (lambda m, x: ng.natural_gradient(m, x / 0, lambda y: y.sum(), FISHER), ng.errors.NonFiniteError, "not finite"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_mistakes_are_named(call: object, error: type[Exception], message: str) -> None:
+    model, x, _ = golden_mlp()
+    assert callable(call)
+    with pytest.raises(error, match=message):
+        call(model, x)
