@@ -1,0 +1,262 @@
+"""The core quantities beside hand-written code and beside other libraries: ratios, all taken in one run.
+
+    make bench
+    python benchmarks/core.py                 # on the processor, one thread
+    python benchmarks/core.py --device cuda
+    python benchmarks/core.py --output my.json
+
+Time is that of the pullback and the estimate together, unless a row says otherwise. Where a row is called exact, all
+contestants were checked to compute the same numbers before they were timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+import natgrad as ng
+from benchmarks import contestants as c
+from benchmarks import peers
+from benchmarks.harness import Race, Spread, disagreement, machine, peak_memory, race, settle
+from natgrad.operators import DiagonalOperator
+
+OURS = "natgrad"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant: its time in seconds, and that time over the unit of its section."""
+
+    section: str
+    contestant: str
+    seconds: Spread
+    ratio: Spread
+    unit: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """A claim with the number that decides it."""
+
+    claim: str
+    measured: float
+    bound: float
+    at_most: bool
+    note: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.bound if self.at_most else self.measured >= self.bound
+
+
+@dataclass
+class Report:
+    """Everything that was measured."""
+
+    device: torch.device
+    rounds: int
+    rows: list[Row] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    checks: dict[str, float] = field(default_factory=dict)
+
+    def race(self, section: str, entries: Mapping[str, Callable[[], Any]], unit: str, rounds: int) -> Race:
+        """Time the entries and add a row each; the unit is one of them."""
+        result = race(entries, rounds, self.device)
+        for name in entries:
+            self.rows.append(Row(section, name, result.time(name), result.ratio(name, unit), unit))
+        return result
+
+    def agree(self, section: str, entries: Mapping[str, peers.Contestant], tolerance: float = 1e-3) -> None:
+        """Run the entries once and refuse to time different things."""
+        worst = disagreement({name: entry() for name, entry in entries.items()})
+        self.checks[section] = worst
+        if worst > tolerance:
+            raise AssertionError(f"{section}: the contestants disagree by {worst:.1e}")
+
+    def fastest_peer(self, result: Race, ours: str, names: Mapping[str, Any]) -> tuple[str, float] | None:
+        """The best of the peers and its time over ours, in the same rounds."""
+        ratios = {name: result.ratio(name, ours).median for name in names}
+        return min(ratios.items(), key=lambda item: item[1]) if ratios else None
+
+
+def products(report: Report, problem: c.Problem, steps: int = 10) -> None:
+    """G v by Implicit, alone and inside conjugate gradients."""
+    section = f"Fisher-vector product, {problem.name}"
+    v = torch.randn(problem.size, device=problem.x.device, dtype=problem.x.dtype)
+    others = peers.products(problem.model, problem.x, v)
+    exact: dict[str, peers.Contestant] = {
+        OURS: c.product(problem, v),
+        f"{OURS}, from nothing": c.cold_product(problem, v),
+        "jvp, h, vjp": c.product_by_hand(problem, v),
+        **others,
+    }
+    report.agree(section, exact)
+    inside = f"{OURS}, {steps} steps of CG"
+    entries = {"gradient": c.gradient(problem), **exact, inside: c.solve(problem, v, steps)}
+    result = report.race(section, entries, "gradient", report.rounds)
+    by_hand, unit = result.ratio(OURS, "jvp, h, vjp").median, result.ratio(OURS, "gradient").median
+    a_product = result.ratio(inside, "gradient").median / (steps + 1)
+    report.targets += [
+        Target(f"Implicit product over jvp, h, vjp ({problem.name})", by_hand, 1.1, True),
+        Target(f"Implicit product over a gradient ({problem.name})", unit, 1.5, True),
+        Target(
+            f"a product inside CG over a gradient ({problem.name})",
+            a_product,
+            1.5,
+            True,
+            f"time of {steps} steps, with all their vector operations, over the {steps + 1} products",
+        ),
+    ]
+
+
+def matrices(report: Report, problem: c.Problem) -> None:
+    """The exact dense Fisher matrix."""
+    section = f"exact dense Fisher, {problem.size:,} parameters, {problem.name}"
+    others = peers.matrices(problem.model, problem.x)
+    entries = {OURS: c.matrix(problem), "vmap(jacrev), einsum": c.matrix_by_hand(problem), **others}
+    report.agree(section, entries)
+    result = report.race(section, entries, OURS, max(2, report.rounds // 3))
+    by_hand = result.ratio("vmap(jacrev), einsum", OURS).median
+    report.targets.append(Target("Dense: vmap(jacrev) and einsum over natgrad", by_hand, 4.0, False))
+    if best := report.fastest_peer(result, OURS, others):
+        report.targets.append(Target(f"Dense: the fastest peer ({best[0]}) over natgrad", best[1], 1.0, False))
+
+
+def diagonals(report: Report, problem: c.Problem) -> None:
+    """The diagonal of the Fisher metric, from one sample an example and exactly."""
+    for sampled, bound, best in ((True, 1.15, 1.07), (False, 4.0, 5.1)):
+        kind = "one sample" if sampled else "exact"
+        section = f"diagonal Fisher, {kind}, {problem.name}"
+        others = peers.diagonals(problem.model, problem.x, sampled)
+        ours = c.diagonal(problem, c.ONE_SAMPLE if sampled else c.EXACT)
+        if not sampled:
+            report.agree(section, {OURS: ours, **others})
+        entries = {"gradient": c.gradient(problem), OURS: ours, **others}
+        result = report.race(section, entries, "gradient", report.rounds)
+        ratio = result.ratio(OURS, "gradient").median
+        note = f"the best peer on record: {best}"
+        report.targets.append(Target(f"Diagonal, {kind}, over a gradient ({problem.name})", ratio, bound, True, note))
+
+
+def diagonal_memory(report: Report, widths: tuple[int, ...], examples: tuple[int, ...], memory: int) -> None:
+    """Peak memory of the exact diagonal with a bound, for more and more examples."""
+    peaks = {n: peak_memory(prepare_diagonal, widths, n, memory, report.device, device=report.device) for n in examples}
+    growth = max(peaks.values()) / min(peaks.values())
+    listed = ", ".join(f"{n:,} examples: {peak / 2**20:.0f} MB" for n, peak in peaks.items())
+    report.targets.append(
+        Target(
+            f"Diagonal: largest over smallest peak memory, {examples[0]:,} to {examples[-1]:,} examples",
+            growth,
+            1.25,
+            True,
+            f"{listed}; memory={memory / 2**20:.0f} MB, inputs not counted",
+        )
+    )
+
+
+def prepare_diagonal(widths: tuple[int, ...], n: int, memory: int, device: torch.device) -> Callable[[], Any]:
+    """The exact diagonal of a batch of n, with a bound on memory."""
+    problem = c.mlp(widths, n, device)
+
+    def run(x: torch.Tensor) -> DiagonalOperator:
+        return ng.Diagonal().estimate(ng.pullback(problem.model, x, c.EXACT, memory=memory))
+
+    run(problem.x[:64])
+    return lambda: run(problem.x)
+
+
+def kernels(report: Report, widths: tuple[int, ...], n: int, few: int, damping: float = 0.1) -> None:
+    """The damped step by Kernel beside the Jacobian, which is formed for a few examples only."""
+    problem = c.mlp(widths, n, report.device)
+    ω = torch.randn(problem.size, device=report.device)
+    small, section = problem.first(few), f"damped step, {problem.size:,} parameters, {problem.name}"
+    both = {OURS: c.step(small, ω, damping), "Jacobian, Woodbury": c.step_by_hand(small, ω, damping)}
+    report.agree(f"{section}: {few} examples", both)
+    report.race(f"{section}: {few} examples, in full", both, OURS, 3)
+    entries = {OURS: c.step(problem, ω, damping), f"Jacobian of {few} examples": lambda: c.jacobian(small)}
+    result = report.race(section, entries, OURS, max(3, report.rounds // 3))
+    faster = result.ratio(f"Jacobian of {few} examples", OURS).median * n / few
+    note = f"forming the Jacobian of {few} examples, times {n / few:g}: its work is linear in the examples"
+    report.targets.append(Target("Kernel: forming the Jacobian over the whole damped step", faster, 3.0, False, note))
+    extra = peak_memory(prepare_step, widths, n, damping, report.device, device=report.device)
+    full = n * widths[-1] * problem.size * 4 / 1e9
+    note = f"the Jacobian would take {full:.1f} GB"
+    report.targets.append(Target("Kernel: peak extra memory, GB", extra / 1e9, 1.0, True, note))
+
+
+def prepare_step(widths: tuple[int, ...], n: int, damping: float, device: torch.device) -> Callable[[], Any]:
+    """The damped step of n examples."""
+    problem = c.mlp(widths, n, device)
+    ω = torch.randn(problem.size, device=device)
+    c.step(problem.first(4), ω, damping)()
+    return c.step(problem, ω, damping)
+
+
+def table(report: Report) -> str:
+    """All rows by section, then the targets."""
+    lines = []
+    for section in dict.fromkeys(row.section for row in report.rows):
+        rows = [row for row in report.rows if row.section == section]
+        lines += ["", section, f"  {'':28}{'ms':>10}{'over ' + rows[0].unit:>22}{'quartiles':>18}"]
+        for row in rows:
+            r = row.ratio
+            lines.append(
+                f"  {row.contestant:28}{1e3 * row.seconds.median:10.1f}{r.median:22.2f}{r.low:11.2f} – {r.high:.2f}"
+            )
+    lines += ["", "targets"]
+    for t in report.targets:
+        verdict, sign = "met" if t.met else "NOT MET", "≤" if t.at_most else "≥"
+        lines.append(f"  {verdict:8}{t.measured:8.2f} {sign} {t.bound:<6g}{t.claim}")
+        lines += [f"{'':27}{t.note}"] if t.note else []
+    return "\n".join(lines)
+
+
+def save(report: Report, path: Path, seconds: float) -> None:
+    """The report as JSON."""
+    content = {
+        "machine": machine(report.device),
+        "peers": peers.versions(),
+        "seconds": round(seconds),
+        "rows": [asdict(row) for row in report.rows],
+        "targets": [{**asdict(t), "met": t.met} for t in report.targets],
+        "disagreement": report.checks,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    """Run everything, print the table, save the numbers."""
+    parser = argparse.ArgumentParser(description="Ratios of the core quantities, in one run.")
+    parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda")
+    parser.add_argument("--rounds", type=int, default=11, help="turns that every contestant takes")
+    parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
+    args = parser.parse_args()
+    settle()
+    start, device = time.perf_counter(), torch.device(args.device)
+    report = Report(device, args.rounds)
+    products(report, c.mlp((784, 1000, 1000, 10), 512, device))
+    products(report, c.resnet(16, 64, device))
+    matrices(report, c.mlp((64, 26, 10, 10), 1000, device))
+    diagonals(report, c.mlp((784, 1000, 1000, 10), 512, device))
+    diagonal_memory(report, (784, 256, 256, 10), (2048, 8192, 32768), 2**24)
+    kernels(report, (784, 800, 440, 10), 200, 20)
+    seconds = time.perf_counter() - start
+    name = "core.json" if device.type == "cpu" else f"core-{device.type}.json"
+    save(report, args.output or Path(__file__).parent / "results" / name, seconds)
+    print(table(report))
+    print(f"\n{seconds:.0f} s; torch {torch.__version__}, {machine(device)['device']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Timing and memory: contestants take turns, and only ratios within a turn are compared."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: list[float]) -> Spread:
+        if len(values) < 2:
+            return Spread(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return Spread(median, low, high)
+
+
+@dataclass(frozen=True)
+class Race:
+    """Seconds of every contestant, a number a round."""
+
+    seconds: dict[str, list[float]]
+
+    def time(self, name: str) -> Spread:
+        return Spread.of(self.seconds[name])
+
+    def ratio(self, name: str, over: str) -> Spread:
+        """Time of one over the other in the same round: what slows the machine down slows both."""
+        return Spread.of([a / b for a, b in zip(self.seconds[name], self.seconds[over], strict=True)])
+
+
+def race(contestants: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device, warmup: int = 2) -> Race:
+    """Run the contestants in turn, after some rounds that are not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(-warmup, rounds):
+        for name, contestant in contestants.items():
+            start = now(device)
+            contestant()
+            if turn >= 0:
+                seconds[name].append(now(device) - start)
+            else:
+                now(device)
+    return Race(seconds)
+
+
+def now(device: torch.device) -> float:
+    """Time on the processor, which other programs on the machine do not add to; on a GPU the time of its queue."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.process_time()
+
+
+def disagreement(results: Mapping[str, Tensor]) -> float:
+    """The largest relative distance of a contestant's result from the first one's."""
+    first, *others = [r.detach() for r in results.values()]
+    norm = torch.linalg.vector_norm(first)
+    return max((float(torch.linalg.vector_norm(r - first) / norm) for r in others), default=0.0)
+
+
+def settle() -> None:
+    """One thread, and an allocator that keeps what it has, as it does after the first steps of training.
+
+    Fresh pages cost as much as a layer. Whether freed ones are given back to the system depends on who ran before, so
+    without this the order of the contestants would decide.
+    """
+    torch.set_num_threads(1)
+    _allocator(trim=2**31 - 1, mmap=2**30)
+
+
+def _allocator(trim: int, mmap: int) -> None:
+    """Free memory is given back from ``trim`` bytes on; from ``mmap`` bytes on an allocation has pages of its own."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-1, trim)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, mmap)  # M_MMAP_THRESHOLD
+
+
+def peak_memory(prepare: Callable[..., Callable[[], Any]], *args: Any, device: torch.device) -> int:
+    """Bytes that ``prepare(*args)()`` needs at its peak beyond what was there before, in a process of its own.
+
+    ``prepare`` runs something small of the same kind, so that what libraries load once is not counted.
+    """
+    if device.type == "cuda":
+        run = prepare(*args)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_resident_peak, prepare, args).result()
+
+
+def _resident_peak(prepare: Callable[..., Callable[[], Any]], args: tuple[Any, ...]) -> int:
+    torch.set_num_threads(1)
+    _allocator(trim=2**16, mmap=2**16)  # tensors that are freed leave at once: what is resident is what is alive
+    run = prepare(*args)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        run()
+        unit = 1 if sys.platform == "darwin" else 1024
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts at what is resident now
+    before = _status(status, "VmRSS")
+    run()
+    return _status(status, "VmHWM") - before
+
+
+def _status(status: Path, key: str) -> int:
+    line = next(line for line in status.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers depend on, and nothing that names the machine."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

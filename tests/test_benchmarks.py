@@ -1,0 +1,139 @@
+"""The benchmark compares like with like: at tiny sizes and in float64 all contestants compute the same numbers."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from benchmarks import contestants as c
+from benchmarks import core, peers
+from benchmarks.harness import Race, Spread, disagreement, peak_memory, race
+from tests import oracle
+
+CPU = torch.device("cpu")
+# Other libraries, where they are installed, compute in their own ways and warn about their own affairs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def mlp(n: int = 7) -> c.Problem:
+    """Four inputs, three classes."""
+    return c.mlp((4, 5, 3), n, CPU, torch.float64)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    """Equal up to rounding in float64."""
+    assert disagreement({"expected": expected, "found": found}) < 1e-10
+
+
+def dense(problem: c.Problem) -> Tensor:
+    """G of the oracle."""
+    J = oracle.module_jacobian(problem.model, problem.x)
+    return oracle.dense(J, oracle.categorical(problem.model(problem.x)))
+
+
+@pytest.mark.parametrize("make", [mlp, lambda: c.resnet(1, 2, CPU, torch.float64)], ids=["mlp", "resnet"])
+def test_all_products_are_the_same_product(make: Callable[[], c.Problem]) -> None:
+    problem = make()
+    v = torch.randn(problem.size, dtype=torch.float64)
+    by_hand = c.product_by_hand(problem, v)()
+    others = peers.products(problem.model, problem.x, v).values()
+    for contestant in (c.product(problem, v), c.cold_product(problem, v), *others):
+        close(contestant(), by_hand)
+
+
+def test_the_product_by_hand_and_the_solve_are_those_of_the_oracle() -> None:
+    problem = mlp()
+    G, v = dense(problem), torch.randn(problem.size, dtype=torch.float64)
+    close(c.product_by_hand(problem, v)(), G @ v)
+    close(c.solve(problem, v, steps=problem.size)(), oracle.damped(G, v, 1.0))
+
+
+def test_all_matrices_are_the_matrix_of_the_oracle() -> None:
+    problem = mlp()
+    G = dense(problem)
+    for contestant in (c.matrix(problem), c.matrix_by_hand(problem)):
+        close(contestant(), G)
+
+
+def test_all_matrices_and_diagonals_of_the_peers_are_the_same_in_float32() -> None:
+    problem = c.mlp((4, 5, 3), 7, CPU)
+    G = c.matrix_by_hand(problem)()
+    for contestant in peers.matrices(problem.model, problem.x).values():
+        assert disagreement({"ours": G, "theirs": contestant()}) < 1e-5
+    for contestant in peers.diagonals(problem.model, problem.x, sampled=False).values():
+        assert disagreement({"ours": G.diagonal(), "theirs": contestant()}) < 1e-5
+
+
+def test_the_exact_diagonal_is_the_diagonal_of_the_oracle() -> None:
+    problem = mlp()
+    close(c.diagonal(problem, c.EXACT)(), dense(problem).diagonal())
+
+
+def test_the_sampled_diagonal_is_the_mean_square_of_gradients_at_targets_drawn_from_the_model() -> None:
+    problem = mlp()
+    with torch.no_grad():
+        p = problem.model(problem.x).softmax(-1)
+    t = torch.multinomial(p, 1, replacement=True, generator=torch.Generator().manual_seed(3)).squeeze(1)
+
+    def loss(θ: dict[str, Tensor], x: Tensor, label: Tensor) -> Tensor:
+        y = functional_call(problem.model, θ, (x.unsqueeze(0),))
+        return torch.nn.functional.cross_entropy(y, label.unsqueeze(0))
+
+    each = vmap(grad(loss), in_dims=(None, 0, 0))(problem.params, problem.x, t)
+    expected = torch.cat([g.flatten(1) for g in each.values()], dim=1).square().mean(0)
+    close(c.diagonal(problem, c.ONE_SAMPLE, torch.Generator().manual_seed(3))(), expected)
+
+
+def test_both_damped_steps_are_the_solution_of_the_oracle() -> None:
+    problem = mlp()
+    ω = torch.randn(problem.size, dtype=torch.float64)
+    expected = oracle.damped(dense(problem), ω, 0.1)
+    close(c.step(problem, ω, 0.1)(), expected)
+    close(c.step_by_hand(problem, ω, 0.1)(), expected)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    result = Race({"a": [2.0, 20.0, 4.0], "b": [1.0, 10.0, 1.0]})
+    assert result.ratio("a", "b") == Spread(2.0, 2.0, 3.0)
+    assert result.time("b").median == 1.0
+
+
+def test_contestants_take_turns() -> None:
+    order: list[str] = []
+    race({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, device=CPU, warmup=1)
+    assert order == ["a", "b"] * 3
+
+
+def test_different_things_are_not_timed() -> None:
+    with pytest.raises(AssertionError, match="section: the contestants disagree by 1"):
+        core.Report(CPU, 1).agree("section", {"a": lambda: torch.ones(2), "b": lambda: 2 * torch.ones(2)})
+
+
+def allocate(megabytes: int) -> Callable[[], Tensor]:
+    """Touch that much memory."""
+    return lambda: torch.ones(megabytes * 2**20 // 4)
+
+
+def test_peak_memory_is_that_of_the_tensors() -> None:
+    assert 60 <= peak_memory(allocate, 64, device=CPU) / 2**20 <= 70
+
+
+def test_a_tiny_run_makes_a_table_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "peak_memory", lambda prepare, *args, device: (prepare(*args)(), 2**20)[1])
+    report = core.Report(CPU, rounds=1)
+    problem = c.mlp((4, 5, 3), 7, CPU)
+    core.products(report, problem, steps=2)
+    core.matrices(report, problem)
+    core.diagonals(report, problem)
+    core.diagonal_memory(report, (4, 5, 3), (70, 90), 2**12)
+    core.kernels(report, (4, 5, 3), n=6, few=3)
+    core.save(report, tmp_path / "core.json", seconds=1.0)
+    saved = json.loads((tmp_path / "core.json").read_text())
+    assert {"machine", "rows", "targets"} <= saved.keys()
+    assert all(isinstance(t["met"], bool) for t in saved["targets"])
+    assert max(saved["disagreement"].values()) < 1e-4
+    assert all(row.contestant in core.table(report) for row in report.rows)
