@@ -217,6 +217,31 @@ def test_an_error_changes_nothing_and_training_goes_on(name: str, options: dict[
     assert torch.equal(of.theta(), twin.theta())
 
 
+def test_a_step_that_fails_after_the_solve_leaves_the_warm_start_of_the_solver() -> None:
+    """Conjugate gradients remember their last solution, also where the metric is not due."""
+    fail = False
+
+    def project(params: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {} if fail else params
+
+    rule = ng.Constrained(ng.Fixed(), ng.BackProjection(project))
+    options = {"structure": ng.Refresh(ng.Dense(), every=5), "solver": ng.CG(tol=1e-2, max_steps=2), "lr": 0.1}
+    of, twin = task(), task()
+    opt, other = of.optimizer(step=rule, **options), twin.optimizer(**options)
+    of.step(opt)
+    twin.step(other)
+    _backward(of, opt)
+    before, fail = _snapshot(of, opt), True
+    with pytest.raises(ValueError, match="BackProjection must return all parameters"):
+        opt.step()
+    assert _same(before, _snapshot(of, opt))
+    fail = False
+    for _ in range(3):
+        of.step(opt)
+        twin.step(other)
+    assert torch.equal(of.theta(), twin.theta())
+
+
 class _Switch(nn.Module):
     """A layer that can break."""
 

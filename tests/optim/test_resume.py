@@ -42,10 +42,10 @@ def _optimizer(of: Task, name: str, seed: int) -> ng.NaturalGradient:
 
 
 def _run(of: Task, opt: ng.NaturalGradient, steps: range) -> list[Tensor]:
-    """Every step has a batch of its own."""
+    """The batch changes every third step: in between, a warm start is worth having."""
     iterates = []
     for t in steps:
-        batch = task("classes", seed=100 + t)
+        batch = task("classes", seed=100 + t // 3)
         view = Task(of.model, batch.x, batch.t, of.kind)
         opt.step(view.closure(opt))
         iterates.append(of.theta())
@@ -70,7 +70,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str, at: int) -> None:
     other.load_state_dict(saved["opt"])
     got = _run(fresh, other, range(at, at + 5))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert len({float(θ.sum()) for θ in got}) == 5  # it did move
+    assert len({float(θ.sum()) for θ in got}) >= 4  # it did move; Levenberg–Marquardt may refuse a step
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -115,8 +115,8 @@ def test_the_damping_that_was_adapted_is_resumed() -> None:
     assert other.param_groups[0]["damping"] == opt.param_groups[0]["damping"]
 
 
-def test_factors_of_a_bfloat16_momentum_free_state_are_not_cast() -> None:
-    """torch casts floating state to the parameters' dtype; the metric must stay as it was saved."""
+def test_the_metric_is_not_cast_to_the_dtype_of_the_parameters() -> None:
+    """As torch does with the rest of a state: float32 factors of a bfloat16 model would lose their digits."""
     of = task("classes")
     opt = _optimizer(of, "dense", 7)
     _run(of, opt, range(1))
