@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from natgrad.cli.experiment import Budget, Comparison, Run, Task, compare
 
@@ -24,6 +28,8 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, help="at most this many steps a run")
     parser.add_argument("--seed", type=int, default=0, help="seed of initial weights and mini-batches (%(default)s)")
+    # Networks of this size gain nothing from more threads, and lose a lot where another process wants the cores.
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (%(default)s)")
     parser.add_argument("--grid", action="store_true", help="run the grid from which the optimizers' numbers come")
 
 
@@ -32,11 +38,22 @@ def budget(arguments: Namespace, tasks: tuple[Task, ...]) -> Budget:
     seconds: float | None = arguments.seconds
     if seconds is None and arguments.steps is None:
         seconds = SECONDS
-    for name, value in (("--seconds", seconds), ("--steps", arguments.steps)):
+    for name, value in (("--seconds", seconds), ("--steps", arguments.steps), ("--threads", arguments.threads)):
         if value is not None and not value > 0:
             raise ValueError(f"natgrad demo: {name} is {value}, but must be positive")
     shares = sum(task.weight * len(task.contenders) for task in tasks)
     return Budget(steps=arguments.steps, seconds=None if seconds is None else seconds / shares)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads for torch, and the old number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def with_progress(tasks: tuple[Task, ...], limit: Budget, seed: int, console: Console) -> Comparison:
@@ -77,8 +94,9 @@ def run(arguments: Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=132)  # a file or a pipe has no width of its own; rich's 80 would cut the tables
-    comparison = with_progress(tasks, limit, arguments.seed, console)
-    report(comparison, arguments.seed, arguments.out, console)
+    with threads(arguments.threads):
+        comparison = with_progress(tasks, limit, arguments.seed, console)
+        report(comparison, arguments.seed, arguments.out, console)
     if comparison.interrupted:
         console.print("Interrupted: the runs above are what there is.")
         return INTERRUPTED

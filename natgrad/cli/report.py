@@ -16,7 +16,6 @@ from rich.table import Table
 
 from natgrad.cli.experiment import Comparison, Point, Run, Task
 
-COLUMNS = 3
 COLOURS = ("#8c8c8c", "#e08214", "#2166ac", "#1b9e77", "#762a83", "#b2182b")
 AXES: dict[str, Callable[[Point], float]] = {"steps": lambda point: point.step, "seconds": lambda point: point.seconds}
 
@@ -30,10 +29,10 @@ def by_task(runs: Sequence[Run]) -> list[tuple[Task, list[Run]]]:
     return list(groups.values())
 
 
-def ladder(top: float, rungs: int = COLUMNS) -> list[float]:
+def ladder(top: float, rungs: int) -> list[float]:
     """The last numbers 1, 3, 10, 30 … (or … 0.3, 0.1) up to `top`, in increasing order.
 
-    >>> ladder(150), ladder(1.5)
+    >>> ladder(150, rungs=3), ladder(1.5, rungs=3)
     ([10.0, 30.0, 100.0], [0.1, 0.3, 1.0])
     """
     numbers = [float(f"{mantissa}e{exponent}") for exponent in range(-3, 9) for mantissa in (1, 3)]
@@ -46,24 +45,24 @@ def reached(runs: Sequence[Run], axis: Callable[[Point], float]) -> float:
     return min(axis(run.history[-1]) for run in finished)
 
 
-def table(task: Task, runs: Sequence[Run]) -> Table:
-    """One row an optimizer: training loss against steps and against seconds, then how the run ended."""
-    steps = [int(step) for step in ladder(reached(runs, AXES["steps"])) if step >= 1]
-    seconds = ladder(reached(runs, AXES["seconds"]))
+def table(task: Task, runs: Sequence[Run], rungs: int) -> Table:
+    """One row an optimizer: training loss after `rungs` numbers of steps and of seconds, then how the run ended."""
+    steps = [int(step) for step in ladder(reached(runs, AXES["steps"]), rungs) if step >= 1]
+    seconds = ladder(reached(runs, AXES["seconds"]), rungs)
     result = Table(title=f"{task.name}: training loss after …", title_justify="left")
-    result.add_column("optimizer", no_wrap=True)
-    names = [f"{step} steps" if step > 1 else "1 step" for step in steps] + [f"{second:g} s" for second in seconds]
-    for name in [*names, "steps", "ms/step", "train loss", "test loss", task.score.name]:
-        result.add_column(name, justify="right")
+    result.add_column("optimizer")
+    names = [f"{step}\nstep{'s' if step > 1 else ''}" for step in steps] + [f"{second:g}\ns" for second in seconds]
+    for name in [*names, "steps\nin all", "train\nloss", task.score.name.replace(" ", "\n")]:
+        result.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         points = [run.at_step(step) for step in steps] + [run.at_seconds(second) for second in seconds]
         last = run.history[-1]
         result.add_row(
             run.contender.name + ("" if run.status == "finished" else f" ({run.status})"),
-            *(f"{point.train_loss:.3g}" if point else "–" for point in points),
+            *(f"{point.train_loss:.2g}" if point else "–" for point in points),
             str(last.step),
-            f"{1e3 * last.seconds / last.step:.3g}" if last.step else "–",
-            *(f"{value:.3g}" for value in (last.train_loss, last.test_loss, last.test_score)),
+            f"{last.train_loss:.2g}",
+            f"{last.test_score:.3f}",
         )
     return result
 
@@ -115,8 +114,9 @@ def report(comparison: Comparison, seed: int, out: Path, console: Console) -> No
     if not groups:
         console.print("Nothing was trained, so nothing is written.")
         return
+    rungs = 3 if console.width >= 110 else 2
     for task, members in groups:
-        console.print(table(task, members))
+        console.print(table(task, members, rungs))
     written = [out / "summary.json"]
     written[0].write_text(json.dumps(summary(comparison, seed), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     for axis in AXES:
