@@ -5,7 +5,9 @@ ones: activations are never negative, gradients shrink fourfold a layer. First-o
 natural gradient feels the functions.
 
 Both natural gradients solve the same equation with the same numbers, one by Cholesky, one by conjugate gradients, and
-shorten steps that leave a ball in the metric. All numbers are the best of the grid that `natgrad demo --grid` runs.
+shorten steps that leave a ball in the metric. SGD and AdamW have the learning rate with the smallest training loss at
+the end, over two seeds; the natural gradients have numbers that avoid spikes with both solvers. `natgrad demo --grid`
+runs the numbers around them, for whoever doubts the choice.
 """
 
 from __future__ import annotations
@@ -105,8 +107,8 @@ def classifier() -> Task:
         contenders=(
             sgd("SGD", lr=3.0),
             adamw("AdamW", lr=0.03),
-            natural("natural gradient", metric, lr=1.0, damping=3e-4, radius=0.03),
-            natural_cg("natural gradient (CG)", metric, lr=1.0, damping=3e-4, radius=0.03),
+            natural("natural gradient", metric, lr=1.0, damping=3e-4, radius=0.01),
+            natural_cg("natural gradient (CG)", metric, lr=1.0, damping=3e-4, radius=0.01),
         ),
     )
 
@@ -128,8 +130,8 @@ def autoencoder() -> Task:
         contenders=(
             sgd("SGD", lr=0.1),
             adamw("AdamW", lr=0.03),
-            natural("natural gradient", metric, lr=0.5, damping=3e-4, radius=3.0),
-            natural_cg("natural gradient (CG)", metric, lr=0.5, damping=3e-4, radius=3.0),
+            natural("natural gradient", metric, lr=0.5, damping=3e-4, radius=1.0),
+            natural_cg("natural gradient (CG)", metric, lr=0.5, damping=3e-4, radius=1.0),
         ),
     )
 
@@ -141,7 +143,7 @@ def grid(task: Task) -> Task:
     def cells() -> Iterator[Contender]:
         yield from (sgd(f"SGD {lr:g}", lr) for lr in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0))
         yield from (adamw(f"AdamW {lr:g}", lr) for lr in (0.003, 0.01, 0.03, 0.1, 0.3))
-        for lr, damping, radius in product((0.5, 1.0), (1e-4, 3e-4, 1e-3), (0.03, 0.3, 3.0)):
+        for lr, damping, radius in product((0.5, 1.0), (1e-4, 3e-4, 1e-3), (0.01, 0.1, 1.0)):
             numbers = f"{lr:g} {damping:g} {radius:g}"
             yield natural(f"natural {numbers}", metric, lr, damping, radius)
             yield natural_cg(f"CG {numbers}", metric, lr, damping, radius)
