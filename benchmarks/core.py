@@ -182,7 +182,7 @@ def kernels(report: Report, widths: tuple[int, ...], n: int, few: int, damping: 
     small, section = problem.first(few), f"damped step, {problem.size:,} parameters, {problem.name}"
     both = {OURS: c.step(small, ω, damping), "Jacobian, Woodbury": c.step_by_hand(small, ω, damping)}
     report.agree(f"{section}: {few} examples", both)
-    report.race(f"{section}: {few} examples, in full", both, OURS, 3)
+    report.race(f"{section}: {few} examples, in full", both, OURS, 5)
     entries = {OURS: c.step(problem, ω, damping), f"Jacobian of {few} examples": lambda: c.jacobian(small)}
     result = report.race(section, entries, OURS, max(3, report.rounds // 3))
     faster = result.ratio(f"Jacobian of {few} examples", OURS).median * n / few
@@ -239,7 +239,7 @@ def main() -> None:
     """Run everything, print the table, save the numbers."""
     parser = argparse.ArgumentParser(description="Ratios of the core quantities, in one run.")
     parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda")
-    parser.add_argument("--rounds", type=int, default=11, help="turns that every contestant takes")
+    parser.add_argument("--rounds", type=int, default=9, help="turns that every contestant takes")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
     args = parser.parse_args()
     settle()
