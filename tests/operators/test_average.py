@@ -56,6 +56,21 @@ def test_average_of_low_ranks_keeps_diagonal_and_rank(rank: int, weight: float) 
     close(average.values, values)
 
 
+def test_average_of_low_ranks_grows_to_the_rank_that_was_asked_for() -> None:
+    """Batches of rank 6 each, an average of rank 20: 18 after three batches, and 20 after four."""
+    problem = zoo.case("mlp_tanh").make()
+    batches = [zoo.Problem(problem.model, normal(6, 3, seed=seed)) for seed in range(4)]
+    estimates = [ng.LowRank(20).estimate(pull(batch, random_roots(batch, 1))) for batch in batches]
+    average: Operator = estimates[0]
+    ranks = [6]
+    for step, G in enumerate(estimates[1:], start=2):
+        average = average.lerp(G, 1 / step)
+        ranks.append(average.tensors()["values"].numel())
+    assert ranks == [6, 12, 18, 20]
+    mean = torch.stack([G.dense() for G in estimates]).mean(0)
+    close(average.diagonal(), mean.diagonal())
+
+
 def _range(G: Operator) -> torch.Tensor:
     assert isinstance(G, LowRankOperator)
     return (G.vectors * G.values) @ G.vectors.T
