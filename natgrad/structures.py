@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import final
 
 import torch
@@ -26,6 +27,7 @@ from natgrad.operators import (
 from natgrad.operators.lowrank import floored, leading
 from natgrad.pullback import Factors, Pullback
 from natgrad.pullback.factors import cross
+from natgrad.pullback.precision import without_autocast
 from natgrad.pullback.pullback import default_blocks
 
 
@@ -76,6 +78,7 @@ class Dense(Structure):
     def elements(self, pullback: Pullback) -> int:
         return pullback.model.size**2
 
+    @without_autocast
     def estimate(self, pullback: Pullback) -> DenseOperator:
         self.admit(pullback)
         p = pullback.model.size
@@ -106,6 +109,7 @@ class BlockDense(Structure):
     def elements(self, pullback: Pullback) -> int:
         return sum(block.size**2 for block in pullback.blocks)
 
+    @without_autocast
     def estimate(self, pullback: Pullback) -> BlockDenseOperator:
         self.admit(pullback)
         totals = [pullback.y.new_zeros(block.size, block.size) for block in pullback.blocks]
@@ -139,6 +143,7 @@ class Diagonal(Structure):
     def elements(self, pullback: Pullback) -> int:
         return pullback.model.size
 
+    @without_autocast
     def estimate(self, pullback: Pullback) -> DiagonalOperator:
         self.admit(pullback)
         return DiagonalOperator(Layout.of(pullback.model.params), pullback.square())
@@ -166,6 +171,7 @@ class LowRank(Structure):
         small = min(pullback.columns * pullback.n, pullback.model.size)
         return (min(self.rank, small) + 2) * pullback.model.size + small**2
 
+    @without_autocast
     def estimate(self, pullback: Pullback) -> LowRankOperator:
         self.admit(pullback)
         layout = Layout.of(pullback.model.params)
@@ -200,6 +206,7 @@ class Kernel(Structure):
         kept = sum(rows * (b.size if b.rule is None else b.shape[0] * b.shape[1]) for b in pullback.blocks)
         return kept + 2 * rows**2  # the factors g; the Gram matrix and the Gram matrix of one block
 
+    @without_autocast
     def estimate(self, pullback: Pullback) -> KernelOperator:
         self.admit(pullback)
         factors = tuple(pullback.collect())
@@ -227,6 +234,7 @@ class Implicit(Structure):
     def elements(self, pullback: Pullback) -> int:
         return pullback.model.size
 
+    @without_autocast
     def estimate(self, pullback: Pullback) -> ImplicitOperator:
         self.admit(pullback)
         linear = linearise(pullback.model, pullback.x)
@@ -288,8 +296,5 @@ class Refresh(Structure):
 
 
 def _starts(pullback: Pullback) -> list[slice]:
-    starts, at = [], 0
-    for block in pullback.blocks:
-        starts.append(slice(at, at + block.size))
-        at += block.size
-    return starts
+    ends = accumulate((block.size for block in pullback.blocks), initial=0)
+    return [slice(start, end) for start, end in pairwise(ends)]

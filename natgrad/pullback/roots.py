@@ -28,7 +28,7 @@ def draw(
 
 def _columns(metric: OutputMetric, y: Tensor, target: Any) -> int | None:
     """K at a part of the examples; None for a metric that was made for one batch and knows only all of it."""
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
         root = metric.root(y, target)
     if root.shape[1:] != y.shape:
         return None
@@ -38,7 +38,7 @@ def _columns(metric: OutputMetric, y: Tensor, target: Any) -> int | None:
 
 def root_at(metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None) -> Tensor:
     """s [k n *out] at y [n *out], of the right shape and finite."""
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
         root = metric.root(y, target, generator).detach()
     if root.shape[1:] != y.shape:
         raise ValueError(
