@@ -43,11 +43,14 @@ def natural_gradient(
     solver: Solver | None = None,
     damping: float = 0.0,
     target: Any = None,
+    generator: torch.Generator | None = None,
     params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
 ) -> Vector:
     """The natural gradient (G + λ)⁻¹ dL of a loss at a batch x (004 (17)); subtract it to descend.
 
-    ``loss``: a scalar tensor computed from the model, or a function of the outputs y. The rest is one choice a slot.
+    ``loss``: a scalar tensor computed from the model, or a function of the outputs y. The rest is one choice a slot,
+    and what ``pullback`` takes.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))
@@ -55,8 +58,8 @@ def natural_gradient(
     >>> ng.natural_gradient(model, x, loss, ng.Fisher(ng.Categorical()), damping=1e-3)
     Vector(weight: (3, 2), bias: (3,))
     """
-    wrapped = Model.of(model, params)
-    pb = pullback(wrapped, x, metric, target=target)
+    wrapped = Model.of(model, params, output)
+    pb = pullback(wrapped, x, metric, target, generator)
     if isinstance(loss, Tensor):
         ω = differential(wrapped.params, loss)
     else:

@@ -203,8 +203,12 @@ class Kernel(Structure):
 
     def elements(self, pullback: Pullback) -> int:
         rows = pullback.columns * pullback.n
-        kept = sum(rows * (b.size if b.rule is None else b.shape[0] * b.shape[1]) for b in pullback.blocks)
-        return kept + 2 * rows**2  # the factors g; the Gram matrix and the Gram matrix of one block
+        kept = 0
+        for block in pullback.blocks:
+            _, o, i = block.shape
+            shared = 1 if block.rule is None else pullback.positions[block.names[0]]
+            kept += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
+        return kept + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 
     @without_autocast
     def estimate(self, pullback: Pullback) -> KernelOperator:

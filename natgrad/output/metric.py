@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from natgrad.families.base import over_terms
-from natgrad.model import Inputs
+from natgrad.model import Inputs, map_tensors
 
 Reduction = Literal["sum", "mean"]
+_ELEMENTS = 2**22  # of an exact root that is only made to be sampled
 
 
 class OutputMetric(ABC):
@@ -119,10 +121,16 @@ class Sampled(OutputMetric):
         return self.base.flat(y, u, target)
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        s = self.base.root(y, target)
         generator = generator or fresh_generator(y.device)
-        ε = torch.randn(self.samples, *s.shape[:2], generator=generator, dtype=y.dtype, device=y.device)
-        return torch.einsum("skn,kn...->sn...", ε, s) / self.samples**0.5
+        # The exact root has a column an output: it is made for a few examples at a time, and mixed at once.
+        step = max(1, _ELEMENTS // y[0].numel() ** 2)
+        mixed = []
+        for start in range(0, y.shape[0], step):
+            part = slice(start, start + step)
+            s = self.base.root(y[part], map_tensors(target, operator.itemgetter(part)))
+            ε = torch.randn(self.samples, *s.shape[:2], generator=generator, dtype=y.dtype, device=y.device)
+            mixed.append(torch.einsum("skn,kn...->sn...", ε, s))
+        return torch.cat(mixed, dim=1) / self.samples**0.5
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         return self.base.divergence(y, y0, target)

@@ -49,6 +49,7 @@ class Pullback:
     memory: int
     tapes: dict[Part, Tape]  # by range of examples; a range that is missing is recorded when needed
     parts: list[Part]  # ranges of examples that are processed together
+    positions: dict[str, int]  # by the first name of a layer: how many r·c of one example share its weight
     drawn: Tensor | None  # the root, where it is kept: a large exact one is computed again for every part
 
     @property
@@ -254,12 +255,13 @@ def assemble(
     check_outputs(model, x, y)
     counts, moved = leaf_uses(tape.y), misplaced(tape, model.module)
     blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in blocks]
+    positions = {b.names[0]: tape.positions(b) for b in blocks}
     coupling = metric.coupling(x, y.shape[0])
     if coupling is not None:
         parts, coupling = [(0, y.shape[0])], coupling.to(y)
     tapes = {parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {}
     drawn, columns = draw(metric, y, target, generator, parts)
-    return Pullback(model, x, metric, target, y, columns, coupling, blocks, memory, tapes, parts, drawn)
+    return Pullback(model, x, metric, target, y, columns, coupling, blocks, memory, tapes, parts, positions, drawn)
 
 
 def default_blocks(model: Model) -> list[Block]:

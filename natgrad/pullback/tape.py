@@ -6,6 +6,7 @@ not touched, and in-place activations after a layer do no harm, since the edge i
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -126,6 +127,10 @@ class Tape:
             return False
         params = {id(p) for module in block.modules for p in trainable(module).values()}
         return all(counts[p] == len(uses) for p in params)
+
+    def positions(self, block: Block) -> int:
+        """How many r·c of one example share the weight of a block, over all its uses; 1 for explicit rows."""
+        return sum(math.prod(use.shape[1:]) for use in self.of(block)) // block.shape[1] if block.rule else 1
 
     def of(self, block: Block) -> list[Use]:
         """The uses of a block, in the order of the calls."""

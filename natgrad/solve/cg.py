@@ -20,7 +20,11 @@ from natgrad.structures import Diagonal, Structure
 @final
 @dataclass(frozen=True)
 class Report:
-    """How a solve ended: ``residual`` is ‖ω − (G + λ)v‖/‖ω‖ after ``steps`` products; ``reason``: why it stopped."""
+    """How a solve ended: ``residual`` is ‖ω − (G + λ)v‖/‖ω‖ after ``steps`` products; ``reason``: why it stopped.
+
+    The residual is the true one, computed at the end; the one that stops the loop follows a recursion and drifts from
+    it by rounding, so that ``converged`` allows it ten times the tolerance.
+    """
 
     steps: int
     residual: float

@@ -155,3 +155,23 @@ def test_diagonal_of_a_sequence_stays_within_its_bound() -> None:
     everything = 35 * 32 * pb.model.size
     assert everything > 8 * 40_000
     assert largest.elements <= 40_000
+
+
+def test_a_sampled_euclidean_root_is_never_whole() -> None:
+    """One pseudo-gradient an example of 300 outputs: nothing as large as the exact root [d n d] is made (002 §5.2)."""
+    y = torch.zeros(200, 300, dtype=torch.float64)
+    with Largest() as seen:
+        root = ng.Sampled(ng.Euclidean()).root(y, generator=torch.Generator().manual_seed(0))
+    assert root.shape == (1, 200, 300)
+    assert seen.elements < 300 * 200 * 300 / 2
+
+
+def test_the_kernel_of_a_sequence_counts_its_positions() -> None:
+    """g [k n r c o] and a [n r c i] grow with the sequence: so does what is forecast, and what is allocated fits it."""
+    layer = torch.nn.Linear(3, 2, dtype=torch.float64)
+    for length in (1, 5):
+        pb = ng.pullback(layer, torch.ones(4, length, 3, dtype=torch.float64), ng.Euclidean())
+        rows = pb.columns * 4
+        held = sum(t.numel() for t in ng.Kernel().estimate(pb).tensors().values())
+        assert held == rows * length * 2 + 4 * length * 4
+        assert ng.Kernel().elements(pb) == held + 2 * rows**2
