@@ -85,11 +85,11 @@ def settle() -> None:
     without this the order of the contestants would decide.
     """
     torch.set_num_threads(1)
-    _allocator(trim=2**31 - 1, mmap=2**30)
+    _allocator(trim=-1, mmap=2**30)
 
 
 def _allocator(trim: int, mmap: int) -> None:
-    """Free memory is given back from ``trim`` bytes on; from ``mmap`` bytes on an allocation has pages of its own."""
+    """Free memory is given back from ``trim`` bytes on (−1: never); from ``mmap`` on an allocation has its own pages."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-1, trim)  # M_TRIM_THRESHOLD
