@@ -89,7 +89,7 @@ def settle() -> None:
 
 
 def _allocator(trim: int, mmap: int) -> None:
-    """Free memory is given back from ``trim`` bytes on (−1: never); from ``mmap`` on an allocation has its own pages."""
+    """Free memory is given back from ``trim`` bytes on (−1: never); from ``mmap`` on allocations have their pages."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-1, trim)  # M_TRIM_THRESHOLD
