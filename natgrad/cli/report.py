@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ def ladder(top: float, rungs: int) -> list[float]:
 
 
 def reached(runs: Sequence[Run], axis: Callable[[Point], float]) -> float:
-    """How far all finished runs got on this axis: up to there their losses can be compared."""
+    """How far on this axis a typical finished run got (the lower median): up to there most losses can be compared."""
     finished = [run for run in runs if run.status == "finished"] or runs
-    return min(axis(run.history[-1]) for run in finished)
+    return median_low(axis(run.history[-1]) for run in finished)
 
 
 def table(task: Task, runs: Sequence[Run], rungs: int) -> Table:

@@ -21,7 +21,7 @@ from natgrad.cli import experiment
 from natgrad.cli.demo import budget as demo_budget
 from natgrad.cli.experiment import Budget, Contender, Point, Run, Task, batches, compare, milestones, train
 from natgrad.cli.main import main
-from natgrad.cli.report import ladder
+from natgrad.cli.report import AXES, ladder, reached
 from natgrad.cli.tasks import classifier
 from natgrad.data import load_digits
 
@@ -232,6 +232,13 @@ class TestTraining:
     def test_budget_without_a_limit_is_refused(self) -> None:
         with pytest.raises(ValueError, match="never ends"):
             Budget()
+
+    def test_table_goes_as_far_as_most_runs(self) -> None:
+        task = linear_task()
+        runs = [Run(task, task.contenders[0], [Point(end, 1.0, 1.0, 1.0, 1.0)], "finished") for end in (18, 200, 5000)]
+        runs.append(Run(task, task.contenders[0], [Point(2, 1.0, 1.0, 1.0, 1.0)], "interrupted"))
+        assert reached(runs, AXES["steps"]) == 200
+        assert runs[0].at_step(100) is None
 
     def test_table_steps_are_measured_exactly(self) -> None:
         measured = set(islice(milestones(), 100))
