@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -44,3 +45,11 @@ def test_the_readme_names_only_what_exists() -> None:
     slots = set(re.findall(r"`([A-Z][A-Za-z]+)\(", (ROOT / "README.md").read_text()))
     missing = [name for name in used | slots if not hasattr(ng, name)]
     assert not missing
+
+
+def test_the_measured_numbers_of_the_readme_are_those_the_benchmark_printed() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "core.json").read_text())
+    printed = {target["claim"]: f"{target['measured']:.2f}" for target in results["targets"]}
+    section = (ROOT / "README.md").read_text().split("## Measured")[1]
+    rows = re.findall(r"^\| (.+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    assert dict(rows) == printed
