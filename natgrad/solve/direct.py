@@ -19,6 +19,11 @@ class Cholesky(Solver):
     """(G + λ)⁻¹ by Cholesky: of the matrix, of its blocks, of the kernel (Woodbury) or of the capacity of a low rank.
 
     A singular or indefinite matrix raises, with its rank and smallest eigenvalue.
+
+    >>> import torch, natgrad as ng
+    >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 4.0]))
+    >>> Cholesky().init(G, damping=1.0).sharp(ng.Covector({"w": torch.tensor([2.0, 10.0])}))["w"]
+    tensor([1., 2.])
     """
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:

@@ -1,4 +1,4 @@
-"""Structures: what is kept of a pulled-back metric. Each estimates an operator from a pullback."""
+"""The structure, and those that keep entries of G exactly: all, blocks, the diagonal, the rows, or products only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.errors import IncompatibleError, MemoryBoundError
+from natgrad.errors import MemoryBoundError
 from natgrad.linearise import linearise
 from natgrad.model import Model
 from natgrad.operators import (
@@ -21,10 +21,8 @@ from natgrad.operators import (
     ImplicitOperator,
     KernelOperator,
     Layout,
-    LowRankOperator,
     Operator,
 )
-from natgrad.operators.lowrank import floored, leading
 from natgrad.pullback import Factors, Pullback
 from natgrad.pullback.factors import cross
 from natgrad.pullback.precision import without_autocast
@@ -69,7 +67,16 @@ class Structure(ABC):
 @final
 @dataclass(frozen=True)
 class Dense(Structure):
-    """All of G [p q]: RᵀCR/N (002 (29))."""
+    """All of G [p q]: RᵀCR/N (002 (29)).
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Dense().estimate(pb).dense()
+    tensor([[1., 2., 1.],
+            [2., 4., 2.],
+            [1., 2., 1.]])
+    """
 
     @property
     def bounded(self) -> bool:
@@ -100,7 +107,14 @@ class Dense(Structure):
 @final
 @dataclass(frozen=True)
 class BlockDense(Structure):
-    """The diagonal blocks of G, one a layer (a layer's weight and bias together)."""
+    """The diagonal blocks of G, one a layer (a layer's weight and bias together).
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> BlockDense().estimate(pb).names
+    ('weight + bias',)
+    """
 
     @property
     def bounded(self) -> bool:
@@ -134,6 +148,12 @@ class Diagonal(Structure):
     """The diagonal of G, without its rows: Σ_n (Σ_k g²) a², one product a layer (002 (31)).
 
     With a sampled metric this is the pullback sampling trick: one backward pass, and no per-example gradient.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Diagonal().estimate(pb).values
+    tensor([1., 4., 1.])
     """
 
     @property
@@ -154,48 +174,15 @@ class Diagonal(Structure):
 
 @final
 @dataclass(frozen=True)
-class LowRank(Structure):
-    """The ``rank`` largest eigenpairs of G, and the diagonal of what is left as a floor."""
-
-    rank: int
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank}")
-
-    @property
-    def bounded(self) -> bool:
-        return True
-
-    def elements(self, pullback: Pullback) -> int:
-        small = min(pullback.columns * pullback.n, pullback.model.size)
-        return (min(self.rank, small) + 2) * pullback.model.size + small**2
-
-    @without_autocast
-    def estimate(self, pullback: Pullback) -> LowRankOperator:
-        self.admit(pullback)
-        layout = Layout.of(pullback.model.params)
-        if pullback.model.size <= pullback.columns * pullback.n:
-            matrix = Dense().estimate(pullback).matrix
-            values, u = leading(matrix, self.rank)
-            return floored(layout, u, values, matrix.diagonal(), self.rank)
-        # Eigenvectors of G = RᵀR are Rᵀw/√s for the eigenvectors w of the smaller R Rᵀ; R itself is never formed.
-        kernel = Kernel().estimate(pullback)
-        values, w = leading(kernel.gram(), self.rank)
-        u = values.new_empty(layout.size, values.numel())
-        for j, value in enumerate(values):
-            u[:, j] = kernel.pull(w[:, j].view(kernel.factors[0].g.shape[:2])) / value.sqrt()
-        return floored(layout, u, values, kernel.diagonal(), self.rank)
-
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> LowRankOperator:
-        kept = (tensors["vectors"], tensors["values"], tensors["floor"])
-        return LowRankOperator(Layout.of(model.params), *kept, self.rank)
-
-
-@final
-@dataclass(frozen=True)
 class Kernel(Structure):
-    """R itself, in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury)."""
+    """R itself, in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury).
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Kernel().estimate(pb).gram()  # ‖(1, 2, 1)‖²
+    tensor([[6.]])
+    """
 
     @property
     def bounded(self) -> bool:
@@ -229,7 +216,14 @@ class Kernel(Structure):
 @final
 @dataclass(frozen=True)
 class Implicit(Structure):
-    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (002 section 5.2); solved by ``CG``."""
+    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (002 section 5.2); solved by ``CG``.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Implicit().estimate(pb).product(torch.tensor([1.0, 0.0, 0.0]))
+    tensor([1., 2., 1.])
+    """
 
     @property
     def bounded(self) -> bool:
@@ -246,57 +240,6 @@ class Implicit(Structure):
 
     def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> None:
         return None
-
-
-@final
-@dataclass(frozen=True)
-class Refresh(Structure):
-    """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (002 (32)).
-
-    The average starts at nothing and is corrected for it, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so the first estimate
-    counts whole (ERRATA, section D). Used by the optimizers; ``estimate`` is the inner structure's.
-
-    >>> Refresh(Diagonal(), every=10, decay=0.95)
-    Refresh(structure=Diagonal(), every=10, decay=0.95)
-    """
-
-    structure: Structure
-    every: int = 1
-    decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"Refresh(every=…) must be at least 1, got {self.every}")
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"Refresh(decay=…) must be in [0, 1), got {self.decay}")
-        name = type(self.structure).__name__
-        if self.decay > 0 and not self.structure.bounded:
-            raise IncompatibleError(
-                f"Refresh(decay={self.decay}) does not work with {name}: every average would be larger than the last. "
-                "Use decay=0, or LowRank, Diagonal, BlockDense or Dense"
-            )
-        if self.every > 1 and isinstance(self.structure, Implicit):
-            raise IncompatibleError(
-                f"Refresh(every={self.every}) does not work with Implicit: it is never factored, so nothing is saved "
-                "by keeping it, and its graph would be held. Use every=1"
-            )
-
-    @property
-    def bounded(self) -> bool:
-        return self.structure.bounded
-
-    def elements(self, pullback: Pullback) -> int:
-        return self.structure.elements(pullback)
-
-    def estimate(self, pullback: Pullback) -> Operator:
-        return self.structure.estimate(pullback)
-
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> Operator | None:
-        return self.structure.restore(model, tensors)
-
-    def weight(self, step: int) -> float:
-        """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""
-        return (1 - self.decay) / (1 - self.decay**step)
 
 
 def _starts(pullback: Pullback) -> list[slice]:

@@ -1,0 +1,67 @@
+"""When a metric is estimated, and how it is averaged over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from natgrad.errors import IncompatibleError
+from natgrad.model import Model
+from natgrad.operators import Operator
+from natgrad.pullback import Pullback
+from natgrad.structures.exact import Implicit, Structure
+
+
+@final
+@dataclass(frozen=True)
+class Refresh(Structure):
+    """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (002 (32)).
+
+    The average starts at nothing and is corrected for it, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so the first estimate
+    counts whole (ERRATA, section D). Used by the optimizers; ``estimate`` is the inner structure's.
+
+    >>> from natgrad.structures import Diagonal
+    >>> Refresh(Diagonal(), every=10, decay=0.95)
+    Refresh(structure=Diagonal(), every=10, decay=0.95)
+    """
+
+    structure: Structure
+    every: int = 1
+    decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"Refresh(every=…) must be at least 1, got {self.every}")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"Refresh(decay=…) must be in [0, 1), got {self.decay}")
+        name = type(self.structure).__name__
+        if self.decay > 0 and not self.structure.bounded:
+            raise IncompatibleError(
+                f"Refresh(decay={self.decay}) does not work with {name}: every average would be larger than the last. "
+                "Use decay=0, or LowRank, Diagonal, BlockDense or Dense"
+            )
+        if self.every > 1 and isinstance(self.structure, Implicit):
+            raise IncompatibleError(
+                f"Refresh(every={self.every}) does not work with Implicit: it is never factored, so nothing is saved "
+                "by keeping it, and its graph would be held. Use every=1"
+            )
+
+    @property
+    def bounded(self) -> bool:
+        return self.structure.bounded
+
+    def elements(self, pullback: Pullback) -> int:
+        return self.structure.elements(pullback)
+
+    def estimate(self, pullback: Pullback) -> Operator:
+        return self.structure.estimate(pullback)
+
+    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> Operator | None:
+        return self.structure.restore(model, tensors)
+
+    def weight(self, step: int) -> float:
+        """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""
+        return (1 - self.decay) / (1 - self.decay**step)
