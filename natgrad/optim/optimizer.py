@@ -156,20 +156,21 @@ class NaturalGradient(torch.optim.Optimizer):
         operator, refreshed = self.keeper.candidate()
         damping = common_damping(self.param_groups)
         solve = _Solve(self, operator, damping, refreshed)
+        decayed = self._decayed()
         proposal = Proposal(
             params={name: p.detach() for name, p in params.items()},
-            decayed=self._decayed(),
+            decayed=decayed,
             differential=ω,
             operator=operator,
             damping=damping,
             direction=solve.direction,
-            loss=None if closure is None else self._loss(closure, value),
-            divergence=lambda δ: self.keeper.divergence({n: p.detach() for n, p in params.items()} + δ),
+            loss=None if closure is None else self._loss(closure, value, decayed),
+            divergence=lambda δ: self.keeper.divergence(decayed + δ),
             acceleration=solve.acceleration,
         )
         step = self.rule.take(proposal)
         self._guard.check(step.displacement, "the step", self.keeper.step)
-        self._apply(step, proposal.decayed, solve.velocity)
+        self._apply(step, decayed, solve.velocity)
         self.inverse, self.inverse_damping = solve.inverse, solve.damping
         for group in self.param_groups:
             group["damping"] = step.damping
@@ -197,16 +198,19 @@ class NaturalGradient(torch.optim.Optimizer):
                     before = self.state[p].get("momentum", 0.0)
                     self.state[p]["momentum"] = self._guard.gated(velocity[name], before)
 
-    def _loss(self, closure: Callable[[], Any], value: Any) -> Callable[[Vector | None], float]:
+    def _loss(
+        self, closure: Callable[[], Any], value: Any, decayed: Mapping[str, Tensor]
+    ) -> Callable[[Vector | None], float]:
         params = self.keeper.model.params
 
         def loss(δ: Vector | None) -> float:
             if δ is None:
                 return _number(value)
             saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
+            landing = dict(decayed) + δ  # before a parameter changes: without decay, ``decayed`` are the parameters
             try:
                 for name, p in params.items():
-                    p.add_(δ[name])
+                    p.copy_(landing[name])
                     p.grad = None
                 with torch.enable_grad(), self.keeper.suspended():
                     return _number(closure())

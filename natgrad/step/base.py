@@ -19,8 +19,8 @@ class Proposal:
     """All that a step rule may look at. Nothing in it changes the model.
 
     ``direction(ω, λ)`` is the move −lr·(G + λ)⁻¹ω, with momentum, that the optimizer would make by itself;
-    ``loss(δ)`` and ``divergence(δ)`` evaluate the model at θ + δ, on the current batch; ``acceleration(δ)`` is
-    −Γ(δ, δ), the second derivative of the geodesic that starts with velocity δ.
+    ``loss(δ)`` and ``divergence(δ)`` evaluate the model where the step δ lands, at ``decayed`` + δ, on the current
+    batch; ``acceleration(δ)`` is −Γ(δ, δ), the second derivative of the geodesic that starts with velocity δ.
     """
 
     params: Mapping[str, Tensor]
@@ -36,6 +36,10 @@ class Proposal:
     def natural(self) -> Vector:
         """The move at the current differential and damping."""
         return self.direction(self.differential, self.damping)
+
+    def whole(self, δ: Vector) -> Vector:
+        """From θ to where the step δ lands: the weight decay moves the parameters too."""
+        return Vector({name: (self.decayed[name] - self.params[name]) + t for name, t in δ.items()})
 
     def with_differential(self, ω: Covector) -> Proposal:
         return replace(self, differential=ω)

@@ -31,6 +31,9 @@ class Constraint(ABC):
 class Constrained(StepRule):
     """Any step rule with a constraint around it.
 
+    ``BackProjection`` and ``Clipping`` move what the rule decided: its divergence, loss and ratio are those of the step
+    before it was projected or clipped. ``Penalty`` is part of what the rule judges.
+
     >>> from natgrad.step.rules import Fixed
     >>> Constrained(Fixed(), Clipping({"w": (0.0, 1.0)})).needs_closure
     False
@@ -110,7 +113,7 @@ class Penalty(Constraint):
             return proposal.with_differential(proposal.differential + ω)
 
         def penalised(δ: Vector | None) -> float:
-            params = dict(proposal.params) if δ is None else dict(proposal.params) + δ
+            params = dict(proposal.params) if δ is None else dict(proposal.decayed) + δ
             return inner(δ) + self.weight * float(self.penalty(params))
 
         return replace(proposal.with_differential(proposal.differential + ω), loss=penalised)

@@ -45,8 +45,8 @@ class TrustRegion(StepRule):
 
     The step reaches the boundary, whatever the learning rate; ``longest`` limits it to so many times lr·v (with
     ``longest=1`` the rule only clips). With ``backtracking`` the step is shortened until the *true* divergence of the
-    outputs, ρ(y(θ + δ), y(θ)), for Fisher the KL divergence, is within the radius too; if it never is, the parameters
-    stay.
+    outputs, ρ(y(θ′), y(θ)), for Fisher the KL divergence, is within the radius too, where θ′ is where the step lands,
+    weight decay included; if it never is (the decay alone may be too much), the parameters stay.
 
     >>> TrustRegion(radius=0.01, backtracking=Backtracking())
     TrustRegion(radius=0.01, backtracking=Backtracking(shrink=0.5, tries=20), longest=inf)
@@ -67,15 +67,15 @@ class TrustRegion(StepRule):
     def take(self, proposal: Proposal) -> Step:
         δ = proposal.natural()
         half = 0.5 * float(proposal.operator.flat(δ) @ δ)
-        if half <= 0:  # a null direction, or a zero gradient: the ball does not limit it
-            return Step(δ * min(1.0, self.longest), proposal.damping, reason="no length in the metric")
-        scale = min(math.sqrt(self.radius / half), self.longest)
+        # A null direction, or a zero gradient: the ball does not limit it.
+        reason = "no length in the metric" if half <= 0 else ""
+        scale = min(1.0 if half <= 0 else math.sqrt(self.radius / half), self.longest)
         if self.backtracking is None:
-            return Step(δ * scale, proposal.damping)
+            return Step(δ * scale, proposal.damping, reason=reason)
         for _ in range(self.backtracking.tries):
             moved = proposal.divergence(δ * scale)
             if moved <= self.radius:
-                return Step(δ * scale, proposal.damping)
+                return Step(δ * scale, proposal.damping, reason=reason)
             scale *= self.backtracking.shrink
         reason = f"divergence {moved:.3g} over radius {self.radius:g} after {self.backtracking.tries} tries"
         return Step(δ * 0.0, proposal.damping, accepted=False, reason=reason)
@@ -86,10 +86,11 @@ class TrustRegion(StepRule):
 class LevenbergMarquardt(StepRule):
     """Damping adapted from predicted against actual decrease (Moré 1978; Martens and Grosse 2015, section 6.5).
 
-    With the model m(δ) = ⟨ω, δ⟩ + ½ δᵀGδ, ratio = (L(θ + δ) − L(θ))/m(δ): above ``good`` the damping is divided by
-    ``factor``, below ``poor`` it is multiplied by it. A step that does not lower the loss is not taken; it is tried
-    again with more damping, at most ``tries`` times. Where the promised decrease is below the rounding of the loss,
-    the point is stationary and the parameters stay. Needs ``opt.step(closure)``.
+    With the model m(u) = ⟨ω, u⟩ + ½ uᵀGu, ratio = (L(θ + u) − L(θ))/m(u), where u is the whole way to where the step
+    lands, weight decay included: above ``good`` the damping is divided by ``factor``, below ``poor`` it is multiplied
+    by it. A step that does not lower the loss is not taken; it is tried again with more damping, at most ``tries``
+    times. Where the promised decrease is below the rounding of the loss, the point is stationary and the parameters
+    stay. Needs ``opt.step(closure)``.
     """
 
     poor: float = 0.25
@@ -112,13 +113,14 @@ class LevenbergMarquardt(StepRule):
         rounding = 8 * torch.finfo(next(iter(proposal.params.values())).dtype).eps * abs(start)
         for _ in range(self.tries):
             δ = proposal.direction(proposal.differential, λ)
-            predicted = float(proposal.differential @ δ + 0.5 * (proposal.operator.flat(δ) @ δ))
+            u = proposal.whole(δ)
+            predicted = float(proposal.differential @ u + 0.5 * (proposal.operator.flat(u) @ u))
             actual = proposal.loss(δ) - start
             ratio = actual / predicted if predicted < 0 else 0.0
             if actual < 0 and math.isfinite(actual):
                 return Step(δ, self._adapted(λ, ratio), ratio=ratio)
             if abs(predicted) <= rounding:
-                return Step(δ * 0.0, λ, reason="stationary")
+                return Step(-proposal.whole(δ * 0.0), λ, reason="stationary", landing=proposal.params)
             λ = min(λ * self.factor**2, 1 / self.smallest)  # never infinite, however often no step is found
         reason = f"no decrease in {self.tries} tries"
         return Step(δ * 0.0, λ, accepted=False, reason=reason, ratio=ratio)

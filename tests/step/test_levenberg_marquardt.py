@@ -125,6 +125,40 @@ def test_the_loss_never_rises(kind: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.parametrize("kind", ["regression", "coins", "classes"])
+@pytest.mark.parametrize("weight_decay", [0.01, 0.5])
+def test_the_loss_never_rises_with_weight_decay(kind: str, weight_decay: float) -> None:
+    of = task(kind)
+    opt = of.optimizer(step=ng.LevenbergMarquardt(), damping=1e-4, lr=1.0, weight_decay=weight_decay)
+    losses, accepted = [], 0
+    for _ in range(15):
+        losses.append(float(opt.step(of.closure(opt)).detach()))
+        accepted += opt.last is not None and opt.last.accepted
+    assert all(b <= a for a, b in pairwise(losses))
+    assert accepted > 0
+
+
+def test_the_ratio_is_one_for_the_whole_way_to_where_a_decayed_step_lands() -> None:
+    """L = ½θ² with G = 1 is its own quadratic model: θ′ = (1 − ½·0.4)·1 − ½/(1 + λ)."""
+    model, opt, closure = _bowl(1.0, damping=0.25, lr=0.5, weight_decay=0.4)
+    opt.step(closure)
+    assert opt.last is not None
+    assert opt.last.ratio == pytest.approx(1.0, rel=1e-12)
+    assert model.value.item() == pytest.approx(0.8 - 0.5 / 1.25, rel=1e-12)
+
+
+def test_a_stationary_point_is_not_left_by_weight_decay() -> None:
+    model, opt, closure = _bowl(1.0, damping=0.25, weight_decay=0.5)
+
+    def shifted() -> Tensor:
+        return closure() + 1e20  # next to which no change can be seen
+
+    opt.step(shifted)
+    assert opt.last is not None
+    assert opt.last.reason == "stationary"
+    assert model.value.item() == 1.0
+
+
 def test_at_a_minimum_it_rests_with_a_finite_damping() -> None:
     x = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     model = seeded(lambda: nn.Linear(3, 2).double())

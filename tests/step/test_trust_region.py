@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from tests import oracle
-from tests.optim.tasks import Task, task
+from tests.optim.tasks import Scalar, Task, task
 
 REGULAR = ["regression", "coins", "counts"]
 
@@ -105,9 +105,9 @@ def test_a_null_direction_is_not_limited_by_the_ball(longest: float, times: floa
     assert torch.equal(model.scale.detach(), torch.ones(2, dtype=torch.float64))
 
 
-def _divergences(rule: ng.TrustRegion, steps: int = 12) -> list[float]:
+def _divergences(rule: ng.TrustRegion, steps: int = 12, **options: Any) -> list[float]:
     of = task("classes", n=20)
-    opt = of.optimizer(step=rule, damping=1e-6)
+    opt = of.optimizer(step=rule, damping=1e-6, **options)
     found = []
     for _ in range(steps):
         with torch.no_grad():
@@ -125,6 +125,27 @@ def test_with_backtracking_every_accepted_step_has_a_true_divergence_within_the_
     assert max(_divergences(ng.TrustRegion(radius))) > radius  # the quadratic model alone does not hold it
     held = _divergences(ng.TrustRegion(radius, ng.Backtracking()))
     assert all(0 < divergence <= radius for divergence in held)
+
+
+@pytest.mark.parametrize(("radius", "weight_decay"), [(0.3, 0.1), (2.0, 0.5)])
+def test_with_backtracking_the_true_divergence_is_held_where_a_decayed_step_lands(
+    radius: float, weight_decay: float
+) -> None:
+    held = _divergences(ng.TrustRegion(radius, ng.Backtracking()), lr=1.0, weight_decay=weight_decay)
+    assert all(0 < divergence <= radius for divergence in held)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_a_decay_that_leaves_the_radius_by_itself_is_refused(gradient: float) -> None:
+    """y = θ = 1, decayed to ½: ρ = ⅛, whatever the step."""
+    model = Scalar()
+    rule = ng.TrustRegion(0.1, ng.Backtracking())
+    opt = ng.NaturalGradient(model, ng.Euclidean(), step=rule, lr=1.0, weight_decay=0.5)
+    (gradient * model()).sum().backward()
+    opt.step()
+    assert opt.last is not None
+    assert not opt.last.accepted
+    assert model.value.item() == 1.0
 
 
 @pytest.mark.parametrize("shrink", [0.5, 0.8])
