@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from natgrad.errors import BatchStatisticsError
+from natgrad.untouched import deterministic, untouched
 
 Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of keyword inputs, or None
 
@@ -70,13 +71,14 @@ class Model:
     def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
         """y [n *out] at ``params`` (those missing stay as they are); ``None`` calls the module as it stands."""
         # The fused attention kernels have neither a batching rule nor a second derivative.
-        with sdpa_kernel(SDPBackend.MATH), _evaluation():
+        with sdpa_kernel(SDPBackend.MATH), _evaluation(), deterministic(self.example.device):
             if not isinstance(self.function, nn.Module):
                 return self.outputs(self.function({**self.params, **(params or {})}, x))
             args, kwargs = arguments(x)
-            if params is None:
-                return self.outputs(self.function(*args, **kwargs))
-            return self.outputs(torch.func.functional_call(self.function, dict(params), args, kwargs))
+            with untouched(self.function):
+                if params is None:
+                    return self.outputs(self.function(*args, **kwargs))
+                return self.outputs(torch.func.functional_call(self.function, dict(params), args, kwargs))
 
     def outputs(self, raw: Any) -> Tensor:
         """The output tensor y of whatever the model returned, checked."""

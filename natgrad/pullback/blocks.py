@@ -7,16 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final
-from weakref import WeakKeyDictionary
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.model import Model
 from natgrad.rules.base import Rule, trainable
-
-_shapes: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[int, int, int]]] = WeakKeyDictionary()
 
 
 @final
@@ -149,14 +146,4 @@ def _with_rule(
     names = {id(p): name for name, p in model.params.items()}
     local = trainable(modules[0])
     own = tuple(replace(places[names[id(p)]], key=key) for key, p in local.items())
-    return replace(block, places=own, shape=_packed_shape(rule, modules[0], local), rule=rule, modules=modules)
-
-
-def _packed_shape(rule: Rule, module: nn.Module, local: Mapping[str, Tensor]) -> tuple[int, int, int]:
-    """[c o i], by packing on the meta device: it computes nothing, yet takes as long as a small layer."""
-    known = _shapes.setdefault(module, {})
-    signature = (rule, *((key, p.shape) for key, p in local.items()))
-    if signature not in known:
-        c, o, i = rule.pack(module, {key: p.detach().to("meta") for key, p in local.items()}).shape
-        known[signature] = (c, o, i)
-    return known[signature]
+    return replace(block, places=own, shape=rule.shape(modules[0]), rule=rule, modules=modules)

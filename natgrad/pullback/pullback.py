@@ -253,7 +253,7 @@ def assemble(
         with torch.no_grad():
             y = torch.cat([model(None, examples(x, part, parts[-1][1])) for part in parts]).to(y.dtype)
     check_outputs(model, x, y)
-    counts, moved = leaf_uses(tape.y), misplaced(tape, model.module)
+    counts, moved = leaf_uses(tape.y), misplaced(tape)
     blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in blocks]
     positions = {b.names[0]: tape.positions(b) for b in blocks}
     coupling = metric.coupling(x, y.shape[0])

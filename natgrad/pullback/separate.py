@@ -2,53 +2,72 @@
 
 A shape cannot say so. A model may swap its axes (t positions where t happens to be n), sort its examples and put them
 back, or apply a layer to a table with n rows. Cotangents can: scaling example n by c_n must scale row n of every
-g by c_n, and nothing else.
+g by c_n, and nothing else. A graph of nothing but layers and element-wise functions needs no such test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from natgrad.pullback.tape import Tape, Use
+from natgrad.pullback.tape import Tape, Use, leaf_below, nodes
 
-# The answer depends on the model's code and on the shapes: two backward passes find it once, not in every step.
-_known: WeakKeyDictionary[nn.Module, dict[Any, frozenset[int]]] = WeakKeyDictionary()
-_LIMIT = 256  # shapes remembered of one model
+# Functions of every number by itself: they keep every axis where it is.
+_ELEMENTWISE = frozenset(
+    f"{name}Backward{version}"
+    for name in (
+        *("Add", "Sub", "Mul", "Div", "Neg", "Pow", "Exp", "Log", "Sqrt", "Sin", "Cos", "Abs", "Erf", "Clamp"),
+        *("Relu", "LeakyRelu", "Threshold", "Elu", "Gelu", "Silu", "Mish", "Tanh", "Sigmoid", "Softplus", "LogSigmoid"),
+        *("Hardtanh", "Hardswish", "Hardsigmoid", "ToCopy", "Clone", "Alias"),
+    )
+    for version in (0, 1)
+)
+# Products with a weight on the right: rows stay rows. (bias, rows, weight) and (rows, weight).
+_PRODUCTS = {"AddmmBackward0": 2, "MmBackward0": 1}
 
 
-def misplaced(tape: Tape, module: nn.Module | None) -> frozenset[int]:
-    """Positions in ``tape.uses`` of the layer calls whose first axis is not that of the examples."""
-    if module is None or not tape.uses or not tape.y.requires_grad:
+def misplaced(tape: Tape) -> frozenset[int]:
+    """Positions in ``tape.uses`` of the layer calls that a rule cannot speak for.
+
+    Those whose first axis is not that of the examples, and those whose output never reaches y.
+    """
+    if not tape.uses or not tape.y.requires_grad:
         return frozenset()
-    known = _known.setdefault(module, {})
-    signature = (tape.y.shape, *((id(use.module), use.shape) for use in tape.uses))
-    if signature not in known:
-        if len(known) >= _LIMIT:
-            known.clear()
-        known[signature] = _look(tape)
-    return known[signature]
-
-
-def _look(tape: Tape) -> frozenset[int]:
+    graph = nodes(tape.y)
     n = tape.y.shape[0]
-    fitting = [at for at, use in enumerate(tape.uses) if len(use.shape) > 1 and use.shape[0] == n]
+    fitting = [
+        at for at, use in enumerate(tape.uses) if len(use.shape) > 1 and use.shape[0] == n and use.edge.node in graph
+    ]
     wrong = set(range(len(tape.uses))) - set(fitting)
-    if n > 1 and fitting:
-        generator = torch.Generator().manual_seed(0)
-        s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64).to(tape.y)
-        c = 2.0 ** (torch.arange(n) % 8).to(tape.y)  # powers of two: exact in every precision
-        uses = [tape.uses[at] for at in fitting]
-        once, scaled = _rows(tape, s, uses), _rows(tape, s * c.view(-1, *[1] * (s.ndim - 1)), uses)
-        for at, g, h in zip(fitting, once, scaled, strict=True):
-            expected = c[:, None] * g
-            if bool(((h - expected).norm(dim=1) > 0.1 * expected.norm(dim=1)).any()):
-                wrong.add(at)
+    if n > 1 and fitting and not all(map(_keeps_rows, graph)):
+        wrong |= _looked_for(tape, fitting)
     return frozenset(wrong)
+
+
+def _keeps_rows(node: Any) -> bool:
+    """Whether a node of the graph surely leaves every example in its row."""
+    name = node.name()
+    if name in _PRODUCTS:
+        return leaf_below(node.next_functions[_PRODUCTS[name]][0]) is not None
+    return name in _ELEMENTWISE or leaf_below(node) is not None
+
+
+def _looked_for(tape: Tape, fitting: Sequence[int]) -> set[int]:
+    n = tape.y.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64).to(tape.y)
+    c = 2.0 ** (torch.arange(n) % 8).to(tape.y)  # powers of two: exact in every precision
+    uses = [tape.uses[at] for at in fitting]
+    once, scaled = _rows(tape, s, uses), _rows(tape, s * c.view(-1, *[1] * (s.ndim - 1)), uses)
+    wrong = set()
+    for at, g, h in zip(fitting, once, scaled, strict=True):
+        expected = c[:, None] * g
+        if bool(((h - expected).norm(dim=1) > 1e-3 * expected.norm(dim=1)).any()):
+            wrong.add(at)
+    return wrong
 
 
 def _rows(tape: Tape, s: Tensor, uses: Sequence[Use]) -> list[Tensor]:

@@ -120,7 +120,7 @@ class Tape:
 
         A weight used past its module's forward (``F.linear(x, layer.weight)``, ``MultiheadAttention.out_proj``)
         shows as more entries of its leaf into the graph (``leaf_uses(y)``) than there are recorded uses.
-        ``misplaced``: positions in ``uses`` of those whose first axis is not that of the examples.
+        ``misplaced``: positions in ``uses`` of those a rule cannot speak for.
         """
         uses = [at for at, use in enumerate(self.uses) if use.module in block.modules]
         if not uses or any(at in misplaced for at in uses):
@@ -159,6 +159,18 @@ class Tape:
 _VIEWS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0")
 
 
+def nodes(y: Tensor) -> set[Any]:
+    """All nodes of the graph of y."""
+    seen: set[Any] = set()
+    stack: list[Any] = [y.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(child for child, _ in node.next_functions)
+    return seen
+
+
 def leaf_uses(y: Tensor) -> Counter[int]:
     """How often each leaf, by id, enters the graph of y.
 
@@ -166,21 +178,14 @@ def leaf_uses(y: Tensor) -> Counter[int]:
     share one cast, and it is the entries of the copy that count.
     """
     counts: Counter[int] = Counter()
-    seen: set[Any] = set()
-    stack = [y.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        children = [child for child, _ in node.next_functions]
-        stack.extend(children)
-        if _leaf_below(node) is None:
-            counts.update(id(leaf) for leaf in map(_leaf_below, children) if leaf is not None)
+    for node in nodes(y):
+        if leaf_below(node) is None:
+            leaves = (leaf_below(child) for child, _ in node.next_functions)
+            counts.update(id(leaf) for leaf in leaves if leaf is not None)
     return counts
 
 
-def _leaf_below(node: Any) -> Any:
+def leaf_below(node: Any) -> Any:
     """The leaf that a chain of transposes and casts starts from, or None."""
     while node is not None:
         if node.name() == "torch::autograd::AccumulateGrad":

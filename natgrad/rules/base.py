@@ -20,6 +20,10 @@ class Rule(ABC):
         """Whether this rule speaks for the module, exactly (a subclass may have another forward)."""
 
     @abstractmethod
+    def shape(self, module: nn.Module) -> tuple[int, int, int]:
+        """(c, o, i) of the packed parameters."""
+
+    @abstractmethod
     def inputs(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         """a [n r c i] from the arguments of the module's forward."""
 

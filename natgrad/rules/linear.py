@@ -23,6 +23,10 @@ class LinearRule(Rule):
         own = {name for name, _ in module.named_parameters(recurse=False)}
         return type(module) is nn.Linear and own <= {"weight", "bias"} and "forward" not in vars(module)
 
+    def shape(self, module: nn.Module) -> tuple[int, int, int]:
+        layer, names = cast(nn.Linear, module), trainable(module)
+        return 1, layer.out_features, layer.in_features * ("weight" in names) + ("bias" in names)
+
     def inputs(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         x = cast(Tensor, args[0])
         a = x.reshape(x.shape[0], -1, 1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, 1, 1, -1)

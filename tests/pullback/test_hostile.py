@@ -1,0 +1,173 @@
+"""Models written to be misunderstood: what G is must not depend on how the forward pass is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import BatchStatisticsError
+from natgrad.rules import LinearRule
+from natgrad.structures import Structure
+
+
+class Written(nn.Module):
+    """Two layers, a norm without a rule, a scalar parameter, and a forward pass that the test writes."""
+
+    def __init__(self, forward: Callable[[Written, Tensor], Tensor]) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.l, self.o = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.norm = nn.LayerNorm(3)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+        self.aux: Tensor | None = None
+        self._written = forward
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._written(self, x)
+
+
+def dense(model: nn.Module, x: Tensor) -> Tensor:
+    """(1/N) JᵀJ of the whole batch, one output at a time, by plain autograd."""
+    params = list(model.parameters())
+    rows = []
+    for value in model(x).flatten():
+        grads = torch.autograd.grad(value, params, retain_graph=True, allow_unused=True)
+        pairs = zip(grads, params, strict=True)
+        rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs]))
+    J = torch.stack(rows)
+    return J.T @ J / len(x)
+
+
+def inputs(seed: int = 0) -> Tensor:
+    return torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def called_in_vain(m: Written, x: Tensor) -> Tensor:
+    m.l(x)
+    return m.o(torch.tanh(F.linear(x, m.l.weight, m.l.bias)))
+
+
+def detached(m: Written, x: Tensor) -> Tensor:
+    return m.o(torch.tanh(F.linear(x, m.l.weight, m.l.bias)) + m.l(x).detach())
+
+
+def sorting(m: Written, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return m.o(torch.tanh(m.l(x[order]))[order.argsort()])
+
+
+def flipped_and_scaled(m: Written, x: Tensor) -> Tensor:
+    return m.o(x + m.scale * torch.tanh(m.l(x.flip(0))).flip(0))
+
+
+def products_of_activations(m: Written, x: Tensor) -> Tensor:
+    h = torch.tanh(m.l(x))
+    return m.o(h) + 0.1 * (h @ h.T @ x)[:, :2]
+
+
+def scalar_and_norm(m: Written, x: Tensor) -> Tensor:
+    return m.o(m.scale * m.norm(torch.tanh(m.l(x))))
+
+
+def weakly_coupled(m: Written, x: Tensor) -> Tensor:
+    h = m.norm(torch.tanh(m.l(x)))
+    return m.o(h + 0.01 * h.mean(0))
+
+
+APART = [called_in_vain, detached, sorting, flipped_and_scaled, scalar_and_norm]
+TOGETHER = [products_of_activations, weakly_coupled]
+STRUCTURES = [ng.Dense(), ng.Kernel(), ng.LowRank(100), ng.Implicit()]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+@pytest.mark.parametrize("forward", APART, ids=lambda f: f.__name__)
+def test_the_metric_does_not_depend_on_how_the_forward_pass_is_written(
+    forward: Callable[[Written, Tensor], Tensor], structure: Structure
+) -> None:
+    model, x = Written(forward), inputs()
+    G = structure.estimate(ng.pullback(model, x, ng.Euclidean())).dense()
+    torch.testing.assert_close(G, dense(model, x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("forward", TOGETHER, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_outputs_that_see_the_whole_batch_are_differentiated_as_a_whole(
+    forward: Callable[[Written, Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    model, x = Written(forward).to(dtype), inputs().to(dtype)
+    G = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).dense()
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(G, dense(model, x), rtol=tolerance, atol=tolerance)
+
+
+def test_a_batch_that_happens_to_be_in_order_teaches_nothing_about_the_next() -> None:
+    model = Written(sorting)
+    x = inputs()
+    ng.Dense().estimate(ng.pullback(model, x[x[:, 0].argsort()], ng.Euclidean()))
+    G = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).dense()
+    torch.testing.assert_close(G, dense(model, x), rtol=1e-10, atol=1e-10)
+
+
+def test_a_point_without_cotangents_teaches_nothing_about_the_next() -> None:
+    model, x = Written(flipped_and_scaled), inputs()
+    for scale in (0.0, 1.0):
+        with torch.no_grad():
+            model.scale.fill_(scale)
+        G = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).dense()
+        torch.testing.assert_close(G, dense(model, x), rtol=1e-10, atol=1e-10)
+
+
+def counting(m: Written, x: Tensor) -> Tensor:
+    m.calls += 1
+    h = m.norm(torch.tanh(m.l(x)))
+    m.aux = h.square().mean()
+    return m.o(h) * m.calls
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, ng.Diagonal()], ids=repr)
+def test_our_passes_leave_buffers_and_attributes_as_they_were(structure: Structure) -> None:
+    model, x = Written(counting), inputs()
+    structure.estimate(ng.pullback(model, x, ng.Euclidean())).product(torch.ones(27, dtype=torch.float64))
+    assert float(model.calls) == 0
+    assert model.aux is None
+
+
+def test_a_loss_kept_on_the_model_trains() -> None:
+    model, x = Written(counting), inputs()
+    opt = ng.NaturalGradient(model, ng.Euclidean(), lr=0.1, damping=1e-1)
+    for step in range(3):
+        opt.zero_grad()
+        y = model(x)
+        assert model.aux is not None
+        (y.square().mean() + 0.1 * model.aux + 0.01 * model.scale.square()).backward()
+        opt.step()
+        assert float(model.calls) == step + 1
+
+
+def test_chance_outside_every_module_is_noticed_and_the_stream_put_back() -> None:
+    model = Written(lambda m, x: m.o(F.dropout(torch.tanh(m.l(x)), 0.5, m.training)))
+    with torch.random.fork_rng():
+        before = torch.get_rng_state()
+        with pytest.raises(BatchStatisticsError, match=r"draws random numbers.*model\.eval\(\)"):
+            ng.pullback(model, inputs(), ng.Euclidean())
+        assert torch.equal(before, torch.get_rng_state())
+    with ng.evaluating(model):
+        ng.pullback(model, inputs(), ng.Euclidean())
+
+
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",)])
+def test_the_packed_shape_of_a_rule_is_the_shape_of_what_it_packs(frozen: tuple[str, ...]) -> None:
+    layer = nn.Linear(4, 3)
+    for name in frozen:
+        layer.get_parameter(name).requires_grad_(False)
+    own = {name: p.detach() for name, p in layer.named_parameters() if p.requires_grad}
+    assert LinearRule().pack(layer, own).shape == LinearRule().shape(layer)
