@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from natgrad.linalg import check_finite, cholesky, refuse_singular
 from natgrad.operators.base import Inverse, Layout, Operator
@@ -81,8 +83,7 @@ class KernelOperator(Operator):
             raise ValueError("kernels with different numbers of roots cannot be joined")
         old, new = math.sqrt(1 - weight), math.sqrt(weight)
         joined = tuple(
-            Factors(torch.cat([f.a, h.a]), torch.cat([old * f.g, new * h.g], dim=1))
-            for f, h in zip(self.factors, theirs, strict=True)
+            _join(Factors(f.a, old * f.g), Factors(h.a, new * h.g)) for f, h in zip(self.factors, theirs, strict=True)
         )
         return KernelOperator(self.layout, self.blocks, joined)
 
@@ -133,9 +134,8 @@ class WoodburyInverse(Inverse):
     damping: float
 
     def solve(self, ω: Tensor) -> Tensor:
-        v = self._apply(ω)
-        # For ω in the range of G, the usual case, nearly all of it cancels in the difference above: refine once.
-        return v + self._apply(ω - self.kernel.product(v) - self.damping * v)
+        # For ω in the range of G, the usual case, nearly all of it cancels in the difference above: refine.
+        return _refined(self._apply, self.kernel, ω, self.damping)
 
     def _apply(self, ω: Tensor) -> Tensor:
         t = self.kernel.push(ω)
@@ -154,11 +154,29 @@ class KernelPseudoInverse(Inverse):
     scale: Tensor
 
     def solve(self, ω: Tensor) -> Tensor:
-        v = self._apply(ω)
-        # Rounding is multiplied by the condition number to the power 3/2, and not to 1: refine once.
-        return v + self._apply(ω - self.kernel.product(v))
+        # Rounding is multiplied by the condition number to the power 3/2, and not to 1: refine.
+        return _refined(self._apply, self.kernel, ω, 0.0)
 
     def _apply(self, ω: Tensor) -> Tensor:
         t = self.kernel.push(ω)
         inner = self.vectors @ (self.scale * (self.vectors.T @ t.reshape(-1)))
         return self.kernel.pull(inner.view_as(t))
+
+
+def _refined(apply: Callable[[Tensor], Tensor], G: Operator, ω: Tensor, damping: float) -> Tensor:
+    """v = Aω and then A of what is left, v + A(ω − (G + λ)v): one step of iterative refinement."""
+    v = apply(ω)
+    return v + apply(ω - G.product(v) - damping * v)
+
+
+def _join(left: Factors, right: Factors) -> Factors:
+    """The examples of both. Shorter sequences get positions of zeros, which add nothing to Σ_r g aᵀ."""
+    r = max(left.a.shape[1], right.a.shape[1])
+    a = [_pad(f.a, 1, r) for f in (left, right)]
+    g = [_pad(f.g, 2, r) for f in (left, right)]
+    return Factors(torch.cat(a), torch.cat(g, dim=1))
+
+
+def _pad(t: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - t.shape[dim]
+    return t if missing == 0 else F.pad(t, (*[0, 0] * (t.ndim - 1 - dim), 0, missing))

@@ -111,6 +111,19 @@ def test_kernels_with_different_numbers_of_roots_are_not_joined() -> None:
         one.lerp(two, 0.5)
 
 
+@pytest.mark.parametrize("structure", EXACT[:5], ids=repr)
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (1, 4)])
+def test_average_over_sequences_of_different_lengths_is_that_of_the_matrices(
+    structure: Structure, lengths: tuple[int, int]
+) -> None:
+    """A kernel pads the positions that share a weight with zeros, which is exact."""
+    problem = zoo.case("sequence").make()
+    batches = [zoo.Problem(problem.model, normal(4, r, 3, seed=r), lambda y: y.mean(1)) for r in lengths]
+    s = random_roots(batches[0], 2)
+    old, new = (structure.estimate(pull(batch, s)) for batch in batches)
+    close(old.lerp(new, 0.3).dense(), 0.7 * old.dense() + 0.3 * new.dense())
+
+
 # Restoring
 
 METRICS: dict[str, Callable[[zoo.Problem], ng.Pullback]] = {
