@@ -73,11 +73,31 @@ def refuse_singular(values: Tensor, rtol: float, failed: bool, damping: float, w
     rank = int((values > rtol * max(largest, 0.0)).sum())
     if not failed and rank == values.numel():
         return
-    kind = "indefinite" if smallest < -rtol * abs(largest) else "singular"
+    indefinite = smallest < -rtol * abs(largest)
+    kind = "indefinite" if indefinite else "singular"
+    other = "use a positive metric (Fisher, or a convex loss)" if indefinite else "solve in its range with Pinv()"
     raise SingularMetricError(
         f"{what} is {kind} at damping {damping:g}: rank {rank} of {values.numel()}, smallest eigenvalue "
-        f"{smallest:.3g}, largest {largest:.3g}. Add damping (damping > 0), or solve in its range with Pinv()"
+        f"{smallest:.3g}, largest {largest:.3g}. Add damping (damping > 0), or {other}"
     )
+
+
+def refuse_indefinite(values: Tensor, rtol: float, damping: float, what: str) -> None:
+    """Raise if an eigenvalue of ``values`` [* d] is negative beyond rounding, or beyond ``rtol`` of the largest.
+
+    A pseudo-inverse would drop it as if it were zero, and with it a part of ω that does lie in the range.
+    """
+    if values.numel() == 0:
+        return
+    rounding = 8 * values.shape[-1] * torch.finfo(values.dtype).eps
+    smallest = values.amin(-1)
+    negative = smallest < -max(rtol, rounding) * values.abs().amax(-1)
+    if bool(negative.any()):
+        raise SingularMetricError(
+            f"{what} is indefinite at damping {damping:g}: smallest eigenvalue {float(smallest.min()):.3g}, largest "
+            f"{float(values.max()):.3g}, and Pinv() would drop what is negative. Add damping until it is positive, or "
+            "use a metric that is (Fisher, or a convex loss)"
+        )
 
 
 def check_finite(tensor: Tensor, what: str) -> None:

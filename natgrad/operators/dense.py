@@ -10,7 +10,7 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
-from natgrad.linalg import check_finite, cholesky
+from natgrad.linalg import check_finite, cholesky, refuse_indefinite
 from natgrad.operators.base import Inverse, Layout, Operator
 
 
@@ -156,7 +156,8 @@ class SpectralInverse(Inverse):
         for index, matrix in batches:
             check_finite(matrix, "the metric")
             damped = matrix + damping * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-            roots.append(_pseudo_root(damped, rtol, None if weight is None else _inverse_root(weight, index)))
+            inverse_root = None if weight is None else _inverse_root(weight, index)
+            roots.append(_pseudo_root(damped, rtol, inverse_root, damping))
         return SpectralInverse(layout, tuple(index for index, _ in batches), tuple(roots))
 
     def solve(self, ω: Tensor) -> Tensor:
@@ -166,11 +167,13 @@ class SpectralInverse(Inverse):
         return v
 
 
-def _pseudo_root(matrix: Tensor, rtol: float | None, inverse_root: Tensor | None) -> Tensor:
-    """T with T Tᵀ = w (w G w)⁺ w, w = W^{-½} or 1."""
+def _pseudo_root(matrix: Tensor, rtol: float | None, inverse_root: Tensor | None, damping: float) -> Tensor:
+    """T with T Tᵀ = w (w G w)⁺ w, w = W^{-½} or 1, of the ``matrix`` G with its damping in it."""
     inner = matrix if inverse_root is None else inverse_root @ matrix @ inverse_root
     values, vectors = torch.linalg.eigh(0.5 * (inner + inner.transpose(-1, -2)))
-    cut = (matrix.shape[-1] * torch.finfo(matrix.dtype).eps if rtol is None else rtol) * values[..., -1:]
+    rtol = matrix.shape[-1] * torch.finfo(matrix.dtype).eps if rtol is None else rtol
+    refuse_indefinite(values, rtol, damping, "the metric")
+    cut = rtol * values[..., -1:]
     scale = torch.where(values > cut, values, torch.inf).rsqrt()
     root = vectors * scale.unsqueeze(-2)
     return root if inverse_root is None else inverse_root @ root

@@ -8,7 +8,7 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
-from natgrad.linalg import check_finite, refuse_singular
+from natgrad.linalg import check_finite, refuse_indefinite, refuse_singular
 from natgrad.operators.base import Inverse, Layout, Operator
 
 
@@ -49,7 +49,9 @@ class DiagonalOperator(Operator):
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the coordinates; give numbers a parameter")
         check_finite(self.values, "the diagonal of the metric")
         damped = self.values + damping
-        cut = (damped.numel() * torch.finfo(damped.dtype).eps if rtol is None else rtol) * damped.max()
+        rtol = damped.numel() * torch.finfo(damped.dtype).eps if rtol is None else rtol
+        refuse_indefinite(damped, rtol, damping, "the diagonal metric")
+        cut = rtol * damped.max()
         return ScaleInverse(self.layout, torch.where(damped > cut, damped, torch.inf).reciprocal())
 
     def _damped(self, damping: float) -> Tensor:

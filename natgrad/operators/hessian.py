@@ -99,4 +99,4 @@ class SumOperator(Operator):
         return DenseOperator(self.layout, self.dense()).inverse(damping)
 
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
-        return DenseOperator(self.layout, self.dense()).pseudo_inverse(damping, rtol, weight)
+        self.refuse("Pinv", "a sum with a Hessian can be indefinite; use CG() or Cholesky()")

@@ -149,7 +149,7 @@ class CGInverse(Inverse):
         if curvature < -rounding:
             raise SingularMetricError(
                 f"conjugate gradients met negative curvature {curvature:.3g} at damping {self.damping:g}: the metric "
-                "is indefinite. Add damping (damping > 0), or solve a dense metric with Pinv()"
+                "is indefinite. Add damping (damping > 0), or use a positive metric (Fisher, or a convex loss)"
             )
         return curvature <= rounding
 

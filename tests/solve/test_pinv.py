@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.operators import DiagonalOperator
+from natgrad.errors import IncompatibleError, SingularMetricError
+from natgrad.operators import DenseOperator, DiagonalOperator, Layout
+from natgrad.operators.hessian import HessianOperator, SumOperator
 from natgrad.structures import Structure
 from tests import oracle, zoo
 from tests.golden import agrees, golden, names, tensor
@@ -109,6 +111,38 @@ def test_zero_metric_gives_zero() -> None:
     zero = torch.zeros(3, 3, dtype=torch.float64)
     for G in (dense(zero), DiagonalOperator(matrices.layout(3), zero.diagonal())):
         close(ng.sharp(G, matrices.covector(normal(3)), ng.Pinv()).flatten(), zero[0], 0.0)
+
+
+INDEFINITE = [(1.0, -1.0), (1.0, -1e-6), (-2.0, -1.0), (-1.0, 0.0)]
+
+
+@pytest.mark.parametrize("values", INDEFINITE)
+@pytest.mark.parametrize("weight", [None, {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)}])
+def test_pinv_of_an_indefinite_metric_is_refused(values: tuple[float, float], weight: dict[str, Tensor] | None) -> None:
+    """Its negative part would be dropped in silence, as if it were null."""
+    eigenvalues = torch.tensor(values, dtype=torch.float64)
+    for G in (dense(torch.diag(eigenvalues)), DiagonalOperator(matrices.layout(2), eigenvalues)):
+        with pytest.raises(SingularMetricError, match=r"indefinite at damping 0: smallest eigenvalue -.*Add damping"):
+            ng.Pinv(weight=weight).init(G)
+        damped = ng.sharp(G, matrices.covector(normal(2)), ng.Pinv(), damping=3.0).flatten()
+        close(damped, normal(2) / (eigenvalues + 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("rank", "size"), [(1, 200), (20, 300), (100, 120)])
+def test_eigenvalues_that_rounding_made_negative_are_null(rank: int, size: int, dtype: torch.dtype) -> None:
+    R = normal(rank, size).to(dtype)
+    G = R.T @ R
+    assert float(torch.linalg.eigvalsh(G)[0]) < 0
+    layout = Layout.of({"w": R[0]})
+    v = ng.sharp(DenseOperator(layout, G), matrices.covector(G @ R[0]), ng.Pinv()).flatten()
+    torch.testing.assert_close(R @ v, R @ R[0], rtol=0, atol=1e4 * torch.finfo(dtype).eps * float((R @ R[0]).norm()))
+
+
+def test_pinv_of_a_sum_with_a_hessian_is_refused() -> None:
+    H = HessianOperator.at(lambda u: u["w"][0].square() - u["w"][1].square(), {"w": normal(2)})
+    with pytest.raises(IncompatibleError, match=r"Pinv does not work with SumOperator.*indefinite"):
+        ng.Pinv().init(SumOperator(H.layout, ((1.0, H), (0.5, H))))
 
 
 # Paper 001
