@@ -59,6 +59,30 @@ def test_a_differential_outside_the_range_is_reported() -> None:
     assert "ω does not lie in the range of the metric (relative part outside 0.8)" in str(found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [10, 3000, 10**6])
+def test_a_large_part_outside_is_not_rounding_whatever_the_size(size: int, dtype: torch.dtype) -> None:
+    found = ng.Diagnosis(size, size, torch.ones(size, dtype=dtype), {}, (), size, outside=0.49)
+    assert found.in_range is False
+    assert "ω does not lie in the range" in str(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "widths"), [(5, (4, 8, 2)), (40, (4, 8, 2)), (150, (20, 30, 3)), (300, (4, 8, 2))])
+def test_the_differential_of_a_likelihood_lies_in_the_range_of_its_fisher_metric(
+    n: int, widths: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Fisher's rows span the scores; a random covector is outside, as the metric is singular."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(*widths[:2]), nn.Tanh(), nn.Linear(*widths[1:])).to(dtype)
+        x, target = torch.randn(n, widths[0], dtype=dtype), torch.randint(widths[2], (n,))
+        random = ng.Covector({name: torch.randn_like(p) for name, p in model.named_parameters()})
+    pb = ng.pullback(model, x, ng.Fisher(ng.Categorical()))
+    assert ng.diagnose(pb, ng.differential(model, F.cross_entropy(model(x), target)), nearby=0).in_range
+    assert ng.diagnose(pb, random, nearby=0).in_range is False
+
+
 def test_a_dead_layer_is_named_and_the_point_is_not_proper() -> None:
     """With a zero outgoing weight the incoming one has no effect here, and has one nearby."""
     with torch.random.fork_rng():
