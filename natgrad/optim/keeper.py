@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.errors import NatgradError, NonFiniteError
-from natgrad.model import Arguments, Inputs, Model, is_ours
+from natgrad.errors import BatchStatisticsError, NatgradError, NonFiniteError
+from natgrad.model import Arguments, Inputs, Model, evaluating, is_ours
 from natgrad.operators.base import Operator
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback import Pullback, pullback
@@ -25,8 +25,9 @@ from natgrad.structures import Refresh
 class Keeper:
     """Estimates G in a hook on the model's forward pass when it is due, and holds its moving average.
 
-    Several forward passes between two steps (gradient accumulation) are averaged by their numbers of examples. An
-    estimate is ``fresh`` until a step has succeeded with it: a step that fails leaves the average as it was.
+    Several forward passes between two steps (gradient accumulation) are averaged by their numbers of examples. After a
+    ``refresh`` the forward passes until the next step are not looked at, so they may be in training mode. An estimate
+    is ``fresh`` until a step has succeeded with it: a step that fails leaves the average as it was.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Keeper:
         self.fresh: Operator | None = None
         self.batch: Batch | None = None  # the last one seen
         self._examples = 0
+        self._told = False  # by refresh, what the metric of this step is
         self._recorder: Recorder | None = None
         self._handle: RemovableHandle | None = None
         self._suspended = False
@@ -75,21 +77,36 @@ class Keeper:
             pb = pullback(self.model, x, self.metric, target, self.generator, memory=self.memory)
             self.batch = Batch(self.model, x, target)
             self._add(pb)
+        self._told = True
 
     def current(self) -> Pullback:
         """The pullback at the parameters and the batch of this step."""
         if self.batch is None:
             raise NatgradError(_NOTHING_SEEN)
         b = self.batch
-        return pullback(self.model, b.x, self.metric, b.target, self.generator, memory=self.memory)
+        with self._separable():
+            return pullback(self.model, b.x, self.metric, b.target, self.generator, memory=self.memory)
 
     def divergence(self, params: Mapping[str, Tensor]) -> float:
         """Mean divergence of the outputs at other parameters from the outputs now, on the batch of this step."""
         if self.batch is None:
             raise NatgradError(_NOTHING_SEEN)
-        with torch.no_grad():
+        with torch.no_grad(), self._separable():
             y0, y = self.model(None, self.batch.x), self.model(params, self.batch.x)
             return float(self.metric.divergence(y, y0, self.batch.target).mean())
+
+    @contextmanager
+    def _separable(self) -> Iterator[None]:
+        """Evaluation mode where the examples would mix or dropout would draw: the metric was taken there, too."""
+        module = self.model.module
+        assert module is not None
+        try:
+            self.model.check_separable()
+        except BatchStatisticsError:
+            with evaluating(module):
+                yield
+        else:
+            yield
 
     def candidate(self) -> tuple[Operator, bool]:
         """The average with the fresh estimate in it, and whether there is one; ``commit`` makes it the average."""
@@ -111,11 +128,11 @@ class Keeper:
 
     def discard(self) -> None:
         """Forget the fresh estimate."""
-        self.fresh, self._examples = None, 0
+        self.fresh, self._examples, self._told = None, 0, False
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pass begins. A metric with targets sees only the batches of ``refresh``, which have them."""
-        if self._suspended or is_ours() or not torch.is_grad_enabled() or self.metric.needs_target:
+        if self._told or self._suspended or is_ours() or not torch.is_grad_enabled() or self.metric.needs_target:
             return
         now = dict(module.named_parameters())
         if any(now.get(name) is not p for name, p in self.model.params.items()):

@@ -127,7 +127,19 @@ class NaturalGradient(torch.optim.Optimizer):
         return self.rule.needs_closure
 
     def refresh(self, x: Inputs, target: Any = None) -> None:
-        """Estimate the metric now, in a forward pass of its own (opaque models, metrics that need targets)."""
+        """Estimate the metric now, in a forward pass of its own (opaque models, metrics that need targets).
+
+        The forward passes until the next step are then not looked at. So a model with batch normalisation or dropout
+        trains in training mode, with its metric in evaluation mode:
+
+        >>> import natgrad as ng
+        >>> model, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.1)), torch.randn(32, 4)
+        >>> opt = ng.NaturalGradient(model, ng.Euclidean())
+        >>> with ng.evaluating(model):
+        ...     opt.refresh(x)
+        >>> model(x).square().mean().backward()
+        >>> opt.step()
+        """
         self.keeper.refresh(x, target)
 
     @torch.no_grad()
