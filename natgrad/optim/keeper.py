@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import BatchStatisticsError, NatgradError, NonFiniteError
+from natgrad.geometry import Covector, Vector
 from natgrad.model import Arguments, Inputs, Model, evaluating, is_ours
 from natgrad.operators.base import Operator
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback import Pullback, pullback
 from natgrad.pullback.pullback import MEMORY, Batch, assemble, default_blocks
 from natgrad.pullback.tape import Recorder, Tape
+from natgrad.step.geodesic import christoffel_at
 from natgrad.structures import Refresh
 
 
@@ -79,13 +81,12 @@ class Keeper:
             self._add(pb)
         self._told = True
 
-    def current(self) -> Pullback:
-        """The pullback at the parameters and the batch of this step."""
+    def christoffel(self, v: Vector) -> Covector:
+        """Γ♭(v, v) at the parameters and the batch of this step."""
         if self.batch is None:
             raise NatgradError(_NOTHING_SEEN)
-        b = self.batch
         with self._separable():
-            return pullback(self.model, b.x, self.metric, b.target, self.generator, memory=self.memory)
+            return christoffel_at(self.batch, self.metric, v)
 
     def divergence(self, params: Mapping[str, Tensor]) -> float:
         """Mean divergence of the outputs at other parameters from the outputs now, on the batch of this step."""

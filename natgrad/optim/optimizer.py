@@ -21,7 +21,7 @@ from natgrad.optim.state import export, restore
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY
 from natgrad.solve import Cholesky, Solver
-from natgrad.step import Fixed, Proposal, Step, StepRule, christoffel
+from natgrad.step import Fixed, Proposal, Step, StepRule
 from natgrad.structures import Dense, Refresh, Structure
 
 _log = logging.getLogger("natgrad")
@@ -278,7 +278,9 @@ class _Solve:
 
     def acceleration(self, δ: Vector) -> Vector:
         """−(G + λ)⁻¹Γ♭(δ, δ)."""
-        return -self._sharp(christoffel(self.opt.keeper.current(), δ), self.damping)
+        assert self.inverse is not None
+        # A copy: the next gradient is like the last one, and must not be solved from here.
+        return -self.opt.solver.sharp(copy.copy(self.inverse), self.opt.keeper.christoffel(δ))
 
     def _sharp(self, ω: Covector, damping: float) -> Vector:
         if self.stale or self.inverse is None or self.damping != damping:

@@ -14,6 +14,7 @@ from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback import Pullback, pullback
+from natgrad.pullback.pullback import Batch
 from natgrad.solve import Cholesky, Solver
 from natgrad.structures import Dense
 
@@ -24,15 +25,23 @@ def christoffel(pb: Pullback, v: Vector) -> Covector:
     With the energy E(θ, v) = ½ vᵀG(θ)v of the exact metric, Γ♭ = ∂_t ∂_v E(θ + tv, v) − ∂_θ E(θ, v): the
     Euler–Lagrange equation of E, by automatic differentiation, without a Christoffel symbol.
     """
-    if pb.coupling is not None:
-        raise ValueError(f"{pb.metric!r} couples the examples: its geodesics are not implemented; use Dense directly")
-    names = list(pb.model.params)
-    point = {name: pb.model.params[name].detach() for name in names}
+    return christoffel_at(Batch(pb.model, pb.x, pb.target), pb.metric, v)
+
+
+def christoffel_at(batch: Batch, metric: OutputMetric, v: Vector) -> Covector:
+    """``christoffel`` without a pullback: nothing is drawn, where the root of the metric is sampled."""
+    model, x = batch.model, batch.x
+    with torch.no_grad():
+        n = model(None, x).shape[0]
+    if metric.coupling(x, n) is not None:
+        raise ValueError(f"{metric!r} couples the examples: its geodesics are not implemented; use Dense directly")
+    names = list(model.params)
+    point = {name: model.params[name].detach() for name in names}
     velocity = {name: v[name].detach() for name in names}
 
     def energy(θ: dict[str, Tensor], w: dict[str, Tensor]) -> Tensor:
-        y, jw = torch.func.jvp(lambda a: pb.model(a, pb.x), (θ,), (w,))[:2]
-        return 0.5 * (pb.metric.flat(y, jw, pb.target) * jw).sum() / pb.n
+        y, jw = torch.func.jvp(lambda a: model(a, x), (θ,), (w,))[:2]
+        return 0.5 * (metric.flat(y, jw, batch.target) * jw).sum() / n
 
     def momentum(θ: dict[str, Tensor]) -> dict[str, Tensor]:
         out: dict[str, Tensor] = torch.func.grad(energy, argnums=1)(θ, velocity)

@@ -47,7 +47,7 @@ def test_batch_norm_and_dropout_train_in_training_mode_with_the_metric_of_evalua
 
 
 @pytest.mark.parametrize(
-    "rule", [ng.TrustRegion(1e-3, ng.Backtracking())], ids=["trust_region"]
+    "rule", [ng.TrustRegion(1e-3, ng.Backtracking()), ng.GeodesicCorrected()], ids=["trust_region", "geodesic"]
 )
 def test_rules_that_look_at_the_batch_again_do_so_in_evaluation_mode(rule: ng.step.StepRule) -> None:
     model = _model()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import natgrad as ng
 from tests import oracle
+from tests.optim.tasks import task
 from tests.step.test_geodesic import CURVES
 
 
@@ -79,3 +80,34 @@ def test_the_limit_compares_lengths_in_the_metric() -> None:
 def test_a_limit_that_is_not_positive_is_refused() -> None:
     with pytest.raises(ValueError, match=r"limit=…\) must be positive, got 0"):
         ng.GeodesicCorrected(0.0)
+
+
+def _sampled_run(rule: ng.step.StepRule, steps: int) -> ng.NaturalGradient:
+    of = task("classes")
+    metric = ng.Fisher(ng.Categorical(), samples=2)
+    generator = torch.Generator().manual_seed(3)
+    opt = of.optimizer(metric=metric, step=rule, lr=0.1, damping=0.1, generator=generator)
+    for _ in range(steps):
+        of.step(opt)
+    return opt
+
+
+def test_the_correction_draws_nothing_from_the_stream_of_a_sampled_metric() -> None:
+    corrected, plain = _sampled_run(ng.GeodesicCorrected(), 2), _sampled_run(ng.Fixed(), 2)
+    assert torch.equal(corrected.keeper.generator.get_state(), plain.keeper.generator.get_state())
+    first = [_sampled_run(rule, 1).keeper.average for rule in (ng.GeodesicCorrected(), ng.Fixed())]
+    assert first[0] is not None
+    assert first[1] is not None
+    assert torch.equal(first[0].dense(), first[1].dense())
+
+
+def test_the_next_gradient_is_solved_from_the_last_natural_gradient_and_not_from_the_correction() -> None:
+    of, λ = task("regression"), 0.1
+    opt = of.optimizer(step=ng.GeodesicCorrected(), solver=ng.CG(tol=1e-12), lr=0.5, damping=λ)
+    v = oracle.damped(of.metric(), of.gradient(), λ)
+    of.step(opt)
+    assert opt.last is not None
+    assert opt.last.reason == ""
+    assert isinstance(opt.inverse, ng.operators.Inverse)
+    torch.testing.assert_close(opt.inverse.tensors()["guess"], v, rtol=1e-9, atol=1e-11)
+    assert not torch.allclose(opt.last.displacement.flatten(), -0.5 * v, rtol=1e-4)  # it was corrected
