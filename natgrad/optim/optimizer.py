@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict, final
@@ -13,10 +12,11 @@ from typing_extensions import Unpack
 
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.model import Inputs, Model
-from natgrad.operators.base import Inverse, Operator
+from natgrad.operators.base import Inverse
 from natgrad.optim.groups import check_numbers, check_slots, common_damping, complete
 from natgrad.optim.guard import Guard
 from natgrad.optim.keeper import Keeper
+from natgrad.optim.solves import Solves
 from natgrad.optim.state import export, restore
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY
@@ -55,7 +55,9 @@ class NaturalGradient(torch.optim.Optimizer):
     Momentum is kept in the space of vectors, m ← μm + v, θ ← θ − lr·m; weight decay is decoupled,
     θ ← (1 − lr·wd)θ. Every number in a parameter group may be changed between steps; λ must be the same in all.
     Nothing changes when a step raises. A step that its rule refuses (``opt.last.accepted``) changes no parameter, and
-    starts the momentum anew: along a velocity that ascends, every later step would be refused too.
+    starts the momentum anew: along a velocity that ascends, every later step would be refused too. A rule that needs
+    the loss again (``LevenbergMarquardt``) is told by ``opt.needs_closure``, by ``repr(opt)`` and by a message of the
+    logger "natgrad" at construction: then ``opt.step(closure)``.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
@@ -121,6 +123,13 @@ class NaturalGradient(torch.optim.Optimizer):
         check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
+    def __repr__(self) -> str:
+        keeper = self.keeper
+        first, rest = super().__repr__().split("\n", 1)
+        closure = ", which evaluates the loss again: opt.step(closure)" if self.needs_closure else ""
+        slots = {"metric": keeper.metric, "structure": keeper.structure, "solver": self.solver, "step": self.rule}
+        return "\n".join([first, *(f"{slot}: {value!r}" for slot, value in slots.items())]) + f"{closure}\n{rest}"
+
     @property
     def needs_closure(self) -> bool:
         """Whether ``step`` must be given a closure that zeroes the gradients, computes the loss and calls backward."""
@@ -167,7 +176,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self._guard.check(ω, "the gradient", self.keeper.step)
         operator, refreshed = self.keeper.candidate()
         damping = common_damping(self.param_groups)
-        solve = _Solve(self, operator, damping, refreshed)
+        solve = Solves(self, operator, damping, refreshed)
         decayed = self._decayed()
         proposal = Proposal(
             params={name: p.detach() for name, p in params.items()},
@@ -249,45 +258,6 @@ class NaturalGradient(torch.optim.Optimizer):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "natgrad"})
         restored.put(self.keeper)
         self.inverse, self.inverse_damping = restored.inverse, restored.inverse_damping
-
-
-@final
-class _Solve:
-    """The solves of one step: the inverse is factored again only for a new metric or another damping."""
-
-    def __init__(self, opt: NaturalGradient, operator: Operator, damping: float, refreshed: bool) -> None:
-        self.opt, self.operator = opt, operator
-        # A copy: an iterative inverse remembers its last solution, and the step may yet fail.
-        self.inverse, self.damping = copy.copy(opt.inverse), opt.inverse_damping
-        self.stale = refreshed or opt.inverse is None or opt.inverse_damping != damping
-        self.velocity: Vector | None = None
-
-    def direction(self, ω: Covector, damping: float) -> Vector:
-        """−lr·(μm + (G + λ)⁻¹ω), every group with its own lr and μ."""
-        v = self._sharp(ω, damping)
-        velocity, moved = {}, {}
-        names = {id(p): name for name, p in self.opt.keeper.model.params.items()}
-        for group in self.opt.param_groups:
-            for p in group["params"]:
-                name = names[id(p)]
-                buffer = self.opt.state.get(p, {}).get("momentum") if group["momentum"] else None
-                velocity[name] = v[name] if buffer is None else v[name] + group["momentum"] * buffer
-                moved[name] = -group["lr"] * velocity[name]
-        self.velocity = Vector({name: velocity[name] for name in v})
-        return Vector({name: moved[name] for name in v})
-
-    def acceleration(self, δ: Vector) -> Vector:
-        """−(G + λ)⁻¹Γ♭(δ, δ)."""
-        assert self.inverse is not None
-        # A copy: the next gradient is like the last one, and must not be solved from here.
-        return -self.opt.solver.sharp(copy.copy(self.inverse), self.opt.keeper.christoffel(δ))
-
-    def _sharp(self, ω: Covector, damping: float) -> Vector:
-        if self.stale or self.inverse is None or self.damping != damping:
-            warm = {} if self.inverse is None else self.inverse.tensors()
-            self.inverse = self.opt.solver.init(self.operator, damping, warm)
-            self.damping, self.stale = damping, False
-        return self.opt.solver.sharp(self.inverse, ω)
 
 
 def _number(loss: Any) -> float:

@@ -1,5 +1,6 @@
 """What the optimizer refuses when it is made, or at its first batch, and what works instead."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,42 @@ def test_the_damping_is_one_for_all_groups() -> None:
     with pytest.raises(ValueError, match="the same in all parameter groups"):
         opt.step()
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("rule", "needed"),
+    [
+        (ng.Fixed(), False),
+        (ng.TrustRegion(0.1, ng.Backtracking()), False),
+        (ng.LevenbergMarquardt(), True),
+        (ng.Constrained(ng.LevenbergMarquardt(), ng.Clipping({"bias": (0.0, 1.0)})), True),
+    ],
+)
+def test_a_rule_that_needs_a_closure_says_so_at_construction(
+    rule: ng.step.StepRule, needed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="natgrad"):
+        opt = _linear(step=rule)
+    said = f"{type(rule).__name__} evaluates the loss again: call opt.step(closure)"
+    assert [record.message for record in caplog.records if record.name == "natgrad"] == [said] * needed
+    assert opt.needs_closure is needed
+    assert ("which evaluates the loss again: opt.step(closure)" in repr(opt)) is needed
+    if needed:
+        with pytest.raises(TypeError, match=r"evaluates the loss again: call opt.step\(closure\)"):
+            opt.step()
+
+
+def test_repr_names_all_choices_and_the_numbers_of_the_groups() -> None:
+    text = repr(_linear(structure=ng.Refresh(ng.Diagonal(), every=3), lr=0.25))
+    for part in (
+        "metric: Euclidean(",
+        "structure: Refresh(",
+        "every=3",
+        "solver: Cholesky()",
+        "step: Fixed()",
+        "lr: 0.25",
+    ):
+        assert part in text
 
 
 NOISY: dict[str, tuple[Callable[[], nn.Module], str]] = {
