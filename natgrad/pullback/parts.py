@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import torch
+from torch import Tensor
+
+from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.tape import Tape, TapeOverflow, activations, record
 
 Part: TypeAlias = tuple[int, int]  # a range of examples
 _EXPANSION = 64  # outputs of a layer over inputs of the model, at the most, before memory is looked after
+_TOLERANCE = {8: 1e-6, 4: 1e-2, 2: 0.2}  # of the outputs, by the bytes of a number; mixing shows at the first digit
 
 
 def examples(x: Inputs, part: Part, n: int) -> Inputs:
@@ -18,6 +23,43 @@ def examples(x: Inputs, part: Part, n: int) -> Inputs:
     if part == (0, n):
         return x
     return map_tensors(x, lambda t: t[part[0] : part[1]])
+
+
+def ranges(start: int, stop: int, step: int) -> list[Part]:
+    """From start to stop in steps."""
+    return [(a, min(a + step, stop)) for a in range(start, stop, step)]
+
+
+def chunk_bytes(memory: int) -> int:
+    """What a temporary may occupy: an eighth of the bound, and no more than stays fast."""
+    return max(1, min(memory // 8, 2**28))
+
+
+def separable(x: Inputs, n: int) -> bool:
+    """Whether every input has the n examples on its first axis, so that a range of them can be taken."""
+    tensors = tensors_of(x)
+    return bool(tensors) and all(t.ndim and t.shape[0] == n for t in tensors)
+
+
+def check_apart(model: Model, x: Inputs, step: int, n: int, y: Tensor | None = None) -> None:
+    """Raise if the first examples have other outputs in a batch of ``step`` (y, if known) than in one of another size.
+
+    A batch that is cut into parts must give the outputs of the whole one.
+    """
+    few = 2 if step > 2 else min(step + 1, n)
+    with torch.no_grad():
+        y = model(None, examples(x, (0, step), n)) if y is None else y.detach()
+        other = model(None, examples(x, (0, few), n))
+    same = min(few, step)
+    if other.shape[1:] == y.shape[1:] and other.shape[0] == few:
+        difference, scale = (y[:same] - other[:same]).norm(), y[:same].norm()
+        if bool(difference <= _TOLERANCE[y.element_size()] * scale) or not bool(scale.isfinite()):
+            return  # what is not finite is reported with its origin
+    raise BatchStatisticsError(
+        f"the batch of {n} examples does not fit into memory= whole and cannot be cut: in batches of {few} and {step} "
+        "the first examples have different outputs, so examples influence each other, or the model is random. Raise "
+        "memory= so that the batch fits whole, or evaluate the model so that its examples are independent"
+    )
 
 
 def forward(model: Model, blocks: Sequence[Block], x: Inputs, bound: int) -> tuple[Tape, list[Part]]:
@@ -41,7 +83,8 @@ def forward(model: Model, blocks: Sequence[Block], x: Inputs, bound: int) -> tup
         if step == n:
             return tape, [(0, tape.y.shape[0])]  # outputs may have more examples than inputs: tokens, for one
         if tape.y.shape[0] == step:
-            return tape, [(a, min(a + step, n)) for a in range(0, n, step)]
+            check_apart(model, x, step, n, tape.y)
+            return tape, ranges(0, n, step)
         break
     tape = record(model, blocks, x)
     return tape, [(0, tape.y.shape[0])]

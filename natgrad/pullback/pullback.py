@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Vector
@@ -17,8 +18,8 @@ from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.finite import check_outputs
-from natgrad.pullback.parts import Part, examples, forward
-from natgrad.pullback.roots import draw, root_at
+from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, forward, separable
+from natgrad.pullback.roots import Root, flat_at
 from natgrad.pullback.rows import rows
 from natgrad.pullback.separate import misplaced
 from natgrad.pullback.tape import Tape, leaf_uses, record
@@ -35,7 +36,7 @@ class Pullback:
     """A model at a batch x with a metric on its outputs: everything a structure needs to estimate G.
 
     ``root`` [k n *out] satisfies Σ_k s_k s_kᵀ = h (exactly, or in expectation); all structures estimated from one
-    pullback see the same root. G is the mean over the examples and never depends on how a loss is reduced.
+    pullback see the same samples. G is the mean over the examples and never depends on how a loss is reduced.
     """
 
     model: Model
@@ -43,25 +44,23 @@ class Pullback:
     metric: OutputMetric
     target: Any
     y: Tensor  # [n *out]
-    columns: int  # K
     coupling: Tensor | None  # C [n m]
     layers: list[Block]  # with their rules
     memory: int
     tapes: dict[Part, Tape]  # by range of examples; a range that is missing is recorded when needed
     parts: list[Part]  # ranges of examples that are processed together
     positions: dict[str, int]  # by the first name of a layer: how many r·c of one example share its weight
-    drawn: Tensor | None  # the root, where it is kept: a large exact one is computed again for every part
+    roots: Root
 
     @property
     def root(self) -> Tensor:
         """s [k n *out] of all examples."""
-        return self.root_of((0, self.n))
+        return self.roots.at((0, self.n))
 
-    def root_of(self, part: Part) -> Tensor:
-        """s [k n *out] of a range of examples."""
-        if self.drawn is not None:
-            return self.drawn[:, part[0] : part[1]]
-        return root_at(self.metric, self.y[part[0] : part[1]], examples(self.target, part, self.n), None)
+    @property
+    def columns(self) -> int:
+        """K, the number of columns of the root."""
+        return self.roots.columns
 
     @property
     def n(self) -> int:
@@ -76,7 +75,7 @@ class Pullback:
     @property
     def chunk(self) -> int:
         """Elements that a temporary may have."""
-        return max(1, _chunk_bytes(self.memory) // self.y.element_size())
+        return max(1, chunk_bytes(self.memory) // self.y.element_size())
 
     @property
     def template(self) -> Vector:
@@ -92,11 +91,17 @@ class Pullback:
         """The metric of the whole batch of outputs applied to u [n *out]: (1/N) Σ_m C_nm Σ_k s_kn ⟨s_km, u_m⟩."""
         if self.coupling is None and self.metric.exact:
             return self.metric.flat(self.y, u, self.target) / self.n
-        s = self.root.reshape(*self.root.shape[:2], -1)  # [k n d], with d = 1 for outputs [n]
+        s = self.root
+        s = s.reshape(*s.shape[:2], -1)  # [k n d], with d = 1 for outputs [n]
         t = torch.einsum("knd,nd->kn", s, u.reshape(self.n, -1))
         if self.coupling is not None:
             t = t @ self.coupling
         return torch.einsum("knd,kn->nd", s, t).view_as(u) / self.n
+
+    def check_metric(self) -> None:
+        """Raise if the metric is not finite at the outputs, for a structure that makes products with it only."""
+        if self.roots.kept is None:  # what is kept has been checked
+            flat_at(self.metric, self.y, torch.ones_like(self.y), self.target)
 
     def factors(self, limit: int | None = None) -> Iterator[list[Factors]]:
         """Factors of all blocks, chunk by chunk over examples and roots; G is the sum over the chunks.
@@ -107,24 +112,32 @@ class Pullback:
         if self.coupling is not None:
             yield from self._coupled()
             return
-        for part in self.parts:
+        for part in self._ranges():
             yield from self._of_part(part, limit)
+
+    def _ranges(self) -> list[Part]:
+        """The parts, cut further where an exact root of all their examples would be too large."""
+        if not separable(self.x, self.n):
+            return self.parts
+        pieces = [piece for part in self.parts for piece in self.roots.cut(part, self.chunk)]
+        if len(pieces) > len(self.parts) == 1:  # several parts have been checked already
+            check_apart(self.model, self.x, pieces[0][1], self.n)
+        return pieces
 
     def _of_part(self, part: Part, limit: int | None = None) -> Iterator[list[Factors]]:
         tape = self._tape(part)
         inputs = self._inputs(tape)
-        s = self.root_of(part) / math.sqrt(self.n)
-        for chunk in s.split(self._roots_at_once(tape, inputs, part, limit)):
-            yield self._factors(tape, inputs, part, chunk)
+        for s in self.roots.at(part).split(self._roots_at_once(tape, inputs, part, limit)):
+            yield self._factors(tape, inputs, part, s / math.sqrt(self.n))
 
     def collect(self) -> list[Factors]:
         """The factors of all examples and roots at once, for the kernel."""
-        parts = [self._coupled()] if self.coupling is not None else map(self._of_part, self.parts)
+        parts = [self._coupled()] if self.coupling is not None else map(self._of_part, self._ranges())
         by_example = [
             [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*chunks, strict=True)] for chunks in parts
         ]
         return [
-            Factors(torch.cat([f.a for f in fs]), torch.cat([f.g for f in fs], dim=1))
+            Factors(torch.cat([f.a for f in fs]), _side_by_side([f.g for f in fs]))
             for fs in zip(*by_example, strict=True)
         ]
 
@@ -222,7 +235,7 @@ def pullback(
     metric.check_target(target)
     wrapped.check_separable()
     blocks = default_blocks(wrapped)
-    tape, parts = forward(wrapped, blocks, x, _chunk_bytes(memory))
+    tape, parts = forward(wrapped, blocks, x, chunk_bytes(memory))
     return assemble(Batch(wrapped, x, target), metric, generator, tape, parts, blocks, memory)
 
 
@@ -260,8 +273,8 @@ def assemble(
     if coupling is not None:
         parts, coupling = [(0, y.shape[0])], coupling.to(y)
     tapes = {parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {}
-    drawn, columns = draw(metric, y, target, generator, parts)
-    return Pullback(model, x, metric, target, y, columns, coupling, blocks, memory, tapes, parts, positions, drawn)
+    roots = Root.of(metric, y, target, generator, coupling is not None, memory)
+    return Pullback(model, x, metric, target, y, coupling, blocks, memory, tapes, parts, positions, roots)
 
 
 def default_blocks(model: Model) -> list[Block]:
@@ -269,6 +282,7 @@ def default_blocks(model: Model) -> list[Block]:
     return partition(model, RULES)
 
 
-def _chunk_bytes(memory: int) -> int:
-    """What a temporary may occupy: an eighth of the bound, and no more than stays fast."""
-    return max(1, min(memory // 8, 2**28))
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """g [k n r c o] of all examples; a range whose root has fewer columns than another's gets columns of zeros."""
+    k = max(g.shape[0] for g in parts)
+    return torch.cat([g if g.shape[0] == k else F.pad(g, (*[0, 0] * 4, 0, k - g.shape[0])) for g in parts], dim=1)

@@ -1,39 +1,109 @@
-"""The root of the output metric at the outputs, checked."""
+"""The root of the output metric at the outputs, made when and where it is needed, and checked."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from natgrad.errors import NonFiniteError
-from natgrad.model import tensors_of
+from natgrad.errors import MemoryBoundError, NonFiniteError
+from natgrad.model import map_tensors, tensors_of
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.parts import Part, examples
+from natgrad.pullback.parts import Part, chunk_bytes, examples, ranges
 
 
-def draw(
-    metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None, parts: list[Part]
-) -> tuple[Tensor | None, int]:
-    """The root and its number of columns. One that is exact and comes in parts is checked, and not kept."""
-    n = y.shape[0]
-    if len(parts) > 1 and metric.exact and all(t.ndim and t.shape[0] == n for t in tensors_of(target)):
-        sizes = {_columns(metric, y[a:b], examples(target, (a, b), n)) for a, b in parts}
-        if len(sizes) == 1 and (columns := sizes.pop()) is not None:
-            return None, columns
-    root = root_at(metric, y, target, generator)
-    return root, root.shape[0]
+@final
+@dataclass
+class Root:
+    """s [k n *out] with Σ_k s_k s_kᵀ = h at the outputs y [n *out], for any range of the examples.
 
+    Samples are drawn once and kept. An exact root has K·D numbers an example, D² for most metrics: it is made for the
+    examples that are processed together, and not kept.
+    """
 
-def _columns(metric: OutputMetric, y: Tensor, target: Any) -> int | None:
-    """K at a part of the examples; None for a metric that was made for one batch and knows only all of it."""
-    with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
-        root = metric.root(y, target)
-    if root.shape[1:] != y.shape:
-        return None
-    _check_finite(metric, root)
-    return root.shape[0]
+    metric: OutputMetric
+    y: Tensor  # [n *out]
+    target: Any
+    memory: int  # bytes that the root of one range may occupy
+    kept: Tensor | None = None
+
+    @staticmethod
+    def of(
+        metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None, coupled: bool, memory: int
+    ) -> Root:
+        """Nothing is computed for an exact metric, unless it is ``coupled`` and all examples will be needed at once."""
+        kept = root_at(metric, y, target, generator) if coupled or not metric.exact else None
+        return Root(metric, y, target, memory, kept)
+
+    @property
+    def columns(self) -> int:
+        """K, from one example where the root is not kept."""
+        kept = self._kept()
+        return kept.shape[0] if kept is not None else self._alone or 0
+
+    def at(self, part: Part) -> Tensor:
+        """s [k n *out] of a range of examples."""
+        n = self.y.shape[0]
+        kept = self.kept if part == (0, n) else self._kept()
+        if kept is not None:
+            return kept[:, part[0] : part[1]]
+        self._admit(part[1] - part[0])
+        return root_at(self.metric, self.y[part[0] : part[1]], examples(self.target, part, n), None)
+
+    def cut(self, part: Part, limit: int) -> list[Part]:
+        """A range in pieces, so that the root of each has no more than ``limit`` numbers."""
+        n, d = part[1] - part[0], self.y[0].numel()
+        if n * d**2 <= limit or self._kept() is not None:
+            return [part]
+        self._admit(1)
+        return ranges(*part, max(1, limit // (self.columns * d)))
+
+    def _kept(self) -> Tensor | None:
+        """The root of all examples, where they have one only together."""
+        if self.kept is None and self._alone is None:
+            self.kept = root_at(self.metric, self.y, self.target, None)
+        return self.kept
+
+    def _admit(self, n: int) -> None:
+        """Refuse, before it is made, a root that exceeds the memory bound."""
+        d, bytes_each = self.y[0].numel(), self.y.element_size()
+        if n * d**2 * bytes_each <= self.memory:
+            return  # as good as certain: no metric that ships has many more columns than outputs
+        needed = n * self.columns * d * bytes_each
+        if needed > self.memory:
+            what = "an example" if n == 1 else f"{n} examples that cannot be cut apart"
+            raise MemoryBoundError(
+                f"the exact root of {self.metric!r} has {self.columns:,} columns: for {what} with {d:,} outputs it "
+                f"needs {needed:,} bytes, over the bound memory={self.memory:,}. Sample it, with "
+                "Fisher(family, samples=k) or Sampled(metric, k), or use Implicit, which needs no root"
+            )
+
+    @cached_property
+    def _alone(self) -> int | None:
+        """K at one example; None for a metric or targets that were made for one batch and know only all of it."""
+        n = self.y.shape[0]
+        if not all(t.ndim and t.shape[0] == n for t in tensors_of(self.target)):
+            return None
+        try:
+            shape = self._shape(self.y[:1], examples(self.target, (0, 1), n))
+        except Exception:  # whatever it is, the whole batch will raise it again if it is not about one example
+            return None
+        return shape[0] if shape[1:] == (1, *self.y.shape[1:]) else None
+
+    def _shape(self, y: Tensor, target: Any) -> tuple[int, ...]:
+        """The shape of the root at one example; a large root is not made to learn it."""
+        with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+            if y.numel() ** 2 * y.element_size() <= chunk_bytes(self.memory):
+                return tuple(self.metric.root(y, target).shape)
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                    return tuple(self.metric.root(mode.from_tensor(y), map_tensors(target, mode.from_tensor)).shape)
+            except Exception:  # the metric looks at values, which are not there: Hessians do, and have D columns
+                return (y.numel(), *y.shape)
 
 
 def root_at(metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None) -> Tensor:
@@ -48,6 +118,16 @@ def root_at(metric: OutputMetric, y: Tensor, target: Any, generator: torch.Gener
     return root
 
 
-def _check_finite(metric: OutputMetric, root: Tensor) -> None:
-    if not bool(root.isfinite().all()):
+def flat_at(metric: OutputMetric, y: Tensor, u: Tensor, target: Any) -> Tensor:
+    """h u [n *out], of the right shape and finite: what stands for the root's checks where no root is made."""
+    with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+        hu = metric.flat(y, u, target)
+    if hu.shape != y.shape:
+        raise ValueError(f"{metric!r}.flat must be [n *out] = {tuple(y.shape)}, got {tuple(hu.shape)}")
+    _check_finite(metric, hu)
+    return hu
+
+
+def _check_finite(metric: OutputMetric, values: Tensor) -> None:
+    if not bool(values.isfinite().all()):
         raise NonFiniteError(f"{metric!r} is not finite at the outputs: they are too large, or outside its domain")

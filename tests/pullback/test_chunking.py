@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -129,7 +130,10 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        sizes = [t.untyped_storage().nbytes() // t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        real = [
+            t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_meta and not isinstance(t, FakeTensor)
+        ]
+        sizes = [t.untyped_storage().nbytes() // t.element_size() for t in real]
         self.elements = max([self.elements, *sizes])
         return out
 

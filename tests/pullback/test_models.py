@@ -200,7 +200,7 @@ def test_tokens_may_become_examples(before: bool) -> None:
     assert pb.n == 12
     close(ng.Dense().estimate(pb).dense(), oracle.dense(J, torch.eye(2).double().expand(12, 2, 2)))
     assert bool(covered(pb)) == before
-    for bound in (200, 2000):
+    for bound in (400, 2000):
         bounded = ng.pullback(model, x, ng.Euclidean(), memory=bound)
         close(bounded.square(), pb.square())
 

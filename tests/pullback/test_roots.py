@@ -1,0 +1,177 @@
+"""The root of an exact metric: made when it is needed, for as many examples as fit, and never for products."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
+from natgrad.structures import Structure
+from tests import zoo
+from tests.pullback.test_chunking import Largest
+from tests.pulled import close, normal
+
+FISHER = ng.Fisher(ng.Categorical())
+
+
+@final
+@dataclass(frozen=True)
+class Rootless(ng.OutputMetric):
+    """The Euclidean metric, whose root must not be asked for."""
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return u
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        raise AssertionError("a root was made")
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        raise NotImplementedError
+
+
+@final
+@dataclass(frozen=True)
+class Ragged(ng.OutputMetric):
+    """The Euclidean metric with as many columns of zeros as there are examples in the batch."""
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return u
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return torch.cat([ng.Euclidean().root(y), y.new_zeros(y.shape[0], *y.shape)])
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        raise NotImplementedError
+
+
+def language_model() -> tuple[nn.Module, Tensor]:
+    """40 tokens of 200 classes: the exact root of one example has 8000 · 8000 numbers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(200, 4), nn.Linear(4, 200)), torch.randint(200, (4, 40))
+
+
+def test_implicit_of_an_exact_metric_makes_no_root() -> None:
+    model, x = zoo.mlp(3, 4, 3).double(), normal(6, 3)
+    G = ng.Implicit().estimate(ng.pullback(model, x, Rootless()))
+    v = normal(G.layout.size)
+    close(G.product(v), ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).product(v))
+
+
+def test_implicit_of_a_language_model_stays_far_below_its_root() -> None:
+    model, x = language_model()
+    with Largest() as largest:
+        pb = ng.pullback(model, x, FISHER, memory=2**26)
+        ng.Implicit().estimate(pb).product(torch.ones(pb.model.size))
+    assert largest.elements <= 2 * 4 * 40 * 200
+
+
+LOSSES = {
+    "fisher": FISHER,
+    "hessian": ng.LossHessian(lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())),
+    "euclidean": ng.Euclidean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_root_of_one_example_over_the_bound_is_refused_before_it_is_made(name: str) -> None:
+    model, x = language_model()
+    pb = ng.pullback(model, x, LOSSES[name], x, memory=2**26)
+    message = (
+        r"8,000 columns: for an example with 8,000 outputs it needs 256,000,000 bytes, over the bound "
+        r"memory=67,108,864.*Fisher\(family, samples=k\) or Sampled\(metric, k\), or use Implicit"
+    )
+    with Largest() as largest, pytest.raises(MemoryBoundError, match=message):
+        ng.Diagonal().estimate(pb)
+    assert largest.elements <= 200**2
+
+
+def test_a_narrow_root_of_many_outputs_is_not_refused() -> None:
+    """One column: K is found without making a root of D², though the loss holds a tensor of its own."""
+    model, x = language_model()
+    weight = torch.ones(200)
+    loss = ng.Empirical(lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), weight=weight))
+    pb = ng.pullback(model, x, loss, x, memory=2**26)
+    assert pb.columns == 1
+    close(ng.Diagonal().estimate(pb).diagonal(), ng.pullback(model, x, loss, x).square(), 1e-6)
+
+
+@pytest.mark.parametrize("structure", [ng.Diagonal(), ng.BlockDense(), ng.Kernel()], ids=repr)
+def test_parts_are_cut_so_that_their_roots_fit(structure: Structure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 outputs and 12 columns of 64 examples: 9216 numbers, and a chunk is 1000."""
+    model, x = zoo.mlp(3, 4, 12).double(), normal(64, 3)
+    expected = structure.estimate(ng.pullback(model, x, FISHER)).diagonal()
+    monkeypatch.setattr(Structure, "admit", lambda structure, pb: None)  # a bound too tiny for any but Diagonal
+    with Largest() as largest:
+        got = structure.estimate(ng.pullback(model, x, FISHER, memory=8 * 8 * 1000))
+    close(got.diagonal(), expected)
+    if isinstance(structure, ng.Diagonal):
+        assert largest.elements <= 1000
+
+
+def test_the_optimizer_cuts_a_root_that_is_too_large_for_its_hook() -> None:
+    model, x = zoo.mlp(3, 4, 12).double(), normal(64, 3)
+    expected = ng.pullback(model, x, FISHER).square()
+    opt = ng.NaturalGradient(model, FISHER, structure=ng.Diagonal(), memory=64_000)
+    with Largest() as largest:
+        model(x).sum().backward()
+    fresh = opt.keeper.fresh
+    assert fresh is not None
+    close(fresh.diagonal(), expected)
+    assert largest.elements <= 1000
+
+
+def test_ranges_may_have_different_numbers_of_columns() -> None:
+    model, x = zoo.mlp(3, 4, 12).double(), normal(20, 3)
+    pb = ng.pullback(model, x, Ragged(), memory=8 * 8 * 1000)
+    assert len(pb._ranges()) > 1
+    factors = pb.collect()
+    assert {f.g.shape[1] for f in factors} == {20}
+    close(pb.square(), ng.pullback(model, x, ng.Euclidean()).square())
+
+
+def test_a_metric_made_for_one_batch_keeps_its_root() -> None:
+    model, x, scale = zoo.mlp(3, 4, 12).double(), normal(20, 3), normal(20, 1).exp()
+    metric = ng.Fisher(lambda y: torch.distributions.Normal(y, scale))
+    expected = ng.pullback(model, x, metric).square()
+    close(ng.pullback(model, x, metric, memory=2**14).square(), expected)
+
+
+@pytest.mark.parametrize("structure", [ng.Implicit(), ng.Diagonal()], ids=repr)
+def test_outputs_outside_the_domain_of_a_family_are_named(structure: Structure) -> None:
+    model = nn.Linear(2, 1).double()
+    model.bias.data.fill_(800.0)  # e^800
+    pb = ng.pullback(model, torch.ones(3, 2, dtype=torch.float64), ng.Fisher(ng.Poisson()))
+    with pytest.raises(NonFiniteError, match=r"Fisher\(family=Poisson.*is not finite at the outputs"):
+        structure.estimate(pb)
+
+
+class Centred(nn.Module):
+    """Examples that see their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x - x.mean(0))))
+
+
+@pytest.mark.parametrize("memory", [300, 2_000, 20_000])
+def test_a_batch_whose_examples_influence_each_other_is_not_cut(memory: int) -> None:
+    model, x = Centred().double(), normal(200, 3)
+    with pytest.raises(BatchStatisticsError, match=r"200 examples does not fit .* Raise memory= so that"):
+        ng.pullback(model, x, ng.Euclidean(), memory=memory).square()
+    ng.pullback(model, x, ng.Euclidean()).square()
+
+
+def test_a_root_is_not_cut_where_examples_influence_each_other() -> None:
+    """The forward pass fits whole, and the root does not."""
+    model, x = nn.Sequential(Centred(), nn.Linear(2, 40)).double(), normal(50, 3)
+    pb = ng.pullback(model, x, ng.Euclidean(), memory=8 * 8 * 50 * 60)
+    assert len(pb.parts) == 1
+    with pytest.raises(BatchStatisticsError, match="influence each other"):
+        pb.square()
