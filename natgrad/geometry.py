@@ -261,7 +261,11 @@ def require_all(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def pushforward(
-    model: nn.Module | Callable[..., Any], x: Inputs, v: Vector, params: Mapping[str, Tensor] | None = None
+    model: nn.Module | Callable[..., Any],
+    x: Inputs,
+    v: Vector,
+    params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
     """J v: the velocity [n *out] of the outputs when the parameters move along v (paper 003, section 2.1.2).
 
@@ -271,13 +275,17 @@ def pushforward(
     """
     if not isinstance(v, Vector):
         raise TypeError(f"only a Vector can be pushed forward, not a {type(v).__name__}")
-    wrapped = Model.of(model, params)
+    wrapped = Model.of(model, params, output)
     _match(dict(sorted(wrapped.params.items())), dict(sorted(v.items())), "the model and v")
     return linearise(wrapped, x).push(v)
 
 
 def pullback_covector(
-    model: nn.Module | Callable[..., Any], x: Inputs, u: Tensor, params: Mapping[str, Tensor] | None = None
+    model: nn.Module | Callable[..., Any],
+    x: Inputs,
+    u: Tensor,
+    params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
 ) -> Covector:
     """Jᵀu: the covector of the outputs u [n *out] pulled back to the parameters; this is back-propagation.
 
@@ -285,4 +293,4 @@ def pullback_covector(
     >>> pullback_covector(model, torch.ones(3, 2), torch.ones(3, 1))["weight"]
     tensor([[3., 3.]])
     """
-    return Covector(linearise(Model.of(model, params), x).pull(u))
+    return Covector(linearise(Model.of(model, params, output), x).pull(u))

@@ -14,6 +14,7 @@ from natgrad.model import Inputs, Model
 from natgrad.operators.base import Operator
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback import pullback
+from natgrad.slots import check_slots
 from natgrad.solve import Cholesky, Solver
 from natgrad.structures import Dense, Structure
 
@@ -29,6 +30,7 @@ def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: floa
     True
     """
     solver = solver or Cholesky()
+    check_slots(G=(G, Operator), ω=(ω, Covector), solver=(solver, Solver))
     check_finite(ω.flatten(), "the differential")
     return solver.sharp(solver.init(G, damping), ω)
 
@@ -58,6 +60,8 @@ def natural_gradient(
     >>> ng.natural_gradient(model, x, loss, ng.Fisher(ng.Categorical()), damping=1e-3)
     Vector(weight: (3, 2), bias: (3,))
     """
+    structure, solver = structure or Dense(), solver or Cholesky()
+    check_slots(metric=(metric, OutputMetric), structure=(structure, Structure), solver=(solver, Solver))
     wrapped = Model.of(model, params, output)
     pb = pullback(wrapped, x, metric, target, generator)
     if isinstance(loss, Tensor):
@@ -66,4 +70,4 @@ def natural_gradient(
         leaves = {name: p.detach().requires_grad_() for name, p in wrapped.params.items()}
         with torch.enable_grad():
             ω = differential(leaves, loss(wrapped(leaves, x)))
-    return sharp((structure or Dense()).estimate(pb), ω, solver, damping)
+    return sharp(structure.estimate(pb), ω, solver, damping)

@@ -1,5 +1,7 @@
 """The golden network through the public functions, piece by piece and in one call."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,6 +113,33 @@ def test_natural_gradient_of_a_pure_function() -> None:
     close(v.flatten(), oracle.damped(G, w, 0.1))
 
 
+def _in_a_dict(raw: dict[str, Tensor]) -> Tensor:
+    return raw["logits"]
+
+
+class _Dict(nn.Module):
+    """A model that returns its outputs in a dict."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.inner(x)}
+
+
+def test_outputs_in_a_dict_are_pushed_forward_and_pulled_back_through_output() -> None:
+    inner, x, target = golden_mlp()
+    model = _Dict(inner)
+    J = oracle.module_jacobian(inner, x)
+    v = ng.natural_gradient(model, x, lambda y: F.cross_entropy(y, target), FISHER, damping=0.1, output=_in_a_dict)
+    close(ng.pushforward(model, x, v, output=_in_a_dict), torch.einsum("ndp,p->nd", J, v.flatten()))
+    u = normal(len(x), 3)
+    close(ng.pullback_covector(model, x, u, output=_in_a_dict).flatten(), torch.einsum("ndp,nd->p", J, u))
+    with pytest.raises(TypeError, match="returned a dict: pass output="):
+        ng.pushforward(model, x, v)
+
+
 def test_natural_gradient_step_descends() -> None:
     """⟨ω, ω♯⟩ > 0, and the loss falls along −ω♯ to first order at that rate."""
     model, x, target = golden_mlp()
@@ -125,11 +154,34 @@ def test_natural_gradient_step_descends() -> None:
     assert (losses[1] - losses[0]) / 2e-5 == pytest.approx(rate, rel=1e-6)
 
 
+def _one_call(model: nn.Module, x: Tensor, **slots: Any) -> ng.Vector:
+    return ng.natural_gradient(model, x, lambda y: y.sum(), slots.pop("metric", FISHER), damping=0.1, **slots)
+
+
+def _sharp(model: nn.Module, x: Tensor, swapped: bool = False, **slots: Any) -> ng.Vector:
+    both: list[Any] = [ng.Dense().estimate(ng.pullback(model, x, FISHER)), ng.differential(model, model(x).sum())]
+    return ng.sharp(*(both[::-1] if swapped else both), **slots)
+
+
 REFUSED = [
     (lambda m, x: ng.natural_gradient(m, x, torch.tensor(1.0), FISHER), ValueError, "the loss has no graph"),
     (lambda m, x: ng.natural_gradient(m, x, lambda y: y, FISHER), ValueError, "the loss must be one number"),
     (lambda m, x: ng.natural_gradient(m, x[:0], lambda y: y.sum(), FISHER), ValueError, "the batch is empty"),
     (lambda m, x: ng.natural_gradient(m, x, lambda y: y.sum(), ng.Empirical(F.mse_loss)), ValueError, "target="),
+    (
+        lambda m, x: _one_call(m, x, solver=ng.Pinv),
+        TypeError,
+        r"solver must be .*Solver, got the class Pinv: write Pinv\(",
+    ),
+    (
+        lambda m, x: _one_call(m, x, structure=ng.Dense),
+        TypeError,
+        r"structure must be .*the class Dense: write Dense\(",
+    ),
+    (lambda m, x: _one_call(m, x, metric=ng.Euclidean), TypeError, r"metric must be .* write Euclidean\("),
+    (lambda m, x: _one_call(m, x, structure=ng.Pinv()), TypeError, "structure must be a natgrad Structure, got Pinv"),
+    (lambda m, x: _sharp(m, x, solver=ng.CG), TypeError, r"solver must be .* write CG\("),
+    (lambda m, x: _sharp(m, x, swapped=True), TypeError, "G must be a natgrad Operator, got Covector"),
     (lambda m, x: ng.natural_gradient(m, x / 0, lambda y: y.sum(), FISHER), ng.errors.NonFiniteError, "not finite"),
 ]
 

@@ -43,11 +43,3 @@ def common_damping(groups: Iterable[Mapping[str, Any]]) -> float:
     if len(dampings) > 1:
         raise ValueError(f"the damping must be the same in all parameter groups, got {sorted(dampings)}")
     return dampings.pop()
-
-
-def check_slots(**slots: tuple[Any, type]) -> None:
-    """Refuse what does not belong into a slot: a class instead of an instance, a name, two slots swapped."""
-    for slot, (value, kind) in slots.items():
-        if not isinstance(value, kind):
-            got = f"the class {value.__name__}: write {value.__name__}(…)" if isinstance(value, type) else repr(value)
-            raise TypeError(f"{slot} must be a natgrad {kind.__name__}, got {got}")

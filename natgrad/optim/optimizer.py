@@ -13,13 +13,14 @@ from typing_extensions import Unpack
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse
-from natgrad.optim.groups import check_numbers, check_slots, common_damping, complete
+from natgrad.optim.groups import check_numbers, common_damping, complete
 from natgrad.optim.guard import Guard
 from natgrad.optim.keeper import Keeper
 from natgrad.optim.solves import Solves
 from natgrad.optim.state import export, restore
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY
+from natgrad.slots import check_slots
 from natgrad.solve import Cholesky, Solver
 from natgrad.step import Fixed, Proposal, Step, StepRule
 from natgrad.structures import Dense, Refresh, Structure
