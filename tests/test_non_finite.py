@@ -1,0 +1,80 @@
+"""NaN and infinity inside a model or its metric: named, and never stepped along."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.errors import NonFiniteError
+from tests.optim.tasks import task
+
+
+class _Switch(nn.Module):
+    """A layer that can break."""
+
+    broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 0 if self.broken else x
+
+
+def test_the_first_layer_whose_output_is_not_finite_is_named_with_the_step() -> None:
+    switch = _Switch()
+    of = task()
+    model = nn.Sequential(of.model.get_submodule("0"), switch, nn.Tanh(), nn.Sequential(nn.Identity(), _Switch()))
+    opt = ng.NaturalGradient(model, ng.Euclidean(), damping=0.1)
+    model(of.x).sum().backward()
+    opt.step()
+    model.get_submodule("3.1").broken = True  # type: ignore[assignment]
+    with pytest.raises(NonFiniteError, match=r"at step 1: .*first layer with NaN or infinity is 3.1 \(_Switch\)"):
+        model(of.x)
+    model.get_submodule("3.1").broken = False  # type: ignore[assignment]
+    model(of.x).sum().backward()
+    opt.step()
+
+
+STRUCTURES: dict[str, tuple[ng.structures.Structure, ng.solve.Solver]] = {
+    "dense": (ng.Dense(), ng.Cholesky()),
+    "dense_pinv": (ng.Dense(), ng.Pinv()),
+    "dense_cg": (ng.Dense(), ng.CG()),
+    "block_dense": (ng.BlockDense(), ng.Cholesky()),
+    "diagonal": (ng.Diagonal(), ng.Cholesky()),
+    "diagonal_pinv": (ng.Diagonal(), ng.Pinv()),
+    "low_rank": (ng.LowRank(3), ng.Cholesky()),
+    "kernel": (ng.Kernel(), ng.Cholesky()),
+    "kernel_pinv": (ng.Kernel(), ng.Pinv()),
+    "implicit": (ng.Implicit(), ng.CG()),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_metric_that_is_not_finite_is_refused_by_every_structure(name: str) -> None:
+    """An infinite input behind a tanh: the outputs and the gradients given here are finite, the metric is not."""
+    structure, solver = STRUCTURES[name]
+    of = task()
+    opt = of.optimizer(structure=structure, solver=solver, damping=0.1)
+    of.step(opt)
+    for p in of.model.parameters():
+        p.grad = torch.ones_like(p)
+    before = of.theta()
+
+    def attempt() -> None:
+        x = of.x.clone()
+        x[3, 0] = float("inf")
+        of.model(x)
+        opt.step()
+
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        attempt()
+    assert torch.equal(of.theta(), before)
+    of.step(opt)
+    assert bool(of.theta().isfinite().all())
+
+
+def test_a_metric_that_is_not_finite_at_the_outputs_is_named() -> None:
+    model = nn.Linear(2, 1).double()
+    model.bias.data.fill_(800.0)  # e^800
+    opt = ng.NaturalGradient(model, ng.Fisher(ng.Poisson()))
+    with pytest.raises(NonFiniteError, match=r"at step 0: Fisher\(family=Poisson.*is not finite at the outputs"):
+        model(torch.ones(3, 2, dtype=torch.float64))
+    assert opt.state_dict()["natgrad"]["step"] == 0
