@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 _LINE = 16  # numbers
+_GRAM = 2**22  # elements of a temporary
 
 
 @final
@@ -48,14 +50,48 @@ class Factors:
         """Rᵀ t, packed [c o i], for t [k n]."""
         return torch.einsum("nrco,nrci->coi", torch.einsum("knrco,kn->nrco", self.g, t), self.a)
 
-    def gram(self) -> Tensor:
-        """R Rᵀ [(k n) (l m)]: for one position, the Gram matrix of a times that of g, entry by entry."""
-        k, n = self.g.shape[:2]
-        if not self.plain:
-            rows = self.rows().flatten(0, 1)
-            return rows @ rows.T
-        a, g = self.a[:, 0, 0], self.g[:, :, 0, 0].flatten(0, 1)
-        return ((g @ g.T).view(k, n, k, n) * (a @ a.T)[None, :, None, :]).view(k * n, k * n)
+    def gram(self, limit: int = _GRAM) -> Tensor:
+        """R Rᵀ [(k n) (l m)]: for one position, the Gram matrix of a times that of g, entry by entry.
+
+        With several it is that product summed over pairs of positions, or the product of the rows, whichever is less
+        work; temporaries stay within ``limit`` elements, where one pair of examples allows.
+        """
+        k, n, r, c, o = self.g.shape
+        i = self.a.shape[3]
+        if self.plain:
+            a, g = self.a[:, 0, 0], self.g[:, :, 0, 0].flatten(0, 1)
+            return ((g @ g.T).view(k, n, k, n) * (a @ a.T)[None, :, None, :]).view(k * n, k * n)
+        # Work for a pair of rows: r² products of length o, the inner products of a shared by k² pairs; or one of c o i.
+        # A multiplication entry by entry, with its sum, takes as long as a hundred inside a matrix product.
+        if c == 1 and r**2 * (o + i / k**2 + 100) < o * i:
+            return self._gram_by_positions(limit)
+        return self._gram_by_rows(limit)
+
+    def _gram_by_rows(self, limit: int) -> Tensor:
+        """R Rᵀ summed over slices of the parameters: outputs o, and all of c and i."""
+        k, n, _, c, o = self.g.shape
+        total = self.g.new_zeros(k * n, k * n)
+        step = max(1, limit // (k * n * c * self.a.shape[3]))
+        for g in self.g.split(step, dim=4) if step < o else [self.g]:
+            rows = Factors(self.a, g).rows().flatten(0, 1)
+            total.addmm_(rows, rows.T)
+        return total
+
+    def _gram_by_positions(self, limit: int) -> Tensor:
+        """Σ_rs ⟨g_knr, g_lms⟩⟨a_nr, a_ms⟩, for blocks of pairs of examples (n, m)."""
+        k, n, r, _, o = self.g.shape
+        total = self.g.new_empty(k, n, k, n)
+        step = max(1, min(n, math.isqrt(limit // (k * r) ** 2)))
+        for left in range(0, n, step):
+            g, a = self.g[:, left : left + step, :, 0].reshape(-1, o), self.a[left : left + step, :, 0]
+            for right in range(0, left + 1, step):
+                h, b = self.g[:, right : right + step, :, 0].reshape(-1, o), self.a[right : right + step, :, 0]
+                inner = (g @ h.T).view(k, -1, r, k, b.shape[0], r)
+                inner *= torch.mm(a.flatten(0, 1), b.flatten(0, 1).T).view(-1, r, 1, b.shape[0], r)
+                block = inner.sum((2, 5))  # [k n l m]
+                total[:, left : left + step, :, right : right + step] = block
+                total[:, right : right + step, :, left : left + step] = block.permute(2, 3, 0, 1)
+        return total.view(k * n, k * n)
 
 
 @final
