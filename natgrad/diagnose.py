@@ -81,7 +81,7 @@ def diagnose(
     6
     """
     basis, spectrum, rank = _range(pullback, rtol)
-    layout = Layout.of(pullback.model.params)
+    layout = Layout.of(pullback.model.params, pullback.y.dtype)
     seen = basis.square().sum(1)  # the diagonal of the projection onto the range
     share = {name: 1 - float(t.mean()) for name, t in layout.vector(seen).items()}
     outside = None

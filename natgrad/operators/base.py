@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import NoReturn, final
 
 import torch
@@ -17,33 +18,45 @@ from natgrad.geometry import Covector, Vector, unflatten
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of the parameters, in flattening order."""
+    """Names and shapes of the parameters, in flattening order, and the precision of the metric over them.
+
+    Parameters may be in half precision; a metric is not, and is applied to flattened elements in its own. What comes
+    back as a vector or a covector has the precision of every parameter.
+    """
 
     like: dict[str, Tensor]  # tensors on the meta device: shapes without values
+    dtype: torch.dtype
 
     @staticmethod
-    def of(tensors: Mapping[str, Tensor]) -> Layout:
-        return Layout({name: torch.empty_like(t, device="meta", requires_grad=False) for name, t in tensors.items()})
+    def of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Layout:
+        """``dtype``: of the metric, where it is known; else that of the parameters, and single at least."""
+        like = {name: torch.empty_like(t, device="meta", requires_grad=False) for name, t in tensors.items()}
+        if dtype is None:
+            dtype = reduce(torch.promote_types, (t.dtype for t in like.values()), torch.float32)
+        return Layout(like, dtype)
 
     @property
     def size(self) -> int:
         return sum(t.numel() for t in self.like.values())
 
     def flatten(self, element: Mapping[str, Tensor]) -> Tensor:
-        """[p] from a vector or a covector, checked against the names."""
+        """[p] in the precision of the metric, from a vector or a covector, checked against the names."""
         if list(element) != list(self.like):
             raise ValueError(f"the metric is over {list(self.like)}, and this is over {list(element)}")
         for name, t in element.items():
             if t.shape != self.like[name].shape:
                 shapes = f"{tuple(self.like[name].shape)}, and this has {tuple(t.shape)}"
                 raise ValueError(f"the metric is over {name} of shape {shapes}")
-        return torch.cat([t.reshape(-1) for t in element.values()])
+        return torch.cat([t.reshape(-1).to(self.dtype) for t in element.values()])
 
     def vector(self, flat: Tensor) -> Vector:
-        return Vector(unflatten(flat, self.like))
+        return Vector(self._named(flat))
 
     def covector(self, flat: Tensor) -> Covector:
-        return Covector(unflatten(flat, self.like))
+        return Covector(self._named(flat))
+
+    def _named(self, flat: Tensor) -> dict[str, Tensor]:
+        return {name: t.to(self.like[name].dtype) for name, t in unflatten(flat, self.like).items()}
 
 
 class Inverse(ABC):

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.geometry import Covector, unflatten
+from natgrad.geometry import Covector
 from natgrad.operators.base import Inverse, Layout, Operator
 from natgrad.operators.dense import DenseOperator
 
@@ -38,15 +38,15 @@ class HessianOperator(Operator):
         return Covector({name: g.detach() for name, g in zip(self.layout.like, self.gradients, strict=True)})
 
     def product(self, v: Tensor) -> Tensor:
-        tangents = list(unflatten(v, self.layout.like).values())
+        tangents = list(self.layout.vector(v).values())
         parts = torch.autograd.grad(self.gradients, self.leaves, tangents, retain_graph=True)
-        return torch.cat([part.reshape(-1) for part in parts])
+        return torch.cat([part.reshape(-1) for part in parts]).to(v.dtype)
 
     def diagonal(self) -> Tensor:
         return self.dense().diagonal()
 
     def dense(self) -> Tensor:
-        eye = torch.eye(self.layout.size, dtype=self.leaves[0].dtype, device=self.leaves[0].device)
+        eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.leaves[0].device)
         matrix = torch.stack([self.product(column) for column in eye])
         return 0.5 * (matrix + matrix.T)
 

@@ -25,10 +25,6 @@ class ImplicitOperator(Operator):
     layout: Layout
     terms: tuple[tuple[float, Pullback, Linearisation], ...]
 
-    def __post_init__(self) -> None:
-        for _, pullback, _ in self.terms:
-            pullback.check_metric()
-
     def product(self, v: Tensor) -> Tensor:
         named = unflatten(v, self.layout.like)
         parts = []
@@ -43,7 +39,7 @@ class ImplicitOperator(Operator):
         return torch.stack([weight * pullback.square() for weight, pullback, _ in self.terms]).sum(0)
 
     def dense(self) -> Tensor:
-        eye = torch.eye(self.layout.size, dtype=self.terms[0][1].y.dtype, device=self.terms[0][1].y.device)
+        eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.terms[0][1].y.device)
         return torch.stack([self.product(column) for column in eye], dim=1)
 
     def logdet(self, damping: float = 0.0) -> Tensor:

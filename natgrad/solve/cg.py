@@ -96,11 +96,20 @@ class CGInverse(Inverse):
         return {} if self.guess is None else {"guess": self.guess}
 
     def solve(self, ω: Tensor) -> Tensor:
-        scale = float(torch.linalg.vector_norm(ω))
-        if scale == 0.0:
+        largest = float(ω.abs().max()) if ω.numel() else 0.0
+        if largest == 0.0:
             self.report = Report(0, 0.0, True, "ω is zero")
             return torch.zeros_like(ω)
-        v, r = self._start(ω)
+        # The squares of a tiny ω would underflow. A power of two changes no digit.
+        unit = math.ldexp(1.0, math.frexp(largest)[1])
+        guess = None if self.guess is None else self.guess / unit
+        v = unit * self._scaled(ω / unit, guess)
+        self.guess = v.detach()
+        return v
+
+    def _scaled(self, ω: Tensor, guess: Tensor | None) -> Tensor:
+        scale = float(torch.linalg.vector_norm(ω))
+        v, r = self._start(ω, guess)
         z = self._precondition(r)
         p, rz = z, torch.dot(r, z)
         steps, residual, size = 0, float(torch.linalg.vector_norm(r)) / scale, 0.0
@@ -122,14 +131,14 @@ class CGInverse(Inverse):
             best = min(best, (residual, v), key=lambda pair: pair[0])
         return self._finish(v, ω, steps, scale)
 
-    def _start(self, ω: Tensor) -> tuple[Tensor, Tensor]:
-        if self.guess is None:
+    def _start(self, ω: Tensor, guess: Tensor | None) -> tuple[Tensor, Tensor]:
+        if guess is None:
             return torch.zeros_like(ω), ω
-        r = ω - self._product(self.guess)
-        # A stale guess can be worse than none.
-        if float(torch.linalg.vector_norm(r)) >= float(torch.linalg.vector_norm(ω)):
+        r = ω - self._product(guess)
+        # A stale guess can be worse than none, and so much larger than ω that it overflows (NaN).
+        if not float(torch.linalg.vector_norm(r)) < float(torch.linalg.vector_norm(ω)):
             return torch.zeros_like(ω), ω
-        return self.guess, r
+        return guess, r
 
     def _product(self, v: Tensor) -> Tensor:
         return self.operator.product(v) + self.damping * v
@@ -165,5 +174,5 @@ class CGInverse(Inverse):
             reason = f"stopped after max_steps={self.solver.max_steps}"
         else:
             reason = "no further progress: ω is not in the range of the metric, or tol is below rounding"
-        self.guess, self.report = v.detach(), Report(steps, residual, converged, reason)
+        self.report = Report(steps, residual, converged, reason)
         return v

@@ -48,7 +48,7 @@ class Pinv(Solver):
             raise ValueError(
                 f"Pinv(weight=…) is over {weight.shape[0]} parameters, and the metric over {G.layout.size}"
             )
-        return G.pseudo_inverse(damping, self.rtol, weight)
+        return G.pseudo_inverse(damping, self.rtol, None if weight is None else weight.to(G.layout.dtype))
 
 
 def _positive(weight: Tensor) -> bool:

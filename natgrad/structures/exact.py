@@ -98,10 +98,10 @@ class Dense(Structure):
                     packed[starts[b], starts[d]] += cross(left, factors[d], pullback.chunk)
         matrix = torch.empty_like(packed)
         matrix[order[:, None], order] = packed.tril() + packed.tril(-1).T
-        return DenseOperator(Layout.of(pullback.model.params), matrix)
+        return DenseOperator(Layout.of(pullback.model.params, pullback.y.dtype), matrix)
 
     def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> DenseOperator:
-        return DenseOperator(Layout.of(model.params), tensors["matrix"])
+        return DenseOperator(Layout.of(model.params, tensors["matrix"].dtype), tensors["matrix"])
 
 
 @final
@@ -135,11 +135,12 @@ class BlockDense(Structure):
         matrices = tuple(0.5 * (t + t.T)[o[:, None], o] for t, o in zip(totals, orders, strict=True))
         indices = tuple(block.index.sort().values for block in pullback.blocks)
         names = tuple(" + ".join(block.names) for block in pullback.blocks)
-        return BlockDenseOperator(Layout.of(pullback.model.params), names, indices, matrices)
+        return BlockDenseOperator(Layout.of(pullback.model.params, pullback.y.dtype), names, indices, matrices)
 
     def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
         indices = tuple(block.index.sort().values for block in default_blocks(model))
-        return BlockDenseOperator(Layout.of(model.params), tuple(tensors), indices, tuple(tensors.values()))
+        layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
+        return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()))
 
 
 @final
@@ -166,10 +167,10 @@ class Diagonal(Structure):
     @without_autocast
     def estimate(self, pullback: Pullback) -> DiagonalOperator:
         self.admit(pullback)
-        return DiagonalOperator(Layout.of(pullback.model.params), pullback.square())
+        return DiagonalOperator(Layout.of(pullback.model.params, pullback.y.dtype), pullback.square())
 
     def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> DiagonalOperator:
-        return DiagonalOperator(Layout.of(model.params), tensors["values"])
+        return DiagonalOperator(Layout.of(model.params, tensors["values"].dtype), tensors["values"])
 
 
 @final
@@ -201,7 +202,7 @@ class Kernel(Structure):
     def estimate(self, pullback: Pullback) -> KernelOperator:
         self.admit(pullback)
         factors = tuple(pullback.collect())
-        return KernelOperator(Layout.of(pullback.model.params), tuple(pullback.blocks), factors)
+        return KernelOperator(Layout.of(pullback.model.params, pullback.y.dtype), tuple(pullback.blocks), factors)
 
     def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> KernelOperator:
         blocks, factors = [], []
@@ -210,7 +211,7 @@ class Kernel(Structure):
             packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
             blocks.append(block if packed == block.shape else block.without_rule())
             factors.append(f)
-        return KernelOperator(Layout.of(model.params), tuple(blocks), tuple(factors))
+        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(blocks), tuple(factors))
 
 
 @final
@@ -236,7 +237,7 @@ class Implicit(Structure):
     def estimate(self, pullback: Pullback) -> ImplicitOperator:
         self.admit(pullback)
         linear = linearise(pullback.model, pullback.x)
-        return ImplicitOperator(Layout.of(pullback.model.params), ((1.0, pullback, linear),))
+        return ImplicitOperator(Layout.of(pullback.model.params, pullback.y.dtype), ((1.0, pullback, linear),))
 
     def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> None:
         return None

@@ -48,7 +48,7 @@ class LowRank(Structure):
     @without_autocast
     def estimate(self, pullback: Pullback) -> LowRankOperator:
         self.admit(pullback)
-        layout = Layout.of(pullback.model.params)
+        layout = Layout.of(pullback.model.params, pullback.y.dtype)
         if pullback.model.size <= pullback.columns * pullback.n:
             matrix = Dense().estimate(pullback).matrix
             values, u = leading(matrix, self.rank)
@@ -63,4 +63,4 @@ class LowRank(Structure):
 
     def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> LowRankOperator:
         kept = (tensors["vectors"], tensors["values"], tensors["floor"])
-        return LowRankOperator(Layout.of(model.params), *kept, self.rank)
+        return LowRankOperator(Layout.of(model.params, tensors["values"].dtype), *kept, self.rank)
