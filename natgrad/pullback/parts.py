@@ -25,6 +25,18 @@ def examples(x: Inputs, part: Part, n: int) -> Inputs:
     return map_tensors(x, lambda t: t[part[0] : part[1]])
 
 
+def check_inputs(model: Model, x: Inputs) -> None:
+    """Refuse an empty batch, and inputs that lie on another device than the parameters."""
+    for t in tensors_of(x):
+        if t.ndim and t.shape[0] == 0:
+            raise ValueError("the batch is empty: an input has no example on its first axis")
+        if t.ndim and t.device != model.example.device:  # a number may come from anywhere
+            raise ValueError(
+                f"an input is on {t.device} and the parameters are on {model.example.device}: move it there, "
+                f"x.to({str(model.example.device)!r})"
+            )
+
+
 def ranges(start: int, stop: int, step: int) -> list[Part]:
     """From start to stop in steps."""
     return [(a, min(a + step, stop)) for a in range(start, stop, step)]

@@ -13,17 +13,18 @@ from torch.nn import functional as F
 
 from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Vector
-from natgrad.model import Inputs, Model, tensors_of
+from natgrad.model import Inputs, Model
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.finite import check_outputs
-from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, forward, separable
+from natgrad.pullback.parts import Part, check_apart, check_inputs, chunk_bytes, examples, forward, separable
 from natgrad.pullback.roots import Root, flat_at
 from natgrad.pullback.rows import rows
 from natgrad.pullback.separate import misplaced
 from natgrad.pullback.tape import Tape, leaf_uses, record
 from natgrad.rules import LinearRule, Rule
+from natgrad.slots import check_slots
 
 MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
 RULES = (LinearRule(),)
@@ -230,8 +231,8 @@ def pullback(
     torch.Size([9, 9])
     """
     wrapped = Model.of(model, params, output)
-    if any(t.ndim and t.shape[0] == 0 for t in tensors_of(x)):
-        raise ValueError("the batch is empty: an input has no example on its first axis")
+    check_slots(metric=(metric, OutputMetric))
+    check_inputs(wrapped, x)
     metric.check_target(target)
     wrapped.check_separable()
     blocks = default_blocks(wrapped)

@@ -220,3 +220,15 @@ def test_positions_are_looked_for_anew_when_shapes_change() -> None:
         problem = zoo.Problem(model, normal(4, t, 3, seed=t))
         metric = random_roots(problem)
         close(rows(pull(problem, metric)), oracle_rows(problem, metric.s))
+
+
+def test_a_metric_that_is_a_class_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"metric must be a natgrad OutputMetric, .*write Euclidean\(…\)"):
+        ng.pullback(torch.nn.Linear(2, 2), torch.ones(3, 2), ng.Euclidean)  # type: ignore[arg-type]
+
+
+def test_inputs_on_another_device_than_the_parameters_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"an input is on meta and the parameters are on cpu: move it there, x.to\('cpu'"
+    ):
+        ng.pullback(torch.nn.Linear(2, 2), torch.ones(3, 2, device="meta"), ng.Euclidean())
