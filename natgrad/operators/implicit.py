@@ -25,6 +25,10 @@ class ImplicitOperator(Operator):
     layout: Layout
     terms: tuple[tuple[float, Pullback, Linearisation], ...]
 
+    def __post_init__(self) -> None:
+        for _, pullback, _ in self.terms:
+            pullback.check_metric()
+
     def product(self, v: Tensor) -> Tensor:
         named = unflatten(v, self.layout.like)
         parts = []
