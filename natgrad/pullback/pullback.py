@@ -170,6 +170,8 @@ class Pullback:
         for block, a in zip(self.layers, inputs, strict=True):
             if a is None or a.shape[1] > 1:
                 cost += block.size * (part[1] - part[0])
+        if any(a is None for a in inputs) and not separable(self.x, self.n):
+            cost += self.n * self.y.numel()  # every example has a cotangent of the whole batch
         return max(1, min(self.chunk, limit or self.chunk) // max(cost, 1))
 
     def _factors(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, s: Tensor) -> list[Factors]:

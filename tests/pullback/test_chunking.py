@@ -211,3 +211,14 @@ def test_the_kernel_of_a_sequence_never_forms_its_rows() -> None:
     with Largest() as largest:
         G.gram()
     assert largest.elements <= 2**19
+
+
+def test_rows_of_a_whole_batch_count_a_cotangent_of_all_outputs_an_example() -> None:
+    """Time comes first, so that examples cannot be taken apart: k·n cotangents of n·d numbers."""
+    params, x = {"w": normal(3, 4)}, normal(5, 20, 3)
+    metric, chunk = ng.Sampled(ng.Euclidean(), samples=50), 5_000
+    pb = ng.pullback(lambda θ, x: x.mean(0) @ θ["w"], x, metric, params=params, memory=8 * 8 * chunk)
+    with Largest() as largest:
+        pb.square()
+    assert chunk < 50 * 20 * 20 * 4
+    assert largest.elements <= chunk
