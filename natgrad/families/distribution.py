@@ -8,10 +8,20 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, Laplace, TransformedDistribution, kl_divergence
+from torch.distributions import (
+    AffineTransform,
+    Distribution,
+    Independent,
+    Laplace,
+    MixtureSameFamily,
+    TransformedDistribution,
+    kl_divergence,
+)
 
 from natgrad.families.base import Family, over_terms
 from natgrad.linalg import symmetric_root
+
+_TOGETHER = 8  # samples whose scores are computed in one backward pass; its cost is their number squared
 
 
 @final
@@ -30,7 +40,14 @@ class FromDistribution(Family):
     build: Callable[[Tensor], Distribution]
 
     def check(self, y: Tensor) -> None:
-        shape = self.build(y).batch_shape
+        p = self.build(y)
+        if bool((torch.func.grad(lambda a: _combined(_edges(self.build(a)), a))(y) != 0).any()):
+            raise ValueError(
+                f"the support of {type(p).__name__} moves with the outputs, so it has no Fisher metric: the KL "
+                "divergence is infinite on one side, and its Hessian is not the covariance of the scores. Build a "
+                "distribution with a fixed support, or use Euclidean() or LossHessian"
+            )
+        shape = p.batch_shape
         if not shape or shape[0] != y.shape[0]:
             raise ValueError(
                 f"the distribution built from outputs of shape {tuple(y.shape)} has batch shape {tuple(shape)}: the "
@@ -73,8 +90,7 @@ class FromDistribution(Family):
                 with torch.cuda.device(device):
                     torch.cuda.manual_seed(seed)
             t = self.build(y.detach()).sample((samples,))
-        each = torch.eye(samples, dtype=y.dtype, device=y.device)
-        return self._scores_at(y, t, lambda log_p: each.view(samples, samples, *[1] * (log_p.ndim - 1)))
+        return torch.cat([self._scores_at(y, part, _each) for part in t.split(_TOGETHER)])
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         p, q = self.build(y), self.build(y2)
@@ -118,6 +134,37 @@ class FromDistribution(Family):
         except NotImplementedError:
             return False
         return True
+
+
+def _each(log_p: Tensor) -> Tensor:
+    """The weights that take the samples one by one."""
+    k = log_p.shape[0]
+    return torch.eye(k, dtype=log_p.dtype, device=log_p.device).view(k, k, *[1] * (log_p.ndim - 1))
+
+
+def _edges(p: Distribution) -> list[Tensor]:
+    """The finite ends of the support."""
+    if isinstance(p, Independent):
+        return _edges(p.base_dist)
+    if isinstance(p, MixtureSameFamily):
+        return _edges(p.component_distribution)
+    edges = []
+    if isinstance(p, TransformedDistribution):
+        edges = _edges(p.base_dist)
+        if all(isinstance(t, AffineTransform) for t in p.transforms):  # torch says that these reach all numbers
+            for transform in p.transforms:
+                edges = [transform(edge) for edge in edges]
+    try:
+        support = p.support
+    except NotImplementedError:
+        return edges
+    ends = [getattr(support, name, None) for name in ("lower_bound", "upper_bound")]
+    return edges + [torch.as_tensor(end) for end in ends if end is not None]
+
+
+def _combined(edges: list[Tensor], y: Tensor) -> Tensor:
+    """A number that moves when an edge does: with incommensurable weights, so that two do not cancel."""
+    return sum(((2 + i) ** 0.5 * edge.sum() for i, edge in enumerate(edges)), 0 * y.sum())
 
 
 def _support(p: Distribution) -> Tensor:

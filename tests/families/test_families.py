@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributions as D
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import natgrad as ng
 from natgrad.families import Family, FromDistribution
@@ -133,6 +134,72 @@ def test_without_an_exact_metric_sampling_works(name: str) -> None:
     assert s.shape == (2, 3, 2)
     assert bool(s.isfinite().all())
     assert float(s.abs().min()) > 0
+
+
+MOVING: dict[str, Callable[[Tensor], D.Distribution]] = {
+    "uniform": lambda y: D.Uniform(-y.exp(), y.exp()),
+    "pareto": lambda y: D.Pareto(y.exp(), torch.ones_like(y)),
+    "independent": lambda y: D.Independent(D.Uniform(y, y + 1), 1),
+    "of the base": lambda y: D.TransformedDistribution(D.Uniform(y, y + 1), [D.ExpTransform()]),
+    "shifted": lambda y: D.TransformedDistribution(D.Exponential(torch.ones_like(y)), [D.AffineTransform(y, 1.0)]),
+}
+STANDING: dict[str, Callable[[Tensor], D.Distribution]] = {
+    "gamma": lambda y: D.Gamma(y.exp(), y.exp()),
+    "beta": lambda y: D.Beta(y.exp(), y.exp()),
+    "binomial": lambda y: D.Binomial(5, logits=y),
+    "von Mises": lambda y: D.VonMises(y, y.exp()),
+    "gumbel": lambda y: D.Gumbel(y, y.exp()),
+    "kumaraswamy": lambda y: D.Kumaraswamy(y.exp(), y.exp()),
+    "half-normal": lambda y: D.HalfNormal(y.exp()),
+    "log-normal": lambda y: D.LogNormal(y, y.exp()),
+    "dirichlet": lambda y: D.Dirichlet(y.exp()),
+    "shape of a pareto": lambda y: D.Pareto(torch.ones_like(y), y.exp()),
+    "scaled": lambda y: D.TransformedDistribution(D.Exponential(torch.ones_like(y)), [D.AffineTransform(0.0, y.exp())]),
+}
+
+
+@pytest.mark.parametrize("samples", [None, 1])
+@pytest.mark.parametrize("name", MOVING)
+def test_a_distribution_whose_support_moves_has_no_fisher_metric(name: str, samples: int | None) -> None:
+    with pytest.raises(ValueError, match=r"the support of \w+ moves with the outputs, so it has no Fisher metric"):
+        ng.Fisher(MOVING[name], samples=samples).root(normal(3, 2))
+
+
+@pytest.mark.parametrize("name", STANDING)
+def test_a_distribution_whose_support_stands_has_one(name: str) -> None:
+    assert bool(ng.Fisher(STANDING[name], samples=1).root(normal(3, 2)).isfinite().all())
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that was computed."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+def test_scores_of_many_samples_take_memory_in_proportion() -> None:
+    def largest(samples: int) -> int:
+        with Largest() as mode:  # type: ignore[no-untyped-call]
+            FromDistribution(mixture).scores(normal(50, 2), samples, torch.Generator().manual_seed(0))
+        return mode.numel
+
+    assert largest(256) <= 4 * largest(64)
+
+
+@pytest.mark.parametrize("samples", [1, 8, 9, 20])
+def test_every_score_of_a_distribution_is_that_of_its_sample(samples: int) -> None:
+    """In natural parameters t − E t, so that t is a whole number."""
+    y = normal(3, 2)
+    t = FromDistribution(lambda y: D.Poisson(y.exp())).scores(y, samples, torch.Generator().manual_seed(0)) + y.exp()
+    assert t.shape == (samples, 3, 2)
+    close(t, t.round(), 1e-12)
+    assert float(t.var()) > 0
 
 
 def test_a_kl_with_a_kink_is_still_a_divergence() -> None:

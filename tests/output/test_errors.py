@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.errors import SingularMetricError
+from natgrad.families import FromDistribution
 from tests.output.table import CLASSES, normal
 
 anything = cast(Any, ng)  # calls that a type checker would refuse as well
@@ -150,6 +151,11 @@ def test_a_divergence_flatter_than_quadratic_has_the_metric_zero() -> None:
 
 def test_an_improper_fisher_metric_is_refused() -> None:
     """Pareto with a learned scale and shape: the support moves with the scale, and the Hessian of KL is indefinite."""
-    metric = ng.Fisher(lambda y: D.Pareto(y[..., 0].exp(), y[..., 1].exp()))
+
+    def pareto(y: Tensor) -> D.Distribution:
+        return D.Pareto(y[..., 0].exp(), y[..., 1].exp())
+
+    with pytest.raises(ValueError, match="support of Pareto moves with the outputs"):
+        ng.Fisher(pareto).root(normal(3, 2))
     with pytest.raises(SingularMetricError, match="Fisher metric of the distribution is indefinite at example 0"):
-        metric.root(normal(3, 2))
+        FromDistribution(pareto).root(normal(3, 2))  # unchecked
