@@ -184,3 +184,21 @@ def test_wrong_constraints_are_refused_and_change_nothing(
     assert torch.equal(of.theta(), before)
     assert not opt.state_dict()["state"]
     assert opt.state_dict()["natgrad"]["step"] == 0
+
+
+def test_a_penalised_loss_never_rises_where_a_decayed_step_lands() -> None:
+    of = task("coins")
+
+    def penalty(params: Mapping[str, Tensor]) -> Tensor:
+        return (params["0.weight"] - 3.0).square().sum()  # the decay pulls the other way
+
+    rule = ng.Constrained(ng.LevenbergMarquardt(), ng.Penalty(penalty, weight=0.5))
+    opt = of.optimizer(step=rule, damping=1e-2, weight_decay=0.5)
+    values, accepted = [], 0
+    for _ in range(10):
+        with torch.no_grad():
+            values.append(float(of.loss() + 0.5 * penalty(dict(of.model.named_parameters()))))
+        opt.step(of.closure(opt))
+        accepted += opt.last is not None and opt.last.accepted
+    assert all(b <= a for a, b in pairwise(values))
+    assert accepted > 0
