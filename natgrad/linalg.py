@@ -106,7 +106,10 @@ def check_finite(tensor: Tensor, what: str) -> None:
         raise NonFiniteError(f"{what} holds NaN or infinity. Nothing was changed")
 
 
-def check_damping(damping: float) -> None:
-    """Damping is a non-negative number."""
+def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
+    """Damping is a non-negative number, and one that a metric of this precision can be added to."""
     if not damping >= 0 or damping == float("inf"):
         raise ValueError(f"damping must be a finite number ≥ 0, got {damping}")
+    if damping > torch.finfo(dtype).max / 2:
+        precision = str(dtype).removeprefix("torch.")
+        raise ValueError(f"damping={damping:g} overflows in the {precision} of the metric: use less, or a double model")

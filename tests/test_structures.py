@@ -1,6 +1,7 @@
 """Every structure keeps the part of G that it names, of every model of the zoo and in every metric."""
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -178,14 +179,20 @@ def test_average_is_corrected_for_its_start() -> None:
     agrees(case, raw, "raw_final")
 
 
+anything = cast(Any, ng)  # calls that a type checker would refuse as well
 REFUSED = [
-    (lambda: ng.Refresh(ng.Dense(), every=0), ValueError, "must be at least 1, got 0"),
-    (lambda: ng.Refresh(ng.Dense(), decay=1.0), ValueError, r"must be in \[0, 1\), got 1.0"),
-    (lambda: ng.Refresh(ng.Dense(), decay=-0.1), ValueError, r"must be in \[0, 1\), got -0.1"),
+    (lambda: ng.Refresh(ng.Dense(), every=0), ValueError, r"Refresh\(every=…\) must be at least 1, got 0"),
+    (lambda: ng.Refresh(ng.Dense(), decay=1.0), ValueError, r"Refresh\(decay=…\) must be in \[0, 1\), got 1.0"),
+    (lambda: ng.Refresh(ng.Dense(), decay=-0.1), ValueError, r"Refresh\(decay=…\) must be in \[0, 1\), got -0.1"),
+    (lambda: anything.Refresh(ng.Dense), TypeError, r"natgrad Structure, got the class Dense: write Dense\("),
+    (lambda: anything.Refresh("dense"), TypeError, "structure must be a natgrad Structure, got 'dense'"),
+    (lambda: anything.Refresh(ng.CG()), TypeError, r"structure must be a natgrad Structure, got CG\("),
+    (lambda: anything.Refresh(None), TypeError, "structure must be a natgrad Structure, got None"),
     (lambda: ng.Refresh(ng.Kernel(), decay=0.9), IncompatibleError, "does not work with Kernel.*Use decay=0"),
     (lambda: ng.Refresh(ng.Implicit(), decay=0.9), IncompatibleError, "does not work with Implicit"),
     (lambda: ng.Refresh(ng.Implicit(), every=2), IncompatibleError, "does not work with Implicit.*Use every=1"),
-    (lambda: ng.LowRank(0), ValueError, "positive rank, got 0"),
+    (lambda: ng.LowRank(0), ValueError, r"LowRank\(rank\) needs a positive rank, got 0"),
+    (lambda: anything.LowRank(2.5), ValueError, r"LowRank\(rank\) needs a positive rank, got 2.5"),
 ]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.linalg import check_damping
 from natgrad.operators import DiagonalOperator, ImplicitOperator, Inverse, Layout, Operator
+from natgrad.slots import check_slots
 from natgrad.solve.base import Solver
 from natgrad.structures import Diagonal, Structure
 
@@ -60,9 +61,11 @@ class CG(Solver):
             raise ValueError(f"CG(tol=…) must be positive, got {self.tol}")
         if self.max_steps < 1:
             raise ValueError(f"CG(max_steps=…) must be at least 1, got {self.max_steps}")
+        if self.preconditioner is not None:
+            check_slots(preconditioner=(self.preconditioner, Structure))
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> CGInverse:
-        check_damping(damping)
+        check_damping(damping, G.layout.dtype)
         guess = (warm or {}).get("guess")
         return CGInverse(G.layout, self, G, damping, self._preconditioner(G, damping), guess)
 

@@ -27,5 +27,5 @@ class Cholesky(Solver):
     """
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
-        check_damping(damping)
+        check_damping(damping, G.layout.dtype)
         return G.inverse(damping)

@@ -42,7 +42,7 @@ class Pinv(Solver):
             raise ValueError("Pinv(weight=…) must be a symmetric positive definite matrix")
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
-        check_damping(damping)
+        check_damping(damping, G.layout.dtype)
         weight = G.layout.flatten(self.weight) if isinstance(self.weight, Mapping) else self.weight
         if weight is not None and weight.shape[0] != G.layout.size:
             raise ValueError(

@@ -34,8 +34,8 @@ class LowRank(Structure):
     rank: int
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank}")
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank!r}")
 
     @property
     def bounded(self) -> bool:

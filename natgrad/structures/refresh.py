@@ -12,6 +12,7 @@ from natgrad.errors import IncompatibleError
 from natgrad.model import Model
 from natgrad.operators import Operator
 from natgrad.pullback import Pullback
+from natgrad.slots import check_slots
 from natgrad.structures.exact import Implicit, Structure
 
 
@@ -33,6 +34,7 @@ class Refresh(Structure):
     decay: float = 0.0
 
     def __post_init__(self) -> None:
+        check_slots(structure=(self.structure, Structure))
         if self.every < 1:
             raise ValueError(f"Refresh(every=…) must be at least 1, got {self.every}")
         if not 0 <= self.decay < 1:

@@ -1,6 +1,7 @@
 """Conjugate gradients: the same vector from products only, and an honest report of how it was found."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -227,9 +228,9 @@ def test_spoilt_covector_raises() -> None:
 
 
 BAD: dict[str, tuple[Callable[[], ng.CG], str]] = {
-    "tol": (lambda: ng.CG(tol=0.0), "must be positive, got 0.0"),
-    "tol NaN": (lambda: ng.CG(tol=float("nan")), "must be positive, got nan"),
-    "max_steps": (lambda: ng.CG(max_steps=0), "at least 1, got 0"),
+    "tol": (lambda: ng.CG(tol=0.0), r"CG\(tol=…\) must be positive, got 0.0"),
+    "tol NaN": (lambda: ng.CG(tol=float("nan")), r"CG\(tol=…\) must be positive, got nan"),
+    "max_steps": (lambda: ng.CG(max_steps=0), r"CG\(max_steps=…\) must be at least 1, got 0"),
 }
 
 
@@ -238,6 +239,12 @@ def test_invalid_settings_are_refused(name: str) -> None:
     make, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("preconditioner", [ng.Diagonal, "diagonal", ng.Cholesky()])
+def test_a_preconditioner_is_a_structure(preconditioner: Any) -> None:
+    with pytest.raises(TypeError, match="preconditioner must be a natgrad Structure, got"):
+        ng.CG(preconditioner=preconditioner)
 
 
 def test_scale_of_the_problem_does_not_matter() -> None:

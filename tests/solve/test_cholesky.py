@@ -185,3 +185,19 @@ def test_factorisation_is_made_once_for_many_covectors() -> None:
         w = normal(4, seed=seed)
         close(inverse.solve(w), torch.linalg.solve(expected, w))
     assert inverse.tensors() == {}
+
+
+@pytest.mark.parametrize("solver", [ng.Cholesky(), ng.Pinv(), ng.CG()], ids=repr)
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.Diagonal(), ng.Kernel()], ids=repr)
+def test_damping_that_overflows_in_the_precision_of_the_metric_is_refused(
+    structure: Structure, solver: ng.solve.Solver
+) -> None:
+    model, x = torch.nn.Linear(2, 1), torch.ones(3, 2)
+    for dtype in (torch.float32, torch.bfloat16):
+        model, x = model.to(dtype), x.to(dtype)
+        G = structure.estimate(ng.pullback(model, x, ng.Euclidean()))
+        with pytest.raises(ValueError, match=r"damping=1e\+40 overflows in the float32 of the metric"):
+            solver.init(G, damping=1e40)
+    G = structure.estimate(ng.pullback(model.double(), x.double(), ng.Euclidean()))
+    v = ng.sharp(G, G.layout.covector(torch.ones(3, dtype=torch.float64)), solver, damping=1e40)
+    torch.testing.assert_close(v.flatten(), torch.full((3,), 1e-40, dtype=torch.float64), rtol=1e-9, atol=0)
