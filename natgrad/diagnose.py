@@ -103,14 +103,14 @@ def diagnose(
 
 def _range(pb: Pullback, rtol: float | None) -> tuple[Tensor, Tensor, int]:
     """An orthonormal basis U [p rank] of the range of G, the spectrum (largest first) and the rank."""
-    small = min(pb.model.size, pb.root.shape[0] * pb.n)
+    small = min(pb.model.size, pb.columns * pb.n)
     needed = small * pb.model.size * pb.y.element_size()
     if needed > pb.memory:
         raise MemoryBoundError(
             f"the eigenvectors of {pb.model.size:,} parameters need {needed:,} bytes, over the bound "
             f"memory={pb.memory:,}: diagnose a smaller batch or a part of the model (freeze the rest)"
         )
-    if pb.model.size <= pb.root.shape[0] * pb.n:
+    if pb.model.size <= pb.columns * pb.n:
         values, vectors = torch.linalg.eigh(Dense().estimate(pb).matrix)
     else:
         kernel = Kernel().estimate(pb)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _LINE = 16  # numbers
+_ROWS = 2**24  # numbers, of explicit rows at a time
 _GRAM = 2**22  # elements of a temporary
 
 
@@ -109,7 +110,10 @@ class Squares:
 
     def add(self, f: Factors) -> Squares:
         if f.a.shape[1] > 1:
-            self._accumulate(f.rows().square().sum((0, 1)).view(f.g.shape[3], f.g.shape[4], f.a.shape[3]))
+            shape = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
+            step = max(1, _ROWS // (f.g.shape[0] * math.prod(shape)))
+            for a, g in zip(f.a.split(step), f.g.split(step, dim=1), strict=True):
+                self._accumulate(Factors(a, g).rows().square().sum((0, 1)).view(shape))
             return self
         g2 = f.g[0, :, 0].square() if f.g.shape[0] == 1 else f.g[:, :, 0].square().sum(0)
         if f.a is self._a and self._g2 is not None:

@@ -264,7 +264,8 @@ def assemble(
     """A pullback from a forward pass that has been run already, as by an optimizer's hook."""
     model, x, target = batch.model, batch.x, batch.target
     # Under autocast outputs and cotangents come in half precision: what is made of them is kept in single, at least.
-    y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32))
+    # A copy: the outputs are the user's, who may go on to change them in place.
+    y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32), copy=True)
     if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
         with torch.no_grad():
             y = torch.cat([model(None, examples(x, part, parts[-1][1])) for part in parts]).to(y.dtype)

@@ -222,3 +222,30 @@ def test_rows_of_a_whole_batch_count_a_cotangent_of_all_outputs_an_example() -> 
         pb.square()
     assert chunk < 50 * 20 * 20 * 4
     assert largest.elements <= chunk
+
+
+def test_the_diagonal_of_a_long_sequence_never_forms_all_its_rows() -> None:
+    layer = torch.nn.Linear(60, 60, dtype=torch.float64)
+    x = torch.ones(50, 2, 60, dtype=torch.float64)
+    G = ng.Kernel().estimate(ng.pullback(layer, x, ng.Sampled(ng.Euclidean(), samples=120)))
+    with Largest() as largest:
+        diagonal = G.diagonal()
+    assert largest.elements < G.factors[0].g.shape[0] * 50 * layer.weight.numel()
+    torch.testing.assert_close(diagonal, G.dense().diagonal())
+
+
+def test_outputs_that_the_user_changes_in_place_do_not_reach_the_metric() -> None:
+    """A temperature, y /= 2, after the forward pass and before the step."""
+    layer = torch.nn.Linear(3, 2, dtype=torch.float64)
+    x = torch.arange(12, dtype=torch.float64).view(4, 3) / 12
+    metric = ng.Fisher(ng.Categorical())
+    opt = ng.NaturalGradient(layer, metric, structure=ng.Implicit(), solver=ng.CG())
+    y = layer(x)
+    h = metric.flat(y.detach().clone(), torch.stack([x[:, 0], torch.zeros(4, dtype=torch.float64)], dim=1))
+    y.data.mul_(100.0)
+    y.sum().backward()
+    assert opt.keeper.fresh is not None
+    v = torch.zeros(8, dtype=torch.float64)
+    v[0] = 1.0  # moves the first output by the first input
+    expected = torch.cat([(h.T @ x / 4).flatten(), h.mean(0)])
+    torch.testing.assert_close(opt.keeper.fresh.product(v), expected)
