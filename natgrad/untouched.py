@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -47,17 +48,23 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
     ``F.dropout(x, training=True)`` has no module that could be asked.
     """
-    before = _stream(device)
+    before = random_stream(device)
     yield
-    if not torch.equal(before, _stream(device)):
+    if not torch.equal(before, random_stream(device)):
         _put_back(device, before)
-        raise BatchStatisticsError(
-            "the forward pass draws random numbers: two passes give two functions, and there is no Jacobian. Take the "
-            "metric in evaluation mode: model.eval(), or with natgrad.evaluating(model): ... around it"
-        )
+        refuse_chance()
 
 
-def _stream(device: torch.device) -> torch.Tensor:
+def refuse_chance() -> NoReturn:
+    """The error of a forward pass that drew random numbers."""
+    raise BatchStatisticsError(
+        "the forward pass draws random numbers: two passes give two functions, and there is no Jacobian. Take the "
+        "metric in evaluation mode: model.eval(), or with natgrad.evaluating(model): ... around it"
+    )
+
+
+def random_stream(device: torch.device) -> torch.Tensor:
+    """The state of the random stream that a model on this device draws from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

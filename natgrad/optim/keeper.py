@@ -21,6 +21,7 @@ from natgrad.pullback.pullback import MEMORY, Batch, assemble, default_blocks
 from natgrad.pullback.tape import Recorder, Tape
 from natgrad.step.geodesic import christoffel_at
 from natgrad.structures import Refresh
+from natgrad.untouched import random_stream, refuse_chance
 
 
 @final
@@ -46,6 +47,7 @@ class Keeper:
         self._told = False  # by refresh, what the metric of this step is
         self._recorder: Recorder | None = None
         self._handle: RemovableHandle | None = None
+        self._stream = random_stream(model.example.device)
         self._suspended = False
         module = model.module
         assert module is not None
@@ -143,6 +145,7 @@ class Keeper:
             self.model.check_separable()
             self._recorder = Recorder(self.model, default_blocks(self.model))
             self._recorder.start()
+            self._stream = random_stream(self.model.example.device)
             # Registered after the recorder's hooks, so that it runs after them, also where the model is one layer.
             self._handle = module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
@@ -155,6 +158,8 @@ class Keeper:
         recorder.stop()
         if raw is None:  # always_call: the forward pass raised
             return
+        if not torch.equal(self._stream, random_stream(self.model.example.device)):
+            refuse_chance()
         tape = Tape(self.model.outputs(raw), tuple(recorder.uses))
         batch = Batch(self.model, Arguments(args, kwargs))
         with self.located():

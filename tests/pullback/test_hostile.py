@@ -164,6 +164,21 @@ def test_chance_outside_every_module_is_noticed_and_the_stream_put_back() -> Non
         ng.pullback(model, inputs(), ng.Euclidean())
 
 
+def test_chance_in_a_training_pass_is_noticed_and_refresh_lets_it_train() -> None:
+    model, x = Written(lambda m, x: m.o(F.dropout(m.norm(m.l(x)) * m.scale, 0.5, m.training))), inputs()
+    opt = ng.NaturalGradient(model, ng.Euclidean(), lr=0.1, damping=1e-1)
+    with torch.random.fork_rng():
+        with pytest.raises(BatchStatisticsError, match="draws random numbers"):
+            model(x)
+        for _ in range(2):
+            with ng.evaluating(model):
+                opt.refresh(x)
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+    assert opt.keeper.step == 2
+
+
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",)])
 def test_the_packed_shape_of_a_rule_is_the_shape_of_what_it_packs(frozen: tuple[str, ...]) -> None:
     layer = nn.Linear(4, 3)
