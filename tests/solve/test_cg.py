@@ -255,4 +255,4 @@ def test_scale_of_the_problem_does_not_matter() -> None:
     for a, b in [(1e-8, 1.0), (1e8, 1.0), (1.0, 1e-8), (1e6, 1e6)]:
         inverse = ng.CG().init(dense(a * matrix))
         close(inverse.solve(b * w) * a / b, v, 1e-5)
-        assert steps(inverse) == steps(reference)
+        assert abs(steps(inverse) - steps(reference)) <= 1  # the last one is decided by rounding
