@@ -21,7 +21,7 @@ from natgrad.pullback.finite import check_outputs
 from natgrad.pullback.parts import Part, check_apart, check_inputs, chunk_bytes, examples, forward, separable
 from natgrad.pullback.roots import Root, flat_at
 from natgrad.pullback.rows import rows
-from natgrad.pullback.separate import misplaced
+from natgrad.pullback.separate import check_alike, misplaced
 from natgrad.pullback.tape import Tape, leaf_uses, record
 from natgrad.rules import LinearRule, Rule
 from natgrad.slots import check_slots
@@ -155,7 +155,11 @@ class Pullback:
         return out
 
     def _tape(self, part: Part) -> Tape:
-        return self.tapes.get(part) or record(self.model, self.layers, examples(self.x, part, self.n))
+        if part in self.tapes:
+            return self.tapes[part]
+        tape = record(self.model, self.layers, examples(self.x, part, self.n))
+        check_alike(tape, self.layers, part)
+        return tape
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
         def inputs(block: Block, rule: Rule) -> Tensor:

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.pullback.agree import agree
 
 _log = logging.getLogger("natgrad")
-
-# How far the outputs of an example alone may be from those in the batch, relative to the largest, by the bytes of a
-# number. On a GPU products are done in tf32, in another order.
-_TOLERANCE = {"cpu": {8: 1e-8, 4: 1e-4, 2: 5e-2}, "cuda": {8: 1e-8, 4: 5e-3, 2: 5e-2}}
 
 
 def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor) -> Tensor:
@@ -29,21 +26,12 @@ def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor) ->
     if inputs and all(t.ndim > 0 and t.shape[0] == n for t in inputs):
         try:
             alone, mapped = _rows_by_example(model, names, x, s)
-            if _agree(alone, y):
+            if agree(alone, y):
                 return mapped.to(s.dtype)
             _log.info("examples alone give other outputs than in the batch: one backward pass an example instead")
         except RuntimeError as error:  # a genuine mistake in the model is raised again below
             _log.info("torch.func.vmap cannot follow the model (%s): one backward pass an example instead", error)
     return _rows_by_batch(model, names, x, s).to(s.dtype)
-
-
-def _agree(alone: Tensor, y: Tensor) -> bool:
-    """Whether every example gives alone what it gives in the batch."""
-    if alone.shape != y.shape:
-        return False
-    tolerance = _TOLERANCE.get(y.device.type, _TOLERANCE["cuda"])[alone.element_size()]
-    gaps, sizes = ((t.reshape(len(y), -1).norm(dim=1)).amax() for t in (alone - y, y))
-    return bool(gaps <= tolerance * sizes)
 
 
 def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.pullback.tape import Tape, Use, leaf_below, nodes
+from natgrad.errors import BatchStatisticsError
+from natgrad.pullback.blocks import Block
+from natgrad.pullback.tape import Tape, Use, leaf_below, leaf_uses, nodes
 
 # Functions of every number by itself: they keep every axis where it is.
 _ELEMENTWISE = frozenset(
@@ -47,6 +49,21 @@ def misplaced(tape: Tape) -> frozenset[int]:
     return frozenset(wrong)
 
 
+def check_alike(tape: Tape, layers: Sequence[Block], part: tuple[int, int]) -> None:
+    """Raise if a layer that has its rule from another part of the batch cannot have it in this one.
+
+    A model may sort its examples: the first part was in order, and this one is not.
+    """
+    counts, moved = leaf_uses(tape.y), misplaced(tape)
+    names = [layer.names[0] for layer in layers if layer.rule and not tape.complete(layer, counts, moved)]
+    if names:
+        raise BatchStatisticsError(
+            f"the layers of {', '.join(names)} see examples {part[0]} to {part[1]} in another order, or are used in "
+            "another way, than those before: the batch cannot be processed in parts. Raise memory= so that it fits "
+            "whole"
+        )
+
+
 def _keeps_rows(node: Any) -> bool:
     """Whether a node of the graph surely leaves every example in its row."""
     name = node.name()
@@ -62,10 +79,10 @@ def _looked_for(tape: Tape, fitting: Sequence[int]) -> set[int]:
     c = 2.0 ** (torch.arange(n) % 8).to(tape.y)  # powers of two: exact in every precision
     uses = [tape.uses[at] for at in fitting]
     once, scaled = _rows(tape, s, uses), _rows(tape, s * c.view(-1, *[1] * (s.ndim - 1)), uses)
-    wrong = set()
+    wrong, tolerance = set(), torch.finfo(tape.y.dtype).eps ** 0.5
     for at, g, h in zip(fitting, once, scaled, strict=True):
         expected = c[:, None] * g
-        if bool(((h - expected).norm(dim=1) > 1e-3 * expected.norm(dim=1)).any()):
+        if bool(((h - expected).norm(dim=1) > tolerance * expected.norm(dim=1)).any()):
             wrong.add(at)
     return wrong
 
