@@ -12,11 +12,9 @@ contestants were checked to compute the same numbers before they were timed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,66 +25,14 @@ import torch
 import natgrad as ng
 from benchmarks import contestants as c
 from benchmarks import peers
-from benchmarks.harness import Race, Spread, disagreement, machine, peak_memory, race, settle
+from benchmarks.harness import machine, peak_memory, settle
+from benchmarks.report import Report as Report
+from benchmarks.report import Target
+from benchmarks.report import save as save
+from benchmarks.report import table as table
 from natgrad.operators import DiagonalOperator
 
 OURS = "natgrad"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One contestant: its time in seconds, and that time over the unit of its section."""
-
-    section: str
-    contestant: str
-    seconds: Spread
-    ratio: Spread
-    unit: str
-
-
-@dataclass(frozen=True)
-class Target:
-    """A claim with the number that decides it."""
-
-    claim: str
-    measured: float
-    bound: float
-    at_most: bool
-    note: str = ""
-
-    @property
-    def met(self) -> bool:
-        return self.measured <= self.bound if self.at_most else self.measured >= self.bound
-
-
-@dataclass
-class Report:
-    """Everything that was measured."""
-
-    device: torch.device
-    rounds: int
-    rows: list[Row] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
-    checks: dict[str, float] = field(default_factory=dict)
-
-    def race(self, section: str, entries: Mapping[str, Callable[[], Any]], unit: str, rounds: int) -> Race:
-        """Time the entries and add a row each; the unit is one of them."""
-        result = race(entries, rounds, self.device)
-        for name in entries:
-            self.rows.append(Row(section, name, result.time(name), result.ratio(name, unit), unit))
-        return result
-
-    def agree(self, section: str, entries: Mapping[str, peers.Contestant], tolerance: float = 1e-3) -> None:
-        """Run the entries once and refuse to time different things."""
-        worst = disagreement({name: entry() for name, entry in entries.items()})
-        self.checks[section] = worst
-        if worst > tolerance:
-            raise AssertionError(f"{section}: the contestants disagree by {worst:.1e}")
-
-    def fastest_peer(self, result: Race, ours: str, names: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The best of the peers and its time over ours, in the same rounds."""
-        ratios = {name: result.ratio(name, ours).median for name in names}
-        return min(ratios.items(), key=lambda item: item[1]) if ratios else None
 
 
 def products(report: Report, problem: c.Problem, steps: int = 10) -> None:
@@ -200,39 +146,6 @@ def prepare_step(widths: tuple[int, ...], n: int, damping: float, device: torch.
     ω = torch.randn(problem.size, device=device)
     c.step(problem.first(4), ω, damping)()
     return c.step(problem, ω, damping)
-
-
-def table(report: Report) -> str:
-    """All rows by section, then the targets."""
-    lines = []
-    for section in dict.fromkeys(row.section for row in report.rows):
-        rows = [row for row in report.rows if row.section == section]
-        lines += ["", section, f"  {'':28}{'ms':>10}{'over ' + rows[0].unit:>22}{'quartiles':>18}"]
-        for row in rows:
-            r = row.ratio
-            lines.append(
-                f"  {row.contestant:28}{1e3 * row.seconds.median:10.1f}{r.median:22.2f}{r.low:11.2f} – {r.high:.2f}"
-            )
-    lines += ["", "targets"]
-    for t in report.targets:
-        verdict, sign = "met" if t.met else "NOT MET", "≤" if t.at_most else "≥"
-        lines.append(f"  {verdict:8}{t.measured:8.2f} {sign} {t.bound:<6g}{t.claim}")
-        lines += [f"{'':27}{t.note}"] if t.note else []
-    return "\n".join(lines)
-
-
-def save(report: Report, path: Path, seconds: float) -> None:
-    """The report as JSON."""
-    content = {
-        "machine": machine(report.device),
-        "peers": peers.versions(),
-        "seconds": round(seconds),
-        "rows": [asdict(row) for row in report.rows],
-        "targets": [{**asdict(t), "met": t.met} for t in report.targets],
-        "disagreement": report.checks,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def main() -> None:

@@ -48,6 +48,10 @@ class Race:
         """Time of one over the other in the same round: what slows the machine down slows both."""
         return Spread.of([a / b for a, b in zip(self.seconds[name], self.seconds[over], strict=True)])
 
+    def each(self, steps: Mapping[str, int]) -> Race:
+        """The time of one step, for contestants that take several in a call."""
+        return Race({name: [s / steps.get(name, 1) for s in seconds] for name, seconds in self.seconds.items()})
+
 
 def race(contestants: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device, warmup: int = 2) -> Race:
     """Run the contestants in turn, after some rounds that are not counted."""
