@@ -1,0 +1,71 @@
+"""Second moments: the products of a tall matrix with itself that every Kronecker factor is made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def symmetric_product(x: Tensor) -> Tensor:
+    """xᵀx [*b d d] of x [*b m d], symmetric to the last bit. Both factors of 004 (37) are made of it.
+
+    Half precision is summed in float32: squares and long sums leave its range and its precision.
+
+    >>> symmetric_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[10., 14.],
+            [14., 20.]])
+    """
+    x = _widened(x)
+    d = x.shape[-1]
+    width = _panel(x)
+    if width >= d:
+        return _symmetrised(x.mT @ x)
+    out = x.new_empty(*x.shape[:-2], d, d)
+    for start in range(0, d, width):
+        stop = min(start + width, d)
+        panel = x[..., start:stop].mT @ x[..., start:]
+        size = stop - start
+        out[..., start:stop, start:stop] = _symmetrised(panel[..., :size])
+        out[..., start:stop, stop:] = panel[..., size:]
+        out[..., stop:, start:stop] = panel[..., size:].mT
+    return out
+
+
+def output_moment(g: Tensor, groups: int = 1) -> Tensor:
+    """S [c o o] = Σ_{k,n,r} g gᵀ of cotangents g [k n (c o) *spatial], with a channel axis and none after it or more.
+
+    The second factor of 003 (4.5), before its division by n. Channels-last cotangents are read where they lie.
+
+    >>> output_moment(torch.ones(1, 2, 3, 4, 4)).unique()
+    tensor([32.])
+    """
+    flat = g.flatten(0, 1)  # [(k n) (c o) *spatial]
+    if flat.ndim > 2 and not flat.is_contiguous() and flat.movedim(1, -1).is_contiguous():
+        rows = flat.movedim(1, -1).flatten(0, -2)  # a view [(k n r) (c o)]
+    elif flat.shape[2:].numel() == 1:
+        rows = flat.flatten(1)
+    else:
+        rows = flat.transpose(0, 1).flatten(1).mT  # a copy of whole images, which is cheaper than one of single pixels
+    return symmetric_product(rows.unflatten(-1, (groups, -1)).transpose(0, 1))
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _symmetrised(square: Tensor) -> Tensor:
+    """BLAS may sum (i, j) and (j, i) in different orders; addition commutes, so this is symmetric exactly."""
+    return (square + square.mT).mul_(0.5)
+
+
+def _panel(x: Tensor) -> int:
+    """How many rows of xᵀx to compute at a time, each from its diagonal on.
+
+    No torch function reaches BLAS' syrk. Panels skip most of the lower triangle: 1.2 × the speed of the full product at
+    d = 256, 1.4 × at 400 and 1.6 × from 577 on (one AVX-512 core, m = 512 … 16000). Below that, and on a GPU where one
+    launch is better than many, the full product wins.
+    """
+    m, d = x.shape[-2:]
+    if x.device.type != "cpu" or d < 128 or m * d * d < 2**26:
+        return d
+    return 96 if d <= 512 else 128

@@ -1,0 +1,55 @@
+"""Products of a matrix with itself, against the product written out, at sizes on both sides of every block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from natgrad.rules.products import output_moment, symmetric_product
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def close(a: Tensor, b: Tensor, tol: float = 1e-12) -> None:
+    largest = float(b.abs().max()) if b.numel() else 0.0
+    torch.testing.assert_close(a, b, rtol=0.0, atol=tol * max(1.0, largest))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (0, 3), (4, 0), (700, 320), (512, 577), (2, 900, 300), (3, 1, 7, 2)])
+def test_the_symmetric_product_is_the_product_and_symmetric_to_the_last_bit(shape: tuple[int, ...]) -> None:
+    x = normal(*shape)
+    A = symmetric_product(x)
+    close(A, torch.einsum("...mi,...mj->...ij", x, x))
+    assert torch.equal(A, A.mT)
+
+
+@pytest.mark.parametrize("shape", [(9, 4), (700, 320)])
+def test_the_symmetric_product_does_not_depend_on_how_the_matrix_lies_in_memory(shape: tuple[int, int]) -> None:
+    x = normal(*shape)
+    close(symmetric_product(x.T.contiguous().T), symmetric_product(x))
+    close(symmetric_product(torch.stack([x, x], -1)[..., 0]), symmetric_product(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
+    x = torch.full((5000, 2), 8.0, dtype=dtype)  # the sum, 320000, is beyond float16
+    assert torch.equal(symmetric_product(x), torch.full((2, 2), 320000.0))
+    assert torch.equal(output_moment(x.T.reshape(1, 1, 2, 5000)), torch.full((1, 2, 2), 320000.0))
+
+
+@pytest.mark.parametrize("spatial", [(), (5,), (4, 3), (1, 1), (2, 3, 2)])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 3), (2, 3)])
+def test_the_output_moment_sums_over_columns_examples_and_positions(
+    spatial: tuple[int, ...], groups: int, k: int, n: int
+) -> None:
+    g = normal(k, n, 6, *spatial)
+    split = g.reshape(k, n, groups, 6 // groups, -1)
+    expected = torch.einsum("kncor,kncpr->cop", split, split)
+    close(output_moment(g, groups), expected)
+    last = g.movedim(2, -1).contiguous().movedim(-1, 2)  # channels last
+    close(output_moment(last, groups), expected)
+    assert torch.equal(output_moment(g, groups), output_moment(g, groups).mT)
