@@ -1,0 +1,257 @@
+"""One layer in other affine bases of the activations it reads and the pre-activations it gives (003 (3.3), (3.4))."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+@final
+@dataclass(frozen=True)
+class Space:
+    """The activations or pre-activations of a layer: c groups of d coordinates each.
+
+    ``movable``: whether the layer can absorb another origin. Without a trainable bias beside its trainable weight it
+    cannot: it is then linear, not affine, and its bases are changed linearly.
+    """
+
+    groups: int
+    size: int
+    movable: bool = True
+
+
+@final
+@dataclass(frozen=True)
+class Change:
+    """A change of affine basis u ↦ Mu + s in every group: ``matrix`` [c d d], invertible, and ``shift`` [c d].
+
+    >>> Change.scaled(Space(groups=1, size=2), 3.0, -1.0)(torch.tensor([[1.0, 2.0]], dtype=torch.float64))
+    tensor([[2., 5.]], dtype=torch.float64)
+    """
+
+    matrix: Tensor
+    shift: Tensor
+
+    @staticmethod
+    def scaled(space: Space, scale: float = 1.0, shift: float = 0.0) -> Change:
+        """u ↦ scale·u + shift, by default the identity."""
+        eye = scale * torch.eye(space.size, dtype=torch.float64)
+        shifts = torch.full((space.groups, space.size), shift, dtype=torch.float64)
+        return Change(eye.repeat(space.groups, 1, 1), shifts)
+
+    @property
+    def inverse(self) -> Tensor:
+        """M⁻¹ [c d d]."""
+        return torch.linalg.inv(self.matrix)
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """Mu + s on the last axis of u [* (c d)]."""
+        grouped = u.unflatten(-1, self.shift.shape)
+        return (torch.einsum("...ci,coi->...co", grouped, self.matrix) + self.shift).flatten(-2)
+
+    def check(self, space: Space, what: str) -> None:
+        """Refuse a change that does not fit, that has no inverse, or that moves an origin that must stay."""
+        c, d = space.groups, space.size
+        if self.matrix.shape != (c, d, d) or self.shift.shape != (c, d):
+            raise ValueError(
+                f"{what}: the change of basis has matrix {list(self.matrix.shape)} and shift {list(self.shift.shape)}, "
+                f"the space needs [{c}, {d}, {d}] and [{c}, {d}]"
+            )
+        if int(torch.linalg.matrix_rank(self.matrix).min()) < d:
+            raise ValueError(f"{what}: the matrix of the change of basis is singular, take an invertible one")
+        if not space.movable and bool(self.shift.any()):
+            raise ValueError(f"{what}: the layer trains no bias that could absorb a shift, make the shift zero")
+
+
+@final
+@dataclass(frozen=True)
+class Coordinates:
+    """The bases of one layer: ``inputs`` is a† = Ωa + γ, ``outputs`` is z = Φz† + τ (003 (3.3), note the direction)."""
+
+    inputs: Change
+    outputs: Change
+
+
+class Bases(ABC):
+    """Which bases each layer gets."""
+
+    @abstractmethod
+    def of(self, name: str, inputs: Space, outputs: Space) -> Coordinates:
+        """The bases of the layer called ``name``."""
+
+
+@final
+@dataclass(frozen=True)
+class Original(Bases):
+    """Every layer in the bases it has: the network as it was, in the form of a transformed one."""
+
+    def of(self, name: str, inputs: Space, outputs: Space) -> Coordinates:
+        return Coordinates(Change.scaled(inputs), Change.scaled(outputs))
+
+
+@final
+@dataclass(frozen=True)
+class Random(Bases):
+    """Random bases that mix all coordinates: M = U diag(σ) Vᵀ with U, V orthogonal and σ between 1/``stretch`` and
+    ``stretch``, shifts normal with standard deviation ``shift``. A layer's bases depend on its name and the seed alone.
+    """
+
+    seed: int = 0
+    stretch: float = 2.0
+    shift: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.stretch >= 1:
+            raise ValueError(f"stretch must be at least 1, got {self.stretch}")
+
+    def of(self, name: str, inputs: Space, outputs: Space) -> Coordinates:
+        generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(name.encode()))
+        return Coordinates(self._draw(inputs, generator), self._draw(outputs, generator))
+
+    def _draw(self, space: Space, generator: torch.Generator) -> Change:
+        c, d = space.groups, space.size
+        u, v = torch.linalg.qr(torch.randn(2, c, d, d, generator=generator, dtype=torch.float64)).Q
+        exponent = 2 * torch.rand(c, 1, d, generator=generator, dtype=torch.float64) - 1
+        shift = self.shift * torch.randn(c, d, generator=generator, dtype=torch.float64)
+        matrix = u * torch.exp(exponent * math.log(self.stretch)) @ v.mT
+        return Change(matrix, shift if space.movable else torch.zeros_like(shift))
+
+
+@final
+@dataclass(frozen=True)
+class Chosen(Bases):
+    """Given bases for the layers that are named; the others stay as they are.
+
+    >>> tanh_of_logistic = {"2": Coordinates(Change.scaled(Space(1, 3), 2.0, -1.0), Change.scaled(Space(1, 1)))}
+    >>> Chosen(tanh_of_logistic).of("2", Space(1, 3), Space(1, 1)).inputs.shift
+    tensor([[-1., -1., -1.]], dtype=torch.float64)
+    """
+
+    layers: Mapping[str, Coordinates] = field(default_factory=dict)
+
+    def of(self, name: str, inputs: Space, outputs: Space) -> Coordinates:
+        return self.layers.get(name) or Original().of(name, inputs, outputs)
+
+
+@final
+class Affine(nn.Module):
+    """The fixed map u ↦ Mu + s on one axis: part of the transformed activation function, nothing in it is trained."""
+
+    matrix: Tensor
+    shift: Tensor
+
+    def __init__(self, change: Change, axis: int, like: Tensor) -> None:
+        super().__init__()
+        self.axis = axis
+        self.register_buffer("matrix", change.matrix.to(like))
+        self.register_buffer("shift", change.shift.to(like))
+
+    def forward(self, u: Tensor) -> Tensor:
+        return Change(self.matrix, self.shift)(u.movedim(self.axis, -1)).movedim(-1, self.axis)
+
+
+@final
+class Transformed(nn.Module):
+    """A layer in other bases: z = Φ(W†a† + b†) + τ on a† = Ωa + γ, the same map of a as before.
+
+    From 003 (3.3), W† = Φ⁻¹WΩ⁻¹ and b† = Φ⁻¹(b − τ) − W†γ. ``layer`` is an ordinary one with the parameters W†, b†;
+    it reads a† and gives z†. Between two layers Ω φ(Φ· + τ) + γ is the transformed activation function of (3.4), which
+    mixes coordinates (ERRATA 49). For a convolution Ω and Φ act on channels, within each group; a patch has one
+    homogeneous coordinate (ERRATA 43), so that b† has W†γ summed over the offsets; zero padding goes before the change
+    of basis, which makes it padding with γ (ERRATA 44).
+
+    >>> layer = nn.Conv2d(2, 3, 3, padding=1).double()
+    >>> x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    >>> z = layer(x)
+    >>> other = Transformed("conv", layer, Random(seed=1))
+    >>> torch.allclose(other(x), z), torch.allclose(other.layer.weight, layer.weight)
+    (True, False)
+    """
+
+    def __init__(self, name: str, layer: AffineLayer, bases: Bases) -> None:
+        super().__init__()
+        spaces = _spaces(layer)
+        coordinates = bases.of(name, *spaces)
+        coordinates.inputs.check(spaces[0], f"the inputs of {name or 'the model'}")
+        coordinates.outputs.check(spaces[1], f"the outputs of {name or 'the model'}")
+        axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.ndim  # of the channels, in [n c *space]
+        self.before = Affine(coordinates.inputs, axis, layer.weight)
+        self.layer = _moved(layer, coordinates)
+        self.after = Affine(coordinates.outputs, axis, layer.weight)
+        self.padding = _zeros_around(layer)
+
+    def forward(self, a: Tensor) -> Tensor:
+        padded = F.pad(a, self.padding) if any(self.padding) else a
+        return cast(Tensor, self.after(self.layer(self.before(padded))))
+
+    @property
+    def weight(self) -> Tensor:
+        """Refused: it would be W†, and whoever reads it from outside expects W."""
+        raise TypeError(
+            "a weight is used outside its layer's forward, where its basis cannot be changed: call the layer instead, "
+            "or keep it as it is, keep=(name,)"
+        )
+
+
+def _spaces(layer: AffineLayer) -> tuple[Space, Space]:
+    """The spaces of the inputs and of the outputs."""
+    weight, bias = layer.weight, layer.bias
+    # With W trained and b not, a shift γ of the inputs would let the step of W move the outputs as b would.
+    absorbs = bias is not None and (bias.requires_grad or not weight.requires_grad)
+    groups = 1 if isinstance(layer, nn.Linear) else layer.groups
+    return Space(groups, weight.shape[1], absorbs), Space(groups, weight.shape[0] // groups, bias is not None)
+
+
+def _moved(layer: AffineLayer, coordinates: Coordinates) -> AffineLayer:
+    """A layer of the same type with W† and b†, without zero padding of its own."""
+    Ω, Φ = coordinates.inputs, coordinates.outputs
+    moved = _empty(layer)
+    weight = layer.weight.detach().to("cpu", torch.float64)
+    grouped = weight.reshape(Φ.matrix.shape[0], Φ.matrix.shape[1], Ω.matrix.shape[1], -1)  # [c o i k]
+    W = torch.einsum("cpo,coik,cij->cpjk", Φ.inverse, grouped, Ω.inverse)
+    moved.weight = _parameter(W.reshape(weight.shape), layer.weight)
+    if layer.bias is not None:
+        b = layer.bias.detach().to(weight).reshape(Φ.shift.shape)
+        b = torch.einsum("cpo,co->cp", Φ.inverse, b - Φ.shift) - torch.einsum("cpjk,cj->cp", W, Ω.shift)
+        moved.bias = _parameter(b.reshape(-1), layer.bias)
+    return moved
+
+
+def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.to(like), requires_grad=like.requires_grad)
+
+
+def _empty(layer: AffineLayer) -> AffineLayer:
+    # On the meta device: initialisation would move the user's random stream.
+    bias = layer.bias is not None
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, layer.out_features, bias=bias, device="meta")
+    return type(layer)(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel_size,  # type: ignore[arg-type]
+        layer.stride,  # type: ignore[arg-type]
+        padding=0 if layer.padding_mode == "zeros" else layer.padding,  # type: ignore[arg-type]
+        dilation=layer.dilation,  # type: ignore[arg-type]
+        groups=layer.groups,
+        bias=bias,
+        padding_mode=layer.padding_mode,
+        device="meta",
+    )
+
+
+def _zeros_around(layer: AffineLayer) -> list[int]:
+    """The zero padding as F.pad takes it. The other modes repeat activations, which commutes with Ω· + γ."""
+    if isinstance(layer, nn.Linear) or layer.padding_mode != "zeros":
+        return []
+    return list(layer._reversed_padding_repeated_twice)

@@ -1,0 +1,244 @@
+"""The invariance certificate: does an optimizer see the function, or the coordinates it is written in?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypedDict, final
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from natgrad.errors import NonFiniteError
+from natgrad.invariance.affine import Bases, Original
+from natgrad.invariance.reparametrise import reparametrise
+from natgrad.model import Inputs, Model, arguments, evaluating, map_tensors
+from natgrad.optim import NaturalGradient
+
+MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Options(TypedDict, total=False):
+    """What a certificate can be told.
+
+    ``loss`` of outputs and target, by default ½‖y − t‖² summed over the outputs and averaged over the examples;
+    ``seed`` or ``Bases`` of the transformed network, and ``keep``, as for ``reparametrise``; ``output`` takes what the
+    model returns to its output tensor; ``tolerance`` is the largest relative difference that counts as rounding.
+    """
+
+    loss: Callable[[Tensor, Any], Tensor]
+    seed: int | Bases
+    keep: Collection[str]
+    output: Callable[[Any], Tensor]
+    tolerance: float
+
+
+@final
+@dataclass(frozen=True)
+class Certificate:
+    """How far two networks, the same function in different bases, have come apart in training; ``print`` it.
+
+    ``differences``: max|y† − y|/max|y| before the first step and after each, over the batch and fresh inputs.
+    ``moved``: the same measure between the function at the end and at the start, in the original bases.
+    """
+
+    differences: tuple[float, ...]
+    moved: float
+    tolerance: float = 1e-9
+
+    @property
+    def largest(self) -> float:
+        return max(self.differences)
+
+    @property
+    def invariant(self) -> bool:
+        """Whether the largest difference is rounding."""
+        return self.largest <= self.tolerance
+
+    def __str__(self) -> str:
+        rows = [f"{step:>4}  {difference:.1e}" for step, difference in enumerate(self.differences)]
+        verdict = "invariant" if self.invariant else "not invariant"
+        return "\n".join(
+            [
+                "step  difference in function",
+                *rows,
+                f"{verdict}: at most {self.largest:.1e} (tolerance {self.tolerance:.0e}); it moved by {self.moved:.1e}",
+            ]
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Sweep:
+    """The certificates of one optimizer at several dampings: by how much damping breaks the invariance."""
+
+    certificates: Mapping[float, Certificate]
+
+    def __str__(self) -> str:
+        rows = [f"{damping:>8.0e}  {found.largest:.1e}" for damping, found in self.certificates.items()]
+        return "\n".join([" damping  difference in function", *rows])
+
+
+def certify(
+    make_optimizer: MakeOptimizer,
+    model: nn.Module,
+    batch: tuple[Inputs, Any],
+    steps: int = 10,
+    **options: Unpack[Options],
+) -> Certificate:
+    """Train the model and its affine reparametrisation alike and compare the functions (003 theorems 2.1, 4.2, 5.2).
+
+    ``make_optimizer(model)`` makes the optimizer of the network that it is given; it is called twice, on copies.
+    ``batch`` is (x, target). Both networks have the form of ``reparametrise``, one of them in the original bases. An
+    update is invariant if it is that of a metric which transforms with the bases: the natural gradient and K-FAC,
+    undamped, where the metric is not singular (ERRATA 46: on softmax logits it always is). Use float64: rounding is
+    what is left. Random numbers are the same for both networks; a generator must be made inside ``make_optimizer``.
+
+    >>> import natgrad as ng
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.randn(64, 2, dtype=torch.float64)
+    >>> sgd = ng.invariance.certify(lambda model: torch.optim.SGD(model.parameters(), lr=0.1), model, batch, steps=3)
+    >>> sgd.invariant, len(sgd.differences)
+    (False, 4)
+    """
+    if unknown := sorted(set(options) - set(Options.__annotations__)):
+        raise TypeError(f"certify has no option {', '.join(unknown)}: it has {', '.join(Options.__annotations__)}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    seed, keep = options.get("seed", 0), options.get("keep", ())
+    run = _Run(make_optimizer, batch, steps, options.get("loss", half_squares), options.get("output"))
+    original = run.outputs(reparametrise(model, Original(), keep=keep), "the network")
+    transformed = run.outputs(reparametrise(model, seed, keep=keep), "the transformed network")
+    differences = [_relative(y_dagger, y) for y_dagger, y in zip(transformed, original, strict=True)]
+    if differences[0] > torch.finfo(original[0].dtype).eps ** 0.5:
+        raise ValueError(
+            f"the transformed network is another function to begin with (relative difference {differences[0]:.1e}): "
+            "the model uses a layer's parameters in some other way than by calling it, or chance that no seed governs"
+        )
+    moved = _relative(original[-1], original[0])
+    if moved == 0:
+        raise ValueError("the optimizer did not move the function, so there is nothing to certify: is its lr zero?")
+    return Certificate(tuple(differences), moved, options.get("tolerance", 1e-9))
+
+
+def damping_sweep(
+    make_optimizer: Callable[[nn.Module, float], torch.optim.Optimizer],
+    model: nn.Module,
+    batch: tuple[Inputs, Any],
+    dampings: Sequence[float],
+    steps: int = 10,
+    **options: Unpack[Options],
+) -> Sweep:
+    """The certificates of ``make_optimizer(model, damping)`` for several dampings (003 remark 3.12; ERRATA 46).
+
+    >>> import natgrad as ng
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
+    >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.rand(64, 2, dtype=torch.float64)
+    >>> make = lambda model, damping: ng.NaturalGradient(model, ng.Euclidean(), lr=0.1, damping=damping)
+    >>> found = ng.invariance.damping_sweep(make, model, batch, dampings=[0.0, 0.1], steps=3)
+    >>> [certificate.invariant for certificate in found.certificates.values()]
+    [True, False]
+    """
+
+    def at(damping: float) -> MakeOptimizer:
+        return lambda network: make_optimizer(network, damping)
+
+    return Sweep({damping: certify(at(damping), model, batch, steps, **options) for damping in dampings})
+
+
+def half_squares(y: Tensor, target: Tensor) -> Tensor:
+    """½‖y − t‖² summed over the outputs and averaged over the examples: the metric of it is Euclidean.
+
+    >>> half_squares(torch.ones(4, 3), torch.zeros(4, 3))
+    tensor(1.5000)
+    """
+    if y.shape != target.shape:
+        raise ValueError(f"outputs {list(y.shape)} and targets {list(target.shape)} differ in shape: pass loss=")
+    return (y - target).square().sum() / (2 * len(y))
+
+
+@final
+@dataclass(frozen=True)
+class _Run:
+    """One training run, with everything that both networks have in common."""
+
+    make_optimizer: MakeOptimizer
+    batch: tuple[Inputs, Any]
+    steps: int
+    loss: Callable[[Tensor, Any], Tensor]
+    output: Callable[[Any], Tensor] | None
+
+    def outputs(self, network: nn.Module, what: str) -> list[Tensor]:
+        """The function before the first step and after each: the outputs on the batch and on fresh inputs, flat."""
+        x, target = self.batch
+        model = Model.of(network, output=self.output)
+        fresh = _fresh(x)
+        with _seeded(model.example.device):
+            optimizer = self.make_optimizer(network)
+            _check_parameters(optimizer, network)
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                args, kwargs = arguments(x)
+                value = self.loss(model.outputs(network(*args, **kwargs)), target)
+                value.backward()
+                return value
+
+            seen = [_function(model, x, fresh, what, 0)]
+            for step in range(1, self.steps + 1):
+                if isinstance(optimizer, NaturalGradient) and optimizer.keeper.metric.needs_target:
+                    optimizer.refresh(x, target)
+                optimizer.step(closure)  # type: ignore[arg-type]  # torch types the value as a float
+                seen.append(_function(model, x, fresh, what, step))
+        return seen
+
+
+def _function(model: Model, x: Inputs, fresh: Inputs, what: str, step: int) -> Tensor:
+    assert model.module is not None
+    with torch.no_grad(), evaluating(model.module):
+        y = torch.cat([model(None, inputs).flatten() for inputs in (x, fresh)])
+    if not bool(y.isfinite().all()):
+        raise NonFiniteError(f"the outputs of {what} are not finite after step {step}: take a smaller step size")
+    return y
+
+
+def _relative(other: Tensor, y: Tensor) -> float:
+    """max|y′ − y|/max|y|."""
+    size = float(y.abs().max())
+    return float((other - y).abs().max()) / (size if size > 0 else 1.0)
+
+
+def _fresh(x: Inputs) -> Inputs:
+    """Inputs the networks are not trained on: numbers with the moments of those of the batch, other things shuffled."""
+    generator = torch.Generator().manual_seed(0)
+
+    def other(t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t.flatten()[torch.randperm(t.numel(), generator=generator).to(t.device)].view(t.shape)
+        noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
+        return t.mean(0) + t.std(0, correction=0) * noise
+
+    return map_tensors(x, other)
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, network: nn.Module) -> None:
+    own = set(network.parameters())
+    if not all(p in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "make_optimizer(model) must make the optimizer of the model that it is given, a copy in other bases; "
+            "this one has other parameters"
+        )
+
+
+@contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """The same random numbers for whatever runs inside; the user's streams are put back."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(0)
+        for cuda in devices:
+            with torch.cuda.device(cuda):
+                torch.cuda.manual_seed(0)
+        yield
