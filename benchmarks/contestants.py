@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,14 +20,21 @@ EXACT = ng.Fisher(ng.Categorical())
 ONE_SAMPLE = ng.Fisher(ng.Categorical(), samples=1)
 
 
+def cross_entropy(y: Tensor, t: Tensor) -> Tensor:
+    """Mean over all terms; y[n … c], t[n …]."""
+    return F.cross_entropy(y.flatten(0, -2), t.flatten())
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A classifier with a batch. Its parameters require gradients, as in training."""
+    """A model with a batch, a classifier unless said otherwise. Its parameters require gradients, as in training."""
 
     name: str
     model: nn.Module
     x: Tensor
     t: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    family: ng.families.Family = field(default_factory=ng.Categorical)
 
     @property
     def size(self) -> int:
@@ -39,7 +46,7 @@ class Problem:
 
     def first(self, n: int) -> Problem:
         """The same with fewer examples."""
-        return Problem(self.name, self.model, self.x[:n], self.t[:n])
+        return replace(self, x=self.x[:n], t=self.t[:n])
 
 
 def mlp(widths: tuple[int, ...], n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Problem:
@@ -49,16 +56,20 @@ def mlp(widths: tuple[int, ...], n: int, device: torch.device, dtype: torch.dtyp
     for i, o in pairwise(widths):
         layers += [nn.Linear(i, o), nn.ReLU()]
     model = nn.Sequential(*layers[:-1]).to(device, dtype)
-    return _problem("MLP " + "-".join(map(str, widths)), model, (n, widths[0]), widths[-1])
+    return classification("MLP " + "-".join(map(str, widths)), model, (n, widths[0]), widths[-1])
 
 
-def resnet(width: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Problem:
-    """Eight layers of convolutions in residual blocks, 32 × 32 images, ten classes."""
+def resnet(
+    width: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32, blocks: int = 1, pixels: int = 32
+) -> Problem:
+    """6·blocks + 2 layers of convolutions in residual blocks without normalisation, ten classes."""
     torch.manual_seed(0)
-    blocks = [Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)]
+    stages: list[nn.Module] = []
+    for i, o, stride in ((width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)):
+        stages += [Residual(i, o, stride), *(Residual(o, o, 1) for _ in range(blocks - 1))]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
-    model = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), *blocks, *head).to(device, dtype)
-    return _problem(f"ResNet-8 of width {width}", model, (n, 3, 32, 32), 10)
+    model = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), *stages, *head).to(device, dtype)
+    return classification(f"ResNet-{6 * blocks + 2} of width {width}", model, (n, 3, pixels, pixels), 10)
 
 
 class Residual(nn.Module):
@@ -75,7 +86,8 @@ class Residual(nn.Module):
         return torch.relu(self.skip(x) + self.second(torch.relu(self.first(x))))
 
 
-def _problem(name: str, model: nn.Module, shape: tuple[int, ...], classes: int) -> Problem:
+def classification(name: str, model: nn.Module, shape: tuple[int, ...], classes: int) -> Problem:
+    """A random batch and random classes."""
     p = next(model.parameters())
     x = torch.randn(shape, dtype=p.dtype).to(p.device)
     return Problem(f"{name}, batch {shape[0]}", model, x, torch.randint(classes, shape[:1]).to(p.device))
@@ -86,7 +98,7 @@ def gradient(problem: Problem) -> Contestant:
 
     def contestant() -> Tensor:
         problem.model.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(problem.model(problem.x), problem.t)
+        loss = problem.loss(problem.model(problem.x), problem.t)
         loss.backward()
         return loss.detach()
 

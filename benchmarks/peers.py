@@ -25,10 +25,10 @@ Contestant: TypeAlias = Callable[[], Tensor]
 def products(model: nn.Module, x: Tensor, v: Tensor) -> dict[str, Contestant]:
     """G v of the categorical Fisher metric, which is the Gauss–Newton matrix of cross-entropy."""
     out: dict[str, Contestant] = {}
-    if library := _library("curvlinops"):
+    if library := installed("curvlinops"):
         operator = _curvlinops(library, copy.deepcopy(model), x)
         out["curvlinops"] = lambda: operator @ v
-    if library := _library("backpack.hessianfree.ggnvp"):
+    if library := installed("backpack.hessianfree.ggnvp"):
         own, t = copy.deepcopy(model), _targets(model, x)
         params = list(own.parameters())
         pieces = [part.view_as(p) for part, p in zip(v.split([p.numel() for p in params]), params, strict=True)]
@@ -44,15 +44,15 @@ def products(model: nn.Module, x: Tensor, v: Tensor) -> dict[str, Contestant]:
 def matrices(model: nn.Module, x: Tensor) -> dict[str, Contestant]:
     """The exact categorical Fisher metric as a matrix."""
     out: dict[str, Contestant] = {}
-    if library := _library("curvlinops"):
+    if library := installed("curvlinops"):
         own = copy.deepcopy(model)
         eye = torch.eye(sum(p.numel() for p in model.parameters()), dtype=x.dtype, device=x.device)
         out["curvlinops"] = lambda: _curvlinops(library, own, x) @ eye
-    if _library("nngeometry"):
+    if installed("nngeometry"):
         out["nngeometry"] = _nngeometry(model, x, "PMatDense", sampled=False)
-    if _library("asdl"):
+    if installed("asdl"):
         out["asdl"] = _asdl(model, x, "full", sampled=False)
-    if _library("backpack"):
+    if installed("backpack"):
         out["BackPACK"] = _backpack(model, x, "SqrtGGNExact", "sqrt_ggn_exact")
     return out
 
@@ -60,11 +60,11 @@ def matrices(model: nn.Module, x: Tensor) -> dict[str, Contestant]:
 def diagonals(model: nn.Module, x: Tensor, sampled: bool) -> dict[str, Contestant]:
     """The diagonal of the categorical Fisher metric, exactly or from one sample an example."""
     out: dict[str, Contestant] = {}
-    if _library("nngeometry"):
+    if installed("nngeometry"):
         out["nngeometry"] = _nngeometry(model, x, "PMatDiag", sampled)
-    if _library("asdl"):
+    if installed("asdl"):
         out["asdl"] = _asdl(model, x, "diag", sampled)
-    if _library("backpack"):
+    if installed("backpack"):
         names = ("DiagGGNMC", "diag_ggn_mc") if sampled else ("DiagGGNExact", "diag_ggn_exact")
         out["BackPACK"] = _backpack(model, x, *names)
     return out
@@ -76,7 +76,7 @@ def versions() -> dict[str, str]:
     return {d.name: d.version for d in distributions() if d.name in packages}
 
 
-def _library(name: str) -> Any:
+def installed(name: str) -> Any:
     """The module, or None; what it warns about on import is its own business."""
     try:
         with warnings.catch_warnings():
@@ -102,7 +102,7 @@ def _curvlinops(library: Any, model: nn.Module, x: Tensor) -> Any:
     return library.GGNLinearOperator(model, nn.CrossEntropyLoss(), params, data, check_deterministic=False)
 
 
-class _OneBatch(DataLoader[Any]):
+class OneBatch(DataLoader[Any]):
     """The loader that nngeometry insists on, without the time that loaders take to stack the examples."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -110,11 +110,11 @@ class _OneBatch(DataLoader[Any]):
 
 
 def _nngeometry(model: nn.Module, x: Tensor, kind: str, sampled: bool) -> Contestant:
-    metrics, pspace = _library("nngeometry.metrics"), _library("nngeometry.object.pspace")
+    metrics, pspace = installed("nngeometry.metrics"), installed("nngeometry.object.pspace")
     own, fim = copy.deepcopy(model), metrics.FIM_MonteCarlo if sampled else metrics.FIM
     representation = getattr(pspace, kind)
 
-    loader = _OneBatch(TensorDataset(x, torch.zeros(len(x))), batch_size=len(x))
+    loader = OneBatch(TensorDataset(x, torch.zeros(len(x))), batch_size=len(x))
 
     def contestant() -> Tensor:
         matrix = fim(own, loader, representation, variant="classif_logits", device=x.device)
@@ -124,7 +124,7 @@ def _nngeometry(model: nn.Module, x: Tensor, kind: str, sampled: bool) -> Contes
 
 
 def _asdl(model: nn.Module, x: Tensor, shape: str, sampled: bool) -> Contestant:
-    library, own = _library("asdl"), copy.deepcopy(model)
+    library, own = installed("asdl"), copy.deepcopy(model)
     config = library.FisherConfig(
         "fisher_mc" if sampled else "fisher_exact", [shape], loss_type="cross_entropy", data_size=len(x)
     )
@@ -143,7 +143,7 @@ def _asdl(model: nn.Module, x: Tensor, shape: str, sampled: bool) -> Contestant:
 
 
 def _backpack(model: nn.Module, x: Tensor, extension: str, field: str) -> Contestant:
-    library, extensions = _library("backpack"), _library("backpack.extensions")
+    library, extensions = installed("backpack"), installed("backpack.extensions")
     own, t = library.extend(copy.deepcopy(model)), _targets(model, x)
     loss = library.extend(nn.CrossEntropyLoss())
     params = list(own.parameters())

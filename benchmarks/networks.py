@@ -1,0 +1,161 @@
+"""The networks that K-FAC is timed on, each with a batch, a loss and the family of its outputs. All in float32.
+
+Inputs and targets are random: what a step costs does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from benchmarks.contestants import Problem, classification
+from natgrad.cli.tasks import half_squared_error
+
+VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0: a pooling layer
+DEEP = (784, 1000, 500, 250, 30)
+
+
+def deep(widths: tuple[int, ...], activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
+    """Linear layers down to the code and back up again; the code and the output are linear."""
+    layers: list[nn.Module] = []
+    for half in (widths, widths[::-1]):
+        for i, o in pairwise(half):
+            layers += [nn.Linear(i, o), activation()]
+        layers.pop()
+    return nn.Sequential(*layers)
+
+
+def autoencoder(n: int, device: torch.device, widths: tuple[int, ...] = DEEP) -> Problem:
+    """Hinton and Salakhutdinov's deep auto-encoder, ½‖y − x‖²."""
+    torch.manual_seed(0)
+    model = deep(widths).to(device)
+    x = torch.rand(n, widths[0]).to(device)
+    name = "auto-encoder " + "-".join(map(str, widths)) + f"-…, batch {n}"
+    return Problem(name, model, x, x, half_squared_error, ng.Gaussian())
+
+
+def lenet(n: int, device: torch.device, pixels: int = 28) -> Problem:
+    """LeNet-5 with ReLU and max-pooling: two convolutions 5 × 5, three linear layers."""
+    torch.manual_seed(0)
+    side = (pixels // 2 - 4) // 2
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(16 * side * side, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+    return classification(f"LeNet {pixels} × {pixels}", model.to(device), (n, 1, pixels, pixels), 10)
+
+
+def vgg(
+    n: int,
+    device: torch.device,
+    norm: Callable[[int], nn.Module] | None = None,
+    plan: tuple[int, ...] = VGG16,
+    pixels: int = 32,
+) -> Problem:
+    """VGG16 for CIFAR: thirteen convolutions 3 × 3 and one linear layer; with or without normalisation."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    i = 3
+    for o in plan:
+        if o == 0:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [nn.Conv2d(i, o, 3, padding=1), *((norm(o),) if norm else ()), nn.ReLU()]
+        i = o
+    side = pixels // 2 ** plan.count(0)
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(i * side * side, 10)).to(device)
+    name = f"VGG16 with {norm(1)._get_name()}" if norm else "VGG16"
+    return classification(name, model, (n, 3, pixels, pixels), 10)
+
+
+@final
+class Attention(nn.Module):
+    """Self-attention of several heads; all that has weights is a Linear layer."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n r i] to [n r i]."""
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@final
+class Block(nn.Module):
+    """x + attention(norm x), then x + MLP(norm x)."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, causal)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n r i] to [n r i]."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def transformer(n: int, r: int, device: torch.device, width: int = 256, classes: int = 65) -> Problem:
+    """One block on vectors, and a class for every position."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(width, 4, causal=False), nn.LayerNorm(width), nn.Linear(width, classes)).to(device)
+    x, t = torch.randn(n, r, width).to(device), torch.randint(classes, (n, r)).to(device)
+    return Problem(f"transformer block d {width}, {n} × {r}", model, x, t)
+
+
+@final
+class GPT(nn.Module):
+    """A causal language model with learned positions and a head of its own."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=True) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [n r] to logits [n r c]. Every example looks up its own positions, so that all inputs have an n."""
+        r = torch.arange(x.shape[1], device=x.device).expand_as(x)
+        return self.head(self.norm(self.blocks(self.tokens(x) + self.positions(r))))
+
+
+def gpt(n: int, r: int, device: torch.device, layers: int = 6, width: int = 384, vocabulary: int = 65) -> Problem:
+    """The next character."""
+    torch.manual_seed(0)
+    model = GPT(layers, width, 6, vocabulary, r).to(device)
+    x, t = torch.randint(vocabulary, (2, n, r)).to(device)
+    return Problem(f"GPT {layers} × {width}, {n} × {r} tokens", model, x, t)
+
+
+@final
+class RNN(nn.Module):
+    """h ← tanh(V x_r + W h), both Linear layers shared by all positions; a class from the last h."""
+
+    def __init__(self, i: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.input, self.recurrent = nn.Linear(i, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n r i] to [n c]."""
+        h = x.new_zeros(len(x), self.recurrent.in_features)
+        for step in x.unbind(1):
+            h = torch.tanh(self.input(step) + self.recurrent(h))
+        return self.head(h)
+
+
+def rnn(n: int, r: int, device: torch.device, i: int = 64, width: int = 256) -> Problem:
+    """A sequence and its class."""
+    torch.manual_seed(0)
+    return classification(f"RNN of Linear cells, width {width}, {r} steps", RNN(i, width, 10).to(device), (n, r, i), 10)
