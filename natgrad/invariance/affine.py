@@ -54,6 +54,10 @@ class Change:
         """M⁻¹ [c d d]."""
         return torch.linalg.inv(self.matrix)
 
+    def exact(self) -> Change:
+        """The same change in float64 on the CPU, where parameters are transformed."""
+        return Change(*(t.detach().to("cpu", torch.float64) for t in (self.matrix, self.shift)))
+
     def __call__(self, u: Tensor) -> Tensor:
         """Mu + s on the last axis of u [* (c d)]."""
         grouped = u.unflatten(-1, self.shift.shape)
@@ -181,7 +185,8 @@ class Transformed(nn.Module):
     def __init__(self, name: str, layer: AffineLayer, bases: Bases) -> None:
         super().__init__()
         spaces = _spaces(layer)
-        coordinates = bases.of(name, *spaces)
+        drawn = bases.of(name, *spaces)
+        coordinates = Coordinates(drawn.inputs.exact(), drawn.outputs.exact())
         coordinates.inputs.check(spaces[0], f"the inputs of {name or 'the model'}")
         coordinates.outputs.check(spaces[1], f"the outputs of {name or 'the model'}")
         axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.ndim  # of the channels, in [n c *space]

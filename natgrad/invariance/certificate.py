@@ -109,14 +109,16 @@ def certify(
         raise ValueError(f"steps must be at least 1, got {steps}")
     seed, keep = options.get("seed", 0), options.get("keep", ())
     run = _Run(make_optimizer, batch, steps, options.get("loss", half_squares), options.get("output"))
+    given = run.function(Model.of(model, output=run.output), "the model", 0)
     original = run.outputs(reparametrise(model, Original(), keep=keep), "the network")
     transformed = run.outputs(reparametrise(model, seed, keep=keep), "the transformed network")
-    differences = [_relative(y_dagger, y) for y_dagger, y in zip(transformed, original, strict=True)]
-    if differences[0] > torch.finfo(original[0].dtype).eps ** 0.5:
+    at_first = max(_relative(original[0], given), _relative(transformed[0], given))
+    if at_first > torch.finfo(given.dtype).eps ** 0.5:
         raise ValueError(
-            f"the transformed network is another function to begin with (relative difference {differences[0]:.1e}): "
-            "the model uses a layer's parameters in some other way than by calling it, or chance that no seed governs"
+            f"the transformed network is another function to begin with (relative difference {at_first:.1e}): the "
+            "model uses the parameters of a layer in some other way than by calling it, or it is random"
         )
+    differences = [_relative(y_dagger, y) for y_dagger, y in zip(transformed, original, strict=True)]
     moved = _relative(original[-1], original[0])
     if moved == 0:
         raise ValueError("the optimizer did not move the function, so there is nothing to certify: is its lr zero?")
@@ -171,10 +173,9 @@ class _Run:
     output: Callable[[Any], Tensor] | None
 
     def outputs(self, network: nn.Module, what: str) -> list[Tensor]:
-        """The function before the first step and after each: the outputs on the batch and on fresh inputs, flat."""
+        """The function before the first step and after each."""
         x, target = self.batch
         model = Model.of(network, output=self.output)
-        fresh = _fresh(x)
         with _seeded(model.example.device):
             optimizer = self.make_optimizer(network)
             _check_parameters(optimizer, network)
@@ -186,22 +187,22 @@ class _Run:
                 value.backward()
                 return value
 
-            seen = [_function(model, x, fresh, what, 0)]
+            seen = [self.function(model, what, 0)]
             for step in range(1, self.steps + 1):
                 if isinstance(optimizer, NaturalGradient) and optimizer.keeper.metric.needs_target:
                     optimizer.refresh(x, target)
                 optimizer.step(closure)  # type: ignore[arg-type]  # torch types the value as a float
-                seen.append(_function(model, x, fresh, what, step))
+                seen.append(self.function(model, what, step))
         return seen
 
-
-def _function(model: Model, x: Inputs, fresh: Inputs, what: str, step: int) -> Tensor:
-    assert model.module is not None
-    with torch.no_grad(), evaluating(model.module):
-        y = torch.cat([model(None, inputs).flatten() for inputs in (x, fresh)])
-    if not bool(y.isfinite().all()):
-        raise NonFiniteError(f"the outputs of {what} are not finite after step {step}: take a smaller step size")
-    return y
+    def function(self, model: Model, what: str, step: int) -> Tensor:
+        """The outputs on the batch and on fresh inputs, in one vector."""
+        assert model.module is not None
+        with torch.no_grad(), evaluating(model.module):
+            y = torch.cat([model(None, inputs).flatten() for inputs in (self.batch[0], _fresh(self.batch[0]))])
+        if not bool(y.isfinite().all()):
+            raise NonFiniteError(f"the outputs of {what} are not finite after step {step}: take a smaller step size")
+        return y
 
 
 def _relative(other: Tensor, y: Tensor) -> float:
