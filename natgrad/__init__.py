@@ -37,6 +37,7 @@ from natgrad.pullback import Pullback as Pullback
 from natgrad.pullback import pullback as pullback
 from natgrad.solve import CG as CG
 from natgrad.solve import Cholesky as Cholesky
+from natgrad.solve import Factored as Factored
 from natgrad.solve import Pinv as Pinv
 from natgrad.step import BackProjection as BackProjection
 from natgrad.step import Backtracking as Backtracking
@@ -54,5 +55,6 @@ from natgrad.structures import Dense as Dense
 from natgrad.structures import Diagonal as Diagonal
 from natgrad.structures import Implicit as Implicit
 from natgrad.structures import Kernel as Kernel
+from natgrad.structures import Kronecker as Kronecker
 from natgrad.structures import LowRank as LowRank
 from natgrad.structures import Refresh as Refresh

@@ -12,6 +12,7 @@ from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Layout
 from natgrad.pullback import Pullback
+from natgrad.pullback.assemble import at
 from natgrad.structures import Dense, Kernel
 
 
@@ -129,7 +130,7 @@ def _rank_nearby(pb: Pullback, rtol: float | None, seed: int) -> int:
         name: p + size * (1 + p.abs()) * torch.randn(p.shape, generator=generator).to(p)
         for name, p in pb.template.items()
     }
-    return _range(pb.at(moved), rtol)[2]
+    return _range(at(pb, moved), rtol)[2]
 
 
 def _null(basis: Tensor, seen: Tensor, layout: Layout, count: int) -> tuple[Vector, ...]:

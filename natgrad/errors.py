@@ -11,6 +11,14 @@ class SingularMetricError(NatgradError):
     """A metric that must be inverted has no inverse (or is not positive)."""
 
 
+class FactorisationError(NatgradError):
+    """A factorisation did not converge. An optimizer goes on with the last good inverse and says so once."""
+
+
+class UncoveredError(NatgradError):
+    """Parameters that no layer rule covers, where the user asked to be told."""
+
+
 class NonFiniteError(NatgradError):
     """NaN or infinity where a number is needed. Parameters and state are as they were before."""
 

@@ -182,7 +182,8 @@ def map_tensors(x: Inputs, function: Callable[[Tensor], Any]) -> Inputs:
     if isinstance(x, dict):
         return {key: map_tensors(value, function) for key, value in x.items()}
     if isinstance(x, (tuple, list)):
-        return type(x)(map_tensors(value, function) for value in x)
+        values = [map_tensors(value, function) for value in x]
+        return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)  # a named tuple, a packed sequence
     return x
 
 

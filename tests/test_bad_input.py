@@ -5,7 +5,7 @@ bit, where a run ends that did not.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -105,7 +105,7 @@ def _negative(of: Task, opt: ng.NaturalGradient) -> None:
 def _bound(memory: int) -> Callable[[Task, ng.NaturalGradient], None]:
     def change(of: Task, opt: ng.NaturalGradient) -> None:
         opt.zero_grad()
-        opt.keeper.memory = memory
+        opt.keeper.view = replace(opt.keeper.view, memory=memory)
 
     return change
 

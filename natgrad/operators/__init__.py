@@ -8,4 +8,5 @@ from natgrad.operators.dense import DenseOperator as DenseOperator
 from natgrad.operators.diagonal import DiagonalOperator as DiagonalOperator
 from natgrad.operators.implicit import ImplicitOperator as ImplicitOperator
 from natgrad.operators.kernel import KernelOperator as KernelOperator
+from natgrad.operators.kronecker import KroneckerOperator as KroneckerOperator
 from natgrad.operators.lowrank import LowRankOperator as LowRankOperator

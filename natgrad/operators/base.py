@@ -117,6 +117,21 @@ class Operator(ABC):
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
         """(G + λ)⁺, or the solution of least weighted norm; weight is [p] or [p q]."""
 
+    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor]) -> Inverse:
+        """An approximate (G + λ)⁻¹ from the damped factors of a structure that has two.
+
+        ``warm``: the ``tensors()`` of the last one, which is kept where a factor cannot be inverted.
+        """
+        self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
+
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        """The inverse with these ``tensors()``, of this metric or of an earlier one; None if it must be made again."""
+        return None
+
+    def renewed(self) -> Operator:
+        """The same metric, with what is amortised over many estimates (eigenvectors) computed anew."""
+        return self
+
     def flat(self, v: Vector) -> Covector:
         """v♭ = G v."""
         return self.layout.covector(self.product(self.layout.flatten(v)))

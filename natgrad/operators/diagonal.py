@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -42,6 +43,9 @@ class DiagonalOperator(Operator):
     def inverse(self, damping: float) -> Inverse:
         return ScaleInverse(self.layout, self._damped(damping).reciprocal())
 
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        return ScaleInverse(self.layout, tensors["scale"]) if "scale" in tensors else None
+
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
         # The weight chooses among solutions that differ in the null space; a diagonal G has one of least norm, for
         # every diagonal weight the same: zero where G is zero.
@@ -72,3 +76,6 @@ class ScaleInverse(Inverse):
 
     def solve(self, ω: Tensor) -> Tensor:
         return self.scale * ω
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"scale": self.scale}

@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import BatchStatisticsError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector, Vector
-from natgrad.model import Arguments, Inputs, Model, evaluating, is_ours
+from natgrad.model import Arguments, Inputs, evaluating, is_ours
 from natgrad.operators.base import Operator
-from natgrad.output.metric import OutputMetric
-from natgrad.pullback import Pullback, pullback
-from natgrad.pullback.pullback import MEMORY, Batch, assemble, default_blocks
-from natgrad.pullback.tape import Recorder, Tape
+from natgrad.pullback import Pullback
+from natgrad.pullback.assemble import Batch, View
+from natgrad.pullback.parts import check_inputs
+from natgrad.pullback.tape import Recorder
 from natgrad.step.geodesic import christoffel_at
 from natgrad.structures import Refresh
 from natgrad.untouched import random_stream, refuse_chance
@@ -33,11 +33,9 @@ class Keeper:
     is ``fresh`` until a step has succeeded with it: a step that fails leaves the average as it was.
     """
 
-    def __init__(
-        self, model: Model, metric: OutputMetric, structure: Refresh, generator: torch.Generator, memory: int = MEMORY
-    ) -> None:
-        self.model, self.metric, self.structure = model, metric, structure
-        self.generator, self.memory = generator, memory
+    def __init__(self, view: View, structure: Refresh, generator: torch.Generator) -> None:
+        self.view, self.structure, self.generator = view, structure, generator
+        self.model, self.metric = view.model, view.metric
         self.average: Operator | None = None
         self.count = 0  # estimates in the average
         self.step = 0
@@ -47,9 +45,9 @@ class Keeper:
         self._told = False  # by refresh, what the metric of this step is
         self._recorder: Recorder | None = None
         self._handle: RemovableHandle | None = None
-        self._stream = random_stream(model.example.device)
+        self._stream = random_stream(self.model.example.device)
         self._suspended = False
-        module = model.module
+        module = self.model.module
         assert module is not None
         watch = module.register_forward_pre_hook(_Watch(self), with_kwargs=True)
         weakref.finalize(self, watch.remove)
@@ -77,9 +75,14 @@ class Keeper:
 
     def refresh(self, x: Inputs, target: Any = None) -> None:
         """Estimate in a forward pass of our own."""
+        check_inputs(self.model, x)
+        self.metric.check_target(target)
+        if not self.structure.one_pass:
+            self.model.check_separable()
         with self.located():
-            pb = pullback(self.model, x, self.metric, target, self.generator, memory=self.memory)
-            self.batch = Batch(self.model, x, target)
+            batch = Batch(self.model, x, target)
+            pb = self.view.of(batch)
+            self.batch = batch
             self._add(pb)
         self._told = True
 
@@ -142,8 +145,9 @@ class Keeper:
             return  # torch.func.functional_call at other parameters
         self.batch = Batch(self.model, Arguments(args, kwargs))
         if self.due:
-            self.model.check_separable()
-            self._recorder = Recorder(self.model, default_blocks(self.model))
+            if not self.structure.one_pass:
+                self.model.check_separable()
+            self._recorder = Recorder(self.model, self.view.blocks)
             self._recorder.start()
             self._stream = random_stream(self.model.example.device)
             # Registered after the recorder's hooks, so that it runs after them, also where the model is one layer.
@@ -158,13 +162,12 @@ class Keeper:
         recorder.stop()
         if raw is None:  # always_call: the forward pass raised
             return
-        if not torch.equal(self._stream, random_stream(self.model.example.device)):
+        if not self.structure.one_pass and not torch.equal(self._stream, random_stream(self.model.example.device)):
             refuse_chance()
-        tape = Tape(self.model.outputs(raw), tuple(recorder.uses))
-        batch = Batch(self.model, Arguments(args, kwargs))
+        tape = recorder.tape(self.model.outputs(raw))
         with self.located():
-            blocks, parts = recorder.blocks, [(0, tape.y.shape[0])]
-            self._add(assemble(batch, self.metric, self.generator, tape, parts, blocks, self.memory))
+            batch = Batch(self.model, Arguments(args, kwargs))
+            self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
 
     def _add(self, pb: Pullback) -> None:
         estimate = self.structure.estimate(pb)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, final
 
 import torch
@@ -19,7 +19,9 @@ from natgrad.optim.keeper import Keeper
 from natgrad.optim.solves import Solves
 from natgrad.optim.state import export, restore
 from natgrad.output.metric import OutputMetric
+from natgrad.pullback.assemble import View, layers_of
 from natgrad.pullback.pullback import MEMORY
+from natgrad.rules import Rule
 from natgrad.slots import check_slots
 from natgrad.solve import Cholesky, Solver
 from natgrad.step import Fixed, Proposal, Step, StepRule
@@ -34,7 +36,7 @@ class Options(TypedDict, total=False):
     ``momentum`` and ``weight_decay`` (decoupled) are group options, as ``lr`` is; ``groups`` are parameter groups as in
     torch.optim, the parameters that no group names form the first; ``output`` takes what the model returns to its
     output tensor; ``generator`` is for sampled metrics (by default one of our own, so the user's stream stays);
-    ``memory`` is the bound, in bytes, on what the structure may occupy.
+    ``memory`` is the bound, in bytes, on what the structure may occupy; ``rules`` are for layers of one's own.
     """
 
     momentum: float
@@ -43,6 +45,7 @@ class Options(TypedDict, total=False):
     output: Callable[[Any], Tensor]
     generator: torch.Generator
     memory: int
+    rules: Sequence[Rule]
 
 
 @final
@@ -109,7 +112,9 @@ class NaturalGradient(torch.optim.Optimizer):
         if generator is None:
             generator = torch.Generator(device=wrapped.example.device).manual_seed(torch.initial_seed() % 2**63)
         refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
-        self.keeper = Keeper(wrapped, metric, refresh, generator, options.get("memory", MEMORY))
+        blocks = layers_of(wrapped, options.get("rules", ()))
+        view = View(wrapped, metric, blocks, generator, options.get("memory", MEMORY))
+        self.keeper = Keeper(view, refresh, generator)
         self.inverse: Inverse | None = None
         self.inverse_damping = damping
         self.last: Step | None = None

@@ -52,7 +52,7 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
     device = keeper.model.example.device
     tensors = {name: t.to(device) for name, t in state["operator"].items()}
     warm = {name: t.to(device) for name, t in state["inverse"].items()}
-    average = keeper.structure.restore(keeper.model, tensors) if tensors else None
+    average = keeper.structure.restore(keeper.model, keeper.view.blocks, tensors) if tensors else None
     inverse: Inverse | None = _Warm(warm) if warm else None
     if average is not None:
         inverse = solver.init(average, state["inverse_damping"], warm)

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.model import Model
-from natgrad.rules.base import Rule, trainable
+from natgrad.rules.base import Keys, Rule, trainable
 
 
 @final
@@ -46,6 +46,16 @@ class Block:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def title(self) -> str:
+        """The names of the parameters, for people."""
+        return " + ".join(self.names)
+
+    @cached_property
+    def keys(self) -> Keys:
+        """The local names, in the order of the places."""
+        return tuple(place.key for place in self.places)
+
     @cached_property
     def index(self) -> Tensor:
         """[p], the position in the flattening order of every packed coordinate, row-major over [c o i].
@@ -77,12 +87,28 @@ class Block:
             for place, part in zip(self.places, packed.reshape(*batch, -1).split(sizes, dim=-1), strict=True):
                 flat[..., place.span] = part
             return
-        local = self.rule.unpack(self.modules[0], packed.reshape(*batch, *self.shape))
-        if local.keys() != {place.key for place in self.places}:  # a parameter was frozen or freed since
-            flat[..., self.index] = packed.reshape(*batch, -1)
-            return
+        local = self.rule.unpack(self.modules[0], self.keys, packed.reshape(*batch, *self.shape))
         for place in self.places:
             flat[..., place.span].view(*batch, *place.shape).copy_(local[place.key])
+
+    def packed(self, named: Mapping[str, Tensor]) -> Tensor:
+        """W [c o i] from named tensors, without flattening."""
+        if self.rule is None:
+            return torch.cat([named[name].reshape(-1) for name in self.names]).view(self.shape)
+        by_start = sorted(self.places, key=lambda place: place.start)
+        keys = dict(zip(self.names, (place.key for place in by_start), strict=True))
+        local = {keys[name]: named[name] for name in self.names}
+        return self.rule.pack(self.modules[0], {key: local[key] for key in self.keys}).reshape(self.shape)
+
+    def unpacked(self, packed: Tensor) -> dict[str, Tensor]:
+        """The inverse of ``packed``."""
+        by_start = sorted(self.places, key=lambda place: place.start)
+        if self.rule is None:
+            parts = packed.reshape(-1).split([place.shape.numel() for place in by_start])
+            pairs = zip(self.names, by_start, parts, strict=True)
+            return {name: part.view(place.shape) for name, place, part in pairs}
+        local = self.rule.unpack(self.modules[0], self.keys, packed)
+        return {name: local[place.key] for name, place in zip(self.names, by_start, strict=True)}
 
     def without_rule(self) -> Block:
         """The same parameters, to be differentiated by ``torch.func`` instead of by the rule."""
@@ -90,60 +116,87 @@ class Block:
         return replace(self, places=ordered, shape=(1, self.size, 1), rule=None, modules=())
 
 
+@final
+@dataclass(frozen=True)
+class _Claim:
+    """A parameter as one module has it: under which name, and in which of the module's layers."""
+
+    module: nn.Module
+    rule: Rule | None
+    key: str
+    layer: int
+
+    @property
+    def where(self) -> tuple[int, int]:
+        return id(self.module), self.layer
+
+
+_Claims: TypeAlias = dict[str, list[_Claim]]
+
+
 def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
     """Blocks of all trainable parameters, in flattening order: one a layer, with its rule where there is one.
 
-    A layer is the set of parameters whose names agree up to the last dot. Modules that share exactly the same
-    parameters are one layer with several uses; modules that share only some of them have no common packing, and a
-    parameter that also belongs to a module without a rule is seen only in part: both go without a rule.
+    Parameters that are together in a layer of every module that has them are one block, with several uses where there
+    are several modules. A parameter that also belongs to a module without a rule is seen only in part, and one that
+    two modules pack in different ways has no common packing: both go without a rule, together with the others whose
+    names agree up to the last dot.
     """
     places, start = {}, 0
     for name, p in model.params.items():
         places[name] = Place(name, start, p.shape)
         start += p.numel()
-    grouped: dict[str, list[str]] = defaultdict(list)
+    claims = _claims(model, rules)
+    grouped: dict[object, list[str]] = defaultdict(list)
     for name in model.params:
-        grouped[name.rpartition(".")[0]].append(name)
-    covered = _covered(model, rules)
+        own = claims.get(name, [])
+        ruled = bool(own) and all(claim.rule for claim in own)
+        grouped[tuple(c.where for c in own) if ruled else name.rpartition(".")[0]].append(name)
     blocks = []
-    for names in grouped.values():
+    for group, names in grouped.items():
         size = sum(places[name].shape.numel() for name in names)
         block = Block(tuple(names), tuple(places[name] for name in names), (1, size, 1), model.example.device)
-        modules = covered.get(frozenset(names), ())
-        blocks.append(_with_rule(block, modules, rules, places, model) if modules else block)
+        blocks.append(_with_rule(block, claims) if isinstance(group, tuple) else block)
     return blocks
 
 
-def _covered(model: Model, rules: Sequence[Rule]) -> Mapping[frozenset[str], tuple[nn.Module, ...]]:
-    """Sets of parameter names whose every owner has a rule and owns exactly that set."""
+def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
+    """Every module's claims on the trainable parameters."""
+    claims: _Claims = defaultdict(list)
     if model.module is None:
-        return {}
+        return claims
     names = {id(p): name for name, p in model.params.items()}
-    sets: dict[nn.Module, frozenset[str]] = {}
-    owners: dict[str, list[nn.Module]] = defaultdict(list)
+    spoken_for: set[nn.Module] = set()  # submodules whose parameters the rule of a module above speaks for
     for module in model.module.modules():
-        own = frozenset(names[id(p)] for p in trainable(module).values())
-        sets[module] = own
-        for name in own:
-            owners[name].append(module)
-    covered: dict[frozenset[str], list[nn.Module]] = defaultdict(list)
-    for module, own in sets.items():
-        sharing = {other for name in own for other in owners[name]}
-        if own and all(sets[other] == own and _rule(other, rules) for other in sharing):
-            covered[own].append(module)
-    return {own: tuple(modules) for own, modules in covered.items()}
+        if module in spoken_for:
+            continue
+        rule = next((rule for rule in rules if rule.covers(module)), None)
+        own = trainable(module) if rule is None else rule.parameters(module)
+        layers = () if rule is None else rule.layers(module)
+        spoken_for |= {module.get_submodule(key.rpartition(".")[0]) for key in own if "." in key}
+        for key, p in own.items():
+            layer = next((at for at, keys in enumerate(layers) if key in keys), -1)
+            claims[names[id(p)]].append(_Claim(module, rule if layer >= 0 else None, key, layer))
+    return claims
 
 
-def _rule(module: nn.Module, rules: Sequence[Rule]) -> Rule | None:
-    return next((rule for rule in rules if rule.covers(module)), None)
-
-
-def _with_rule(
-    block: Block, modules: tuple[nn.Module, ...], rules: Sequence[Rule], places: Mapping[str, Place], model: Model
-) -> Block:
-    rule = _rule(modules[0], rules)
+def _with_rule(block: Block, claims: _Claims) -> Block:
+    """The block with the rule that all its modules agree on; without one where they do not."""
+    first = [claims[name][0] for name in block.names]
+    rule, module = first[0].rule, first[0].module
     assert rule is not None
-    names = {id(p): name for name, p in model.params.items()}
-    local = trainable(modules[0])
-    own = tuple(replace(places[names[id(p)]], key=key) for key, p in local.items())
-    return replace(block, places=own, shape=rule.shape(modules[0]), rule=rule, modules=modules)
+    order = rule.layers(module)[first[0].layer]
+    keys = [claim.key for claim in first]
+    for name, key in zip(block.names, keys, strict=True):
+        if any(type(claim.rule) is not type(rule) or claim.key != key for claim in claims[name]):
+            return block
+    modules = tuple(claim.module for claim in claims[block.names[0]])
+    own = sorted(
+        (replace(place, key=key) for place, key in zip(block.places, keys, strict=True)),
+        key=lambda place: order.index(place.key),
+    )
+    chosen = tuple(place.key for place in own)
+    shapes = {rule.shape(m, chosen) for m in modules}
+    if len(shapes) > 1:
+        return block
+    return replace(block, places=tuple(own), shape=shapes.pop(), rule=rule, modules=modules)

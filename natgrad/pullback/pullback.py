@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.blocks import Block, partition
+from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors, Squares
-from natgrad.pullback.finite import check_outputs
-from natgrad.pullback.parts import Part, check_apart, check_inputs, chunk_bytes, examples, forward, separable
+from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, separable
 from natgrad.pullback.roots import Root, flat_at
 from natgrad.pullback.rows import rows
-from natgrad.pullback.separate import check_alike, misplaced
-from natgrad.pullback.tape import Tape, leaf_uses, record
-from natgrad.rules import LinearRule, Rule
-from natgrad.slots import check_slots
+from natgrad.pullback.separate import check_alike
+from natgrad.pullback.tape import Tape, record
 
 MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
-RULES = (LinearRule(),)
 _CACHE = 2**21  # elements; of a few layers in cotangents, on a processor
 
 
@@ -83,11 +79,6 @@ class Pullback:
         """A vector of the right names and shapes (its values are the parameters)."""
         return Vector({name: p.detach() for name, p in self.model.params.items()})
 
-    def at(self, params: Mapping[str, Tensor]) -> Pullback:
-        """The same model, batch, metric and targets at other parameters."""
-        moved = Model(lambda θ, x: self.model({**params, **θ}, x), {name: p.detach() for name, p in params.items()})
-        return pullback(moved, self.x, self.metric, target=self.target, memory=self.memory)
-
     def output_flat(self, u: Tensor) -> Tensor:
         """The metric of the whole batch of outputs applied to u [n *out]: (1/N) Σ_m C_nm Σ_k s_kn ⟨s_km, u_m⟩."""
         if self.coupling is None and self.metric.exact:
@@ -113,10 +104,10 @@ class Pullback:
         if self.coupling is not None:
             yield from self._coupled()
             return
-        for part in self._ranges():
+        for part in self.ranges():
             yield from self._of_part(part, limit)
 
-    def _ranges(self) -> list[Part]:
+    def ranges(self) -> list[Part]:
         """The parts, cut further where an exact root of all their examples would be too large."""
         if not separable(self.x, self.n):
             return self.parts
@@ -126,14 +117,14 @@ class Pullback:
         return pieces
 
     def _of_part(self, part: Part, limit: int | None = None) -> Iterator[list[Factors]]:
-        tape = self._tape(part)
+        tape = self.tape(part)
         inputs = self._inputs(tape)
-        for s in self.roots.at(part).split(self._roots_at_once(tape, inputs, part, limit)):
+        for s in self.roots.at(part).split(self.roots_at_once(tape, inputs, part, limit)):
             yield self._factors(tape, inputs, part, s / math.sqrt(self.n))
 
     def collect(self) -> list[Factors]:
         """The factors of all examples and roots at once, for the kernel."""
-        parts = [self._coupled()] if self.coupling is not None else map(self._of_part, self._ranges())
+        parts = [self._coupled()] if self.coupling is not None else map(self._of_part, self.ranges())
         by_example = [
             [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*chunks, strict=True)] for chunks in parts
         ]
@@ -154,7 +145,8 @@ class Pullback:
             block.unpack(total.total(), out)
         return out
 
-    def _tape(self, part: Part) -> Tape:
+    def tape(self, part: Part) -> Tape:
+        """The tape of a range of examples, recorded now unless it is there."""
         if part in self.tapes:
             return self.tapes[part]
         tape = record(self.model, self.layers, examples(self.x, part, self.n))
@@ -162,15 +154,11 @@ class Pullback:
         return tape
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
-        def inputs(block: Block, rule: Rule) -> Tensor:
-            parts = [rule.inputs(use.module, use.args) for use in tape.of(block)]
-            return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(self.y.dtype)
+        return [tape.inputs(block).to(self.y.dtype) if block.rule else None for block in self.layers]
 
-        return [inputs(block, block.rule) if block.rule else None for block in self.layers]
-
-    def _roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, limit: int | None) -> int:
+    def roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, limit: int | None) -> int:
         """How many roots k fit into a chunk, with the rows that layers with several positions will form."""
-        cost = sum(math.prod(use.shape) for use in tape.uses)
+        cost = sum(shape.numel() for use in tape.uses for shape in use.shapes)
         for block, a in zip(self.layers, inputs, strict=True):
             if a is None or a.shape[1] > 1:
                 cost += block.size * (part[1] - part[0])
@@ -179,8 +167,7 @@ class Pullback:
         return max(1, min(self.chunk, limit or self.chunk) // max(cost, 1))
 
     def _factors(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, s: Tensor) -> list[Factors]:
-        uses = [use for block in self.layers if block.rule for use in tape.of(block)]
-        cotangents = iter(tape.cotangents(s, uses))
+        cotangents = iter(tape.cotangents(s, [block for block in self.layers if block.rule]))
         bare = [name for block in self.layers if block.rule is None for name in block.names]
         x, y = examples(self.x, part, self.n), self.y[part[0] : part[1]]
         explicit = rows(self.model, bare, x, y, s) if bare else s.new_empty(0)
@@ -190,8 +177,7 @@ class Pullback:
                 out.append(Factors.of_rows(explicit[..., start : start + block.size]))
                 start += block.size
             else:
-                g = [block.rule.cotangents(use.module, next(cotangents)) for use in tape.of(block)]
-                out.append(Factors(a, (g[0] if len(g) == 1 else torch.cat(g, dim=2)).to(a.dtype)))
+                out.append(Factors(a, next(cotangents).to(a.dtype)))
         return out
 
     def _coupled(self) -> Iterator[list[Factors]]:
@@ -205,89 +191,12 @@ class Pullback:
         values, vectors = torch.linalg.eigh(self.coupling.double())
         mix = (vectors * values.clamp(min=0).sqrt()).to(self.y.dtype)  # L [n m]; rounding below zero is zero
         whole = (0, self.n)
-        tape = self._tape(whole)
+        tape = self.tape(whole)
         inputs = self._inputs(tape)
         for s in self.root.split(1):
             factors = self._factors(tape, inputs, whole, s / math.sqrt(self.n))
             sorted_rows = [f.rows()[..., b.index.argsort()] for f, b in zip(factors, self.layers, strict=True)]
             yield [Factors.of_rows(torch.einsum("nm,knp->kmp", mix, r)) for r in sorted_rows]
-
-
-def pullback(
-    model: nn.Module | Callable[..., Any] | Model,
-    x: Inputs,
-    metric: OutputMetric,
-    target: Any = None,
-    generator: torch.Generator | None = None,
-    *,
-    params: Mapping[str, Tensor] | None = None,
-    output: Callable[[Any], Tensor] | None = None,
-    memory: int = MEMORY,
-) -> Pullback:
-    """Pull the metric on the outputs of a model back to its parameters (paper 002, (29); paper 004, (42), (53)).
-
-    ``x``: a tensor, a tuple of positional or a dict of keyword inputs, examples on every first axis. ``params``: the
-    parameters of a pure function ``f(params, x)``. ``output``: takes what the model returns to y [n *out]. ``memory``:
-    bytes that a structure may occupy; work is chunked over roots and examples within an eighth of it.
-
-    >>> import natgrad as ng
-    >>> model = nn.Linear(2, 3)
-    >>> pb = ng.pullback(model, torch.randn(5, 2), ng.Fisher(ng.Categorical()))
-    >>> ng.Dense().estimate(pb).dense().shape
-    torch.Size([9, 9])
-    """
-    wrapped = Model.of(model, params, output)
-    check_slots(metric=(metric, OutputMetric))
-    check_inputs(wrapped, x)
-    metric.check_target(target)
-    wrapped.check_separable()
-    blocks = default_blocks(wrapped)
-    tape, parts = forward(wrapped, blocks, x, chunk_bytes(memory))
-    return assemble(Batch(wrapped, x, target), metric, generator, tape, parts, blocks, memory)
-
-
-@final
-@dataclass(frozen=True)
-class Batch:
-    """A model with inputs and, where a metric needs them, targets."""
-
-    model: Model
-    x: Inputs
-    target: Any = None
-
-
-def assemble(
-    batch: Batch,
-    metric: OutputMetric,
-    generator: torch.Generator | None,
-    tape: Tape,
-    parts: list[Part],
-    blocks: list[Block],
-    memory: int,
-) -> Pullback:
-    """A pullback from a forward pass that has been run already, as by an optimizer's hook."""
-    model, x, target = batch.model, batch.x, batch.target
-    # Under autocast outputs and cotangents come in half precision: what is made of them is kept in single, at least.
-    # A copy: the outputs are the user's, who may go on to change them in place.
-    y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32), copy=True)
-    if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
-        with torch.no_grad():
-            y = torch.cat([model(None, examples(x, part, parts[-1][1])) for part in parts]).to(y.dtype)
-    check_outputs(model, x, y)
-    counts, moved = leaf_uses(tape.y), misplaced(tape)
-    blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in blocks]
-    positions = {b.names[0]: tape.positions(b) for b in blocks}
-    coupling = metric.coupling(x, y.shape[0])
-    if coupling is not None:
-        parts, coupling = [(0, y.shape[0])], coupling.to(y)
-    tapes = {parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {}
-    roots = Root.of(metric, y, target, generator, coupling is not None, memory)
-    return Pullback(model, x, metric, target, y, coupling, blocks, memory, tapes, parts, positions, roots)
-
-
-def default_blocks(model: Model) -> list[Block]:
-    """The model's layers with the rules that ship with the library."""
-    return partition(model, RULES)
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

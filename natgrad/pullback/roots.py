@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.model import map_tensors, tensors_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.parts import Part, chunk_bytes, examples, ranges
+
+if TYPE_CHECKING:
+    from natgrad.pullback.assemble import View
 
 
 @final
@@ -29,15 +32,15 @@ class Root:
     y: Tensor  # [n *out]
     target: Any
     memory: int  # bytes that the root of one range may occupy
+    check: bool = True  # whether it is finite
     kept: Tensor | None = None
 
     @staticmethod
-    def of(
-        metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None, coupled: bool, memory: int
-    ) -> Root:
+    def of(view: View, target: Any, y: Tensor, coupled: bool) -> Root:
         """Nothing is computed for an exact metric, unless it is ``coupled`` and all examples will be needed at once."""
-        kept = root_at(metric, y, target, generator) if coupled or not metric.exact else None
-        return Root(metric, y, target, memory, kept)
+        metric, check = view.metric, not view.deferred
+        kept = root_at(metric, y, target, view.generator, check) if coupled or not metric.exact else None
+        return Root(metric, y, target, view.memory, check, kept)
 
     @property
     def columns(self) -> int:
@@ -52,7 +55,7 @@ class Root:
         if kept is not None:
             return kept[:, part[0] : part[1]]
         self._admit(part[1] - part[0])
-        return root_at(self.metric, self.y[part[0] : part[1]], examples(self.target, part, n), None)
+        return root_at(self.metric, self.y[part[0] : part[1]], examples(self.target, part, n), None, self.check)
 
     def cut(self, part: Part, limit: int) -> list[Part]:
         """A range in pieces, so that the root of each has no more than ``limit`` numbers."""
@@ -65,7 +68,7 @@ class Root:
     def _kept(self) -> Tensor | None:
         """The root of all examples, where they have one only together."""
         if self.kept is None and self._alone is None:
-            self.kept = root_at(self.metric, self.y, self.target, None)
+            self.kept = root_at(self.metric, self.y, self.target, None, self.check)
         return self.kept
 
     def _admit(self, n: int) -> None:
@@ -106,15 +109,18 @@ class Root:
                 return (y.numel(), *y.shape)
 
 
-def root_at(metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None) -> Tensor:
-    """s [k n *out] at y [n *out], of the right shape and finite."""
+def root_at(
+    metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None, check: bool = True
+) -> Tensor:
+    """s [k n *out] at y [n *out], of the right shape and, where that may be looked at, finite."""
     with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
         root = metric.root(y, target, generator).detach()
     if root.shape[1:] != y.shape:
         raise ValueError(
             f"{metric!r}.root must be [k n *out] with [n *out] = {tuple(y.shape)}, got {tuple(root.shape)}"
         )
-    _check_finite(metric, root)
+    if check:
+        _check_finite(metric, root)
     return root
 
 

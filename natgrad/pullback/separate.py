@@ -1,52 +1,71 @@
-"""Whether the examples are where a rule expects them: on the first axis of every layer's output, in their order.
+"""Whether the examples are where a rule expects them: on one axis of every layer's output, in their order.
 
 A shape cannot say so. A model may swap its axes (t positions where t happens to be n), sort its examples and put them
-back, or apply a layer to a table with n rows. Cotangents can: scaling example n by c_n must scale row n of every
-g by c_n, and nothing else. A graph of nothing but layers and element-wise functions needs no such test.
+back, or apply a layer to a table with n rows. For most layers the graph proves it (``natgrad.pullback.order``). For
+the others cotangents tell: scaling example n by c_n must scale row n of every g by c_n, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from natgrad.errors import BatchStatisticsError
 from natgrad.pullback.blocks import Block
-from natgrad.pullback.tape import Tape, Use, leaf_below, leaf_uses, nodes
+from natgrad.pullback.graph import leaf_uses, nodes
+from natgrad.pullback.order import DATA_DEPENDENT, ordered
+from natgrad.pullback.tape import Tape
+from natgrad.rules.base import Replayed
 
-# Functions of every number by itself: they keep every axis where it is.
-_ELEMENTWISE = frozenset(
-    f"{name}Backward{version}"
-    for name in (
-        *("Add", "Sub", "Mul", "Div", "Neg", "Pow", "Exp", "Log", "Sqrt", "Sin", "Cos", "Abs", "Erf", "Clamp"),
-        *("Relu", "LeakyRelu", "Threshold", "Elu", "Gelu", "Silu", "Mish", "Tanh", "Sigmoid", "Softplus", "LogSigmoid"),
-        *("Hardtanh", "Hardswish", "Hardsigmoid", "ToCopy", "Clone", "Alias"),
-    )
-    for version in (0, 1)
-)
-# Products with a weight on the right: rows stay rows. (bias, rows, weight) and (rows, weight).
-_PRODUCTS = {"AddmmBackward0": 2, "MmBackward0": 1}
+_Signature: TypeAlias = tuple[object, ...]
+
+
+@final
+class Verdicts:
+    """What was found about graphs that have been looked at before, for a model that is called again and again.
+
+    A graph is known again by its operations and by its layers with their shapes. One that moves examples by an index
+    that depends on the data is looked at every time.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[_Signature, frozenset[int]] = {}
+
+    def misplaced(self, tape: Tape) -> frozenset[int]:
+        """As the function of this name."""
+        if not tape.uses or not tape.y.requires_grad:
+            return frozenset()
+        names = tuple(node.name() for node in nodes([tape.y.grad_fn]))
+        if not DATA_DEPENDENT.isdisjoint(names):
+            return misplaced(tape)
+        uses = tuple((id(use.module), use.shapes) for use in tape.uses)
+        signature = (tape.y.shape, uses, names)
+        if signature not in self._known:
+            self._known[signature] = misplaced(tape)
+        return self._known[signature]
 
 
 def misplaced(tape: Tape) -> frozenset[int]:
     """Positions in ``tape.uses`` of the layer calls that a rule cannot speak for.
 
-    Those whose first axis is not that of the examples, and those whose output never reaches y.
+    Those whose examples are not where the rule has them, and those whose output never reaches y.
     """
     if not tape.uses or not tape.y.requires_grad:
         return frozenset()
-    graph = nodes(tape.y)
     n = tape.y.shape[0]
-    fitting = [
-        at for at, use in enumerate(tape.uses) if len(use.shape) > 1 and use.shape[0] == n and use.edge.node in graph
-    ]
-    wrong = set(range(len(tape.uses))) - set(fitting)
-    if n > 1 and fitting and not all(map(_keeps_rows, graph)):
-        wrong |= _looked_for(tape, fitting)
-    return frozenset(wrong)
+    proven, reached = ordered(tape.y)
+    wrong, unsure = set(), []
+    for at, use in enumerate(tape.uses):
+        found = [edge.node for edge in use.edges if edge is not None and edge.node in reached]
+        axis = use.rule.axis(use.module)
+        if not found or (axis is not None and (len(use.shape) <= max(axis, 1) or use.shape[axis] != n)):
+            wrong.add(at)
+        elif n > 1 and (axis != 0 or not all(node in proven for node in found)):
+            unsure.append(at)
+    return frozenset(wrong | _looked_for(tape, unsure)) if unsure else frozenset(wrong)
 
 
 def check_alike(tape: Tape, layers: Sequence[Block], part: tuple[int, int]) -> None:
@@ -54,7 +73,7 @@ def check_alike(tape: Tape, layers: Sequence[Block], part: tuple[int, int]) -> N
 
     A model may sort its examples: the first part was in order, and this one is not.
     """
-    counts, moved = leaf_uses(tape.y), misplaced(tape)
+    counts, moved = leaf_uses([tape.y.grad_fn]), misplaced(tape)
     names = [layer.names[0] for layer in layers if layer.rule and not tape.complete(layer, counts, moved)]
     if names:
         raise BatchStatisticsError(
@@ -64,29 +83,28 @@ def check_alike(tape: Tape, layers: Sequence[Block], part: tuple[int, int]) -> N
         )
 
 
-def _keeps_rows(node: Any) -> bool:
-    """Whether a node of the graph surely leaves every example in its row."""
-    name = node.name()
-    if name in _PRODUCTS:
-        return leaf_below(node.next_functions[_PRODUCTS[name]][0]) is not None
-    return name in _ELEMENTWISE or leaf_below(node) is not None
-
-
-def _looked_for(tape: Tape, fitting: Sequence[int]) -> set[int]:
+def _looked_for(tape: Tape, unsure: Sequence[int]) -> set[int]:
     n = tape.y.shape[0]
     generator = torch.Generator().manual_seed(0)
     s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64).to(tape.y)
     c = 2.0 ** (torch.arange(n) % 8).to(tape.y)  # powers of two: exact in every precision
-    uses = [tape.uses[at] for at in fitting]
-    once, scaled = _rows(tape, s, uses), _rows(tape, s * c.view(-1, *[1] * (s.ndim - 1)), uses)
+    once, scaled = tape.outer(s.unsqueeze(0)), tape.outer((s * c.view(-1, *[1] * (s.ndim - 1))).unsqueeze(0))
     wrong, tolerance = set(), torch.finfo(tape.y.dtype).eps ** 0.5
-    for at, g, h in zip(fitting, once, scaled, strict=True):
-        expected = c[:, None] * g
-        if bool(((h - expected).norm(dim=1) > tolerance * expected.norm(dim=1)).any()):
-            wrong.add(at)
+    for at in unsure:
+        for g, h in zip(_rows(tape, at, once[at]), _rows(tape, at, scaled[at]), strict=True):
+            if g.shape[0] != n:
+                wrong.add(at)
+                break
+            expected = c[:, None] * g
+            if bool(((h - expected).norm(dim=1) > tolerance * expected.norm(dim=1)).any()):
+                wrong.add(at)
+                break
     return wrong
 
 
-def _rows(tape: Tape, s: Tensor, uses: Sequence[Use]) -> list[Tensor]:
-    """g [n *output] of every use, a row an example."""
-    return [g[0].flatten(1) for g in tape.cotangents(s.unsqueeze(0), uses)]
+def _rows(tape: Tape, at: int, outer: tuple[Tensor, ...]) -> list[Tensor]:
+    """g [n ·] of every layer of a use, a row an example."""
+    use = tape.uses[at]
+    if isinstance(use.rule, Replayed):
+        return [g[0].flatten(1) for g in tape.inner(at, outer).values()]
+    return [use.rule.cotangents(use.module, keys, outer[0])[0].flatten(1) for keys in use.rule.layers(use.module)]

@@ -6,11 +6,11 @@ not touched, and in-place activations after a layer do no harm, since the edge i
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.model import Inputs, Model, tensors_of
+from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.pullback.blocks import Block
-from natgrad.rules.base import trainable
+from natgrad.pullback.graph import leaf_uses
+from natgrad.pullback.statistics import Statistics
+from natgrad.rules.base import Call, Replay, Replayed, Rule
 
 
 @final
@@ -31,12 +33,26 @@ class TapeOverflow(Exception):  # noqa: N818 - control flow, not an error: the c
 @final
 @dataclass(frozen=True)
 class Use:
-    """One call of a layer: its arguments and the edge of its output in the graph."""
+    """One call of a module with a rule: its arguments, and for every output its shape and its edge in the graph."""
 
     module: nn.Module
-    args: tuple[Any, ...]
-    edge: GradientEdge
-    shape: torch.Size
+    rule: Rule
+    call: Call
+    edges: tuple[GradientEdge | None, ...]  # None for an output that has no gradient
+    shapes: tuple[torch.Size, ...]
+    entries: Mapping[int, int]  # by the id of a parameter, how often this call puts it into the graph
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the first output, for most layers the only one."""
+        return self.shapes[0]
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The call again, in terms of its layers."""
+        assert isinstance(self.rule, Replayed)
+        with torch.enable_grad():
+            return self.rule.replay(self.module, self.call)
 
 
 @final
@@ -50,16 +66,21 @@ class Recorder:
     def __init__(self, model: Model, blocks: Sequence[Block], bound: int | None = None) -> None:
         self.uses: list[Use] = []
         self.blocks = list(blocks)
+        self.statistics = Statistics()
         self._model, self._bound = model, bound
+        self._rules = {layer: block.rule for block in blocks for layer in block.modules if block.rule}
         self.bytes = 0  # of the activations so far
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
         module = self._model.module
-        for block in self.blocks:
-            for layer in block.modules:
-                # First in line: another forward hook may return something else than what the layer computed.
-                self._handles.append(layer.register_forward_hook(self._watch, with_kwargs=True, prepend=True))
+        if module is not None:
+            # Before the layers' own hooks, so that the edge of a normalisation is that of the output made constant.
+            self._handles += self.statistics.watch(module)
+        for layer in self._rules:
+            # First in line: another forward hook may return something else than what the layer computed.
+            frozen = self.statistics.covers(layer)
+            self._handles.append(layer.register_forward_hook(self._watch, with_kwargs=True, prepend=not frozen))
         if self._bound is not None and module is not None:
             leaves = (m for m in module.modules() if next(m.children(), None) is None)
             self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
@@ -69,10 +90,23 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
+    def tape(self, y: Tensor) -> Tape:
+        """What was recorded, with the outputs of the pass."""
+        return Tape(y, tuple(self.uses), self.statistics)
+
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            detached = tuple(t.detach() for t in tensors_of((args, kwargs)))
-            self.uses.append(Use(module, detached, get_gradient_edge(output), output.shape))
+        outputs = tensors_of(output)
+        if not any(t.requires_grad for t in outputs):
+            return
+        rule = self._rules[module]
+        call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach))
+        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
+        if isinstance(rule, Replayed):
+            given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
+            entries: Mapping[int, int] = leaf_uses([t.grad_fn for t in outputs], stop=given)
+        else:
+            entries = {id(p): 1 for p in rule.parameters(module).values()}
+        self.uses.append(Use(module, rule, call, edges, tuple(t.shape for t in outputs), entries))
 
     def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
@@ -92,7 +126,7 @@ def record(model: Model, blocks: Sequence[Block], x: Inputs, bound: int | None =
             y = model(None, x)
     finally:
         recorder.stop()
-    return Tape(y, tuple(recorder.uses))
+    return recorder.tape(y)
 
 
 def activations(model: Model, x: Inputs) -> int:
@@ -114,83 +148,117 @@ class Tape:
 
     y: Tensor
     uses: tuple[Use, ...]
+    statistics: Statistics = field(default_factory=Statistics)
 
     def complete(self, block: Block, counts: Counter[int], misplaced: Collection[int]) -> bool:
-        """Whether the recorded uses are all there is of a block, with the examples in their places on the first axis.
+        """Whether the recorded uses are all there is of a block, with the examples in their places.
 
-        A weight used past its module's forward (``F.linear(x, layer.weight)``, ``MultiheadAttention.out_proj``)
-        shows as more entries of its leaf into the graph (``leaf_uses(y)``) than there are recorded uses.
-        ``misplaced``: positions in ``uses`` of those a rule cannot speak for.
+        A weight used past its module's forward (``F.linear(x, layer.weight)``) shows as more entries of its leaf into
+        the graph (``leaf_uses``) than the recorded uses make. ``misplaced``: positions in ``uses`` of those a rule
+        cannot speak for.
         """
         uses = [at for at, use in enumerate(self.uses) if use.module in block.modules]
         if not uses or any(at in misplaced for at in uses):
             return False
-        params = {id(p) for module in block.modules for p in trainable(module).values()}
-        return all(counts[p] == len(uses) for p in params)
+        expected: Counter[int] = Counter()
+        for at in uses:
+            expected.update(self.uses[at].entries)
+        assert block.rule is not None
+        params = {id(block.rule.parameters(m)[key]) for m in block.modules for key in block.keys}
+        return all(counts[p] == expected[p] for p in params)
 
     def positions(self, block: Block) -> int:
         """How many r·c of one example share the weight of a block, over all its uses; 1 for explicit rows."""
-        return sum(math.prod(use.shape[1:]) for use in self.of(block)) // block.shape[1] if block.rule else 1
+        if block.rule is None:
+            return 1
+        if isinstance(block.rule, Replayed):
+            rule = block.rule
+            return sum(rule.positions(use.module, block.keys, use.call) for use in self.of(block))
+        return sum(use.shape.numel() for use in self.of(block)) // (self.y.shape[0] * block.shape[1])
 
     def of(self, block: Block) -> list[Use]:
         """The uses of a block, in the order of the calls."""
         return [use for use in self.uses if use.module in block.modules]
 
-    def cotangents(self, s: Tensor, uses: Sequence[Use]) -> list[Tensor]:
-        """g [k *output] of every use for output cotangents s [k n *out]: one (batched) backward pass."""
-        if not uses:
-            return []
-        edges = [use.edge for use in uses]
-        batched = s.shape[0] > 1
-        # One column needs no vmap, whose overhead would show beside a single backward pass.
-        grad_outputs = (s if batched else s[0]).to(self.y.dtype)
-        out: tuple[Tensor | None, ...] = torch.autograd.grad(
-            self.y, edges, grad_outputs, retain_graph=True, allow_unused=True, is_grads_batched=batched
-        )
-        grads: list[Tensor] = []
-        for g, use in zip(out, uses, strict=True):
-            if g is None:
-                grads.append(s.new_zeros(s.shape[0], *use.shape))
-            else:
-                grads.append(g if batched else g.unsqueeze(0))
-        return grads
+    def inputs(self, block: Block) -> Tensor:
+        """a [n r c i] of a block with a rule, the uses one after the other along r."""
+        rule = block.rule
+        assert rule is not None
+        parts = [
+            use.replay.layers[block.keys[0]].a.detach()
+            if isinstance(rule, Replayed)
+            else rule.inputs(use.module, block.keys, use.call)
+            for use in self.of(block)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def outer(self, s: Tensor) -> dict[int, tuple[Tensor, ...]]:
+        """Cotangents [k *output] of the outputs of every use, by its position, for s [k n *out]: one backward pass."""
+        slots = [(at, j) for at, use in enumerate(self.uses) for j, edge in enumerate(use.edges) if edge is not None]
+        if not slots:
+            return {}
+        edges = [self.uses[at].edges[j] for at, j in slots]
+        with self.statistics.constant():
+            grads = _grad((self.y,), edges, (s.to(self.y.dtype),))
+        found = dict(zip(slots, grads, strict=True))
+
+        def cotangent(at: int, j: int) -> Tensor:
+            g = found.get((at, j))
+            return s.new_zeros(s.shape[0], *self.uses[at].shapes[j]) if g is None else g
+
+        return {at: tuple(cotangent(at, j) for j in range(len(use.edges))) for at, use in enumerate(self.uses)}
+
+    def inner(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Cotangents [k n r c o] of the layers of a replayed use, by the names of their parameters."""
+        replay = self.uses[at].replay
+        layers = {id(layer): layer for layer in replay.layers.values()}
+        z = [t for layer in layers.values() for t in layer.z]
+        pairs = [(y, g) for y, g in zip(replay.outputs, outer, strict=True) if y.requires_grad]
+        ys, cotangents = tuple(y for y, _ in pairs), tuple(g.to(y.dtype) for y, g in pairs)
+        grads = iter(_grad(ys, z, cotangents))
+        found = {}
+        for key, layer in layers.items():
+            parts = [
+                outer[0].new_zeros(outer[0].shape[0], *t.shape) if g is None else g
+                for t in layer.z
+                for g in (next(grads),)
+            ]
+            found[key] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return {name: found[id(layer)] for name, layer in replay.layers.items()}
+
+    def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
+        """g [k n r c o] of every block with a rule, for output cotangents s [k n *out]."""
+        outer = self.outer(s)
+        replayed = {at: self.inner(at, g) for at, g in outer.items() if isinstance(self.uses[at].rule, Replayed)}
+        out = []
+        for block in blocks:
+            parts = []
+            for at, use in enumerate(self.uses):
+                if use.module in block.modules:
+                    parts.append(self.canonical(at, block.keys, outer, replayed))
+            out.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+        return out
+
+    def canonical(
+        self,
+        at: int,
+        keys: tuple[str, ...],
+        outer: Mapping[int, tuple[Tensor, ...]],
+        replayed: Mapping[int, Mapping[str, Tensor]],
+    ) -> Tensor:
+        """g [k n r c o] of one layer of one use."""
+        use = self.uses[at]
+        if isinstance(use.rule, Replayed):
+            return replayed[at][keys[0]]
+        return use.rule.cotangents(use.module, keys, outer[at][0])
 
 
-_VIEWS = ("TBackward0", "TransposeBackward0", "ToCopyBackward0")
-
-
-def nodes(y: Tensor) -> set[Any]:
-    """All nodes of the graph of y."""
-    seen: set[Any] = set()
-    stack: list[Any] = [y.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack.extend(child for child, _ in node.next_functions)
-    return seen
-
-
-def leaf_uses(y: Tensor) -> Counter[int]:
-    """How often each leaf, by id, enters the graph of y.
-
-    Transposes and casts of a leaf are looked through: autocast caches its copy of a weight, so that several uses
-    share one cast, and it is the entries of the copy that count.
-    """
-    counts: Counter[int] = Counter()
-    for node in nodes(y):
-        if leaf_below(node) is None:
-            leaves = (leaf_below(child) for child, _ in node.next_functions)
-            counts.update(id(leaf) for leaf in leaves if leaf is not None)
-    return counts
-
-
-def leaf_below(node: Any) -> Any:
-    """The leaf that a chain of transposes and casts starts from, or None."""
-    while node is not None:
-        if node.name() == "torch::autograd::AccumulateGrad":
-            return node.variable
-        if node.name() not in _VIEWS:
-            return None
-        node = node.next_functions[0][0]
-    return None
+def _grad(ys: tuple[Tensor, ...], at: Sequence[Any], cotangents: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """Jᵀ of cotangents [k *shape of y], [k *shape] each; None where nothing arrives."""
+    batched = cotangents[0].shape[0] > 1
+    # One column needs no vmap, whose overhead would show beside a single backward pass.
+    grad_outputs = cotangents if batched else tuple(g[0] for g in cotangents)
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(
+        ys, at, grad_outputs, retain_graph=True, allow_unused=True, is_grads_batched=batched
+    )
+    return grads if batched else tuple(None if g is None else g.unsqueeze(0) for g in grads)

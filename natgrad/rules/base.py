@@ -4,15 +4,59 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast, final
 
+import torch
 from torch import Tensor, nn
+
+from natgrad.rules.products import symmetric_product
+
+Keys: TypeAlias = tuple[str, ...]  # local names of the parameters of one layer
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """One call of a module: its arguments, detached."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def x(self) -> Tensor:
+        """The first argument, which for most layers is the only one."""
+        return cast(Tensor, self.args[0] if self.args else next(iter(self.kwargs.values())))
+
+
+@final
+@dataclass(frozen=True)
+class Moment:
+    """Σ_nr a aᵀ of a layer's inputs, and over how many positions the sum goes.
+
+    ``total`` is [c i j], or [c i] where all but the diagonal is zero; ``count`` is N·R, or fewer where positions are
+    masked (a tensor, for every group by itself where they differ).
+    """
+
+    total: Tensor
+    count: int | Tensor
+
+    @staticmethod
+    def of(a: Tensor, count: int | Tensor | None = None) -> Moment:
+        """Of explicit inputs a [n r c i]."""
+        n, r, c, i = a.shape
+        flat = a.reshape(n * r, c, i)
+        total = symmetric_product(flat[:, 0]).unsqueeze(0) if c == 1 else torch.einsum("nci,ncj->cij", flat, flat)
+        return Moment(total, n * r if count is None else count)
 
 
 class Rule(ABC):
     """One layer type, seen as W [c o i] acting on a [n r c i]: the gradient of example n is Σ_r g[n r c o] a[n r c i].
 
-    Only the layer's trainable parameters take part: a frozen weight or bias has no coordinate in i.
+    ``keys`` names the parameters of the layer that take part: a frozen weight or bias has no coordinate in i, and a
+    weight that is shared with another module is a layer of its own, apart from the biases.
+    A rule for a layer of one's own needs ``covers``, ``shape``, ``inputs``, ``cotangents``, ``pack`` and ``unpack``;
+    hand it over as ``rules=[MyRule()]``.
     """
 
     @abstractmethod
@@ -20,27 +64,140 @@ class Rule(ABC):
         """Whether this rule speaks for the module, exactly (a subclass may have another forward)."""
 
     @abstractmethod
-    def shape(self, module: nn.Module) -> tuple[int, int, int]:
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         """(c, o, i) of the packed parameters."""
 
     @abstractmethod
-    def inputs(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
-        """a [n r c i] from the arguments of the module's forward."""
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        """a [n r c i] from a call of the module."""
 
     @abstractmethod
-    def cotangents(self, module: nn.Module, g: Tensor) -> Tensor:
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         """g [k n r c o] from cotangents [k *output] of the module's output."""
 
     @abstractmethod
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        """W [c o i] from the module's own trainable tensors, by their local names."""
+        """W [c o i] from the layer's own tensors, by their local names."""
 
     @abstractmethod
-    def unpack(self, module: nn.Module, packed: Tensor) -> dict[str, Tensor]:
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
         """The inverse of ``pack``; leading axes before [c o i] are kept."""
+
+    def parameters(self, module: nn.Module) -> dict[str, Tensor]:
+        """The trainable parameters that this rule speaks for, by local name; those of submodules have dots."""
+        return trainable(module)
+
+    def layers(self, module: nn.Module) -> tuple[Keys, ...]:
+        """The layers that the module is made of. Most are one."""
+        return (tuple(self.parameters(module)),)
+
+    def axis(self, module: nn.Module) -> int | None:
+        """Which axis of the module's output the examples are on; None where it has none (packed sequences)."""
+        return 0
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the second moment of the inputs is diagonal whatever they are: one-hot vectors."""
+        return False
+
+    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
+        """Σ_nr a aᵀ. A layer whose inputs are large beside its arguments (patches, one-hot vectors) knows better."""
+        return Moment.of(single(self.inputs(module, keys, call)))
+
+    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        """The mean of a over the positions r [n c i]."""
+        return single(self.inputs(module, keys, call)).mean(1)
+
+    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        """Σ_knr g gᵀ [c o p] from cotangents [k *output] of the module's output."""
+        return Moment.of(single(self.cotangents(module, keys, g).flatten(0, 1))).total
+
+
+class Replayed(Rule):
+    """A module that hides its layers (a fused recurrence, attention): they are seen when its forward is run again.
+
+    ``inputs`` and ``cotangents`` are those of the replay: the cotangents of the module's outputs are taken through it.
+    """
+
+    @abstractmethod
+    def replay(self, module: nn.Module, call: Call) -> Replay:
+        """The forward pass again, in terms of the layers. Gradients are enabled, the arguments detached."""
+
+    @abstractmethod
+    def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
+        """How many r·c of one example share the weight, without running anything."""
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        with torch.no_grad():
+            return self.replay(module, call).layers[keys[0]].a
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        raise TypeError(f"the cotangents of {type(module).__name__} are those of its replay")
+
+
+@final
+@dataclass(frozen=True)
+class Replayable:
+    """One layer inside a replay: its inputs, and what it computed in that graph, a tensor an application."""
+
+    a: Tensor  # [n r c i], zero where a position is masked
+    z: tuple[Tensor, ...]  # each [n r c o]; together, along r, the outputs that belong to ``a``
+    valid: Tensor | None = None  # [n r c], one where a position is not masked
+
+    @property
+    def moment(self) -> Moment:
+        """Σ_nr a aᵀ over the positions that are not masked."""
+        return Moment.of(single(self.a.detach()), None if self.valid is None else self.valid.sum((0, 1)))
+
+    @property
+    def mean(self) -> Tensor:
+        """[n c i], over the positions that are not masked."""
+        a = single(self.a.detach())
+        if self.valid is None:
+            return a.mean(1)
+        return a.sum(1) / self.valid.sum(1).clamp(min=1).unsqueeze(-1)  # no position at all: the sum is zero, too
+
+
+@final
+@dataclass(frozen=True)
+class Replay:
+    """What a module computed, tensor by tensor as ``tensors_of`` lists them, and its layers by parameter name."""
+
+    outputs: tuple[Tensor, ...]
+    layers: Mapping[str, Replayable]
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
     """The trainable parameters that the module itself owns, by local name."""
     # named_parameters(recurse=False) is slow, and this is asked for every layer of every estimate.
     return {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
+
+
+def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
+    """Whether a module is of this very type, with no parameters but these and the forward of its class.
+
+    Pruning, spectral norm and the like leave the type, and put other parameters or another forward in.
+    """
+    return type(module) is kind and module._parameters.keys() <= set(names) and "forward" not in vars(module)
+
+
+def single(t: Tensor) -> Tensor:
+    """At least single precision: sums of products in half precision lose their small terms."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def homogeneous(x: Tensor, weight: bool, bias: bool) -> Tensor:
+    """ā = (x, 1), along the last axis, as far as weight and bias are trained."""
+    if not weight:
+        return x.new_ones(*x.shape[:-1], 1)
+    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1) if bias else x
+
+
+def bordered(total: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
+    """Σ ā āᵀ [c i+1 i+1] from Σ a aᵀ [c i i], Σ a [c i] and the number of terms."""
+    c, i, _ = total.shape
+    out = total.new_empty(c, i + 1, i + 1)
+    out[:, :i, :i] = total
+    out[:, :i, i] = out[:, i, :i] = sums
+    out[:, i, i] = count
+    return out

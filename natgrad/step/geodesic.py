@@ -14,7 +14,7 @@ from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback import Pullback, pullback
-from natgrad.pullback.pullback import Batch
+from natgrad.pullback.assemble import Batch, at
 from natgrad.solve import Cholesky, Solver
 from natgrad.structures import Dense
 
@@ -87,7 +87,7 @@ def exponential(
     chosen = solver or Cholesky()
 
     def acceleration(θ: Tensor, w: Tensor) -> Tensor:
-        pb = base.at(unflatten(θ, like))
+        pb = at(base, unflatten(θ, like))
         lowered = christoffel(pb, Vector(unflatten(w, like)))
         return -sharp(Dense().estimate(pb), lowered, chosen, damping).flatten()
 

@@ -6,5 +6,6 @@ from natgrad.structures.exact import Diagonal as Diagonal
 from natgrad.structures.exact import Implicit as Implicit
 from natgrad.structures.exact import Kernel as Kernel
 from natgrad.structures.exact import Structure as Structure
+from natgrad.structures.kronecker import Kronecker as Kronecker
 from natgrad.structures.lowrank import LowRank as LowRank
 from natgrad.structures.refresh import Refresh as Refresh

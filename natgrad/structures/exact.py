@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
@@ -23,10 +23,9 @@ from natgrad.operators import (
     Layout,
     Operator,
 )
-from natgrad.pullback import Factors, Pullback
+from natgrad.pullback import Block, Factors, Pullback
 from natgrad.pullback.factors import cross
 from natgrad.pullback.precision import without_autocast
-from natgrad.pullback.pullback import default_blocks
 
 
 class Structure(ABC):
@@ -37,6 +36,11 @@ class Structure(ABC):
     def bounded(self) -> bool:
         """Whether a moving average of its operators stays as small as one of them."""
 
+    @property
+    def one_pass(self) -> bool:
+        """Whether an estimate needs the model's forward pass once, so that what was random in it is a constant."""
+        return False
+
     @abstractmethod
     def elements(self, pullback: Pullback) -> int:
         """How many numbers the operator will hold."""
@@ -46,7 +50,7 @@ class Structure(ABC):
         """The operator of this structure, at the pullback's model and batch."""
 
     @abstractmethod
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> Operator | None:
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         """The operator with these ``tensors()``; None if nothing was kept and it must be estimated again."""
 
     def admit(self, pullback: Pullback) -> None:
@@ -100,7 +104,7 @@ class Dense(Structure):
         matrix[order[:, None], order] = packed.tril() + packed.tril(-1).T
         return DenseOperator(Layout.of(pullback.model.params, pullback.y.dtype), matrix)
 
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> DenseOperator:
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DenseOperator:
         return DenseOperator(Layout.of(model.params, tensors["matrix"].dtype), tensors["matrix"])
 
 
@@ -121,24 +125,28 @@ class BlockDense(Structure):
         return True
 
     def elements(self, pullback: Pullback) -> int:
-        return sum(block.size**2 for block in pullback.blocks)
+        return sum(sum(block.size for block in group) ** 2 for group in _layers(pullback.blocks).values())
 
     @without_autocast
     def estimate(self, pullback: Pullback) -> BlockDenseOperator:
         self.admit(pullback)
-        totals = [pullback.y.new_zeros(block.size, block.size) for block in pullback.blocks]
+        blocks = pullback.blocks
+        groups = _layers(blocks)
+        at = {id(block): b for b, block in enumerate(blocks)}
+        members = [[at[id(block)] for block in group] for group in groups.values()]
+        totals = [pullback.y.new_zeros(_index(group).numel(), _index(group).numel()) for group in groups.values()]
         for factors in pullback.factors():
-            for total, f in zip(totals, factors, strict=True):
-                total += cross(f, f, pullback.chunk)
+            for total, group in zip(totals, members, strict=True):
+                _add_pairs(total, [factors[b] for b in group], pullback.chunk)
         # Blocks are kept in flattening order, whatever the packing: the order must not depend on the batch.
-        orders = [block.index.argsort() for block in pullback.blocks]
+        orders = [_index(group).argsort() for group in groups.values()]
         matrices = tuple(0.5 * (t + t.T)[o[:, None], o] for t, o in zip(totals, orders, strict=True))
-        indices = tuple(block.index.sort().values for block in pullback.blocks)
-        names = tuple(" + ".join(block.names) for block in pullback.blocks)
+        indices = tuple(_index(group).sort().values for group in groups.values())
+        names = tuple(map(_names, groups.values()))
         return BlockDenseOperator(Layout.of(pullback.model.params, pullback.y.dtype), names, indices, matrices)
 
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
-        indices = tuple(block.index.sort().values for block in default_blocks(model))
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
+        indices = tuple(_index(group).sort().values for group in _layers(blocks).values())
         layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
         return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()))
 
@@ -169,7 +177,7 @@ class Diagonal(Structure):
         self.admit(pullback)
         return DiagonalOperator(Layout.of(pullback.model.params, pullback.y.dtype), pullback.square())
 
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> DiagonalOperator:
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DiagonalOperator:
         return DiagonalOperator(Layout.of(model.params, tensors["values"].dtype), tensors["values"])
 
 
@@ -204,14 +212,14 @@ class Kernel(Structure):
         factors = tuple(pullback.collect())
         return KernelOperator(Layout.of(pullback.model.params, pullback.y.dtype), tuple(pullback.blocks), factors)
 
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> KernelOperator:
-        blocks, factors = [], []
-        for block in default_blocks(model):
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
+        kept, factors = [], []
+        for block in blocks:
             f = Factors(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
             packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
-            blocks.append(block if packed == block.shape else block.without_rule())
+            kept.append(block if packed == block.shape else block.without_rule())
             factors.append(f)
-        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(blocks), tuple(factors))
+        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(kept), tuple(factors))
 
 
 @final
@@ -239,10 +247,42 @@ class Implicit(Structure):
         linear = linearise(pullback.model, pullback.x)
         return ImplicitOperator(Layout.of(pullback.model.params, pullback.y.dtype), ((1.0, pullback, linear),))
 
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> None:
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> None:
         return None
 
 
 def _starts(pullback: Pullback) -> list[slice]:
     ends = accumulate((block.size for block in pullback.blocks), initial=0)
     return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def _layers(blocks: Sequence[Block]) -> dict[str, list[Block]]:
+    """Blocks whose parameters' names agree up to the last dot: what a user calls a layer."""
+    grouped: dict[str, list[Block]] = {}
+    for block in blocks:
+        grouped.setdefault(block.names[0].rpartition(".")[0], []).append(block)
+    return grouped
+
+
+def _index(group: Sequence[Block]) -> Tensor:
+    return torch.cat([block.index for block in group])
+
+
+def _names(group: Sequence[Block]) -> str:
+    """In flattening order, whatever the blocks."""
+    starts: dict[str, int] = {}
+    for block in group:
+        starts.update(zip(block.names, sorted(place.start for place in block.places), strict=True))
+    return " + ".join(sorted(starts, key=lambda name: starts[name]))
+
+
+def _add_pairs(total: Tensor, factors: Sequence[Factors], limit: int) -> None:
+    """Add Σ_kn R Rᵀ of several blocks that are kept as one."""
+    ends = list(accumulate((f.g.shape[3] * f.g.shape[4] * f.a.shape[3] for f in factors), initial=0))
+    spans = [slice(start, end) for start, end in pairwise(ends)]
+    for b, left in enumerate(factors):
+        for d in range(b + 1):
+            product = cross(left, factors[d], limit)
+            total[spans[b], spans[d]] += product
+            if d < b:
+                total[spans[d], spans[b]] += product.T

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.model import Model
 from natgrad.operators import Layout, LowRankOperator
 from natgrad.operators.lowrank import floored, leading
-from natgrad.pullback import Pullback
+from natgrad.pullback import Block, Pullback
 from natgrad.pullback.precision import without_autocast
 from natgrad.structures.exact import Dense, Kernel, Structure
 
@@ -61,6 +61,6 @@ class LowRank(Structure):
             u[:, j] = kernel.pull(w[:, j].view(kernel.factors[0].g.shape[:2])) / value.sqrt()
         return floored(layout, u, values, kernel.diagonal(), self.rank)
 
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> LowRankOperator:
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
         kept = (tensors["vectors"], tensors["values"], tensors["floor"])
         return LowRankOperator(Layout.of(model.params, tensors["values"].dtype), *kept, self.rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.errors import IncompatibleError
 from natgrad.model import Model
 from natgrad.operators import Operator
-from natgrad.pullback import Pullback
+from natgrad.pullback import Block, Pullback
 from natgrad.slots import check_slots
 from natgrad.structures.exact import Implicit, Structure
 
@@ -55,14 +55,18 @@ class Refresh(Structure):
     def bounded(self) -> bool:
         return self.structure.bounded
 
+    @property
+    def one_pass(self) -> bool:
+        return self.structure.one_pass
+
     def elements(self, pullback: Pullback) -> int:
         return self.structure.elements(pullback)
 
     def estimate(self, pullback: Pullback) -> Operator:
         return self.structure.estimate(pullback)
 
-    def restore(self, model: Model, tensors: Mapping[str, Tensor]) -> Operator | None:
-        return self.structure.restore(model, tensors)
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
+        return self.structure.restore(model, blocks, tensors)
 
     def weight(self, step: int) -> float:
         """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""

@@ -142,7 +142,7 @@ def test_operator_is_restored_bit_by_bit(structure: Structure, name: str, metric
     pb = METRICS[metric](problem)
     G = structure.estimate(pb)
     saved = {key: t.clone() for key, t in G.tensors().items()}
-    restored = structure.restore(pb.model, saved)
+    restored = structure.restore(pb.model, pb.layers, saved)
     assert restored is not None
     assert type(restored) is type(G)
     assert restored.tensors().keys() == saved.keys()
@@ -168,7 +168,7 @@ def test_implicit_metric_keeps_nothing() -> None:
     pb = pull(zoo.case("mlp_tanh").make(), ng.Euclidean())
     assert ng.Implicit().estimate(pb).tensors() == {}
     structure: Structure = ng.Implicit()
-    assert structure.restore(pb.model, {}) is None
+    assert structure.restore(pb.model, pb.layers, {}) is None
 
 
 def test_implicit_metric_is_a_snapshot() -> None:

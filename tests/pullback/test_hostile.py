@@ -204,4 +204,4 @@ def test_the_packed_shape_of_a_rule_is_the_shape_of_what_it_packs(frozen: tuple[
     for name in frozen:
         layer.get_parameter(name).requires_grad_(False)
     own = {name: p.detach() for name, p in layer.named_parameters() if p.requires_grad}
-    assert LinearRule().pack(layer, own).shape == LinearRule().shape(layer)
+    assert LinearRule().pack(layer, own).shape == LinearRule().shape(layer, tuple(own))

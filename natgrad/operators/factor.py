@@ -1,0 +1,93 @@
+"""One factor of a Kronecker product: a symmetric matrix a group [c d d], or only its diagonal [c d]."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import FactorisationError
+from natgrad.linalg import refuse_singular
+
+Factor: TypeAlias = Tensor  # [c d d], or [c d] where it is diagonal
+_BATCHED = 1024  # above this size a GPU is faster one matrix at a time
+
+
+def full(factor: Factor) -> bool:
+    """Whether all of the matrix is kept."""
+    return factor.ndim == 3
+
+
+def matrix(factor: Factor) -> Tensor:
+    """[c d d]."""
+    return factor if full(factor) else torch.diag_embed(factor)
+
+
+def diagonal(factor: Factor) -> Tensor:
+    """[c d]."""
+    return factor.diagonal(dim1=-2, dim2=-1) if full(factor) else factor
+
+
+def mean_diagonal(factor: Factor) -> Tensor:
+    """tr/d [c], the mean of its eigenvalues."""
+    return diagonal(factor).mean(-1)
+
+
+def two_sided(left: Factor, w: Tensor, right: Factor) -> Tensor:
+    """L W Rᵀ [c o i], for W [c o i] (004 (38), ERRATA 51); R is symmetric where it is a metric."""
+    w = left @ w if full(left) else left.unsqueeze(-1) * w
+    return w @ right.mT if full(right) else w * right.unsqueeze(-2)
+
+
+def by_size(factors: Sequence[Factor], function: Callable[[Tensor, list[int]], Sequence[Tensor]]) -> list[Tensor]:
+    """Apply a function of stacked matrices [b d d] to full factors, those of the same size at once.
+
+    ``function(stack, which)`` gets the positions in ``factors``; it returns one tensor a factor of the stack.
+    """
+    sizes: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for at, factor in enumerate(factors):
+        alone = factor.device.type == "cuda" and factor.shape[-1] > _BATCHED
+        sizes[(factor.shape[-1], at) if alone else (factor.shape[-1],)].append(at)
+    out: list[Tensor] = [torch.empty(0)] * len(factors)
+    for group in sizes.values():
+        counts = [factors[at].shape[0] for at in group]
+        stack = factors[group[0]] if len(group) == 1 else torch.cat([factors[at] for at in group])
+        for at, part in zip(group, torch.cat(list(function(stack, group))).split(counts), strict=True):
+            out[at] = part
+    return out
+
+
+def spectrum(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending eigenvalues [b d] and eigenvectors [b d d] of symmetric matrices [b d d].
+
+    The routines for GPUs sometimes fail to converge: once more, in double precision.
+    """
+    symmetric = 0.5 * (factor + factor.mT)
+    try:
+        values, vectors = torch.linalg.eigh(symmetric)
+    except RuntimeError:
+        try:
+            values, vectors = torch.linalg.eigh(symmetric.double())
+        except RuntimeError as error:
+            raise FactorisationError(
+                f"the eigenvalues of a factor of size {factor.shape[-1]} cannot be found, in double precision neither: "
+                "raise the damping, lower the learning rate, or use a larger batch"
+            ) from error
+    return values.to(factor.dtype), vectors.to(factor.dtype)
+
+
+def refuse_singular_factor(factor: Tensor, what: str) -> None:
+    """Raise if one of the matrices [b d d] is singular, as ``natgrad.linalg.cholesky`` does for a whole metric."""
+    for values in torch.linalg.eigvalsh(factor.double()).reshape(-1, factor.shape[-1]):
+        refuse_singular(values, factor.shape[-1] * torch.finfo(factor.dtype).eps, False, 0.0, what)
+
+
+def inverse(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverses of positive matrices [b d d] by Cholesky, and which of them succeeded [b]. A GPU is not waited for."""
+    lower, info = torch.linalg.cholesky_ex(factor)
+    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
+    inverted = torch.cholesky_inverse(lower) if factor.device.type == "cpu" else torch.cholesky_solve(eye, lower)
+    return inverted, info == 0

@@ -1,0 +1,247 @@
+"""Inverses of Kronecker-factored metrics: a product of inverses, or a scaling in the basis of the eigenvectors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import SingularMetricError
+from natgrad.geometry import Covector, Vector
+from natgrad.linalg import refuse_indefinite
+from natgrad.operators.base import Inverse, Layout
+from natgrad.operators.factor import (
+    Factor,
+    by_size,
+    full,
+    inverse,
+    mean_diagonal,
+    refuse_singular_factor,
+    two_sided,
+)
+from natgrad.operators.subset import REST, Subset
+from natgrad.pullback.blocks import Block
+
+if TYPE_CHECKING:
+    from natgrad.operators.kronecker import KroneckerOperator
+
+
+class LayerInverse(Inverse):
+    """An inverse that works layer by layer, on W [c o i]; the parameters in no layer have one of their own."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    rest: Inverse | None
+    others: Subset | None
+
+    @abstractmethod
+    def apply(self, group: tuple[int, ...], w: Tensor) -> Tensor:
+        """The solution for layers of the same shape, stacked as w [b·c o i]."""
+
+    @abstractmethod
+    def alike(self, b: int) -> object:
+        """What must be equal in layers that are stacked, beside their shape."""
+
+    def below(self) -> dict[str, Tensor]:
+        """The tensors of the inverse over the other parameters."""
+        return {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers that are solved at once."""
+        found: dict[object, list[int]] = defaultdict(list)
+        for b, block in enumerate(self.blocks):
+            found[block.shape, self.alike(b)].append(b)
+        return tuple(tuple(group) for group in found.values())
+
+    def solve(self, ω: Tensor) -> Tensor:
+        v = torch.empty_like(ω)
+        for block, w in zip(self.blocks, self._solved([block.pack(ω) for block in self.blocks]), strict=True):
+            block.unpack(w, v)
+        if self.rest is not None and self.others is not None:
+            self.others.put(self.rest.solve(self.others.take(ω)), v)
+        return v
+
+    def sharp(self, ω: Covector) -> Vector:
+        """As ``solve``, without flattening: a step has this many launches, and no more."""
+        packed = [block.packed(ω).to(self.layout.dtype) for block in self.blocks]
+        found: dict[str, Tensor] = {}
+        for block, w in zip(self.blocks, self._solved(packed), strict=True):
+            found.update(block.unpacked(w))
+        if self.rest is not None and self.others is not None:
+            found.update(self.rest.sharp(Covector(self.others.named(ω))).items())
+        return Vector({name: found[name].to(like.dtype) for name, like in self.layout.like.items()})
+
+    def _solved(self, packed: Sequence[Tensor]) -> list[Tensor]:
+        out: list[Tensor] = list(packed)
+        for group in self.groups:
+            w = packed[group[0]] if len(group) == 1 else torch.cat([packed[b] for b in group])
+            parts = self.apply(group, w).split(self.blocks[group[0]].shape[0])
+            for b, part in zip(group, parts, strict=True):
+                out[b] = part
+        return out
+
+
+@final
+@dataclass(frozen=True)
+class ProductInverse(LayerInverse):
+    """v = S⁻¹ W A⁻¹ (003 (2.10), 004 (38))."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    rest: Inverse | None
+    others: Subset | None
+    left: tuple[Factor, ...]  # of every block, S⁻¹ [c o o]
+    right: tuple[Factor, ...]
+
+    def alike(self, b: int) -> object:
+        return full(self.left[b]), full(self.right[b])
+
+    @cached_property
+    def _stacked(self) -> dict[tuple[int, ...], tuple[Tensor, Tensor]]:
+        return {
+            group: (torch.cat([self.left[b] for b in group]), torch.cat([self.right[b] for b in group]))
+            for group in self.groups
+            if len(group) > 1
+        }
+
+    def apply(self, group: tuple[int, ...], w: Tensor) -> Tensor:
+        left, right = (self.left[group[0]], self.right[group[0]]) if len(group) == 1 else self._stacked[group]
+        return two_sided(left, w, right)
+
+    def tensors(self) -> dict[str, Tensor]:
+        out = self.below()
+        for block, s, a in zip(self.blocks, self.left, self.right, strict=True):
+            out[f"{block.names[0]}/S"], out[f"{block.names[0]}/A"] = s, a
+        return out
+
+
+@final
+@dataclass(frozen=True)
+class SpectralInverse(LayerInverse):
+    """v = Q (d ⊙ Qᵀ W P) Pᵀ with the eigenvectors Q of S and P of A, and d the inverse of each damped eigenvalue."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    rest: Inverse | None
+    others: Subset | None
+    left: tuple[Tensor | None, ...]  # Q [c o o]; None for the axes themselves
+    right: tuple[Tensor | None, ...]
+    scales: tuple[Tensor, ...]  # d [c o i]
+
+    def alike(self, b: int) -> object:
+        return b  # rotations are many numbers: no copies of them
+
+    def apply(self, group: tuple[int, ...], w: Tensor) -> Tensor:
+        (b,) = group
+        q, p = self.left[b], self.right[b]
+        w = w if q is None else q.mT @ w
+        w = (w if p is None else w @ p) * self.scales[b]
+        w = w if q is None else q @ w
+        return w if p is None else w @ p.mT
+
+    def tensors(self) -> dict[str, Tensor]:
+        out = self.below()
+        for block, q, p, d in zip(self.blocks, self.left, self.right, self.scales, strict=True):
+            parts = {"Q": q, "P": p, "d": d}
+            out |= {f"{block.names[0]}/{key}": t for key, t in parts.items() if t is not None}
+        return out
+
+
+@final
+@dataclass(frozen=True)
+class Damped:
+    """1/(λ + damping) of eigenvalues; below ``rtol`` of the largest they count as zero, and so do their inverses."""
+
+    damping: float
+    rtol: float | None
+
+    def of(self, values: Tensor) -> Tensor:
+        """[c o i], each block [o i] by itself."""
+        if self.rtol is None:
+            # Rounding below zero is zero: λ is what is left.
+            return (values.clamp(min=0) + self.damping).reciprocal()
+        damped = values + self.damping
+        refuse_indefinite(damped.flatten(1), self.rtol, self.damping, "the metric")
+        cut = self.rtol * damped.flatten(1).amax(-1)[:, None, None]
+        return torch.where(damped > cut, damped, torch.inf).reciprocal()
+
+
+def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
+    """S⁻¹ ⊗ A⁻¹; a singular factor raises, by the name of its layer."""
+
+    def one(factors: Sequence[Factor], side: str) -> list[Factor]:
+        for block, factor in zip(G.blocks, factors, strict=True):
+            whole = factor if full(factor) else torch.diag_embed(factor)
+            refuse_singular_factor(whole, f"the factor {side} of {block.title}")
+        return _inverted(factors, [0.0] * len(factors))
+
+    left, right = one(G.left, "S"), one(G.right, "A")
+    return ProductInverse(G.layout, G.blocks, rest, G.others, tuple(left), tuple(right))
+
+
+def factored(
+    G: KroneckerOperator, rest: Inverse | None, damping: float, last: tuple[list[Tensor], list[Tensor]] | None
+) -> ProductInverse:
+    """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹ with π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
+
+    Where a factor is zero (a layer with no gradient) π is 1. A factor that Cholesky cannot invert keeps the ``last``
+    inverse; without one it raises.
+    """
+    if damping == 0:
+        return undamped(G, rest)
+    πs = [_balance(a, s) for s, a in zip(G.left, G.right, strict=True)]
+    root = damping**0.5
+    shifts = [*(root / π for π in πs), *(root * π for π in πs)]
+    before = None if last is None else [*last[0], *last[1]]
+    inverses = _inverted([*G.left, *G.right], shifts, before)
+    half = len(G.left)
+    return ProductInverse(G.layout, G.blocks, rest, G.others, tuple(inverses[:half]), tuple(inverses[half:]))
+
+
+def _balance(a: Factor, s: Factor) -> Tensor:
+    """π [c]."""
+    ratio = mean_diagonal(a) / mean_diagonal(s)
+    return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
+
+
+def _inverted(
+    factors: Sequence[Factor], shifts: Sequence[Tensor | float], last: Sequence[Factor] | None = None
+) -> list[Factor]:
+    """(F + shift)⁻¹ of every factor, those of the same size at once."""
+    out: list[Factor] = [
+        factor if full(factor) else (factor + _column(shift, factor)).reciprocal()
+        for factor, shift in zip(factors, shifts, strict=True)
+    ]
+    which = [at for at, factor in enumerate(factors) if full(factor)]
+
+    def invert(stack: Tensor, group: list[int]) -> list[Tensor]:
+        at = [which[g] for g in group]
+        damped = stack.clone()
+        amounts = [_column(shifts[i], factors[i]).expand(factors[i].shape[0], 1) for i in at]
+        damped.diagonal(dim1=-2, dim2=-1).add_(torch.cat(amounts))
+        inverted, good = inverse(damped)
+        if last is not None:
+            return [torch.where(good[:, None, None], inverted, torch.cat([last[i] for i in at]))]
+        if stack.device.type == "cpu" and not bool(good.all()):
+            raise SingularMetricError(
+                f"a factor of size {stack.shape[-1]} of the metric is not positive after damping: raise the damping"
+            )
+        return [inverted]
+
+    for at, found in zip(which, by_size([factors[at] for at in which], invert), strict=True):
+        out[at] = found
+    return out
+
+
+def _column(shift: Tensor | float, factor: Factor) -> Tensor:
+    """[c 1]."""
+    if isinstance(shift, Tensor):
+        return shift.unsqueeze(-1)
+    return torch.full((factor.shape[0], 1), shift, dtype=factor.dtype, device=factor.device)

@@ -1,0 +1,132 @@
+"""From a model and a batch to a pullback: the forward pass, the layers that have a rule in it, and the root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.model import Inputs, Model
+from natgrad.output.metric import OutputMetric
+from natgrad.pullback.blocks import Block, partition
+from natgrad.pullback.finite import check_outputs
+from natgrad.pullback.graph import leaf_uses
+from natgrad.pullback.parts import Part, check_inputs, chunk_bytes, examples, forward
+from natgrad.pullback.pullback import MEMORY, Pullback
+from natgrad.pullback.roots import Root
+from natgrad.pullback.separate import Verdicts
+from natgrad.pullback.tape import Tape
+from natgrad.rules import RULES, Rule
+from natgrad.slots import check_slots
+
+
+def pullback(
+    model: nn.Module | Callable[..., Any] | Model,
+    x: Inputs,
+    metric: OutputMetric,
+    target: Any = None,
+    generator: torch.Generator | None = None,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    memory: int = MEMORY,
+    rules: Sequence[Rule] = (),
+) -> Pullback:
+    """Pull the metric on the outputs of a model back to its parameters (paper 002, (29); paper 004, (42), (53)).
+
+    ``x``: a tensor, a tuple of positional or a dict of keyword inputs, examples on every first axis. ``params``: the
+    parameters of a pure function ``f(params, x)``. ``output``: takes what the model returns to y [n *out]. ``memory``:
+    bytes that a structure may occupy; work is chunked over roots and examples within an eighth of it. ``rules``: for
+    layers of one's own; they are asked before those of the library.
+
+    >>> import natgrad as ng
+    >>> model = nn.Linear(2, 3)
+    >>> pb = ng.pullback(model, torch.randn(5, 2), ng.Fisher(ng.Categorical()))
+    >>> ng.Dense().estimate(pb).dense().shape
+    torch.Size([9, 9])
+    """
+    wrapped = Model.of(model, params, output)
+    check_slots(metric=(metric, OutputMetric))
+    check_inputs(wrapped, x)
+    metric.check_target(target)
+    wrapped.check_separable()
+    view = View(wrapped, metric, layers_of(wrapped, rules), generator, memory)
+    return view.of(Batch(wrapped, x, target))
+
+
+@final
+@dataclass(frozen=True)
+class Batch:
+    """A model with inputs and, where a metric needs them, targets."""
+
+    model: Model
+    x: Inputs
+    target: Any = None
+
+
+@final
+@dataclass(frozen=True)
+class View:
+    """How a model is looked at: the metric on its outputs, its layers, and what is known about its graphs.
+
+    ``deferred``: numbers are not looked at while they are computed, which would make a GPU wait; whether they are
+    finite is in ``Pullback.finite``.
+    """
+
+    model: Model
+    metric: OutputMetric
+    blocks: list[Block]
+    generator: torch.Generator | None
+    memory: int = MEMORY
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    deferred: bool = False
+
+    def of(self, batch: Batch) -> Pullback:
+        """The pullback at a batch, in a forward pass of our own."""
+        tape, parts = forward(self.model, self.blocks, batch.x, chunk_bytes(self.memory))
+        return self.assemble(batch, tape, parts)
+
+    def assemble(self, batch: Batch, tape: Tape, parts: list[Part]) -> Pullback:
+        """The pullback from a forward pass that has been run already, as by an optimizer's hook."""
+        # Under autocast outputs and cotangents come in half precision: what is made of them is kept in single, at
+        # least. A copy: the outputs are the user's, who may go on to change them in place.
+        y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32), copy=True)
+        if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
+            with torch.no_grad():
+                y = torch.cat([self.model(None, examples(batch.x, part, parts[-1][1])) for part in parts]).to(y.dtype)
+        if not self.deferred:
+            check_outputs(self.model, batch.x, y)
+        counts, moved = leaf_uses([tape.y.grad_fn]), self.verdicts.misplaced(tape)
+        blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in self.blocks]
+        coupling = self.metric.coupling(batch.x, y.shape[0])
+        if coupling is not None:
+            parts, coupling = [(0, y.shape[0])], coupling.to(y)
+        return Pullback(
+            model=self.model,
+            x=batch.x,
+            metric=self.metric,
+            target=batch.target,
+            y=y,
+            coupling=coupling,
+            layers=blocks,
+            memory=self.memory,
+            tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
+            parts=parts,
+            positions={b.names[0]: tape.positions(b) for b in blocks},
+            roots=Root.of(self, batch.target, y, coupling is not None),
+        )
+
+
+def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:
+    """The model's layers, with the user's rules and those that ship with the library."""
+    check_slots(**{f"rules[{at}]": (rule, Rule) for at, rule in enumerate(rules)})
+    return partition(model, (*rules, *RULES))
+
+
+def at(pb: Pullback, params: Mapping[str, Tensor]) -> Pullback:
+    """The same model, batch, metric and targets at other parameters."""
+    moved = Model(lambda θ, x: pb.model({**params, **θ}, x), {name: p.detach() for name, p in params.items()})
+    return pullback(moved, pb.x, pb.metric, target=pb.target, memory=pb.memory)

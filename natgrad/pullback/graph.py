@@ -1,0 +1,53 @@
+"""The autograd graph below the outputs: its nodes, and the parameters that enter it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+_VIEWS = frozenset({"TBackward0", "TransposeBackward0", "ToCopyBackward0"})
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
+    """All nodes below the roots, the roots included, down to those in ``stop``, which are left out."""
+    seen: set[Any] = set(stop)
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(child for child, _ in node.next_functions)
+
+
+def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:
+    """How often each leaf, by id, enters the graph below the roots.
+
+    Transposes and casts of a leaf are looked through: autocast caches its copy of a weight, so that several uses
+    share one cast, and it is the entries of the copy that count.
+    """
+    counts: Counter[int] = Counter()
+    for node in nodes(roots, stop):
+        if not _above_leaf(node):
+            leaves = (leaf_below(child) for child, _ in node.next_functions)
+            counts.update(id(leaf) for leaf in leaves if leaf is not None)
+    return counts
+
+
+def _above_leaf(node: Any) -> bool:
+    name = node.name()
+    return name == _LEAF or (name in _VIEWS and leaf_below(node) is not None)
+
+
+def leaf_below(node: Any) -> Any:
+    """The leaf that a chain of transposes and casts starts from, or None."""
+    while node is not None:
+        name = node.name()
+        if name == _LEAF:
+            return node.variable
+        if name not in _VIEWS:
+            return None
+        node = node.next_functions[0][0]
+    return None

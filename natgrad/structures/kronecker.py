@@ -1,0 +1,152 @@
+"""The Kronecker-factored structure (K-FAC): two small matrices a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, final
+
+from torch import Tensor
+
+from natgrad.errors import UncoveredError
+from natgrad.model import Model
+from natgrad.operators import KroneckerOperator, Layout, Operator
+from natgrad.operators.subset import REST
+from natgrad.pullback import Block, Pullback
+from natgrad.pullback.moments import Expand, Largest, Reduce, Sharing, second_moments
+from natgrad.pullback.precision import without_autocast
+from natgrad.slots import check_slots
+from natgrad.structures.exact import Diagonal, Structure
+
+
+@final
+@dataclass(frozen=True)
+class Kronecker(Structure):
+    """G ≈ S ⊗ A on every layer, A = E[a aᵀ], S = E[g gᵀ] (003 (2.8), (4.5), (5.3); 004 (37)).
+
+    ``sharing``: what becomes of positions that share a weight (pixels, tokens, time steps): "expand" takes them for
+    independent examples, "reduce" sums over them first. ``fallback`` is the structure of the parameters that no layer
+    rule covers; with ``strict`` there must be none. Of a factor with more than ``largest`` rows (a vocabulary) only the
+    diagonal is kept. All of this is in ``opt.plan()``.
+
+    The products S ⊗ A are exact for one datum, for deep linear networks with squared loss, and wherever a and g are
+    independent. Any metric on the outputs will do (003, theorem 3.6), also a sampled one.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Kronecker().estimate(pb).dense()
+    tensor([[1., 2., 1.],
+            [2., 4., 2.],
+            [1., 2., 1.]])
+    """
+
+    sharing: Literal["expand", "reduce"] = "expand"
+    fallback: Structure = field(default_factory=Diagonal)
+    strict: bool = False
+    largest: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.sharing not in ("expand", "reduce"):
+            raise ValueError(f'Kronecker(sharing=…) is "expand" or "reduce", not {self.sharing!r}')
+        check_slots(fallback=(self.fallback, Structure))
+        if not self.fallback.bounded:
+            raise ValueError(
+                f"Kronecker(fallback={self.fallback!r}) cannot be averaged over time: use Diagonal() or BlockDense()"
+            )
+        if self.largest < 1:
+            raise ValueError(f"Kronecker(largest=…) must be at least 1, got {self.largest}")
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    @property
+    def one_pass(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        covered, others = split(pullback.layers)
+        total = sum(math.prod(shape) for block in covered for shape in self.shapes(block))
+        return total + (self.fallback.elements(restricted(pullback, others)) if others else 0)
+
+    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of S and A of a layer."""
+        c, o, i = block.shape
+        assert block.rule is not None
+        diagonal = block.rule.sparse or i > self.largest
+        return (c, o) if o > self.largest else (c, o, o), (c, i) if diagonal else (c, i, i)
+
+    @without_autocast
+    def estimate(self, pullback: Pullback) -> KroneckerOperator:
+        self.admit(pullback)
+        covered, others = split(pullback.layers)
+        self.check(others)
+        if not covered:
+            raise UncoveredError(
+                f"no layer rule covers any parameter of the model ({', '.join(n for b in others for n in b.names[:1])}"
+                "…), so that Kronecker has nothing to factor: pass rules=[…] for its layers, or use Diagonal, "
+                "BlockDense or Dense"
+            )
+        factors = second_moments(pullback, covered, self.rule_of_sharing)
+        return KroneckerOperator(
+            Layout.of(pullback.model.params, pullback.y.dtype),
+            tuple(covered),
+            tuple(s for s, _ in factors),
+            tuple(a for _, a in factors),
+            self.fallback.estimate(restricted(pullback, others)) if others else None,
+        )
+
+    @property
+    def rule_of_sharing(self) -> Sharing:
+        """What to do with positions, as an object."""
+        return Largest(Expand() if self.sharing == "expand" else Reduce(), self.largest)
+
+    def check(self, others: Sequence[Block]) -> None:
+        """With ``strict``, refuse parameters that no rule covers."""
+        if self.strict and others:
+            names = ", ".join(name for block in others for name in block.names)
+            raise UncoveredError(
+                f"no layer rule covers {names}, and strict=True. Pass rules=[…] with a rule for their module, use the "
+                f"module's own forward, or let them fall back to {self.fallback!r} with strict=False"
+            )
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
+        kept = [block for block in blocks if f"{block.names[0]}/S" in tensors]
+        rest = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
+        left, right = ([tensors[f"{block.names[0]}/{side}"] for block in kept] for side in "SA")
+        others: Operator | None = None
+        if rest:
+            names = {name for block in kept for name in block.names}
+            ruled = [block for block in blocks if block not in kept]
+            params = {name: p for name, p in model.params.items() if name not in names}
+            others = self.fallback.restore(Model(model.function, params, model.output), _placed(ruled, params), rest)
+        layout = Layout.of(model.params, left[0].dtype)
+        return KroneckerOperator(layout, tuple(kept), tuple(left), tuple(right), others)
+
+
+def split(blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
+    """The layers that have a rule, and the others."""
+    return [b for b in blocks if b.rule is not None], [b for b in blocks if b.rule is None]
+
+
+def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
+    """The same pullback, to some of the parameters only, and without rules."""
+    names = {name for block in blocks for name in block.names}
+    params = {name: p for name, p in pullback.model.params.items() if name in names}
+    model = Model(pullback.model.function, params, pullback.model.output)
+    return replace(pullback, model=model, layers=_placed(blocks, params))
+
+
+def _placed(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:
+    """The blocks without their rules, at their places among these parameters."""
+    starts, at = {}, 0
+    for name, p in params.items():
+        starts[name] = at
+        at += p.numel()
+    out = []
+    for block in (block.without_rule() for block in blocks):
+        places = (replace(place, start=starts[name]) for name, place in zip(block.names, block.places, strict=True))
+        out.append(replace(block, places=tuple(places)))
+    return out
