@@ -183,7 +183,8 @@ def _backpack(problem: Problem) -> Factors:
         own.zero_grad()
         with library.backpack(extension):
             loss(own(problem.x), t).backward()
-        made: list[Any] = [layer.weight.kfac for layer in _layers(own)]
+        weights: list[Any] = [layer.weight for layer in _layers(own)]
+        made = [w.kfac for w in weights]
         return [kfac[1] for kfac in made] + [kfac[0] for kfac in made]
 
     return contestant
@@ -204,13 +205,13 @@ def steps(metric_every: int, inverse_every: int, count: int) -> dict[str, Make]:
         kind = "mse" if _gaussian(problem) else "cross_entropy"
         maker = library.KfacGradientMaker(own, config, loss_type=kind)
         optimizer = torch.optim.SGD(own.parameters(), lr=1e-4, momentum=0.9, fused=True)
-        t = _flat_targets(problem)
+        t, loss = _flat_targets(problem), nn.functional.mse_loss if _gaussian(problem) else nn.functional.cross_entropy
 
         def contestant() -> None:
             for _ in range(count):
                 optimizer.zero_grad()
                 y = maker.setup_model_call(own, problem.x)
-                maker.setup_loss_call(problem.loss, y, t)
+                maker.setup_loss_call(loss, y, t)
                 maker.forward_and_backward()
                 optimizer.step()
 

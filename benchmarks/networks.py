@@ -21,14 +21,17 @@ VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 5
 DEEP = (784, 1000, 500, 250, 30)
 
 
-def deep(widths: tuple[int, ...], activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
-    """Linear layers down to the code and back up again; the code and the output are linear."""
+def tanh_layers(widths: tuple[int, ...]) -> list[nn.Module]:
+    """Linear layers with tanh between them; the last is linear."""
     layers: list[nn.Module] = []
-    for half in (widths, widths[::-1]):
-        for i, o in pairwise(half):
-            layers += [nn.Linear(i, o), activation()]
-        layers.pop()
-    return nn.Sequential(*layers)
+    for i, o in pairwise(widths):
+        layers += [nn.Linear(i, o), nn.Tanh()]
+    return layers[:-1]
+
+
+def deep(widths: tuple[int, ...]) -> nn.Sequential:
+    """Down to the code, which is linear, and back up again."""
+    return nn.Sequential(*tanh_layers(widths), *tanh_layers(widths[::-1]))
 
 
 def autoencoder(n: int, device: torch.device, widths: tuple[int, ...] = DEEP) -> Problem:

@@ -91,25 +91,78 @@ def table(report: Report) -> str:
                 f"  {row.contestant:28}{1e3 * row.seconds.median:10.1f}{r.median:22.2f}{r.low:11.2f} – {r.high:.2f}"
             )
     for section, errors in report.failures.items():
-        lines += ["", f"{section}: fails"] + [f"  {name:28}{error}" for name, error in errors.items()]
-    lines += ["", "targets"]
-    for t in report.targets:
+        lines += [f"  {section}: {name} fails: {error}" for name, error in errors.items()]
+    return "\n".join([*lines, "", *verdicts(report.targets)])
+
+
+def verdicts(targets: list[Target]) -> list[str]:
+    """A line a claim, and one for its note."""
+    lines = ["targets"]
+    for t in targets:
         verdict, sign = "met" if t.met else "NOT MET", "≤" if t.at_most else "≥"
         lines.append(f"  {verdict:8}{t.measured:8.2f} {sign} {t.bound:<6g}{t.claim}")
         lines += [f"{'':27}{t.note}"] if t.note else []
-    return "\n".join(lines)
+    return lines
 
 
-def save(report: Report, path: Path, seconds: float) -> None:
-    """The report as JSON."""
-    content = {
+def save(report: Report, path: Path, seconds: float, keep: bool = False) -> None:
+    """The report as JSON; ``keep`` leaves what the file says of other sections, if the same machine wrote it."""
+    content: dict[str, Any] = {
         "machine": machine(report.device),
         "peers": peers.versions(),
         "seconds": round(seconds),
         "rows": [asdict(row) for row in report.rows],
         "targets": [{**asdict(t), "met": t.met} for t in report.targets],
         "disagreement": report.checks,
-        **({"failures": report.failures} if report.failures else {}),
+        "failures": {section: errors for section, errors in report.failures.items() if errors},
     }
+    if keep and path.exists():
+        content = _merged(json.loads(path.read_text()), content)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The new content with those rows and claims of the old that it does not replace."""
+    if old["machine"] != new["machine"]:
+        raise ValueError(f"the file is of another machine ({old['machine']['device']}): run all sections, or --output")
+    for part, key in (("rows", "section"), ("targets", "claim")):
+        groups: dict[str, list[Any]] = {item[key]: [] for item in old[part] + new[part]}
+        again = {item[key] for item in new[part]}
+        for item in [item for item in old[part] if item[key] not in again] + new[part]:
+            groups[item[key]].append(item)
+        new[part] = [item for group in groups.values() for item in group]
+    for part in ("disagreement", "failures"):
+        new[part] = {**old.get(part, {}), **new[part]}
+    return {**new, "seconds": old["seconds"] + new["seconds"]}
+
+
+def markdown(path: Path) -> str:
+    """The saved ratios as tables, a column a network and a row a contestant; then the claims.
+
+    Sections are named "what: network", and those with the same "what" share a table.
+    """
+    results = json.loads(path.read_text())
+    lines: list[str] = []
+    for what in dict.fromkeys(row["section"].partition(": ")[0] for row in results["rows"]):
+        cells = {
+            (row["contestant"], row["section"].partition(": ")[2]): f"{row['ratio']['median']:.2f}"
+            for row in results["rows"]
+            if row["section"].startswith(f"{what}: ")
+        }
+        cells |= {
+            (name, section.partition(": ")[2]): "fails"
+            for section, errors in results.get("failures", {}).items()
+            for name in errors
+            if section.startswith(f"{what}: ")
+        }
+        columns = list(dict.fromkeys(column for _, column in cells))
+        lines += [f"| {what} | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
+        for name in dict.fromkeys(name for name, _ in cells):
+            lines.append(f"| {name} | " + " | ".join(cells.get((name, column), "–") for column in columns) + " |")
+        lines.append("")
+    lines += ["| claim | measured | bound |", "| --- | --- | --- |"]
+    for t in results["targets"]:
+        sign, missed = "≤" if t["at_most"] else "≥", "" if t["met"] else ", not met"
+        lines.append(f"| {t['claim']} | {t['measured']:.2f} | {sign} {t['bound']:g}{missed} |")
+    return "\n".join(lines)

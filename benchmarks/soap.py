@@ -43,7 +43,7 @@ class SOAP(Optimizer):
         super().__init__(params, {**defaults, "frequency": frequency, "largest": largest, "eps": 1e-8})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step for every parameter that has a gradient."""
         loss = None
         if closure is not None:

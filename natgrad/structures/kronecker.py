@@ -33,7 +33,7 @@ class Kronecker(Structure):
     The products S ⊗ A are exact for one datum, for deep linear networks with squared loss, and wherever a and g are
     independent. Any metric on the outputs will do (003, theorem 3.6), also a sampled one.
 
-    >>> import natgrad as ng
+    >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
     >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
     >>> Kronecker().estimate(pb).dense()

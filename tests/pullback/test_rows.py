@@ -14,7 +14,6 @@ every_module = pytest.mark.parametrize("case", [c for c in zoo.ZOO if c.name != 
 # What torch.func differentiates, by case; the Linear rule covers the rest. A layer in this table is one that the
 # hooks of its module see only in part, or one whose type has no rule.
 FALLS_BACK = {
-
     "weight_outside": {"lin.weight", "lin.bias"},
     "conv": {"0.weight", "0.bias"},
     "layer_norm": {"1.weight", "1.bias"},
