@@ -26,6 +26,8 @@ test: $(VENV)/.dev  ## ruff, mypy, doctests and tests
 
 bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/kfac.py
+	$(BIN)/python benchmarks/training.py
 
 clean:  ## remove the virtual environment, caches and results
 	rm -rf $(VENV) build dist natgrad-demo .mypy_cache .pytest_cache .ruff_cache

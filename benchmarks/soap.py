@@ -79,8 +79,9 @@ def _adam(G: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
     first, second = state["first"], state["second"]
     first.lerp_(G, 1 - β1)
     second.mul_(β2).addcmul_(*[_rotate(G, state["bases"])] * 2, value=1 - β2)
-    bias = (1 - β2 ** state["step"]) ** 0.5 / (1 - β1 ** state["step"])
-    return _rotate(bias * _rotate(first, state["bases"]) / (second.sqrt() + group["eps"]), state["bases"], back=True)
+    spread = (second / (1 - β2 ** state["step"])).sqrt() + group["eps"]
+    mean = _rotate(first, state["bases"]) / (1 - β1 ** state["step"])
+    return _rotate(mean / spread, state["bases"], back=True)
 
 
 def _rotate(G: Tensor, bases: list[Tensor | None], back: bool = False) -> Tensor:

@@ -1,0 +1,95 @@
+"""The two tasks that optimizers are compared on: data, network, loss, and the metric of the outputs."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from benchmarks.networks import DEEP, deep, tanh_layers
+from natgrad.cli.experiment import Score, Task
+from natgrad.cli.tasks import accuracy
+from natgrad.data import load_digits
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A task with the metric of its outputs and the seeds it is run with."""
+
+    task: Task
+    metric: ng.OutputMetric
+    seeds: tuple[int, ...]
+
+
+def digits(device: torch.device, widths: tuple[int, ...] = (64, 128, 64, 10)) -> Contest:
+    """A classifier of 8 × 8 digits with tanh units, cross-entropy."""
+    data = load_digits()
+    train, test = ((part.images.to(device), part.labels.to(device)) for part in (data.train, data.test))
+    task = Task(
+        name="digits classifier " + "-".join(map(str, widths)),
+        network=lambda: nn.Sequential(*tanh_layers(widths)).to(device),
+        train=train,
+        test=test,
+        loss=F.cross_entropy,
+        score=Score("test accuracy", accuracy),
+        batch_size=256,
+        weight=1.0,
+        contenders=(),
+    )
+    return Contest(task, ng.Fisher(ng.Categorical(), samples=1), (0, 1, 2))
+
+
+def bernoulli(y: Tensor, t: Tensor) -> Tensor:
+    """Cross-entropy of the pixels, summed over them, mean over examples."""
+    return F.binary_cross_entropy_with_logits(y, t, reduction="sum") / len(y)
+
+
+def squared_error(y: Tensor, t: Tensor) -> Tensor:
+    """‖σ(y) − t‖², mean over examples."""
+    return (y.sigmoid() - t).square().sum(-1).mean()
+
+
+def mnist(path: Path, device: torch.device, widths: tuple[int, ...] = DEEP) -> Contest:
+    """Hinton and Salakhutdinov's auto-encoder with tanh units and cross-entropy, as in Martens and Grosse (2015)."""
+    train, test = (images.to(device) for images in load_mnist(path))
+    task = Task(
+        name="MNIST auto-encoder " + "-".join(map(str, widths)) + "-…",
+        network=lambda: deep(widths).to(device),
+        train=(train, train),
+        test=(test, test),
+        loss=bernoulli,
+        score=Score("test squared error", squared_error),
+        batch_size=min(1000, len(train)),
+        weight=1.0,
+        contenders=(),
+    )
+    return Contest(task, ng.Fisher(ng.Bernoulli(), samples=1), (0,))
+
+
+def load_mnist(path: Path) -> tuple[Tensor, Tensor]:
+    """Training and test images [n 784] in [0, 1] from a folder of idx files or from one file of arrays."""
+    if path.is_dir():
+        parts = [_idx(path, f"{part}-images-idx3-ubyte") for part in ("train", "t10k")]
+    else:
+        import numpy as np
+
+        raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        arrays = np.load(io.BytesIO(raw))
+        parts = [torch.from_numpy(arrays[name]) for name in ("x_train", "x_test")]
+    train, test = (part.flatten(1).float() / 255 for part in parts)
+    return train, test
+
+
+def _idx(folder: Path, name: str) -> Tensor:
+    """Four numbers of four bytes (magic, n, height, width), then the pixels."""
+    packed = folder / f"{name}.gz"
+    raw = bytearray(gzip.decompress(packed.read_bytes()) if packed.exists() else (folder / name).read_bytes())
+    shape = [int.from_bytes(raw[i : i + 4], "big") for i in (4, 8, 12)]
+    return torch.frombuffer(raw, dtype=torch.uint8, offset=16).reshape(shape)

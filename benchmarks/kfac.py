@@ -1,0 +1,252 @@
+"""K-FAC beside forward+backward, AdamW and other libraries: ratios, all taken in one run.
+
+    make bench
+    python benchmarks/kfac.py                           # on the processor, one thread
+    python benchmarks/kfac.py --device cuda             # tf32
+    python benchmarks/kfac.py --section factors         # one part: the other parts of the file stay as they are
+    python benchmarks/kfac.py --markdown                # print the tables of the file
+
+factors  from the model and the batch to the Kronecker factors, one sampled target an example, over forward+backward
+steps    training steps over those of fused AdamW, a whole cycle of the refreshes in every round; "10 & 100": the
+         factors every ten steps, their inverses every hundred
+memory   peak of a training step in which everything is refreshed, over that of SGD with momentum
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from benchmarks import contestants as c
+from benchmarks import kfac_peers as peers
+from benchmarks import networks as n
+from benchmarks.harness import machine, peak_memory, settle
+from benchmarks.report import Report, Target, markdown, save, table
+from benchmarks.soap import SOAP
+
+OURS = "natgrad"
+UNIT, ADAMW, SGD = "forward+backward", "AdamW, fused", "SGD with momentum, fused"
+Contestant = Callable[[], Any]
+Make = Callable[[torch.device], c.Problem]
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and what is asked of it; None and nothing where no bound was set.
+
+    ``factors``: their time over forward+backward. ``margin``: the fastest peer's over ours. ``steps``: time over AdamW,
+    by how often the factors and their inverses are refreshed.
+    """
+
+    make: Make
+    factors: float | None = None
+    margin: float = 1.0
+    steps: Mapping[tuple[int, int], float | None] = field(default_factory=dict)
+
+
+def cases(device: torch.device) -> list[Case]:
+    """The networks of a device, as large as it likes them."""
+    if device.type == "cuda":
+        return [
+            Case(partial(n.autoencoder, 1000), 1.2, steps={(10, 100): 1.25, (1, 10): 3.0}),
+            Case(partial(n.vgg, 128), 1.3, steps={(10, 100): 1.25, (1, 10): 4.0}),
+            Case(partial(n.vgg, 128, norm=nn.BatchNorm2d), steps={(10, 100): None}),
+            Case(partial(n.gpt, 32, 256), 1.1, steps={(10, 100): 1.15, (1, 10): 2.5}),
+        ]
+    free: dict[tuple[int, int], float | None] = {(10, 100): None, (1, 10): None}
+    return [
+        Case(partial(c.mlp, (784, 1000, 1000, 10), 512), 1.5, steps=free),
+        Case(partial(n.lenet, 256), 1.3),
+        Case(partial(c.resnet, 16, 128), 1.9, margin=2.0, steps=free),
+        Case(partial(c.resnet, 16, 128, blocks=3), 1.9, margin=2.0),
+        Case(partial(n.transformer, 16, 64), 1.5, steps=free),
+        Case(partial(n.rnn, 128, 20)),
+    ]
+
+
+def tiny() -> list[Case]:
+    """The same kinds of networks at sizes that run in a moment."""
+    every: dict[tuple[int, int], float | None] = {(1, 2): 100.0}
+    return [
+        Case(partial(n.autoencoder, 8, widths=(6, 5, 3)), 100.0, steps=every),
+        Case(partial(n.lenet, 4, pixels=16), 100.0),
+        Case(partial(n.vgg, 4, plan=(3, 0, 4, 0), pixels=8), 100.0),
+        Case(partial(n.gpt, 2, 5, layers=1, width=12, vocabulary=7), 100.0, steps=every),
+        Case(partial(n.rnn, 4, 3, i=3, width=4), 100.0),
+    ]
+
+
+def metric(problem: c.Problem) -> ng.Fisher:
+    """The Fisher metric of the problem's family, one target an example."""
+    return ng.Fisher(problem.family, samples=1)
+
+
+def estimate(problem: c.Problem) -> Any:
+    """The Kronecker factors, from nothing."""
+    return ng.Kronecker().estimate(ng.pullback(problem.model, problem.x, metric(problem)))
+
+
+def kfac(problem: c.Problem, metric_every: int, inverse_every: int) -> Optimizer:
+    """K-FAC with momentum; the step is short, so that random targets are not learned while the clock runs."""
+    options = {"lr": 1e-4, "momentum": 0.9, "metric_every": metric_every, "inverse_every": inverse_every}
+    return lambda model: ng.KFAC(model, metric(problem), **options)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The reference of memory."""
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The reference of time."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+
+def soap(model: nn.Module) -> torch.optim.Optimizer:
+    """Bases every ten steps."""
+    return SOAP(model.parameters(), lr=1e-5, frequency=10)
+
+
+def training(problem: c.Problem, optimizer: Optimizer, steps: int) -> Contestant:
+    """So many training steps of a network of one's own."""
+    own = replace(problem, model=copy.deepcopy(problem.model))
+    made = optimizer(own.model)
+
+    def contestant() -> None:
+        for _ in range(steps):
+            made.zero_grad(set_to_none=True)
+            own.loss(own.model(own.x), own.t).backward()
+            made.step()
+
+    return contestant
+
+
+def factors(report: Report, case: Case) -> None:
+    """The factors by this library and by others."""
+    problem = case.make(report.device)
+    section = f"K-FAC factors, one sample: {problem.name}"
+    others, report.failures[section] = peers.runnable(peers.factors(), problem, peers.same_inputs(problem))
+    entries = {UNIT: c.gradient(problem), OURS: lambda: estimate(problem), **others}
+    result = report.race(section, entries, UNIT, report.rounds)
+    if case.factors is not None:
+        ratio = result.ratio(OURS, UNIT).median
+        report.targets.append(Target(f"factors over forward+backward, {problem.name}", ratio, case.factors, True))
+    if best := report.fastest_peer(result, OURS, others):
+        claim = f"the fastest peer's factors over natgrad's, {problem.name}"
+        report.targets.append(Target(claim, best[1], case.margin, False, best[0]))
+
+
+def steps(report: Report, case: Case) -> None:
+    """Training steps; whoever has a rhythm is timed over all of it."""
+    problem = case.make(report.device)
+    section = f"training step: {problem.name}"
+    plain = 100 if report.device.type == "cuda" else 20
+    entries: dict[str, Contestant] = {ADAMW: training(problem, adamw, plain), SGD: training(problem, sgd, plain)}
+    entries["SOAP, every 10"] = training(problem, soap, 10)
+    count = {ADAMW: plain, SGD: plain, "SOAP, every 10": 10}
+    failures = report.failures.setdefault(section, {})
+    for every in case.steps:
+        label, length = f"{every[0]} & {every[1]}", max(every[1], 10)
+        entries[f"{OURS} K-FAC, {label}"] = training(problem, kfac(problem, *every), length)
+        able, errors = peers.runnable(peers.steps(*every, length), problem)
+        entries |= {f"{name} K-FAC, {label}": contestant for name, contestant in able.items()}
+        count |= dict.fromkeys((f"{name} K-FAC, {label}" for name in (OURS, *able)), length)
+        failures |= {f"{name} K-FAC, {label}": error for name, error in errors.items()}
+    result = report.race(section, entries, ADAMW, max(1, report.rounds // 2), count, warmup=1)
+    for every, bound in case.steps.items():
+        if bound is not None:
+            label = f"{every[0]} & {every[1]}"
+            ratio = result.ratio(f"{OURS} K-FAC, {label}", ADAMW).median
+            claim = f"K-FAC step, {label}, over fused AdamW, {problem.name}"
+            report.targets.append(Target(claim, ratio, bound, True))
+
+
+def prepare_training(make: Make, optimizer: Callable[[c.Problem], Optimizer], device: torch.device) -> Contestant:
+    """A network, its optimizer and three steps, after the same with two examples."""
+
+    def train(problem: c.Problem) -> None:
+        training(problem, optimizer(problem), 3)()
+
+    train(make(device).first(2))
+    return lambda: train(make(device))
+
+
+def memory(report: Report, case: Case) -> None:
+    """All that a training step holds at its peak: parameters, gradients, activations, factors and their inverses."""
+    problem = case.make(report.device)
+    contenders = {SGD: _sgd, OURS: _kfac}
+    peak = {
+        name: peak_memory(prepare_training, case.make, optimizer, report.device, device=report.device)
+        for name, optimizer in contenders.items()
+    }
+    kept = sum(t.numel() * t.element_size() for t in estimate(problem).tensors().values() if isinstance(t, Tensor))
+    note = ", ".join(f"{name}: {size / 2**20:.0f} MB" for name, size in {**peak, "factors": kept}.items())
+    claim = f"peak memory of a K-FAC step less the factors, over SGD's, {problem.name}"
+    report.targets.append(Target(claim, (peak[OURS] - kept) / peak[SGD], 1.3, True, note))
+
+
+def _sgd(problem: c.Problem) -> Optimizer:
+    return sgd
+
+
+def _kfac(problem: c.Problem) -> Optimizer:
+    return kfac(problem, 1, 1)
+
+
+def parts() -> dict[str, Callable[[Report, Case], None]]:
+    """The sections by name."""
+    return {"factors": factors, "steps": steps, "memory": memory}
+
+
+def run(report: Report, chosen: list[Case], names: list[str]) -> None:
+    """Section by section, network by network."""
+    for name in names:
+        for case in chosen:
+            if name == "factors" or case.steps:
+                parts()[name](report, case)
+                if report.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Run what was asked for, print the table, save the numbers."""
+    parser = argparse.ArgumentParser(description="K-FAC in ratios, in one run.")
+    parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda (tf32)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns that every contestant takes; half for steps")
+    parser.add_argument("--section", choices=parts(), action="append", help="a part; may be given more than once")
+    parser.add_argument("--quick", action="store_true", help="tiny networks and one round, to see that it runs")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of the saved file and stop")
+    parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    name = "kfac.json" if device.type == "cpu" else f"kfac-{device.type}.json"
+    path = args.output or Path(__file__).parent / "results" / (f"quick-{name}" if args.quick else name)
+    if args.markdown:
+        print(markdown(path))
+        return
+    settle()
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+    start, report = time.perf_counter(), Report(device, 1 if args.quick else args.rounds)
+    run(report, tiny() if args.quick else cases(device), args.section or list(parts()))
+    seconds = time.perf_counter() - start
+    save(report, path, seconds, keep=args.section is not None)
+    print(table(report))
+    print(f"\n{seconds:.0f} s; torch {torch.__version__}, {machine(device)['device']}")
+
+
+if __name__ == "__main__":
+    main()
