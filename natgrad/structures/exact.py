@@ -49,6 +49,13 @@ class Structure(ABC):
     def estimate(self, pullback: Pullback) -> Operator:
         """The operator of this structure, at the pullback's model and batch."""
 
+    def estimate_like(self, pullback: Pullback, like: Operator | None) -> Operator:
+        """An estimate that will be averaged with ``like``, from which it may take what is amortised (eigenvectors).
+
+        None, or an operator that does not fit: an estimate from nothing.
+        """
+        return self.estimate(pullback)
+
     @abstractmethod
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         """The operator with these ``tensors()``; None if nothing was kept and it must be estimated again."""

@@ -65,6 +65,9 @@ class Refresh(Structure):
     def estimate(self, pullback: Pullback) -> Operator:
         return self.structure.estimate(pullback)
 
+    def estimate_like(self, pullback: Pullback, like: Operator | None) -> Operator:
+        return self.structure.estimate_like(pullback, like)
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(model, blocks, tensors)
 
