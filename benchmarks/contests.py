@@ -21,11 +21,12 @@ from natgrad.data import load_digits
 
 @dataclass(frozen=True)
 class Contest:
-    """A task with the metric of its outputs and the seeds it is run with."""
+    """A task with the metric of its outputs, the seeds it is run with and the learning rates that SGD may choose."""
 
     task: Task
     metric: ng.OutputMetric
     seeds: tuple[int, ...]
+    sgd: tuple[float, ...]
 
 
 def digits(device: torch.device, widths: tuple[int, ...] = (64, 128, 64, 10)) -> Contest:
@@ -43,7 +44,7 @@ def digits(device: torch.device, widths: tuple[int, ...] = (64, 128, 64, 10)) ->
         weight=1.0,
         contenders=(),
     )
-    return Contest(task, ng.Fisher(ng.Categorical(), samples=1), (0, 1, 2))
+    return Contest(task, ng.Fisher(ng.Categorical(), samples=1), (0, 1, 2), (0.03, 0.1, 0.3, 1.0))
 
 
 def bernoulli(y: Tensor, t: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def mnist(path: Path, device: torch.device, widths: tuple[int, ...] = DEEP) -> C
         weight=1.0,
         contenders=(),
     )
-    return Contest(task, ng.Fisher(ng.Bernoulli(), samples=1), (0,))
+    return Contest(task, ng.Fisher(ng.Bernoulli(), samples=1), (0,), (1e-4, 3e-4, 1e-3, 3e-3))
 
 
 def load_mnist(path: Path) -> tuple[Tensor, Tensor]:

@@ -102,20 +102,20 @@ class Run:
         return math.inf
 
 
-def rivals() -> list[Rival]:
-    """Who is tuned."""
+def rivals(contest: Contest) -> list[Rival]:
+    """Who is tuned. Adam's steps do not depend on the scale of the loss, those of SGD do."""
     return [
         Rival(
             "SGD with momentum",
             lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True),
-            (3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0),
+            contest.sgd,
         ),
         Rival(
             ADAMW,
             lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
-            (3e-4, 1e-3, 3e-3, 1e-2),
+            (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
         ),
-        Rival(SOAP_, lambda model, lr: SOAP(model.parameters(), lr=lr), (3e-4, 1e-3, 3e-3, 1e-2)),
+        Rival(SOAP_, lambda model, lr: SOAP(model.parameters(), lr=lr), (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
     ]
 
 
@@ -159,7 +159,7 @@ def train(contest: Contest, contender: Contender, seed: int, seconds: float, poi
 def tune(contest: Contest, seconds: float) -> dict[str, Setting]:
     """The best of every rival's grid, by the final training loss of the first seed."""
     chosen: dict[str, Setting] = {}
-    for rival in rivals():
+    for rival in rivals(contest):
         losses: dict[Setting, float] = {}
         for s in rival.grid():
             losses[s] = train(contest, rival.at(s), contest.seeds[0], seconds, points=1).final
@@ -170,7 +170,7 @@ def tune(contest: Contest, seconds: float) -> dict[str, Setting]:
 
 def compete(contest: Contest, chosen: dict[str, Setting], seconds: float) -> list[Run]:
     """Everybody with every seed."""
-    contenders = [*(rival.at(chosen[rival.name]) for rival in rivals()), self_tuned(contest.metric)]
+    contenders = [*(rival.at(chosen[rival.name]) for rival in rivals(contest)), self_tuned(contest.metric)]
     return [train(contest, contender, seed, seconds) for seed in contest.seeds for contender in contenders]
 
 
