@@ -117,30 +117,37 @@ def _by_correlation(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
 
 
 def _autocorrelation(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
-    """M[δ] = Σ_{n,p} x(p) x(p + δ)ᵀ as [c ch ch *δ] for |δ| < kernel, in steps of the dilation."""
+    """M[δ] = Σ_{n,p} x(p) x(p + δ)ᵀ as [c ch ch δ], |δ| < kernel in steps of the dilation: 0, …, D, then −1, …, −D.
+
+    δ counts places of the grid of all offsets, from its middle on: M[−δ] = M[δ]ᵀ is the other half of it.
+    """
     first, *others = axes
     d, ch = len(axes), x.shape[1] // groups
-    below = functional.pad(x, [0, 0] * len(others) + [0, first.span])  # δ ≥ 0 along the first axis: M[−δ] = M[δ]ᵀ
+    below = functional.pad(x, [0, 0] * len(others) + [0, first.span])  # the first axis needs no offset below zero
     places = [first.kernel, *(2 * axis.kernel - 1 for axis in others)]
     weight = x.new_empty(x.shape[1], ch, *places)  # only its shape is read
     padding, dilation = [0, *(axis.span for axis in others)], [axis.dilation for axis in axes]
     half = torch.ops.aten.convolution_backward(
         x, below, weight, None, [1] * d, padding, dilation, False, [0] * d, groups, [False, True, False]
     )[1]
-    half = half.reshape(groups, ch, ch, -1)[..., prod(places[1:]) // 2 :]  # from δ = 0 on
+    half = half.reshape(groups, ch, ch, -1)[..., prod(places[1:]) // 2 :]
     middle, after = half[..., :1], half[..., 1:]
-    before = after.flip(-1).transpose(1, 2)
-    M = torch.cat([before, (middle + middle.transpose(1, 2)) / 2, after], -1)
-    return M.unflatten(-1, [2 * axis.kernel - 1 for axis in axes])
+    return torch.cat([(middle + middle.transpose(1, 2)) / 2, after, after.transpose(1, 2)], -1)
 
 
 def _toeplitz(M: Tensor, axes: Sequence[Axis]) -> Tensor:
     """A[u, v] = M[v − u] as [c ch *u ch *v]."""
-    d = len(axes)
-    for place, axis in enumerate(axes, start=3):
-        M = M.unfold(place, axis.kernel, 1)  # a window from δ = −u to kernel − 1 − u, the last u first
-    M = M.flip(tuple(range(3, 3 + d)))  # [c ch ch *u *v]
-    return M.movedim(2, 2 + d).contiguous()
+    groups, ch, _, offsets = M.shape
+    delta = torch.zeros(1, 1, dtype=torch.long, device=M.device)  # [u v], the place of v − u counted from the middle
+    for axis in axes:
+        u = torch.arange(axis.kernel, device=M.device)
+        finer = (2 * axis.kernel - 1) * delta[:, None, :, None] + (u - u[:, None])[:, None, :]
+        delta = finer.flatten(2).flatten(0, 1)
+    column = torch.where(delta < 0, offsets // 2 - delta, delta)
+    place = offsets * torch.arange(ch, device=M.device)[:, None] + column[:, None]  # [u ch v]
+    A = M.reshape(groups * ch, ch * offsets).index_select(1, place.flatten())
+    kernel = [axis.kernel for axis in axes]
+    return A.reshape(groups, ch, *kernel, ch, *kernel)
 
 
 def _slab(x: Tensor, axes: Sequence[Axis], place: int, start: int, count: int, groups: int) -> Tensor:
