@@ -100,6 +100,13 @@ def estimate(problem: c.Problem) -> Any:
     return ng.Kronecker().estimate(ng.pullback(problem.model, problem.x, metric(problem)))
 
 
+def inputs_of(problem: c.Problem) -> list[Tensor]:
+    """A [i i] of every Linear and Conv2d layer by this library."""
+    made = estimate(problem).tensors()
+    layers = [name for name, m in problem.model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+    return [made[f"{name}.weight/A"].squeeze(0) for name in layers]
+
+
 def kfac(problem: c.Problem, metric_every: int, inverse_every: int) -> Optimizer:
     """K-FAC with momentum; the step is short, so that random targets are not learned while the clock runs."""
     options = {"lr": 1e-4, "momentum": 0.9, "metric_every": metric_every, "inverse_every": inverse_every}
@@ -139,7 +146,10 @@ def factors(report: Report, case: Case) -> None:
     """The factors by this library and by others."""
     problem = case.make(report.device)
     section = f"K-FAC factors, one sample: {problem.name}"
-    others, report.failures[section] = peers.runnable(peers.factors(), problem, peers.same_inputs(problem))
+    check = peers.same_inputs(problem)
+    if wrong := check(inputs_of(problem)):
+        raise AssertionError(f"{section}: {wrong}")
+    others, report.failures[section] = peers.runnable(peers.factors(), problem, check)
     entries = {UNIT: c.gradient(problem), OURS: lambda: estimate(problem), **others}
     result = report.race(section, entries, UNIT, report.rounds)
     if case.factors is not None:
