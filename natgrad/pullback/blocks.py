@@ -171,7 +171,8 @@ def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
         if module in spoken_for:
             continue
         rule = next((rule for rule in rules if rule.covers(module)), None)
-        own = trainable(module) if rule is None else rule.parameters(module)
+        # What the rule does not speak for is the module's own all the same.
+        own = trainable(module) if rule is None else trainable(module) | rule.parameters(module)
         layers = () if rule is None else rule.layers(module)
         spoken_for |= {module.get_submodule(key.rpartition(".")[0]) for key in own if "." in key}
         for key, p in own.items():

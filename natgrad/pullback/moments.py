@@ -81,7 +81,7 @@ class Expand(Sharing):
         pair = Pair()
         for use in tape.of(block):
             if isinstance(use.rule, Replayed):
-                pair.add_inputs(use.replay.layers[block.keys[0]].moment)
+                pair.add_inputs(use.replay.layer(block.keys).moment)
             else:
                 pair.add_inputs(use.rule.input_moment(use.module, block.keys, use.call))
         assert pair.a is not None
@@ -105,7 +105,7 @@ class Reduce(Sharing):
 
     def inputs(self, tape: Tape, block: Block) -> Moment:
         means = [
-            use.replay.layers[block.keys[0]].mean
+            use.replay.layer(block.keys).mean
             if isinstance(use.rule, Replayed)
             else use.rule.input_mean(use.module, block.keys, use.call)
             for use in tape.of(block)

@@ -60,7 +60,7 @@ def misplaced(tape: Tape) -> frozenset[int]:
     wrong, unsure = set(), []
     for at, use in enumerate(tape.uses):
         found = [edge.node for edge in use.edges if edge is not None and edge.node in reached]
-        axis = use.rule.axis(use.module)
+        axis = use.rule.axis(use.module, use.call)
         if not found or (axis is not None and (len(use.shape) <= max(axis, 1) or use.shape[axis] != n)):
             wrong.add(at)
         elif n > 1 and (axis != 0 or not all(node in proven for node in found)):

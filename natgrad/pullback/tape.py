@@ -185,7 +185,7 @@ class Tape:
         rule = block.rule
         assert rule is not None
         parts = [
-            use.replay.layers[block.keys[0]].a.detach()
+            use.replay.layer(block.keys).a.detach()
             if isinstance(rule, Replayed)
             else rule.inputs(use.module, block.keys, use.call)
             for use in self.of(block)
@@ -211,20 +211,20 @@ class Tape:
     def inner(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Cotangents [k n r c o] of the layers of a replayed use, by the names of their parameters."""
         replay = self.uses[at].replay
-        layers = {id(layer): layer for layer in replay.layers.values()}
-        z = [t for layer in layers.values() for t in layer.z]
+        layers = {id(layer.z): layer.z for layer in replay.layers.values()}
+        z = [t for own in layers.values() for t in own]
         pairs = [(y, g) for y, g in zip(replay.outputs, outer, strict=True) if y.requires_grad]
         ys, cotangents = tuple(y for y, _ in pairs), tuple(g.to(y.dtype) for y, g in pairs)
         grads = iter(_grad(ys, z, cotangents))
         found = {}
-        for key, layer in layers.items():
+        for key, own in layers.items():
             parts = [
                 outer[0].new_zeros(outer[0].shape[0], *t.shape) if g is None else g
-                for t in layer.z
+                for t in own
                 for g in (next(grads),)
             ]
             found[key] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        return {name: found[id(layer)] for name, layer in replay.layers.items()}
+        return {name: found[id(layer.z)] for name, layer in replay.layers.items()}
 
     def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
         """g [k n r c o] of every block with a rule, for output cotangents s [k n *out]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast, final
 
 import torch
@@ -45,8 +45,11 @@ class Moment:
     def of(a: Tensor, count: int | Tensor | None = None) -> Moment:
         """Of explicit inputs a [n r c i]."""
         n, r, c, i = a.shape
-        flat = a.reshape(n * r, c, i)
-        total = symmetric_product(flat[:, 0]).unsqueeze(0) if c == 1 else torch.einsum("nci,ncj->cij", flat, flat)
+        if c == 1 or a.stride(2) == 0:  # one input for all groups
+            total = symmetric_product(a[:, :, 0].reshape(n * r, i)).expand(c, i, i).contiguous()
+        else:
+            flat = a.reshape(n * r, c, i)
+            total = torch.einsum("nci,ncj->cij", flat, flat)
         return Moment(total, n * r if count is None else count)
 
 
@@ -91,8 +94,11 @@ class Rule(ABC):
         """The layers that the module is made of. Most are one."""
         return (tuple(self.parameters(module)),)
 
-    def axis(self, module: nn.Module) -> int | None:
-        """Which axis of the module's output the examples are on; None where it has none (packed sequences)."""
+    def axis(self, module: nn.Module, call: Call) -> int | None:
+        """Which axis of the module's output the examples are on; None where it has none.
+
+        A packed sequence has none, and neither has the output of one example without a batch.
+        """
         return 0
 
     @property
@@ -129,7 +135,7 @@ class Replayed(Rule):
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         with torch.no_grad():
-            return self.replay(module, call).layers[keys[0]].a
+            return self.replay(module, call).layer(keys).a
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         raise TypeError(f"the cotangents of {type(module).__name__} are those of its replay")
@@ -138,7 +144,10 @@ class Replayed(Rule):
 @final
 @dataclass(frozen=True)
 class Replayable:
-    """One layer inside a replay: its inputs, and what it computed in that graph, a tensor an application."""
+    """One parameter inside a replay: its inputs, and what its layer computed in that graph, a tensor an application.
+
+    The parameters of one layer have one ``z`` (the same tuple), and inputs of their own: those of a bias are ones.
+    """
 
     a: Tensor  # [n r c i], zero where a position is masked
     z: tuple[Tensor, ...]  # each [n r c o]; together, along r, the outputs that belong to ``a``
@@ -165,6 +174,16 @@ class Replay:
 
     outputs: tuple[Tensor, ...]
     layers: Mapping[str, Replayable]
+
+    def layer(self, keys: Keys) -> Replayable:
+        """The parameters ``keys`` of one layer: their inputs side by side along i."""
+        parts = [self.layers[key] for key in keys]
+        if len(parts) == 1:
+            return parts[0]
+        a = [part.a for part in parts]
+        if all(t.stride(2) == 0 for t in a):  # the groups c have one input, as in self-attention: it is not repeated
+            return replace(parts[0], a=torch.cat([t[:, :, :1] for t in a], dim=-1).expand(-1, -1, a[0].shape[2], -1))
+        return replace(parts[0], a=torch.cat(a, dim=-1))
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
