@@ -23,6 +23,8 @@ from natgrad.geometry import pushforward as pushforward
 from natgrad.model import evaluating as evaluating
 from natgrad.natural import natural_gradient as natural_gradient
 from natgrad.natural import sharp as sharp
+from natgrad.optim import EKFAC as EKFAC
+from natgrad.optim import KFAC as KFAC
 from natgrad.optim import NaturalGradient as NaturalGradient
 from natgrad.output import Bregman as Bregman
 from natgrad.output import Divergence as Divergence
@@ -45,8 +47,10 @@ from natgrad.step import Clipping as Clipping
 from natgrad.step import Constrained as Constrained
 from natgrad.step import Fixed as Fixed
 from natgrad.step import GeodesicCorrected as GeodesicCorrected
+from natgrad.step import KLClip as KLClip
 from natgrad.step import LevenbergMarquardt as LevenbergMarquardt
 from natgrad.step import Penalty as Penalty
+from natgrad.step import SelfTuned as SelfTuned
 from natgrad.step import TrustRegion as TrustRegion
 from natgrad.step import exponential as exponential
 from natgrad.step import proximal as proximal

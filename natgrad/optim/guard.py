@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -17,7 +17,7 @@ from natgrad.errors import NonFiniteError
 class _Answer:
     """Whether something was finite, on its way to the host."""
 
-    ok: Tensor  # pinned
+    found: Tensor  # pinned
     arrived: torch.cuda.Event
     what: str
     step: int
@@ -30,36 +30,80 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._ok: Tensor | None = None
-        self._answers: list[_Answer] = []
+        self._found: Tensor | None = None  # 1.0 if something was not finite, on the device
+        self._answer: _Answer | None = None
 
     def check(self, tensors: Mapping[str, Tensor], what: str, step: int) -> None:
         """Raise (CPU) or remember (GPU) that a tensor is not finite."""
-        largest = torch.stack(list(torch._foreach_norm(list(tensors.values()), float("inf"))))
-        if largest.device.type != "cuda":
-            finite = torch.isfinite(largest)
-            if not bool(finite.all()):
-                bad = [name for name, good in zip(tensors, finite.tolist(), strict=True) if not good]
-                raise NonFiniteError(f"{what} of {', '.join(bad)} holds NaN or infinity. Nothing was changed")
+        values = list(tensors.values())
+        if values[0].device.type == "cuda":
+            self._remember(values, what, step)
             return
-        ok = torch.isfinite(largest).all()
-        self._ok = ok if self._ok is None else self._ok & ok
-        # A copy to memory that is not pinned would wait for the device.
-        host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(ok, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(largest.device))
-        self._answers.append(_Answer(host, arrived, what, step))
+        # A sum is quick and finite only if every number is; one that overflows is looked at again.
+        if bool(torch.isfinite(torch.stack([t.sum() for t in values])).all()):
+            return
+        finite = torch.isfinite(torch.stack(torch._foreach_norm(values, float("inf"))))
+        if not bool(finite.all()):
+            bad = [name for name, good in zip(tensors, finite.tolist(), strict=True) if not good]
+            raise NonFiniteError(f"{what} of {', '.join(bad)} holds NaN or infinity. Nothing was changed")
 
-    def gated(self, new: Tensor, old: Tensor | float) -> Tensor:
-        """The new value, or the old one if something was not finite."""
-        return new if self._ok is None else torch.where(self._ok, new, old)
+    def _remember(self, values: list[Tensor], what: str, step: int) -> None:
+        device = values[0].device
+        self._found = torch.zeros((), device=device)
+        # What GradScaler does to look at all gradients in one launch.
+        torch._amp_foreach_non_finite_check_and_unscale_(values, self._found, torch.ones((), device=device))
+        # A copy to memory that is not pinned would wait for the device.
+        host = torch.empty((), pin_memory=True).copy_(self._found, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(device))
+        self._answer = _Answer(host, arrived, what, step)
+
+    def add(self, tensors: Sequence[Tensor], changes: Sequence[Tensor]) -> None:
+        """Add the changes, unless something was not finite."""
+        if self._found is None:
+            torch._foreach_add_(list(tensors), list(changes))
+        else:  # one launch for all tensors, which looks at the flag on the device
+            torch._fused_sgd_(
+                list(tensors),
+                list(changes),
+                [],
+                weight_decay=0.0,
+                momentum=0.0,
+                lr=-1.0,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=True,
+                found_inf=self._found,
+            )
+
+    def move(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Set the values, up to rounding, unless something was not finite: few launches for many tensors."""
+        if self._found is None:
+            torch._foreach_copy_(list(tensors), list(values))
+        else:
+            self.add(tensors, torch._foreach_sub(list(values), list(tensors)))
+
+    def put(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Set the values, unless something was not finite."""
+        if self._found is None:
+            torch._foreach_copy_(list(tensors), list(values))
+        else:
+            bad, old = self._found > 0, list(tensors)
+            torch._foreach_copy_(old, [torch.where(bad, t, new) for t, new in zip(old, values, strict=True)])
+
+    def scale(self, tensors: Sequence[Tensor], factor: float) -> None:
+        """Multiply by the factor, unless something was not finite."""
+        if self._found is None:
+            torch._foreach_mul_(list(tensors), factor)
+        else:
+            torch._foreach_mul_(list(tensors), torch.where(self._found > 0, 1.0, factor))
 
     def report(self) -> None:
         """Raise what the last step found. It was not applied. Its answer left before this step's work was queued."""
-        answers, self._answers, self._ok = self._answers, [], None
-        for answer in answers:
-            answer.arrived.synchronize()
-            if not bool(answer.ok):
-                raise NonFiniteError(
-                    f"{answer.what} held NaN or infinity at step {answer.step}: that step changed nothing"
-                )
+        answer, self._answer, self._found = self._answer, None, None
+        if answer is None:
+            return
+        answer.arrived.synchronize()
+        if float(answer.found) > 0:
+            raise NonFiniteError(f"{answer.what} held NaN or infinity at step {answer.step}: that step changed nothing")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from natgrad.pullback import Pullback
 from natgrad.pullback.assemble import Batch, View
 from natgrad.pullback.parts import check_inputs
 from natgrad.pullback.tape import Recorder
+from natgrad.step.forms import quadratic_forms
 from natgrad.step.geodesic import christoffel_at
 from natgrad.structures import Refresh
 from natgrad.untouched import random_stream, refuse_chance
@@ -55,6 +56,11 @@ class Keeper:
     @property
     def due(self) -> bool:
         return self.average is None or self.step % self.structure.every == 0
+
+    @property
+    def inverse_due(self) -> bool:
+        """Whether an inverse that is out of date is made anew in this step."""
+        return self.step % self.structure.inverse == 0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -101,6 +107,13 @@ class Keeper:
             y0, y = self.model(None, self.batch.x), self.model(params, self.batch.x)
             return float(self.metric.divergence(y, y0, self.batch.target).mean())
 
+    def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
+        """⟨v, G w⟩ [v w] with the exact metric, on a part of the batch of this step."""
+        if self.batch is None:
+            raise NatgradError(_NOTHING_SEEN)
+        with self._separable():
+            return quadratic_forms(self.batch, self.metric, vectors, fraction)
+
     @contextmanager
     def _separable(self) -> Iterator[None]:
         """Evaluation mode where the examples would mix or dropout would draw: the metric was taken there, too."""
@@ -123,7 +136,16 @@ class Keeper:
             return self.average, False
         if self.average is None or self.structure.decay == 0:
             return self.fresh, True
-        return self.average.lerp(self.fresh, self.structure.weight(self.count + 1)), True
+        return self._gated(self.average.lerp(self.fresh, self.structure.weight(self.count + 1))), True
+
+    def _gated(self, new: Operator) -> Operator:
+        """The new average, or, on a GPU, the old one if an estimate was not finite: nobody has looked at it yet."""
+        if self.average is None or self.fresh is None or self.model.example.device.type != "cuda":
+            return new
+        largest = torch.stack(torch._foreach_norm(list(self.fresh.tensors().values()), float("inf")))
+        ok, old = torch.isfinite(largest).all(), self.average.tensors()
+        tensors = {key: torch.where(ok, t, old[key]) for key, t in new.tensors().items()}
+        return self.structure.restore(self.model, self.view.blocks, tensors) or new
 
     def commit(self, operator: Operator, refreshed: bool) -> None:
         """A step has succeeded with this operator."""
@@ -170,7 +192,7 @@ class Keeper:
             self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
 
     def _add(self, pb: Pullback) -> None:
-        estimate = self.structure.estimate(pb)
+        estimate = self.structure.estimate_like(pb, self.fresh or self.average)
         pb.tapes.clear()  # the graph belongs to the user's backward pass
         self._examples += pb.n
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / self._examples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, final
 
 import torch
@@ -24,7 +24,7 @@ from natgrad.pullback.pullback import MEMORY
 from natgrad.rules import Rule
 from natgrad.slots import check_slots
 from natgrad.solve import Cholesky, Solver
-from natgrad.step import Fixed, Proposal, Step, StepRule
+from natgrad.step import Fixed, Look, Proposal, Step, StepRule
 from natgrad.structures import Dense, Refresh, Structure
 
 _log = logging.getLogger("natgrad")
@@ -117,8 +117,12 @@ class NaturalGradient(torch.optim.Optimizer):
         self.keeper = Keeper(view, refresh, generator)
         self.inverse: Inverse | None = None
         self.inverse_damping = damping
+        self.outdated = False  # the metric has been estimated since it was inverted
+        self.warned = False  # of a factorisation that failed
         self.last: Step | None = None
         self._guard = Guard()
+        names = {id(p): name for name, p in wrapped.params.items()}
+        self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
@@ -135,6 +139,11 @@ class NaturalGradient(torch.optim.Optimizer):
         closure = ", which evaluates the loss again: opt.step(closure)" if self.needs_closure else ""
         slots = {"metric": keeper.metric, "structure": keeper.structure, "solver": self.solver, "step": self.rule}
         return "\n".join([first, *(f"{slot}: {value!r}" for slot, value in slots.items())]) + f"{closure}\n{rest}"
+
+    @property
+    def grouped(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """The parameter groups, with the names of their parameters."""
+        return zip(self.param_groups, self._names, strict=True)
 
     @property
     def needs_closure(self) -> bool:
@@ -179,7 +188,8 @@ class NaturalGradient(torch.optim.Optimizer):
         if all(p.grad is None for p in params.values()):
             raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
         ω = Covector(require_all({name: p.grad for name, p in params.items()}))
-        self._guard.check(ω, "the gradient", self.keeper.step)
+        if self.keeper.model.example.device.type != "cuda":  # there, what is in the gradient shows in the step
+            self._guard.check(ω, "the gradient", self.keeper.step)
         operator, refreshed = self.keeper.candidate()
         damping = common_damping(self.param_groups)
         solve = Solves(self, operator, damping, refreshed)
@@ -188,42 +198,72 @@ class NaturalGradient(torch.optim.Optimizer):
             params={name: p.detach() for name, p in params.items()},
             decayed=decayed,
             differential=ω,
-            operator=operator,
+            operator=solve.operator,
             damping=damping,
-            direction=solve.direction,
+            sharp=solve.sharp,
+            move=solve.move,
             loss=None if closure is None else self._loss(closure, value, decayed),
-            divergence=lambda δ: self.keeper.divergence(decayed + δ),
-            acceleration=solve.acceleration,
+            model=self._look(solve, decayed),
+            rates={name: float(group["lr"]) for group, names in self.grouped for name in names},
         )
         step = self.rule.take(proposal)
         self._guard.check(step.displacement, "the step", self.keeper.step)
-        self._apply(step, decayed, solve.velocity)
-        self.inverse, self.inverse_damping = solve.inverse, solve.damping
+        self._apply(step, solve.velocity)
+        self.inverse, self.inverse_damping, self.outdated = solve.inverse, solve.damping, solve.outdated
         for group in self.param_groups:
             group["damping"] = step.damping
-        self.keeper.commit(operator, refreshed)
+        self.keeper.commit(solve.operator, refreshed)
         self.last = step
+
+    def _look(self, solve: Solves, decayed: Mapping[str, Tensor]) -> Look:
+        return Look(
+            step=self.keeper.step,
+            divergence=lambda δ: self.keeper.divergence(decayed + δ),
+            acceleration=solve.acceleration,
+            curvature=self.keeper.curvature,
+            velocity=lambda: self._velocity(),
+        )
+
+    def _velocity(self) -> Vector | None:
+        """What the last step left as momentum."""
+        params = self.keeper.model.params
+        if not all("momentum" in self.state.get(p, {}) for p in params.values()):
+            return None
+        return Vector({name: self.state[p]["momentum"] for name, p in params.items()})
 
     def _decayed(self) -> dict[str, Tensor]:
         """(1 − lr·wd)θ."""
-        decay = {id(p): group["lr"] * group["weight_decay"] for group in self.param_groups for p in group["params"]}
-        params = self.keeper.model.params.items()
-        return {name: p.detach() * (1 - decay[id(p)]) if decay[id(p)] else p.detach() for name, p in params}
+        out = {name: p.detach() for name, p in self.keeper.model.params.items()}
+        for group, names in self.grouped:
+            decay = group["lr"] * group["weight_decay"]
+            if decay:
+                out.update(zip(names, torch._foreach_mul([out[name] for name in names], 1 - decay), strict=True))
+        return out
 
-    def _apply(self, step: Step, decayed: Mapping[str, Tensor], velocity: Vector | None) -> None:
+    def _apply(self, step: Step, velocity: Vector | None) -> None:
         """Everything has been computed and checked: change parameters and momentum."""
-        names = {id(p): name for name, p in self.keeper.model.params.items()}
-        for group in self.param_groups:
-            for p in group["params"]:
-                name = names[id(p)]
-                if not step.accepted:
+        kept = step.velocity if step.velocity is not None else velocity
+        for group, names in self.grouped:
+            params: list[Tensor] = group["params"]
+            if not step.accepted:
+                for p in params:
                     self.state.pop(p, None)
-                    continue
-                landing = step.landing.get(name)
-                p.copy_(self._guard.gated(decayed[name] + step.displacement[name] if landing is None else landing, p))
-                if group["momentum"] and velocity is not None:
-                    before = self.state[p].get("momentum", 0.0)
-                    self.state[p]["momentum"] = self._guard.gated(velocity[name], before)
+                continue
+            decay = group["lr"] * group["weight_decay"]
+            if decay:
+                self._guard.scale(params, 1 - decay)
+            self._guard.add(params, [step.displacement[name] for name in names])
+            landed = [(p, step.landing[name]) for p, name in zip(params, names, strict=True) if name in step.landing]
+            if landed:
+                self._guard.put([p for p, _ in landed], [value for _, value in landed])
+            if kept is not None and (group["momentum"] or step.velocity is not None):
+                self._remember(params, [kept[name] for name in names])
+
+    def _remember(self, params: Sequence[Tensor], velocity: Sequence[Tensor]) -> None:
+        for p in params:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        self._guard.move([self.state[p]["momentum"] for p in params], velocity)
 
     def _loss(
         self, closure: Callable[[], Any], value: Any, decayed: Mapping[str, Tensor]
@@ -252,8 +292,11 @@ class NaturalGradient(torch.optim.Optimizer):
         """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
         state = super().state_dict()
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
-        state["state"] = {key: dict(value) for key, value in state["state"].items()}
-        state["natgrad"] = export(self.keeper, self.inverse, self.inverse_damping)
+        state["state"] = {
+            key: {what: t.clone() if isinstance(t, Tensor) else t for what, t in value.items()}
+            for key, value in state["state"].items()
+        }
+        state["natgrad"] = export(self.keeper, self.inverse, self.inverse_damping, self.outdated)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -264,6 +307,7 @@ class NaturalGradient(torch.optim.Optimizer):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "natgrad"})
         restored.put(self.keeper)
         self.inverse, self.inverse_damping = restored.inverse, restored.inverse_damping
+        self.outdated = restored.outdated
 
 
 def _number(loss: Any) -> float:

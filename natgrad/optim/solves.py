@@ -3,39 +3,59 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING, final
 
+import torch
+from torch import Tensor
+
+from natgrad.errors import FactorisationError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Operator
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
 
+_log = logging.getLogger("natgrad")
+
 
 @final
 class Solves:
-    """The solves of one step: the inverse is factored again only for a new metric or another damping."""
+    """The solves of one step: the inverse is factored again only when it is due, for a new metric or damping."""
 
     def __init__(self, opt: NaturalGradient, operator: Operator, damping: float, refreshed: bool) -> None:
         self.opt, self.operator = opt, operator
         # A copy: an iterative inverse remembers its last solution, and the step may yet fail.
         self.inverse, self.damping = copy.copy(opt.inverse), opt.inverse_damping
-        self.stale = refreshed or opt.inverse is None or opt.inverse_damping != damping
+        self.outdated = opt.outdated or refreshed or opt.inverse_damping != damping
         self.velocity: Vector | None = None
+        if self._due(damping):
+            self.operator = self._renewed(operator)
 
-    def direction(self, ω: Covector, damping: float) -> Vector:
-        """−lr·(μm + (G + λ)⁻¹ω), every group with its own lr and μ."""
-        v = self._sharp(ω, damping)
-        velocity, moved = {}, {}
-        names = {id(p): name for name, p in self.opt.keeper.model.params.items()}
-        for group in self.opt.param_groups:
-            for p in group["params"]:
-                name = names[id(p)]
-                buffer = self.opt.state.get(p, {}).get("momentum") if group["momentum"] else None
-                velocity[name] = v[name] if buffer is None else v[name] + group["momentum"] * buffer
-                moved[name] = -group["lr"] * velocity[name]
+    def sharp(self, ω: Covector, damping: float) -> Vector:
+        """(G + λ)⁻¹ω."""
+        if self._due(damping):
+            self._invert(damping)
+        assert self.inverse is not None
+        return self.opt.solver.sharp(self.inverse, ω)
+
+    def move(self, v: Vector) -> Vector:
+        """−lr·(μm + v), every group with its own lr and μ."""
+        velocity: dict[str, Tensor] = {}
+        moved: dict[str, Tensor] = {}
+        for group, names in self.opt.grouped:
+            found = [v[name] for name in names]
+            state, μ = self.opt.state, group["momentum"]
+            if μ and all("momentum" in state.get(p, {}) for p in group["params"]):
+                found = list(torch._foreach_add(found, [state[p]["momentum"] for p in group["params"]], alpha=μ))
+            velocity.update(zip(names, found, strict=True))
+            moved.update(zip(names, torch._foreach_mul(found, -float(group["lr"])), strict=True))
         self.velocity = Vector({name: velocity[name] for name in v})
         return Vector({name: moved[name] for name in v})
+
+    def direction(self, ω: Covector, damping: float) -> Vector:
+        """−lr·(μm + (G + λ)⁻¹ω)."""
+        return self.move(self.sharp(ω, damping))
 
     def acceleration(self, δ: Vector) -> Vector:
         """−(G + λ)⁻¹Γ♭(δ, δ)."""
@@ -43,9 +63,31 @@ class Solves:
         # A copy: the next gradient is like the last one, and must not be solved from here.
         return -self.opt.solver.sharp(copy.copy(self.inverse), self.opt.keeper.christoffel(δ))
 
-    def _sharp(self, ω: Covector, damping: float) -> Vector:
-        if self.stale or self.inverse is None or self.damping != damping:
-            warm = {} if self.inverse is None else self.inverse.tensors()
+    def _due(self, damping: float) -> bool:
+        if self.inverse is None:
+            return True
+        changed = self.outdated or self.damping != damping
+        return changed and (self.opt.keeper.structure.inverse == 1 or self.opt.keeper.inverse_due)
+
+    def _renewed(self, operator: Operator) -> Operator:
+        try:
+            return operator.renewed()
+        except FactorisationError as error:
+            self._keep_the_last(error)
+            return operator
+
+    def _invert(self, damping: float) -> None:
+        warm = {} if self.inverse is None else self.inverse.tensors()
+        try:
             self.inverse = self.opt.solver.init(self.operator, damping, warm)
-            self.damping, self.stale = damping, False
-        return self.opt.solver.sharp(self.inverse, ω)
+        except FactorisationError as error:
+            self._keep_the_last(error)
+        self.damping, self.outdated = damping, False
+
+    def _keep_the_last(self, error: FactorisationError) -> None:
+        """Go on with the last good inverse, and say so once; without one there is nothing to go on with."""
+        if self.inverse is None:
+            raise error
+        if not self.opt.warned:
+            _log.warning("%s. The last good inverse is used until the next one is due", error)
+        self.opt.warned = True

@@ -22,6 +22,7 @@ class Restored:
     average: Operator | None
     inverse: Inverse | None
     inverse_damping: float
+    outdated: bool
     generator: Tensor
 
     def put(self, keeper: Keeper) -> None:
@@ -31,7 +32,7 @@ class Restored:
         keeper.discard()
 
 
-def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float) -> dict[str, Any]:
+def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float, outdated: bool) -> dict[str, Any]:
     """Tensors and numbers only, so that ``torch.load(weights_only=True)`` reads them."""
     return {
         **_signature(keeper),
@@ -40,6 +41,7 @@ def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float) -> d
         "operator": {} if keeper.average is None else keeper.average.tensors(),
         "inverse": {} if inverse is None else inverse.tensors(),
         "inverse_damping": inverse_damping,
+        "outdated": outdated,
         "generator": keeper.generator.get_state(),
     }
 
@@ -55,9 +57,12 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
     average = keeper.structure.restore(keeper.model, keeper.view.blocks, tensors) if tensors else None
     inverse: Inverse | None = _Warm(warm) if warm else None
     if average is not None:
-        inverse = solver.init(average, state["inverse_damping"], warm)
+        # An inverse may be older than the average: it is kept, where it has tensors, and made again where it has none.
+        kept = average.inverse_from(warm) if warm else None
+        inverse = kept or solver.init(average, state["inverse_damping"], warm)
     generator = state["generator"].cpu()
-    return Restored(state["step"], state["count"], average, inverse, state["inverse_damping"], generator)
+    numbers = (state["inverse_damping"], state["outdated"])
+    return Restored(state["step"], state["count"], average, inverse, *numbers, generator)
 
 
 def _signature(keeper: Keeper) -> dict[str, Any]:

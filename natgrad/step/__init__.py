@@ -1,5 +1,6 @@
 """Steps: how far and along which curve the parameters move."""
 
+from natgrad.step.base import Look as Look
 from natgrad.step.base import Proposal as Proposal
 from natgrad.step.base import Step as Step
 from natgrad.step.base import StepRule as StepRule
@@ -15,3 +16,5 @@ from natgrad.step.rules import Fixed as Fixed
 from natgrad.step.rules import GeodesicCorrected as GeodesicCorrected
 from natgrad.step.rules import LevenbergMarquardt as LevenbergMarquardt
 from natgrad.step.rules import TrustRegion as TrustRegion
+from natgrad.step.tuned import KLClip as KLClip
+from natgrad.step.tuned import SelfTuned as SelfTuned

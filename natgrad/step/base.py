@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -18,9 +18,8 @@ from natgrad.operators.base import Operator
 class Proposal:
     """All that a step rule may look at. Nothing in it changes the model.
 
-    ``direction(ω, λ)`` is the move −lr·(G + λ)⁻¹ω, with momentum, that the optimizer would make by itself;
-    ``loss(δ)`` and ``divergence(δ)`` evaluate the model where the step δ lands, at ``decayed`` + δ, on the current
-    batch; ``acceleration(δ)`` is −Γ(δ, δ), the second derivative of the geodesic that starts with velocity δ.
+    ``sharp(ω, λ)`` is (G + λ)⁻¹ω; ``move(v)`` the step −lr·(μm + v) that the optimizer would make of it by itself, and
+    ``direction(ω, λ)`` both; ``loss(δ)`` evaluates the closure where the step δ lands, at ``decayed`` + δ.
     """
 
     params: Mapping[str, Tensor]
@@ -28,10 +27,15 @@ class Proposal:
     differential: Covector
     operator: Operator
     damping: float
-    direction: Callable[[Covector, float], Vector]
+    sharp: Callable[[Covector, float], Vector]
+    move: Callable[[Vector], Vector]
     loss: Callable[[Vector | None], float] | None
-    divergence: Callable[[Vector], float]
-    acceleration: Callable[[Vector], Vector]
+    model: Look
+    rates: Mapping[str, float]  # the learning rate of every parameter
+
+    def direction(self, ω: Covector, damping: float) -> Vector:
+        """−lr·(μm + (G + λ)⁻¹ω)."""
+        return self.move(self.sharp(ω, damping))
 
     def natural(self) -> Vector:
         """The move at the current differential and damping."""
@@ -43,6 +47,23 @@ class Proposal:
 
     def with_differential(self, ω: Covector) -> Proposal:
         return replace(self, differential=ω)
+
+
+@final
+@dataclass(frozen=True)
+class Look:
+    """What a rule may ask the model, on the current batch.
+
+    ``divergence(δ)`` of the outputs where the step δ lands from those here; ``acceleration(δ)`` = −Γ(δ, δ), the second
+    derivative of the geodesic with velocity δ; ``curvature(vs)`` = ⟨v, G w⟩ [v w] with the exact metric of the batch,
+    by products with the Jacobian; ``velocity()``, the momentum that the last step left.
+    """
+
+    step: int  # since the first
+    divergence: Callable[[Vector], float]
+    acceleration: Callable[[Vector], Vector]
+    curvature: Callable[[Sequence[Vector], float], Tensor]
+    velocity: Callable[[], Vector | None]
 
 
 @final
@@ -60,6 +81,7 @@ class Step:
     reason: str = ""
     ratio: float | None = None  # actual over predicted decrease, where a rule measured it
     landing: Mapping[str, Tensor] = field(default_factory=dict)
+    velocity: Vector | None = None  # what the momentum is from now on, where the rule decides
 
 
 class StepRule(ABC):

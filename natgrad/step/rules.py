@@ -73,7 +73,7 @@ class TrustRegion(StepRule):
         if self.backtracking is None:
             return Step(δ * scale, proposal.damping, reason=reason)
         for _ in range(self.backtracking.tries):
-            moved = proposal.divergence(δ * scale)
+            moved = proposal.model.divergence(δ * scale)
             if moved <= self.radius:
                 return Step(δ * scale, proposal.damping, reason=reason)
             scale *= self.backtracking.shrink
@@ -153,7 +153,7 @@ class GeodesicCorrected(StepRule):
 
     def take(self, proposal: Proposal) -> Step:
         w = proposal.natural()
-        correction = proposal.acceleration(w) * 0.5
+        correction = proposal.model.acceleration(w) * 0.5
         if _longer(correction, w, self.limit, proposal):
             return Step(w, proposal.damping, reason=f"correction over {self.limit:g} of the step: not applied")
         return Step(w + correction, proposal.damping)

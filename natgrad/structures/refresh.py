@@ -21,22 +21,26 @@ from natgrad.structures.exact import Implicit, Structure
 class Refresh(Structure):
     """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (002 (32)).
 
-    The average starts at nothing and is corrected for it, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so the first estimate
-    counts whole (ERRATA, section D). Used by the optimizers; ``estimate`` is the inner structure's.
+    It is inverted every ``inverse`` steps: in between an older inverse is used, and a change of the damping waits. With
+    ``inverse=1`` it is inverted whenever it, or the damping, has changed. The average starts at nothing and is
+    corrected for it, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so the first estimate counts whole (ERRATA, section D). Used
+    by the optimizers; ``estimate`` is the inner structure's.
 
     >>> from natgrad.structures import Diagonal
     >>> Refresh(Diagonal(), every=10, decay=0.95)
-    Refresh(structure=Diagonal(), every=10, decay=0.95)
+    Refresh(structure=Diagonal(), every=10, decay=0.95, inverse=1)
     """
 
     structure: Structure
     every: int = 1
     decay: float = 0.0
+    inverse: int = 1
 
     def __post_init__(self) -> None:
         check_slots(structure=(self.structure, Structure))
-        if self.every < 1:
-            raise ValueError(f"Refresh(every=…) must be at least 1, got {self.every}")
+        if self.every < 1 or self.inverse < 1:
+            which, got = ("every", self.every) if self.every < 1 else ("inverse", self.inverse)
+            raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
         if not 0 <= self.decay < 1:
             raise ValueError(f"Refresh(decay=…) must be in [0, 1), got {self.decay}")
         name = type(self.structure).__name__

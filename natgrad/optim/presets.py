@@ -1,0 +1,82 @@
+"""K-FAC and EK-FAC: one choice in each slot of the natural gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+from typing_extensions import Unpack
+
+from natgrad.optim.optimizer import NaturalGradient, Options
+from natgrad.output.metric import OutputMetric
+from natgrad.solve import Cholesky, Factored, Solver
+from natgrad.step import KLClip, StepRule
+from natgrad.structures import Diagonal, Kronecker, Refresh, Structure
+
+
+class Preset(Options, total=False):
+    """The options of ``NaturalGradient``, and those of K-FAC.
+
+    The metric is estimated every ``metric_every`` steps (10), averaged with ``decay`` (0.95), and inverted every
+    ``inverse_every`` (100). ``step``: ``KLClip()`` unless another rule is given. ``sharing``, ``fallback``, ``strict``:
+    see ``Kronecker``.
+    """
+
+    metric_every: int
+    inverse_every: int
+    decay: float
+    step: StepRule
+    solver: Solver
+    sharing: Literal["expand", "reduce"]
+    fallback: Structure
+    strict: bool
+
+
+def KFAC(
+    model: nn.Module, metric: OutputMetric, lr: float = 0.1, damping: float = 1e-2, **options: Unpack[Preset]
+) -> NaturalGradient:
+    """K-FAC (Martens and Grosse 2015; paper 003): θ ← θ − lr·m, m ← μm + (S + √λ/π)⁻¹ ∇ (A + π√λ)⁻¹, every layer.
+
+    A drop-in optimizer for any model and any metric on its outputs. Momentum (0.9) is kept in the space of vectors,
+    weight decay is decoupled, steps are clipped in KL. ``opt.plan()`` says what becomes of every parameter;
+    ``step=ng.SelfTuned()`` chooses learning rate, momentum and damping by itself and needs ``opt.step(closure)``.
+
+    >>> import torch, natgrad as ng
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
+    >>> opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), lr=0.1)
+    >>> for _ in range(3):
+    ...     opt.zero_grad()
+    ...     nn.functional.cross_entropy(model(x), t).backward()
+    ...     opt.step()
+    """
+    return _preset(Kronecker, Factored(), model, metric, lr, damping, options)
+
+
+def EKFAC(
+    model: nn.Module, metric: OutputMetric, lr: float = 0.1, damping: float = 1e-2, **options: Unpack[Preset]
+) -> NaturalGradient:
+    """EK-FAC (George et al. 2018): as ``KFAC``, scaled by second moments in the eigenbasis of the factors.
+
+    The damping is exact, (G + λ)⁻¹; eigenvectors are computed where ``KFAC`` inverts.
+    """
+    return _preset(Kronecker, Cholesky(), model, metric, lr, damping, options)
+
+
+def _preset(
+    kind: type[Kronecker],
+    solver: Solver,
+    model: nn.Module,
+    metric: OutputMetric,
+    lr: float,
+    damping: float,
+    options: Preset,
+) -> NaturalGradient:
+    given: dict[str, Any] = dict(options)
+    structure = kind(given.pop("sharing", "expand"), given.pop("fallback", Diagonal()), given.pop("strict", False))
+    schedule = Refresh(
+        structure, given.pop("metric_every", 10), given.pop("decay", 0.95), given.pop("inverse_every", 100)
+    )
+    solver, step = given.pop("solver", solver), given.pop("step", None) or KLClip()
+    given = {"momentum": 0.9, **given}
+    return NaturalGradient(model, metric, schedule, solver, step, lr, damping, **given)

@@ -1,0 +1,62 @@
+"""Exact quadratic forms of the metric, ⟨v, Gw⟩ = (1/N) Σ_n ⟨J_n v, h J_n w⟩: products with J only, G is not formed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry import Vector
+from natgrad.linearise import linearise
+from natgrad.model import Inputs, Model, tensors_of
+from natgrad.output.metric import OutputMetric
+from natgrad.pullback.assemble import Batch
+from natgrad.pullback.parts import examples, separable
+
+
+def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector], fraction: float = 1.0) -> Tensor:
+    """⟨v, G w⟩ [v w] of all pairs of ``vectors``, on the first ``fraction`` of the examples of the batch.
+
+    A sampled metric stands here for the one that it samples, ``metric.flat``.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> at = Batch(Model.of(model), torch.tensor([[3.0, 4.0]]))
+    >>> quadratic_forms(at, ng.Euclidean(), [Vector({"weight": torch.tensor([[1.0, 0.0]])})])
+    tensor([[9.]])
+    """
+    n = _examples(batch.x)
+    m = max(1, round(fraction * n))
+    x, target = batch.x, batch.target
+    if 0 < m < n and separable(x, n) and (target is None or separable(target, n)):
+        x, target = examples(x, (0, m), n), examples(target, (0, m), n)
+    y, pushed = _pushed(batch.model, x, vectors)
+    with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+        wide = torch.promote_types(y.dtype, torch.float32)
+        y, pushed = y.to(wide), [u.to(wide) for u in pushed]
+        lowered = torch.stack([metric.flat(y, u, target).flatten() for u in pushed])
+        return torch.stack([u.flatten() for u in pushed]) @ lowered.T / y.shape[0]
+
+
+def _examples(x: Inputs) -> int:
+    tensors = tensors_of(x)
+    return tensors[0].shape[0] if tensors and tensors[0].ndim else 0
+
+
+def _pushed(model: Model, x: Inputs, vectors: Sequence[Vector]) -> tuple[Tensor, list[Tensor]]:
+    """The outputs, and J v of every vector: forward mode, or twice backward for a model that has none."""
+    params = {name: p.detach() for name, p in model.params.items()}
+    tangents = {name: torch.stack([v[name].to(p.dtype) for v in vectors]) for name, p in params.items()}
+
+    def push(t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        y, jv = torch.func.jvp(lambda θ: model(θ, x), (params,), (t,))[:2]
+        return y, jv
+
+    try:
+        with torch.no_grad():
+            ys, jvs = torch.func.vmap(push, out_dims=(None, 0))(tangents)  # type: ignore[arg-type]
+        return ys, list(jvs)
+    except (RuntimeError, ValueError):  # no rule for forward mode, or for vmap
+        linear = linearise(model, x)
+        return linear.y, [linear.push(v).detach() for v in vectors]

@@ -1,0 +1,115 @@
+"""K-FAC's own steps: the KL clip, and the self-tuning step of Martens and Grosse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry import Vector
+from natgrad.step.base import Proposal, Step, StepRule
+
+
+@final
+@dataclass(frozen=True)
+class KLClip(StepRule):
+    """v ← v·min(1, √(radius/⟨lr·ω, lr·v⟩)): the natural gradient shortened, before it enters the momentum (ERRATA D).
+
+    ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher, twice the KL divergence that a step v would make. Nothing waits for a GPU.
+
+    >>> KLClip()
+    KLClip(radius=0.001)
+    """
+
+    radius: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if not self.radius > 0:
+            raise ValueError(f"KLClip(radius=…) must be positive, got {self.radius}")
+
+    @property
+    def needs_closure(self) -> bool:
+        return False
+
+    def take(self, proposal: Proposal) -> Step:
+        v = proposal.sharp(proposal.differential, proposal.damping)
+        ω = torch.cat([proposal.differential[name].flatten() for name in v])
+        scaled = torch.cat(
+            [t.flatten() for t in torch._foreach_mul(list(v.values()), [proposal.rates[name] ** 2 for name in v])]
+        )
+        square = torch.dot(ω.to(scaled.dtype), scaled)
+        # Rounding below zero, or a zero gradient: nothing to shorten.
+        shrink = torch.where(square > self.radius, (self.radius / square.clamp(min=self.radius)).sqrt(), 1.0)
+        clipped = Vector(dict(zip(v, torch._foreach_mul(list(v.values()), shrink), strict=True)))
+        return Step(proposal.move(clipped), proposal.damping)
+
+
+@final
+@dataclass(frozen=True)
+class SelfTuned(StepRule):
+    """δ = α·Δ + μ·δ₀ with the α and μ that are best for the quadratic model, and λ by Levenberg–Marquardt.
+
+    Δ = −(G + λ)⁻¹ω in the structure, δ₀ the last step, and m(δ) = ⟨ω, δ⟩ + ½⟨δ, (G + λ)δ⟩ with *exact* products
+    ⟨Δ, GΔ⟩, ⟨Δ, Gδ₀⟩, ⟨δ₀, Gδ₀⟩ (Martens and Grosse 2015, sections 6.4, 6.5 and 7): learning rate and momentum need
+    no tuning and are not used. Every ``every`` steps λ is multiplied or divided by ``factor`` where the loss has
+    fallen by less than a quarter, or by more than three quarters, of what the model said. ``fraction``: the part of
+    the batch that the exact products are taken on. Needs ``opt.step(closure)``.
+
+    >>> SelfTuned()
+    SelfTuned(every=5, factor=1.3, fraction=1.0, smallest=1e-08)
+    """
+
+    every: int = 5
+    factor: float = 1.3
+    fraction: float = 1.0
+    smallest: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not self.factor > 1 or not 0 < self.fraction <= 1 or not self.smallest > 0:
+            raise ValueError(f"SelfTuned needs every ≥ 1, factor > 1, 0 < fraction ≤ 1 and smallest > 0, got {self}")
+
+    @property
+    def needs_closure(self) -> bool:
+        return True
+
+    def take(self, proposal: Proposal) -> Step:
+        λ = max(proposal.damping, self.smallest)
+        Δ = -proposal.sharp(proposal.differential, λ)
+        last = proposal.model.velocity()
+        basis = [Δ] if last is None else [Δ, last]
+        flat = torch.stack([v.flatten() for v in basis])
+        slope = flat @ proposal.differential.flatten().to(flat.dtype)
+        H = proposal.model.curvature(basis, self.fraction).to(flat.dtype) + λ * (flat @ flat.T)
+        weights = _best(H, slope)
+        δ = Vector({name: t.to(Δ[name].dtype) for name, t in Δ.unflatten(weights @ flat).items()})
+        if proposal.model.step % self.every:
+            return Step(δ, λ, velocity=δ)
+        predicted = float(weights @ slope + 0.5 * weights @ H @ weights)
+        assert proposal.loss is not None
+        actual = proposal.loss(δ) - proposal.loss(None)
+        ratio = actual / predicted if predicted < 0 and math.isfinite(actual) else -math.inf
+        return Step(δ, self._adapted(λ, ratio), ratio=ratio, velocity=δ)
+
+    def _adapted(self, λ: float, ratio: float) -> float:
+        if ratio > 0.75:
+            return max(λ / self.factor, self.smallest)
+        return min(λ * self.factor, 1 / self.smallest) if ratio < 0.25 else λ
+
+
+def _best(H: Tensor, slope: Tensor) -> Tensor:
+    """The minimum of ⟨slope, w⟩ + ½⟨w, Hw⟩, for one or two directions, without looking at numbers.
+
+    Where two directions are one, up to rounding, the first alone.
+    """
+    alone = torch.zeros_like(slope)
+    alone[0] = -slope[0] / H[0, 0]
+    alone = torch.where(H[0, 0] > 0, alone, torch.zeros_like(alone))  # a zero gradient: stay
+    if slope.numel() == 1:
+        return alone
+    det = H[0, 0] * H[1, 1] - H[0, 1] * H[1, 0]
+    both = torch.stack([H[0, 1] * slope[1] - H[1, 1] * slope[0], H[1, 0] * slope[0] - H[0, 0] * slope[1]]) / det
+    rounding = 1e3 * torch.finfo(H.dtype).eps * H[0, 0] * H[1, 1]
+    return torch.where(det > rounding, both, alone)
