@@ -57,6 +57,7 @@ from natgrad.step import proximal as proximal
 from natgrad.structures import BlockDense as BlockDense
 from natgrad.structures import Dense as Dense
 from natgrad.structures import Diagonal as Diagonal
+from natgrad.structures import EigenKronecker as EigenKronecker
 from natgrad.structures import Implicit as Implicit
 from natgrad.structures import Kernel as Kernel
 from natgrad.structures import Kronecker as Kronecker

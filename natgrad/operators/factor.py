@@ -86,7 +86,7 @@ def refuse_singular_factor(factor: Tensor, what: str) -> None:
 
 
 def inverse(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverses of positive matrices [b d d] by Cholesky, and which of them succeeded [b]. A GPU is not waited for."""
+    """The inverses of positive matrices [b d d] by Cholesky, and which succeeded [b]. A GPU is not waited for."""
     lower, info = torch.linalg.cholesky_ex(factor)
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
     inverted = torch.cholesky_inverse(lower) if factor.device.type == "cpu" else torch.cholesky_solve(eye, lower)

@@ -16,6 +16,7 @@ from natgrad.errors import SingularMetricError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import refuse_indefinite
 from natgrad.operators.base import Inverse, Layout
+from natgrad.operators.basis import Rotation, rotated, rotated_back
 from natgrad.operators.factor import (
     Factor,
     by_size,
@@ -131,8 +132,8 @@ class SpectralInverse(LayerInverse):
     blocks: tuple[Block, ...]
     rest: Inverse | None
     others: Subset | None
-    left: tuple[Tensor | None, ...]  # Q [c o o]; None for the axes themselves
-    right: tuple[Tensor | None, ...]
+    left: tuple[Rotation, ...]  # Q [c o o]; None for the axes themselves
+    right: tuple[Rotation, ...]
     scales: tuple[Tensor, ...]  # d [c o i]
 
     def alike(self, b: int) -> object:
@@ -141,10 +142,7 @@ class SpectralInverse(LayerInverse):
     def apply(self, group: tuple[int, ...], w: Tensor) -> Tensor:
         (b,) = group
         q, p = self.left[b], self.right[b]
-        w = w if q is None else q.mT @ w
-        w = (w if p is None else w @ p) * self.scales[b]
-        w = w if q is None else q @ w
-        return w if p is None else w @ p.mT
+        return rotated_back(q, self.scales[b] * rotated(q, w, p), p)
 
     def tensors(self) -> dict[str, Tensor]:
         out = self.below()

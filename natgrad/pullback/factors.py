@@ -113,7 +113,7 @@ class Squares:
             shape = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
             step = max(1, _ROWS // (f.g.shape[0] * math.prod(shape)))
             for a, g in zip(f.a.split(step), f.g.split(step, dim=1), strict=True):
-                self._accumulate(Factors(a, g).rows().square().sum((0, 1)).view(shape))
+                self.accumulate(Factors(a, g).rows().square().sum((0, 1)).view(shape))
             return self
         g2 = f.g[0, :, 0].square() if f.g.shape[0] == 1 else f.g[:, :, 0].square().sum(0)
         if f.a is self._a and self._g2 is not None:
@@ -133,12 +133,13 @@ class Squares:
             return
         a, g2 = self._a[:, 0], self._g2
         if a.shape[1] == 1:
-            self._accumulate(_product(g2[:, 0], a[:, 0]).unsqueeze(0))
+            self.accumulate(_product(g2[:, 0], a[:, 0]).unsqueeze(0))
         else:
-            self._accumulate(torch.einsum("nco,nci->coi", g2, a.square()))
+            self.accumulate(torch.einsum("nco,nci->coi", g2, a.square()))
         self._a = self._g2 = None
 
-    def _accumulate(self, part: Tensor) -> None:
+    def accumulate(self, part: Tensor) -> None:
+        """Add another part [c o i] of the sum."""
         self._total = part if self._total is None else self._total.add_(part)
 
 

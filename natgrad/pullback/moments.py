@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -60,17 +60,34 @@ class Sharing(ABC):
         """Σ a aᵀ over all uses of a block."""
 
     @abstractmethod
-    def outputs(self, tape: Tape, block: Block, g: _Cotangents) -> Tensor:
+    def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
         """Σ g gᵀ over all uses of a block."""
+
+    @abstractmethod
+    def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
+        """The a [n r c i] and g [k n r c o] whose second moments these are."""
 
 
 @final
 @dataclass(frozen=True)
-class _Cotangents:
+class Cotangents:
     """Of every use, by its position: of its outputs, and of the layers inside where it was replayed."""
 
     outer: Mapping[int, tuple[Tensor, ...]]
     inner: Mapping[int, Mapping[str, Tensor]]
+
+    def of(self, tape: Tape, block: Block) -> list[Tensor]:
+        """g [k n r c o] of every use of a block."""
+        return [
+            tape.canonical(at, block.keys, self.outer, self.inner)
+            for at, use in enumerate(tape.uses)
+            if use.module in block.modules
+        ]
+
+    def whole(self, tape: Tape, block: Block) -> Tensor:
+        """The uses one after the other along r."""
+        parts = self.of(tape, block)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 @final
@@ -87,7 +104,7 @@ class Expand(Sharing):
         assert pair.a is not None
         return Moment(pair.a, pair.count)
 
-    def outputs(self, tape: Tape, block: Block, g: _Cotangents) -> Tensor:
+    def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
         pair = Pair()
         for at, use in enumerate(tape.uses):
             if use.module in block.modules:
@@ -98,29 +115,37 @@ class Expand(Sharing):
         assert pair.s is not None
         return pair.s
 
+    def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
+        return Factors(tape.inputs(block), g.whole(tape, block))
+
 
 @final
 class Reduce(Sharing):
     """The mean of the inputs and the sum of the cotangents over the positions."""
 
     def inputs(self, tape: Tape, block: Block) -> Moment:
+        return Moment.of(self._mean(tape, block))
+
+    def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
+        return Moment.of(single(self._total(tape, block, g).flatten(0, 1))).total
+
+    def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
+        return Factors(self._mean(tape, block), self._total(tape, block, g))
+
+    def _mean(self, tape: Tape, block: Block) -> Tensor:
+        """[n 1 c i]."""
         means = [
             use.replay.layer(block.keys).mean
             if isinstance(use.rule, Replayed)
             else use.rule.input_mean(use.module, block.keys, use.call)
             for use in tape.of(block)
         ]
-        mean = means[0] if len(means) == 1 else torch.stack(means).mean(0)
-        return Moment.of(mean.unsqueeze(1))
+        return (means[0] if len(means) == 1 else torch.stack(means).mean(0)).unsqueeze(1)
 
-    def outputs(self, tape: Tape, block: Block, g: _Cotangents) -> Tensor:
-        parts = [
-            tape.canonical(at, block.keys, g.outer, g.inner).sum(2)
-            for at, use in enumerate(tape.uses)
-            if use.module in block.modules
-        ]
-        total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-        return Moment.of(single(total.flatten(0, 1).unsqueeze(1))).total
+    def _total(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
+        """[k n 1 c o]."""
+        parts = [part.sum(2, keepdim=True) for part in g.of(tape, block)]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 @final
@@ -140,15 +165,13 @@ class Largest(Sharing):
             return Moment(moment.total.diagonal(dim1=-2, dim2=-1).clone(), moment.count)
         return moment
 
-    def outputs(self, tape: Tape, block: Block, g: _Cotangents) -> Tensor:
+    def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
         if block.shape[1] <= self.size:
             return self.sharing.outputs(tape, block, g)
-        parts = [
-            single(tape.canonical(at, block.keys, g.outer, g.inner)).square().sum((0, 1, 2))
-            for at, use in enumerate(tape.uses)
-            if use.module in block.modules
-        ]
-        return torch.stack(parts).sum(0)
+        return torch.stack([single(part).square().sum((0, 1, 2)) for part in g.of(tape, block)]).sum(0)
+
+    def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
+        return self.sharing.explicit(tape, block, g)
 
 
 def _dense(tape: Tape, block: Block) -> bool:
@@ -157,19 +180,41 @@ def _dense(tape: Tape, block: Block) -> bool:
     return not block.rule.sparse
 
 
-def second_moments(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
-    """S and A of every layer in ``layers``, which have rules."""
-    if pb.coupling is not None:
-        return _coupled(pb, layers, pb.coupling)
-    pairs = [Pair() for _ in layers]
+class Watcher(ABC):
+    """Something else that is made of the same cotangents, in the same backward passes."""
+
+    @abstractmethod
+    def add(self, tape: Tape, g: Cotangents) -> None:
+        """Another chunk of examples and roots."""
+
+
+def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
+    """For every part of the batch its tape, and the cotangents s J/√N chunk by chunk over the roots."""
     for part in pb.ranges():
         tape = pb.tape(part)
-        for s in pb.roots.at(part).split(_columns(pb, tape)):
-            outer = tape.outer(s / math.sqrt(pb.n))
-            inner = {at: tape.inner(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
-            g = _Cotangents(outer, inner)
+        yield tape, (cotangents(tape, s / math.sqrt(pb.n)) for s in pb.roots.at(part).split(_columns(pb, tape)))
+
+
+def cotangents(tape: Tape, s: Tensor) -> Cotangents:
+    """Those of all uses, from s [k n *out]."""
+    outer = tape.outer(s)
+    inner = {at: tape.inner(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
+    return Cotangents(outer, inner)
+
+
+def second_moments(
+    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watcher: Watcher | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """S and A of every layer in ``layers``, which have rules. A ``watcher`` sees the cotangents too."""
+    if pb.coupling is not None:
+        return _coupled(pb, layers, sharing, pb.coupling)
+    pairs = [Pair() for _ in layers]
+    for tape, chunks in passes(pb):
+        for g in chunks:
             for pair, block in zip(pairs, layers, strict=True):
                 pair.add_outputs(sharing.outputs(tape, block, g).to(pb.y.dtype))
+            if watcher is not None:
+                watcher.add(tape, g)
         for pair, block in zip(pairs, layers, strict=True):
             moment = sharing.inputs(tape, block)
             pair.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
@@ -182,32 +227,46 @@ def _columns(pb: Pullback, tape: Tape) -> int:
     return max(1, pb.chunk // max(cost, 1))
 
 
-def _coupled(pb: Pullback, layers: Sequence[Block], coupling: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing, coupling: Tensor) -> list[tuple[Tensor, Tensor]]:
     """A = Σ C_nm a_n a_mᵀ/(N R) and S = Σ C_nm g_n g_mᵀ/N, times the trace of G over that of their product.
 
     The last factor is taken relative to C = 1, where it is that of K-FAC itself (000 (24)–(25), ERRATA 8).
     """
     tape = pb.tape((0, pb.n))
     found = []
-    cotangents = tape.cotangents(pb.root / math.sqrt(pb.n), layers)
+    g = cotangents(tape, pb.root / math.sqrt(pb.n))
     one = torch.eye(pb.n, dtype=coupling.dtype, device=coupling.device)
-    for block, g in zip(layers, cotangents, strict=True):
-        f = Factors(tape.inputs(block).to(pb.y.dtype), g.to(pb.y.dtype))
-        (s, a), (s1, a1) = (_mixed(f, C) for C in (coupling, one))
-        rows = f.rows().unflatten(-1, block.shape).flatten(3)  # [k n c (o i)]
+    for block in layers:
+        rows = Factors(tape.inputs(block).to(pb.y.dtype), g.whole(tape, block).to(pb.y.dtype)).rows()
+        rows = rows.unflatten(-1, block.shape).flatten(3)  # [k n c (o i)]
         gram = torch.einsum("kncp,kmcp->cnm", rows, rows)
+        f = sharing.explicit(tape, block, g)
+        f = Factors(f.a.to(pb.y.dtype), f.g.to(pb.y.dtype))
+        plain = Pair()  # what it is at C = 1
+        plain.add_outputs(sharing.outputs(tape, block, g).to(pb.y.dtype))
+        moment = sharing.inputs(tape, block)
+        plain.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
+        (s, a), (s1, a1) = _mixed(f, coupling, plain).factors(), plain.factors()
         κ = _trace_ratio(gram, coupling, s, a) / _trace_ratio(gram, one, s1, a1)
-        found.append((κ.nan_to_num(nan=1.0)[:, None, None] * s, a))
+        found.append((κ.nan_to_num(nan=1.0).view(-1, *[1] * (s.ndim - 1)) * s, a))
     return found
 
 
-def _mixed(f: Factors, C: Tensor) -> tuple[Tensor, Tensor]:
-    n, r = f.a.shape[:2]
-    s = torch.einsum("knrco,nm,kmrcp->cop", f.g, C, f.g)
-    return s, torch.einsum("nrci,nm,mrcj->cij", f.a, C, f.a) / (n * r)
+def _mixed(f: Factors, C: Tensor, plain: Pair) -> Pair:
+    """Σ C_nm g_n g_mᵀ and Σ C_nm a_n a_mᵀ, of the form that the sums at C = 1 have, over as many positions."""
+    assert plain.s is not None
+    assert plain.a is not None
+    s = _products(f.g.flatten(0, 2), torch.einsum("nm,kmrco->knrco", C, f.g).flatten(0, 2), plain.s.ndim == 3)
+    a = _products(f.a.flatten(0, 1), torch.einsum("nm,mrci->nrci", C, f.a).flatten(0, 1), plain.a.ndim == 3)
+    return Pair(s, a, plain.count)
+
+
+def _products(x: Tensor, y: Tensor, full: bool) -> Tensor:
+    """Σ_m x yᵀ [c d e] of x, y [m c d], or its diagonal [c d]."""
+    return torch.einsum("mcd,mce->cde", x, y) if full else (x * y).sum(0)
 
 
 def _trace_ratio(gram: Tensor, C: Tensor, s: Tensor, a: Tensor) -> Tensor:
     """tr G / (tr S tr A), of every group [c]."""
-    traces = [t.diagonal(dim1=-2, dim2=-1).sum(-1) for t in (s, a)]
+    traces = [t.sum(-1) if t.ndim == 2 else t.diagonal(dim1=-2, dim2=-1).sum(-1) for t in (s, a)]
     return torch.einsum("cnm,nm->c", gram, C) / (traces[0] * traces[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -12,14 +12,17 @@ from natgrad.pullback.pullback import Pullback
 
 Self = TypeVar("Self")
 Result = TypeVar("Result")
+Others = ParamSpec("Others")
 
 
-def without_autocast(estimate: Callable[[Self, Pullback], Result]) -> Callable[[Self, Pullback], Result]:
+def without_autocast(
+    estimate: Callable[Concatenate[Self, Pullback, Others], Result],
+) -> Callable[Concatenate[Self, Pullback, Others], Result]:
     """An estimate with autocast off: it would round every product of factors to half precision."""
 
     @wraps(estimate)
-    def wrapped(self: Self, pullback: Pullback) -> Result:
+    def wrapped(self: Self, pullback: Pullback, /, *args: Others.args, **kwargs: Others.kwargs) -> Result:
         with torch.autocast(pullback.y.device.type, enabled=False):
-            return estimate(self, pullback)
+            return estimate(self, pullback, *args, **kwargs)
 
     return wrapped

@@ -1,5 +1,6 @@
 """Structures: what is kept of a pulled-back metric. Each estimates an operator from a pullback."""
 
+from natgrad.structures.eigen import EigenKronecker as EigenKronecker
 from natgrad.structures.exact import BlockDense as BlockDense
 from natgrad.structures.exact import Dense as Dense
 from natgrad.structures.exact import Diagonal as Diagonal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
@@ -20,9 +21,96 @@ from natgrad.slots import check_slots
 from natgrad.structures.exact import Diagonal, Structure
 
 
+@dataclass(frozen=True)
+class Layered(Structure):
+    """Two factors a layer, and another structure for the parameters that no layer rule covers."""
+
+    sharing: Literal["expand", "reduce"] = "expand"
+    fallback: Structure = field(default_factory=Diagonal)
+    strict: bool = False
+    largest: int = 16384
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if self.sharing not in ("expand", "reduce"):
+            raise ValueError(f'{name}(sharing=…) is "expand" or "reduce", not {self.sharing!r}')
+        check_slots(fallback=(self.fallback, Structure))
+        if not self.fallback.bounded:
+            raise ValueError(
+                f"{name}(fallback={self.fallback!r}) cannot be averaged over time: use Diagonal() or BlockDense()"
+            )
+        if self.largest < 1:
+            raise ValueError(f"{name}(largest=…) must be at least 1, got {self.largest}")
+
+    @abstractmethod
+    def layer_elements(self, block: Block) -> int:
+        """How many numbers are kept of a layer."""
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    @property
+    def one_pass(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        covered, others = split(pullback.layers)
+        total = sum(map(self.layer_elements, covered))
+        return total + (self.fallback.elements(restricted(pullback, others)) if others else 0)
+
+    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of S and A of a layer."""
+        c, o, i = block.shape
+        assert block.rule is not None
+        diagonal = block.rule.sparse or i > self.largest
+        return (c, o) if o > self.largest else (c, o, o), (c, i) if diagonal else (c, i, i)
+
+    def parts(self, pullback: Pullback) -> tuple[list[Block], Pullback | None]:
+        """The layers that have a rule, and the pullback to the other parameters; refused is what does not fit."""
+        self.admit(pullback)
+        covered, others = split(pullback.layers)
+        self.check(others)
+        if not covered:
+            raise UncoveredError(
+                f"no layer rule covers any parameter of the model ({', '.join(n for b in others for n in b.names[:1])}"
+                f"…), so that {type(self).__name__} has nothing to factor: pass rules=[…] for its layers, or use "
+                "Diagonal, BlockDense or Dense"
+            )
+        return covered, restricted(pullback, others) if others else None
+
+    @property
+    def rule_of_sharing(self) -> Sharing:
+        """What to do with positions, as an object."""
+        return Largest(Expand() if self.sharing == "expand" else Reduce(), self.largest)
+
+    def check(self, others: Sequence[Block]) -> None:
+        """With ``strict``, refuse parameters that no rule covers."""
+        if self.strict and others:
+            names = ", ".join(name for block in others for name in block.names)
+            raise UncoveredError(
+                f"no layer rule covers {names}, and strict=True. Pass rules=[…] with a rule for their module, use the "
+                f"module's own forward, or let them fall back to {self.fallback!r} with strict=False"
+            )
+
+    def restored(
+        self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
+    ) -> tuple[list[Block], Operator | None]:
+        """The layers that have a product among these tensors, and the operator over the other parameters."""
+        kept = [block for block in blocks if f"{block.names[0]}/S" in tensors]
+        rest = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
+        if not rest:
+            return kept, None
+        names = {name for block in kept for name in block.names}
+        ruled = [block for block in blocks if block not in kept]
+        params = {name: p for name, p in model.params.items() if name not in names}
+        smaller = Model(model.function, params, model.output)
+        return kept, self.fallback.restore(smaller, _placed(ruled, params), rest)
+
+
 @final
 @dataclass(frozen=True)
-class Kronecker(Structure):
+class Kronecker(Layered):
     """G ≈ S ⊗ A on every layer, A = E[a aᵀ], S = E[g gᵀ] (003 (2.8), (4.5), (5.3); 004 (37)).
 
     ``sharing``: what becomes of positions that share a weight (pixels, tokens, time steps): "expand" takes them for
@@ -42,88 +130,25 @@ class Kronecker(Structure):
             [1., 2., 1.]])
     """
 
-    sharing: Literal["expand", "reduce"] = "expand"
-    fallback: Structure = field(default_factory=Diagonal)
-    strict: bool = False
-    largest: int = 16384
-
-    def __post_init__(self) -> None:
-        if self.sharing not in ("expand", "reduce"):
-            raise ValueError(f'Kronecker(sharing=…) is "expand" or "reduce", not {self.sharing!r}')
-        check_slots(fallback=(self.fallback, Structure))
-        if not self.fallback.bounded:
-            raise ValueError(
-                f"Kronecker(fallback={self.fallback!r}) cannot be averaged over time: use Diagonal() or BlockDense()"
-            )
-        if self.largest < 1:
-            raise ValueError(f"Kronecker(largest=…) must be at least 1, got {self.largest}")
-
-    @property
-    def bounded(self) -> bool:
-        return True
-
-    @property
-    def one_pass(self) -> bool:
-        return True
-
-    def elements(self, pullback: Pullback) -> int:
-        covered, others = split(pullback.layers)
-        total = sum(math.prod(shape) for block in covered for shape in self.shapes(block))
-        return total + (self.fallback.elements(restricted(pullback, others)) if others else 0)
-
-    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of S and A of a layer."""
-        c, o, i = block.shape
-        assert block.rule is not None
-        diagonal = block.rule.sparse or i > self.largest
-        return (c, o) if o > self.largest else (c, o, o), (c, i) if diagonal else (c, i, i)
+    def layer_elements(self, block: Block) -> int:
+        return sum(map(math.prod, self.shapes(block)))
 
     @without_autocast
     def estimate(self, pullback: Pullback) -> KroneckerOperator:
-        self.admit(pullback)
-        covered, others = split(pullback.layers)
-        self.check(others)
-        if not covered:
-            raise UncoveredError(
-                f"no layer rule covers any parameter of the model ({', '.join(n for b in others for n in b.names[:1])}"
-                "…), so that Kronecker has nothing to factor: pass rules=[…] for its layers, or use Diagonal, "
-                "BlockDense or Dense"
-            )
+        covered, others = self.parts(pullback)
         factors = second_moments(pullback, covered, self.rule_of_sharing)
         return KroneckerOperator(
             Layout.of(pullback.model.params, pullback.y.dtype),
             tuple(covered),
             tuple(s for s, _ in factors),
             tuple(a for _, a in factors),
-            self.fallback.estimate(restricted(pullback, others)) if others else None,
+            None if others is None else self.fallback.estimate(others),
         )
 
-    @property
-    def rule_of_sharing(self) -> Sharing:
-        """What to do with positions, as an object."""
-        return Largest(Expand() if self.sharing == "expand" else Reduce(), self.largest)
-
-    def check(self, others: Sequence[Block]) -> None:
-        """With ``strict``, refuse parameters that no rule covers."""
-        if self.strict and others:
-            names = ", ".join(name for block in others for name in block.names)
-            raise UncoveredError(
-                f"no layer rule covers {names}, and strict=True. Pass rules=[…] with a rule for their module, use the "
-                f"module's own forward, or let them fall back to {self.fallback!r} with strict=False"
-            )
-
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
-        kept = [block for block in blocks if f"{block.names[0]}/S" in tensors]
-        rest = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
-        left, right = ([tensors[f"{block.names[0]}/{side}"] for block in kept] for side in "SA")
-        others: Operator | None = None
-        if rest:
-            names = {name for block in kept for name in block.names}
-            ruled = [block for block in blocks if block not in kept]
-            params = {name: p for name, p in model.params.items() if name not in names}
-            others = self.fallback.restore(Model(model.function, params, model.output), _placed(ruled, params), rest)
-        layout = Layout.of(model.params, left[0].dtype)
-        return KroneckerOperator(layout, tuple(kept), tuple(left), tuple(right), others)
+        kept, rest = self.restored(model, blocks, tensors)
+        left, right = (tuple(tensors[f"{block.names[0]}/{side}"] for block in kept) for side in "SA")
+        return KroneckerOperator(Layout.of(model.params, left[0].dtype), tuple(kept), left, right, rest)
 
 
 def split(blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
