@@ -99,7 +99,7 @@ class Recorder:
         if not any(t.requires_grad for t in outputs):
             return
         rule = self._rules[module]
-        call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach))
+        call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach), module.training)
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
         if isinstance(rule, Replayed):
             given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}

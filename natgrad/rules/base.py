@@ -18,10 +18,11 @@ Keys: TypeAlias = tuple[str, ...]  # local names of the parameters of one layer
 @final
 @dataclass(frozen=True)
 class Call:
-    """One call of a module: its arguments, detached."""
+    """One call of a module: its arguments, detached, and whether it was in training mode then."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    training: bool = False
 
     @property
     def x(self) -> Tensor:
