@@ -1,11 +1,33 @@
 """Layer rules: how each layer type writes its per-example gradients as Σ_r g aᵀ. They know no structure."""
 
+from natgrad.rules.attention import AttentionRule as AttentionRule
 from natgrad.rules.base import Call as Call
 from natgrad.rules.base import Moment as Moment
 from natgrad.rules.base import Replay as Replay
 from natgrad.rules.base import Replayable as Replayable
 from natgrad.rules.base import Replayed as Replayed
 from natgrad.rules.base import Rule as Rule
+from natgrad.rules.conv import ConvRule as ConvRule
+from natgrad.rules.conv import TransposedConvRule as TransposedConvRule
 from natgrad.rules.linear import LinearRule as LinearRule
+from natgrad.rules.norm import BatchNormRule as BatchNormRule
+from natgrad.rules.norm import GroupNormRule as GroupNormRule
+from natgrad.rules.norm import InstanceNormRule as InstanceNormRule
+from natgrad.rules.norm import LayerNormRule as LayerNormRule
+from natgrad.rules.norm import RMSNormRule as RMSNormRule
+from natgrad.rules.recurrent import CellRule as CellRule
+from natgrad.rules.recurrent import RecurrentRule as RecurrentRule
 
-RULES: tuple[Rule, ...] = (LinearRule(),)
+RULES: tuple[Rule, ...] = (
+    LinearRule(),
+    LayerNormRule(),
+    RMSNormRule(),
+    GroupNormRule(),
+    BatchNormRule(),
+    InstanceNormRule(),
+    ConvRule(),
+    TransposedConvRule(),
+    RecurrentRule(),
+    CellRule(),
+    AttentionRule(),
+)

@@ -15,7 +15,6 @@ every_module = pytest.mark.parametrize("case", [c for c in zoo.ZOO if c.name != 
 # hooks of its module see only in part, or one whose type has no rule.
 FALLS_BACK = {
     "weight_outside": {"lin.weight", "lin.bias"},
-    "conv": {"0.weight", "0.bias"},
     "layer_norm": {"1.weight", "1.bias"},
     "bare_parameter": {"scale", "mix"},
     "attention": {

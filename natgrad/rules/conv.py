@@ -1,0 +1,162 @@
+"""The rules of convolutions and transposed convolutions, in one, two and three dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from natgrad.rules.base import Call, Keys, Moment, Rule, bordered, homogeneous, plain, single
+from natgrad.rules.correlation import patch_moment
+from natgrad.rules.linear import AffineRule
+from natgrad.rules.patches import Axis, patch_mean, patches
+from natgrad.rules.products import output_moment, symmetric_product
+
+_Conv: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
+_Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@final
+class ConvRule(AffineRule):
+    """z_r = W̄ ā_r with ā_r the patch that output position r reads, and a 1: Σ_r g āᵀ (003 (4.1)–(4.5), ERRATA 43, 47).
+
+    Any stride, padding, dilation and groups. Zero padding is part of the patches, and so of A (ERRATA D). Groups are
+    independent layers c. The second moment of the patches is a correlation and needs no patches.
+    """
+
+    def covers(self, module: nn.Module) -> bool:
+        return any(plain(module, kind, "weight", "bias") for kind in _CONVS)
+
+    def groups(self, module: nn.Module) -> int:
+        return cast(_Conv, module).groups
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        x, axes = _padded(cast(_Conv, module), call.x)
+        return homogeneous(patches(x, axes, self.groups(module)), "weight" in keys, "bias" in keys)
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        return g.flatten(3).unflatten(2, (self.groups(module), -1)).permute(0, 1, 4, 2, 3)
+
+    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
+        x, axes = _padded(cast(_Conv, module), call.x)
+        c, count = self.groups(module), _positions(x, axes)
+        if "weight" not in keys:
+            return Moment(single(x).new_full((c, 1, 1), count), count)
+        found = patch_moment(x, axes, c)
+        return Moment(bordered(found.products, found.sums, count) if "bias" in keys else found.products, count)
+
+    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        x, axes = _padded(cast(_Conv, module), call.x)
+        return homogeneous(patch_mean(x, axes, self.groups(module)), "weight" in keys, "bias" in keys)
+
+    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        return output_moment(g, self.groups(module))
+
+
+@final
+class TransposedConvRule(Rule):
+    """z[p·s + u] += W_u x_p: the layer maps every input position p to a patch of the output, W [c (o·kernel) i].
+
+    So a is the input itself, r counts input positions, and g is the patch of cotangents around each of them. The bias
+    is added at output positions: it is a layer of its own.
+    """
+
+    def covers(self, module: nn.Module) -> bool:
+        return any(plain(module, kind, "weight", "bias") for kind in _TRANSPOSED)
+
+    def layers(self, module: nn.Module) -> tuple[Keys, ...]:
+        return tuple((key,) for key in self.parameters(module))
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        layer = cast(_Transposed, module)
+        if keys == ("bias",):
+            return 1, layer.out_channels, 1
+        return layer.groups, layer.weight[0].numel(), layer.in_channels // layer.groups
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        layer = cast(_Transposed, module)
+        x = _batched(layer, call.x)
+        if keys == ("bias",):
+            sizes = _output_sizes(layer, call)
+            return x.new_ones(x.shape[0], sizes.numel(), 1, 1)
+        return x.flatten(2).unflatten(1, (layer.groups, -1)).permute(0, 3, 1, 2)
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        layer = cast(_Transposed, module)
+        if keys == ("bias",):
+            return g.flatten(3).transpose(2, 3).unsqueeze(3)
+        read, axes = _read(layer, g.flatten(0, 1))
+        return patches(read, axes, layer.groups).unflatten(0, g.shape[:2])
+
+    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
+        layer = cast(_Transposed, module)
+        x = _batched(layer, call.x)
+        if keys == ("bias",):
+            count = x.shape[0] * _output_sizes(layer, call).numel()
+            return Moment(single(x).new_full((1, 1, 1), count), count)
+        return Moment(output_moment(x.unsqueeze(0), layer.groups), x.shape[0] * x.shape[2:].numel())
+
+    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        layer = cast(_Transposed, module)
+        if keys == ("bias",):
+            return symmetric_product(single(g.flatten(3).transpose(2, 3).reshape(-1, g.shape[2]))).unsqueeze(0)
+        return patch_moment(*_read(layer, g.flatten(0, 1)), layer.groups).products
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        if "bias" in block:
+            return block["bias"].view(1, -1, 1)
+        c = cast(_Transposed, module).groups
+        return block["weight"].flatten(1).unflatten(0, (c, -1)).transpose(1, 2)
+
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        lead = packed.shape[:-3]
+        if keys == ("bias",):
+            return {"bias": packed.reshape(*lead, -1)}
+        weight = cast(_Transposed, module).weight
+        return {"weight": packed.transpose(-1, -2).reshape(*lead, *weight.shape)}
+
+
+def _batched(layer: _Conv | _Transposed, x: Tensor) -> Tensor:
+    return x if x.ndim == layer.weight.ndim else x.unsqueeze(0)
+
+
+def _padded(layer: _Conv, x: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:
+    """The input, padded where that is not with zeros, and how the axes are read."""
+    x = _batched(layer, x)
+    given = layer._reversed_padding_repeated_twice  # (before, after) of the last axis, of the one before it, …
+    pairs = [(given[at], given[at + 1]) for at in range(len(given) - 2, -1, -2)]
+    if layer.padding_mode != "zeros":
+        x = F.pad(x, given, mode=layer.padding_mode)
+        pairs = [(0, 0)] * len(pairs)
+    sizes = zip(layer.kernel_size, layer.stride, layer.dilation, pairs, strict=True)
+    return x, tuple(Axis(k, s, d, before, after) for k, s, d, (before, after) in sizes)
+
+
+def _positions(x: Tensor, axes: tuple[Axis, ...]) -> int:
+    """N·R."""
+    count = x.shape[0]
+    for axis, size in zip(axes, x.shape[2:], strict=True):
+        count *= axis.outputs(size)
+    return count
+
+
+def _read(layer: _Transposed, g: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:
+    """Cotangents g [n o *spatial] of the output, and how they are read: a patch for every input position."""
+    axes = []
+    padding = cast(tuple[int, ...], layer.padding)
+    for at, (k, s, d, p) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation, padding, strict=True)):
+        size, span = g.shape[2 + at], (k - 1) * d
+        last = ((size + 2 * p - span - 1) // s) * s + span + 1 - p  # the outputs that some input reaches
+        g = g.narrow(2 + at, 0, min(last, size))
+        axes.append(Axis(k, s, d, p, max(last - size, 0)))
+    return g, tuple(axes)
+
+
+def _output_sizes(layer: _Transposed, call: Call) -> torch.Size:
+    with torch.no_grad():
+        return torch.Size(layer(*(t[:1] if isinstance(t, Tensor) else t for t in call.args), **call.kwargs).shape[2:])

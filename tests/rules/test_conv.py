@@ -1,0 +1,138 @@
+"""Convolutions of every kind: rules give per-example gradients, and moments are those of the patches."""
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.model import Model
+from natgrad.pullback.assemble import layers_of
+from natgrad.pullback.tape import record
+from natgrad.rules import Moment
+from tests import zoo
+from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
+
+# torch's own: a padded copy is slower, not wrong
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+CONVS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
+    "1d": (nn.Conv1d, {"kernel_size": 3}, (7,)),
+    "1d strided": (nn.Conv1d, {"kernel_size": 3, "stride": 2, "padding": 1}, (7,)),
+    "1d same even": (nn.Conv1d, {"kernel_size": 4, "padding": "same"}, (6,)),
+    "2d": (nn.Conv2d, {"kernel_size": 3}, (5, 4)),
+    "2d pointwise": (nn.Conv2d, {"kernel_size": 1}, (3, 3)),
+    "2d pointwise strided": (nn.Conv2d, {"kernel_size": 1, "stride": 2}, (5, 4)),
+    "2d padded": (nn.Conv2d, {"kernel_size": 3, "padding": 1}, (4, 5)),
+    "2d valid": (nn.Conv2d, {"kernel_size": 2, "padding": "valid"}, (4, 3)),
+    "2d same": (nn.Conv2d, {"kernel_size": (3, 2), "padding": "same"}, (4, 5)),
+    "2d same dilated": (nn.Conv2d, {"kernel_size": 3, "padding": "same", "dilation": 2}, (5, 5)),
+    "2d strided": (nn.Conv2d, {"kernel_size": 3, "padding": 1, "stride": 2}, (6, 5)),
+    "2d uneven": (nn.Conv2d, {"kernel_size": (2, 3), "padding": (1, 2), "stride": (1, 2)}, (4, 5)),
+    "2d dilated": (nn.Conv2d, {"kernel_size": 3, "dilation": (1, 2)}, (5, 6)),
+    "2d circular": (nn.Conv2d, {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}, (4, 4)),
+    "2d reflect": (nn.Conv2d, {"kernel_size": 3, "padding": (1, 2), "padding_mode": "reflect"}, (4, 4)),
+    "2d replicate": (nn.Conv2d, {"kernel_size": 3, "padding": 2, "padding_mode": "replicate"}, (3, 4)),
+    "2d same circular": (nn.Conv2d, {"kernel_size": 2, "padding": "same", "padding_mode": "circular"}, (3, 4)),
+    "2d grouped": (nn.Conv2d, {"kernel_size": 3, "padding": 1, "groups": 2}, (4, 4)),
+    "2d depthwise": (nn.Conv2d, {"kernel_size": 3, "groups": 4, "stride": 2}, (5, 5)),
+    "2d large kernel": (nn.Conv2d, {"kernel_size": 5, "padding": 2}, (6, 6)),
+    "3d": (nn.Conv3d, {"kernel_size": 2, "padding": 1, "stride": (1, 2, 1)}, (2, 3, 3)),
+    "transposed 1d": (nn.ConvTranspose1d, {"kernel_size": 3, "stride": 2}, (4,)),
+    "transposed 2d": (nn.ConvTranspose2d, {"kernel_size": 3}, (3, 2)),
+    "transposed 2d strided": (
+        nn.ConvTranspose2d,
+        {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
+        (3, 2),
+    ),
+    "transposed 2d grouped": (nn.ConvTranspose2d, {"kernel_size": 2, "groups": 2, "stride": (2, 1)}, (2, 3)),
+    "transposed 2d dilated": (nn.ConvTranspose2d, {"kernel_size": 2, "dilation": 2, "padding": 1}, (3, 3)),
+    "transposed 3d": (nn.ConvTranspose3d, {"kernel_size": 2, "stride": 2}, (2, 1, 2)),
+}
+FROZEN = [frozen for size in range(2) for frozen in combinations(("0.weight", "0.bias"), size)]
+
+
+def problem(kind: str, frozen: tuple[str, ...] = (), bias: bool = True) -> zoo.Problem:
+    """The convolution, tanh, and another one after it; four channels in, four out, three examples."""
+    layer, options, sizes = CONVS[kind]
+
+    def build() -> zoo.Problem:
+        model = nn.Sequential(layer(4, 4, bias=bias, **options), nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
+        x = torch.randn(3, 4, *sizes, dtype=torch.float64)
+        model.double()(x)
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        return zoo.Problem(model, x)
+
+    return zoo.Case(kind, build).make()
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=lambda frozen: " ".join(frozen) or "all")
+@pytest.mark.parametrize("kind", CONVS)
+def test_the_gradient_of_an_example_is_the_sum_over_positions(kind: str, frozen: tuple[str, ...]) -> None:
+    of = problem(kind, frozen)
+    metric = random_roots(of)
+    pb = pull(of, metric)
+    assert covered(pb) == set(pb.model.params)
+    close(rows(pb), oracle_rows(of, metric.s))
+
+
+@pytest.mark.parametrize("kind", CONVS)
+def test_without_bias_there_is_no_homogeneous_coordinate(kind: str) -> None:
+    of = problem(kind, bias=False)
+    metric = random_roots(of)
+    pb = pull(of, metric)
+    assert covered(pb) == set(pb.model.params)
+    close(rows(pb), oracle_rows(of, metric.s))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", CONVS)
+def test_moments_are_those_of_inputs_and_cotangents(kind: str, dtype: torch.dtype) -> None:
+    of = problem(kind)
+    model = Model.of(of.module.to(dtype))
+    blocks = layers_of(model)
+    tape = record(model, blocks, of.x.to(dtype))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    for block in blocks:
+        (use,) = tape.of(block)
+        rule, keys = use.rule, block.keys
+        a = rule.inputs(use.module, keys, use.call).double()
+        moment = rule.input_moment(use.module, keys, use.call)
+        _alike(moment, a, tolerance)
+        mean = rule.input_mean(use.module, keys, use.call).double()
+        close(mean, a.mean(1), tolerance)
+        g = normal(2, *use.shape).to(dtype)
+        found = rule.output_moment(use.module, keys, g)
+        assert found.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+        canonical = rule.cotangents(use.module, keys, g).double()
+        close(found.double(), torch.einsum("knrco,knrcp->cop", canonical, canonical), tolerance)
+
+
+def _alike(moment: Moment, a: Tensor, tolerance: float) -> None:
+    assert moment.count == a.shape[0] * a.shape[1]
+    close(moment.total.double(), torch.einsum("nrci,nrcj->cij", a, a), tolerance)
+
+
+@pytest.mark.parametrize("kind", ["2d padded", "2d grouped", "2d strided", "transposed 2d strided"])
+def test_memory_format_does_not_matter(kind: str) -> None:
+    of = problem(kind)
+    expected = ng.Kronecker().estimate(pull(of, ng.Euclidean())).dense()
+    of.module.to(memory_format=torch.channels_last)
+    last = zoo.Problem(of.model, of.x.to(memory_format=torch.channels_last))
+    close(ng.Kronecker().estimate(pull(last, ng.Euclidean())).dense(), expected)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_convolution_with_one_position_is_a_linear_layer(sharing: Any) -> None:
+    torch.manual_seed(0)
+    conv, linear = nn.Conv2d(2, 3, 3).double(), nn.Linear(18, 3).double()
+    with torch.no_grad():
+        linear.weight.copy_(conv.weight.flatten(1))
+    x = normal(5, 2, 3, 3)
+    structure = ng.Kronecker(sharing=sharing)
+    G = structure.estimate(ng.pullback(nn.Sequential(conv, nn.Flatten()), x, ng.Euclidean()))
+    H = structure.estimate(ng.pullback(linear, x.flatten(1), ng.Euclidean()))
+    close(G.dense(), H.dense())
