@@ -15,14 +15,7 @@ every_module = pytest.mark.parametrize("case", [c for c in zoo.ZOO if c.name != 
 # hooks of its module see only in part, or one whose type has no rule.
 FALLS_BACK = {
     "weight_outside": {"lin.weight", "lin.bias"},
-    "layer_norm": {"1.weight", "1.bias"},
     "bare_parameter": {"scale", "mix"},
-    "attention": {
-        "attention.in_proj_weight",
-        "attention.in_proj_bias",
-        "attention.out_proj.weight",
-        "attention.out_proj.bias",
-    },
     "tied_embedding": {"embedding.weight"},
     "weight_norm": {
         "0.bias",

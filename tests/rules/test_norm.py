@@ -1,0 +1,215 @@
+"""Normalisations: the gradient of an example with respect to scale and shift is Σ_r g (x̂, 1)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import natgrad as ng
+from natgrad.errors import BatchStatisticsError
+from natgrad.rules import BatchNormRule, Call, InstanceNormRule, LayerNormRule, RMSNormRule, Rule
+from natgrad.rules.norm import NormRule
+from tests import zoo
+from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
+
+Build = Callable[[], nn.Module]
+NORMS: dict[str, tuple[Build, tuple[int, ...]]] = {
+    "layer": (lambda: nn.LayerNorm(4), (4,)),
+    "layer sequence": (lambda: nn.LayerNorm(4), (3, 4)),
+    "layer two axes": (lambda: nn.LayerNorm((3, 4)), (3, 4)),
+    "layer two axes sequence": (lambda: nn.LayerNorm((3, 4)), (2, 2, 3, 4)),
+    "layer without shift": (lambda: nn.LayerNorm(4, bias=False), (3, 4)),
+    "rms": (lambda: nn.RMSNorm(4), (3, 4)),
+    "rms two axes": (lambda: nn.RMSNorm((3, 4), eps=0.1), (2, 3, 4)),
+    "group": (lambda: nn.GroupNorm(2, 4), (4, 3, 2)),
+    "group of all": (lambda: nn.GroupNorm(1, 4), (4, 5)),
+    "group of one": (lambda: nn.GroupNorm(4, 4), (4, 2, 2, 2)),
+    "group flat": (lambda: nn.GroupNorm(2, 4), (4,)),
+    "batch 1d": (lambda: _seen(nn.BatchNorm1d(4)), (4,)),
+    "batch 1d sequence": (lambda: _seen(nn.BatchNorm1d(4)), (4, 3)),
+    "batch 2d": (lambda: _seen(nn.BatchNorm2d(4, eps=0.1)), (4, 3, 2)),
+    "batch 3d": (lambda: _seen(nn.BatchNorm3d(4)), (4, 2, 2, 2)),
+    "instance 1d": (lambda: nn.InstanceNorm1d(4, affine=True), (4, 3)),
+    "instance 2d": (lambda: nn.InstanceNorm2d(4, affine=True, eps=0.1), (4, 3, 2)),
+    "instance 3d": (lambda: nn.InstanceNorm3d(4, affine=True), (4, 2, 2, 2)),
+    "instance tracked": (lambda: _seen(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), (4, 3, 2)),
+    "instance tracked training": (lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True), (4, 3)),
+}
+every_norm = pytest.mark.parametrize("kind", NORMS)
+
+
+KEYS = (("weight", "bias"), ("weight",), ("bias",))
+SHIFTLESS = ("layer without shift", "rms", "rms two axes")
+PARTS = [(kind, keys) for kind in NORMS for keys in KEYS if not ("bias" in keys and kind in SHIFTLESS)]
+
+
+def _seen(layer: nn.Module) -> nn.Module:
+    """In evaluation mode, with running statistics of its own."""
+    for name, buffer in layer.named_buffers():
+        if name.startswith("running"):
+            buffer.uniform_(0.5, 2.0)
+    return layer.eval()
+
+
+def problem(kind: str, frozen: tuple[str, ...] = ()) -> zoo.Problem:
+    """The normalisation between two other layers, so that its inputs and its cotangents are not special."""
+    build, shape = NORMS[kind]
+
+    def made() -> zoo.Problem:
+        size = torch.Size(shape).numel()
+        layers = [nn.Linear(size, size), nn.Unflatten(1, shape), build(), nn.Tanh(), nn.Flatten(), nn.Linear(size, 2)]
+        model = nn.Sequential(*layers)
+        for name in frozen:
+            if name in dict(model.named_parameters()):
+                model.get_parameter(name).requires_grad_(False)
+        return zoo.Problem(model, torch.randn(3, size, dtype=torch.float64))
+
+    return zoo.Case(kind, made).make()
+
+
+@pytest.mark.parametrize("frozen", [(), ("2.weight",), ("2.bias",)], ids=lambda names: " ".join(names) or "all")
+@every_norm
+def test_the_gradient_of_an_example_is_the_sum_over_positions(kind: str, frozen: tuple[str, ...]) -> None:
+    of = problem(kind, frozen)
+    metric = random_roots(of)
+    pb = pull(of, metric)
+    assert covered(pb) == set(pb.model.params)
+    close(rows(pb), oracle_rows(of, metric.s))
+
+
+def _rule(layer: nn.Module) -> Rule:
+    return next(rule for rule in ng.rules.RULES if rule.covers(layer))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("kind", "keys"), PARTS, ids=lambda part: part if isinstance(part, str) else " ".join(part))
+def test_moments_are_those_of_inputs_and_cotangents(kind: str, keys: tuple[str, ...], training: bool) -> None:
+    build, shape = NORMS[kind]
+    layer = build().double()
+    rule, call = _rule(layer), Call((normal(5, *shape),), {}, training)
+    a = rule.inputs(layer, keys, call)
+    moment = rule.input_moment(layer, keys, call)
+    assert moment.count == a.shape[0] * a.shape[1]
+    close(moment.total, torch.einsum("nrci,nrcj->cij", a, a), 1e-12)
+    close(rule.input_mean(layer, keys, call), a.mean(1), 1e-12)
+    cotangents = normal(2, 5, *shape, seed=1)
+    g = rule.cotangents(layer, keys, cotangents)
+    assert g.shape == (2, 5, *a.shape[1:3], 1)
+    close(rule.output_moment(layer, keys, cotangents), torch.einsum("knrco,knrcp->cop", g, g), 1e-12)
+
+
+@every_norm
+def test_packing_and_unpacking_are_inverse(kind: str) -> None:
+    layer = NORMS[kind][0]().double()
+    rule = _rule(layer)
+    named = {name: normal(*p.shape, seed=at) for at, (name, p) in enumerate(layer.named_parameters())}
+    for keys in [tuple(named), *((name,) for name in named)]:
+        block = {key: named[key] for key in keys}
+        packed = rule.pack(layer, block)
+        assert packed.shape == rule.shape(layer, keys)
+        again = rule.unpack(layer, keys, torch.stack([packed, 2 * packed]))
+        for key in keys:
+            close(again[key], torch.stack([block[key], 2 * block[key]]))
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False).eval()])
+def test_batch_norm_uses_the_statistics_of_its_batch_where_torch_does(layer: nn.BatchNorm1d) -> None:
+    x = 3 + 2 * normal(6, 4, 5)
+    layer.double()
+    x̂ = layer(x)  # the scale is 1 and the shift 0
+    a = BatchNormRule().inputs(layer, ("weight",), Call((x,), {}, layer.training))
+    close(a.squeeze(-1).mT, x̂.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["layer sequence", "rms", "group", "batch 2d", "instance 2d"])
+def test_half_precision_is_summed_in_single(kind: str, dtype: torch.dtype) -> None:
+    """Sums of 20 000 squares overflow float16 and stall in bfloat16."""
+    build, shape = NORMS[kind]
+    layer = build()
+    rule, x = _rule(layer), normal(20_000, *shape).to(dtype)
+    keys = tuple(dict(layer.named_parameters()))
+    moment = rule.input_moment(layer, keys, Call((x,), {}))
+    expected = rule.input_moment(layer.double(), keys, Call((x.double(),), {}))
+    assert moment.total.dtype == torch.float32
+    torch.testing.assert_close(
+        moment.total.double(), expected.total, rtol=1e-5, atol=1e-5 * float(expected.total.max())
+    )
+    g = 8 * x.unsqueeze(0)
+    S = rule.output_moment(layer, keys, g)
+    assert S.dtype == torch.float32
+    torch.testing.assert_close(S.double(), rule.output_moment(layer, keys, g.double()), rtol=1e-5, atol=0)
+
+
+def test_the_default_epsilon_of_rms_norm_is_that_of_torch() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        layer = nn.RMSNorm(4, dtype=dtype)
+        x = (1e-4 * normal(8, 4)).to(dtype)
+        a = RMSNormRule().inputs(layer, ("weight",), Call((x,), {}))
+        torch.testing.assert_close(a.flatten(1).to(dtype), layer(x).detach())
+
+
+def test_an_instance_norm_without_a_batch_is_one_example() -> None:
+    layer, x = nn.InstanceNorm1d(3, affine=True).double(), normal(3, 4)
+    call = Call((x,), {})
+    assert InstanceNormRule().axis(layer, call) is None
+    a = InstanceNormRule().inputs(layer, ("weight",), call)
+    close(a.squeeze(-1).mT[0], layer(x).detach())
+    assert InstanceNormRule().cotangents(layer, ("weight",), normal(2, 3, 4)).shape == (2, 1, 4, 3, 1)
+
+
+def test_a_layer_norm_over_the_examples_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm((4, 3)), nn.Linear(3, 1)).double()
+    pb = ng.pullback(model, normal(4, 2), ng.Euclidean())
+    with pytest.raises(
+        BatchStatisticsError, match=r"LayerNorm\(\(4, 3\).*over the axis of the examples.*trailing axes"
+    ):
+        ng.Dense().estimate(pb)
+
+
+class _Named(nn.LayerNorm):
+    """A subclass, which may have another forward."""
+
+
+def test_rules_speak_for_the_very_types_only() -> None:
+    twice: Any = nn.LayerNorm(3)
+    twice.forward = lambda x: 2 * x
+    for layer in (_Named(3), twice, nn.LayerNorm(3, elementwise_affine=False), nn.BatchNorm1d(3, affine=False)):
+        assert not any(isinstance(rule, NormRule) and rule.covers(layer) for rule in ng.rules.RULES)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", [kind for kind, (_, shape) in NORMS.items() if shape == (4,)])
+def test_kronecker_of_one_datum_with_one_position_is_exact(kind: str, sharing: str) -> None:
+    """003, section 3: for one datum and one root a and g are independent."""
+    of = problem(kind)
+    of = zoo.Problem(of.model, of.x[:1])
+    metric = random_roots(of, 1)
+    pb = pull(of, metric)
+    G = ng.Kronecker(sharing=sharing).estimate(pb).dense()  # type: ignore[arg-type]
+    R = oracle_rows(of, metric.s).flatten(0, 1)
+    for layer in pb.layers:
+        c, _, i = layer.shape
+        if isinstance(layer.rule, NormRule):  # blocks of one entry of scale and shift
+            index = layer.index.view(c, i)
+            for group in index:
+                close(G[group][:, group], R[:, group].T @ R[:, group])
+
+
+def test_layer_norms_cost_few_launches() -> None:
+    """A transformer has many: two factors of one layer take no more than a dozen operations."""
+    layer, x = nn.LayerNorm(8), torch.randn(4, 3, 8)
+    rule: Rule = LayerNormRule()
+
+    def count(run: Callable[[], Any]) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
+            run()
+        free = ("view", "reshape", "flatten", "empty", "as_strided", "expand", "unsqueeze", "select", "slice", "detach")
+        names = [e.name for e in prof.events() if e.cpu_parent is None and e.name.startswith("aten::")]
+        return sum(not any(word in name for word in free) for name in names)
+
+    keys = ("weight", "bias")
+    assert count(lambda: rule.input_moment(layer, keys, Call((x,), {}))) <= 7
+    assert count(lambda: rule.output_moment(layer, keys, x.unsqueeze(0))) <= 2
