@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.pullback.blocks import Block
-from natgrad.pullback.graph import leaf_uses
+from natgrad.pullback.graph import leaf_uses, nodes
 from natgrad.pullback.statistics import Statistics
 from natgrad.rules.base import Call, Replay, Replayed, Rule
 
@@ -94,24 +94,40 @@ class Recorder:
         """What was recorded, with the outputs of the pass."""
         return Tape(y, tuple(self.uses), self.statistics)
 
-    def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        outputs = tensors_of(output)
-        if not any(t.requires_grad for t in outputs):
-            return
+    def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not any(t.requires_grad for t in tensors_of(output)):
+            return None
         rule = self._rules[module]
         call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach), module.training)
-        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
         if isinstance(rule, Replayed):
             given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
-            entries: Mapping[int, int] = leaf_uses([t.grad_fn for t in outputs], stop=given)
+            output = apart(output, given)
+            entries: Mapping[int, int] = leaf_uses([t.grad_fn for t in tensors_of(output)], stop=given)
         else:
             entries = {id(p): 1 for p in rule.parameters(module).values()}
+        outputs = tensors_of(output)
+        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
         self.uses.append(Use(module, rule, call, edges, tuple(t.shape for t in outputs), entries))
+        return output if isinstance(rule, Replayed) else None
 
     def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
         if self._bound is not None and self.bytes > self._bound:
             raise TapeOverflow
+
+
+def apart(output: Any, given: Collection[Any]) -> Any:
+    """The outputs of a module, with a node of its own for one that another was computed from.
+
+    An LSTM cell returns c and h = o tanh c: the cotangent of c holds that of h, which the replay would add again.
+    """
+    tops = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
+    if len(tops) < 2:
+        return output
+    below = set(nodes([child for top in tops for child, _ in top.next_functions], stop=given))
+    if below.isdisjoint(tops):
+        return output
+    return map_tensors(output, lambda t: t.clone() if t.grad_fn in below else t)
 
 
 def record(model: Model, blocks: Sequence[Block], x: Inputs, bound: int | None = None) -> Tape:
@@ -219,9 +235,7 @@ class Tape:
         found = {}
         for key, own in layers.items():
             parts = [
-                outer[0].new_zeros(outer[0].shape[0], *t.shape) if g is None else g
-                for t in own
-                for g in (next(grads),)
+                outer[0].new_zeros(outer[0].shape[0], *t.shape) if g is None else g for t in own for g in (next(grads),)
             ]
             found[key] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return {name: found[id(layer.z)] for name, layer in replay.layers.items()}

@@ -74,6 +74,12 @@ class Recurrent(nn.Module):
         return self.head(self.cell(x)[0])
 
 
+def _fused(*ends: str) -> set[str]:
+    """The parameters of a fused recurrence."""
+    kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    return {f"cell.{kind}{end}" for kind in kinds for end in ends or ("_l0",)}
+
+
 def _swapped(body: nn.Linear, head: nn.Linear, x: Tensor) -> Tensor:
     return head(torch.tanh(body(x.transpose(0, 1)))).transpose(0, 1)
 
@@ -158,10 +164,14 @@ ODD = {
     "pruned": Odd(_pruned, (5, 3), {"2.weight", "2.bias"}),
     "patched_forward": Odd(_patched, (5, 3), {"2.weight", "2.bias"}),
     "spectral_norm": Odd(_spectral, (5, 3), {"2.weight", "2.bias"}),
-    "rnn": Odd(lambda: Recurrent(nn.RNN), (4, 3, 3), HEAD),
-    "lstm": Odd(lambda: Recurrent(nn.LSTM), (4, 3, 3), HEAD),
-    "gru": Odd(lambda: Recurrent(nn.GRU), (4, 3, 3), HEAD),
-    "lstm_both_ways": Odd(lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True), (4, 3, 3), HEAD),
+    "rnn": Odd(lambda: Recurrent(nn.RNN), (4, 3, 3), HEAD | _fused()),
+    "lstm": Odd(lambda: Recurrent(nn.LSTM), (4, 3, 3), HEAD | _fused()),
+    "gru": Odd(lambda: Recurrent(nn.GRU), (4, 3, 3), HEAD | _fused()),
+    "lstm_both_ways": Odd(
+        lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True),
+        (4, 3, 3),
+        HEAD | _fused("_l0", "_l0_reverse", "_l1", "_l1_reverse"),
+    ),
 }
 
 

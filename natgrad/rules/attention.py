@@ -1,0 +1,240 @@
+"""The rule of ``nn.MultiheadAttention``: projections, products and softmax again, in plain operations."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from natgrad.rules.base import Call, Keys, Replay, Replayable, Replayed, plain, single, trainable
+from natgrad.rules.matrices import argument, matrices_shape, own, pack_matrices, probe, unpack_matrices, weight_and_bias
+
+_IN, _OUT = ("in_proj_weight", "in_proj_bias"), ("out_proj.weight", "out_proj.bias")
+_SPLIT = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+@final
+class AttentionRule(Replayed):
+    """y = W̄_o ō, o = softmax(q kᵀ/√d + mask) v in every head, with (q, k, v) = W̄ (query, key, value).
+
+    The three projections are groups, W̄ [3 o i] on a [n r 3 i]: the same in self-attention; elsewhere the shorter ones
+    are padded, and the padding is masked. Keys that ``key_padding_mask`` leaves out have no cotangents, and are masked
+    as well. Where keys or values have another width there are three layers W_q, W_k, W_v [1 o i] and one of their
+    biases [3 o 1]. The last layer is W̄_o on the heads' outputs; the forward of ``out_proj`` is never called.
+    ``bias_k`` and ``bias_v`` are no layers and are left to the structure's fallback. A sequence without a batch is one
+    example. All masks and options of the module are covered, and so is the gradient of the attention weights.
+
+    With dropout in training mode the replay is that of the weights before dropout, whose mean it keeps: inputs of
+    ``out_proj`` and cotangents inside the module are then those of mean attention (the mask of a fused call is not
+    known), while cotangents that pass through the module have seen the mask. In evaluation mode, and with dropout=0,
+    everything is exact.
+
+    >>> AttentionRule().layers(nn.MultiheadAttention(4, 2))
+    (('in_proj_weight', 'in_proj_bias'), ('out_proj.weight', 'out_proj.bias'))
+    """
+
+    def covers(self, module: nn.Module) -> bool:
+        if not plain(module, nn.MultiheadAttention, *_IN, *_SPLIT, "bias_k", "bias_v"):
+            return False
+        out = cast(nn.MultiheadAttention, module).out_proj
+        return plain(out, type(out), "weight", "bias") and type(out) in (NonDynamicallyQuantizableLinear, nn.Linear)
+
+    def parameters(self, module: nn.Module) -> dict[str, Tensor]:
+        out = trainable(cast(nn.MultiheadAttention, module).out_proj)
+        named = trainable(module) | {f"out_proj.{name}": p for name, p in out.items()}
+        return {name: p for name, p in named.items() if name not in ("bias_k", "bias_v")}
+
+    def layers(self, module: nn.Module) -> tuple[Keys, ...]:
+        names = self.parameters(module)
+        kept = (tuple(n for n in layer if n in names) for layer in (_IN, *((name,) for name in _SPLIT), _OUT))
+        return tuple(keys for keys in kept if keys)
+
+    def axis(self, module: nn.Module, call: Call) -> int | None:
+        if argument(call, 0, "query").ndim == 2:
+            return None
+        return 0 if cast(nn.MultiheadAttention, module).batch_first else 1
+
+    def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
+        query, key = argument(call, 0, "query"), argument(call, 1, "key")
+        at = 1 if cast(nn.MultiheadAttention, module).batch_first and query.ndim == 3 else 0
+        queries, others = int(query.shape[at]), int(key.shape[at])
+        if keys[0] in _IN:
+            return 3 * max(queries, others)
+        return others if keys[0] in _SPLIT[1:] else queries
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        return matrices_shape(module, keys, _groups(keys))
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        return pack_matrices(block, _groups(tuple(block)))
+
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        return unpack_matrices(module, keys, packed)
+
+    def replay(self, module: nn.Module, call: Call) -> Replay:
+        attention = _Attention.of(cast(nn.MultiheadAttention, module), call)
+        q, k, v, layers = attention.projected()
+        mixed, weights = attention.mixed(q, k, v)
+        weight, bias = (own(module, key) for key in _OUT)
+        assert weight is not None
+        a = mixed.unsqueeze(2)  # [n l 1 e]
+        z = probe(F.linear(a, weight, bias))
+        y = z.squeeze(2)
+        if not attention.batched:
+            y = y.squeeze(0)
+        elif not attention.module.batch_first:
+            y = y.transpose(0, 1)
+        return Replay((y,) if weights is None else (y, weights), {**layers, **weight_and_bias(_OUT, a, z)})
+
+
+@final
+@dataclass(frozen=True)
+class _Attention:
+    """One call: query [n l e], key [n s ·] and value [n s ·], and its options."""
+
+    module: nn.MultiheadAttention
+    call: Call
+    tokens: tuple[Tensor, Tensor, Tensor]
+
+    @staticmethod
+    def of(module: nn.MultiheadAttention, call: Call) -> _Attention:
+        given = [single(argument(call, at, name)) for at, name in enumerate(("query", "key", "value"))]
+        if given[0].ndim == 2:
+            given = [t.unsqueeze(0) for t in given]
+        elif not module.batch_first:
+            given = [t.transpose(0, 1) for t in given]
+        return _Attention(module, call, (given[0], given[1], given[2]))
+
+    @property
+    def batched(self) -> bool:
+        return bool(argument(self.call, 0, "query").ndim == 3)
+
+    def projected(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Replayable]]:
+        """q [n l e], k and v [n s e], and the layers that they come from."""
+        sizes = [t.shape[1] for t in self.tokens]
+        bias = own(self.module, "in_proj_bias")
+        parts = [F.linear(t, w) for t, w in zip(self.tokens, self._weights(), strict=True)]
+        z = torch.stack([_longer(part, max(sizes)) for part in parts], dim=2)  # [n r 3 e]
+        z = probe(z if bias is None else z + bias.view(3, -1))
+        own_z = [z[:, :size, at : at + 1] for at, size in enumerate(sizes)]
+        valid = self._valid(sizes)
+        if own(self.module, "in_proj_weight") is not None:
+            layers = weight_and_bias(_IN, self._stacked(max(sizes), valid), z, valid)
+        else:
+            ones = z.new_ones(*z.shape[:3], 1) if valid is None else valid.unsqueeze(-1)
+            layers = weight_and_bias(_IN[1:], ones, z, valid)
+            for at, (key, t) in enumerate(zip(_SPLIT, self.tokens, strict=True)):
+                kept = None if valid is None else valid[:, : sizes[at], at : at + 1]
+                a = t.unsqueeze(2) if kept is None else t.unsqueeze(2) * kept.unsqueeze(-1)
+                layers |= weight_and_bias((key,), a, own_z[at], kept)
+        q, k, v = (part.squeeze(2) for part in own_z)
+        return q, k, v, layers
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The outputs of all heads [n l e], and the attention weights as the module returns them."""
+        length, e = q.shape[1:]
+        k, v = (self._extended(t, name) for t, name in ((k, "bias_k"), (v, "bias_v")))
+        heads = self.module.num_heads
+        q, k, v = (t.unflatten(-1, (heads, e // heads)).transpose(1, 2) for t in (q, k, v))  # [n h l d]
+        scores = (q / math.sqrt(e // heads)) @ k.transpose(-1, -2)
+        mask = self._mask(length, k.shape[2], scores)
+        if mask is None:
+            weights = scores.softmax(-1)
+        else:
+            # A query that sees no key at all has the output zero, and not the softmax of nothing.
+            blind = (mask == -math.inf).all(-1, keepdim=True)
+            weights = (scores + mask.masked_fill(blind, 0.0)).softmax(-1).masked_fill(blind, 0.0)
+        mixed = (weights @ v).transpose(1, 2).flatten(2)
+        if not argument(self.call, 4, "need_weights", True):
+            return mixed, None
+        seen = weights.mean(1) if argument(self.call, 6, "average_attn_weights", True) else weights
+        return mixed, seen if self.batched else seen.squeeze(0)
+
+    def _weights(self) -> list[Tensor]:
+        """W_q, W_k, W_v."""
+        whole = own(self.module, "in_proj_weight")
+        if whole is not None:
+            return list(whole.chunk(3))
+        return [w for w in (own(self.module, key) for key in _SPLIT) if w is not None]
+
+    def _valid(self, sizes: list[int]) -> Tensor | None:
+        """[n r 3], zero where a shorter sequence is padded and where a key is left out."""
+        padding = self._padding()
+        if padding is None and len(set(sizes)) == 1:
+            return None
+        query = self.tokens[0]
+        valid = query.new_zeros(query.shape[0], max(sizes), 3)
+        for at, size in enumerate(sizes):
+            valid[:, :size, at] = 1
+        if padding is not None:
+            valid[:, : sizes[1], 1:] *= (padding != -math.inf).to(valid.dtype).unsqueeze(-1)
+        return valid
+
+    def _stacked(self, rows: int, valid: Tensor | None) -> Tensor:
+        """a [n r 3 i], zero where it is masked."""
+        query, key, value = self.tokens
+        given = [argument(self.call, at, name) for at, name in enumerate(("query", "key", "value"))]
+        if valid is None and _same(given[0], given[1]) and _same(given[0], given[2]):
+            return query.unsqueeze(2).expand(-1, -1, 3, -1)
+        a = torch.stack([_longer(t, rows) for t in (query, key, value)], dim=2)
+        return a if valid is None else a * valid.unsqueeze(-1)
+
+    def _extended(self, t: Tensor, name: str) -> Tensor:
+        """Keys or values [n s e] with the learned one and with the zero that the module adds."""
+        learned = own(self.module, name)
+        more = [] if learned is None else [learned.expand(t.shape[0], -1, -1)]
+        if self.module.add_zero_attn:
+            more.append(t.new_zeros(t.shape[0], 1, t.shape[2]))
+        return torch.cat([t, *more], dim=1) if more else t
+
+    def _padding(self) -> Tensor | None:
+        """The key_padding_mask [n s] as what is added to the scores."""
+        given = argument(self.call, 3, "key_padding_mask")
+        return None if given is None else _added(given, self.tokens[0]).reshape(self.tokens[1].shape[:2])
+
+    def _mask(self, queries: int, keys: int, like: Tensor) -> Tensor | None:
+        """What is added to the scores [n h l s], or can be spread to that; added keys are seen by all."""
+        padding, given = self._padding(), argument(self.call, 5, "attn_mask")
+        if (
+            argument(self.call, 7, "is_causal", False)
+            and padding is None
+            and not argument(self.call, 4, "need_weights", True)
+        ):
+            # The fused kernel takes the flag at its word, and never looks at the mask.
+            return like.new_full((queries, keys), -math.inf).triu(1)
+        terms = []
+        if given is not None:
+            mask = _added(given, like)
+            terms.append(mask if mask.ndim == 2 else mask.unflatten(0, (-1, self.module.num_heads)))
+        if padding is not None:
+            terms.append(padding[:, None, None])
+        padded = [F.pad(term, (0, keys - term.shape[-1])) for term in terms]
+        return functools.reduce(torch.add, padded) if padded else None
+
+
+def _groups(keys: Keys) -> int:
+    return 3 if keys[0] in _IN else 1
+
+
+def _longer(t: Tensor, rows: int) -> Tensor:
+    """[n s e] with zeros behind it, [n rows e]."""
+    return F.pad(t, (0, 0, 0, rows - t.shape[1]))
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask as a term: −∞ where a boolean one is true."""
+    if mask.dtype == torch.bool:
+        return like.new_zeros(mask.shape).masked_fill(mask, -math.inf)
+    return mask.to(like.dtype)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, though each was detached by itself."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()

@@ -1,0 +1,198 @@
+"""The rules of ``nn.RNN``, ``nn.LSTM``, ``nn.GRU`` and of their cells: the recurrence is run again, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from natgrad.rules.base import Call, Keys, Replay, Replayed, plain, single, trainable
+from natgrad.rules.cells import Direction, State
+from natgrad.rules.matrices import argument, matrices_shape, pack_matrices, unpack_matrices
+from natgrad.rules.packed import Places
+
+
+@final
+class RecurrentRule(Replayed):
+    """Fused recurrences: every layer and direction has the layers W̄_ih on x̄_t, W̄_hh on h̄_{t−1}, and W_hr (003 (5.3)).
+
+    z_t = W̄_ih x̄_t + W̄_hh h̄_{t−1} is shared over the times t, which are the positions r; the gates of a unit are rows
+    of one W̄ [1 o i] (i, f, g, o of an LSTM; r, z, n of a GRU). W_ih and W_hh of an RNN or an LSTM have the same
+    cotangents. All layers, both directions, projections, either order of the axes, initial states and packed
+    sequences are covered; times after the end of a sequence are masked, and count nowhere. A sequence without a batch
+    is one example.
+
+    With dropout between the layers, in training mode, the replay is that of the network without: inputs and cotangents
+    inside the module are then those of the mean network (the mask of a fused call is not known), while cotangents that
+    pass through the module have seen the mask. In evaluation mode, and with dropout=0, everything is exact.
+
+    >>> import natgrad as ng
+    >>> lstm = nn.LSTM(2, 3, batch_first=True)
+    >>> pb = ng.pullback(lstm, torch.randn(4, 5, 2), ng.Euclidean(), output=lambda out: out[0])
+    >>> [layer.title for layer in pb.layers]
+    ['weight_ih_l0 + bias_ih_l0', 'weight_hh_l0 + bias_hh_l0']
+    """
+
+    def covers(self, module: nn.Module) -> bool:
+        if type(module) not in (nn.RNN, nn.LSTM, nn.GRU):
+            return False
+        rnn = cast(nn.RNNBase, module)
+        names = (name for direction in _directions(rnn) for layer in direction.layers for name in layer)
+        return plain(rnn, type(rnn), *names)
+
+    def layers(self, module: nn.Module) -> tuple[Keys, ...]:
+        return _trained(module, _directions(cast(nn.RNNBase, module)))
+
+    def axis(self, module: nn.Module, call: Call) -> int | None:
+        rnn, x = cast(nn.RNNBase, module), argument(call, 0, "input")
+        if isinstance(x, PackedSequence) or x.ndim == 2:
+            return None
+        return 0 if rnn.batch_first else 1
+
+    def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
+        rnn, x = cast(nn.RNNBase, module), argument(call, 0, "input")
+        if isinstance(x, PackedSequence):
+            return len(x.batch_sizes)
+        return int(x.shape[1 if rnn.batch_first and x.ndim == 3 else 0])
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        return matrices_shape(module, keys)
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        return pack_matrices(block)
+
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        return unpack_matrices(module, keys, packed)
+
+    def replay(self, module: nn.Module, call: Call) -> Replay:
+        rnn = cast(nn.RNNBase, module)
+        batch = _Sequences.of(rnn, argument(call, 0, "input"))
+        states = batch.states(argument(call, 1, "hx"))
+        h, last, layers = batch.x, [], {}
+        directions, ways = _directions(rnn), 1 + rnn.bidirectional
+        for first in range(0, len(directions), ways):
+            runs = [
+                directions[at].unroll(h, states[at] if states else directions[at].start(batch.x.shape[0]), batch.mask)
+                for at in range(first, first + ways)
+            ]
+            h = runs[0].h if ways == 1 else torch.cat([run.h for run in runs], dim=-1)
+            last += [run.state for run in runs]
+            layers.update({name: seen for run in runs for name, seen in run.layers.items()})
+        return Replay((*batch.outputs(h), *batch.last(last)), layers)
+
+
+@final
+class CellRule(Replayed):
+    """One step of a recurrence: W̄_ih on x̄ and W̄_hh on h̄, as in ``RecurrentRule``. Steps are uses, one after another.
+
+    >>> CellRule().layers(nn.GRUCell(2, 3, bias=False))
+    (('weight_ih',), ('weight_hh',))
+    """
+
+    def covers(self, module: nn.Module) -> bool:
+        names = (name for layer in Direction(module, "").layers for name in layer)
+        return type(module) in (nn.RNNCell, nn.LSTMCell, nn.GRUCell) and plain(module, type(module), *names)
+
+    def layers(self, module: nn.Module) -> tuple[Keys, ...]:
+        return _trained(module, (Direction(module, ""),))
+
+    def axis(self, module: nn.Module, call: Call) -> int | None:
+        return 0 if argument(call, 0, "input").ndim == 2 else None
+
+    def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
+        return 1
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        return matrices_shape(module, keys)
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        return pack_matrices(block)
+
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        return unpack_matrices(module, keys, packed)
+
+    def replay(self, module: nn.Module, call: Call) -> Replay:
+        x, given = single(argument(call, 0, "input")), argument(call, 1, "hx")
+        direction, batched = Direction(module, ""), x.ndim == 2
+        state = direction.start(x.shape[0] if batched else 1)
+        if given is not None:
+            h, c = _pair(given)
+            state = (h, c) if batched else (h.unsqueeze(0), None if c is None else c.unsqueeze(0))
+        run = direction.unroll((x if batched else x.unsqueeze(0)).unsqueeze(1), state, None)
+        outputs = tuple(t if batched else t.squeeze(0) for t in run.state if t is not None)
+        return Replay(outputs, run.layers)
+
+
+@final
+@dataclass(frozen=True)
+class _Sequences:
+    """The input of a fused recurrence as x [n t i], in the user's order, and the way back to its own form."""
+
+    rnn: nn.RNNBase
+    given: Any
+    x: Tensor
+    mask: Tensor | None = None  # [n t]
+    places: Places | None = None
+
+    @staticmethod
+    def of(rnn: nn.RNNBase, given: Any) -> _Sequences:
+        if isinstance(given, PackedSequence):
+            places, data = Places.of(given), single(given.data)
+            return _Sequences(rnn, given, places.pad(data), places.mask(data), places)
+        x = single(given)
+        if x.ndim == 2:
+            return _Sequences(rnn, given, x.unsqueeze(0))
+        return _Sequences(rnn, given, x if rnn.batch_first else x.transpose(0, 1))
+
+    @property
+    def batched(self) -> bool:
+        return isinstance(self.given, PackedSequence) or self.given.ndim == 3
+
+    def states(self, hx: Any) -> list[State]:
+        """The initial states of every layer and direction [n h]; none where they are zero."""
+        if hx is None:
+            return []
+        h, c = (t if t is None or self.batched else t.unsqueeze(1) for t in _pair(hx))
+        assert h is not None
+        return list(zip(h.unbind(0), [None] * len(h) if c is None else c.unbind(0), strict=True))
+
+    def outputs(self, h: Tensor) -> tuple[Tensor, ...]:
+        """The output tensors of the module for h [n t h] of its last layer."""
+        if self.places is not None:
+            fixed = (self.given.batch_sizes, self.given.sorted_indices, self.given.unsorted_indices)
+            return (self.places.pack(h), *(t for t in fixed if t is not None))
+        if not self.batched:
+            return (h.squeeze(0),)
+        return (h if self.rnn.batch_first else h.transpose(0, 1),)
+
+    def last(self, states: list[State]) -> tuple[Tensor, ...]:
+        """The last states, [layer n h] each."""
+        found = [torch.stack([t for t in side if t is not None]) for side in zip(*states, strict=True) if _there(side)]
+        return tuple(t if self.batched else t.squeeze(1) for t in found)
+
+
+def _there(side: tuple[Tensor | None, ...]) -> bool:
+    return side[0] is not None
+
+
+def _pair(hx: Any) -> State:
+    """h and, for an LSTM, c."""
+    h, c = hx if isinstance(hx, (tuple, list)) else (hx, None)
+    return single(h), None if c is None else single(c)
+
+
+def _directions(rnn: nn.RNNBase) -> tuple[Direction, ...]:
+    """Every layer in every direction, in the order of the states."""
+    ways = (("", False), ("_reverse", True)) if rnn.bidirectional else (("", False),)
+    return tuple(Direction(rnn, f"_l{layer}{end}", back) for layer in range(rnn.num_layers) for end, back in ways)
+
+
+def _trained(module: nn.Module, directions: tuple[Direction, ...]) -> tuple[Keys, ...]:
+    """The layers as far as they are trained."""
+    names = trainable(module)
+    kept = [tuple(n for n in layer if n in names) for direction in directions for layer in direction.layers]
+    return tuple(keys for keys in kept if keys)
