@@ -1,20 +1,20 @@
 """The second moment of the patches of a convolution, from correlations of its input with itself.
 
 Write A[u, v] = Σ_r x(r + u) x(r + v)ᵀ for places u, v of the kernel. If r ran over all integers, it would depend on
-v − u alone: A[u, v] = M[v − u], where M[δ] = Σ_p x(p) x(p + δ)ᵀ is the weight gradient of a convolution of x whose
-cotangent is x. One half of the δ is enough, M[−δ] = M[δ]ᵀ: 13 products for a kernel of 3 × 3 in place of the 45 of the
-symmetric product of patches, and no patch is copied.
+v − u alone: A[u, v] = M[v − u] with M[δ] = Σ_p x(p) x(p + δ)ᵀ. Half of the δ are enough, M[−δ] = M[δ]ᵀ: 13 products for
+a kernel of 3 × 3, in place of the 45 in the symmetric product of the patches, and no patch is ever copied.
 
 What is left is to take away the outputs r that do not exist. Along one axis let L[u, v] be the moment of the inputs
-that output 0 reads, and U[u, v] of those that output R would read. Then outputs r < 0 have Σ_{t ≥ 1} L[u − t, v − t]
-and outputs r ≥ R have Σ_{t ≥ 0} U[u + t, v + t]. Both are second moments of patches again, with one axis less, and
-padding makes most of them vanish: a padded kernel of 3 × 3 leaves one row and one column at each side.
+that output 0 reads, and U[u, v] of those that output R would read. Then all r < 0 make Σ_{t ≥ 1} L[u − t, v − t], and
+all r ≥ R make Σ_{t ≥ 0} U[u + t, v + t]. L and U are second moments of patches again, with one axis less, and padding
+makes most of them vanish: a padded kernel of 3 × 3 leaves one row or column at each side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.rules.patches import Axis, padded, patch_sum, windows
-from natgrad.rules.products import output_moment, symmetric_product
+from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
+from natgrad.rules.products import channels_last, output_moment, symmetric_product, widened
 
 
 class PatchMoment(NamedTuple):
@@ -49,11 +49,8 @@ def patch_moment(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> PatchMomen
     >>> torch.allclose(moment.products, torch.einsum("nrci,nrcj->cij", a, a)), moment.positions
     (True, 64)
     """
-    if x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()
-    positions = prod(axis.outputs(size) for axis, size in zip(axes, x.shape[2:], strict=True))
-    sums = patch_sum(x.sum(0, keepdim=True), axes, groups).squeeze(0)
-    return PatchMoment(_moment(x, axes, groups), sums, positions)
+    x = widened(x)
+    return PatchMoment(_moment(x, axes, groups), patch_sum(x, axes, groups), positions(x, axes))
 
 
 def _moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
@@ -62,13 +59,27 @@ def _moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
     if prod(axis.kernel for axis in axes) == 1:
         return output_moment(x.unsqueeze(0), groups)
     if _correlates(x, axes, groups):
-        return _by_correlation(x, axes, groups)
-    return _by_patches(x, axes, groups)
+        return moment_by_correlation(x, axes, groups)
+    return moment_by_patches(x, axes, groups)
 
 
 def _correlates(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
-    """Whether correlations beat patches. All that depends on the machine is decided here."""
-    return all(axis.stride == 1 for axis in axes)
+    """Whether correlations beat patches: where their saving outweighs a fixed cost for M and for every border."""
+    if any(axis.stride > 1 for axis in axes):
+        return False
+    borders = sum((axis.before < axis.span) + (axis.after < axis.span) for axis in axes)
+    i = x.shape[1] // groups * prod(axis.kernel for axis in axes)
+    work = x.shape[0] * positions(x, axes) * groups * i**2
+    return work > (1 + borders) * (2**24 if x.device.type == "cpu" else 2**31)
+
+
+def _convolves(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
+    """Whether M is best taken from the weight gradient of a convolution, and not product by product.
+
+    Measured on one AVX-512 core: oneDNN has no double precision, and is behind in one dimension and for few or very
+    many channels.
+    """
+    return x.device.type != "cpu" or (x.dtype == torch.float32 and len(axes) > 1 and 4 < x.shape[1] // groups < 384)
 
 
 def _thinned(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]]:
@@ -86,12 +97,12 @@ def _thinned(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]]:
     return x, rest
 
 
-def _by_patches(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
-    """The symmetric product of the patches themselves, copied in the order in which x lies in memory."""
+def moment_by_patches(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
+    """A [c i i] as the symmetric product of the patches, copied in the order in which x lies in memory."""
     d = len(axes)
     w = windows(padded(x, axes), axes).unflatten(1, (groups, -1))  # [n c ch *out *kernel]
     ch, kernel = w.shape[2], w.shape[3 + d :]
-    if groups == 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous():
+    if groups == 1 and channels_last(x):
         a = w.squeeze(1).movedim(1, -1).flatten(0, d).flatten(1)  # [(n r) (*kernel ch)]
         A = symmetric_product(a).reshape(kernel.numel(), ch, kernel.numel(), ch)
         return A.permute(1, 0, 3, 2).reshape(1, ch * kernel.numel(), -1)
@@ -99,27 +110,29 @@ def _by_patches(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
     return symmetric_product(w.permute(order).reshape(groups, ch * kernel.numel(), -1).mT)
 
 
-def _by_correlation(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
-    """M[v − u] less the outputs that do not exist; strides are 1."""
-    A = _toeplitz(_autocorrelation(x, axes, groups), axes)  # [c ch *kernel ch *kernel]
+def moment_by_correlation(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
+    """A [c i i] as M[v − u] less the outputs that do not exist; all strides must be 1."""
+    convolve = _convolves(x, axes, groups)
+    autocorrelation = autocorrelation_by_convolution if convolve else autocorrelation_by_shifts
+    A = _toeplitz(autocorrelation(x, axes, groups), axes)  # [c ch *kernel ch *kernel]
     for place, axis in enumerate(axes):
+        count = axis.kernel - 1 - min(axis.before, axis.after) // axis.dilation  # places that may read no padding
+        if count <= 0:
+            continue
+        L, U = _borders(x, axes, place, count, groups)
         blocks = A.movedim((2 + place, 3 + len(axes) + place), (-2, -1))  # a view with u and v of this axis last
-        first = axis.before // axis.dilation  # the places u before it read padding
-        L = _slab(x, axes, place, first * axis.dilation - axis.before, axis.kernel - 1 - first, groups)
-        for t in range(1, 1 + L.shape[-1]):
-            blocks[..., first + t :, first + t :] -= L[..., : axis.kernel - first - t, : axis.kernel - first - t]
-        count = axis.kernel - 1 - axis.after // axis.dilation  # the places u from here on read padding
-        U = _slab(x, axes, place, x.shape[2 + place] + axis.after - axis.span, count, groups)
-        for t in range(U.shape[-1]):
+        for t in range(count):
+            last = slice(axis.kernel - count + t, None)  # L[u, v] counts its places from kernel − 1 − count on
+            blocks[..., last, last] -= L[..., : count - t, : count - t]
             blocks[..., : count - t, : count - t] -= U[..., t:, t:]
     i = prod(A.shape[1 : 2 + len(axes)])
     return A.reshape(groups, i, i)
 
 
-def _autocorrelation(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
-    """M[δ] = Σ_{n,p} x(p) x(p + δ)ᵀ as [c ch ch δ], |δ| < kernel in steps of the dilation: 0, …, D, then −1, …, −D.
+def autocorrelation_by_convolution(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
+    """M[δ] = Σ_{n,p} x(p) x(p + δ)ᵀ as [c ch ch δ]: δ from 0 to the last of the grid |δ| ≤ span in steps of dilation.
 
-    δ counts places of the grid of all offsets, from its middle on: M[−δ] = M[δ]ᵀ is the other half of it.
+    It is the weight gradient of a convolution of x whose cotangent is x itself.
     """
     first, *others = axes
     d, ch = len(axes), x.shape[1] // groups
@@ -127,52 +140,74 @@ def _autocorrelation(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
     places = [first.kernel, *(2 * axis.kernel - 1 for axis in others)]
     weight = x.new_empty(x.shape[1], ch, *places)  # only its shape is read
     padding, dilation = [0, *(axis.span for axis in others)], [axis.dilation for axis in axes]
-    half = torch.ops.aten.convolution_backward(
+    M = torch.ops.aten.convolution_backward(
         x, below, weight, None, [1] * d, padding, dilation, False, [0] * d, groups, [False, True, False]
     )[1]
-    half = half.reshape(groups, ch, ch, -1)[..., prod(places[1:]) // 2 :]
+    return M.reshape(groups, ch, ch, -1)[..., prod(places[1:]) // 2 :]
+
+
+def autocorrelation_by_shifts(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
+    """The same M[δ], a product for every δ, of one flat buffer with itself shifted.
+
+    Zeros after every row, column and example keep what a shift moves beyond its end from meeting anything.
+    """
+    sizes = [size + axis.span for size, axis in zip(x.shape[2:], axes, strict=True)]
+    strides = [prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    length = x.shape[0] * prod(sizes)
+    tail = sum(axis.span * stride for axis, stride in zip(axes, strides, strict=True))
+    flat = x.new_zeros(x.shape[1], length + tail)
+    flat[:, :length].unflatten(1, (x.shape[0], *sizes))[(..., *map(slice, x.shape[2:]))] = x.transpose(0, 1)
+    flat = flat.unflatten(0, (groups, -1))
+    grid = list(product(*(range(1 - axis.kernel, axis.kernel) for axis in axes)))
+    M = []
+    for delta in grid[len(grid) // 2 :]:
+        shift = sum(u * axis.dilation * stride for u, axis, stride in zip(delta, axes, strides, strict=True))
+        M.append(flat[..., :length] @ flat[..., shift : shift + length].mT)
+    return torch.stack(M, -1)
+
+
+def _toeplitz(half: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """A[u, v] = M[v − u] as [c ch *u ch *v], from M[δ] for δ ≥ 0."""
+    groups, ch, _, count = half.shape
     middle, after = half[..., :1], half[..., 1:]
-    return torch.cat([(middle + middle.transpose(1, 2)) / 2, after, after.transpose(1, 2)], -1)
-
-
-def _toeplitz(M: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """A[u, v] = M[v − u] as [c ch *u ch *v]."""
-    groups, ch, _, offsets = M.shape
-    delta = torch.zeros(1, 1, dtype=torch.long, device=M.device)  # [u v], the place of v − u counted from the middle
+    M = torch.cat([(middle + middle.transpose(1, 2)) / 2, after, after.transpose(1, 2)], -1)  # 0, 1, …, −1, …
+    delta = torch.zeros(1, 1, dtype=torch.long)  # [u v], the place of v − u in the grid of offsets, from its middle
     for axis in axes:
-        u = torch.arange(axis.kernel, device=M.device)
+        u = torch.arange(axis.kernel)
         finer = (2 * axis.kernel - 1) * delta[:, None, :, None] + (u - u[:, None])[:, None, :]
         delta = finer.flatten(2).flatten(0, 1)
-    column = torch.where(delta < 0, offsets // 2 - delta, delta)
-    place = offsets * torch.arange(ch, device=M.device)[:, None] + column[:, None]  # [u ch v]
-    A = M.reshape(groups * ch, ch * offsets).index_select(1, place.flatten())
+    column = torch.where(delta < 0, count - 1 - delta, delta).to(half.device, non_blocking=True)
+    channel = M.shape[-1] * torch.arange(ch, device=half.device)
+    place = channel[:, None] + column[:, None]  # [u ch v]
+    A = M.reshape(groups * ch, -1).index_select(1, place.flatten())  # one gather is far faster than copies of blocks
     kernel = [axis.kernel for axis in axes]
     return A.reshape(groups, ch, *kernel, ch, *kernel)
 
 
-def _slab(x: Tensor, axes: Sequence[Axis], place: int, start: int, count: int, groups: int) -> Tensor:
-    """The moment [c ch *rest ch *rest u v] of the inputs that begin at ``start`` along one axis, for u, v < count.
+def _borders(x: Tensor, axes: Sequence[Axis], place: int, count: int, groups: int) -> Tensor:
+    """L (its last ``count`` places) and U (its first) along one axis, as [2 c ch *rest ch *rest u v].
 
-    They are the channels of a convolution along the other axes: inside its outputs along those before this axis, over
-    all integers along those after it, so that no output is taken away twice.
+    The places are channels of a convolution along the other axes: inside its outputs along those before this axis, over
+    all integers along those after it, so that no output is taken away twice. L and U are groups of one convolution.
     """
-    if count <= 0:
-        return x.new_empty(0)
-    dilation, kernels = axes[place].dilation, [axis.kernel for n, axis in enumerate(axes) if n != place]
-    rows = _extended(x, 2 + place, start, start + count * dilation)
-    rows = rows.movedim(2 + place, 2).unflatten(2, (count, dilation)).movedim(3, 1)  # [n dilation (c ch) count *rest]
-    free = [replace(axis, before=axis.span, after=axis.span) for axis in axes[place + 1 :]]
-    A = _moment(rows.flatten(0, 1).flatten(1, 2), [*axes[:place], *free], groups)
-    side = [x.shape[1] // groups, count, *kernels]
-    return A.reshape(groups, *side, *side).movedim((2, 2 + len(side)), (-2, -1))
+    axis, rest = axes[place], [*axes[:place], *axes[place + 1 :]]
+    length, end = count * axis.dilation, x.shape[2 + place] + axis.after
+    starts = (axis.span - length - axis.before, end - axis.span)
+    rows = torch.stack([_extended(x, 2 + place, start, start + length) for start in starts], 1)
+    rows = (
+        rows.movedim(3 + place, 3).unflatten(3, (count, axis.dilation)).movedim(4, 1)
+    )  # [n dilation 2 (c ch) u *rest]
+    rest[place:] = [replace(other, before=other.span, after=other.span) for other in rest[place:]]
+    A = _moment(rows.flatten(2, 4).flatten(0, 1), rest, 2 * groups)
+    side = [x.shape[1] // groups, count, *(other.kernel for other in rest)]
+    return A.reshape(2, groups, *side, *side).movedim((3, 3 + len(side)), (-2, -1))
 
 
 def _extended(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
     """x[start:stop] along ``dim``, with zeros where it leaves the input."""
-    low, high = min(max(start, 0), x.shape[dim]), max(min(stop, x.shape[dim]), 0)
-    inside = x.narrow(dim, low, max(high - low, 0))
-    if inside.shape[dim] == stop - start:
-        return inside
-    before = max(low - start, 0) if high > low else 0
-    pads = [0, 0] * (x.ndim - 1 - dim) + [before, stop - start - before - inside.shape[dim]]
-    return functional.pad(inside, pads)
+    size = x.shape[dim]
+    low, high = min(max(start, 0), size), min(max(stop, 0), size)
+    inside = x.narrow(dim, low, high - low)
+    before = min(max(-start, 0), stop - start)
+    after = stop - start - before - inside.shape[dim]
+    return functional.pad(inside, [0, 0] * (x.ndim - 1 - dim) + [before, after]) if before or after else inside

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad.rules.products import channels_last, widened
+
 
 @final
 @dataclass(frozen=True)
@@ -62,23 +64,30 @@ def patches(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
 def patch_mean(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     """ā [n c i] = (1/R) Σ_r a[n r c i], the mean patch of every example, without its patches.
 
-    A sum over a box of positions is a sum along one axis after the other.
+    A sum over a box of positions is a sum along one axis after the other. Half precision is summed in float32.
 
     >>> x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
     >>> axes = (Axis(kernel=3, before=1, after=1),) * 2
     >>> torch.allclose(patch_mean(x, axes), patches(x, axes).mean(1))
     True
     """
-    positions = prod(axis.outputs(size) for axis, size in zip(axes, x.shape[2:], strict=True))
-    return patch_sum(x, axes, groups) / positions
+    s = widened(x)
+    for axis in axes:  # the axis at place 2 leaves, its kernel goes to the end
+        s = s.movedim(2, -1) @ _reads(axis, s.shape[2], s)
+    return s.reshape(x.shape[0], groups, -1) / positions(x, axes)
 
 
 def patch_sum(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
-    """Σ_r a[n r c i] as [n c i]; half precision is summed in float32."""
-    s = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    for axis in axes:  # the axis at place 2 leaves, its kernel goes to the end
-        s = s.movedim(2, -1) @ _reads(axis, s.shape[2], s)
-    return s.reshape(x.shape[0], groups, -1)
+    """Σ_{n,r} a[n r c i] as [c i], from the sum of the examples."""
+    x = widened(x)
+    total = x.movedim(1, -1).sum(0).movedim(-1, 0) if channels_last(x) else x.sum(0)
+    w = windows(padded(total.unsqueeze(0), axes), axes)  # [1 (c ch) *out *kernel]
+    return w.sum(tuple(range(2, 2 + len(axes)))).reshape(groups, -1)
+
+
+def positions(x: Tensor, axes: Sequence[Axis]) -> int:
+    """R, the number of outputs of one example."""
+    return prod(axis.outputs(size) for axis, size in zip(axes, x.shape[2:], strict=True))
 
 
 def padded(x: Tensor, axes: Sequence[Axis]) -> Tensor:

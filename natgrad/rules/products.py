@@ -15,7 +15,7 @@ def symmetric_product(x: Tensor) -> Tensor:
     tensor([[10., 14.],
             [14., 20.]])
     """
-    x = _widened(x)
+    x = widened(x)
     d = x.shape[-1]
     width = _panel(x)
     if width >= d:
@@ -40,7 +40,7 @@ def output_moment(g: Tensor, groups: int = 1) -> Tensor:
     tensor([32.])
     """
     flat = g.flatten(0, 1)  # [(k n) (c o) *spatial]
-    if flat.ndim > 2 and not flat.is_contiguous() and flat.movedim(1, -1).is_contiguous():
+    if channels_last(flat):
         rows = flat.movedim(1, -1).flatten(0, -2)  # a view [(k n r) (c o)]
     elif flat.shape[2:].numel() == 1:
         rows = flat.flatten(1)
@@ -49,7 +49,13 @@ def output_moment(g: Tensor, groups: int = 1) -> Tensor:
     return symmetric_product(rows.unflatten(-1, (groups, -1)).transpose(0, 1))
 
 
-def _widened(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> bool:
+    """Whether x [n ch *spatial] lies in memory as [n *spatial ch], and not as it is written."""
+    return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in the precision its products are summed in."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
