@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -9,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
@@ -21,6 +23,8 @@ from natgrad.pullback.separate import Verdicts
 from natgrad.pullback.tape import Tape
 from natgrad.rules import RULES, Rule
 from natgrad.slots import check_slots
+
+_log = logging.getLogger("natgrad")
 
 
 def pullback(
@@ -101,6 +105,7 @@ class View:
             check_outputs(self.model, batch.x, y)
         counts, moved = leaf_uses([tape.y.grad_fn]), self.verdicts.misplaced(tape)
         blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in self.blocks]
+        self._tell(blocks)
         coupling = self.metric.coupling(batch.x, y.shape[0])
         if coupling is not None:
             parts, coupling = [(0, y.shape[0])], coupling.to(y)
@@ -118,6 +123,18 @@ class View:
             positions={b.names[0]: tape.positions(b) for b in blocks},
             roots=Root.of(self, batch.target, y, coupling is not None),
         )
+
+    def _tell(self, blocks: Sequence[Block]) -> None:
+        """Say once which parameters are seen in another mode than the others."""
+        names = ", ".join(name for block in blocks if block.rule is None for name in block.names)
+        if not names:
+            return
+        try:
+            self.model.check_separable()
+        except BatchStatisticsError:
+            message = f"no layer rule covers {names}: in training mode they are seen in evaluation mode"
+            if self.verdicts.news(message):
+                _log.info(message)
 
 
 def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:

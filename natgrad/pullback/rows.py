@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.errors import BatchStatisticsError
+from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of
 from natgrad.pullback.agree import agree
 
 _log = logging.getLogger("natgrad")
@@ -20,7 +21,24 @@ def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor) ->
     Every example is evaluated as a batch of one under ``vmap``. Inputs without examples on their first axis (then an
     example alone gives other outputs), and models that vmap cannot follow, are differentiated as a whole batch
     instead, one cotangent an example: the same numbers, more work.
+
+    A model whose examples mix, or that draws random numbers, in training mode is differentiated in evaluation mode: it
+    runs here once more, and batch statistics and masks cannot be those of the pass that y is from.
     """
+    module = model.module
+    if module is None or not any(m.training for m in module.modules()):
+        return _rows(model, names, x, y, s)
+    try:
+        model.check_separable()
+        return _rows(model, names, x, y, s)
+    except BatchStatisticsError:
+        with evaluating(module):
+            with torch.no_grad():
+                y = model(None, x)
+            return _rows(model, names, x, y, s)
+
+
+def _rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor) -> Tensor:
     n = s.shape[1]
     inputs = tensors_of(x)
     if inputs and all(t.ndim > 0 and t.shape[0] == n for t in inputs):

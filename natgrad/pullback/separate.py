@@ -33,6 +33,13 @@ class Verdicts:
 
     def __init__(self) -> None:
         self._known: dict[_Signature, frozenset[int]] = {}
+        self._told: set[str] = set()
+
+    def news(self, message: str) -> bool:
+        """Whether this has not been said yet."""
+        new = message not in self._told
+        self._told.add(message)
+        return new
 
     def misplaced(self, tape: Tape) -> frozenset[int]:
         """As the function of this name."""

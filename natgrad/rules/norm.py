@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import cast, final
 
 import torch
@@ -233,7 +233,7 @@ def batch_statistics(layer: _BatchNorm, training: bool) -> bool:
     return training or layer.running_mean is None
 
 
-def mean_and_variance(x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
+def mean_and_variance(x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
     """Mean and (biased) variance over some axes. The fused function of torch is slow on a processor."""
     if not axes:
         return x, torch.zeros_like(x)

@@ -15,8 +15,9 @@ from natgrad.model import Model
 from natgrad.operators import KroneckerOperator, Layout, Operator
 from natgrad.operators.subset import REST
 from natgrad.pullback import Block, Pullback
-from natgrad.pullback.moments import Expand, Largest, Reduce, Sharing, second_moments
+from natgrad.pullback.moments import second_moments
 from natgrad.pullback.precision import without_autocast
+from natgrad.pullback.sharing import Expand, Largest, Reduce, Sharing
 from natgrad.slots import check_slots
 from natgrad.structures.exact import Diagonal, Structure
 
@@ -117,6 +118,9 @@ class Kronecker(Layered):
     independent examples, "reduce" sums over them first. ``fallback`` is the structure of the parameters that no layer
     rule covers; with ``strict`` there must be none. Of a factor with more than ``largest`` rows (a vocabulary) only the
     diagonal is kept. All of this is in ``opt.plan()``.
+
+    In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass. The
+    parameters that fall back need passes of their own: they are seen in evaluation mode then, and the log says so once.
 
     The products S ⊗ A are exact for one datum, for deep linear networks with squared loss, and wherever a and g are
     independent. Any metric on the outputs will do (003, theorem 3.6), also a sampled one.

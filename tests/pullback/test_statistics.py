@@ -1,0 +1,381 @@
+"""Training mode: to the metric batch statistics and dropout masks are constants; to the user nothing has changed."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import natgrad as ng
+from natgrad.errors import BatchStatisticsError
+from natgrad.model import Model
+from natgrad.operators import KroneckerOperator
+from natgrad.pullback.assemble import Batch, View, layers_of
+from natgrad.pullback.tape import Recorder
+from tests import oracle, zoo
+from tests.optim.tasks import seeded
+from tests.pulled import Rooted, close, covered, normal, oracle_rows, rows
+
+
+class Residual(nn.Module):
+    """A block of a residual network, activations in place, with a projection on the way past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.one, self.two = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.past = nn.Sequential(nn.Conv2d(2, 4, 1, bias=False), nn.BatchNorm2d(4))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """relu(norm(conv(relu(norm(conv x)))) + past x)."""
+        inner = self.two(self.second(self.relu(self.one(self.first(x)))))
+        inner += self.past(x)
+        return self.relu(inner)
+
+
+class ByKeyword(nn.Module):
+    """A normalisation that is called with a keyword, and twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two passes through the same layers."""
+        return self.norm(input=self.body(torch.tanh(self.norm(input=self.body(x)))))
+
+
+def _mlp(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), norm, nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
+def _images(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), norm, nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(8, 2)
+    )
+
+
+def _volumes() -> nn.Module:
+    return nn.Sequential(nn.Conv3d(1, 2, 2), nn.BatchNorm3d(2), nn.Tanh(), nn.Flatten(), nn.Linear(2, 2))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "1d": (lambda: _mlp(nn.BatchNorm1d(4)), (3,)),
+    "2d": (lambda: _images(nn.BatchNorm2d(4, eps=0.1)), (2, 4, 4)),
+    "3d": (_volumes, (1, 2, 2, 2)),
+    "cumulative": (lambda: _mlp(nn.BatchNorm1d(4, momentum=None)), (3,)),
+    "without scale and shift": (lambda: _mlp(nn.BatchNorm1d(4, affine=False)), (3,)),
+    "untracked": (lambda: _images(nn.BatchNorm2d(4, track_running_stats=False)), (2, 4, 4)),
+    "untracked in evaluation mode": (lambda: _mlp(nn.BatchNorm1d(4, track_running_stats=False).eval()), (3,)),
+    "synchronised alone": (lambda: _mlp(nn.SyncBatchNorm(4)), (3,)),
+    "first and last": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2)), (3,)),
+    "alone": (lambda: nn.BatchNorm1d(3), (3,)),
+    "by keyword": (ByKeyword, (3,)),
+    "residual": (lambda: nn.Sequential(Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)), (2, 3, 3)),
+}
+every_case = pytest.mark.parametrize("kind", CASES)
+
+
+def problem(kind: str, n: int = 5) -> zoo.Problem:
+    """In training mode, with parameters off their initial values."""
+    build, shape = CASES[kind]
+    return zoo.Case(kind, lambda: zoo.Problem(build(), torch.randn(n, *shape, dtype=torch.float64))).make()
+
+
+def frozen(model: nn.Module, x: Tensor) -> nn.Module:
+    """The same network with every batch normalisation replaced by the affine map that it was at this batch."""
+    twin = copy.deepcopy(model)
+    seen: dict[nn.Module, list[Tensor]] = {}
+
+    def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.setdefault(module, []).append(args[0] if args else kwargs["input"])
+
+    norms = [m for m in twin.modules() if isinstance(m, _BatchNorm)]
+    handles = [m.register_forward_pre_hook(watch, with_kwargs=True) for m in norms]
+    with torch.no_grad():
+        twin(x)
+    for handle in handles:
+        handle.remove()
+    for m in norms:
+        m.eval()
+        m.forward = _Calls(m, [v.transpose(0, 1).flatten(1) for v in seen[m]])  # type: ignore[method-assign]
+    return twin
+
+
+class _Calls:
+    """γ (x − μ)/√(σ² + ε) + β with the μ and σ² that the module's calls had, one after the other."""
+
+    def __init__(self, module: _BatchNorm, seen: list[Tensor]) -> None:
+        self.module, self.seen, self.at = module, seen, 0
+
+    def __call__(self, input: Tensor) -> Tensor:
+        v = self.seen[self.at % len(self.seen)]
+        self.at += 1
+        shape = (-1, *[1] * (input.ndim - 2))
+        out = (input - v.mean(1).view(shape)) / (v.var(1, correction=0) + self.module.eps).sqrt().view(shape)
+        if self.module.weight is not None:
+            out = out * self.module.weight.view(shape) + self.module.bias.view(shape)
+        return out
+
+
+def recorded(of: zoo.Problem, metric: ng.OutputMetric) -> ng.Pullback:
+    """The pullback at the user's own forward pass, as in an optimizer's hook."""
+    model = Model.of(of.module)
+    view = View(model, metric, layers_of(model), None)
+    recorder = Recorder(model, view.blocks)
+    recorder.start()
+    try:
+        y = of.module(of.x)
+    finally:
+        recorder.stop()
+    return view.assemble(Batch(model, of.x), recorder.tape(y), [(0, len(y))])
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@every_case
+def test_rows_are_those_of_the_network_with_frozen_statistics(kind: str, k: int) -> None:
+    of = problem(kind)
+    assert isinstance(of.x, Tensor)
+    twin = zoo.Problem(frozen(of.module, of.x), of.x)
+    close(of.outputs().detach(), twin.outputs().detach())
+    s = normal(k, *of.outputs().shape)
+    pb = recorded(of, Rooted(s))
+    assert covered(pb) == set(pb.model.params)
+    close(rows(pb), oracle_rows(twin, s))
+
+
+def test_rows_of_channels_last_images_are_the_same() -> None:
+    of = problem("residual")
+    assert isinstance(of.x, Tensor)
+    s = normal(2, *of.outputs().shape)
+    expected = rows(recorded(of, Rooted(s)))
+    last = zoo.Problem(
+        of.module.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        of.x.to(memory_format=torch.channels_last),
+    )
+    close(rows(recorded(last, Rooted(s))), expected)
+
+
+def _optimizer(model: nn.Module) -> ng.NaturalGradient:
+    return ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker(), ng.Cholesky(), damping=0.1, lr=0.01)
+
+
+def _grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@every_case
+def test_the_users_gradient_and_running_statistics_are_what_they_are_without_us(kind: str, dtype: torch.dtype) -> None:
+    of = problem(kind)
+    model, plain = of.module.to(dtype), copy.deepcopy(of.module).to(dtype)
+    assert isinstance(of.x, Tensor)
+    x = of.x.to(dtype)
+    opt = _optimizer(model)
+    for net in (model, plain):
+        y = net(x)
+        (y.square().sum() + y.sin().sum()).backward()
+    assert opt.keeper.fresh is not None
+    for mine, theirs in zip(_grads(model), _grads(plain), strict=True):
+        assert torch.equal(mine, theirs)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    opt.step()
+
+
+@every_case
+def test_a_refresh_changes_no_running_statistics_and_gives_the_metric_of_the_hook(kind: str) -> None:
+    of = problem(kind)
+    other = copy.deepcopy(of.module)
+    opt, hooked = _optimizer(of.module), _optimizer(other)
+    before = {name: b.clone() for name, b in of.module.named_buffers()}
+    opt.refresh(of.x)
+    for name, buffer in of.module.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    other(of.x)
+    assert opt.keeper.fresh is not None
+    assert hooked.keeper.fresh is not None
+    mine, theirs = opt.keeper.fresh.tensors(), hooked.keeper.fresh.tensors()
+    assert mine.keys() == theirs.keys()
+    for key, t in mine.items():
+        close(t, theirs[key])
+
+
+def test_two_optimizers_watch_one_model() -> None:
+    of = problem("1d")
+    alone = _optimizer(copy.deepcopy(of.module))
+    alone.keeper.model.module(of.x)  # type: ignore[misc]
+    first, second = _optimizer(of.module), _optimizer(of.module)
+    of.module(of.x)
+    assert alone.keeper.fresh is not None
+    for opt in (first, second):
+        assert opt.keeper.fresh is not None
+        for key, t in alone.keeper.fresh.tensors().items():
+            close(opt.keeper.fresh.tensors()[key], t)
+
+
+def test_half_precision_inputs_have_statistics_in_single() -> None:
+    """Under autocast the inputs of a normalisation come in bfloat16."""
+    of = problem("1d", n=64)
+    model = of.module.float()
+    assert isinstance(of.x, Tensor)
+    x = of.x.float()
+    full, half = _optimizer(copy.deepcopy(model)), _optimizer(model)
+    full.refresh(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        half.refresh(x)
+    assert full.keeper.fresh is not None
+    assert half.keeper.fresh is not None
+    for key, t in full.keeper.fresh.tensors().items():
+        mine = half.keeper.fresh.tensors()[key]
+        assert mine.dtype == torch.float32
+        assert float((mine - t).norm()) < 0.05 * float(t.norm()), key
+
+
+# What cannot be taken for a constant
+
+
+class Own(nn.BatchNorm1d):
+    """A subclass, whose forward may be another."""
+
+
+def test_a_normalisation_that_is_not_known_is_refused_by_name_in_training_mode() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), Own(4)).double()
+    opt = _optimizer(model)
+    with pytest.raises(BatchStatisticsError, match=r"1 \(Own\).*natgrad.evaluating\(model\): opt.refresh\(x\)"):
+        model(normal(5, 3))
+    assert not model[0]._forward_hooks
+    with ng.evaluating(model):
+        opt.refresh(normal(5, 3))
+    model(normal(5, 3)).square().sum().backward()
+    opt.step()
+
+
+@pytest.fixture
+def two_processes() -> Iterator[None]:
+    """A process group that says it is one of two, and never talks to the other."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_statistics_over_several_processes_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4)).double()
+    opt = _optimizer(model)
+    with pytest.raises(BatchStatisticsError, match=r"1 \(SyncBatchNorm\).*over several processes.*natgrad.evaluating"):
+        model(normal(5, 3))
+    with ng.evaluating(model):
+        opt.refresh(normal(5, 3))
+    assert opt.keeper.fresh is not None
+
+
+def test_the_pullback_itself_is_in_evaluation_mode() -> None:
+    with pytest.raises(BatchStatisticsError, match=r"1 \(BatchNorm1d\).*natgrad.evaluating"):
+        ng.pullback(problem("1d").module, normal(5, 3), ng.Euclidean())
+
+
+def test_an_estimate_after_a_change_of_mode_is_that_of_the_mode_of_the_pass() -> None:
+    of = problem("1d")
+    with ng.evaluating(of.module):
+        pb = ng.pullback(of.module, of.x, ng.Euclidean())
+        expected = ng.Dense().estimate(pb).dense()
+    close(ng.Dense().estimate(pb).dense(), expected)
+
+
+# Dropout
+
+
+class Gain(nn.Module):
+    """Dropout, and a parameter that no rule covers."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if norm else []), nn.Dropout(0.4))
+        self.mix = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features mixed into two outputs."""
+        return torch.tanh(self.body(x)) @ self.mix
+
+
+def _dropped() -> zoo.Problem:
+    layers = [nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.4), nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 2)]
+    return zoo.Case(
+        "dropout", lambda: zoo.Problem(nn.Sequential(*layers), torch.randn(6, 3, dtype=torch.float64))
+    ).make()
+
+
+@contextmanager
+def _stream(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def test_rows_are_those_of_the_network_with_this_mask() -> None:
+    of = _dropped()
+    with _stream(3):
+        y = of.module(of.x)
+    s = normal(2, *y.shape)
+    leaves = list(of.module.parameters())
+    expected = torch.stack(
+        [
+            torch.stack(
+                [
+                    oracle.flatten(
+                        torch.autograd.grad(y[n], leaves, s[k, n], retain_graph=True, materialize_grads=True)
+                    )
+                    for n in range(len(y))
+                ]
+            )
+            for k in range(2)
+        ]
+    )
+    with _stream(3):
+        pb = recorded(of, Rooted(s))
+    close(rows(pb), expected / len(y) ** 0.5)
+
+
+def test_the_users_random_stream_is_that_of_a_pass_without_us() -> None:
+    of = _dropped()
+    plain, opt = copy.deepcopy(of.module), _optimizer(of.module)
+    drawn = []
+    for net in (of.module, plain):
+        with _stream(5):
+            drawn.append((net(of.x).detach(), torch.rand(3)))
+    assert opt.keeper.fresh is not None
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])
+
+
+def test_a_refresh_with_dropout_in_training_mode_is_refused_with_the_way_out() -> None:
+    of = _dropped()
+    opt = _optimizer(of.module)
+    with pytest.raises(BatchStatisticsError, match=r"draws random numbers.*natgrad.evaluating"):
+        opt.refresh(of.x)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["dropout", "dropout and batch norm"])
+def test_parameters_without_a_rule_are_seen_in_evaluation_mode(norm: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded(lambda: Gain(norm).double())
+    x = normal(6, 3)
+    opt = _optimizer(model)
+    with caplog.at_level("INFO", logger="natgrad"):
+        for _ in range(2):
+            model(x).square().sum().backward()
+            G = cast(KroneckerOperator, opt.keeper.fresh)
+            with ng.evaluating(model):
+                J = oracle.module_jacobian(model, x)
+            assert G.rest is not None
+            close(G.rest.diagonal(), J[:, :, :8].square().sum((0, 1)) / len(x))  # first comes mix
+            opt.step()
+    told = [r.getMessage() for r in caplog.records if "evaluation mode" in r.getMessage()]
+    assert len(told) == 1
+    assert "mix" in told[0]
