@@ -17,7 +17,8 @@ import natgrad as ng
 from natgrad.errors import IncompatibleError
 from natgrad.solve import Solver
 from natgrad.structures import Structure
-from tests import oracle, zoo
+from tests import kronecker_oracle, oracle, zoo
+from tests.kronecker_oracle import Layer
 from tests.pulled import close, covector, pull
 
 MODELS = ["mlp_tanh", "sequence", "layer_norm", "tied_weights", "attention", "conv"]
@@ -77,14 +78,18 @@ STRUCTURES: dict[str, Structure] = {
     "LowRank": ng.LowRank(3),
     "Kernel": ng.Kernel(),
     "Implicit": ng.Implicit(),
+    "Kronecker expand": ng.Kronecker("expand"),
+    "Kronecker reduce": ng.Kronecker("reduce"),
+    "EigenKronecker": ng.EigenKronecker(),
 }
 
 SOLVERS: dict[str, tuple[Solver, float]] = {
     "Cholesky": (ng.Cholesky(), 0.2),
-    "Pinv": (ng.Pinv(rtol=1e-9), 0.0),
+    "Pinv": (ng.Pinv(rtol=1e-12), 0.0),
     "Pinv damped": (ng.Pinv(), 0.2),
     "CG": (ng.CG(tol=1e-13, max_steps=1000), 0.2),
     "CG preconditioned": (ng.CG(tol=1e-13, max_steps=1000, preconditioner=ng.Diagonal()), 0.2),
+    "Factored": (ng.Factored(), 0.2),
 }
 
 REFUSED = {
@@ -93,6 +98,11 @@ REFUSED = {
     ("Implicit", "Pinv damped"): r"Pinv does not work with ImplicitOperator",
     ("LowRank", "Pinv"): r"Pinv does not work with LowRankOperator",
     ("LowRank", "Pinv damped"): r"Pinv does not work with LowRankOperator",
+    ("EigenKronecker", "Factored"): r"Factored does not work with EigenKroneckerOperator: its eigenvalues are no",
+    **{
+        (name, "Factored"): rf"Factored does not work with {name}Operator: it has no Kronecker factors"
+        for name in ("Dense", "BlockDense", "Diagonal", "LowRank", "Kernel", "Implicit")
+    },
 }
 
 
@@ -103,36 +113,92 @@ def skipped(metric: str, model: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A problem with its pullback, and what the oracle has for it: G, and a root of h with the coupling."""
+
+    problem: zoo.Problem
+    pb: ng.Pullback
+    G: Tensor
+    s: Tensor  # [k n D]
+    coupling: Tensor | None = None
+
+
 @cache
-def setting(metric: str, model: str) -> tuple[zoo.Problem, ng.Pullback, Tensor]:
-    """The problem, its pullback and the oracle's G."""
+def setting(metric: str, model: str) -> Setting:
+    """All that is needed of a metric and a model."""
     cell, problem = METRICS[metric], zoo.case(model).make()
     y = problem.outputs().detach()
     target = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)
     pb = pull(problem, cell.metric, target if cell.target else None)
     J, h = problem.jacobian(), cell.h(y, target, pb.root)
     G = oracle.dense(J, h)
-    if cell.coupled:
-        u = y.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(_loss(u, target), u)
-        mean = torch.einsum("ndp,nd->p", J, slope.reshape(len(J), -1)) / len(J)
-        G = G - torch.outer(mean, mean)
-    return problem, pb, G
+    if not cell.coupled:
+        values, vectors = torch.linalg.eigh(h)
+        return Setting(problem, pb, G, (vectors * values.clamp(min=0).sqrt()[:, None]).permute(2, 0, 1))
+    u = y.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(_loss(u, target), u)
+    s = slope.reshape(1, len(J), -1)
+    coupling = torch.eye(len(J), dtype=torch.float64) - 1 / len(J)
+    return Setting(problem, pb, oracle.dense_coupled(J, s, coupling), s, coupling)
 
 
 @cache
 def estimate(metric: str, model: str, structure: str) -> ng.operators.Operator:
     """One estimate for all solvers of a row."""
-    return STRUCTURES[structure].estimate(setting(metric, model)[1])
+    return STRUCTURES[structure].estimate(setting(metric, model).pb)
 
 
-def kept(structure: str, problem: zoo.Problem, G: Tensor) -> Tensor:
-    """What the oracle keeps."""
+@cache
+def layers(metric: str, model: str) -> list[Layer]:
+    """Inputs and cotangents of the oracle, in the order of the library's groups."""
+    at = setting(metric, model)
+    twin, places = kronecker_oracle.taken_apart(at.problem.module)
+    found = kronecker_oracle.layers(twin, at.problem.x, at.s, at.problem.output)
+    return [Layer(places[layer.index], layer.a, layer.g, layer.sparse) for layer in found]
+
+
+@cache
+def kept(metric: str, model: str, structure: str) -> Tensor:
+    """What the oracle keeps of G."""
+    at = setting(metric, model)
     if structure == "BlockDense":
-        return oracle.block_diagonal(G, oracle.layer_blocks(problem.module).values())
+        return oracle.block_diagonal(at.G, oracle.layer_blocks(at.problem.module).values())
     if structure == "Diagonal":
-        return oracle.diagonal(G)
-    return oracle.low_rank(G, 3) if structure == "LowRank" else G
+        return oracle.diagonal(at.G)
+    if structure.startswith("Kronecker"):
+        sharing = structure.removeprefix("Kronecker ")
+        return kronecker_oracle.kfac(layers(metric, model), sharing, at.G, at.coupling)
+    if structure == "EigenKronecker":
+        return kronecker_oracle.ekfac(layers(metric, model), bases(metric, model), at.G)
+    return oracle.low_rank(at.G, 3) if structure == "LowRank" else at.G
+
+
+def bases(metric: str, model: str) -> list[tuple[Tensor, Tensor]]:
+    """The operator's own, which are checked: eigenvectors of multiple eigenvalues are not unique."""
+    operator = estimate(metric, model, "EigenKronecker")
+    assert isinstance(operator, ng.operators.EigenKroneckerOperator)
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for block, q, p in zip(operator.blocks, operator.basis.left, operator.basis.right, strict=True):
+        c, o, i = block.shape
+        eyes = (torch.eye(d, dtype=torch.float64).expand(c, d, d) for d in (o, i))
+        sides = [eye if side is None else side for side, eye in zip((q, p), eyes, strict=True)]
+        for index, *pair in zip(block.index.view(c, -1), *sides, strict=True):
+            found[_first(index)] = (pair[0], pair[1])
+    out = []
+    for layer in layers(metric, model):
+        out.append(found[_first(layer.index)])
+        for side, factor in zip(out[-1], layer.factors("expand", setting(metric, model).coupling), strict=True):
+            close(side.T @ side, torch.eye(len(side), dtype=torch.float64))
+            rotated = side.T @ factor @ side
+            close(rotated, rotated.diagonal().diag())
+    assert len(out) == len(found)
+    return out
+
+
+def _first(index: Tensor) -> int:
+    """What names a layer: the smallest position of its parameters."""
+    return int(index.min())
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -143,22 +209,35 @@ def test_any_metric_in_any_structure_with_any_solver(model: str, metric: str, st
     reason = skipped(metric, model)
     if reason:
         pytest.skip(reason)
-    problem, pb, G = setting(metric, model)
-    operator = estimate(metric, model, structure)
+    at, operator = setting(metric, model), estimate(metric, model, structure)
     method, damping = SOLVERS[solver]
-    w = covector(pb)
+    w = covector(at.pb)
     if (structure, solver) in REFUSED:
         with pytest.raises(IncompatibleError, match=REFUSED[structure, solver]):
             ng.sharp(operator, w, method, damping)
         return
-    matrix = kept(structure, problem, G)
-    if damping > 0:
+    matrix = kept(metric, model, structure)
+    if solver == "Factored":
+        sharing = structure.removeprefix("Kronecker ")
+        damped = kronecker_oracle.factored(layers(metric, model), sharing, at.G, damping, at.coupling)
+        close(ng.sharp(operator, w, method, damping).flatten(), torch.linalg.solve(damped, w.flatten()))
+    elif damping > 0:
         close(ng.sharp(operator, w, method, damping).flatten(), oracle.damped(matrix, w.flatten(), damping))
     else:
         w = w.unflatten(matrix @ w.flatten())  # in the range: what is outside is dropped at the noise
         v = ng.sharp(operator, w, method).flatten()
         close(matrix @ v, w.flatten(), 1e-8)
-        close(v, oracle.pinv(matrix, w.flatten(), 1e-9), 1e-5)
+        close(v, oracle.pinv(matrix, w.flatten(), 1e-12), 1e-5)
+
+
+@pytest.mark.parametrize("structure", ["Kronecker expand", "Kronecker reduce", "EigenKronecker"])
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("model", MODELS)
+def test_kronecker_structures_keep_what_the_textbook_keeps(model: str, metric: str, structure: str) -> None:
+    """The matrices themselves, from inputs and cotangents of hooks: S ⊗ A, or the diagonal of G in its eigenbasis."""
+    if skipped(metric, model):
+        pytest.skip(str(skipped(metric, model)))
+    close(estimate(metric, model, structure).dense(), kept(metric, model, structure))
 
 
 def test_every_cell_is_in_the_table_once() -> None:

@@ -161,14 +161,14 @@ class Damped:
     rtol: float | None
 
     def of(self, values: Tensor) -> Tensor:
-        """[c o i], each block [o i] by itself."""
+        """[c o i], each layer by itself; all of its groups have one largest eigenvalue."""
         if self.rtol is None:
             # Rounding below zero is zero: λ is what is left.
             return (values.clamp(min=0) + self.damping).reciprocal()
         damped = values + self.damping
-        refuse_indefinite(damped.flatten(1), self.rtol, self.damping, "the metric")
-        cut = self.rtol * damped.flatten(1).amax(-1)[:, None, None]
-        return torch.where(damped > cut, damped, torch.inf).reciprocal()
+        refuse_indefinite(damped.flatten(), self.rtol, self.damping, "the metric")
+        # A group that should be zero (keys of attention have no bias) is noise beside the others.
+        return torch.where(damped > self.rtol * damped.amax(), damped, torch.inf).reciprocal()
 
 
 def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:

@@ -1,20 +1,14 @@
 """The two factors of every layer: second moments of its inputs a and of its cotangents g, without per-example rows.
 
-    expand:  A = Σ_nr a aᵀ / (N·R),       S = Σ_kn Σ_r g gᵀ / N            (003 (4.5), (5.3); ERRATA 48)
-    reduce:  A = Σ_n ā āᵀ / N, ā = mean_r a,   S = Σ_kn ĝ ĝᵀ / N, ĝ = Σ_r g    (Eschenhagen et al. 2023)
-
-Both are exact for one position, R = 1, up to the independence of a and g. Masked positions count neither in the sum
-nor in N·R. A coupling C of the examples enters both sums as Σ_nm C_nm; the scale of the product is then matched by
-traces, relative to C = 1 (ERRATA 8).
+A coupling C of the examples enters both sums as Σ_nm C_nm; the scale of the product is then matched by traces, relative
+to C = 1 (ERRATA 8).
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,162 +16,9 @@ from torch import Tensor
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.pullback import Pullback
+from natgrad.pullback.sharing import Cotangents, Pair, Sharing
 from natgrad.pullback.tape import Tape
-from natgrad.rules.base import Moment, Replayed, single
-
-
-@final
-@dataclass
-class Pair:
-    """Sums over chunks: S [c o o] (or [c o]), and A [c i i] (or [c i]) with its number of positions."""
-
-    s: Tensor | None = None
-    a: Tensor | None = None
-    count: int | Tensor = 0
-
-    def add_inputs(self, moment: Moment) -> None:
-        self.a = moment.total if self.a is None else self.a + moment.total
-        self.count = self.count + moment.count
-
-    def add_outputs(self, s: Tensor) -> None:
-        self.s = s if self.s is None else self.s.add_(s)
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """S and A."""
-        assert self.s is not None
-        assert self.a is not None
-        count = self.count
-        if isinstance(count, Tensor):
-            count = count.clamp(min=1).view(-1, *[1] * (self.a.ndim - 1)).to(self.a.dtype)
-        return self.s, self.a / count
-
-
-class Sharing(ABC):
-    """What becomes of the positions r of an example that share a weight."""
-
-    @abstractmethod
-    def inputs(self, tape: Tape, block: Block) -> Moment:
-        """Σ a aᵀ over all uses of a block."""
-
-    @abstractmethod
-    def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
-        """Σ g gᵀ over all uses of a block."""
-
-    @abstractmethod
-    def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
-        """The a [n r c i] and g [k n r c o] whose second moments these are."""
-
-
-@final
-@dataclass(frozen=True)
-class Cotangents:
-    """Of every use, by its position: of its outputs, and of the layers inside where it was replayed."""
-
-    outer: Mapping[int, tuple[Tensor, ...]]
-    inner: Mapping[int, Mapping[str, Tensor]]
-
-    def of(self, tape: Tape, block: Block) -> list[Tensor]:
-        """g [k n r c o] of every use of a block."""
-        return [
-            tape.canonical(at, block.keys, self.outer, self.inner)
-            for at, use in enumerate(tape.uses)
-            if use.module in block.modules
-        ]
-
-    def whole(self, tape: Tape, block: Block) -> Tensor:
-        """The uses one after the other along r."""
-        parts = self.of(tape, block)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-@final
-class Expand(Sharing):
-    """Positions count as if they were independent examples."""
-
-    def inputs(self, tape: Tape, block: Block) -> Moment:
-        pair = Pair()
-        for use in tape.of(block):
-            if isinstance(use.rule, Replayed):
-                pair.add_inputs(use.replay.layer(block.keys).moment)
-            else:
-                pair.add_inputs(use.rule.input_moment(use.module, block.keys, use.call))
-        assert pair.a is not None
-        return Moment(pair.a, pair.count)
-
-    def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
-        pair = Pair()
-        for at, use in enumerate(tape.uses):
-            if use.module in block.modules:
-                if isinstance(use.rule, Replayed):
-                    pair.add_outputs(Moment.of(single(g.inner[at][block.keys[0]].flatten(0, 1))).total)
-                else:
-                    pair.add_outputs(use.rule.output_moment(use.module, block.keys, g.outer[at][0]))
-        assert pair.s is not None
-        return pair.s
-
-    def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
-        return Factors(tape.inputs(block), g.whole(tape, block))
-
-
-@final
-class Reduce(Sharing):
-    """The mean of the inputs and the sum of the cotangents over the positions."""
-
-    def inputs(self, tape: Tape, block: Block) -> Moment:
-        return Moment.of(self._mean(tape, block))
-
-    def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
-        return Moment.of(single(self._total(tape, block, g).flatten(0, 1))).total
-
-    def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
-        return Factors(self._mean(tape, block), self._total(tape, block, g))
-
-    def _mean(self, tape: Tape, block: Block) -> Tensor:
-        """[n 1 c i]."""
-        means = [
-            use.replay.layer(block.keys).mean
-            if isinstance(use.rule, Replayed)
-            else use.rule.input_mean(use.module, block.keys, use.call)
-            for use in tape.of(block)
-        ]
-        return (means[0] if len(means) == 1 else torch.stack(means).mean(0)).unsqueeze(1)
-
-    def _total(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
-        """[k n 1 c o]."""
-        parts = [part.sum(2, keepdim=True) for part in g.of(tape, block)]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-@final
-@dataclass(frozen=True)
-class Largest(Sharing):
-    """Another sharing; of a factor with more than ``size`` rows only the diagonal is kept, and formed."""
-
-    sharing: Sharing
-    size: int
-
-    def inputs(self, tape: Tape, block: Block) -> Moment:
-        moment = None if block.shape[2] > self.size and _dense(tape, block) else self.sharing.inputs(tape, block)
-        if moment is None:
-            a = single(tape.inputs(block))
-            return Moment(a.square().sum((0, 1)), a.shape[0] * a.shape[1])
-        if block.shape[2] > self.size and moment.total.ndim == 3:
-            return Moment(moment.total.diagonal(dim1=-2, dim2=-1).clone(), moment.count)
-        return moment
-
-    def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
-        if block.shape[1] <= self.size:
-            return self.sharing.outputs(tape, block, g)
-        return torch.stack([single(part).square().sum((0, 1, 2)) for part in g.of(tape, block)]).sum(0)
-
-    def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
-        return self.sharing.explicit(tape, block, g)
-
-
-def _dense(tape: Tape, block: Block) -> bool:
-    """Whether the moment of the inputs would be a full matrix; an embedding's is not."""
-    assert block.rule is not None
-    return not block.rule.sparse
+from natgrad.rules.base import Moment, Replayed
 
 
 class Watcher(ABC):
@@ -235,7 +76,6 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing, coupling: 
     tape = pb.tape((0, pb.n))
     found = []
     g = cotangents(tape, pb.root / math.sqrt(pb.n))
-    one = torch.eye(pb.n, dtype=coupling.dtype, device=coupling.device)
     for block in layers:
         rows = Factors(tape.inputs(block).to(pb.y.dtype), g.whole(tape, block).to(pb.y.dtype)).rows()
         rows = rows.unflatten(-1, block.shape).flatten(3)  # [k n c (o i)]
@@ -246,9 +86,8 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing, coupling: 
         plain.add_outputs(sharing.outputs(tape, block, g).to(pb.y.dtype))
         moment = sharing.inputs(tape, block)
         plain.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
-        (s, a), (s1, a1) = _mixed(f, coupling, plain).factors(), plain.factors()
-        κ = _trace_ratio(gram, coupling, s, a) / _trace_ratio(gram, one, s1, a1)
-        found.append((κ.nan_to_num(nan=1.0).view(-1, *[1] * (s.ndim - 1)) * s, a))
+        s, a = _scaled(_mixed(f, coupling, plain).factors(), plain.factors(), gram, coupling)
+        found.append((s, a))
     return found
 
 
@@ -266,7 +105,27 @@ def _products(x: Tensor, y: Tensor, full: bool) -> Tensor:
     return torch.einsum("mcd,mce->cde", x, y) if full else (x * y).sum(0)
 
 
-def _trace_ratio(gram: Tensor, C: Tensor, s: Tensor, a: Tensor) -> Tensor:
-    """tr G / (tr S tr A), of every group [c]."""
-    traces = [t.sum(-1) if t.ndim == 2 else t.diagonal(dim1=-2, dim2=-1).sum(-1) for t in (s, a)]
-    return torch.einsum("cnm,nm->c", gram, C) / (traces[0] * traces[1])
+def _scaled(
+    coupled: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor], gram: Tensor, C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The coupled factors, with the trace of G_C as far as the plain ones have that of G; ``gram`` [c n m] is R Rᵀ.
+
+    A factor that the coupling makes zero (the inputs of a bias, centred) says nothing: the plain one is taken.
+    """
+    rounding = 8 * C.shape[0] * torch.finfo(C.dtype).eps
+    traces = [_trace(t) for t in plain]
+    sides = []
+    for mixed, own, trace in zip(coupled, plain, traces, strict=True):
+        lost = _trace(mixed) <= rounding * trace
+        sides.append(torch.where(lost.view(-1, *[1] * (own.ndim - 1)), own, mixed))
+    s, a = sides
+    traces_now = _trace(s) * _trace(a) * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    total = torch.einsum("cnm,nm->c", gram, C).clamp(min=0)  # below zero it is rounding
+    κ = total * traces[0] * traces[1] / traces_now
+    # Without any gradient there is nothing to scale.
+    return torch.where(traces_now > 0, κ, 1.0).view(-1, *[1] * (s.ndim - 1)) * s, a
+
+
+def _trace(factor: Tensor) -> Tensor:
+    """[c]."""
+    return factor.sum(-1) if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1).sum(-1)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors, Squares
-from natgrad.pullback.moments import Cotangents, Watcher, passes
+from natgrad.pullback.moments import Watcher, passes
 from natgrad.pullback.pullback import Pullback
+from natgrad.pullback.sharing import Cotangents
 from natgrad.pullback.tape import Tape
 
 Sides: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [c o o] and P [c i i] of a layer; None for the axes
