@@ -138,6 +138,14 @@ class Replayed(Rule):
         with torch.no_grad():
             return self.replay(module, call).layer(keys).a
 
+    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
+        with torch.no_grad():
+            return self.replay(module, call).layer(keys).moment
+
+    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        with torch.no_grad():
+            return self.replay(module, call).layer(keys).mean
+
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         raise TypeError(f"the cotangents of {type(module).__name__} are those of its replay")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, combinations
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import natgrad as ng
-from tests.pulled import close, covered, oracle_rows, pull, random_roots, rows
+from tests import oracle
+from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
 from tests.zoo import Case, Problem
 
 
@@ -49,7 +52,8 @@ def _time_first(out: Any) -> Tensor:
     return _everything((out[0].transpose(0, 1), out[1]))
 
 
-KINDS: dict[str, type[nn.RNNBase]] = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
+Kind = Callable[..., nn.RNNBase]
+KINDS: dict[str, Kind] = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no_bias": {"bias": False},
@@ -59,13 +63,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _sequence(kind: type[nn.RNNBase], n: int = 3, t: int = 3, batch_first: bool = True, **options: Any) -> Problem:
+def _sequence(kind: Kind, n: int = 3, t: int = 3, batch_first: bool = True, **options: Any) -> Problem:
     body = kind(2, 2, batch_first=batch_first, **options)
     read = _everything if batch_first else _time_first
     return Problem(Read(body, read, 0 if batch_first else 1), _x(n, t, 2))
 
 
-def _with_state(kind: type[nn.RNNBase], **options: Any) -> Problem:
+def _with_state(kind: Kind, **options: Any) -> Problem:
     body = kind(2, 3, num_layers=2, bidirectional=True, batch_first=True, **options)
     h = _x(3, 4, options.get("proj_size", 3))
     state = (h, _x(3, 4, 3)) if kind is nn.LSTM else (h,)
@@ -86,7 +90,7 @@ class Packed(nn.Module):
         return _everything((pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0], state))
 
 
-def _packed(kind: type[nn.RNNBase], lengths: list[int], in_order: bool) -> Problem:
+def _packed(kind: Kind, lengths: list[int], in_order: bool) -> Problem:
     body = kind(2, 2, num_layers=2, bidirectional=True)
     return Problem(Packed(body, in_order), (_x(len(lengths), 4, 2), torch.tensor(lengths)))
 
@@ -128,34 +132,49 @@ class Chunks(nn.Module):
         return torch.cat(outputs, dim=1)
 
 
-def _cases() -> list[Case]:
-    cases = []
+class Alone(nn.Module):
+    """One sequence, or one step, without a batch."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The only example of x, with a state of ones."""
+        shape = (3,) if isinstance(self.body, nn.LSTMCell) else (4, 3)
+        out, state = self.body(x[0], (x.new_ones(shape), x.new_ones(shape)))
+        tensors = (out, state) if isinstance(state, Tensor) else (out, *state)
+        return torch.cat([t.flatten() for t in tensors]).square().unsqueeze(0)
+
+
+def _steps(cell: Callable[..., nn.Module], given: bool = True, **options: Any) -> Problem:
+    return Problem(Unrolled(cell(2, 3, **options), given), _x(4, 3, 2))
+
+
+def _cases() -> Iterator[Case]:
     for name, kind in KINDS.items():
         for option, given in OPTIONS.items():
-            cases.append(Case(f"{name}_{option}", lambda kind=kind, given=given: _sequence(kind, **given)))
-        cases.append(Case(f"{name}_time_first", lambda kind=kind: _sequence(kind, batch_first=False, num_layers=2)))
+            yield Case(f"{name}_{option}", partial(_sequence, kind, **given))
+        yield Case(f"{name}_time_first", partial(_sequence, kind, batch_first=False, num_layers=2))
         # As many steps as examples: a shape alone cannot say which is which.
-        cases.append(Case(f"{name}_square", lambda kind=kind: _sequence(kind, n=4, t=4, batch_first=False)))
-        cases.append(Case(f"{name}_state", lambda kind=kind: _with_state(kind)))
-        cases.append(Case(f"{name}_packed_in_order", lambda kind=kind: _packed(kind, [4, 3, 3, 1], True)))
-        cases.append(Case(f"{name}_packed", lambda kind=kind: _packed(kind, [2, 4, 1, 3], False)))
-    relu: dict[str, Any] = {"nonlinearity": "relu"}
-    cases.append(Case("rnn_relu", lambda: _sequence(nn.RNN, **relu)))
-    projected: dict[str, Any] = {"num_layers": 2, "bidirectional": True, "proj_size": 1}
-    cases.append(Case("lstm_projected", lambda: _sequence(nn.LSTM, **projected)))
-    cases.append(Case("lstm_projected_state", lambda: _with_state(nn.LSTM, proj_size=2)))
-    for given in (False, True):
-        for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):
-            build = lambda cell=cell, given=given: Problem(Unrolled(cell(2, 3), given), _x(4, 3, 2))  # noqa: E731
-            cases.append(Case(f"{cell.__name__}_{given}", build))
-    no_bias = lambda: Problem(Unrolled(nn.RNNCell(2, 3, bias=False, nonlinearity="relu"), True), _x(4, 3, 2))  # noqa: E731
-    cases.append(Case("cell_no_bias", no_bias))
-    cases.append(Case("chunks", lambda: Problem(Chunks(False), _x(3, 4, 2))))
-    cases.append(Case("chunks_detached", lambda: Problem(Chunks(True), _x(3, 4, 2))))
-    return cases
+        yield Case(f"{name}_square", partial(_sequence, kind, n=4, t=4, batch_first=False))
+        yield Case(f"{name}_state", partial(_with_state, kind))
+        yield Case(f"{name}_packed_in_order", partial(_packed, kind, [4, 3, 3, 1], True))
+        yield Case(f"{name}_packed", partial(_packed, kind, [2, 4, 1, 3], False))
+    yield Case("rnn_relu", partial(_sequence, nn.RNN, nonlinearity="relu"))
+    yield Case("lstm_projected", partial(_sequence, nn.LSTM, num_layers=2, bidirectional=True, proj_size=1))
+    yield Case("lstm_projected_state", partial(_with_state, nn.LSTM, proj_size=2))
+    for cell in (nn.RNNCell, nn.LSTMCell, nn.GRUCell):
+        yield Case(f"{cell.__name__}", partial(_steps, cell, given=False))
+        yield Case(f"{cell.__name__}_state", partial(_steps, cell))
+    yield Case("cell_no_bias", partial(_steps, nn.RNNCell, bias=False, nonlinearity="relu"))
+    yield Case("chunks", lambda: Problem(Chunks(False), _x(3, 4, 2)))
+    yield Case("chunks_detached", lambda: Problem(Chunks(True), _x(3, 4, 2)))
+    yield Case("one_sequence", lambda: Problem(Alone(nn.LSTM(2, 3, 2, bidirectional=True)), _x(1, 4, 2)))
+    yield Case("one_step", lambda: Problem(Alone(nn.LSTMCell(2, 3)), _x(1, 2)))
 
 
-CASES = _cases()
+CASES = list(_cases())
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -165,3 +184,58 @@ def test_replay_gives_every_per_example_gradient(case: Case) -> None:
     pb = pull(problem, metric)
     assert covered(pb) == set(pb.model.params)
     close(rows(pb), oracle_rows(problem, metric.s))
+
+
+NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+SUBSETS = list(chain.from_iterable(combinations(NAMES, size) for size in range(1, 4)))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("trained", SUBSETS, ids=["+".join(names) for names in SUBSETS])
+def test_every_subset_of_the_parameters_may_be_frozen(trained: tuple[str, ...], kind: Kind) -> None:
+    def build() -> Problem:
+        problem = _sequence(kind, n=2, t=2)
+        for name, p in problem.module.body.named_parameters():  # type: ignore[union-attr]
+            p.requires_grad_(name in trained)
+        return problem
+
+    problem = Case("frozen", build).make()
+    metric = random_roots(problem)
+    pb = pull(problem, metric)
+    assert covered(pb) == set(pb.model.params)
+    close(rows(pb), oracle_rows(problem, metric.s))
+
+
+def test_a_weight_that_is_shared_without_its_bias_is_a_layer_of_its_own() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.GRUCell(2, 2), nn.GRUCell(2, 2)
+            self.two.weight_hh = self.one.weight_hh
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(x, self.one(x))
+
+    problem = Case("shared", lambda: Problem(Shared(), _x(3, 2))).make()
+    metric = random_roots(problem)
+    pb = pull(problem, metric)
+    assert covered(pb) == set(pb.model.params)
+    assert ("one.weight_hh",) in [layer.names for layer in pb.layers]
+    close(rows(pb), oracle_rows(problem, metric.s))
+
+
+def test_a_sequence_without_a_batch_is_never_taken_for_many_examples() -> None:
+    """Outputs [t h] of one sequence, used as t examples: they depend on each other, and no rule speaks for them."""
+    model = nn.Sequential(nn.RNN(2, 3, batch_first=True), Take(), nn.Linear(3, 1)).double()
+    x = normal(4, 2)
+    pb = ng.pullback(model, x, ng.Euclidean())
+    assert covered(pb) == {"2.weight", "2.bias"}
+    alone = torch.stack([oracle.differential(model, y) for y in model(x)[:, 0]])
+    close(ng.Dense().estimate(pb).dense(), alone.T @ alone / 4)
+
+
+class Take(nn.Module):
+    """The outputs of a recurrence without its state."""
+
+    def forward(self, out: Any) -> Tensor:
+        return out[0]
