@@ -9,6 +9,8 @@ from natgrad.rules.base import Replayed as Replayed
 from natgrad.rules.base import Rule as Rule
 from natgrad.rules.conv import ConvRule as ConvRule
 from natgrad.rules.conv import TransposedConvRule as TransposedConvRule
+from natgrad.rules.embedding import EmbeddingBagRule as EmbeddingBagRule
+from natgrad.rules.embedding import EmbeddingRule as EmbeddingRule
 from natgrad.rules.linear import LinearRule as LinearRule
 from natgrad.rules.norm import BatchNormRule as BatchNormRule
 from natgrad.rules.norm import GroupNormRule as GroupNormRule
@@ -20,6 +22,8 @@ from natgrad.rules.recurrent import RecurrentRule as RecurrentRule
 
 RULES: tuple[Rule, ...] = (
     LinearRule(),
+    EmbeddingRule(),
+    EmbeddingBagRule(),
     LayerNormRule(),
     RMSNormRule(),
     GroupNormRule(),

@@ -1,0 +1,123 @@
+"""The rules of embeddings: a linear layer W [d V] without bias whose inputs are one-hot vectors of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.rules.base import Call, Keys, Moment, Rule, plain
+
+
+class LookupRule(Rule):
+    """z = W a with W [1 d V], the transpose of the table, and a ∈ ℝ^V."""
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        v, d = cast(Tensor, module.weight).shape
+        return 1, d, v
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        return g.reshape(*g.shape[:2], -1, 1, g.shape[-1])
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        return block["weight"].T.unsqueeze(0)
+
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        return {"weight": packed.squeeze(-3).mT}
+
+
+@final
+class EmbeddingRule(LookupRule):
+    """z = W a with a one-hot: the gradient of example n is Σ_r g aᵀ, whose column v sums g over the places of v.
+
+    Shapes: indices [n *r] give a [n r 1 V], output cotangents [k n *r d] give g [k n r 1 d]. Σ a aᵀ is diagonal, the
+    counts [1 V]. Positions that hold ``padding_idx`` have no gradient: their a is zero, and they are not counted.
+    """
+
+    def covers(self, module: nn.Module) -> bool:
+        # With max_norm the forward pass changes the table; gradients scaled by frequency are those of no function.
+        return plain(module, nn.Embedding, "weight") and _constant(cast(nn.Embedding, module))
+
+    @property
+    def sparse(self) -> bool:
+        return True
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        layer, index = cast(nn.Embedding, module), call.x.long()
+        at = index.reshape(index.shape[0], -1, 1, 1)
+        a = _numbers(layer).new_zeros(*at.shape[:3], layer.num_embeddings)
+        return a.scatter_(3, at, _counted(layer, at, a.dtype))
+
+    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
+        layer, index = cast(nn.Embedding, module), call.x.long().reshape(-1)
+        ones = _counted(layer, index, _numbers(layer).dtype)
+        total = ones.new_zeros(layer.num_embeddings).index_add_(0, index, ones)
+        count: int | Tensor = index.numel() if layer.padding_idx is None else ones.sum().view(1)
+        return Moment(total.unsqueeze(0), count)
+
+    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        layer, index = cast(nn.Embedding, module), call.x.long()
+        at = index.reshape(index.shape[0], 1, -1)
+        ones = _counted(layer, at, _numbers(layer).dtype)
+        return ones.new_zeros(at.shape[0], 1, layer.num_embeddings).scatter_add_(2, at, ones) / at.shape[2]
+
+
+@final
+class EmbeddingBagRule(LookupRule):
+    """z = W a with a ∈ ℝ^V the number of times that the bag of example n has every word, or its mean.
+
+    Shapes: indices [n b], or [m] with offsets [n], give a [n 1 1 V]; output cotangents [k n d] give g [k n 1 1 d].
+    """
+
+    def covers(self, module: nn.Module) -> bool:
+        if not plain(module, nn.EmbeddingBag, "weight"):
+            return False
+        layer = cast(nn.EmbeddingBag, module)
+        return _constant(layer) and layer.mode in ("sum", "mean")
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        layer = cast(nn.EmbeddingBag, module)
+        index, offsets, weights = _bags(*call.args, **call.kwargs)
+        bag, bags = _membership(layer, index, offsets)
+        words = index.long().reshape(-1)
+        ones = _counted(layer, words, _numbers(layer).dtype)
+        counts = ones if weights is None else ones * weights.detach().reshape(-1).to(ones.dtype)
+        a = ones.new_zeros(bags, layer.num_embeddings).index_put_((bag, words), counts, accumulate=True)
+        if layer.mode == "mean":
+            a = a / a.sum(1, keepdim=True).clamp(min=1)  # an empty bag has output zero
+        return a.view(bags, 1, 1, -1)
+
+
+def _constant(layer: nn.Embedding | nn.EmbeddingBag) -> bool:
+    return layer.max_norm is None and not layer.scale_grad_by_freq
+
+
+def _numbers(layer: nn.Embedding | nn.EmbeddingBag) -> Tensor:
+    """Something in the type of the table; counts go in single precision at least, as half stops at 2¹¹."""
+    return layer.weight.new_empty(0, dtype=torch.promote_types(layer.weight.dtype, torch.float32))
+
+
+def _counted(layer: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """One at every index, zero at the padding."""
+    if layer.padding_idx is None:
+        return torch.ones_like(index, dtype=dtype)
+    return (index != layer.padding_idx).to(dtype)
+
+
+def _bags(
+    input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None, **_: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The arguments of ``nn.EmbeddingBag``, by position or by name."""
+    return input, offsets, per_sample_weights
+
+
+def _membership(layer: nn.EmbeddingBag, index: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
+    """The bag of every index, and the number of bags."""
+    if offsets is None:
+        n, size = index.shape
+        return torch.arange(n, device=index.device).repeat_interleave(size), n
+    starts = offsets[:-1] if layer.include_last_offset else offsets
+    places = torch.arange(index.numel(), device=index.device, dtype=starts.dtype)
+    return torch.searchsorted(starts, places, right=True) - 1, starts.numel()
