@@ -18,6 +18,7 @@ from natgrad.optim.guard import Guard
 from natgrad.optim.keeper import Keeper
 from natgrad.optim.solves import Solves
 from natgrad.optim.state import export, restore
+from natgrad.optim.trial import Trial
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.assemble import View, layers_of
 from natgrad.pullback.pullback import MEMORY
@@ -202,7 +203,7 @@ class NaturalGradient(torch.optim.Optimizer):
             damping=damping,
             sharp=solve.sharp,
             move=solve.move,
-            loss=None if closure is None else self._loss(closure, value, decayed),
+            loss=None if closure is None else Trial(self.keeper, closure, value, decayed),
             model=self._look(solve, decayed),
             rates={name: float(group["lr"]) for group, names in self.grouped for name in names},
         )
@@ -265,29 +266,6 @@ class NaturalGradient(torch.optim.Optimizer):
                 self.state[p]["momentum"] = torch.zeros_like(p)
         self._guard.move([self.state[p]["momentum"] for p in params], velocity)
 
-    def _loss(
-        self, closure: Callable[[], Any], value: Any, decayed: Mapping[str, Tensor]
-    ) -> Callable[[Vector | None], float]:
-        params = self.keeper.model.params
-
-        def loss(δ: Vector | None) -> float:
-            if δ is None:
-                return _number(value)
-            saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
-            landing = dict(decayed) + δ  # before a parameter changes: without decay, ``decayed`` are the parameters
-            try:
-                for name, p in params.items():
-                    p.copy_(landing[name])
-                    p.grad = None
-                with torch.enable_grad(), self.keeper.suspended():
-                    return _number(closure())
-            finally:
-                for name, p in params.items():
-                    p.copy_(saved[name][0])
-                    p.grad = saved[name][1]
-
-        return loss
-
     def state_dict(self) -> dict[str, Any]:
         """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
         state = super().state_dict()
@@ -308,9 +286,3 @@ class NaturalGradient(torch.optim.Optimizer):
         restored.put(self.keeper)
         self.inverse, self.inverse_damping = restored.inverse, restored.inverse_damping
         self.outdated = restored.outdated
-
-
-def _number(loss: Any) -> float:
-    if loss is None:
-        raise TypeError("the closure must return the loss")
-    return float(loss.detach() if isinstance(loss, Tensor) else loss)

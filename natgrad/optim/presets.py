@@ -11,7 +11,7 @@ from natgrad.optim.optimizer import NaturalGradient, Options
 from natgrad.output.metric import OutputMetric
 from natgrad.solve import Cholesky, Factored, Solver
 from natgrad.step import KLClip, StepRule
-from natgrad.structures import Diagonal, Kronecker, Refresh, Structure
+from natgrad.structures import Diagonal, EigenKronecker, Kronecker, Refresh, Structure
 
 
 class Preset(Options, total=False):
@@ -60,11 +60,11 @@ def EKFAC(
 
     The damping is exact, (G + λ)⁻¹; eigenvectors are computed where ``KFAC`` inverts.
     """
-    return _preset(Kronecker, Cholesky(), model, metric, lr, damping, options)
+    return _preset(EigenKronecker, Cholesky(), model, metric, lr, damping, options)
 
 
 def _preset(
-    kind: type[Kronecker],
+    kind: type[Kronecker] | type[EigenKronecker],
     solver: Solver,
     model: nn.Module,
     metric: OutputMetric,
