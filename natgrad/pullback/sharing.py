@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -72,6 +72,14 @@ class Cotangents:
 
     outer: Mapping[int, tuple[Tensor, ...]]
     inner: Mapping[int, Mapping[str, Tensor]]
+    products: dict[int, Tensor] = field(default_factory=dict)  # Σ g gᵀ that were asked for, by the id of g
+
+    def product(self, at: int, key: str) -> Tensor:
+        """Σ_knr g gᵀ [c o p] of a layer inside a replay, a copy. Layers with one g, as W_ih and W_hh, have one."""
+        g = self.inner[at][key]
+        if id(g) not in self.products:
+            self.products[id(g)] = Moment.of(single(g.flatten(0, 1))).total
+        return self.products[id(g)].clone()
 
     def of(self, tape: Tape, block: Block) -> list[Tensor]:
         """g [k n r c o] of every use of a block."""
@@ -106,7 +114,7 @@ class Expand(Sharing):
         for at, use in enumerate(tape.uses):
             if use.module in block.modules:
                 if isinstance(use.rule, Replayed):
-                    pair.add_outputs(Moment.of(single(g.inner[at][block.keys[0]].flatten(0, 1))).total)
+                    pair.add_outputs(g.product(at, block.keys[0]))
                 else:
                     pair.add_outputs(use.rule.output_moment(use.module, block.keys, g.outer[at][0]))
         assert pair.s is not None
