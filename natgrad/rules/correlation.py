@@ -97,17 +97,28 @@ def _thinned(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]]:
     return x, rest
 
 
-def moment_by_patches(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
-    """A [c i i] as the symmetric product of the patches, copied in the order in which x lies in memory."""
+def moment_by_patches(x: Tensor, axes: Sequence[Axis], groups: int, limit: int = 2**26) -> Tensor:
+    """A [c i i] as the symmetric product of the patches, of no more numbers than ``limit`` at a time if it can be."""
+    i = x.shape[1] // groups * prod(axis.kernel for axis in axes)
+    size = max(1, limit // (positions(x, axes) * groups * i))
+    first, *others = x.split(size)
+    A = _product_of_patches(first, axes, groups)
+    for part in others:
+        A += _product_of_patches(part, axes, groups)
+    return A
+
+
+def _product_of_patches(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
+    """A [c i i] from all the patches at once, copied in the order in which x lies in memory."""
     d = len(axes)
     w = windows(padded(x, axes), axes).unflatten(1, (groups, -1))  # [n c ch *out *kernel]
-    ch, kernel = w.shape[2], w.shape[3 + d :]
+    ch, kernel = w.shape[2], w.shape[3 + d :].numel()
     if groups == 1 and channels_last(x):
         a = w.squeeze(1).movedim(1, -1).flatten(0, d).flatten(1)  # [(n r) (*kernel ch)]
-        A = symmetric_product(a).reshape(kernel.numel(), ch, kernel.numel(), ch)
-        return A.permute(1, 0, 3, 2).reshape(1, ch * kernel.numel(), -1)
+        A = symmetric_product(a).reshape(kernel, ch, kernel, ch)
+        return A.permute(1, 0, 3, 2).reshape(1, ch * kernel, ch * kernel)
     order = (1, 2, *range(3 + d, 3 + 2 * d), 0, *range(3, 3 + d))  # [c ch *kernel n *out]
-    return symmetric_product(w.permute(order).reshape(groups, ch * kernel.numel(), -1).mT)
+    return symmetric_product(w.permute(order).reshape(groups, ch * kernel, -1).mT)
 
 
 def moment_by_correlation(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:

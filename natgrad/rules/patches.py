@@ -58,7 +58,7 @@ def patches(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     d = len(axes)
     w = windows(padded(x, axes), axes).unflatten(1, (groups, -1))  # [n c ch *out *kernel]
     a = w.movedim((1, 2), (1 + d, 2 + d))  # [n *out c ch *kernel]
-    return a.reshape(x.shape[0], prod(a.shape[1 : 1 + d]), groups, -1)
+    return a.reshape(x.shape[0], prod(a.shape[1 : 1 + d]), groups, prod(a.shape[2 + d :]))
 
 
 def patch_mean(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
@@ -74,7 +74,7 @@ def patch_mean(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     s = widened(x)
     for axis in axes:  # the axis at place 2 leaves, its kernel goes to the end
         s = s.movedim(2, -1) @ _reads(axis, s.shape[2], s)
-    return s.reshape(x.shape[0], groups, -1) / positions(x, axes)
+    return s.flatten(1).unflatten(1, (groups, -1)) / positions(x, axes)
 
 
 def patch_sum(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:

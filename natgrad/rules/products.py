@@ -40,10 +40,14 @@ def output_moment(g: Tensor, groups: int = 1) -> Tensor:
     tensor([32.])
     """
     flat = g.flatten(0, 1)  # [(k n) (c o) *spatial]
+    pixels = flat.shape[2:].numel()
     if channels_last(flat):
         rows = flat.movedim(1, -1).flatten(0, -2)  # a view [(k n r) (c o)]
-    elif flat.shape[2:].numel() == 1:
+    elif pixels == 1:
         rows = flat.flatten(1)
+    elif 4 * flat.shape[1] <= pixels * groups:  # one small product an image costs less than to bring them together
+        images = widened(flat).flatten(2).unflatten(1, (groups, -1))
+        return _symmetrised((images @ images.mT).sum(0))
     else:
         rows = flat.transpose(0, 1).flatten(1).mT  # a copy of whole images, which is cheaper than one of single pixels
     return symmetric_product(rows.unflatten(-1, (groups, -1)).transpose(0, 1))

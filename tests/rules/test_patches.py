@@ -181,6 +181,22 @@ def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
     assert torch.equal(patch_mean(x, axes), torch.full((16, 1, 18), 8.0))
 
 
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("limit", [1, 300, 900])
+def test_patches_may_be_made_a_few_examples_at_a_time(limit: int, form: torch.memory_format) -> None:
+    x, axes = normal(5, 2, 6, 7).contiguous(memory_format=form), (Axis(3, 2), Axis(2, 1, 2))
+    near(moment_by_patches(x, axes, 1, limit), moment_by_patches(x, axes, 1), x)
+
+
+def test_no_examples_have_the_moment_zero() -> None:
+    axes = (Axis(3, 1, 1, 1, 1),) * 2
+    moment = patch_moment(normal(0, 4, 5, 5), axes, 2)
+    assert torch.equal(moment.products, torch.zeros(2, 18, 18, dtype=torch.float64))
+    assert torch.equal(moment.sums, torch.zeros(2, 18, dtype=torch.float64))
+    assert patches(normal(0, 4, 5, 5), axes, 2).shape == (0, 25, 2, 18)
+    assert patch_mean(normal(0, 4, 5, 5), axes, 2).shape == (0, 2, 18)
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("d", "layer"), [(1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)])
 def test_a_convolution_is_its_weight_times_its_patches(d: int, layer: Callable[..., nn.Module], groups: int) -> None:
