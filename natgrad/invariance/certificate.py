@@ -109,15 +109,9 @@ def certify(
         raise ValueError(f"steps must be at least 1, got {steps}")
     seed, keep = options.get("seed", 0), options.get("keep", ())
     run = _Run(make_optimizer, batch, steps, options.get("loss", half_squares), options.get("output"))
-    given = run.function(Model.of(model, output=run.output), "the model", 0)
-    original = run.outputs(reparametrise(model, Original(), keep=keep), "the network")
-    transformed = run.outputs(reparametrise(model, seed, keep=keep), "the transformed network")
-    at_first = max(_relative(original[0], given), _relative(transformed[0], given))
-    if at_first > torch.finfo(given.dtype).eps ** 0.5:
-        raise ValueError(
-            f"the transformed network is another function to begin with (relative difference {at_first:.1e}): the "
-            "model uses the parameters of a layer in some other way than by calling it, or it is random"
-        )
+    network, dagger = (reparametrise(model, bases, keep=keep) for bases in (Original(), seed))
+    run.check_equal(model, network, dagger)
+    original, transformed = run.outputs(network, "the network"), run.outputs(dagger, "the transformed network")
     differences = [_relative(y_dagger, y) for y_dagger, y in zip(transformed, original, strict=True)]
     moved = _relative(original[-1], original[0])
     if moved == 0:
@@ -194,6 +188,16 @@ class _Run:
                 optimizer.step(closure)  # type: ignore[arg-type]  # torch types the value as a float
                 seen.append(self.function(model, what, step))
         return seen
+
+    def check_equal(self, *models: nn.Module) -> None:
+        """Refuse networks that are not one function to begin with."""
+        given, *others = (self.function(Model.of(m, output=self.output), "the model", 0) for m in models)
+        worst = max(_relative(other, given) for other in others)
+        if worst > torch.finfo(given.dtype).eps ** 0.5:
+            raise ValueError(
+                f"the transformed network is another function to begin with (relative difference {worst:.1e}): the "
+                "model uses the parameters of a layer in some other way than by calling it, or it is random"
+            )
 
     def function(self, model: Model, what: str, step: int) -> Tensor:
         """The outputs on the batch and on fresh inputs, in one vector."""

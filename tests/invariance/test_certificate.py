@@ -22,6 +22,7 @@ from natgrad.invariance import (
     damping_sweep,
     reparametrise,
 )
+from natgrad.invariance.certificate import half_squares
 from tests.golden import agrees, golden, tensor
 from tests.invariance.reference import TASKS, Cells, Recurrent, Task, TextbookKFAC
 from tests.pulled import normal
@@ -49,6 +50,43 @@ def test_undamped_textbook_kfac_is_invariant(kind: str) -> None:
     assert found.tolerance == 1e-9
     assert len(found.differences) == 11
     assert found.moved > 0.1
+
+
+KFACS: dict[str, Callable[[float], Make]] = {
+    "expand": lambda lr: natural(ng.Kronecker(), lr=lr),
+    "averaged": lambda lr: natural(ng.Refresh(ng.Kronecker(), every=2, decay=0.9), lr=lr / 2, momentum=0.5),
+    "sampled": lambda lr: natural(ng.Kronecker(), lr=lr, metric=ng.Fisher(ng.Gaussian(), samples=2)),
+    "preset": lambda lr: lambda model: ng.KFAC(model, ng.Euclidean(), lr=lr, damping=0.0),
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("name", KFACS)
+def test_undamped_kfac_is_invariant(kind: str, name: str) -> None:
+    """Over ten steps, with momentum, averaged factors and the same samples of sampled ones (ERRATA 46)."""
+    task = TASKS[kind]
+    found = certify(KFACS[name](0.1), task.model(), task.batch(), steps=10)
+    assert found.invariant, str(found)
+    assert found.moved > 0.1
+
+
+@pytest.mark.parametrize(("kind", "lr"), [("convolutional", 1e-6), ("recurrent", 1e-2)])
+def test_undamped_kfac_that_reduces_positions_is_invariant(kind: str, lr: float) -> None:
+    """Sums over positions that cancel make a small metric and long steps, so the step size is small."""
+    task = TASKS[kind]
+    found = certify(natural(ng.Kronecker(sharing="reduce"), lr=lr), task.model(), task.batch(), steps=10)
+    assert found.invariant, str(found)
+    assert found.moved > 0.1
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_kfac_trains_as_the_textbook_says(kind: str) -> None:
+    task = TASKS[kind]
+    ours, theirs = (
+        certify(make, task.model(), task.batch(), steps=3, seed=1).moved
+        for make in (KFACS["expand"](0.1), lambda model: TextbookKFAC(model, lr=0.1))
+    )
+    assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 OTHERS: dict[str, Make] = {
@@ -117,6 +155,24 @@ def test_a_network_of_linear_cells_and_gated_ones_are_certified_too() -> None:
         assert not certify(sgd, task.model(), (x, t), steps=3).invariant
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_fused_recurrent_module_trains_as_its_unrolled_form(kind: Callable[..., nn.RNNBase]) -> None:
+    """The certificate compares unrolled networks; what it says of K-FAC holds for the module as it was given."""
+    task = Task(lambda: Recurrent(kind(2, 2, batch_first=True)), (4, 2))
+    x, t = task.batch()
+    found = []
+    for network in (task.model(), reparametrise(task.model(), Original()), reparametrise(task.model(), 1)):
+        optimizer = natural(ng.Kronecker(), lr=1e-3)(network)
+        for _ in range(4):
+            optimizer.zero_grad()
+            half_squares(network(x), t).backward()
+            optimizer.step()
+        found.append(network(x).detach())
+    assert all(
+        float((y - found[0]).abs().max()) < 1e-9 < 1e-3 < float((y - task.model()(x)).abs().max()) for y in found
+    )
+
+
 def test_one_step_on_the_logistic_and_on_the_tanh_network() -> None:
     case = golden("invariance.kfac_logistic_tanh")
     inputs = {name: tensor(value) for name, value in case["inputs"].items()}
@@ -130,7 +186,7 @@ def test_one_step_on_the_logistic_and_on_the_tanh_network() -> None:
     }
     for bases, suffix in ((Original(), ""), (Chosen(tanh), "_tanh")):
         network = reparametrise(model, bases)
-        for make in kfacs(float(inputs["eps"])):
+        for make in (lambda model: TextbookKFAC(model, lr=0.01), KFACS["expand"](0.01)):
             other = reparametrise(network, Original())
             optimizer = make(other)
 
@@ -147,13 +203,10 @@ def test_one_step_on_the_logistic_and_on_the_tanh_network() -> None:
             agrees(case, other(inputs["X_test"]).detach(), "out_after")
 
 
-def kfacs(lr: float) -> list[Make]:
-    return [lambda model: TextbookKFAC(model, lr)]
-
-
-def test_damping_breaks_the_invariance_and_by_how_much_is_reported() -> None:
+@pytest.mark.parametrize("solver", [ng.Cholesky(), ng.Factored()], ids=repr)
+def test_damping_breaks_the_invariance_and_by_how_much_is_reported(solver: Any) -> None:
     found = damping_sweep(
-        lambda model, damping: natural(ng.BlockDense(), damping=damping)(model),
+        lambda model, damping: natural(ng.Kronecker(), solver=solver, damping=damping)(model),
         WELL.model(),
         WELL.batch(),
         dampings=(0.0, 1e-6, 1e-4, 1e-2),
@@ -193,7 +246,7 @@ def test_outputs_losses_and_several_inputs_are_the_users_choice() -> None:
     x = (normal(60, 4), normal(60, 1) > 0)
     found = certify(
         sgd,
-        Pair().double(),
+        Task(Pair, ()).model(),
         (x, torch.arange(60) % 3),
         steps=2,
         loss=nn.functional.cross_entropy,
@@ -204,7 +257,7 @@ def test_outputs_losses_and_several_inputs_are_the_users_choice() -> None:
 
 
 def test_chance_is_the_same_for_both_networks_and_the_users_stream_stays() -> None:
-    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+    model = Task(lambda: nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 2)), (2,)).model()
     before, state = [p.clone() for p in model.parameters()], torch.random.get_rng_state()
     found = certify(sgd, model, WELL.batch(), steps=3, seed=Random(stretch=1.0, shift=0.0))
     assert found.invariant
@@ -237,7 +290,7 @@ def test_what_would_certify_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"outputs \[120, 2\] and targets \[120\] differ in shape: pass loss="):
         certify(sgd, model, (batch[0], batch[1][:, 0]))
     with pytest.raises(ValueError, match="another function to begin with"):
-        certify(sgd, Decaying().double(), batch)
+        certify(sgd, Task(Decaying, (2,)).model(), batch)
     with pytest.raises(
         NonFiniteError, match=r"the outputs of the network are not finite after step \d+: take a smaller"
     ):
