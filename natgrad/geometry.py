@@ -257,11 +257,8 @@ def require_all(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         raise ValueError(
             f"the loss does not depend on {', '.join(missing)}: freeze what is not trained with .requires_grad_(False)"
         )
-    thin = [name for name, grad in grads.items() if grad is not None and grad.is_sparse]
-    if thin:
-        raise TypeError(
-            f"the gradient of {', '.join(thin)} is sparse: make the layer dense, nn.Embedding(sparse=False)"
-        )
+    if thin := [name for name, grad in grads.items() if grad is not None and grad.is_sparse]:
+        raise TypeError(f"the gradient of {', '.join(thin)} is sparse: take a dense layer, nn.Embedding(sparse=False)")
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
