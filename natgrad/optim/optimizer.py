@@ -114,7 +114,8 @@ class NaturalGradient(torch.optim.Optimizer):
             generator = torch.Generator(device=wrapped.example.device).manual_seed(torch.initial_seed() % 2**63)
         refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, options.get("rules", ()))
-        view = View(wrapped, metric, blocks, generator, options.get("memory", MEMORY))
+        on_gpu = wrapped.example.device.type == "cuda"
+        view = View(wrapped, metric, blocks, generator, options.get("memory", MEMORY), deferred=on_gpu)
         self.keeper = Keeper(view, refresh, generator)
         self.inverse: Inverse | None = None
         self.inverse_damping = damping

@@ -20,7 +20,7 @@ from natgrad.pullback.parts import Part, check_inputs, chunk_bytes, examples, fo
 from natgrad.pullback.pullback import MEMORY, Pullback
 from natgrad.pullback.roots import Root
 from natgrad.pullback.separate import Verdicts
-from natgrad.pullback.tape import Tape
+from natgrad.pullback.tape import Tape, record
 from natgrad.rules import RULES, Rule
 from natgrad.slots import check_slots
 
@@ -89,7 +89,10 @@ class View:
     deferred: bool = False
 
     def of(self, batch: Batch) -> Pullback:
-        """The pullback at a batch, in a forward pass of our own."""
+        """The pullback at a batch, in a forward pass of our own; ``deferred`` ones are never cut into parts."""
+        if self.deferred:
+            tape = record(self.model, self.blocks, batch.x)
+            return self.assemble(batch, tape, [(0, tape.y.shape[0])])
         tape, parts = forward(self.model, self.blocks, batch.x, chunk_bytes(self.memory))
         return self.assemble(batch, tape, parts)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.sharing import Cotangents, Pair, Sharing
+from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Moment, Replayed
 
@@ -59,7 +59,7 @@ def second_moments(
         for pair, block in zip(pairs, layers, strict=True):
             moment = sharing.inputs(tape, block)
             pair.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
-    return [pair.factors() for pair in pairs]
+    return averaged(pairs)
 
 
 def _columns(pb: Pullback, tape: Tape) -> int:

@@ -10,7 +10,7 @@ nor in N·R.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -47,6 +47,15 @@ class Pair:
         if isinstance(count, Tensor):
             count = count.clamp(min=1).view(-1, *[1] * (self.a.ndim - 1)).to(self.a.dtype)
         return self.s, self.a / count
+
+
+def averaged(pairs: Sequence[Pair]) -> list[tuple[Tensor, Tensor]]:
+    """S and A of every layer; where no count is a tensor, all divisions in one launch."""
+    counts = [pair.count for pair in pairs if isinstance(pair.count, int)]
+    if len(counts) < len(pairs):
+        return [pair.factors() for pair in pairs]
+    found = torch._foreach_div([pair.a for pair in pairs if pair.a is not None], [float(count) for count in counts])
+    return [(pair.s, a) for pair, a in zip(pairs, found, strict=True) if pair.s is not None]
 
 
 class Sharing(ABC):

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from natgrad.rules.base import Call, Keys, Moment, Rule, bordered, homogeneous, plain, single
 from natgrad.rules.correlation import patch_moment
+from natgrad.rules.launches import patch_product
 from natgrad.rules.linear import AffineRule
 from natgrad.rules.patches import Axis, patch_mean, patches
 from natgrad.rules.products import output_moment, symmetric_product
@@ -47,6 +48,8 @@ class ConvRule(AffineRule):
         c, count = self.groups(module), _positions(x, axes)
         if "weight" not in keys:
             return Moment(single(x).new_full((c, 1, 1), count), count)
+        if c == 1 and x.device.type == "cuda":
+            return Moment(patch_product(single(x), axes, "bias" in keys).unsqueeze(0), count)
         found = patch_moment(x, axes, c)
         return Moment(bordered(found.products, found.sums, count) if "bias" in keys else found.products, count)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.rules.base import Call, Keys, Moment, Rule, bordered, homogeneous, plain, single
+from natgrad.rules.launches import affine_product
 from natgrad.rules.products import symmetric_product
 
 
@@ -61,6 +62,8 @@ class LinearRule(AffineRule):
         count = x.shape[0]
         if "weight" not in keys:
             return Moment(x.new_full((1, 1, 1), count), count)
+        if "bias" in keys and x.device.type == "cuda":
+            return Moment(affine_product(x).unsqueeze(0), count)
         total = symmetric_product(x).unsqueeze(0)
         return Moment(bordered(total, x.sum(0, keepdim=True), count) if "bias" in keys else total, count)
 

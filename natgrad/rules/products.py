@@ -18,6 +18,8 @@ def symmetric_product(x: Tensor) -> Tensor:
     x = widened(x)
     d = x.shape[-1]
     width = _panel(x)
+    if x.device.type == "cuda":
+        return x.mT @ x  # two launches more would show; what inverts it reads one triangle, or symmetrises
     if width >= d:
         return _symmetrised(x.mT @ x)
     out = x.new_empty(*x.shape[:-2], d, d)

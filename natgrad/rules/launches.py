@@ -1,0 +1,75 @@
+"""Second moments in few launches, for a GPU, where small kernels wait for the processor that starts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from natgrad.rules.patches import Axis, windows
+
+_ALIGNED = 8  # numbers; rows of a product that start off a vector are read one number at a time
+
+
+def affine_product(x: Tensor) -> Tensor:
+    """Σ x̄ x̄ᵀ [i+1 i+1] of x [m i] with x̄ = (x, 1), written where it belongs: one product, one sum.
+
+    >>> affine_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[10., 14.,  4.],
+            [14., 20.,  6.],
+            [ 4.,  6.,  2.]])
+    """
+    m, i = x.shape
+    out = x.new_empty(i + 1, i + 1)
+    torch.mm(x.T, x, out=out[:i, :i])
+    torch.sum(x, 0, out=out[i, :i])
+    out[:i, i] = out[i, :i]
+    out[i, i] = m
+    return out
+
+
+def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
+    """Σ_nr ā āᵀ [i i] of the patches of x [n ch *spatial], with the homogeneous 1 where there is a ``bias``.
+
+    The patches are copied once, channels last, so that whole vectors are copied, and multiplied in that order; the
+    product is brought into the order of the weight, channels first.
+
+    >>> x = torch.arange(4.0).reshape(1, 1, 4)
+    >>> patch_product(x, (Axis(kernel=2),), bias=True)
+    tensor([[ 5.,  8.,  3.],
+            [ 8., 14.,  6.],
+            [ 3.,  6.,  3.]])
+    """
+    ch, d = x.shape[1], len(axes)
+    w = windows(_last(x, axes).movedim(-1, 1), axes)  # [n ch *out *kernel], a view
+    w = w.movedim(1, -1)  # [n *out *kernel ch]
+    rows, kernel = w.shape[: 1 + d], prod(w.shape[1 + d : -1])
+    width = kernel * ch
+    a = x.new_empty(prod(rows), -(-(width + bias) // _ALIGNED) * _ALIGNED)
+    a[:, :width].unflatten(0, rows).unflatten(-1, w.shape[1 + d :]).copy_(w)
+    if a.shape[1] > width:
+        a[:, width:] = 1.0  # the homogeneous coordinate, and as often again as the row needs to be full
+    G = a.T @ a
+    out = x.new_empty(width + bias, width + bias)
+    inner = G[:width, :width].unflatten(0, (kernel, ch)).unflatten(2, (kernel, ch))
+    out[:width, :width].unflatten(0, (ch, kernel)).unflatten(2, (ch, kernel)).copy_(inner.permute(1, 0, 3, 2))
+    if bias:
+        sums = G[width, :width].unflatten(0, (kernel, ch)).T
+        out[width, :width].unflatten(0, (ch, kernel)).copy_(sums)
+        out[:width, width].unflatten(0, (ch, kernel)).copy_(sums)
+        out[width, width] = a.shape[0]
+    return out
+
+
+def _last(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """x [n ch *spatial] with its zeros around it, as [n *spatial ch] in memory."""
+    last = x.movedim(1, -1)
+    if not any(axis.before or axis.after for axis in axes):
+        return last.contiguous()
+    sizes = [size + axis.before + axis.after for size, axis in zip(x.shape[2:], axes, strict=True)]
+    out = x.new_zeros(x.shape[0], *sizes, x.shape[1])
+    inner = [slice(axis.before, axis.before + size) for size, axis in zip(x.shape[2:], axes, strict=True)]
+    out[(slice(None), *inner)] = last
+    return out
