@@ -69,12 +69,12 @@ class KroneckerOperator(LayerOperator):
         rest = None if self.rest is None else self.rest.inverse(damping)
         return factored(self, rest, damping, self._sides(warm))
 
-    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+    def layers_from(self, tensors: Mapping[str, Tensor], rest: Inverse | None) -> Inverse | None:
         sides = self._sides(tensors)
         if sides is None:
-            return super().inverse_from(tensors)
+            return super().layers_from(tensors, rest)
         left, right = (tuple(side) for side in sides)
-        return ProductInverse(self.layout, self.blocks, self.rest_inverse_from(tensors), self.others, left, right)
+        return ProductInverse(self.layout, self.blocks, rest, self.others, left, right)
 
     def _sides(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
         """S⁻¹ and A⁻¹ of every layer, where they are there."""

@@ -102,16 +102,17 @@ class LayerOperator(Operator):
         return SpectralInverse(self.layout, self.blocks, rest, self.others, basis.left, basis.right, scales)
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        below = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
+        rest = None if self.rest is None else self.rest.inverse_from(below)
+        return None if self.rest is not None and rest is None else self.layers_from(tensors, rest)
+
+    def layers_from(self, tensors: Mapping[str, Tensor], rest: Inverse | None) -> Inverse | None:
+        """The inverse with these tensors and, over the other parameters, the inverse ``rest``."""
         if f"{self.blocks[0].names[0]}/d" not in tensors:
             return None
         q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in self.blocks) for side in "QP")
         d = tuple(tensors[f"{block.names[0]}/d"] for block in self.blocks)
-        return SpectralInverse(self.layout, self.blocks, self.rest_inverse_from(tensors), self.others, q, p, d)
-
-    def rest_inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
-        """The inverse over the other parameters."""
-        below = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
-        return None if self.rest is None else self.rest.inverse_from(below)
+        return SpectralInverse(self.layout, self.blocks, rest, self.others, q, p, d)
 
     def rest_lerp(self, other: LayerOperator, weight: float) -> Operator | None:
         """The average over the other parameters; both operators must have seen the same layers."""
