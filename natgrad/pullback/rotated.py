@@ -15,6 +15,7 @@ from natgrad.pullback.moments import Watcher, passes
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Cotangents
 from natgrad.pullback.tape import Tape
+from natgrad.rules.base import OneHot
 
 Sides: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [c o o] and P [c i i] of a layer; None for the axes
 _ROWS = 2**24  # numbers, of explicit rows at a time
@@ -25,7 +26,7 @@ class RotatedSquares(Watcher):
     """D [c o i] of every layer, summed over chunks of examples and roots.
 
     With one position D is (g Q)²ᵀ(a P)², and no row is formed. With several the rows Σ_r g aᵀ come first, a chunk at a
-    time; whether they are rotated, or g and a before, is decided by what is less work.
+    time; whether they are rotated, or g and a before, is decided by what is less work. One-hot inputs are not formed.
     """
 
     def __init__(self, layers: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype) -> None:
@@ -40,6 +41,9 @@ class RotatedSquares(Watcher):
             self._inputs.clear()
         for b, block in enumerate(self._layers):
             cotangents = g.whole(tape, block).to(self._dtype)
+            if isinstance(block.rule, OneHot):
+                self._sums[b].accumulate(_of_places(tape, block, _turned(cotangents, self._sides[b][0])))
+                continue
             if b in self._inputs:
                 self._add_plain(b, cotangents)
                 continue
@@ -90,6 +94,19 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> l
         for total, f, block, order, (q, p) in zip(totals, factors, layers, orders, sides, strict=True):
             total.accumulate(_squares(f.rows()[..., order].unflatten(-1, block.shape), q, p))
     return [total.total() for total in totals]
+
+
+def _of_places(tape: Tape, block: Block, g: Tensor) -> Tensor:
+    """Σ_kn (Σ_r g aᵀ)² [1 o i] for one-hot a: at every place r its g times the sum of those at the same word."""
+    rule = block.rule
+    assert isinstance(rule, OneHot)
+    found = [rule.places(use.module, block.keys, use.call) for use in tape.of(block)]
+    words, values = (torch.cat(side, dim=1) for side in zip(*found, strict=True))
+    g = g.squeeze(3) * values.to(g.dtype).unsqueeze(-1)  # [k n r o]
+    same = (words.unsqueeze(-1) == words.unsqueeze(-2)).to(g.dtype)
+    terms = (g * (same @ g)).sum(0).flatten(0, 1)
+    total = g.new_zeros(block.shape[2], block.shape[1]).index_add_(0, words.flatten(), terms)
+    return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
 
 
 def _turned(x: Tensor, basis: Tensor | None) -> Tensor:

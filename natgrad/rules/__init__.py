@@ -3,6 +3,7 @@
 from natgrad.rules.attention import AttentionRule as AttentionRule
 from natgrad.rules.base import Call as Call
 from natgrad.rules.base import Moment as Moment
+from natgrad.rules.base import OneHot as OneHot
 from natgrad.rules.base import Replay as Replay
 from natgrad.rules.base import Replayable as Replayable
 from natgrad.rules.base import Replayed as Replayed

@@ -120,6 +120,18 @@ class Rule(ABC):
         return Moment.of(single(self.cotangents(module, keys, g).flatten(0, 1))).total
 
 
+class OneHot(Rule):
+    """A layer whose inputs are one-hot vectors of a vocabulary: what is made of them need not form them."""
+
+    @property
+    def sparse(self) -> bool:
+        return True
+
+    @abstractmethod
+    def places(self, module: nn.Module, keys: Keys, call: Call) -> tuple[Tensor, Tensor]:
+        """Where the inputs a [n r 1 i] are not zero [n r], and their values there [n r]: one, zero if masked."""
+
+
 class Replayed(Rule):
     """A module that hides its layers (a fused recurrence, attention): they are seen when its forward is run again.
 

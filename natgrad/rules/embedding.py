@@ -8,7 +8,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.rules.base import Call, Keys, Moment, Rule, plain
+from natgrad.rules.base import Call, Keys, Moment, OneHot, Rule, plain
 
 
 class LookupRule(Rule):
@@ -29,7 +29,7 @@ class LookupRule(Rule):
 
 
 @final
-class EmbeddingRule(LookupRule):
+class EmbeddingRule(LookupRule, OneHot):
     """z = W a with a one-hot: the gradient of example n is Σ_r g aᵀ, whose column v sums g over the places of v.
 
     Shapes: indices [n *r] give a [n r 1 V], output cotangents [k n *r d] give g [k n r 1 d]. Σ a aᵀ is diagonal, the
@@ -40,9 +40,9 @@ class EmbeddingRule(LookupRule):
         # With max_norm the forward pass changes the table; gradients scaled by frequency are those of no function.
         return plain(module, nn.Embedding, "weight") and _constant(cast(nn.Embedding, module))
 
-    @property
-    def sparse(self) -> bool:
-        return True
+    def places(self, module: nn.Module, keys: Keys, call: Call) -> tuple[Tensor, Tensor]:
+        layer, index = cast(nn.Embedding, module), call.x.long().reshape(call.x.shape[0], -1)
+        return index, _counted(layer, index, _numbers(layer).dtype)
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         layer, index = cast(nn.Embedding, module), call.x.long()
