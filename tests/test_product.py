@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
@@ -21,7 +21,7 @@ from tests import kronecker_oracle, oracle, zoo
 from tests.kronecker_oracle import Layer
 from tests.pulled import close, covector, pull
 
-MODELS = ["mlp_tanh", "sequence", "layer_norm", "tied_weights", "attention", "conv"]
+MODELS = ["mlp_tanh", "sequence", "layer_norm", "tied_weights", "attention", "conv", "embedding"]
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,28 @@ REFUSED = {
 }
 
 
+class Words(nn.Module):
+    """An embedding, and a linear layer on every word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 3), nn.Linear(3, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Words [n t] to outputs [n t 2]."""
+        return self.head(torch.tanh(self.table(words)))
+
+
+def problem_of(model: str) -> zoo.Problem:
+    """A model of the zoo, or the one with words."""
+    if model == "embedding":
+        return zoo.Case(model, lambda: zoo.Problem(Words(), torch.randint(5, (4, 3)))).make()
+    return zoo.case(model).make()
+
+
 def skipped(metric: str, model: str) -> str | None:
     """Why there is no such cell."""
-    if metric == "Fisher learned scale" and zoo.case(model).make().outputs().shape[-1] % 2:
+    if metric == "Fisher learned scale" and problem_of(model).outputs().shape[-1] % 2:
         return "a mean and a log-scale each need an even number of outputs"
     return None
 
@@ -127,7 +146,7 @@ class Setting:
 @cache
 def setting(metric: str, model: str) -> Setting:
     """All that is needed of a metric and a model."""
-    cell, problem = METRICS[metric], zoo.case(model).make()
+    cell, problem = METRICS[metric], problem_of(model)
     y = problem.outputs().detach()
     target = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)
     pb = pull(problem, cell.metric, target if cell.target else None)
