@@ -16,6 +16,7 @@ from natgrad.rules.correlation import (
     autocorrelation_by_shifts,
     moment_by_correlation,
     moment_by_patches,
+    moment_by_rows,
     patch_moment,
 )
 from natgrad.rules.patches import Axis, patch_mean, patches
@@ -108,6 +109,7 @@ def test_moments_of_patches_are_those_of_the_patches_written_out(
         assert moment.positions == a.shape[1]
         assert torch.equal(moment.products, moment.products.mT)
         near(moment_by_patches(x, axes, groups), products, x)
+        near(moment_by_rows(x, axes, groups), products, x)
         if all(axis.stride == 1 for axis in axes):
             A = moment_by_correlation(x, axes, groups)
             near(A, products, x)
@@ -136,7 +138,9 @@ def test_autocorrelations_are_sums_over_all_positions(
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("way", [moment_by_patches, moment_by_correlation, lambda *a: patch_moment(*a).products])
+@pytest.mark.parametrize(
+    "way", [moment_by_patches, moment_by_rows, moment_by_correlation, lambda *a: patch_moment(*a).products]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_moments_do_not_depend_on_how_the_input_lies_in_memory(
     way: Callable[[Tensor, tuple[Axis, ...], int], Tensor], groups: int, n: int, dtype: torch.dtype
