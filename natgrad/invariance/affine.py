@@ -233,7 +233,8 @@ def _moved(layer: AffineLayer, coordinates: Coordinates) -> AffineLayer:
 
 
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.to(like), requires_grad=like.requires_grad)
+    # empty_like keeps the order of the axes in memory, which kernels over many tensors insist on
+    return nn.Parameter(torch.empty_like(like, requires_grad=False).copy_(value), requires_grad=like.requires_grad)
 
 
 def _empty(layer: AffineLayer) -> AffineLayer:

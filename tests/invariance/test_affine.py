@@ -220,6 +220,7 @@ def test_dtype_mode_and_random_stream_are_kept() -> None:
     other = reparametrise(model, 1)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert {p.dtype for p in other.parameters()} == {torch.float32}
+    assert all(p.is_contiguous() for p in other.parameters())
     assert not other.training
     x = torch.randn(3, 2, 8, 8)
     torch.testing.assert_close(other(x), model(x), rtol=1e-4, atol=1e-4)
