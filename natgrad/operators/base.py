@@ -76,6 +76,10 @@ class Inverse(ABC):
         """What a later solve can start from (the last solution of an iterative one); most inverses have nothing."""
         return {}
 
+    def overwritten(self, new: Inverse) -> Inverse:
+        """The new inverse in the memory of this one, where that is possible; else the new one as it is."""
+        return new
+
 
 class Operator(ABC):
     """A metric on parameter space. ``product`` and the rest work on flattened [p]; ``flat`` on vectors.

@@ -65,6 +65,8 @@ def spectrum(factor: Tensor) -> tuple[Tensor, Tensor]:
 
     The routines for GPUs sometimes fail to converge: once more, in double precision.
     """
+    if factor.shape[-1] == 1:  # numbers: a normalisation has one a channel
+        return factor.squeeze(-1), torch.ones_like(factor)
     symmetric = 0.5 * (factor + factor.mT)
     try:
         values, vectors = torch.linalg.eigh(symmetric)
@@ -81,12 +83,15 @@ def spectrum(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 def refuse_singular_factor(factor: Tensor, what: str) -> None:
     """Raise if one of the matrices [b d d] is singular, as ``natgrad.linalg.cholesky`` does for a whole metric."""
-    for values in torch.linalg.eigvalsh(factor.double()).reshape(-1, factor.shape[-1]):
+    found = factor.amin(0) if factor.shape[-1] == 1 else torch.linalg.eigvalsh(factor.double())
+    for values in found.reshape(-1, factor.shape[-1]):
         refuse_singular(values, factor.shape[-1] * torch.finfo(factor.dtype).eps, False, 0.0, what)
 
 
 def inverse(factor: Tensor) -> tuple[Tensor, Tensor]:
     """The inverses of positive matrices [b d d] by Cholesky, and which succeeded [b]. A GPU is not waited for."""
+    if factor.shape[-1] == 1:
+        return factor.reciprocal(), (factor > 0).flatten()
     lower, info = torch.linalg.cholesky_ex(factor)
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
     inverted = torch.cholesky_inverse(lower) if factor.device.type == "cpu" else torch.cholesky_solve(eye, lower)

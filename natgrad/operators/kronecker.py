@@ -74,7 +74,7 @@ class KroneckerOperator(LayerOperator):
         if sides is None:
             return super().layers_from(tensors, rest)
         left, right = (tuple(side) for side in sides)
-        return ProductInverse(self.layout, self.blocks, rest, self.others, left, right)
+        return ProductInverse.of(self, rest, left, right)
 
     def _sides(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
         """S⁻¹ and A⁻¹ of every layer, where they are there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, final
 
@@ -53,6 +53,18 @@ class LayerInverse(Inverse):
         """The tensors of the inverse over the other parameters."""
         return {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
 
+    def overwritten(self, new: Inverse) -> Inverse:
+        if new is self or type(new) is not type(self):
+            return new
+        mine, its = self.tensors(), new.tensors()
+        if {key: t.shape for key, t in mine.items()} != {key: t.shape for key, t in its.items()}:
+            return new
+        torch._foreach_copy_(list(mine.values()), [its[key] for key in mine])
+        return self
+
+    def __copy__(self) -> LayerInverse:
+        return self  # it remembers nothing
+
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Layers that are solved at once."""
@@ -98,28 +110,37 @@ class ProductInverse(LayerInverse):
     blocks: tuple[Block, ...]
     rest: Inverse | None
     others: Subset | None
-    left: tuple[Factor, ...]  # of every block, S⁻¹ [c o o]
-    right: tuple[Factor, ...]
+    stacks: tuple[tuple[Factor, Factor], ...]  # of every group of layers, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
+    kinds: tuple[tuple[bool, bool], ...]  # of every layer, whether its factors are full
+
+    @staticmethod
+    def of(
+        G: KroneckerOperator, rest: Inverse | None, left: Sequence[Factor], right: Sequence[Factor]
+    ) -> ProductInverse:
+        """From S⁻¹ and A⁻¹ of every layer."""
+        kinds = tuple((full(s), full(a)) for s, a in zip(left, right, strict=True))
+        empty = ProductInverse(G.layout, G.blocks, rest, G.others, (), kinds)
+        stacks = tuple(
+            (left[group[0]], right[group[0]])
+            if len(group) == 1
+            else (torch.cat([left[b] for b in group]), torch.cat([right[b] for b in group]))
+            for group in empty.groups
+        )
+        return replace(empty, stacks=stacks)
 
     def alike(self, b: int) -> object:
-        return full(self.left[b]), full(self.right[b])
-
-    @cached_property
-    def _stacked(self) -> dict[tuple[int, ...], tuple[Tensor, Tensor]]:
-        return {
-            group: (torch.cat([self.left[b] for b in group]), torch.cat([self.right[b] for b in group]))
-            for group in self.groups
-            if len(group) > 1
-        }
+        return self.kinds[b]
 
     def apply(self, group: tuple[int, ...], w: Tensor) -> Tensor:
-        left, right = (self.left[group[0]], self.right[group[0]]) if len(group) == 1 else self._stacked[group]
+        left, right = self.stacks[self.groups.index(group)]
         return two_sided(left, w, right)
 
     def tensors(self) -> dict[str, Tensor]:
         out = self.below()
-        for block, s, a in zip(self.blocks, self.left, self.right, strict=True):
-            out[f"{block.names[0]}/S"], out[f"{block.names[0]}/A"] = s, a
+        for group, (left, right) in zip(self.groups, self.stacks, strict=True):
+            c = self.blocks[group[0]].shape[0]
+            for b, s, a in zip(group, left.split(c), right.split(c), strict=True):
+                out[f"{self.blocks[b].names[0]}/S"], out[f"{self.blocks[b].names[0]}/A"] = s, a
         return out
 
 
@@ -181,7 +202,7 @@ def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
         return _inverted(factors, [0.0] * len(factors))
 
     left, right = one(G.left, "S"), one(G.right, "A")
-    return ProductInverse(G.layout, G.blocks, rest, G.others, tuple(left), tuple(right))
+    return ProductInverse.of(G, rest, left, right)
 
 
 def factored(
@@ -200,7 +221,7 @@ def factored(
     before = None if last is None else [*last[0], *last[1]]
     inverses = _inverted([*G.left, *G.right], shifts, before)
     half = len(G.left)
-    return ProductInverse(G.layout, G.blocks, rest, G.others, tuple(inverses[:half]), tuple(inverses[half:]))
+    return ProductInverse.of(G, rest, inverses[:half], inverses[half:])
 
 
 def _balance(a: Factor, s: Factor) -> Tensor:

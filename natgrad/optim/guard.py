@@ -30,15 +30,16 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._found: Tensor | None = None  # 1.0 if something was not finite, on the device
+        self.found: Tensor | None = None  # 1.0 if something was not finite, on the device
         self._answer: _Answer | None = None
 
     def check(self, tensors: Mapping[str, Tensor], what: str, step: int) -> None:
         """Raise (CPU) or remember (GPU) that a tensor is not finite."""
-        values = list(tensors.values())
-        if values[0].device.type == "cuda":
-            self._remember(values, what, step)
+        if next(iter(tensors.values())).device.type == "cuda":
+            self.look(tensors)
+            self.send(what, step)
             return
+        values = list(tensors.values())
         # A sum is quick and finite only if every number is; one that overflows is looked at again.
         if bool(torch.isfinite(torch.stack([t.sum() for t in values])).all()):
             return
@@ -47,20 +48,33 @@ class Guard:
             bad = [name for name, good in zip(tensors, finite.tolist(), strict=True) if not good]
             raise NonFiniteError(f"{what} of {', '.join(bad)} holds NaN or infinity. Nothing was changed")
 
-    def _remember(self, values: list[Tensor], what: str, step: int) -> None:
-        device = values[0].device
-        self._found = torch.zeros((), device=device)
+    def look(self, tensors: Mapping[str, Tensor]) -> None:
+        """Find, on the GPU, whether a tensor is not finite."""
+        values = list(tensors.values())
+        self.found = torch.zeros((), device=values[0].device)
         # What GradScaler does to look at all gradients in one launch.
-        torch._amp_foreach_non_finite_check_and_unscale_(values, self._found, torch.ones((), device=device))
+        torch._amp_foreach_non_finite_check_and_unscale_(values, self.found, torch.ones_like(self.found))
+
+    def send(self, what: str, step: int) -> None:
+        """Send what was found to the host."""
+        assert self.found is not None
         # A copy to memory that is not pinned would wait for the device.
-        host = torch.empty((), pin_memory=True).copy_(self._found, non_blocking=True)
+        host = torch.empty((), pin_memory=True).copy_(self.found, non_blocking=True)
         arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(device))
+        arrived.record(torch.cuda.current_stream(self.found.device))
         self._answer = _Answer(host, arrived, what, step)
+
+    def adopt(self, found: Tensor | None) -> None:
+        """What a recorded step has found."""
+        self.found = found
+
+    def forget(self) -> None:
+        """Nothing has been looked at."""
+        self.found = None
 
     def add(self, tensors: Sequence[Tensor], changes: Sequence[Tensor]) -> None:
         """Add the changes, unless something was not finite."""
-        if self._found is None:
+        if self.found is None:
             torch._foreach_add_(list(tensors), list(changes))
         else:  # one launch for all tensors, which looks at the flag on the device
             torch._fused_sgd_(
@@ -73,35 +87,35 @@ class Guard:
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
-                is_first_step=True,
-                found_inf=self._found,
+                is_first_step=False,
+                found_inf=self.found,
             )
 
     def move(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set the values, up to rounding, unless something was not finite: few launches for many tensors."""
-        if self._found is None:
+        if self.found is None:
             torch._foreach_copy_(list(tensors), list(values))
         else:
             self.add(tensors, torch._foreach_sub(list(values), list(tensors)))
 
     def put(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set the values, unless something was not finite."""
-        if self._found is None:
+        if self.found is None:
             torch._foreach_copy_(list(tensors), list(values))
         else:
-            bad, old = self._found > 0, list(tensors)
+            bad, old = self.found > 0, list(tensors)
             torch._foreach_copy_(old, [torch.where(bad, t, new) for t, new in zip(old, values, strict=True)])
 
-    def scale(self, tensors: Sequence[Tensor], factor: float) -> None:
+    def scale(self, tensors: Sequence[Tensor], factor: float | Tensor) -> None:
         """Multiply by the factor, unless something was not finite."""
-        if self._found is None:
+        if self.found is None:
             torch._foreach_mul_(list(tensors), factor)
         else:
-            torch._foreach_mul_(list(tensors), torch.where(self._found > 0, 1.0, factor))
+            torch._foreach_mul_(list(tensors), torch.where(self.found > 0, 1.0, factor))
 
     def report(self) -> None:
         """Raise what the last step found. It was not applied. Its answer left before this step's work was queued."""
-        answer, self._answer, self._found = self._answer, None, None
+        answer, self._answer, self.found = self._answer, None, None
         if answer is None:
             return
         answer.arrived.synchronize()

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, final
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from natgrad.geometry import Covector, Vector, require_all
+from natgrad.geometry import Covector, require_all
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse
+from natgrad.optim.graphed import Graphed
 from natgrad.optim.groups import check_numbers, common_damping, complete
 from natgrad.optim.guard import Guard
 from natgrad.optim.keeper import Keeper
+from natgrad.optim.moves import Moves
 from natgrad.optim.solves import Solves
 from natgrad.optim.state import export, restore
 from natgrad.optim.trial import Trial
@@ -122,9 +124,8 @@ class NaturalGradient(torch.optim.Optimizer):
         self.outdated = False  # the metric has been estimated since it was inverted
         self.warned = False  # of a factorisation that failed
         self.last: Step | None = None
-        self._guard = Guard()
-        names = {id(p): name for name, p in wrapped.params.items()}
-        self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
+        self.moves = Moves(self, Guard())
+        self._graphed = Graphed(self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
@@ -141,11 +142,6 @@ class NaturalGradient(torch.optim.Optimizer):
         closure = ", which evaluates the loss again: opt.step(closure)" if self.needs_closure else ""
         slots = {"metric": keeper.metric, "structure": keeper.structure, "solver": self.solver, "step": self.rule}
         return "\n".join([first, *(f"{slot}: {value!r}" for slot, value in slots.items())]) + f"{closure}\n{rest}"
-
-    @property
-    def grouped(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        """The parameter groups, with the names of their parameters."""
-        return zip(self.param_groups, self._names, strict=True)
 
     @property
     def needs_closure(self) -> bool:
@@ -173,7 +169,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """One step. Returns the loss of the closure, if there is one."""
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
-        self._guard.report()
+        self.moves.guard.report()
         value = None
         try:
             if closure is not None:
@@ -191,81 +187,50 @@ class NaturalGradient(torch.optim.Optimizer):
             raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
         ω = Covector(require_all({name: p.grad for name, p in params.items()}))
         if self.keeper.model.example.device.type != "cuda":  # there, what is in the gradient shows in the step
-            self._guard.check(ω, "the gradient", self.keeper.step)
+            self.moves.guard.check(ω, "the gradient", self.keeper.step)
         operator, refreshed = self.keeper.candidate()
         damping = common_damping(self.param_groups)
         solve = Solves(self, operator, damping, refreshed)
-        decayed = self._decayed()
-        proposal = Proposal(
-            params={name: p.detach() for name, p in params.items()},
-            decayed=decayed,
-            differential=ω,
-            operator=solve.operator,
-            damping=damping,
-            sharp=solve.sharp,
-            move=solve.move,
-            loss=None if closure is None else Trial(self.keeper, closure, value, decayed),
-            model=self._look(solve, decayed),
-            rates={name: float(group["lr"]) for group, names in self.grouped for name in names},
-        )
-        step = self.rule.take(proposal)
-        self._guard.check(step.displacement, "the step", self.keeper.step)
-        self._apply(step, solve.velocity)
-        self.inverse, self.inverse_damping, self.outdated = solve.inverse, solve.damping, solve.outdated
+        step = None if closure is not None else self._graphed.step(solve, ω)
+        if step is None:
+            step = self.propose(solve, ω, closure, value)
+            self.moves.guard.check(step.displacement, "the step", self.keeper.step)
+            self.moves.apply(step, solve.velocity)
+        else:
+            self.moves.guard.send("the step", self.keeper.step)
+        self._put(solve)
         for group in self.param_groups:
             group["damping"] = step.damping
         self.keeper.commit(solve.operator, refreshed)
         self.last = step
 
-    def _look(self, solve: Solves, decayed: Mapping[str, Tensor]) -> Look:
-        return Look(
+    def propose(self, solve: Solves, ω: Covector, closure: Callable[[], Any] | None, value: Any) -> Step:
+        """What the rule makes of the gradient. Nothing is changed."""
+        look = Look(
             step=self.keeper.step,
-            divergence=lambda δ: self.keeper.divergence(decayed + δ),
+            divergence=lambda δ: self.keeper.divergence(proposal.decayed + δ),
             acceleration=solve.acceleration,
             curvature=self.keeper.curvature,
-            velocity=lambda: self._velocity(),
+            velocity=self.moves.velocity,
         )
+        proposal = Proposal(
+            params={name: p.detach() for name, p in self.keeper.model.params.items()},
+            decay=self.moves.decayed,
+            differential=ω,
+            operator=solve.operator,
+            damping=common_damping(self.param_groups),
+            solve=solve,
+            trial=None if closure is None else Trial(self.keeper, closure, value),
+            model=look,
+            rates=self.moves.rates(),
+        )
+        return self.rule.take(proposal)
 
-    def _velocity(self) -> Vector | None:
-        """What the last step left as momentum."""
-        params = self.keeper.model.params
-        if not all("momentum" in self.state.get(p, {}) for p in params.values()):
-            return None
-        return Vector({name: self.state[p]["momentum"] for name, p in params.items()})
-
-    def _decayed(self) -> dict[str, Tensor]:
-        """(1 − lr·wd)θ."""
-        out = {name: p.detach() for name, p in self.keeper.model.params.items()}
-        for group, names in self.grouped:
-            decay = group["lr"] * group["weight_decay"]
-            if decay:
-                out.update(zip(names, torch._foreach_mul([out[name] for name in names], 1 - decay), strict=True))
-        return out
-
-    def _apply(self, step: Step, velocity: Vector | None) -> None:
-        """Everything has been computed and checked: change parameters and momentum."""
-        kept = step.velocity if step.velocity is not None else velocity
-        for group, names in self.grouped:
-            params: list[Tensor] = group["params"]
-            if not step.accepted:
-                for p in params:
-                    self.state.pop(p, None)
-                continue
-            decay = group["lr"] * group["weight_decay"]
-            if decay:
-                self._guard.scale(params, 1 - decay)
-            self._guard.add(params, [step.displacement[name] for name in names])
-            landed = [(p, step.landing[name]) for p, name in zip(params, names, strict=True) if name in step.landing]
-            if landed:
-                self._guard.put([p for p, _ in landed], [value for _, value in landed])
-            if kept is not None and (group["momentum"] or step.velocity is not None):
-                self._remember(params, [kept[name] for name in names])
-
-    def _remember(self, params: Sequence[Tensor], velocity: Sequence[Tensor]) -> None:
-        for p in params:
-            if "momentum" not in self.state[p]:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-        self._guard.move([self.state[p]["momentum"] for p in params], velocity)
+    def _put(self, solve: Solves) -> None:
+        """The inverse of this step is that of the next ones; a recorded step finds it where the last one was."""
+        if self._graphed.recorded and self.inverse is not None and solve.inverse is not None:
+            solve.inverse = self.inverse.overwritten(solve.inverse)
+        self.inverse, self.inverse_damping, self.outdated = solve.inverse, solve.damping, solve.outdated
 
     def state_dict(self) -> dict[str, Any]:
         """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
@@ -275,7 +240,8 @@ class NaturalGradient(torch.optim.Optimizer):
             key: {what: t.clone() if isinstance(t, Tensor) else t for what, t in value.items()}
             for key, value in state["state"].items()
         }
-        state["natgrad"] = export(self.keeper, self.inverse, self.inverse_damping, self.outdated)
+        own = export(self.keeper, self.inverse, self.inverse_damping, self.outdated)
+        state["natgrad"] = {**own, "inverse": {key: t.clone() for key, t in own["inverse"].items()}}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

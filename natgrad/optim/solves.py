@@ -12,6 +12,7 @@ from torch import Tensor
 from natgrad.errors import FactorisationError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Operator
+from natgrad.optim.groups import common_damping
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
@@ -43,13 +44,13 @@ class Solves:
         """−lr·(μm + v), every group with its own lr and μ."""
         velocity: dict[str, Tensor] = {}
         moved: dict[str, Tensor] = {}
-        for group, names in self.opt.grouped:
+        for group, names, rate in self.opt.moves.groups:
             found = [v[name] for name in names]
             state, μ = self.opt.state, group["momentum"]
             if μ and all("momentum" in state.get(p, {}) for p in group["params"]):
                 found = list(torch._foreach_add(found, [state[p]["momentum"] for p in group["params"]], alpha=μ))
             velocity.update(zip(names, found, strict=True))
-            moved.update(zip(names, torch._foreach_mul(found, -float(group["lr"])), strict=True))
+            moved.update(zip(names, torch._foreach_mul(found, -rate), strict=True))
         self.velocity = Vector({name: velocity[name] for name in v})
         return Vector({name: moved[name] for name in v})
 
@@ -62,6 +63,11 @@ class Solves:
         assert self.inverse is not None
         # A copy: the next gradient is like the last one, and must not be solved from here.
         return -self.opt.solver.sharp(copy.copy(self.inverse), self.opt.keeper.christoffel(δ))
+
+    @property
+    def due(self) -> bool:
+        """Whether the inverse is made anew in this step."""
+        return self._due(common_damping(self.opt.param_groups))
 
     def _due(self, damping: float) -> bool:
         if self.inverse is None:

@@ -8,23 +8,21 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.geometry import Vector
 from natgrad.optim.keeper import Keeper
 
 
 @final
 class Trial:
-    """The closure's loss at the parameters (None: as it was computed), or at ``decayed`` + δ. Nothing stays changed."""
+    """The closure's loss where parameters land, or, for None, as it was computed here. Nothing stays changed."""
 
-    def __init__(self, keeper: Keeper, closure: Callable[[], Any], value: Any, decayed: Mapping[str, Tensor]) -> None:
-        self._keeper, self._closure, self._value, self._decayed = keeper, closure, value, decayed
+    def __init__(self, keeper: Keeper, closure: Callable[[], Any], value: Any) -> None:
+        self._keeper, self._closure, self._value = keeper, closure, value
 
-    def __call__(self, δ: Vector | None) -> float:
-        if δ is None:
+    def __call__(self, landing: Mapping[str, Tensor] | None) -> float:
+        if landing is None:
             return _number(self._value)
         params = self._keeper.model.params
         saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
-        landing = dict(self._decayed) + δ  # before a parameter changes: without decay, ``decayed`` are the parameters
         try:
             for name, p in params.items():
                 p.copy_(landing[name])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.rules.patches import Axis, windows
 
+_COPY = 2**24  # numbers; of patches at a time
 _ALIGNED = 8  # numbers; rows of a product that start off a vector are read one number at a time
 
 
@@ -43,15 +44,22 @@ def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
             [ 3.,  6.,  3.]])
     """
     ch, d = x.shape[1], len(axes)
-    w = windows(_last(x, axes).movedim(-1, 1), axes)  # [n ch *out *kernel], a view
-    w = w.movedim(1, -1)  # [n *out *kernel ch]
-    rows, kernel = w.shape[: 1 + d], prod(w.shape[1 + d : -1])
+    w = windows(_last(x, axes).movedim(-1, 1), axes).movedim(
+        1, -1
+    )  # [n *out *kernel ch], a view
+    positions, kernel = prod(w.shape[1 : 1 + d]), prod(w.shape[1 + d : -1])
     width = kernel * ch
-    a = x.new_empty(prod(rows), -(-(width + bias) // _ALIGNED) * _ALIGNED)
-    a[:, :width].unflatten(0, rows).unflatten(-1, w.shape[1 + d :]).copy_(w)
-    if a.shape[1] > width:
+    full = -(-(width + bias) // _ALIGNED) * _ALIGNED
+    step = max(1, _COPY // (positions * full))
+    a = x.new_empty(min(step, x.shape[0]) * positions, full)
+    if full > width:
         a[:, width:] = 1.0  # the homogeneous coordinate, and as often again as the row needs to be full
-    G = a.T @ a
+    G = x.new_zeros(full, full) if step < x.shape[0] else None
+    for part in w.split(step):
+        rows = a[: part.shape[0] * positions]
+        rows[:, :width].unflatten(0, part.shape[: 1 + d]).unflatten(-1, part.shape[1 + d :]).copy_(part)
+        G = rows.T @ rows if G is None else G.addmm_(rows.T, rows)
+    assert G is not None
     out = x.new_empty(width + bias, width + bias)
     inner = G[:width, :width].unflatten(0, (kernel, ch)).unflatten(2, (kernel, ch))
     out[:width, :width].unflatten(0, (ch, kernel)).unflatten(2, (ch, kernel)).copy_(inner.permute(1, 0, 3, 2))
@@ -59,7 +67,7 @@ def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
         sums = G[width, :width].unflatten(0, (kernel, ch)).T
         out[width, :width].unflatten(0, (ch, kernel)).copy_(sums)
         out[:width, width].unflatten(0, (ch, kernel)).copy_(sums)
-        out[width, width] = a.shape[0]
+        out[width, width] = x.shape[0] * positions
     return out
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from functools import cached_property
+from typing import Protocol, final
 
 from torch import Tensor
 
@@ -19,23 +20,42 @@ class Proposal:
     """All that a step rule may look at. Nothing in it changes the model.
 
     ``sharp(ω, λ)`` is (G + λ)⁻¹ω; ``move(v)`` the step −lr·(μm + v) that the optimizer would make of it by itself, and
-    ``direction(ω, λ)`` both; ``loss(δ)`` evaluates the closure where the step δ lands, at ``decayed`` + δ.
+    ``direction(ω, λ)`` both; ``loss(δ)`` evaluates the closure where the step δ lands, at ``decayed`` + δ. What a rule
+    does not ask for is not computed.
     """
 
     params: Mapping[str, Tensor]
-    decayed: Mapping[str, Tensor]  # the parameters after weight decay: what the step is added to
+    decay: Callable[[], Mapping[str, Tensor]]  # the parameters after weight decay
     differential: Covector
     operator: Operator
     damping: float
-    sharp: Callable[[Covector, float], Vector]
-    move: Callable[[Vector], Vector]
-    loss: Callable[[Vector | None], float] | None
+    solve: Solve
+    trial: Callable[[Mapping[str, Tensor] | None], float] | None
     model: Look
-    rates: Mapping[str, float]  # the learning rate of every parameter
+    rates: Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
+
+    @cached_property
+    def decayed(self) -> Mapping[str, Tensor]:
+        """(1 − lr·wd)θ: what the step is added to."""
+        return self.decay()
+
+    def sharp(self, ω: Covector, damping: float) -> Vector:
+        """(G + λ)⁻¹ω."""
+        return self.solve.sharp(ω, damping)
+
+    def move(self, v: Vector) -> Vector:
+        """−lr·(μm + v)."""
+        return self.solve.move(v)
 
     def direction(self, ω: Covector, damping: float) -> Vector:
         """−lr·(μm + (G + λ)⁻¹ω)."""
         return self.move(self.sharp(ω, damping))
+
+    def loss(self, δ: Vector | None) -> float:
+        """Of the closure, where the step δ lands (None: here)."""
+        assert self.trial is not None
+        # Landing first: without decay, ``decayed`` are the parameters themselves.
+        return self.trial(None if δ is None else dict(self.decayed) + δ)
 
     def natural(self) -> Vector:
         """The move at the current differential and damping."""
@@ -47,6 +67,14 @@ class Proposal:
 
     def with_differential(self, ω: Covector) -> Proposal:
         return replace(self, differential=ω)
+
+
+class Solve(Protocol):
+    """The solves of a step."""
+
+    def sharp(self, ω: Covector, damping: float) -> Vector: ...
+
+    def move(self, v: Vector) -> Vector: ...
 
 
 @final
@@ -91,6 +119,11 @@ class StepRule(ABC):
     @abstractmethod
     def needs_closure(self) -> bool:
         """Whether the rule evaluates the loss again, so that ``opt.step(closure)`` must be given one."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether the rule looks at no number, so that its kernels can be recorded and replayed."""
+        return False
 
     @abstractmethod
     def take(self, proposal: Proposal) -> Step:

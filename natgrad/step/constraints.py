@@ -108,15 +108,14 @@ class Penalty(Constraint):
             # Adding 0·θ gives every parameter a derivative, also those the penalty does not look at.
             value = self.penalty(leaves) + sum((0 * p).sum() for p in leaves.values())
             ω = differential(leaves, value) * self.weight
-        inner = proposal.loss
+        inner = proposal.trial
         if inner is None:
             return proposal.with_differential(proposal.differential + ω)
 
-        def penalised(δ: Vector | None) -> float:
-            params = dict(proposal.params) if δ is None else dict(proposal.decayed) + δ
-            return inner(δ) + self.weight * float(self.penalty(params))
+        def penalised(landing: Mapping[str, Tensor] | None) -> float:
+            return inner(landing) + self.weight * float(self.penalty(landing or dict(proposal.params)))
 
-        return replace(proposal.with_differential(proposal.differential + ω), loss=penalised)
+        return replace(proposal.with_differential(proposal.differential + ω), trial=penalised)
 
     def after(self, proposal: Proposal, step: Step) -> Step:
         return step

@@ -21,6 +21,10 @@ class Fixed(StepRule):
     def needs_closure(self) -> bool:
         return False
 
+    @property
+    def capturable(self) -> bool:
+        return True
+
     def take(self, proposal: Proposal) -> Step:
         return Step(proposal.natural(), proposal.damping)
 
@@ -108,7 +112,6 @@ class LevenbergMarquardt(StepRule):
         return True
 
     def take(self, proposal: Proposal) -> Step:
-        assert proposal.loss is not None
         λ, start, ratio = max(proposal.damping, self.smallest), proposal.loss(None), 0.0
         rounding = 8 * torch.finfo(next(iter(proposal.params.values())).dtype).eps * abs(start)
         for _ in range(self.tries):

@@ -34,13 +34,17 @@ class KLClip(StepRule):
     def needs_closure(self) -> bool:
         return False
 
+    @property
+    def capturable(self) -> bool:
+        return True
+
     def take(self, proposal: Proposal) -> Step:
         v = proposal.sharp(proposal.differential, proposal.damping)
-        ω = torch.cat([proposal.differential[name].flatten() for name in v])
-        scaled = torch.cat(
-            [t.flatten() for t in torch._foreach_mul(list(v.values()), [proposal.rates[name] ** 2 for name in v])]
-        )
-        square = torch.dot(ω.to(scaled.dtype), scaled)
+        square: Tensor | float = 0.0
+        for names, rate in proposal.rates:
+            ω, u = (torch.cat([t[name].flatten() for name in names]) for t in (proposal.differential, v))
+            square = square + torch.dot(ω.to(u.dtype), u) * rate**2
+        assert isinstance(square, Tensor)
         # Rounding below zero, or a zero gradient: nothing to shorten.
         shrink = torch.where(square > self.radius, (self.radius / square.clamp(min=self.radius)).sqrt(), 1.0)
         clipped = Vector(dict(zip(v, torch._foreach_mul(list(v.values()), shrink), strict=True)))
@@ -88,7 +92,6 @@ class SelfTuned(StepRule):
         if proposal.model.step % self.every:
             return Step(δ, λ, velocity=δ)
         predicted = float(weights @ slope + 0.5 * weights @ H @ weights)
-        assert proposal.loss is not None
         actual = proposal.loss(δ) - proposal.loss(None)
         ratio = actual / predicted if predicted < 0 and math.isfinite(actual) else -math.inf
         return Step(δ, self._adapted(λ, ratio), ratio=ratio, velocity=δ)

@@ -1,0 +1,113 @@
+"""The plain step as a CUDA graph: what follows the gradient, recorded once and then replayed in one launch.
+
+Most steps of K-FAC refresh neither the metric nor its inverse. What is left is a product of small matrices a layer, a
+clip, the momentum and the change of the parameters: on a GPU the processor that starts these kernels takes longer than
+the kernels. The learning rates are read from the device, so that a schedule may change them; anything else that
+changes (another inverse, momentum or weight decay, parameters that were moved) is recorded anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry import Covector
+from natgrad.optim.solves import Solves
+from natgrad.step import Step
+
+if TYPE_CHECKING:
+    from natgrad.optim.optimizer import NaturalGradient
+
+_log = logging.getLogger("natgrad")
+_ALIKE = 3  # steps that must have been alike before one is recorded
+
+
+@final
+@dataclass(frozen=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    gradients: list[Tensor]  # where the recorded kernels read them
+    rates: list[Tensor]
+    found: Tensor | None  # the guard's flag
+    step: Step
+
+
+@final
+class Graphed:
+    """Records a step that has come several times in the same form, and replays it."""
+
+    def __init__(self, opt: NaturalGradient) -> None:
+        device = opt.keeper.model.example.device
+        self._opt, self._device = opt, device
+        self._possible = device.type == "cuda" and opt.rule.capturable
+        self._key: object = None
+        self._alike = 0
+        self._recording: _Recording | None = None
+        self._rates: list[float] = []
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a step to replay, which reads the inverse that the optimizer holds."""
+        return self._recording is not None
+
+    def step(self, solve: Solves, ω: Covector) -> Step | None:
+        """Replay the step for this gradient; None where it must be made kernel by kernel."""
+        if not self._possible or solve.due or torch.cuda.is_current_stream_capturing():
+            return None
+        key = self._signature(solve, ω)
+        if key != self._key:
+            self._key, self._alike, self._recording = key, 0, None
+        self._alike += 1
+        if self._alike <= _ALIKE:
+            return None
+        if self._recording is None:
+            self._recording = self._record(solve, ω)
+        if self._recording is None:
+            return None
+        self._load(self._recording, ω)
+        self._recording.graph.replay()
+        self._opt.moves.guard.adopt(self._recording.found)
+        return self._recording.step
+
+    def _load(self, recording: _Recording, ω: Covector) -> None:
+        torch._foreach_copy_(recording.gradients, list(ω.values()))
+        rates = [float(group["lr"]) for group in self._opt.param_groups]
+        if rates != self._rates:
+            for rate, value in zip(recording.rates, rates, strict=True):
+                rate.fill_(value)
+            self._rates = rates
+
+    def _signature(self, solve: Solves, ω: Covector) -> object:
+        """What the recorded kernels depend on: numbers that are not read from the device, and where tensors lie."""
+        groups = tuple((group["momentum"], group["weight_decay"]) for group in self._opt.param_groups)
+        state = self._opt.state
+        places = tuple(
+            (p.data_ptr(), state[p]["momentum"].data_ptr() if "momentum" in state.get(p, {}) else 0)
+            for p in self._opt.keeper.model.params.values()
+        )
+        return groups, places, solve.damping, id(solve.inverse), tuple(t.shape for t in ω.values())
+
+    def _record(self, solve: Solves, ω: Covector) -> _Recording | None:
+        gradients = [torch.empty_like(t) for t in ω.values()]
+        rates = [torch.zeros((), device=self._device) for _ in self._opt.param_groups]
+        moves, self._rates = self._opt.moves, []
+        moves.recorded = rates
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                step = self._opt.propose(solve, Covector(dict(zip(ω, gradients, strict=True))), None, None)
+                moves.guard.look(step.displacement)
+                moves.apply(step, solve.velocity)
+                found = moves.guard.found
+        except RuntimeError as error:  # something in the step cannot be recorded: a structure, or a rule of the user
+            _log.info("the step cannot be recorded as a CUDA graph (%s): it is made kernel by kernel", error)
+            self._possible = False
+            return None
+        finally:
+            moves.recorded = None
+            moves.guard.forget()
+        return _Recording(graph, gradients, rates, found, step)
