@@ -23,6 +23,7 @@ from natgrad.pullback.blocks import Block
 from natgrad.pullback.graph import leaf_uses, nodes
 from natgrad.pullback.statistics import Statistics
 from natgrad.rules.base import Call, Replay, Replayed, Rule
+from natgrad.vjp import vjp
 
 
 @final
@@ -215,7 +216,7 @@ class Tape:
             return {}
         edges = [self.uses[at].edges[j] for at, j in slots]
         with self.statistics.constant():
-            grads = _grad((self.y,), edges, (s.to(self.y.dtype),))
+            grads = vjp((self.y,), edges, (s.to(self.y.dtype),))
         found = dict(zip(slots, grads, strict=True))
 
         def cotangent(at: int, j: int) -> Tensor:
@@ -226,19 +227,7 @@ class Tape:
 
     def inner(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Cotangents [k n r c o] of the layers of a replayed use, by the names of their parameters."""
-        replay = self.uses[at].replay
-        layers = {id(layer.z): layer.z for layer in replay.layers.values()}
-        z = [t for own in layers.values() for t in own]
-        pairs = [(y, g) for y, g in zip(replay.outputs, outer, strict=True) if y.requires_grad]
-        ys, cotangents = tuple(y for y, _ in pairs), tuple(g.to(y.dtype) for y, g in pairs)
-        grads = iter(_grad(ys, z, cotangents))
-        found = {}
-        for key, own in layers.items():
-            parts = [
-                outer[0].new_zeros(outer[0].shape[0], *t.shape) if g is None else g for t in own for g in (next(grads),)
-            ]
-            found[key] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        return {name: found[id(layer.z)] for name, layer in replay.layers.items()}
+        return self.uses[at].replay.pull(outer)
 
     def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
         """g [k n r c o] of every block with a rule, for output cotangents s [k n *out]."""
@@ -265,14 +254,3 @@ class Tape:
         if isinstance(use.rule, Replayed):
             return replayed[at][keys[0]]
         return use.rule.cotangents(use.module, keys, outer[at][0])
-
-
-def _grad(ys: tuple[Tensor, ...], at: Sequence[Any], cotangents: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Jᵀ of cotangents [k *shape of y], [k *shape] each; None where nothing arrives."""
-    batched = cotangents[0].shape[0] > 1
-    # One column needs no vmap, whose overhead would show beside a single backward pass.
-    grad_outputs = cotangents if batched else tuple(g[0] for g in cotangents)
-    grads: tuple[Tensor | None, ...] = torch.autograd.grad(
-        ys, at, grad_outputs, retain_graph=True, allow_unused=True, is_grads_batched=batched
-    )
-    return grads if batched else tuple(None if g is None else g.unsqueeze(0) for g in grads)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from natgrad.rules.base import Call, Keys, Replay, Replayable, Replayed, plain, single, trainable
-from natgrad.rules.matrices import argument, matrices_shape, own, pack_matrices, probe, unpack_matrices, weight_and_bias
+from natgrad.rules.base import Call, Keys, Replayable, Replayed, plain, single, trainable
+from natgrad.rules.matrices import argument, matrices_shape, own, pack_matrices, unpack_matrices, weight_and_bias
+from natgrad.rules.replay import GraphReplay
 
 _IN, _OUT = ("in_proj_weight", "in_proj_bias"), ("out_proj.weight", "out_proj.bias")
 _SPLIT = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -78,20 +79,19 @@ class AttentionRule(Replayed):
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
         return unpack_matrices(module, keys, packed)
 
-    def replay(self, module: nn.Module, call: Call) -> Replay:
+    def replay(self, module: nn.Module, call: Call) -> GraphReplay:
         attention = _Attention.of(cast(nn.MultiheadAttention, module), call)
-        q, k, v, layers = attention.projected()
-        mixed, weights = attention.mixed(q, k, v)
+        z, tokens = attention.projected()
+        mixed, weights = attention.mixed(*(part.squeeze(2) for part in tokens))
         weight, bias = (own(module, key) for key in _OUT)
         assert weight is not None
-        a = mixed.unsqueeze(2)  # [n l 1 e]
-        z = probe(F.linear(a, weight, bias))
-        y = z.squeeze(2)
-        if not attention.batched:
-            y = y.squeeze(0)
-        elif not attention.module.batch_first:
+        out = F.linear(mixed.unsqueeze(2), weight, bias)  # [n l 1 e]
+        y = out.squeeze(2) if attention.batched else out[0, :, 0]
+        if attention.batched and not attention.module.batch_first:
             y = y.transpose(0, 1)
-        return Replay((y,) if weights is None else (y, weights), {**layers, **weight_and_bias(_OUT, a, z)})
+        seen = dict.fromkeys(_IN, z) | dict(zip(_SPLIT, tokens, strict=True)) | dict.fromkeys(_OUT, out)
+        layers = attention.inputs() | weight_and_bias(_OUT, mixed.unsqueeze(2))
+        return GraphReplay((y,) if weights is None else (y, weights), layers, {key: seen[key] for key in layers})
 
 
 @final
@@ -116,26 +116,32 @@ class _Attention:
     def batched(self) -> bool:
         return bool(argument(self.call, 0, "query").ndim == 3)
 
-    def projected(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Replayable]]:
-        """q [n l e], k and v [n s e], and the layers that they come from."""
-        sizes = [t.shape[1] for t in self.tokens]
-        bias = own(self.module, "in_proj_bias")
+    @property
+    def rows(self) -> int:
+        """The longer of the two lengths."""
+        return max(t.shape[1] for t in self.tokens)
+
+    def projected(self) -> tuple[Tensor, list[Tensor]]:
+        """The projections z [n r 3 e], and of them q [n l 1 e], k and v [n s 1 e]."""
         parts = [F.linear(t, w) for t, w in zip(self.tokens, self._weights(), strict=True)]
-        z = torch.stack([_longer(part, max(sizes)) for part in parts], dim=2)  # [n r 3 e]
-        z = probe(z if bias is None else z + bias.view(3, -1))
-        own_z = [z[:, :size, at : at + 1] for at, size in enumerate(sizes)]
-        valid = self._valid(sizes)
+        z = torch.stack([_longer(part, self.rows) for part in parts], dim=2)
+        bias = own(self.module, "in_proj_bias")
+        # Below there is nothing to differentiate: the arguments are constants.
+        z = (z if bias is None else z + bias.view(3, -1)).requires_grad_()
+        return z, [z[:, : t.shape[1], at : at + 1] for at, t in enumerate(self.tokens)]
+
+    def inputs(self) -> dict[str, Replayable]:
+        """The inputs of the three projections."""
+        valid = self._valid()
         if own(self.module, "in_proj_weight") is not None:
-            layers = weight_and_bias(_IN, self._stacked(max(sizes), valid), z, valid)
-        else:
-            ones = z.new_ones(*z.shape[:3], 1) if valid is None else valid.unsqueeze(-1)
-            layers = weight_and_bias(_IN[1:], ones, z, valid)
-            for at, (key, t) in enumerate(zip(_SPLIT, self.tokens, strict=True)):
-                kept = None if valid is None else valid[:, : sizes[at], at : at + 1]
-                a = t.unsqueeze(2) if kept is None else t.unsqueeze(2) * kept.unsqueeze(-1)
-                layers |= weight_and_bias((key,), a, own_z[at], kept)
-        q, k, v = (part.squeeze(2) for part in own_z)
-        return q, k, v, layers
+            return weight_and_bias(_IN, self._stacked(valid), valid)
+        query = self.tokens[0]
+        ones = query.new_ones(query.shape[0], self.rows, 3, 1) if valid is None else valid.unsqueeze(-1)
+        found = weight_and_bias(_IN[1:], ones, valid)
+        for at, (key, t) in enumerate(zip(_SPLIT, self.tokens, strict=True)):
+            kept = None if valid is None else valid[:, : t.shape[1], at : at + 1]
+            found |= weight_and_bias((key,), t.unsqueeze(2) if kept is None else t.unsqueeze(2) * kept[..., None], kept)
+        return found
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """The outputs of all heads [n l e], and the attention weights as the module returns them."""
@@ -164,26 +170,25 @@ class _Attention:
             return list(whole.chunk(3))
         return [w for w in (own(self.module, key) for key in _SPLIT) if w is not None]
 
-    def _valid(self, sizes: list[int]) -> Tensor | None:
+    def _valid(self) -> Tensor | None:
         """[n r 3], zero where a shorter sequence is padded and where a key is left out."""
-        padding = self._padding()
+        padding, sizes = self._padding(), [t.shape[1] for t in self.tokens]
         if padding is None and len(set(sizes)) == 1:
             return None
         query = self.tokens[0]
-        valid = query.new_zeros(query.shape[0], max(sizes), 3)
+        valid = query.new_zeros(query.shape[0], self.rows, 3)
         for at, size in enumerate(sizes):
             valid[:, :size, at] = 1
         if padding is not None:
             valid[:, : sizes[1], 1:] *= (padding != -math.inf).to(valid.dtype).unsqueeze(-1)
         return valid
 
-    def _stacked(self, rows: int, valid: Tensor | None) -> Tensor:
+    def _stacked(self, valid: Tensor | None) -> Tensor:
         """a [n r 3 i], zero where it is masked."""
-        query, key, value = self.tokens
         given = [argument(self.call, at, name) for at, name in enumerate(("query", "key", "value"))]
         if valid is None and _same(given[0], given[1]) and _same(given[0], given[2]):
-            return query.unsqueeze(2).expand(-1, -1, 3, -1)
-        a = torch.stack([_longer(t, rows) for t in (query, key, value)], dim=2)
+            return self.tokens[0].unsqueeze(2).expand(-1, -1, 3, -1)
+        a = torch.stack([_longer(t, self.rows) for t in self.tokens], dim=2)
         return a if valid is None else a * valid.unsqueeze(-1)
 
     def _extended(self, t: Tensor, name: str) -> Tensor:

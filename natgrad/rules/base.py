@@ -165,13 +165,9 @@ class Replayed(Rule):
 @final
 @dataclass(frozen=True)
 class Replayable:
-    """One parameter inside a replay: its inputs, and what its layer computed in that graph, a tensor an application.
-
-    The parameters of one layer have one ``z`` (the same tuple), and inputs of their own: those of a bias are ones.
-    """
+    """The inputs of one parameter inside a replay. Those of a bias are ones."""
 
     a: Tensor  # [n r c i], zero where a position is masked
-    z: tuple[Tensor, ...]  # each [n r c o]; together, along r, the outputs that belong to ``a``
     valid: Tensor | None = None  # [n r c], one where a position is not masked
 
     @property
@@ -188,13 +184,19 @@ class Replayable:
         return a.sum(1) / self.valid.sum(1).clamp(min=1).unsqueeze(-1)  # no position at all: the sum is zero, too
 
 
-@final
 @dataclass(frozen=True)
-class Replay:
+class Replay(ABC):
     """What a module computed, tensor by tensor as ``tensors_of`` lists them, and its layers by parameter name."""
 
     outputs: tuple[Tensor, ...]
     layers: Mapping[str, Replayable]
+
+    @abstractmethod
+    def pull(self, g: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+        """Cotangents [k n r c o] of every layer from those of the outputs [k *output], by the names of the parameters.
+
+        Parameters of one layer have the same tensor. The cotangents of an output that has none are zeros.
+        """
 
     def layer(self, keys: Keys) -> Replayable:
         """The parameters ``keys`` of one layer: their inputs side by side along i."""

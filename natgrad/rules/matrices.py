@@ -32,19 +32,14 @@ def unpack_matrices(module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, 
     return {key: part.reshape(*lead, *shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
 
 
-def weight_and_bias(keys: Keys, a: Tensor, z: Tensor, valid: Tensor | None = None) -> dict[str, Replayable]:
-    """A layer z = W a + b in a replay; ``keys`` are the names of W and, where there is one, of b.
+def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[str, Replayable]:
+    """The inputs of a layer W a + b; ``keys`` are the names of W and, where there is one, of b.
 
     ``a`` [n r c i] is zero where a position is masked, and so are the ones that belong to the bias.
     """
-    a, where = a.detach(), (z,)
+    a = a.detach()
     ones = a.new_ones(()).expand(*a.shape[:-1], 1) if valid is None else valid.unsqueeze(-1)
-    return {key: Replayable(x, where, valid) for key, x in zip(keys, (a, ones), strict=False)}
-
-
-def probe(z: Tensor) -> Tensor:
-    """z as a tensor whose cotangent can be asked for. Where nothing below it is differentiated it is a leaf."""
-    return z if z.requires_grad else z.detach().requires_grad_()
+    return {key: Replayable(x, valid) for key, x in zip(keys, (a, ones), strict=False)}
 
 
 def own(module: nn.Module, key: str) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast, final
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from natgrad.rules.base import Call, Keys, Replay, Replayed, plain, single, trainable
-from natgrad.rules.cells import Direction, State
+from natgrad.rules.cells import Direction, Unrolled
 from natgrad.rules.matrices import argument, matrices_shape, pack_matrices, unpack_matrices
 from natgrad.rules.packed import Places
+from natgrad.rules.units import State
 
 
 @final
@@ -72,17 +74,16 @@ class RecurrentRule(Replayed):
         rnn = cast(nn.RNNBase, module)
         batch = _Sequences.of(rnn, argument(call, 0, "input"))
         states = batch.states(argument(call, 1, "hx"))
-        h, last, layers = batch.x, [], {}
         directions, ways = _directions(rnn), 1 + rnn.bidirectional
-        for first in range(0, len(directions), ways):
-            runs = [
-                directions[at].unroll(h, states[at] if states else directions[at].start(batch.x.shape[0]), batch.mask)
-                for at in range(first, first + ways)
-            ]
-            h = runs[0].h if ways == 1 else torch.cat([run.h for run in runs], dim=-1)
-            last += [run.state for run in runs]
-            layers.update({name: seen for run in runs for name, seen in run.layers.items()})
-        return Replay((*batch.outputs(h), *batch.last(last)), layers)
+        h, runs = batch.x, []
+        for at, direction in enumerate(directions):
+            state = states[at] if states else direction.start(batch.x.shape[0])
+            runs.append(direction.unroll(h, state, batch.mask))
+            if (at + 1) % ways == 0:  # the last direction of a layer
+                h = torch.cat([run.h for run in runs[-ways:]], dim=-1)
+        outputs = (*batch.outputs(h), *batch.last([run.state for run in runs]))
+        layers = {name: seen for run in runs for name, seen in run.layers.items()}
+        return _RecurrentReplay(outputs, layers, batch, tuple(runs))
 
 
 @final
@@ -124,7 +125,7 @@ class CellRule(Replayed):
             state = (h, c) if batched else (h.unsqueeze(0), None if c is None else c.unsqueeze(0))
         run = direction.unroll((x if batched else x.unsqueeze(0)).unsqueeze(1), state, None)
         outputs = tuple(t if batched else t.squeeze(0) for t in run.state if t is not None)
-        return Replay(outputs, run.layers)
+        return _CellReplay(outputs, run.layers, run)
 
 
 @final
@@ -160,6 +161,14 @@ class _Sequences:
         assert h is not None
         return list(zip(h.unbind(0), [None] * len(h) if c is None else c.unbind(0), strict=True))
 
+    def padded(self, g: Tensor) -> Tensor:
+        """Cotangents of the output, as [k n t h]."""
+        if self.places is not None:
+            return self.places.pad(g.movedim(0, 1).flatten(1)).unflatten(2, (g.shape[0], -1)).movedim(2, 0)
+        if not self.batched:
+            return g.unsqueeze(1)
+        return g if self.rnn.batch_first else g.transpose(1, 2)
+
     def outputs(self, h: Tensor) -> tuple[Tensor, ...]:
         """The output tensors of the module for h [n t h] of its last layer."""
         if self.places is not None:
@@ -173,6 +182,44 @@ class _Sequences:
         """The last states, [layer n h] each."""
         found = [torch.stack([t for t in side if t is not None]) for side in zip(*states, strict=True) if _there(side)]
         return tuple(t if self.batched else t.squeeze(1) for t in found)
+
+
+@final
+@dataclass(frozen=True)
+class _RecurrentReplay(Replay):
+    """All layers and directions in the order of the states."""
+
+    batch: _Sequences
+    runs: tuple[Unrolled, ...]
+
+    def pull(self, g: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        dtype, found, ways = self.batch.x.dtype, {}, 1 + self.batch.rnn.bidirectional
+        count = sum(t is not None for t in self.runs[0].state)
+        last = [t.to(dtype) if self.batch.batched else t.to(dtype).unsqueeze(2) for t in g[-count:]]  # [k layer n h]
+        above = self.batch.padded(g[0].to(dtype))
+        for first in reversed(range(0, len(self.runs), ways)):
+            below = []
+            for at, part in enumerate(above.chunk(ways, dim=-1), start=first):
+                state = (last[0][:, at], last[1][:, at] if count == 2 else None)
+                layers, dz = self.runs[at].pull(part, state)
+                found.update(layers)
+                if first > 0:
+                    below.append(self.runs[at].down(dz))
+            above = functools.reduce(torch.add, below) if below else above
+        return found
+
+
+@final
+@dataclass(frozen=True)
+class _CellReplay(Replay):
+    """One step."""
+
+    run: Unrolled
+
+    def pull(self, g: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        last = [t.to(self.run.h.dtype).reshape(t.shape[0], *self.run.state[0].shape[:1], -1) for t in g]
+        state = (last[0], last[1] if len(last) == 2 else None)
+        return self.run.pull(last[0].new_zeros(last[0].unsqueeze(2).shape), state)[0]
 
 
 def _there(side: tuple[Tensor | None, ...]) -> bool:
