@@ -109,8 +109,9 @@ def inputs_of(problem: c.Problem) -> list[Tensor]:
 
 def kfac(problem: c.Problem, metric_every: int, inverse_every: int) -> Optimizer:
     """K-FAC with momentum; the step is short, so that random targets are not learned while the clock runs."""
-    options = {"lr": 1e-4, "momentum": 0.9, "metric_every": metric_every, "inverse_every": inverse_every}
-    return lambda model: ng.KFAC(model, metric(problem), **options)
+    return lambda model: ng.KFAC(
+        model, metric(problem), lr=1e-4, momentum=0.9, metric_every=metric_every, inverse_every=inverse_every
+    )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

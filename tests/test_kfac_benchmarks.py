@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -188,10 +189,10 @@ def test_mnist_is_read_from_idx_files_and_from_arrays(tmp_path: Path) -> None:
 
 def test_everyone_trains_on_the_digits_and_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training.Rival, "grid", lambda self: [training.Setting(1e-2, 0.0)])
-    contest = contests.digits(CPU, widths=(64, 12, 10))
+    contest = replace(contests.digits(CPU, widths=(64, 12, 10)), seeds=(0,))
     chosen = training.tune(contest, seconds=0.02)
     runs = training.compete(contest, chosen, seconds=0.2)
-    assert len(runs) == 4 * len(contest.seeds)
+    assert len(runs) == 4
     assert all(run.final < run.history[0].train_loss for run in runs)
     path = tmp_path / "training.json"
     training.save(path, CPU, {contest.task.name: chosen}, runs, 0.2)
