@@ -14,12 +14,14 @@ from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
+from natgrad.pullback.broadcast import spread
 from natgrad.pullback.finite import check_outputs
 from natgrad.pullback.graph import leaf_uses
 from natgrad.pullback.parts import Part, check_inputs, chunk_bytes, examples, forward
 from natgrad.pullback.pullback import MEMORY, Pullback
 from natgrad.pullback.roots import Root
 from natgrad.pullback.separate import Verdicts
+from natgrad.pullback.tables import over_examples
 from natgrad.pullback.tape import Tape, record
 from natgrad.rules import RULES, Rule
 from natgrad.slots import check_slots
@@ -106,8 +108,10 @@ class View:
                 y = torch.cat([self.model(None, examples(batch.x, part, parts[-1][1])) for part in parts]).to(y.dtype)
         if not self.deferred:
             check_outputs(self.model, batch.x, y)
+        tape = over_examples(tape)
         counts, moved = leaf_uses([tape.y.grad_fn]), self.verdicts.misplaced(tape)
         blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in self.blocks]
+        blocks, tape = spread(self.model, blocks, tape)
         self._tell(blocks)
         coupling = self.metric.coupling(batch.x, y.shape[0])
         if coupling is not None:

@@ -89,7 +89,7 @@ class Block:
             return
         local = self.rule.unpack(self.modules[0], self.keys, packed.reshape(*batch, *self.shape))
         for place in self.places:
-            flat[..., place.span].view(*batch, *place.shape).copy_(local[place.key])
+            flat[..., place.span].view(batch + place.shape).copy_(local[place.key])
 
     def packed(self, named: Mapping[str, Tensor]) -> Tensor:
         """W [c o i] from named tensors, without flattening."""

@@ -134,6 +134,8 @@ class Squares:
         a, g2 = self._a[:, 0], self._g2
         if a.shape[1] == 1:
             self.accumulate(_product(g2[:, 0], a[:, 0]).unsqueeze(0))
+        elif g2.shape[2] == 1:
+            self.accumulate((g2 * a.square()).sum(0).unsqueeze(1))
         else:
             self.accumulate(torch.einsum("nco,nci->coi", g2, a.square()))
         self._a = self._g2 = None

@@ -16,11 +16,13 @@ from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block
+from natgrad.pullback.broadcast import SpreadRule, spread_again
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, separable
 from natgrad.pullback.roots import Root, flat_at
 from natgrad.pullback.rows import rows
 from natgrad.pullback.separate import check_alike
+from natgrad.pullback.tables import over_examples
 from natgrad.pullback.tape import Tape, record
 
 MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
@@ -149,9 +151,10 @@ class Pullback:
         """The tape of a range of examples, recorded now unless it is there."""
         if part in self.tapes:
             return self.tapes[part]
-        tape = record(self.model, self.layers, examples(self.x, part, self.n))
-        check_alike(tape, self.layers, part)
-        return tape
+        tape = over_examples(record(self.model, self.layers, examples(self.x, part, self.n)))
+        bare = [layer for layer in self.layers if isinstance(layer.rule, SpreadRule)]
+        check_alike(tape, [layer for layer in self.layers if layer not in bare], part)
+        return spread_again(bare, tape)
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
         return [tape.inputs(block).to(self.y.dtype) if block.rule else None for block in self.layers]

@@ -15,6 +15,7 @@ from natgrad.model import Model
 from natgrad.operators import KroneckerOperator, Layout, Operator
 from natgrad.operators.subset import REST
 from natgrad.pullback import Block, Pullback
+from natgrad.pullback.broadcast import as_spread
 from natgrad.pullback.moments import second_moments
 from natgrad.pullback.precision import without_autocast
 from natgrad.pullback.sharing import Expand, Largest, Reduce, Sharing
@@ -98,6 +99,7 @@ class Layered(Structure):
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
     ) -> tuple[list[Block], Operator | None]:
         """The layers that have a product among these tensors, and the operator over the other parameters."""
+        blocks = [as_spread(model, block) if _was_spread(block, tensors) else block for block in blocks]
         kept = [block for block in blocks if f"{block.names[0]}/S" in tensors]
         rest = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
         if not rest:
@@ -118,6 +120,9 @@ class Kronecker(Layered):
     independent examples, "reduce" sums over them first. ``fallback`` is the structure of the parameters that no layer
     rule covers; with ``strict`` there must be none. Of a factor with more than ``largest`` rows (a vocabulary) only the
     diagonal is kept. All of this is in ``opt.plan()``.
+
+    Parameters of no layer that are only added to the examples, or multiplied with them (positions, a class token,
+    LayerScale), are covered: every entry is a group of its own, so that they have the diagonal of G.
 
     In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass. The
     parameters that fall back need passes of their own: they are seen in evaluation mode then, and the log says so once.
@@ -158,6 +163,12 @@ class Kronecker(Layered):
 def split(blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
     """The layers that have a rule, and the others."""
     return [b for b in blocks if b.rule is not None], [b for b in blocks if b.rule is None]
+
+
+def _was_spread(block: Block, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the parameters of a block had a number each, in place of what its rule, or none, says."""
+    s = tensors.get(f"{block.names[0]}/S")
+    return s is not None and (block.rule is None or s.shape[0] == block.size != block.shape[0])
 
 
 def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
