@@ -10,12 +10,12 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from natgrad.errors import BatchStatisticsError
+from natgrad.unfused import unfused
 from natgrad.untouched import deterministic, untouched
 
 Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of keyword inputs, or None
@@ -70,8 +70,7 @@ class Model:
 
     def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
         """y [n *out] at ``params`` (those missing stay as they are); ``None`` calls the module as it stands."""
-        # The fused attention kernels have neither a batching rule nor a second derivative.
-        with sdpa_kernel(SDPBackend.MATH), _evaluation(), deterministic(self.example.device):
+        with unfused(self.function, self.example.device), _evaluation(), deterministic(self.example.device):
             if not isinstance(self.function, nn.Module):
                 return self.outputs(self.function({**self.params, **(params or {})}, x))
             args, kwargs = arguments(x)

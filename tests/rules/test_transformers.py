@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.model import Arguments, Model
 from tests.pulled import close, covered, oracle_rows, pull, random_roots, rows
 from tests.zoo import Case, Problem
 
@@ -67,3 +68,15 @@ def test_attention_in_training_mode_with_dropout_is_covered() -> None:
     model(torch.randn(8, 3, 4)).square().mean().backward()
     optimizer.step()
     assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_outputs_do_not_depend_on_whether_gradients_are_taken() -> None:
+    """Without gradients torch would take a fused encoder, which leaves padded positions out: zeros."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, **_OPTIONS), 1).double().eval()
+    x, padded = torch.randn(3, 2, 4, dtype=torch.float64), torch.tensor([[False, True], [False, False], [False, True]])
+    model = Model.of(encoder)
+    inputs = Arguments((x,), {"src_key_padding_mask": padded})
+    with torch.no_grad():
+        fast = model(None, inputs)
+    close(fast, model(None, inputs).detach())
+    assert torch.backends.mha.get_fastpath_enabled()
