@@ -103,9 +103,11 @@ def _of_places(tape: Tape, block: Block, g: Tensor) -> Tensor:
     found = [rule.places(use.module, block.keys, use.call) for use in tape.of(block)]
     words, values = (torch.cat(side, dim=1) for side in zip(*found, strict=True))
     g = g.squeeze(3) * values.to(g.dtype).unsqueeze(-1)  # [k n r o]
-    same = (words.unsqueeze(-1) == words.unsqueeze(-2)).to(g.dtype)
-    terms = (g * (same @ g)).sum(0).flatten(0, 1)
-    total = g.new_zeros(block.shape[2], block.shape[1]).index_add_(0, words.flatten(), terms)
+    total = g.new_zeros(block.shape[2], block.shape[1])
+    step = max(1, _ROWS // words.shape[1] ** 2)  # examples, whose pairs of places are formed
+    for at, part in zip(words.split(step), g.split(step, dim=1), strict=True):
+        same = (at.unsqueeze(-1) == at.unsqueeze(-2)).to(g.dtype)
+        total.index_add_(0, at.flatten(), (part * (same @ part)).sum(0).flatten(0, 1))
     return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
 
 

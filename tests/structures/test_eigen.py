@@ -121,6 +121,33 @@ def test_rows_and_positions_are_rotated_to_the_same_scales(positions: int, width
         close(operator.scales[b][0], (q[0].T @ layer.rows() @ p[0]).square().sum((0, 1)))
 
 
+class Words(nn.Module):
+    """An embedding that is looked up twice, and a linear layer."""
+
+    def __init__(self, padding: int | None) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 3, padding_idx=padding), nn.Linear(3, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Words [n t] to outputs [n t 2]."""
+        return self.head(torch.tanh(self.table(words)) * self.table(words.flip(1)))
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+def test_scales_of_words_need_no_one_hot_vectors(padding: int | None) -> None:
+    """The eigenvectors of A are the words; words that come again in one example are summed before they are squared."""
+    words = torch.tensor([[0, 1, 1, 2], [3, 3, 3, 0], [2, 2, 1, 1]])
+    problem = zoo.Problem(Words(padding).double(), words)
+    metric = random_roots(problem)
+    operator = ng.EigenKronecker().estimate(pull(problem, metric))
+    q, p = operator.basis.left[0], operator.basis.right[0]
+    assert q is not None
+    assert p is None
+    G = layers(problem, metric.s)[0][:15, :15].view(5, 3, 5, 3)
+    expected = torch.einsum("vawb,ao,bo,vw->ov", G, q[0], q[0], torch.eye(5, dtype=torch.float64))
+    close(operator.scales[0][0], expected)
+
+
 # When the basis moves
 
 
