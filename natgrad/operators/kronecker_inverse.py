@@ -215,7 +215,7 @@ def factored(
     """
     if damping == 0:
         return undamped(G, rest)
-    πs = [_balance(a, s) for s, a in zip(G.left, G.right, strict=True)]
+    πs = [balance(a, s) for s, a in zip(G.left, G.right, strict=True)]
     root = damping**0.5
     shifts = [*(root / π for π in πs), *(root * π for π in πs)]
     before = None if last is None else [*last[0], *last[1]]
@@ -224,7 +224,7 @@ def factored(
     return ProductInverse.of(G, rest, inverses[:half], inverses[half:])
 
 
-def _balance(a: Factor, s: Factor) -> Tensor:
+def balance(a: Factor, s: Factor) -> Tensor:
     """π [c]."""
     ratio = mean_diagonal(a) / mean_diagonal(s)
     return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()

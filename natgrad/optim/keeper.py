@@ -40,6 +40,7 @@ class Keeper:
         self.average: Operator | None = None
         self.count = 0  # estimates in the average
         self.step = 0
+        self.estimated = self.inverted = 0  # the steps in which the metric last was
         self.fresh: Operator | None = None
         self.batch: Batch | None = None  # the last one seen
         self._examples = 0
@@ -151,6 +152,7 @@ class Keeper:
         """A step has succeeded with this operator."""
         self.average = operator
         self.count += refreshed
+        self.estimated = self.step if refreshed else self.estimated
         self.step += 1
         self.discard()
 

@@ -13,11 +13,13 @@ from typing_extensions import Unpack
 from natgrad.geometry import Covector, require_all
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse
+from natgrad.optim.diagnostics import Diagnostics, diagnostics
 from natgrad.optim.graphed import Graphed
 from natgrad.optim.groups import check_numbers, common_damping, complete
 from natgrad.optim.guard import Guard
 from natgrad.optim.keeper import Keeper
 from natgrad.optim.moves import Moves
+from natgrad.optim.plan import Plan, plan
 from natgrad.optim.solves import Solves
 from natgrad.optim.state import export, restore
 from natgrad.optim.trial import Trial
@@ -164,6 +166,14 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         self.keeper.refresh(x, target)
 
+    def plan(self) -> Plan:
+        """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
+        return plan(self)
+
+    def diagnostics(self) -> Diagnostics:
+        """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
+        return diagnostics(self)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Returns the loss of the closure, if there is one."""
@@ -231,6 +241,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if self._graphed.recorded and self.inverse is not None and solve.inverse is not None:
             solve.inverse = self.inverse.overwritten(solve.inverse)
         self.inverse, self.inverse_damping, self.outdated = solve.inverse, solve.damping, solve.outdated
+        self.keeper.inverted = solve.inverted
 
     def state_dict(self) -> dict[str, Any]:
         """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""

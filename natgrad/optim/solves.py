@@ -30,6 +30,7 @@ class Solves:
         self.inverse, self.damping = copy.copy(opt.inverse), opt.inverse_damping
         self.outdated = opt.outdated or refreshed or opt.inverse_damping != damping
         self.velocity: Vector | None = None
+        self.inverted = opt.keeper.inverted
         if self._due(damping):
             self.operator = self._renewed(operator)
 
@@ -86,6 +87,7 @@ class Solves:
         warm = {} if self.inverse is None else self.inverse.tensors()
         try:
             self.inverse = self.opt.solver.init(self.operator, damping, warm)
+            self.inverted = self.opt.keeper.step
         except FactorisationError as error:
             self._keep_the_last(error)
         self.damping, self.outdated = damping, False

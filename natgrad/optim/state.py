@@ -24,10 +24,12 @@ class Restored:
     inverse_damping: float
     outdated: bool
     generator: Tensor
+    times: tuple[int, int]  # the steps in which the metric was estimated and inverted
 
     def put(self, keeper: Keeper) -> None:
         """Give the keeper its part."""
         keeper.step, keeper.count, keeper.average = self.step, self.count, self.average
+        keeper.estimated, keeper.inverted = self.times
         keeper.generator.set_state(self.generator)
         keeper.discard()
 
@@ -38,6 +40,8 @@ def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float, outd
         **_signature(keeper),
         "step": keeper.step,
         "count": keeper.count,
+        "estimated": keeper.estimated,
+        "inverted": keeper.inverted,
         "operator": {} if keeper.average is None else keeper.average.tensors(),
         "inverse": {} if inverse is None else inverse.tensors(),
         "inverse_damping": inverse_damping,
@@ -62,7 +66,8 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
         inverse = kept or solver.init(average, state["inverse_damping"], warm)
     generator = state["generator"].cpu()
     numbers = (state["inverse_damping"], state["outdated"])
-    return Restored(state["step"], state["count"], average, inverse, *numbers, generator)
+    times = (state["estimated"], state["inverted"])
+    return Restored(state["step"], state["count"], average, inverse, *numbers, generator, times)
 
 
 def _signature(keeper: Keeper) -> dict[str, Any]:

@@ -1,0 +1,221 @@
+"""What an optimizer is going to do with every parameter, and what that costs: known before any forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from natgrad.optim.costs import Cost, layer_cost, whole_cost
+from natgrad.pullback.blocks import Block
+from natgrad.solve import CG, Factored, Pinv
+from natgrad.structures import EigenKronecker, Implicit, Kronecker, Refresh
+
+if TYPE_CHECKING:
+    from natgrad.optim.optimizer import NaturalGradient
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One layer: its parameters, its rule (None: rows come from torch.func), its structure, and what it costs.
+
+    ``cost`` is None where the structure keeps no layer by itself, or where the cost depends on the batch.
+    """
+
+    names: tuple[str, ...]
+    rule: str | None
+    structure: str
+    shape: tuple[int, int, int]  # of the packed parameters W [c o i]; without a rule one column [1 p 1]
+    cost: Cost | None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def factors(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of S, A, … ; [c d] where only the diagonal is kept."""
+        return {} if self.cost is None else self.cost.factors
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """A row a layer, the schedule and the totals; ``print`` it before training.
+
+    ``bytes`` of the metric and its inverse, in the precision they are kept in; ``flops`` of a step, inverses shared out
+    over the steps between them; ``position_flops``: what the estimate adds, shared out likewise, for every position of
+    every example and every column of the metric's root (an output, or a sample). Each is None where it depends on the
+    batch. ``notes``: what a reader should know about damping, momentum, and parameters that are treated otherwise.
+    """
+
+    rows: tuple[Row, ...]
+    together: Cost | None  # of all parameters, in a structure that does not keep layers apart
+    schedule: Refresh
+    element: int  # bytes a number
+    notes: tuple[str, ...]
+
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """The parameters that no layer rule covers."""
+        return tuple(name for row in self.rows if row.rule is None for name in row.names)
+
+    @property
+    def diagonals(self) -> tuple[str, ...]:
+        """The factors of which only the diagonal is kept."""
+        pairs = ((row, letter, shape) for row in self.rows if row.rule for letter, shape in row.factors.items())
+        return tuple(f"{letter} of {' + '.join(row.names)}" for row, letter, shape in pairs if len(shape) == 2)
+
+    @property
+    def costs(self) -> tuple[Cost, ...] | None:
+        """All there is to add up; None where a part of it depends on the batch."""
+        if self.together is not None:
+            return (self.together,)
+        found = tuple(row.cost for row in self.rows if row.cost is not None)
+        return found if len(found) == len(self.rows) else None
+
+    @property
+    def bytes(self) -> int | None:
+        return None if self.costs is None else self.element * sum(cost.kept for cost in self.costs)
+
+    @property
+    def flops(self) -> float | None:
+        between = max(self.schedule.every, self.schedule.inverse)
+        return None if self.costs is None else sum(cost.solve + cost.invert / between for cost in self.costs)
+
+    @property
+    def position_flops(self) -> float | None:
+        every = self.schedule.every
+        return None if self.costs is None else sum(cost.position for cost in self.costs) / every
+
+    def __str__(self) -> str:
+        heads = ("parameters", "rule", "structure", "W [c o i]", "kept", "bytes", "inverse", "solve", "position")
+        cells = [self._cells(row) for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        lines = [_line(row, widths) for row in (heads, *cells)]
+        size = sum(row.size for row in self.rows)
+        total = [f"{len(self.rows)} layers, {size:,} parameters"]
+        if self.bytes is not None and self.flops is not None and self.position_flops is not None:
+            total += [
+                f"{self.bytes:,} bytes",
+                f"{self.flops:.2g} flops a step",
+                f"and {self.position_flops:.2g} a position and column",
+            ]
+        else:
+            total.append("memory and cost depend on the batch")
+        return "\n".join([*lines, ", ".join(total), *self.notes])
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        title, shape = " + ".join(row.names), " × ".join(map(str, row.shape))
+        front = (title, row.rule or "none", row.structure, shape)
+        if row.cost is None:
+            return (*front, "", "", "", "", "")
+        counts = (f"{count:.1e}" for count in (row.cost.invert, row.cost.solve, row.cost.position))
+        kept = ", ".join(f"{letter} {_shape(of)}" for letter, of in row.factors.items())
+        return (*front, kept, f"{self.element * row.cost.kept:,}", *counts)
+
+
+def plan(opt: NaturalGradient) -> Plan:
+    """The plan of an optimizer: nothing is run, and nothing changes.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
+    >>> found = ng.KFAC(model, ng.Fisher(ng.Categorical())).plan()
+    >>> [(row.names, row.rule, dict(row.factors)) for row in found.rows][1]
+    (('2.weight', '2.bias'), 'Linear', {'S': (1, 10, 10), 'A': (1, 21, 21)})
+    >>> found.bytes  # 2 (20² + 65² + 10² + 21²) numbers of 4 bytes
+    41328
+    """
+    schedule, blocks = opt.keeper.structure, opt.keeper.view.blocks
+    damped = float(opt.param_groups[0]["damping"]) > 0
+    rows = tuple(_row(opt, block, damped) for block in blocks)
+    together = whole_cost(schedule.structure, sum(block.size for block in blocks), opt.solver)
+    dtype = torch.promote_types(opt.keeper.model.example.dtype, torch.float32)
+    found = Plan(rows, together, schedule, dtype.itemsize, ())
+    notes = (_schedule(opt), _damping(opt), _movement(opt), *_exceptions(opt, found))
+    return Plan(rows, together, schedule, dtype.itemsize, notes)
+
+
+def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:
+    structure = opt.keeper.structure.structure
+    name = type(structure).__name__
+    if block.rule is None and isinstance(structure, Kronecker | EigenKronecker):
+        name = f"{type(structure.fallback).__name__} (fallback)"
+    rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
+    return Row(block.names, rule, name, block.shape, layer_cost(structure, block, opt.solver, damped))
+
+
+def _schedule(opt: NaturalGradient) -> str:
+    schedule, metric = opt.keeper.structure, opt.keeper.metric
+    average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
+    inverse = f"inverted every {schedule.inverse} steps" if schedule.inverse > 1 else "inverted when it has changed"
+    return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {inverse}"
+
+
+def _damping(opt: NaturalGradient) -> str:
+    λ = float(opt.param_groups[0]["damping"])
+    identity = "1 the identity in the coordinates of the parameters"
+    match opt.solver:
+        case Factored():
+            how = f"factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1, {identity}"
+        case Pinv():
+            how = f"exact, (G + λ·1)⁺, {identity}"
+        case CG():
+            how = f"exact, G + λ·1 solved by conjugate gradients, {identity}"
+        case _:
+            how = f"exact, (G + λ·1)⁻¹, {identity}"
+    return f"damping: λ = {λ:g}, {how}"
+
+
+def _movement(opt: NaturalGradient) -> str:
+    groups = opt.param_groups
+    numbers = {key: ", ".join(dict.fromkeys(f"{g[key]:g}" for g in groups)) for key in ("lr", "momentum")}
+    decay = ", ".join(dict.fromkeys(f"{g['weight_decay']:g}" for g in groups))
+    closure = ", which needs opt.step(closure)" if opt.needs_closure else ""
+    return (
+        f"step: {opt.rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of vectors "
+        f"(m ← μm + v, v after the metric), weight decay {decay} (decoupled)"
+    )
+
+
+def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
+    structure = opt.keeper.structure.structure
+    lines = []
+    if found.uncovered and not isinstance(structure, Implicit):
+        lines.append(
+            f"no layer rule covers {', '.join(found.uncovered)}: their rows come from torch.func, which is slow"
+            + (
+                f", and their metric is {structure.fallback!r}. Pass rules=[…] with a rule for their module"
+                if isinstance(structure, Kronecker | EigenKronecker)
+                else ""
+            )
+        )
+    if found.diagonals:
+        lines.append(f"only the diagonal is kept of {', '.join(found.diagonals)}")
+    if any(row.rule for row in found.rows):
+        lines.append("a weight that is used without its module's forward loses its rule when the first pass shows it")
+    return lines
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    """[1 d d] as d², [c d d] as c·d², [c d] as diag(c·d), D [c o i] as it is."""
+    c, d = shape[0], shape[1]
+    groups = f"{c}·" if c > 1 else ""
+    if len(shape) == 2:
+        return f"diag({groups}{d})"
+    return f"{groups}{d}²" if shape[2] == d else f"{groups}{d}·{shape[2]}"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [
+        cell.ljust(w) if at < 5 else cell.rjust(w) for at, (cell, w) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(padded).rstrip()
