@@ -89,7 +89,7 @@ class LayerInverse(Inverse):
             found.update(block.unpacked(w))
         if self.rest is not None and self.others is not None:
             found.update(self.rest.sharp(Covector(self.others.named(ω))).items())
-        return Vector({name: found[name].to(like.dtype) for name, like in self.layout.like.items()})
+        return Vector({name: _as(found[name], like) for name, like in self.layout.like.items()})
 
     def _solved(self, packed: Sequence[Tensor]) -> list[Tensor]:
         out: list[Tensor] = list(packed)
@@ -264,3 +264,10 @@ def _column(shift: Tensor | float, factor: Factor) -> Tensor:
     if isinstance(shift, Tensor):
         return shift.unsqueeze(-1)
     return torch.full((factor.shape[0], 1), shift, dtype=factor.dtype, device=factor.device)
+
+
+def _as(t: Tensor, like: Tensor) -> Tensor:
+    """t in the precision and the memory format of a parameter: kernels over many tensors want them alike."""
+    if t.dtype == like.dtype and t.stride() == like.stride():
+        return t
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=t.device).copy_(t)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError
+
+_PENDING = 8  # steps that the host may be ahead of what it knows
 
 
 @final
@@ -26,12 +29,12 @@ class _Answer:
 @final
 class Guard:
     """On the CPU a bad step raises at once, by name. On a GPU asking would stall the queue: there the old values
-    are kept by the device, and the error is raised by the next step, which finds the answer waiting.
+    are kept by the device, and the error is raised by a later step, which finds the answer waiting.
     """
 
     def __init__(self) -> None:
         self.found: Tensor | None = None  # 1.0 if something was not finite, on the device
-        self._answer: _Answer | None = None
+        self._answers: deque[_Answer] = deque()
 
     def check(self, tensors: Mapping[str, Tensor], what: str, step: int) -> None:
         """Raise (CPU) or remember (GPU) that a tensor is not finite."""
@@ -62,7 +65,7 @@ class Guard:
         host = torch.empty((), pin_memory=True).copy_(self.found, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(self.found.device))
-        self._answer = _Answer(host, arrived, what, step)
+        self._answers.append(_Answer(host, arrived, what, step))
 
     def adopt(self, found: Tensor | None) -> None:
         """What a recorded step has found."""
@@ -114,10 +117,13 @@ class Guard:
             torch._foreach_mul_(list(tensors), torch.where(self.found > 0, 1.0, factor))
 
     def report(self) -> None:
-        """Raise what the last step found. It was not applied. Its answer left before this step's work was queued."""
-        answer, self._answer, self.found = self._answer, None, None
-        if answer is None:
-            return
-        answer.arrived.synchronize()
-        if float(answer.found) > 0:
-            raise NonFiniteError(f"{answer.what} held NaN or infinity at step {answer.step}: that step changed nothing")
+        """Raise what an earlier step has found. It was not applied. Answers that are still on their way are left."""
+        self.found = None
+        while self._answers and (len(self._answers) > _PENDING or self._answers[0].arrived.query()):
+            answer = self._answers.popleft()
+            answer.arrived.synchronize()
+            if float(answer.found) > 0:
+                self._answers.clear()
+                raise NonFiniteError(
+                    f"{answer.what} held NaN or infinity at step {answer.step}: that step changed nothing"
+                )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.rules.patches import Axis, windows
 
+_SMALL = 2**21  # numbers
 _COPY = 2**24  # numbers; of patches at a time
 _ALIGNED = 8  # numbers; rows of a product that start off a vector are read one number at a time
 
@@ -23,11 +24,14 @@ def affine_product(x: Tensor) -> Tensor:
             [ 4.,  6.,  2.]])
     """
     m, i = x.shape
+    if x.numel() <= _SMALL:  # a copy with a column of ones takes less than three launches
+        ones = torch.nn.functional.pad(x, (0, 1), value=1.0)
+        return ones.T @ ones
     out = x.new_empty(i + 1, i + 1)
     torch.mm(x.T, x, out=out[:i, :i])
     torch.sum(x, 0, out=out[i, :i])
-    out[:i, i] = out[i, :i]
-    out[i, i] = m
+    out[:i, i].copy_(out[i, :i])
+    out[i:, i:].fill_(m)
     return out
 
 
@@ -44,16 +48,14 @@ def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
             [ 3.,  6.,  3.]])
     """
     ch, d = x.shape[1], len(axes)
-    w = windows(_last(x, axes).movedim(-1, 1), axes).movedim(
-        1, -1
-    )  # [n *out *kernel ch], a view
+    w = windows(_last(x, axes).movedim(-1, 1), axes).movedim(1, -1)  # [n *out *kernel ch], a view
     positions, kernel = prod(w.shape[1 : 1 + d]), prod(w.shape[1 + d : -1])
     width = kernel * ch
     full = -(-(width + bias) // _ALIGNED) * _ALIGNED
     step = max(1, _COPY // (positions * full))
     a = x.new_empty(min(step, x.shape[0]) * positions, full)
     if full > width:
-        a[:, width:] = 1.0  # the homogeneous coordinate, and as often again as the row needs to be full
+        a[:, width:].fill_(1.0)  # the homogeneous coordinate, and as often again as the row needs to be full
     G = x.new_zeros(full, full) if step < x.shape[0] else None
     for part in w.split(step):
         rows = a[: part.shape[0] * positions]
@@ -67,7 +69,7 @@ def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
         sums = G[width, :width].unflatten(0, (kernel, ch)).T
         out[width, :width].unflatten(0, (ch, kernel)).copy_(sums)
         out[:width, width].unflatten(0, (ch, kernel)).copy_(sums)
-        out[width, width] = x.shape[0] * positions
+        out[width:, width:].fill_(x.shape[0] * positions)
     return out
 
 
@@ -79,5 +81,5 @@ def _last(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     sizes = [size + axis.before + axis.after for size, axis in zip(x.shape[2:], axes, strict=True)]
     out = x.new_zeros(x.shape[0], *sizes, x.shape[1])
     inner = [slice(axis.before, axis.before + size) for size, axis in zip(x.shape[2:], axes, strict=True)]
-    out[(slice(None), *inner)] = last
+    out[(slice(None), *inner)].copy_(last)
     return out
