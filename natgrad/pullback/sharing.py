@@ -66,6 +66,10 @@ class Sharing(ABC):
         """Σ a aᵀ over all uses of a block."""
 
     @abstractmethod
+    def squares(self, tape: Tape, block: Block) -> Moment:
+        """The diagonal of that, without the rest."""
+
+    @abstractmethod
     def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
         """Σ g gᵀ over all uses of a block."""
 
@@ -118,6 +122,17 @@ class Expand(Sharing):
         assert pair.a is not None
         return Moment(pair.a, pair.count)
 
+    def squares(self, tape: Tape, block: Block) -> Moment:
+        pair = Pair()
+        for use in tape.of(block):
+            if isinstance(use.rule, Replayed):
+                pair.add_inputs(use.replay.layer(block.keys).squares)
+            else:
+                a = single(use.rule.inputs(use.module, block.keys, use.call))
+                pair.add_inputs(Moment(a.square().sum((0, 1)), a.shape[0] * a.shape[1]))
+        assert pair.a is not None
+        return Moment(pair.a, pair.count)
+
     def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
         pair = Pair()
         for at, use in enumerate(tape.uses):
@@ -138,10 +153,13 @@ class Reduce(Sharing):
     """The mean of the inputs and the sum of the cotangents over the positions."""
 
     def inputs(self, tape: Tape, block: Block) -> Moment:
-        mean = self._mean(tape, block)
         assert block.rule is not None
         # Means of one-hot vectors have products off the diagonal: a matrix of a vocabulary squared, and not kept.
-        return Moment(mean.square().sum((0, 1)), mean.shape[0]) if block.rule.sparse else Moment.of(mean)
+        return self.squares(tape, block) if block.rule.sparse else Moment.of(self._mean(tape, block))
+
+    def squares(self, tape: Tape, block: Block) -> Moment:
+        mean = self._mean(tape, block)
+        return Moment(mean.square().sum((0, 1)), mean.shape[0])
 
     def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
         return Moment.of(single(self._total(tape, block, g).flatten(0, 1))).total
@@ -174,13 +192,12 @@ class Largest(Sharing):
     size: int
 
     def inputs(self, tape: Tape, block: Block) -> Moment:
-        moment = None if block.shape[2] > self.size and _dense(tape, block) else self.sharing.inputs(tape, block)
-        if moment is None:
-            a = single(tape.inputs(block))
-            return Moment(a.square().sum((0, 1)), a.shape[0] * a.shape[1])
-        if block.shape[2] > self.size and moment.total.ndim == 3:
-            return Moment(moment.total.diagonal(dim1=-2, dim2=-1).clone(), moment.count)
-        return moment
+        assert block.rule is not None
+        large = block.shape[2] > self.size and not block.rule.sparse  # what is sparse is diagonal anyway
+        return self.sharing.squares(tape, block) if large else self.sharing.inputs(tape, block)
+
+    def squares(self, tape: Tape, block: Block) -> Moment:
+        return self.sharing.squares(tape, block)
 
     def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
         if block.shape[1] <= self.size:
@@ -189,9 +206,3 @@ class Largest(Sharing):
 
     def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
         return self.sharing.explicit(tape, block, g)
-
-
-def _dense(tape: Tape, block: Block) -> bool:
-    """Whether the moment of the inputs would be a full matrix; an embedding's is not."""
-    assert block.rule is not None
-    return not block.rule.sparse

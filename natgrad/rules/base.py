@@ -173,7 +173,16 @@ class Replayable:
     @property
     def moment(self) -> Moment:
         """Σ_nr a aᵀ over the positions that are not masked."""
-        return Moment.of(single(self.a.detach()), None if self.valid is None else self.valid.sum((0, 1)))
+        return Moment.of(single(self.a.detach()), self._count)
+
+    @property
+    def squares(self) -> Moment:
+        """The diagonal of that, [c i]."""
+        return Moment(single(self.a.detach()).square().sum((0, 1)), self._count)
+
+    @property
+    def _count(self) -> int | Tensor:
+        return self.a.shape[0] * self.a.shape[1] if self.valid is None else self.valid.sum((0, 1))
 
     @property
     def mean(self) -> Tensor:
