@@ -231,6 +231,8 @@ class Tape:
 
     def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
         """g [k n r c o] of every block with a rule, for output cotangents s [k n *out]."""
+        if not blocks:
+            return []
         outer = self.outer(s)
         replayed = {at: self.inner(at, g) for at, g in outer.items() if isinstance(self.uses[at].rule, Replayed)}
         out = []
