@@ -1,0 +1,93 @@
+"""On a GPU: the two factors of normalisations, embeddings and bare parameters are those of the CPU, without waiting."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.rules import RULES, Call
+from tests.optim.tasks import seeded
+from tests.pulled import close, normal
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    # torch's own: raised once, by the first backward pass of the process on a GPU
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer": (lambda: nn.LayerNorm(4), (6, 4)),
+    "rms": (lambda: nn.RMSNorm(4), (6, 4)),
+    "group": (lambda: nn.GroupNorm(2, 4), (4, 5, 3)),
+    "batch": (lambda: nn.BatchNorm2d(4), (4, 5, 3)),
+    "batch flat": (lambda: nn.BatchNorm1d(4), (4,)),
+    "instance": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 5, 3)),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_have_the_factors_of_the_cpu_without_waiting(kind: str, training: bool) -> None:
+    build, shape = NORMS[kind]
+    layer, x, g = build().double(), normal(5, *shape), normal(2, 5, *shape, seed=1)
+    rule, keys = next(rule for rule in RULES if rule.covers(layer)), tuple(dict(layer.named_parameters()))
+    A, S = rule.input_moment(layer, keys, Call((x,), {}, training)).total, rule.output_moment(layer, keys, g)
+    there, x, g = copy.deepcopy(layer).cuda(), x.cuda(), g.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mine = rule.input_moment(there, keys, Call((x,), {}, training)).total, rule.output_moment(there, keys, g)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for t, expected in zip(mine, (A, S), strict=True):
+        close(t.cpu(), expected)
+
+
+def test_counts_of_an_embedding_are_those_of_the_cpu_without_waiting() -> None:
+    layer = nn.Embedding(7, 3, padding_idx=2)
+    tokens = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(0))
+    rule = next(rule for rule in RULES if rule.covers(layer))
+    expected = rule.input_moment(layer, ("weight",), Call((tokens,), {})).total
+    there, tokens = copy.deepcopy(layer).cuda(), tokens.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mine = rule.input_moment(there, ("weight",), Call((tokens,), {})).total
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(mine.cpu(), expected)
+
+
+class Everything(nn.Module):
+    """Tokens, positions as an embedding and as a parameter, LayerScale, batch and layer normalisation, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(7, 4), nn.Embedding(6, 4)
+        self.positions, self.gamma = nn.Parameter(torch.randn(1, 6, 4)), nn.Parameter(torch.randn(4))
+        self.layer, self.batch, self.relu = nn.LayerNorm(4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[n t] to [n t 3]."""
+        t = tokens.shape[1]
+        h = self.wte(tokens) + self.wpe(torch.arange(t, device=tokens.device)) + self.positions[:, :t]
+        h = h + self.gamma * torch.tanh(self.layer(h))
+        return self.head(self.relu(self.batch(h.transpose(1, 2))).transpose(1, 2))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_estimate_on_a_gpu_is_that_of_the_cpu(training: bool) -> None:
+    model = seeded(lambda: Everything().double().train(training))
+    tokens = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(0))
+    found = []
+    for device in ("cpu", "cuda"):
+        there = copy.deepcopy(model).to(device)
+        opt = ng.NaturalGradient(there, ng.Euclidean(), ng.Kronecker(strict=True), damping=0.1, lr=0.1)
+        there(tokens.to(device)).square().sum().backward()
+        assert opt.keeper.fresh is not None
+        factors = {key: t.cpu() for key, t in opt.keeper.fresh.tensors().items()}
+        opt.step()
+        found.append(factors | {name: p.detach().cpu() for name, p in there.named_parameters()})
+    for key, t in found[0].items():
+        close(found[1][key], t, 1e-9)
