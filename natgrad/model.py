@@ -17,6 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from natgrad.errors import BatchStatisticsError
 from natgrad.unfused import unfused
 from natgrad.untouched import deterministic, untouched
+from natgrad.wrapped import eager, paths, plain_name, unwrapped
 
 Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of keyword inputs, or None
 
@@ -26,9 +27,10 @@ Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of key
 class Model:
     """f(θ, x) with its trainable parameters by name, in flattening order.
 
-    ``Model.of(module)`` reads the trainable parameters of an ``nn.Module`` (each tied parameter once);
-    ``Model.of(f, params)`` wraps a pure function ``f(params, x)``. ``output`` extracts the output tensor y [n *out]
-    when the model returns a dict, a dataclass or the like.
+    ``Model.of(module)`` reads the trainable parameters of an ``nn.Module`` (each tied parameter once), out of its
+    wrappers (``torch.compile``, ``DistributedDataParallel``); ``Model.of(f, params)`` wraps a pure function
+    ``f(params, x)``. ``output`` extracts the output tensor y [n *out] when the model returns a dict, a dataclass or
+    the like.
     """
 
     function: Callable[..., Any]
@@ -46,7 +48,8 @@ class Model:
         if isinstance(model, nn.Module):
             if params is not None:
                 raise TypeError("params= belongs to a pure function f(params, x); a module has its own parameters")
-            named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            model = unwrapped(model)[-1]
+            named: dict[str, Tensor] = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
             _check_parameters(named, f"the module {type(model).__name__}")
             return Model(model, named, output)
         if params is None:
@@ -70,14 +73,16 @@ class Model:
 
     def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
         """y [n *out] at ``params`` (those missing stay as they are); ``None`` calls the module as it stands."""
-        with unfused(self.function, self.example.device), _evaluation(), deterministic(self.example.device):
+        with unfused(self.function, self.example.device), ours(), deterministic(self.example.device):
             if not isinstance(self.function, nn.Module):
                 return self.outputs(self.function({**self.params, **(params or {})}, x))
             args, kwargs = arguments(x)
-            with untouched(self.function):
+            with untouched(self.function), eager(self.function):
                 if params is None:
                     return self.outputs(self.function(*args, **kwargs))
-                return self.outputs(torch.func.functional_call(self.function, dict(params), args, kwargs))
+                where = paths(self.function)
+                placed = {where.get(name, name): p for name, p in params.items()}
+                return self.outputs(torch.func.functional_call(self.function, placed, args, kwargs))
 
     def outputs(self, raw: Any) -> Tensor:
         """The output tensor y of whatever the model returned, checked."""
@@ -190,7 +195,8 @@ _inside: ContextVar[bool] = ContextVar("natgrad evaluates a model", default=Fals
 
 
 @contextmanager
-def _evaluation() -> Iterator[None]:
+def ours() -> Iterator[None]:
+    """The forward passes inside are the library's own."""
     token = _inside.set(True)
     try:
         yield

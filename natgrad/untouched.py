@@ -51,7 +51,7 @@ def deterministic(device: torch.device) -> Iterator[None]:
     before = random_stream(device)
     yield
     if not torch.equal(before, random_stream(device)):
-        _put_back(device, before)
+        put_back(device, before)
         refuse_chance()
 
 
@@ -68,7 +68,8 @@ def random_stream(device: torch.device) -> torch.Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _put_back(device: torch.device, state: torch.Tensor) -> None:
+def put_back(device: torch.device, state: torch.Tensor) -> None:
+    """Set the random stream that a model on this device draws from."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:

@@ -113,6 +113,13 @@ class Operator(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the operator by name, from which its structure can restore it."""
 
+    def averaged(self) -> dict[str, Tensor] | None:
+        """Those of ``tensors()`` that an average is taken of, number by number, while the others stay as they are.
+
+        None where an average is more than that. Several processes average their estimates in this memory.
+        """
+        return None
+
     @abstractmethod
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ by the direct method of this structure."""

@@ -42,6 +42,9 @@ class DenseOperator(Operator):
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
 
+    def averaged(self) -> dict[str, Tensor]:
+        return self.tensors()
+
     def inverse(self, damping: float) -> Inverse:
         whole = torch.arange(self.layout.size, device=self.matrix.device)
         return CholeskyInverse.of(self.layout, [whole], [self.matrix], damping, "the dense metric")
@@ -91,6 +94,9 @@ class BlockDenseOperator(Operator):
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.matrices, strict=True))
+
+    def averaged(self) -> dict[str, Tensor]:
+        return self.tensors()
 
     def inverse(self, damping: float) -> Inverse:
         what = ", ".join(self.names)

@@ -40,6 +40,9 @@ class DiagonalOperator(Operator):
     def tensors(self) -> dict[str, Tensor]:
         return {"values": self.values}
 
+    def averaged(self) -> dict[str, Tensor]:
+        return self.tensors()
+
     def inverse(self, damping: float) -> Inverse:
         return ScaleInverse(self.layout, self._damped(damping).reciprocal())
 

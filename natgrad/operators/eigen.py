@@ -76,6 +76,12 @@ class EigenKroneckerOperator(LayerOperator):
         sides = {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right}
         return self.named({**sides, "D": self.scales})
 
+    def averaged(self) -> dict[str, Tensor] | None:
+        """All but the basis, in which both are."""
+        if self.rest is not None and self.rest.averaged() is None:
+            return None
+        return self.named({"S": self.left, "A": self.right, "D": self.scales})
+
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ = Q (QᵀWP / (D + λ)) Pᵀ, exactly, and with nothing to be factored."""
         rest = None if self.rest is None else self.rest.inverse(damping)

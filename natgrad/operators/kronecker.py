@@ -59,6 +59,9 @@ class KroneckerOperator(LayerOperator):
     def tensors(self) -> dict[str, Tensor]:
         return self.named({"S": self.left, "A": self.right})
 
+    def averaged(self) -> dict[str, Tensor] | None:
+        return self.tensors() if self.rest is None or self.rest.averaged() is not None else None
+
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ exactly: by Cholesky of the factors without damping, through their eigenvalues with it."""
         rest = None if self.rest is None else self.rest.inverse(damping)

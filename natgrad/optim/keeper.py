@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import BatchStatisticsError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector, Vector
-from natgrad.model import Arguments, Inputs, evaluating, is_ours
+from natgrad.model import Arguments, Inputs, evaluating, is_ours, ours, tensors_of
 from natgrad.operators.base import Operator
+from natgrad.optim.distributed import Alone, World
 from natgrad.pullback import Pullback
 from natgrad.pullback.assemble import Batch, View
 from natgrad.pullback.parts import check_inputs
@@ -22,7 +23,8 @@ from natgrad.pullback.tape import Recorder
 from natgrad.step.forms import quadratic_forms
 from natgrad.step.geodesic import christoffel_at
 from natgrad.structures import Refresh
-from natgrad.untouched import random_stream, refuse_chance
+from natgrad.untouched import put_back, random_stream, refuse_chance, untouched
+from natgrad.wrapped import eager, has_compiled, is_compiled, plain_name
 
 
 @final
@@ -31,11 +33,25 @@ class Keeper:
 
     Several forward passes between two steps (gradient accumulation) are averaged by their numbers of examples. After a
     ``refresh`` the forward passes until the next step are not looked at, so they may be in training mode. An estimate
-    is ``fresh`` until a step has succeeded with it: a step that fails leaves the average as it was.
+    is ``fresh`` until a step has succeeded with it: a step that fails leaves the average as it was, and one that is
+    never made (``GradScaler`` skips it) leaves the estimate to be averaged with the next, at the same parameters.
+
+    A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
+    ``wrapping``: the model as it was handed over and what it wraps, the last of which is the plain module.
     """
 
-    def __init__(self, view: View, structure: Refresh, generator: torch.Generator) -> None:
+    def __init__(
+        self,
+        view: View,
+        structure: Refresh,
+        generator: torch.Generator,
+        wrapping: Sequence[nn.Module] = (),
+        world: World | None = None,
+    ) -> None:
+        from natgrad.optim.watch import Watch
+
         self.view, self.structure, self.generator = view, structure, generator
+        self.world = Alone() if world is None else world
         self.model, self.metric = view.model, view.metric
         self.average: Operator | None = None
         self.count = 0  # estimates in the average
@@ -49,10 +65,19 @@ class Keeper:
         self._handle: RemovableHandle | None = None
         self._stream = random_stream(self.model.example.device)
         self._suspended = False
+        self._joint = False  # whether ``fresh`` is that of all processes
+        self._replaced = False  # whether the last pass had other parameters
+        # A hook on a compiled module itself runs outside of what is compiled.
+        watched = next((module for module in wrapping if is_compiled(module)), self.module)
+        watch = watched.register_forward_pre_hook(Watch(self), with_kwargs=True)
+        weakref.finalize(self, watch.remove)
+
+    @property
+    def module(self) -> nn.Module:
+        """The plain module, out of its wrappers."""
         module = self.model.module
         assert module is not None
-        watch = module.register_forward_pre_hook(_Watch(self), with_kwargs=True)
-        weakref.finalize(self, watch.remove)
+        return module
 
     @property
     def due(self) -> bool:
@@ -75,6 +100,7 @@ class Keeper:
     @contextmanager
     def located(self) -> Iterator[None]:
         """NaN and infinity inside are reported with the number of the step."""
+        self._check_parameters()
         try:
             yield
         except NonFiniteError as error:
@@ -98,7 +124,8 @@ class Keeper:
         if self.batch is None:
             raise NatgradError(_NOTHING_SEEN)
         with self._separable():
-            return christoffel_at(self.batch, self.metric, v)
+            own = christoffel_at(self.batch, self.metric, v)
+        return Covector(dict(zip(own, self.world.mean_of(list(own.values()), self._seen), strict=True)))
 
     def divergence(self, params: Mapping[str, Tensor]) -> float:
         """Mean divergence of the outputs at other parameters from the outputs now, on the batch of this step."""
@@ -106,24 +133,40 @@ class Keeper:
             raise NatgradError(_NOTHING_SEEN)
         with torch.no_grad(), self._separable():
             y0, y = self.model(None, self.batch.x), self.model(params, self.batch.x)
-            return float(self.metric.divergence(y, y0, self.batch.target).mean())
+            return float(self._mean(self.metric.divergence(y, y0, self.batch.target).mean()))
 
     def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
         """⟨v, G w⟩ [v w] with the exact metric, on a part of the batch of this step."""
         if self.batch is None:
             raise NatgradError(_NOTHING_SEEN)
         with self._separable():
-            return quadratic_forms(self.batch, self.metric, vectors, fraction)
+            return self._mean(quadratic_forms(self.batch, self.metric, vectors, fraction))
+
+    def agreed(self, loss: float) -> float:
+        """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
+        if self.world.size == 1:
+            return loss
+        own = torch.tensor([loss], dtype=torch.float64, device=self.model.example.device)
+        return float(self.world.mean_of([own], 1)[0])
+
+    def _mean(self, own: Tensor) -> Tensor:
+        """Over the batches of all processes."""
+        return self.world.mean_of([own], self._seen)[0]
+
+    @property
+    def _seen(self) -> int:
+        """How many examples the last batch had."""
+        assert self.batch is not None
+        sizes = [t.shape[0] for t in tensors_of(self.batch.x) if t.ndim]
+        return sizes[0] if sizes else 1
 
     @contextmanager
     def _separable(self) -> Iterator[None]:
         """Evaluation mode where the examples would mix or dropout would draw: the metric was taken there, too."""
-        module = self.model.module
-        assert module is not None
         try:
             self.model.check_separable()
         except BatchStatisticsError:
-            with evaluating(module):
+            with evaluating(self.module):
                 yield
         else:
             yield
@@ -135,6 +178,8 @@ class Keeper:
         if self.fresh is None:
             assert self.average is not None
             return self.average, False
+        if not self._joint:
+            self.fresh, self._joint = self.world.mean(self.fresh, self._examples, self._restored), True
         if self.average is None or self.structure.decay == 0:
             return self.fresh, True
         return self._gated(self.average.lerp(self.fresh, self.structure.weight(self.count + 1))), True
@@ -146,7 +191,10 @@ class Keeper:
         largest = torch.stack(torch._foreach_norm(list(self.fresh.tensors().values()), float("inf")))
         ok, old = torch.isfinite(largest).all(), self.average.tensors()
         tensors = {key: torch.where(ok, t, old[key]) for key, t in new.tensors().items()}
-        return self.structure.restore(self.model, self.view.blocks, tensors) or new
+        return self._restored(tensors) or new
+
+    def _restored(self, tensors: Mapping[str, Tensor]) -> Operator | None:
+        return self.structure.restore(self.model, self.view.blocks, tensors)
 
     def commit(self, operator: Operator, refreshed: bool) -> None:
         """A step has succeeded with this operator."""
@@ -158,31 +206,53 @@ class Keeper:
 
     def discard(self) -> None:
         """Forget the fresh estimate."""
-        self.fresh, self._examples, self._told = None, 0, False
+        self.fresh, self._examples, self._told, self._joint = None, 0, False, False
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pass begins. A metric with targets sees only the batches of ``refresh``, which have them."""
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
+        """A forward pass begins, ``compiled`` or not.
+
+        A metric with targets sees only the batches of ``refresh``, which have them. A pass inside a backward pass is
+        the recomputation of one that was seen (activation checkpointing).
+        """
         if self._told or self._suspended or is_ours() or not torch.is_grad_enabled() or self.metric.needs_target:
             return
-        now = dict(module.named_parameters())
-        if any(now.get(name) is not p for name, p in self.model.params.items()):
-            return  # torch.func.functional_call at other parameters
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._replaced = bool(self._strangers())
+        if self._replaced:
+            return  # torch.func.functional_call at other parameters, or a module that was replaced
         self.batch = Batch(self.model, Arguments(args, kwargs))
-        if self.due:
-            if not self.structure.one_pass:
-                self.model.check_separable()
-            self._recorder = Recorder(self.model, self.view.blocks)
-            self._recorder.start()
-            self._stream = random_stream(self.model.example.device)
+        if not self.due:
+            return
+        if not self.structure.one_pass:
+            self.model.check_separable()
+        self._recorder = Recorder(self.model, self.view.blocks)
+        self._recorder.start()
+        self._stream = random_stream(self.model.example.device)
+        if compiled or has_compiled(self.module):
+            self._run(args, kwargs)
+        else:
             # Registered after the recorder's hooks, so that it runs after them, also where the model is one layer.
-            self._handle = module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            self._handle = self.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The pass that begins, run eagerly and ahead of it. What it draws is drawn again by the pass itself."""
+        raw = None
+        try:
+            with ours(), untouched(self.module), eager(self.module):
+                raw = self.module(*args, **kwargs)
+        finally:
+            try:
+                self._after(self.module, args, kwargs, raw)
+            finally:
+                put_back(self.model.example.device, self._stream)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
         recorder, handle = self._recorder, self._handle
         assert recorder is not None
-        assert handle is not None
         self._recorder = self._handle = None
-        handle.remove()
+        if handle is not None:
+            handle.remove()
         recorder.stop()
         if raw is None:  # always_call: the forward pass raised
             return
@@ -193,27 +263,30 @@ class Keeper:
             batch = Batch(self.model, Arguments(args, kwargs))
             self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
 
+    def _strangers(self) -> list[str]:
+        """Parameters that the module does not have now."""
+        now = {plain_name(name): p for name, p in self.module.named_parameters()}
+        return [name for name, p in self.model.params.items() if now.get(name) is not p]
+
+    def _check_parameters(self) -> None:
+        """Refuse a module that was replaced after the optimizer was made."""
+        strangers = self._strangers() if self._replaced else []
+        if strangers:
+            raise NatgradError(
+                f"the model has other parameters now than {', '.join(strangers)}, which the optimizer was made with: a "
+                "module was replaced. Make a new optimizer for the model as it is now"
+            )
+
     def _add(self, pb: Pullback) -> None:
-        estimate = self.structure.estimate_like(pb, self.fresh or self.average)
+        like = self.fresh or self.average
+        estimate = self.structure.estimate_like(pb, like)
+        if like is None and self.world.size > 1 and type(estimate).renewed is not Operator.renewed:
+            # All processes need one basis, that of all examples: what they have now is the first half of it.
+            common = self.world.mean(estimate, pb.n, self._restored)
+            estimate = self.structure.estimate_like(pb, self.world.renewed(common))
         pb.tapes.clear()  # the graph belongs to the user's backward pass
         self._examples += pb.n
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / self._examples)
-
-
-@final
-class _Watch:
-    """The hook on the model. It does not keep the keeper alive, and copies of the model are not watched."""
-
-    def __init__(self, keeper: Keeper | None = None) -> None:
-        self._keeper = None if keeper is None else weakref.ref(keeper)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keeper = None if self._keeper is None else self._keeper()
-        if keeper is not None:
-            keeper.before(module, args, kwargs)
-
-    def __reduce__(self) -> tuple[type[_Watch], tuple[()]]:
-        return _Watch, ()
 
 
 _NOTHING_SEEN = (

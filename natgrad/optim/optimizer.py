@@ -14,6 +14,7 @@ from natgrad.geometry import Covector, require_all
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse
 from natgrad.optim.diagnostics import Diagnostics, diagnostics
+from natgrad.optim.distributed import world_of
 from natgrad.optim.graphed import Graphed
 from natgrad.optim.groups import check_numbers, common_damping, complete
 from natgrad.optim.guard import Guard
@@ -31,6 +32,7 @@ from natgrad.slots import check_slots
 from natgrad.solve import Cholesky, Solver
 from natgrad.step import Fixed, Look, Proposal, Step, StepRule
 from natgrad.structures import Dense, Refresh, Structure
+from natgrad.wrapped import unwrapped
 
 _log = logging.getLogger("natgrad")
 
@@ -96,7 +98,8 @@ class NaturalGradient(torch.optim.Optimizer):
             raise TypeError(
                 f"NaturalGradient has no option {', '.join(unknown)}: it has {', '.join(Options.__annotations__)}"
             )
-        wrapped = Model.of(model, output=options.get("output"))
+        wrapped, wrapping = Model.of(model, output=options.get("output")), unwrapped(model)
+        world = world_of(wrapping)
         defaults = {
             "lr": lr,
             "damping": damping,
@@ -115,12 +118,14 @@ class NaturalGradient(torch.optim.Optimizer):
         )
         generator = options.get("generator")
         if generator is None:
-            generator = torch.Generator(device=wrapped.example.device).manual_seed(torch.initial_seed() % 2**63)
+            seed = (torch.initial_seed() + world.rank) % 2**63
+            generator = torch.Generator(device=wrapped.example.device).manual_seed(seed)
         refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, options.get("rules", ()))
         on_gpu = wrapped.example.device.type == "cuda"
         view = View(wrapped, metric, blocks, generator, options.get("memory", MEMORY), deferred=on_gpu)
-        self.keeper = Keeper(view, refresh, generator)
+        self.keeper = Keeper(view, refresh, generator, wrapping, world)
+        self.solver = world.divided(self.solver)
         self.inverse: Inverse | None = None
         self.inverse_damping = damping
         self.outdated = False  # the metric has been estimated since it was inverted

@@ -78,7 +78,7 @@ class Solves:
 
     def _renewed(self, operator: Operator) -> Operator:
         try:
-            return operator.renewed()
+            return self.opt.solver.renewed(operator)
         except FactorisationError as error:
             self._keep_the_last(error)
             return operator

@@ -20,7 +20,7 @@ class Trial:
 
     def __call__(self, landing: Mapping[str, Tensor] | None) -> float:
         if landing is None:
-            return _number(self._value)
+            return self._keeper.agreed(_number(self._value))
         params = self._keeper.model.params
         saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
         try:
@@ -28,7 +28,7 @@ class Trial:
                 p.copy_(landing[name])
                 p.grad = None
             with torch.enable_grad(), self._keeper.suspended():
-                return _number(self._closure())
+                return self._keeper.agreed(_number(self._closure()))
         finally:
             for name, p in params.items():
                 p.copy_(saved[name][0])

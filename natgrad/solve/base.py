@@ -21,6 +21,15 @@ class Solver(ABC):
         ``warm``: the ``tensors()`` of an earlier inverse, to start from.
         """
 
+    @property
+    def by_layer(self) -> bool:
+        """Whether the inverse of a layer depends on that layer alone, where the metric is kept by layers."""
+        return False
+
+    def renewed(self, G: Operator) -> Operator:
+        """The same metric, with what is amortised over many estimates computed anew, before ``init``."""
+        return G.renewed()
+
     def sharp(self, state: Inverse, ω: Covector) -> Vector:
         """ω♯ from what ``init`` returned."""
         return state.sharp(ω)

@@ -26,6 +26,10 @@ class Cholesky(Solver):
     tensor([1., 2.])
     """
 
+    @property
+    def by_layer(self) -> bool:
+        return True
+
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
         return G.inverse(damping)

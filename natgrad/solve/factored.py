@@ -29,6 +29,10 @@ class Factored(Solver):
     Vector(weight: (3, 2), bias: (3,))
     """
 
+    @property
+    def by_layer(self) -> bool:
+        return True
+
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
         return G.factored_inverse(damping, warm or {})

@@ -1,0 +1,234 @@
+"""Several processes with one model (``DistributedDataParallel``): one metric, and its inverse made together.
+
+Every process estimates the metric on its shard, and the mean over all examples is everybody's:
+
+    G = Σ_r n_r G_r / Σ_r n_r          (so S, A and D, each by itself)
+
+What is expensive, inverses of factors and their eigenvectors, is divided: a layer belongs to one process, which sends
+its result to the others. So every process holds the whole state, and any of them may save it for any number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from natgrad.errors import IncompatibleError, NatgradError
+from natgrad.operators import EigenKroneckerOperator, KroneckerOperator, Operator
+from natgrad.operators.base import Inverse
+from natgrad.operators.basis import Basis
+from natgrad.pullback.blocks import Block
+from natgrad.solve import Solver
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+
+class World(ABC):
+    """The processes that train one model."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
+        """The mean of the estimates of all processes, weighted by their numbers of examples n."""
+
+    @abstractmethod
+    def mean_of(self, values: Sequence[Tensor], n: int) -> list[Tensor]:
+        """The same of tensors, each by itself."""
+
+    @abstractmethod
+    def renewed(self, G: Operator) -> Operator:
+        """``G.renewed()``, of which everyone does a share."""
+
+    @abstractmethod
+    def divided(self, solver: Solver) -> Solver:
+        """A solver that does its share of the work."""
+
+
+@final
+class Alone(World):
+    """One process.
+
+    >>> Alone().mean_of([torch.ones(1)], 5)
+    [tensor([1.])]
+    """
+
+    rank, size = 0, 1
+
+    def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
+        return operator
+
+    def mean_of(self, values: Sequence[Tensor], n: int) -> list[Tensor]:
+        return list(values)
+
+    def renewed(self, G: Operator) -> Operator:
+        return G.renewed()
+
+    def divided(self, solver: Solver) -> Solver:
+        return solver
+
+
+@final
+class Group(World):
+    """The processes of a process group; all of them make the same calls."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._device = group, device
+
+    def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
+        """In the memory of the estimate, where the mean is one of numbers; else of all estimates, one by one."""
+        averaged = operator.averaged()
+        if averaged is not None:
+            values = list(averaged.values())
+            torch._foreach_copy_(values, self.mean_of(values, n))
+            return operator
+        if not operator.tensors():
+            raise IncompatibleError(
+                f"{type(operator).__name__} sees the batch of its own process only: with DistributedDataParallel use "
+                "Kronecker, EigenKronecker, Diagonal, BlockDense, Dense, LowRank or Kernel"
+            )
+        mean, total = operator, 0
+        for at, (count, tensors) in enumerate(self._exchanged(operator.tensors(), n)):
+            other = restore(tensors)
+            assert other is not None
+            total += count
+            mean = other if at == 0 else mean.lerp(other, count / total)
+        return mean
+
+    def mean_of(self, values: Sequence[Tensor], n: int) -> list[Tensor]:
+        out = list(values)
+        for dtype in sorted({t.dtype for t in values}, key=str):
+            which = [at for at, t in enumerate(values) if t.dtype == dtype]
+            count = torch.full((1,), n, dtype=dtype, device=self._device)
+            total = torch.cat([*(values[at].reshape(-1) * n for at in which), count])
+            dist.all_reduce(total, group=self._group)
+            means = (total[:-1] / total[-1]).split([values[at].numel() for at in which])
+            for at, mean in zip(which, means, strict=True):
+                out[at] = mean.view(values[at].shape)
+        return out
+
+    def gathered(self, own: Callable[[], Tensors]) -> dict[str, Tensor]:
+        """What all processes computed, together. An error of one is raised by all."""
+        tensors: Tensors = {}
+        problem: NatgradError | None = None
+        try:
+            tensors = own()
+        except NatgradError as error:
+            problem = error
+        found: dict[str, Tensor] = {}
+        for theirs, part in self._exchanged(tensors, problem):
+            problem = problem or theirs
+            found.update(part)
+        if problem is not None:
+            raise problem
+        return found
+
+    def divided(self, solver: Solver) -> Solver:
+        return Divided(solver, self)
+
+    def renewed(self, G: Operator) -> Operator:
+        if not isinstance(G, EigenKroneckerOperator):
+            return G.renewed()
+        names = [block.names[0] for block in G.blocks]
+        own = self.own(G.blocks)
+
+        def decompose() -> Tensors:
+            basis = Basis.of([G.left[b] for b in own], [G.right[b] for b in own])
+            sides = {"Q": basis.left, "P": basis.right}
+            pairs = ((f"{names[b]}/{key}", t) for key, side in sides.items() for b, t in zip(own, side, strict=True))
+            return {key: t for key, t in pairs if t is not None}
+
+        found = self.gathered(decompose)
+        basis = Basis(*(tuple(found.get(f"{name}/{side}") for name in names) for side in "QP"))
+        rest = None if G.rest is None else G.rest.renewed()
+        return replace(G, basis=basis, scales=basis.carried(G.scales, G.basis), rest=rest)
+
+    def own(self, blocks: Sequence[Block]) -> list[int]:
+        """The layers that this process inverts."""
+        return [b for b, rank in enumerate(shares(blocks, self.size)) if rank == self.rank]
+
+    def _exchanged(self, tensors: Tensors, note: Any) -> list[tuple[Any, dict[str, Tensor]]]:
+        """The tensors of every process, and what it has to say about them."""
+        mine = note, {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()}
+        notes: list[Any] = [None] * self.size
+        dist.all_gather_object(notes, mine, group=self._group)
+        return [(said, self._sent(shapes, tensors, rank)) for rank, (said, shapes) in enumerate(notes)]
+
+    def _sent(
+        self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], own: Tensors, rank: int
+    ) -> dict[str, Tensor]:
+        """The tensors of one process, which sends them to the others."""
+        found: dict[str, Tensor] = {}
+        for dtype in sorted({dtype for _, dtype in shapes.values()}, key=str):
+            keys = [key for key, (_, its) in shapes.items() if its == dtype]
+            sizes = [torch.Size(shapes[key][0]) for key in keys]
+            flat = torch.empty(sum(size.numel() for size in sizes), dtype=dtype, device=self._device)
+            if rank == self.rank:
+                torch.cat([own[key].reshape(-1) for key in keys], out=flat)
+            dist.broadcast(flat, dist.get_global_rank(self._group, rank), group=self._group)
+            parts = flat.split([size.numel() for size in sizes])
+            found.update({key: part.view(size) for key, part, size in zip(keys, parts, sizes, strict=True)})
+        return found
+
+
+def world_of(wrapping: Sequence[nn.Module]) -> World:
+    """Of a model and what it wraps: the processes of its ``DistributedDataParallel``, if it is in one."""
+    for module in wrapping:
+        if isinstance(module, DistributedDataParallel):
+            device = next(iter(module.parameters())).device
+            group = Group(module.process_group, device)
+            return group if group.size > 1 else Alone()
+    return Alone()
+
+
+@final
+@dataclass(frozen=True)
+class Divided(Solver):
+    """Another solver; layers that it inverts one by one are divided over the processes."""
+
+    solver: Solver
+    world: Group
+
+    def __repr__(self) -> str:
+        return repr(self.solver)
+
+    @property
+    def by_layer(self) -> bool:
+        return self.solver.by_layer
+
+    def init(self, G: Operator, damping: float = 0.0, warm: Tensors | None = None) -> Inverse:
+        if not isinstance(G, KroneckerOperator) or not self.by_layer:
+            return self.solver.init(G, damping, warm)
+        rest = None if G.rest is None else G.rest.inverse(damping)
+        own = self.world.own(G.blocks)
+
+        def invert() -> Tensors:
+            left, right = tuple(G.left[b] for b in own), tuple(G.right[b] for b in own)
+            share = replace(G, blocks=tuple(G.blocks[b] for b in own), left=left, right=right, rest=None)
+            return self.solver.init(share, damping, warm).tensors() if own else {}
+
+        inverse = G.layers_from(self.world.gathered(invert), rest)
+        assert inverse is not None
+        return inverse
+
+    def renewed(self, G: Operator) -> Operator:
+        return self.world.renewed(G)
+
+
+def shares(blocks: Sequence[Block], size: int) -> list[int]:
+    """Which process inverts which layer: the largest first, each to whom has least to do so far."""
+    costs = [c * (o**3 + i**3) for c, o, i in (block.shape for block in blocks)]
+    load, owner = [0] * size, [0] * len(blocks)
+    for b in sorted(range(len(blocks)), key=lambda b: -costs[b]):
+        owner[b] = min(range(size), key=lambda rank: load[rank])
+        load[owner[b]] += costs[b]
+    return owner
