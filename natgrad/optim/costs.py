@@ -8,7 +8,8 @@ product Σ a aᵀ takes d² a term.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -37,28 +38,44 @@ class Cost:
 
 def layer_cost(structure: Structure, block: Block, solver: Solver, damped: bool) -> Cost | None:
     """Of one layer in a structure that keeps layers apart; None for others, and for those this page does not know."""
-    p = block.size
     match structure:
         case Kronecker() | EigenKronecker() if block.rule is not None:
             return _product(structure, block, isinstance(solver, Factored) or not damped)
         case Kronecker() | EigenKronecker():
-            return layer_cost(structure.fallback, block, solver, damped)
-        case Diagonal():
-            return Cost(2 * p, p, p, p, {"G": (1, p)})
-        case BlockDense():
-            return Cost(2 * p**2, p**3 // 3, 2 * p**2, p**2, {"G": (1, p, p)})
+            return whole_cost(structure.fallback, [block], solver)
     return None
 
 
-def whole_cost(structure: Structure, size: int, solver: Solver) -> Cost | None:
+def whole_cost(structure: Structure, blocks: Sequence[Block], solver: Solver) -> Cost | None:
     """Of all parameters together, in a structure that does not keep layers apart."""
+    size = sum(block.size for block in blocks)
     match structure:
+        case Diagonal():
+            return Cost(2 * size, size, size, size, {"G": (1, size)})
+        case BlockDense():  # a module's layers together
+            sizes: Counter[str] = Counter()
+            for block in blocks:
+                sizes[block.names[0].rpartition(".")[0]] += block.size
+            return _sum([_dense(own) for own in sizes.values()])
+        case Dense() if isinstance(solver, CG):
+            return Cost(size**2, 0, 2 * size**2, size**2, {"G": (1, size, size)})
         case Dense():
-            inverse = (0, 0) if isinstance(solver, CG) else (size**2, size**3 // 3)
-            return Cost(size**2 + inverse[0], inverse[1], 2 * size**2, size**2, {"G": (1, size, size)})
+            return _dense(size)
         case LowRank(rank=rank):
             return Cost((rank + 1) * size, rank**2 * size, 4 * rank * size, size, {"U": (1, size, rank)})
     return None
+
+
+def _dense(p: int) -> Cost:
+    return Cost(2 * p**2, p**3 // 3, 2 * p**2, p**2, {"G": (1, p, p)})
+
+
+def _sum(costs: Sequence[Cost]) -> Cost:
+    """All of them; what is kept is known by its shape where there is one."""
+    if len(costs) == 1:
+        return costs[0]
+    numbers = [(cost.kept, cost.invert, cost.solve, cost.position) for cost in costs]
+    return Cost(*(sum(column) for column in zip(*numbers, strict=True)))
 
 
 def _product(structure: Kronecker | EigenKronecker, block: Block, by_product: bool) -> Cost:

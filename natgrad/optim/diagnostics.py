@@ -91,8 +91,8 @@ def diagnostics(opt: NaturalGradient) -> Diagnostics:
     >>> model(torch.randn(32, 4)).square().sum().backward()
     >>> opt.step()
     >>> found = opt.diagnostics()
-    >>> len(found.layers), found.metric_age, found.layers[0].factors["S"].deficit
-    (2, 0, 1)
+    >>> len(found.layers), found.metric_age, found.layers[1].factors["S"].condition  # S is the unit matrix
+    (2, 0, 1.0)
     """
     G, last = opt.keeper.average, opt.last
     if G is None or last is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
+from natgrad.operators import EigenKroneckerOperator, KroneckerOperator
 from natgrad.optim.costs import Cost, layer_cost, whole_cost
 from natgrad.pullback.blocks import Block
 from natgrad.solve import CG, Factored, Pinv
@@ -120,7 +121,7 @@ class Plan:
 
 
 def plan(opt: NaturalGradient) -> Plan:
-    """The plan of an optimizer: nothing is run, and nothing changes.
+    """The plan of an optimizer: nothing is run, and nothing changes. After a step it knows what the pass has shown.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
@@ -130,14 +131,23 @@ def plan(opt: NaturalGradient) -> Plan:
     >>> found.bytes  # 2 (20² + 65² + 10² + 21²) numbers of 4 bytes
     41328
     """
-    schedule, blocks = opt.keeper.structure, opt.keeper.view.blocks
+    schedule, blocks = opt.keeper.structure, _blocks(opt)
     damped = float(opt.param_groups[0]["damping"]) > 0
     rows = tuple(_row(opt, block, damped) for block in blocks)
-    together = whole_cost(schedule.structure, sum(block.size for block in blocks), opt.solver)
+    together = whole_cost(schedule.structure, blocks, opt.solver)
     dtype = torch.promote_types(opt.keeper.model.example.dtype, torch.float32)
     found = Plan(rows, together, schedule, dtype.itemsize, ())
     notes = (_schedule(opt), _damping(opt), _movement(opt), *_exceptions(opt, found))
     return Plan(rows, together, schedule, dtype.itemsize, notes)
+
+
+def _blocks(opt: NaturalGradient) -> list[Block]:
+    """The layers, with the rules that they were seen with where a pass has been seen."""
+    blocks, G = opt.keeper.view.blocks, opt.keeper.average
+    if not isinstance(G, KroneckerOperator | EigenKroneckerOperator):
+        return blocks
+    seen = {block.names: block for block in G.blocks}
+    return [seen.get(block.names) or block.without_rule() for block in blocks]
 
 
 def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:
@@ -183,20 +193,20 @@ def _movement(opt: NaturalGradient) -> str:
 
 
 def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
-    structure = opt.keeper.structure.structure
+    structure, fresh = opt.keeper.structure.structure, opt.keeper.average is None
     lines = []
     if found.uncovered and not isinstance(structure, Implicit):
+        first = "the first pass may find them spread over the examples; if not, " if fresh else ""
+        rest = ""
+        if isinstance(structure, Kronecker | EigenKronecker):
+            rest = f", and their metric is {structure.fallback!r}: pass rules=[…] with a rule for their module"
         lines.append(
-            f"no layer rule covers {', '.join(found.uncovered)}: their rows come from torch.func, which is slow"
-            + (
-                f", and their metric is {structure.fallback!r}. Pass rules=[…] with a rule for their module"
-                if isinstance(structure, Kronecker | EigenKronecker)
-                else ""
-            )
+            f"no layer rule covers {', '.join(found.uncovered)}: {first}their rows come from torch.func, which is slow"
+            + rest
         )
     if found.diagonals:
         lines.append(f"only the diagonal is kept of {', '.join(found.diagonals)}")
-    if any(row.rule for row in found.rows):
+    if fresh and any(row.rule for row in found.rows):
         lines.append("a weight that is used without its module's forward loses its rule when the first pass shows it")
     return lines
 
