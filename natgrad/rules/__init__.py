@@ -20,6 +20,7 @@ from natgrad.rules.norm import LayerNormRule as LayerNormRule
 from natgrad.rules.norm import RMSNormRule as RMSNormRule
 from natgrad.rules.recurrent import CellRule as CellRule
 from natgrad.rules.recurrent import RecurrentRule as RecurrentRule
+from natgrad.rules.replay import GraphReplay as GraphReplay
 
 RULES: tuple[Rule, ...] = (
     LinearRule(),

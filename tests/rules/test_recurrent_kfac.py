@@ -229,3 +229,10 @@ def test_single_precision_under_autocast_is_close_to_double(kind: type[nn.RNNBas
     got = ng.Kronecker().estimate(pb).dense()
     assert got.dtype == torch.float32
     assert float((got.double() - exact).norm() / exact.norm()) < 0.05
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_eigenvalues_in_the_basis_of_kfac_keep_the_trace(kind: type[nn.RNNBase]) -> None:
+    problem = Case("trace", lambda: Problem(Network(kind), normal(5, 4, 2))).make()
+    exact = oracle.dense(problem.jacobian(), oracle.euclidean(problem.outputs())).trace()
+    close(ng.EigenKronecker(strict=True).estimate(pull(problem, ng.Euclidean())).dense().trace(), exact)
