@@ -68,8 +68,8 @@ class Keeper:
         self._joint = False  # whether ``fresh`` is that of all processes
         self._replaced = False  # whether the last pass had other parameters
         # A hook on a compiled module itself runs outside of what is compiled.
-        watched = next((module for module in wrapping if is_compiled(module)), self.module)
-        watch = watched.register_forward_pre_hook(Watch(self), with_kwargs=True)
+        self._watched = next((module for module in wrapping if is_compiled(module)), self.module)
+        watch = self._watched.register_forward_pre_hook(Watch(self), with_kwargs=True)
         weakref.finalize(self, watch.remove)
 
     @property
@@ -229,7 +229,7 @@ class Keeper:
         self._recorder = Recorder(self.model, self.view.blocks)
         self._recorder.start()
         self._stream = random_stream(self.model.example.device)
-        if compiled or has_compiled(self.module):
+        if compiled or has_compiled(self._watched):
             self._run(args, kwargs)
         else:
             # Registered after the recorder's hooks, so that it runs after them, also where the model is one layer.
