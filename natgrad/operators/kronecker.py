@@ -52,8 +52,8 @@ class KroneckerOperator(LayerOperator):
         self.same_kind(other)
         there = cast(KroneckerOperator, other)
         rest = self.rest_lerp(there, weight)
-        left = tuple(torch.lerp(a, b, weight) for a, b in zip(self.left, there.left, strict=True))
-        right = tuple(torch.lerp(a, b, weight) for a, b in zip(self.right, there.right, strict=True))
+        both = torch._foreach_lerp([*self.left, *self.right], [*there.left, *there.right], weight)
+        left, right = tuple(both[: len(self.left)]), tuple(both[len(self.left) :])
         return replace(self, left=left, right=right, rest=rest)
 
     def tensors(self) -> dict[str, Tensor]:

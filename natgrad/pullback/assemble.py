@@ -16,9 +16,10 @@ from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.broadcast import spread
 from natgrad.pullback.finite import check_outputs
-from natgrad.pullback.graph import leaf_uses
+from natgrad.pullback.graph import survey
 from natgrad.pullback.parts import Part, check_inputs, chunk_bytes, examples, forward
 from natgrad.pullback.pullback import MEMORY, Pullback
+from natgrad.pullback.recorded import Recordings
 from natgrad.pullback.roots import Root
 from natgrad.pullback.separate import Verdicts
 from natgrad.pullback.tables import over_examples
@@ -88,6 +89,7 @@ class View:
     generator: torch.Generator | None
     memory: int = MEMORY
     verdicts: Verdicts = field(default_factory=Verdicts)
+    recordings: Recordings = field(default_factory=Recordings)
     deferred: bool = False
 
     def of(self, batch: Batch) -> Pullback:
@@ -109,7 +111,8 @@ class View:
         if not self.deferred:
             check_outputs(self.model, batch.x, y)
         tape = over_examples(tape)
-        counts, moved = leaf_uses([tape.y.grad_fn]), self.verdicts.misplaced(tape)
+        names, counts = survey(tape.y.grad_fn)
+        moved = self.verdicts.misplaced(tape, names)
         blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in self.blocks]
         blocks, tape = spread(self.model, blocks, tape)
         self._tell(blocks)
@@ -129,6 +132,7 @@ class View:
             parts=parts,
             positions={b.names[0]: tape.positions(b) for b in blocks},
             roots=Root.of(self, batch.target, y, coupling is not None),
+            recordings=self.recordings if y.device.type == "cuda" else None,
         )
 
     def _tell(self, blocks: Sequence[Block]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "ToCopyBackward0"})
 _LEAF = "torch::autograd::AccumulateGrad"
+_ENDS = _VIEWS | {_LEAF}
 
 
 def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
@@ -20,6 +21,30 @@ def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
             seen.add(node)
             yield node
             stack.extend(child for child, _ in node.next_functions)
+
+
+def survey(root: Any) -> tuple[tuple[str, ...], Counter[int]]:
+    """The names of all nodes below the root, in the order of one walk, and ``leaf_uses`` of it."""
+    names: list[str] = []
+    counts: Counter[int] = Counter()
+    seen: set[Any] = {root}
+    stack = [root] if root is not None else []
+    while stack:
+        node = stack.pop()
+        name = node.name()
+        names.append(name)
+        above = name in _VIEWS and leaf_below(node) is not None
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            if not above and child.name() in _ENDS:
+                leaf = leaf_below(child)
+                if leaf is not None:
+                    counts[id(leaf)] += 1
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return tuple(names), counts
 
 
 def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:

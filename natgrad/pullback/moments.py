@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from natgrad.model import tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.pullback import Pullback
+from natgrad.pullback.recorded import Recordings, owned
 from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Moment, Replayed
@@ -49,6 +51,8 @@ def second_moments(
     """S and A of every layer in ``layers``, which have rules. A ``watcher`` sees the cotangents too."""
     if pb.coupling is not None:
         return _coupled(pb, layers, sharing, pb.coupling)
+    if pb.recordings is not None and watcher is None and _whole(pb):
+        return _recorded(pb, pb.recordings, layers, sharing)
     pairs = [Pair() for _ in layers]
     for tape, chunks in passes(pb):
         for g in chunks:
@@ -60,6 +64,36 @@ def second_moments(
             moment = sharing.inputs(tape, block)
             pair.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
     return averaged(pairs)
+
+
+def _whole(pb: Pullback) -> bool:
+    """Whether all examples and roots are seen at once."""
+    return len(pb.ranges()) == 1 and pb.columns <= _columns(pb, pb.tape(pb.parts[0]))
+
+
+def _recorded(
+    pb: Pullback, recordings: Recordings, layers: Sequence[Block], sharing: Sharing
+) -> list[tuple[Tensor, Tensor]]:
+    """As ``second_moments``; the kernels of rules that read nothing but a call are recorded, and replayed."""
+    tape = pb.tape(pb.parts[0])
+    g = cotangents(tape, pb.root / math.sqrt(pb.n))
+    pure = [block for block in layers if block.rule is not None and block.rule.pure]
+
+    def factors(block: Block) -> tuple[Tensor, Tensor]:
+        pair = Pair()
+        pair.add_outputs(sharing.outputs(tape, block, g).to(pb.y.dtype))
+        moment = sharing.inputs(tape, block)
+        pair.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
+        return pair.factors()
+
+    uses = [use for block in pure for use in tape.of(block)]
+    sources = [t for use in uses for t in tensors_of((use.call.args, use.call.kwargs))]
+    sources += [t for block in pure for at in tape.places(block) for t in g.outer[at]]
+    sources += [t for use in uses for t in use.module.buffers(recurse=False)]
+    what = (sharing, tuple(block.names for block in pure), tuple(use.call.training for use in uses))
+    found = owned(recordings.run(sources, what, lambda: [t for block in pure for t in factors(block)]))
+    recorded = dict(zip((block.names for block in pure), zip(found[0::2], found[1::2], strict=True), strict=True))
+    return [recorded[block.names] if block.names in recorded else factors(block) for block in layers]
 
 
 def _columns(pb: Pullback, tape: Tape) -> int:

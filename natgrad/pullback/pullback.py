@@ -19,6 +19,7 @@ from natgrad.pullback.blocks import Block
 from natgrad.pullback.broadcast import SpreadRule, spread_again
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, separable
+from natgrad.pullback.recorded import Recordings
 from natgrad.pullback.roots import Root, flat_at
 from natgrad.pullback.rows import rows
 from natgrad.pullback.separate import check_alike
@@ -50,6 +51,7 @@ class Pullback:
     parts: list[Part]  # ranges of examples that are processed together
     positions: dict[str, int]  # by the first name of a layer: how many r·c of one example share its weight
     roots: Root
+    recordings: Recordings | None = None  # of second moments, where the same model is seen again and again
 
     @property
     def root(self) -> Tensor:

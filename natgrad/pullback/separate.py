@@ -15,7 +15,7 @@ from torch import Tensor
 
 from natgrad.errors import BatchStatisticsError
 from natgrad.pullback.blocks import Block
-from natgrad.pullback.graph import leaf_uses, nodes
+from natgrad.pullback.graph import leaf_uses
 from natgrad.pullback.order import DATA_DEPENDENT, ordered
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Replayed
@@ -41,11 +41,10 @@ class Verdicts:
         self._told.add(message)
         return new
 
-    def misplaced(self, tape: Tape) -> frozenset[int]:
-        """As the function of this name."""
+    def misplaced(self, tape: Tape, names: tuple[str, ...]) -> frozenset[int]:
+        """As the function of this name, for a graph whose nodes have these names (``survey``)."""
         if not tape.uses or not tape.y.requires_grad:
             return frozenset()
-        names = tuple(node.name() for node in nodes([tape.y.grad_fn]))
         if not DATA_DEPENDENT.isdisjoint(names):
             return misplaced(tape)
         uses = tuple((id(use.module), use.shapes) for use in tape.uses)

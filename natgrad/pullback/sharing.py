@@ -96,11 +96,7 @@ class Cotangents:
 
     def of(self, tape: Tape, block: Block) -> list[Tensor]:
         """g [k n r c o] of every use of a block."""
-        return [
-            tape.canonical(at, block.keys, self.outer, self.inner)
-            for at, use in enumerate(tape.uses)
-            if use.module in block.modules
-        ]
+        return [tape.canonical(at, block.keys, self.outer, self.inner) for at in tape.places(block)]
 
     def whole(self, tape: Tape, block: Block) -> Tensor:
         """The uses one after the other along r."""
@@ -109,6 +105,7 @@ class Cotangents:
 
 
 @final
+@dataclass(frozen=True)
 class Expand(Sharing):
     """Positions count as if they were independent examples."""
 
@@ -135,12 +132,12 @@ class Expand(Sharing):
 
     def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
         pair = Pair()
-        for at, use in enumerate(tape.uses):
-            if use.module in block.modules:
-                if isinstance(use.rule, Replayed):
-                    pair.add_outputs(g.product(at, block.keys[0]))
-                else:
-                    pair.add_outputs(use.rule.output_moment(use.module, block.keys, g.outer[at][0]))
+        for at in tape.places(block):
+            use = tape.uses[at]
+            if isinstance(use.rule, Replayed):
+                pair.add_outputs(g.product(at, block.keys[0]))
+            else:
+                pair.add_outputs(use.rule.output_moment(use.module, block.keys, g.outer[at][0]))
         assert pair.s is not None
         return pair.s
 
@@ -149,6 +146,7 @@ class Expand(Sharing):
 
 
 @final
+@dataclass(frozen=True)
 class Reduce(Sharing):
     """The mean of the inputs and the sum of the cotangents over the positions."""
 

@@ -96,9 +96,15 @@ class Recorder:
         return Tape(y, tuple(self.uses), self.statistics)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        rule = self._rules[module]
+        if isinstance(output, Tensor) and len(args) == 1 and not kwargs and not isinstance(rule, Replayed):
+            if output.requires_grad:  # the way of most layers, which is asked for many times in every estimate
+                call = Call((map_tensors(args[0], Tensor.detach),), {}, module.training)
+                once = {id(p): 1 for p in rule.parameters(module).values()}
+                self.uses.append(Use(module, rule, call, (get_gradient_edge(output),), (output.shape,), once))
+            return None
         if not any(t.requires_grad for t in tensors_of(output)):
             return None
-        rule = self._rules[module]
         call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach), module.training)
         if isinstance(rule, Replayed):
             given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
@@ -174,7 +180,7 @@ class Tape:
         the graph (``leaf_uses``) than the recorded uses make. ``misplaced``: positions in ``uses`` of those a rule
         cannot speak for.
         """
-        uses = [at for at, use in enumerate(self.uses) if use.module in block.modules]
+        uses = self.places(block)
         if not uses or any(at in misplaced for at in uses):
             return False
         expected: Counter[int] = Counter()
@@ -195,7 +201,19 @@ class Tape:
 
     def of(self, block: Block) -> list[Use]:
         """The uses of a block, in the order of the calls."""
-        return [use for use in self.uses if use.module in block.modules]
+        return [self.uses[at] for at in self.places(block)]
+
+    def places(self, block: Block) -> list[int]:
+        """Their positions in ``uses``."""
+        found = [self._by_module.get(module, []) for module in block.modules]
+        return found[0] if len(found) == 1 else sorted(at for places in found for at in places)
+
+    @cached_property
+    def _by_module(self) -> dict[nn.Module, list[int]]:
+        found: dict[nn.Module, list[int]] = {}
+        for at, use in enumerate(self.uses):
+            found.setdefault(use.module, []).append(at)
+        return found
 
     def inputs(self, block: Block) -> Tensor:
         """a [n r c i] of a block with a rule, the uses one after the other along r."""
@@ -237,10 +255,7 @@ class Tape:
         replayed = {at: self.inner(at, g) for at, g in outer.items() if isinstance(self.uses[at].rule, Replayed)}
         out = []
         for block in blocks:
-            parts = []
-            for at, use in enumerate(self.uses):
-                if use.module in block.modules:
-                    parts.append(self.canonical(at, block.keys, outer, replayed))
+            parts = [self.canonical(at, block.keys, outer, replayed) for at in self.places(block)]
             out.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
         return out
 

@@ -103,6 +103,14 @@ class Rule(ABC):
         return 0
 
     @property
+    def pure(self) -> bool:
+        """Whether the moments read nothing but the call, the cotangents and the module's buffers, and wait for nothing.
+
+        Their kernels can then be recorded on a GPU, and replayed. Rules of the user are not asked to be.
+        """
+        return False
+
+    @property
     def sparse(self) -> bool:
         """Whether the second moment of the inputs is diagonal whatever they are: one-hot vectors."""
         return False
@@ -122,6 +130,14 @@ class Rule(ABC):
 
 class OneHot(Rule):
     """A layer whose inputs are one-hot vectors of a vocabulary: what is made of them need not form them."""
+
+    @property
+    def pure(self) -> bool:
+        """Whether the moments read nothing but the call, the cotangents and the module's buffers, and wait for nothing.
+
+        Their kernels can then be recorded on a GPU, and replayed. Rules of the user are not asked to be.
+        """
+        return False
 
     @property
     def sparse(self) -> bool:

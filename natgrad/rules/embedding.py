@@ -36,6 +36,10 @@ class EmbeddingRule(LookupRule, OneHot):
     counts [1 V]. Positions that hold ``padding_idx`` have no gradient: their a is zero, and they are not counted.
     """
 
+    @property
+    def pure(self) -> bool:
+        return True
+
     def covers(self, module: nn.Module) -> bool:
         # With max_norm the forward pass changes the table; gradients scaled by frequency are those of no function.
         return plain(module, nn.Embedding, "weight") and _constant(cast(nn.Embedding, module))

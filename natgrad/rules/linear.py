@@ -17,6 +17,10 @@ from natgrad.rules.products import symmetric_product
 class AffineRule(Rule):
     """z = W̄ ā with W̄ = [W b]: weight [c·o *fan] and bias [c·o], packed as W̄ [c o i] with the bias last."""
 
+    @property
+    def pure(self) -> bool:
+        return True
+
     def groups(self, module: nn.Module) -> int:
         """c."""
         return 1

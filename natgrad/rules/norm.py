@@ -28,6 +28,10 @@ _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class NormRule(Rule):
     """γ and β, packed as W [c 1 i] with i the two of them, or one where the other is frozen."""
 
+    @property
+    def pure(self) -> bool:
+        return True
+
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return cast(Tensor, module.weight).numel(), 1, len(keys)
 
