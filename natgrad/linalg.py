@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -113,3 +115,20 @@ def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
     if damping > torch.finfo(dtype).max / 2:
         precision = str(dtype).removeprefix("torch.")
         raise ValueError(f"damping={damping:g} overflows in the {precision} of the metric: use less, or a double model")
+
+
+def gated_add(tensors: Sequence[Tensor], changes: Sequence[Tensor], weight: float, found: Tensor) -> None:
+    """Add weight times the changes, unless ``found`` (a number on the GPU) is not zero: one launch, nothing waits."""
+    torch._fused_sgd_(
+        list(tensors),
+        list(changes),
+        [],
+        weight_decay=0.0,
+        momentum=0.0,
+        lr=-weight,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        found_inf=found,
+    )

@@ -109,6 +109,16 @@ class Operator(ABC):
     def lerp(self, other: Operator, weight: float) -> Operator:
         """(1 − w) G + w G': the moving average."""
 
+    def merged(self, other: Operator, weight: float, found: Tensor) -> Operator:
+        """As ``lerp``, on a GPU: unchanged where ``found`` is not zero, since ``other`` is not finite.
+
+        What is in memory may be used up: neither operator is to be used after that.
+        """
+        new = self.lerp(other, weight)
+        for mine, its in zip(self.tensors().values(), new.tensors().values(), strict=True):
+            its.copy_(torch.where(found > 0, mine, its))
+        return new
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the operator by name, from which its structure can restore it."""

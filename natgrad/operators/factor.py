@@ -92,7 +92,11 @@ def inverse(factor: Tensor) -> tuple[Tensor, Tensor]:
     """The inverses of positive matrices [b d d] by Cholesky, and which succeeded [b]. A GPU is not waited for."""
     if factor.shape[-1] == 1:
         return factor.reciprocal(), (factor > 0).flatten()
+    if factor.shape[0] == 1:  # a batch of one would go to slower routines on a GPU
+        inverted, good = inverse(factor[0])
+        return inverted.unsqueeze(0), good.view(1)
     lower, info = torch.linalg.cholesky_ex(factor)
+    if factor.device.type == "cpu":
+        return torch.cholesky_inverse(lower), info == 0
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
-    inverted = torch.cholesky_inverse(lower) if factor.device.type == "cpu" else torch.cholesky_solve(eye, lower)
-    return inverted, info == 0
+    return torch.cholesky_solve(eye, lower), info == 0

@@ -9,6 +9,7 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
+from natgrad.linalg import gated_add
 from natgrad.operators.base import Inverse, Layout, Operator
 from natgrad.operators.basis import Basis, spectra
 from natgrad.operators.factor import Factor, diagonal, matrix, two_sided
@@ -55,6 +56,18 @@ class KroneckerOperator(LayerOperator):
         both = torch._foreach_lerp([*self.left, *self.right], [*there.left, *there.right], weight)
         left, right = tuple(both[: len(self.left)]), tuple(both[len(self.left) :])
         return replace(self, left=left, right=right, rest=rest)
+
+    def merged(self, other: Operator, weight: float, found: Tensor) -> KroneckerOperator:
+        """In place, in two launches."""
+        self.same_kind(other)
+        there = cast(KroneckerOperator, other)
+        self.same_layers(there)
+        mine, theirs = [*self.left, *self.right], [*there.left, *there.right]
+        torch._foreach_sub_(theirs, mine)
+        gated_add(mine, theirs, weight, found)
+        if self.rest is None or there.rest is None:
+            return self
+        return replace(self, rest=self.rest.merged(there.rest, weight, found))
 
     def tensors(self) -> dict[str, Tensor]:
         return self.named({"S": self.left, "A": self.right})

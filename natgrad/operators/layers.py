@@ -115,7 +115,12 @@ class LayerOperator(Operator):
         return SpectralInverse(self.layout, self.blocks, rest, self.others, q, p, d)
 
     def rest_lerp(self, other: LayerOperator, weight: float) -> Operator | None:
-        """The average over the other parameters; both operators must have seen the same layers."""
+        """The average over the other parameters."""
+        self.same_layers(other)
+        return None if self.rest is None else self.rest.lerp(cast(Operator, other.rest), weight)
+
+    def same_layers(self, other: LayerOperator) -> None:
+        """Both operators must have seen the same layers."""
         here, there = ({b.names for b in operator.blocks} for operator in (self, other))
         if here != there:
             names = ", ".join(sorted({name for block in here ^ there for name in block}))
@@ -123,7 +128,6 @@ class LayerOperator(Operator):
                 f"the layers of {names} were seen by their rule in one batch and not in another: they are called in "
                 "different ways. Leave them to the fallback, with a rule that does not cover them, or call them alike"
             )
-        return None if self.rest is None else self.rest.lerp(cast(Operator, other.rest), weight)
 
     def named(self, parts: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
         """Tensors of every layer by the layer's first name and their letter, with those of ``rest``."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError
+from natgrad.linalg import gated_add
 
 _PENDING = 8  # steps that the host may be ahead of what it knows
 
@@ -80,19 +81,7 @@ class Guard:
         if self.found is None:
             torch._foreach_add_(list(tensors), list(changes))
         else:  # one launch for all tensors, which looks at the flag on the device
-            torch._fused_sgd_(
-                list(tensors),
-                list(changes),
-                [],
-                weight_decay=0.0,
-                momentum=0.0,
-                lr=-1.0,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=False,
-                found_inf=self.found,
-            )
+            gated_add(tensors, changes, 1.0, self.found)
 
     def move(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set the values, up to rounding, unless something was not finite: few launches for many tensors."""

@@ -65,6 +65,10 @@ class Keeper:
         self._handle: RemovableHandle | None = None
         self._stream = random_stream(self.model.example.device)
         self._suspended = False
+        mine = {id(p): p for p in self.model.params.values()}
+        self._owners = [
+            (owner, key, p) for owner in self.module.modules() for key, p in owner._parameters.items() if id(p) in mine
+        ]
         self._joint = False  # whether ``fresh`` is that of all processes
         self._replaced = False  # whether the last pass had other parameters
         # A hook on a compiled module itself runs outside of what is compiled.
@@ -182,16 +186,14 @@ class Keeper:
             self.fresh, self._joint = self.world.mean(self.fresh, self._examples, self._restored), True
         if self.average is None or self.structure.decay == 0:
             return self.fresh, True
-        return self._gated(self.average.lerp(self.fresh, self.structure.weight(self.count + 1))), True
-
-    def _gated(self, new: Operator) -> Operator:
-        """The new average, or, on a GPU, the old one if an estimate was not finite: nobody has looked at it yet."""
-        if self.average is None or self.fresh is None or self.model.example.device.type != "cuda":
-            return new
-        largest = torch.stack(torch._foreach_norm(list(self.fresh.tensors().values()), float("inf")))
-        ok, old = torch.isfinite(largest).all(), self.average.tensors()
-        tensors = {key: torch.where(ok, t, old[key]) for key, t in new.tensors().items()}
-        return self._restored(tensors) or new
+        weight = self.structure.weight(self.count + 1)
+        if self.model.example.device.type != "cuda":
+            return self.average.lerp(self.fresh, weight), True
+        # Nobody has looked at the estimate yet: one that is not finite must not reach the average.
+        values = [t for t in self.fresh.tensors().values() if t.is_floating_point()]
+        found = torch.zeros((), device=values[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(values, found, torch.ones_like(found))
+        return self.average.merged(self.fresh, weight, found), True
 
     def _restored(self, tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(self.model, self.view.blocks, tensors)
@@ -218,7 +220,7 @@ class Keeper:
             return
         if torch._C._current_graph_task_id() != -1:
             return
-        self._replaced = bool(self._strangers())
+        self._replaced = bool(self._strangers()) if self.due else self._elsewhere()
         if self._replaced:
             return  # torch.func.functional_call at other parameters, or a module that was replaced
         self.batch = Batch(self.model, Arguments(args, kwargs))
@@ -262,6 +264,10 @@ class Keeper:
         with self.located():
             batch = Batch(self.model, Arguments(args, kwargs))
             self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
+
+    def _elsewhere(self) -> bool:
+        """Whether the pass is at other parameters (torch.func.functional_call): asked in every pass, so in passing."""
+        return any(owner._parameters.get(key) is not p for owner, key, p in self._owners)
 
     def _strangers(self) -> list[str]:
         """Parameters that the module does not have now."""

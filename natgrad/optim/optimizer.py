@@ -257,7 +257,9 @@ class NaturalGradient(torch.optim.Optimizer):
             for key, value in state["state"].items()
         }
         own = export(self.keeper, self.inverse, self.inverse_damping, self.outdated)
-        state["natgrad"] = {**own, "inverse": {key: t.clone() for key, t in own["inverse"].items()}}
+        state["natgrad"] = own | {
+            what: {k: t.clone() for k, t in own[what].items()} for what in ("operator", "inverse")
+        }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
