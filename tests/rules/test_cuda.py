@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     # torch's own: raised once, by the first backward pass of the process on a GPU
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "layer": (lambda: nn.LayerNorm(4), (6, 4)),
