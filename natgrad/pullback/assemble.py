@@ -17,6 +17,7 @@ from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.broadcast import spread
 from natgrad.pullback.finite import check_outputs
 from natgrad.pullback.graph import survey
+from natgrad.pullback.hidden import refuse_hidden
 from natgrad.pullback.parts import Part, check_inputs, chunk_bytes, examples, forward
 from natgrad.pullback.pullback import MEMORY, Pullback
 from natgrad.pullback.recorded import Recordings
@@ -112,6 +113,7 @@ class View:
             check_outputs(self.model, batch.x, y)
         tape = over_examples(tape)
         names, counts = survey(tape.y.grad_fn)
+        refuse_hidden(self.model, names, counts)
         moved = self.verdicts.misplaced(tape, names)
         blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in self.blocks]
         blocks, tape = spread(self.model, blocks, tape)

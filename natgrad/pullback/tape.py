@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.graph import leaf_uses, nodes
+from natgrad.pullback.scaled import pulled
 from natgrad.pullback.statistics import Statistics
 from natgrad.rules.base import Call, Replay, Replayed, Rule
-from natgrad.vjp import vjp
 
 
 @final
@@ -234,7 +234,7 @@ class Tape:
             return {}
         edges = [self.uses[at].edges[j] for at, j in slots]
         with self.statistics.constant():
-            grads = vjp((self.y,), edges, (s.to(self.y.dtype),))
+            grads = pulled(self.y, edges, s)
         found = dict(zip(slots, grads, strict=True))
 
         def cotangent(at: int, j: int) -> Tensor:
