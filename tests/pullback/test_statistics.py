@@ -2,8 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
-from natgrad.operators import KroneckerOperator
 from natgrad.pullback.assemble import Batch, View, layers_of
 from natgrad.pullback.tape import Recorder
-from tests import oracle, zoo
-from tests.optim.tasks import seeded
+from tests import zoo
 from tests.pulled import Rooted, close, covered, normal, oracle_rows, rows
 
 
@@ -162,7 +159,8 @@ def test_rows_of_channels_last_images_are_the_same() -> None:
     close(rows(recorded(last, Rooted(s))), expected)
 
 
-def _optimizer(model: nn.Module) -> ng.NaturalGradient:
+def optimizer(model: nn.Module) -> ng.NaturalGradient:
+    """K-FAC with the Euclidean metric."""
     return ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker(), ng.Cholesky(), damping=0.1, lr=0.01)
 
 
@@ -177,7 +175,7 @@ def test_the_users_gradient_and_running_statistics_are_what_they_are_without_us(
     model, plain = of.module.to(dtype), copy.deepcopy(of.module).to(dtype)
     assert isinstance(of.x, Tensor)
     x = of.x.to(dtype)
-    opt = _optimizer(model)
+    opt = optimizer(model)
     for net in (model, plain):
         y = net(x)
         (y.square().sum() + y.sin().sum()).backward()
@@ -193,7 +191,7 @@ def test_the_users_gradient_and_running_statistics_are_what_they_are_without_us(
 def test_a_refresh_changes_no_running_statistics_and_gives_the_metric_of_the_hook(kind: str) -> None:
     of = problem(kind)
     other = copy.deepcopy(of.module)
-    opt, hooked = _optimizer(of.module), _optimizer(other)
+    opt, hooked = optimizer(of.module), optimizer(other)
     before = {name: b.clone() for name, b in of.module.named_buffers()}
     opt.refresh(of.x)
     for name, buffer in of.module.named_buffers():
@@ -209,9 +207,9 @@ def test_a_refresh_changes_no_running_statistics_and_gives_the_metric_of_the_hoo
 
 def test_two_optimizers_watch_one_model() -> None:
     of = problem("1d")
-    alone = _optimizer(copy.deepcopy(of.module))
+    alone = optimizer(copy.deepcopy(of.module))
     alone.keeper.model.module(of.x)  # type: ignore[misc]
-    first, second = _optimizer(of.module), _optimizer(of.module)
+    first, second = optimizer(of.module), optimizer(of.module)
     of.module(of.x)
     assert alone.keeper.fresh is not None
     for opt in (first, second):
@@ -226,7 +224,7 @@ def test_half_precision_inputs_have_statistics_in_single() -> None:
     model = of.module.float()
     assert isinstance(of.x, Tensor)
     x = of.x.float()
-    full, half = _optimizer(copy.deepcopy(model)), _optimizer(model)
+    full, half = optimizer(copy.deepcopy(model)), optimizer(model)
     full.refresh(x)
     with torch.autocast("cpu", torch.bfloat16):
         half.refresh(x)
@@ -247,7 +245,7 @@ class Own(nn.BatchNorm1d):
 
 def test_a_normalisation_that_is_not_known_is_refused_by_name_in_training_mode() -> None:
     model = nn.Sequential(nn.Linear(3, 4), Own(4)).double()
-    opt = _optimizer(model)
+    opt = optimizer(model)
     with pytest.raises(BatchStatisticsError, match=r"1 \(Own\).*natgrad.evaluating\(model\): opt.refresh\(x\)"):
         model(normal(5, 3))
     assert not model[0]._forward_hooks
@@ -268,7 +266,7 @@ def two_processes() -> Iterator[None]:
 @pytest.mark.usefixtures("two_processes")
 def test_statistics_over_several_processes_are_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4)).double()
-    opt = _optimizer(model)
+    opt = optimizer(model)
     with pytest.raises(BatchStatisticsError, match=r"1 \(SyncBatchNorm\).*over several processes.*natgrad.evaluating"):
         model(normal(5, 3))
     with ng.evaluating(model):
@@ -287,95 +285,3 @@ def test_an_estimate_after_a_change_of_mode_is_that_of_the_mode_of_the_pass() ->
         pb = ng.pullback(of.module, of.x, ng.Euclidean())
         expected = ng.Dense().estimate(pb).dense()
     close(ng.Dense().estimate(pb).dense(), expected)
-
-
-# Dropout
-
-
-class Gain(nn.Module):
-    """Dropout, and a parameter that no rule covers."""
-
-    def __init__(self, norm: bool) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if norm else []), nn.Dropout(0.4))
-        self.mix = nn.Parameter(torch.randn(4, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The features mixed into two outputs."""
-        return torch.tanh(self.body(x)) @ self.mix
-
-
-def _dropped() -> zoo.Problem:
-    layers = [nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.4), nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 2)]
-    return zoo.Case(
-        "dropout", lambda: zoo.Problem(nn.Sequential(*layers), torch.randn(6, 3, dtype=torch.float64))
-    ).make()
-
-
-@contextmanager
-def _stream(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
-
-
-def test_rows_are_those_of_the_network_with_this_mask() -> None:
-    of = _dropped()
-    with _stream(3):
-        y = of.module(of.x)
-    s = normal(2, *y.shape)
-    leaves = list(of.module.parameters())
-    expected = torch.stack(
-        [
-            torch.stack(
-                [
-                    oracle.flatten(
-                        torch.autograd.grad(y[n], leaves, s[k, n], retain_graph=True, materialize_grads=True)
-                    )
-                    for n in range(len(y))
-                ]
-            )
-            for k in range(2)
-        ]
-    )
-    with _stream(3):
-        pb = recorded(of, Rooted(s))
-    close(rows(pb), expected / len(y) ** 0.5)
-
-
-def test_the_users_random_stream_is_that_of_a_pass_without_us() -> None:
-    of = _dropped()
-    plain, opt = copy.deepcopy(of.module), _optimizer(of.module)
-    drawn = []
-    for net in (of.module, plain):
-        with _stream(5):
-            drawn.append((net(of.x).detach(), torch.rand(3)))
-    assert opt.keeper.fresh is not None
-    assert torch.equal(drawn[0][0], drawn[1][0])
-    assert torch.equal(drawn[0][1], drawn[1][1])
-
-
-def test_a_refresh_with_dropout_in_training_mode_is_refused_with_the_way_out() -> None:
-    of = _dropped()
-    opt = _optimizer(of.module)
-    with pytest.raises(BatchStatisticsError, match=r"draws random numbers.*natgrad.evaluating"):
-        opt.refresh(of.x)
-
-
-@pytest.mark.parametrize("norm", [False, True], ids=["dropout", "dropout and batch norm"])
-def test_parameters_without_a_rule_are_seen_in_evaluation_mode(norm: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model = seeded(lambda: Gain(norm).double())
-    x = normal(6, 3)
-    opt = _optimizer(model)
-    with caplog.at_level("INFO", logger="natgrad"):
-        for _ in range(2):
-            model(x).square().sum().backward()
-            G = cast(KroneckerOperator, opt.keeper.fresh)
-            with ng.evaluating(model):
-                J = oracle.module_jacobian(model, x)
-            assert G.rest is not None
-            close(G.rest.diagonal(), J[:, :, :8].square().sum((0, 1)) / len(x))  # first comes mix
-            opt.step()
-    told = [r.getMessage() for r in caplog.records if "evaluation mode" in r.getMessage()]
-    assert len(told) == 1
-    assert "mix" in told[0]
