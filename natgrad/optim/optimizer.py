@@ -223,7 +223,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """What the rule makes of the gradient. Nothing is changed."""
         look = Look(
             step=self.keeper.step,
-            divergence=lambda δ: self.keeper.divergence(proposal.decayed + δ),
+            divergence=lambda δ: self.keeper.divergence(self.moves.decayed() + δ),  # naming the proposal: a cycle
             acceleration=solve.acceleration,
             curvature=self.keeper.curvature,
             velocity=self.moves.velocity,
