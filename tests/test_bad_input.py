@@ -175,12 +175,12 @@ BAD: dict[str, Bad] = {
     "state_of_another_structure": Bad(
         lambda of, opt: opt.load_state_dict(of.optimizer(structure=ng.Diagonal(), lr=9.0).state_dict()),
         ValueError,
-        "the state of another optimizer: its structure is Diagonal, here it is Dense",
+        r"the state of another optimizer: its structure is Diagonal\(\), here it is Dense\(\)",
     ),
     "state_of_another_model": Bad(
         lambda of, opt: opt.load_state_dict(ng.NaturalGradient(nn.Linear(2, 1), ng.Euclidean()).state_dict()),
         ValueError,
-        "the state of another optimizer: its parameters is",
+        r"the state of another optimizer: of its parameters, weight is \[1, 2\] and here not there",
     ),
     "new_group": Bad(
         lambda of, opt: opt.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from natgrad.operators.base import Inverse, Operator
@@ -23,58 +26,95 @@ class Restored:
     inverse: Inverse | None
     inverse_damping: float
     outdated: bool
-    generator: Tensor
-    times: tuple[int, int]  # the steps in which the metric was estimated and inverted
+    stream: Stream
 
     def put(self, keeper: Keeper) -> None:
         """Give the keeper its part."""
         keeper.step, keeper.count, keeper.average = self.step, self.count, self.average
-        keeper.estimated, keeper.inverted = self.times
-        keeper.generator.set_state(self.generator)
+        self.stream.put(keeper)
         keeper.discard()
+
+
+@final
+@dataclass(frozen=True)
+class Stream:
+    """The random numbers of a sampled metric: the state of a generator, and of which process it was."""
+
+    state: Tensor
+    rank: int
+
+    def put(self, keeper: Keeper) -> None:
+        """Go on with these numbers; other processes, or another kind of device, go on with their own from here."""
+        generator = keeper.generator
+        if self.rank == keeper.world.rank and self.state.shape == generator.get_state().shape:
+            generator.set_state(self.state)
+            return
+        digest = hashlib.sha256(bytes(self.state.tolist()) + keeper.world.rank.to_bytes(8, "big")).digest()
+        generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
 def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float, outdated: bool) -> dict[str, Any]:
     """Tensors and numbers only, so that ``torch.load(weights_only=True)`` reads them."""
     return {
         **_signature(keeper),
+        "dtype": str(keeper.model.example.dtype),
         "step": keeper.step,
         "count": keeper.count,
-        "estimated": keeper.estimated,
-        "inverted": keeper.inverted,
         "operator": {} if keeper.average is None else keeper.average.tensors(),
         "inverse": {} if inverse is None else inverse.tensors(),
         "inverse_damping": inverse_damping,
         "outdated": outdated,
         "generator": keeper.generator.get_state(),
+        "rank": keeper.world.rank,
     }
 
 
 def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
-    """Check that the state belongs to this model and structure, and build what it holds."""
+    """Check that the state belongs to this model and structure, and build what it holds.
+
+    The metric keeps the precision that it was saved in; where the model has another one than the model that was saved,
+    it takes that of the metrics of this model.
+    """
     for what, mine in _signature(keeper).items():
-        if state[what] != mine:
-            raise ValueError(f"this is the state of another optimizer: its {what} is {state[what]}, here it is {mine}")
-    device = keeper.model.example.device
-    tensors = {name: t.to(device) for name, t in state["operator"].items()}
-    warm = {name: t.to(device) for name, t in state["inverse"].items()}
+        if state[what] != mine or (isinstance(mine, dict) and list(state[what]) != list(mine)):
+            raise ValueError(f"this is the state of another optimizer: {_difference(what, state[what], mine)}")
+    example = keeper.model.example
+    dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
+
+    def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.to(example.device, dtype if t.is_floating_point() else None) for name, t in tensors.items()}
+
+    tensors, warm = placed(state["operator"]), placed(state["inverse"])
     average = keeper.structure.restore(keeper.model, keeper.view.blocks, tensors) if tensors else None
     inverse: Inverse | None = _Warm(warm) if warm else None
     if average is not None:
         # An inverse may be older than the average: it is kept, where it has tensors, and made again where it has none.
         kept = average.inverse_from(warm) if warm else None
         inverse = kept or solver.init(average, state["inverse_damping"], warm)
-    generator = state["generator"].cpu()
+    stream = Stream(state["generator"].cpu(), state["rank"])
     numbers = (state["inverse_damping"], state["outdated"])
-    times = (state["estimated"], state["inverted"])
-    return Restored(state["step"], state["count"], average, inverse, *numbers, generator, times)
+    return Restored(state["step"], state["count"], average, inverse, *numbers, stream)
 
 
 def _signature(keeper: Keeper) -> dict[str, Any]:
+    """What must be the same for a state to mean the same."""
     return {
-        "structure": type(keeper.structure.structure).__name__,
+        "structure": repr(keeper.structure.structure),
         "parameters": {name: list(p.shape) for name, p in keeper.model.params.items()},
+        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in keeper.view.blocks},
     }
+
+
+def _difference(what: str, saved: Any, mine: Any) -> str:
+    """In words, and of many names only those that differ."""
+    if not isinstance(saved, dict) or not isinstance(mine, dict):
+        return f"its {what} is {saved}, here it is {mine}"
+    names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
+    if not names:
+        return f"its {what} are in the order {', '.join(saved)}, here it is {', '.join(mine)}"
+    shown = [f"{name} is {saved.get(name, 'not there')} and here {mine.get(name, 'not there')}" for name in names[:5]]
+    more = f", and {len(names) - 5} others" if len(names) > 5 else ""
+    return f"of its {what}, {', '.join(shown)}{more}"
 
 
 @final
