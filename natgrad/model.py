@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias, final
 
 import torch
@@ -60,6 +61,18 @@ class Model:
     @property
     def module(self) -> nn.Module | None:
         return self.function if isinstance(self.function, nn.Module) else None
+
+    @cached_property
+    def like(self) -> dict[str, Tensor]:
+        """The parameters without their values, on the meta device."""
+        return {name: torch.empty_like(p, device="meta", requires_grad=False) for name, p in self.params.items()}
+
+    @cached_property
+    def batch_norms(self) -> dict[str, nn.Module]:
+        """The modules that may normalise with the statistics of a batch, by name."""
+        if self.module is None:
+            return {}
+        return {name: m for name, m in self.module.named_modules() if isinstance(m, _BatchNorm)}
 
     @property
     def size(self) -> int:
@@ -167,6 +180,12 @@ def tensors_of(x: Inputs) -> list[Tensor]:
 def _walk(x: Inputs) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
+    elif type(x) in (tuple, list):
+        for value in x:
+            yield from _walk(value)
+    elif type(x) is dict:
+        for value in x.values():
+            yield from _walk(value)
     elif isinstance(x, Arguments):
         yield from _walk((x.args, x.kwargs))
     elif isinstance(x, Mapping):

@@ -99,4 +99,5 @@ def inverse(factor: Tensor) -> tuple[Tensor, Tensor]:
     if factor.device.type == "cpu":
         return torch.cholesky_inverse(lower), info == 0
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
-    return torch.cholesky_solve(eye, lower), info == 0
+    root = torch.linalg.solve_triangular(lower, eye, upper=False)  # L⁻¹, and L⁻ᵀL⁻¹: half the time of two solves
+    return root.mT @ root, info == 0

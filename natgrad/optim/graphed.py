@@ -17,6 +17,7 @@ from torch import Tensor
 
 from natgrad.geometry import Covector
 from natgrad.optim.solves import Solves
+from natgrad.pullback.recorded import recording
 from natgrad.step import Step
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Graphed:
         moves.recorded = rates
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with recording(graph):
                 step = self._opt.propose(solve, Covector(dict(zip(ω, gradients, strict=True))), None, None)
                 moves.guard.look(step.displacement)
                 moves.apply(step, solve.velocity)

@@ -185,7 +185,7 @@ class Keeper:
         if not self._joint:
             self.fresh, self._joint = self.world.mean(self.fresh, self._examples, self._restored), True
         if self.average is None or self.structure.decay == 0:
-            return self.fresh, True
+            return self._own(self.fresh), True
         weight = self.structure.weight(self.count + 1)
         if self.model.example.device.type != "cuda":
             return self.average.lerp(self.fresh, weight), True
@@ -194,6 +194,12 @@ class Keeper:
         found = torch.zeros((), device=values[0].device)
         torch._amp_foreach_non_finite_check_and_unscale_(values, found, torch.ones_like(found))
         return self.average.merged(self.fresh, weight, found), True
+
+    def _own(self, operator: Operator) -> Operator:
+        """The operator in memory of its own: on a GPU an estimate may be lent by a recording."""
+        if self.model.example.device.type != "cuda":
+            return operator
+        return self._restored({key: t.clone() for key, t in operator.tensors().items()}) or operator
 
     def _restored(self, tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(self.model, self.view.blocks, tensors)
@@ -209,6 +215,7 @@ class Keeper:
     def discard(self) -> None:
         """Forget the fresh estimate."""
         self.fresh, self._examples, self._told, self._joint = None, 0, False, False
+        self.view.recordings.back()
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
         """A forward pass begins, ``compiled`` or not.

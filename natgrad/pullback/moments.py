@@ -17,7 +17,7 @@ from natgrad.model import tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.recorded import Recordings, owned
+from natgrad.pullback.recorded import Recordings
 from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Moment, Replayed
@@ -89,9 +89,9 @@ def _recorded(
     uses = [use for block in pure for use in tape.of(block)]
     sources = [t for use in uses for t in tensors_of((use.call.args, use.call.kwargs))]
     sources += [t for block in pure for at in tape.places(block) for t in g.outer[at]]
-    sources += [t for use in uses for t in use.module.buffers(recurse=False)]
+    sources += [t for use in uses for t in use.module._buffers.values() if t is not None]
     what = (sharing, tuple(block.names for block in pure), tuple(use.call.training for use in uses))
-    found = owned(recordings.run(sources, what, lambda: [t for block in pure for t in factors(block)]))
+    found = recordings.run(sources, what, lambda: [t for block in pure for t in factors(block)])
     recorded = dict(zip((block.names for block in pure), zip(found[0::2], found[1::2], strict=True), strict=True))
     return [recorded[block.names] if block.names in recorded else factors(block) for block in layers]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 _log = logging.getLogger("natgrad")
-_KEPT = 6  # recordings; a loop has few patterns of addresses
+_KEPT = 8  # recordings; a loop has few patterns of addresses, or none
 _SEEN = 64  # patterns that are remembered
 
 
@@ -33,17 +34,18 @@ class Recordings:
     """Recordings by the addresses, shapes and strides of what they read."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._kept: dict[Hashable, _Recording] = {}
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._pool: Any = None  # a handle of torch's
         self._possible = True
+        self._lent = False
 
     def run(self, sources: Iterable[Tensor], what: Hashable, compute: Callable[[], list[Tensor]]) -> list[Tensor]:
         """What ``compute`` returns, which must read nothing but the ``sources``, and depend on nothing but ``what``.
 
-        The tensors belong to the recording: the next run overwrites them.
+        What was replayed belongs to the recording, and is lent until ``back`` is called: the next replay overwrites it.
         """
-        if not self._possible or torch.cuda.is_current_stream_capturing():
+        if not self._possible or self._lent or torch.cuda.is_current_stream_capturing():
             return compute()
         key = (what, tuple((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
         recording = self._kept.get(key)
@@ -53,22 +55,24 @@ class Recordings:
                 if len(self._seen) > _SEEN:
                     self._seen.popitem(last=False)
                 return compute()
-            recording = self._record(compute)
-            if recording is None:
+            recorded = self._record(compute) if len(self._kept) < _KEPT else None
+            if recorded is None:  # not possible, or there is no pattern
                 return compute()
-            self._kept[key] = recording
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
+            recording = self._kept[key] = recorded
         recording.graph.replay()
+        self._lent = True
         return recording.outputs
+
+    def back(self) -> None:
+        """What was lent is no longer used."""
+        self._lent = False
 
     def _record(self, compute: Callable[[], list[Tensor]]) -> _Recording | None:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with recording(graph, self._pool):
                 outputs = compute()
         except RuntimeError as error:  # something in it waits for the device
             _log.info("second moments cannot be recorded as a CUDA graph (%s): kernel by kernel instead", error)
@@ -77,6 +81,19 @@ class Recordings:
         return _Recording(graph, outputs)
 
 
-def owned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies, in one launch."""
-    return list(torch._foreach_mul(list(tensors), 1.0))
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """The kernels inside are recorded and not run.
+
+    As ``torch.cuda.graph``, but the allocator's free memory is left to it: torch would give it back to the device, and
+    the addresses of the next steps would be others.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)

@@ -7,7 +7,7 @@ through its own affine map z = γ (x − μ)/√(σ² + ε) + β; the user's bac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast, final
 
@@ -28,7 +28,7 @@ class Statistics:
     """Two ways back from the outputs of every batch normalisation: the true one, and one with constant statistics.
 
     >>> layer, statistics = nn.BatchNorm1d(1), Statistics()
-    >>> handles = statistics.watch(layer)
+    >>> handles = statistics.watch({"norm": layer})
     >>> x = torch.tensor([[-1.0], [1.0]], requires_grad=True)
     >>> y = layer(x)
     >>> torch.autograd.grad(y[0], x, retain_graph=True)[0].abs().max() < 1e-4  # the batch moves along
@@ -56,9 +56,9 @@ class Statistics:
         kind = type(module)
         return kind in _KINDS and plain(module, kind, "weight", "bias") and _uses_batch(module) and not _syncs(module)
 
-    def watch(self, model: nn.Module) -> list[RemovableHandle]:
-        """Hooks on the batch normalisations that use batch statistics now; one that is not known is refused."""
-        found = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm) and _uses_batch(m)]
+    def watch(self, norms: Mapping[str, nn.Module]) -> list[RemovableHandle]:
+        """Hooks on those batch normalisations, by name, that use batch statistics now; unknown kinds are refused."""
+        found = [(name, m) for name, m in norms.items() if isinstance(m, _BatchNorm) and _uses_batch(m)]
         unknown = [f"{name or 'the model'} ({type(m).__name__})" for name, m in found if not self.covers(m)]
         if unknown:
             raise BatchStatisticsError(

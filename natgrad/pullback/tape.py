@@ -77,7 +77,7 @@ class Recorder:
         module = self._model.module
         if module is not None:
             # Before the layers' own hooks, so that the edge of a normalisation is that of the output made constant.
-            self._handles += self.statistics.watch(module)
+            self._handles += self.statistics.watch(self._model.batch_norms)
         for layer in self._rules:
             # First in line: another forward hook may return something else than what the layer computed.
             frozen = self.statistics.covers(layer)

@@ -12,6 +12,7 @@ from natgrad.rules.patches import Axis, windows
 
 _SMALL = 2**21  # numbers
 _COPY = 2**24  # numbers; of patches at a time
+_PANEL = 128  # channels, from which products of one offset with all later ones keep a GPU busy
 _ALIGNED = 8  # numbers; rows of a product that start off a vector are read one number at a time
 
 
@@ -56,21 +57,29 @@ def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
     a = x.new_empty(min(step, x.shape[0]) * positions, full)
     if full > width:
         a[:, width:].fill_(1.0)  # the homogeneous coordinate, and as often again as the row needs to be full
-    G = x.new_zeros(full, full) if step < x.shape[0] else None
+    G = x.new_zeros(full, full)
     for part in w.split(step):
         rows = a[: part.shape[0] * positions]
         rows[:, :width].unflatten(0, part.shape[: 1 + d]).unflatten(-1, part.shape[1 + d :]).copy_(part)
-        G = rows.T @ rows if G is None else G.addmm_(rows.T, rows)
-    assert G is not None
+        _add_product(G, rows, ch if ch >= _PANEL else width)
+    for start in range(ch, width if ch >= _PANEL else 0, ch):
+        G[start : start + ch, :start].copy_(G[:start, start : start + ch].T)
     out = x.new_empty(width + bias, width + bias)
     inner = G[:width, :width].unflatten(0, (kernel, ch)).unflatten(2, (kernel, ch))
     out[:width, :width].unflatten(0, (ch, kernel)).unflatten(2, (ch, kernel)).copy_(inner.permute(1, 0, 3, 2))
     if bias:
-        sums = G[width, :width].unflatten(0, (kernel, ch)).T
+        sums = G[:width, width].unflatten(0, (kernel, ch)).T
         out[width, :width].unflatten(0, (ch, kernel)).copy_(sums)
         out[:width, width].unflatten(0, (ch, kernel)).copy_(sums)
         out[width:, width:].fill_(x.shape[0] * positions)
     return out
+
+
+def _add_product(G: Tensor, rows: Tensor, panel: int) -> None:
+    """Add rowsᵀ rows to G, ``panel`` rows at a time, each from its diagonal on: half the work."""
+    for start in range(0, G.shape[0], panel):
+        if start + panel <= G.shape[0]:  # what is left is the homogeneous coordinate
+            G[start : start + panel, start:].addmm_(rows[:, start : start + panel].T, rows[:, start:])
 
 
 def _last(x: Tensor, axes: Sequence[Axis]) -> Tensor:

@@ -62,7 +62,7 @@ class EigenKronecker(Layered):
             scales = squares.totals()
         rest = None if not isinstance(like, EigenKroneckerOperator) else like.rest
         return EigenKroneckerOperator(
-            Layout.of(pullback.model.params, pullback.y.dtype),
+            Layout(pullback.model.like, pullback.y.dtype),
             tuple(covered),
             tuple(s for s, _ in factors),
             tuple(a for _, a in factors),

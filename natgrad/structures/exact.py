@@ -109,7 +109,7 @@ class Dense(Structure):
                     packed[starts[b], starts[d]] += cross(left, factors[d], pullback.chunk)
         matrix = torch.empty_like(packed)
         matrix[order[:, None], order] = packed.tril() + packed.tril(-1).T
-        return DenseOperator(Layout.of(pullback.model.params, pullback.y.dtype), matrix)
+        return DenseOperator(Layout(pullback.model.like, pullback.y.dtype), matrix)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DenseOperator:
         return DenseOperator(Layout.of(model.params, tensors["matrix"].dtype), tensors["matrix"])
@@ -150,7 +150,7 @@ class BlockDense(Structure):
         matrices = tuple(0.5 * (t + t.T)[o[:, None], o] for t, o in zip(totals, orders, strict=True))
         indices = tuple(_index(group).sort().values for group in groups.values())
         names = tuple(map(_names, groups.values()))
-        return BlockDenseOperator(Layout.of(pullback.model.params, pullback.y.dtype), names, indices, matrices)
+        return BlockDenseOperator(Layout(pullback.model.like, pullback.y.dtype), names, indices, matrices)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
         indices = tuple(_index(group).sort().values for group in _layers(blocks).values())
@@ -182,7 +182,7 @@ class Diagonal(Structure):
     @without_autocast
     def estimate(self, pullback: Pullback) -> DiagonalOperator:
         self.admit(pullback)
-        return DiagonalOperator(Layout.of(pullback.model.params, pullback.y.dtype), pullback.square())
+        return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square())
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DiagonalOperator:
         return DiagonalOperator(Layout.of(model.params, tensors["values"].dtype), tensors["values"])
@@ -217,7 +217,7 @@ class Kernel(Structure):
     def estimate(self, pullback: Pullback) -> KernelOperator:
         self.admit(pullback)
         factors = tuple(pullback.collect())
-        return KernelOperator(Layout.of(pullback.model.params, pullback.y.dtype), tuple(pullback.blocks), factors)
+        return KernelOperator(Layout(pullback.model.like, pullback.y.dtype), tuple(pullback.blocks), factors)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
         kept, factors = [], []
@@ -252,7 +252,7 @@ class Implicit(Structure):
     def estimate(self, pullback: Pullback) -> ImplicitOperator:
         self.admit(pullback)
         linear = linearise(pullback.model, pullback.x)
-        return ImplicitOperator(Layout.of(pullback.model.params, pullback.y.dtype), ((1.0, pullback, linear),))
+        return ImplicitOperator(Layout(pullback.model.like, pullback.y.dtype), ((1.0, pullback, linear),))
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> None:
         return None

@@ -147,7 +147,7 @@ class Kronecker(Layered):
         covered, others = self.parts(pullback)
         factors = second_moments(pullback, covered, self.rule_of_sharing)
         return KroneckerOperator(
-            Layout.of(pullback.model.params, pullback.y.dtype),
+            Layout(pullback.model.like, pullback.y.dtype),
             tuple(covered),
             tuple(s for s, _ in factors),
             tuple(a for _, a in factors),

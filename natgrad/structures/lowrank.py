@@ -48,7 +48,7 @@ class LowRank(Structure):
     @without_autocast
     def estimate(self, pullback: Pullback) -> LowRankOperator:
         self.admit(pullback)
-        layout = Layout.of(pullback.model.params, pullback.y.dtype)
+        layout = Layout(pullback.model.like, pullback.y.dtype)
         if pullback.model.size <= pullback.columns * pullback.n:
             matrix = Dense().estimate(pullback).matrix
             values, u = leading(matrix, self.rank)
