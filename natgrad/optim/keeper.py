@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -16,6 +16,7 @@ from natgrad.geometry import Covector, Vector
 from natgrad.model import Arguments, Inputs, evaluating, is_ours, ours, tensors_of
 from natgrad.operators.base import Operator
 from natgrad.optim.distributed import Alone, World
+from natgrad.optim.parameters import Parameters
 from natgrad.pullback import Pullback
 from natgrad.pullback.assemble import Batch, View
 from natgrad.pullback.parts import check_inputs
@@ -24,7 +25,7 @@ from natgrad.step.forms import quadratic_forms
 from natgrad.step.geodesic import christoffel_at
 from natgrad.structures import Refresh
 from natgrad.untouched import put_back, random_stream, refuse_chance, untouched
-from natgrad.wrapped import eager, has_compiled, is_compiled, plain_name
+from natgrad.wrapped import eager, has_compiled, is_compiled
 
 
 @final
@@ -65,12 +66,8 @@ class Keeper:
         self._handle: RemovableHandle | None = None
         self._stream = random_stream(self.model.example.device)
         self._suspended = False
-        mine = {id(p): p for p in self.model.params.values()}
-        self._owners = [
-            (owner, key, p) for owner in self.module.modules() for key, p in owner._parameters.items() if id(p) in mine
-        ]
+        self._parameters = Parameters(self.model, self.module)
         self._joint = False  # whether ``fresh`` is that of all processes
-        self._replaced = False  # whether the last pass had other parameters
         # A hook on a compiled module itself runs outside of what is compiled.
         self._watched = next((module for module in wrapping if is_compiled(module)), self.module)
         watch = self._watched.register_forward_pre_hook(Watch(self), with_kwargs=True)
@@ -104,7 +101,7 @@ class Keeper:
     @contextmanager
     def located(self) -> Iterator[None]:
         """NaN and infinity inside are reported with the number of the step."""
-        self._check_parameters()
+        self._parameters.check()
         try:
             yield
         except NonFiniteError as error:
@@ -227,9 +224,8 @@ class Keeper:
             return
         if torch._C._current_graph_task_id() != -1:
             return
-        self._replaced = bool(self._strangers()) if self.due else self._elsewhere()
-        if self._replaced:
-            return  # torch.func.functional_call at other parameters, or a module that was replaced
+        if self._parameters.moved(certain=self.due):
+            return
         self.batch = Batch(self.model, Arguments(args, kwargs))
         if not self.due:
             return
@@ -272,24 +268,6 @@ class Keeper:
             batch = Batch(self.model, Arguments(args, kwargs))
             self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
 
-    def _elsewhere(self) -> bool:
-        """Whether the pass is at other parameters (torch.func.functional_call): asked in every pass, so in passing."""
-        return any(owner._parameters.get(key) is not p for owner, key, p in self._owners)
-
-    def _strangers(self) -> list[str]:
-        """Parameters that the module does not have now."""
-        now = {plain_name(name): p for name, p in self.module.named_parameters()}
-        return [name for name, p in self.model.params.items() if now.get(name) is not p]
-
-    def _check_parameters(self) -> None:
-        """Refuse a module that was replaced after the optimizer was made."""
-        strangers = self._strangers() if self._replaced else []
-        if strangers:
-            raise NatgradError(
-                f"the model has other parameters now than {', '.join(strangers)}, which the optimizer was made with: a "
-                "module was replaced. Make a new optimizer for the model as it is now"
-            )
-
     def _add(self, pb: Pullback) -> None:
         like = self.fresh or self.average
         estimate = self.structure.estimate_like(pb, like)
@@ -307,5 +285,3 @@ _NOTHING_SEEN = (
     "torch.no_grad(), or opt.refresh(x) where the forward pass is opaque"
 )
 _NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
-
-Closure = Callable[[], Any]

@@ -1,0 +1,51 @@
+"""The parameters that an optimizer was made with, and whether the model still has them."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import nn
+
+from natgrad.errors import NatgradError
+from natgrad.model import Model
+from natgrad.wrapped import plain_name
+
+
+@final
+class Parameters:
+    """Where the module had its parameters. ``moved`` is for every pass, and looks in passing."""
+
+    def __init__(self, model: Model, module: nn.Module) -> None:
+        self._model, self._module = model, module
+        mine = {id(p) for p in model.params.values()}
+        modules = list(module.modules())
+        self._parents = [(m, key, child) for m in modules for key, child in m._modules.items()]
+        self._owners = [(m, key, p) for m in modules for key, p in m._parameters.items() if id(p) in mine]
+        self._elsewhere = False
+
+    def moved(self, certain: bool) -> bool:
+        """Whether the pass that begins is at other parameters.
+
+        Either ``torch.func.functional_call`` put them there for a while, or a module was replaced; ``certain``: ask
+        for all of them by name, whatever the module looks like.
+        """
+        self._elsewhere = (certain or self._changed()) and bool(self._missing())
+        return self._elsewhere
+
+    def check(self) -> None:
+        """Refuse a module that was replaced after the optimizer was made."""
+        suspicious = self._elsewhere or any(p.grad is None for p in self._model.params.values())
+        missing = self._missing() if suspicious else []
+        if missing:
+            raise NatgradError(
+                f"the model no longer has {', '.join(missing)}, which the optimizer was made with: a module was "
+                "replaced. Make a new optimizer for the model as it is now"
+            )
+
+    def _changed(self) -> bool:
+        replaced = any(m._modules.get(key) is not child for m, key, child in self._parents)
+        return replaced or any(m._parameters.get(key) is not p for m, key, p in self._owners)
+
+    def _missing(self) -> list[str]:
+        now = {plain_name(name): p for name, p in self._module.named_parameters()}
+        return [name for name, p in self._model.params.items() if now.get(name) is not p]

@@ -1,0 +1,232 @@
+"""What the tests of several processes run in each of them: every case of training, and what came out of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import natgrad as ng
+from natgrad.errors import NatgradError
+from tests.optim.tasks import seeded
+
+N, STEPS, HALF = 12, 6, 3  # examples, steps, and where a run is interrupted
+SHARDS = ((0, 7), (7, 12))  # of unequal size
+EXACT = ng.Fisher(ng.Categorical())
+SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
+SCHEDULE: dict[str, Any] = {"lr": 0.2, "metric_every": 2, "inverse_every": 3}
+
+
+@final
+class Uncovered(nn.Module):
+    """A weight that is used past its module, which no rule covers, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hidden, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3]."""
+        h = F.linear(torch.tanh(self.first(x)), self.hidden.weight, self.hidden.bias)
+        return self.last(torch.tanh(h))
+
+
+@final
+@dataclass(frozen=True)
+class Counting(ng.solve.Solver):
+    """``Factored``, with a list of how many layers it inverted."""
+
+    seen: list[int] = field(default_factory=list)
+
+    @property
+    def by_layer(self) -> bool:
+        """As ``Factored``."""
+        return True
+
+    def init(
+        self, G: ng.operators.Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None
+    ) -> ng.operators.Inverse:
+        """As ``Factored``."""
+        assert isinstance(G, ng.operators.KroneckerOperator)
+        self.seen.append(len(G.blocks))
+        return ng.Factored().init(G, damping, warm)
+
+
+def plain() -> nn.Module:
+    """Three layers of different sizes."""
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def compiled() -> nn.Module:
+    """The same, compiled."""
+    return torch.compile(plain(), backend="eager")  # type: ignore[return-value]
+
+
+@final
+@dataclass(frozen=True)
+class Case:
+    """A model, an optimizer for it, and the way it is trained."""
+
+    make: Callable[[nn.Module], ng.NaturalGradient]
+    model: Callable[[], nn.Module] = plain
+    pieces: int = 1  # micro-batches a step
+    closure: bool = False
+
+
+def _natural(**options: Any) -> Callable[[nn.Module], ng.NaturalGradient]:
+    return lambda model: ng.NaturalGradient(model, **{"metric": EXACT, "lr": 0.2, "damping": 0.1, **options})
+
+
+CASES = {
+    "kfac": Case(lambda m: ng.KFAC(m, EXACT, 0.2, metric_every=1, inverse_every=1)),
+    "kfac_schedules": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE)),
+    "kfac_cholesky": Case(lambda m: ng.KFAC(m, EXACT, solver=ng.Cholesky(), **SCHEDULE)),
+    "kfac_pinv": Case(lambda m: ng.KFAC(m, EXACT, solver=ng.Pinv(), **SCHEDULE)),
+    "kfac_uncovered": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), Uncovered),
+    "kfac_accumulated": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), pieces=2),
+    "kfac_compiled": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), compiled),
+    "ekfac": Case(lambda m: ng.EKFAC(m, EXACT, 0.2, metric_every=1, inverse_every=1)),
+    "ekfac_schedules": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE)),
+    "ekfac_uncovered": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Uncovered),
+    "diagonal": Case(_natural(structure=ng.Refresh(ng.Diagonal(), every=2, decay=0.9), momentum=0.5)),
+    "block_dense": Case(_natural(structure=ng.Refresh(ng.BlockDense(), every=2, decay=0.9))),
+    "dense": Case(_natural(structure=ng.Refresh(ng.Dense(), decay=0.9))),
+    "dense_cg": Case(_natural(structure=ng.Refresh(ng.Dense(), decay=0.9), solver=ng.CG(tol=1e-12, max_steps=200))),
+    "kernel": Case(_natural(structure=ng.Kernel())),
+    "trust_region": Case(_natural(structure=ng.Kronecker(), step=ng.TrustRegion(0.01, ng.Backtracking()))),
+    "geodesic": Case(_natural(structure=ng.Kronecker(), step=ng.GeodesicCorrected())),
+    "levenberg_marquardt": Case(_natural(structure=ng.Kronecker(), step=ng.LevenbergMarquardt()), closure=True),
+    "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
+}
+RESUMED = ("kfac_schedules", "ekfac_schedules", "diagonal")
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    """The joint batch of a step."""
+    return seeded(lambda: (torch.randn(N, 3, dtype=torch.float64), torch.randint(3, (N,))), 100 + step)
+
+
+def build(case: Case) -> nn.Module:
+    """The model of a case, always the same."""
+    return seeded(lambda: case.model().double())
+
+
+def train(case: Case, model: nn.Module, opt: ng.NaturalGradient, steps: range, rank: int | None = None) -> Tensor:
+    """θ [P] after the steps, on the shard of a process or (None) on the joint batch."""
+    for step in steps:
+        x, t = data(step)
+        span = (0, N) if rank is None else SHARDS[rank]
+        size = 1 if rank is None else len(SHARDS)
+
+        def evaluate(x: Tensor = x, t: Tensor = t, span: tuple[int, int] = span, size: int = size) -> Tensor:
+            opt.zero_grad()
+            pieces = torch.arange(*span).chunk(case.pieces)
+            total = torch.zeros((), dtype=torch.float64)
+            for at, piece in enumerate(pieces):
+                last = at == len(pieces) - 1
+                waits = isinstance(model, DistributedDataParallel) and not last
+                with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+                    # The mean over the joint batch, as the mean over processes of these.
+                    loss = F.cross_entropy(model(x[piece]), t[piece], reduction="sum") * size / N
+                    loss.backward()
+                total = total + loss.detach()
+            return total
+
+        if case.closure:
+            opt.step(evaluate)
+        else:
+            evaluate()
+            opt.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@contextmanager
+def group(folder: Path, rank: int) -> Iterator[None]:
+    """Two processes on this machine."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=len(SHARDS))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def worker(rank: int, folder: Path) -> None:
+    """Everything, in one of two processes: what it found is saved by the name of the case."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with group(folder, rank):
+        for name, case in CASES.items():
+            model = DistributedDataParallel(build(case))
+            found[name] = train(case, model, case.make(model), range(STEPS), rank)
+        for name in RESUMED:
+            found[f"{name}/resumed"], found[f"{name}/state"] = _resumed(CASES[name], folder / f"{name}.pt", rank)
+        found["names"] = _names()
+        found["shares"] = _shares(rank)
+        found["errors"] = [_error(make, rank) for make in ERRORS.values()]
+        found["sampled"] = _sampled(rank)
+    torch.save(found, folder / f"found{rank}.pt")
+
+
+def _resumed(case: Case, file: Path, rank: int) -> tuple[Tensor, dict[str, Any]]:
+    """A run that one process began; and the state of a run that two began."""
+    saved = torch.load(file, weights_only=True)
+    model = DistributedDataParallel(build(case))
+    opt = case.make(model)
+    model.module.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["opt"])
+    end = train(case, model, opt, range(HALF, STEPS), rank)
+    other = DistributedDataParallel(build(case))
+    begun = case.make(other)
+    train(case, other, begun, range(HALF), rank)
+    return end, {"model": other.module.state_dict(), "opt": begun.state_dict()}
+
+
+def _names() -> list[str]:
+    return list(ng.KFAC(DistributedDataParallel(build(CASES["kfac"])), EXACT).keeper.model.params)
+
+
+def _shares(rank: int) -> list[int]:
+    """How many layers this process inverted, every time."""
+    solver = Counting()
+    case = Case(lambda m: ng.KFAC(m, EXACT, metric_every=1, inverse_every=2, solver=solver))
+    model = DistributedDataParallel(build(case))
+    train(case, model, case.make(model), range(4), rank)
+    return solver.seen
+
+
+ERRORS = {
+    "singular": Case(_natural(structure=ng.Kronecker(), damping=0.0)),
+    "implicit": Case(_natural(structure=ng.Implicit(), solver=ng.CG())),
+}
+
+
+def _error(case: Case, rank: int) -> str:
+    model = DistributedDataParallel(build(case))
+    try:
+        train(case, model, case.make(model), range(1), rank)
+    except NatgradError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _sampled(rank: int) -> tuple[int, Tensor, Tensor]:
+    """The seed; θ after some steps with samples; and the stream that follows a checkpoint of process 0."""
+    case = Case(lambda m: ng.KFAC(m, SAMPLED, **SCHEDULE))
+    model = DistributedDataParallel(build(case))
+    opt = case.make(model)
+    seed = opt.keeper.generator.initial_seed()
+    θ = train(case, model, opt, range(STEPS), rank)
+    states: list[Any] = [None] * len(SHARDS)
+    dist.all_gather_object(states, opt.state_dict())
+    opt.load_state_dict(states[0])
+    return seed, θ, opt.keeper.generator.get_state()

@@ -1,0 +1,101 @@
+"""Two processes with ``DistributedDataParallel`` take the steps of one process on the joint batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+from natgrad.model import Model
+from natgrad.optim.distributed import shares
+from natgrad.pullback.assemble import layers_of
+from tests.optim import ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes found: one start for all tests, since it takes seconds."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    for name in ranks.RESUMED:
+        case = ranks.CASES[name]
+        model = ranks.build(case)
+        opt = case.make(model)
+        ranks.train(case, model, opt, range(ranks.HALF))
+        torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, folder / f"{name}.pt")
+    spawn(ranks.worker, (folder,), nprocs=len(ranks.SHARDS))
+    return [torch.load(folder / f"found{rank}.pt", weights_only=False) for rank in range(len(ranks.SHARDS))]
+
+
+def _alone(name: str) -> torch.Tensor:
+    case = ranks.CASES[name]
+    model = ranks.build(case)
+    return ranks.train(case, model, case.make(model), range(ranks.STEPS))
+
+
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_two_processes_take_the_steps_of_one_on_the_joint_batch(found: list[dict[str, Any]], name: str) -> None:
+    expected = _alone(name)
+    for each in found:
+        torch.testing.assert_close(each[name], expected, rtol=1e-8, atol=1e-10)
+    assert torch.equal(found[0][name], found[1][name])
+    start = torch.cat([p.detach().reshape(-1) for p in ranks.build(ranks.CASES[name]).parameters()])
+    assert (expected - start).norm() > 1e-2  # it did move
+
+
+@pytest.mark.parametrize("name", ranks.RESUMED)
+def test_a_run_of_one_process_is_resumed_by_two(found: list[dict[str, Any]], name: str) -> None:
+    for each in found:
+        torch.testing.assert_close(each[f"{name}/resumed"], _alone(name), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ranks.RESUMED)
+def test_a_run_of_two_processes_is_resumed_by_one_from_the_state_of_either(
+    found: list[dict[str, Any]], name: str, rank: int
+) -> None:
+    case, saved = ranks.CASES[name], found[rank][f"{name}/state"]
+    model = ranks.build(case)
+    opt = case.make(model)
+    model.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["opt"])
+    end = ranks.train(case, model, opt, range(ranks.HALF, ranks.STEPS))
+    torch.testing.assert_close(end, _alone(name), rtol=1e-8, atol=1e-10)
+
+
+def test_parameters_have_the_names_of_the_module_inside(found: list[dict[str, Any]]) -> None:
+    assert found[0]["names"] == [name for name, _ in ranks.plain().named_parameters()]
+
+
+def test_every_layer_is_inverted_by_one_process_only(found: list[dict[str, Any]]) -> None:
+    first, second = found[0]["shares"], found[1]["shares"]
+    assert len(first) == len(second) == 2  # four steps, an inverse every second
+    assert all(a + b == 3 and a > 0 and b > 0 for a, b in zip(first, second, strict=True))
+
+
+def test_the_largest_layers_go_to_different_processes() -> None:
+    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2), nn.Linear(2, 50), nn.Linear(50, 50), nn.Linear(50, 3))
+    owners = shares(layers_of(Model.of(model)), 2)
+    assert owners[0] != owners[3]
+    assert sorted({shares(layers_of(Model.of(model)), 8)[b] for b in range(5)}) == [0, 1, 2, 3, 4]
+
+
+def test_an_error_of_one_process_is_raised_by_all(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert "SingularMetricError: the factor S of" in each["errors"][0]
+
+
+def test_a_structure_that_sees_one_process_only_is_refused(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert (
+            "ImplicitOperator sees the batch of its own process only: with DistributedDataParallel use"
+            in (each["errors"][1])
+        )
+
+
+def test_every_process_draws_samples_of_its_own(found: list[dict[str, Any]]) -> None:
+    (seed, θ, stream), (other_seed, other_θ, other_stream) = (each["sampled"] for each in found)
+    assert seed != other_seed
+    assert torch.equal(θ, other_θ)
+    assert not torch.equal(stream, other_stream)  # after both have loaded the state of the first
