@@ -9,6 +9,7 @@ changes (another inverse, momentum or weight decay, parameters that were moved) 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -49,11 +50,19 @@ class Graphed:
         self._alike = 0
         self._recording: _Recording | None = None
         self._rates: list[float] = []
+        self._quick: object = None
 
     @property
     def recorded(self) -> bool:
         """Whether there is a step to replay, which reads the inverse that the optimizer holds."""
         return self._recording is not None
+
+    def quick(self, gradients: Sequence[Tensor | None]) -> Step | None:
+        """Replay, where nothing has changed since the last replay; None where that must be looked into."""
+        recording = self._recording
+        if recording is None or self._quick != self._state() or any(g is None for g in gradients):
+            return None
+        return self._replay(recording, [g for g in gradients if g is not None])
 
     def step(self, solve: Solves, ω: Covector) -> Step | None:
         """Replay the step for this gradient; None where it must be made kernel by kernel."""
@@ -69,13 +78,26 @@ class Graphed:
             self._recording = self._record(solve, ω)
         if self._recording is None:
             return None
-        self._load(self._recording, ω)
-        self._recording.graph.replay()
-        self._opt.moves.guard.adopt(self._recording.found)
-        return self._recording.step
+        self._quick = self._state()
+        return self._replay(self._recording, list(ω.values()))
 
-    def _load(self, recording: _Recording, ω: Covector) -> None:
-        torch._foreach_copy_(recording.gradients, list(ω.values()))
+    def forget(self) -> None:
+        """The tensors that were recorded are no longer those of the optimizer."""
+        self._key, self._recording = None, None
+
+    def _replay(self, recording: _Recording, gradients: list[Tensor]) -> Step:
+        self._load(recording, gradients)
+        recording.graph.replay()
+        self._opt.moves.guard.adopt(recording.found)
+        return recording.step
+
+    def _state(self) -> object:
+        """What tells, in passing, that a recording still holds."""
+        groups = [(group["momentum"], group["weight_decay"], group["damping"]) for group in self._opt.param_groups]
+        return groups, id(self._opt.inverse), [p.data_ptr() for p in self._opt.keeper.model.params.values()]
+
+    def _load(self, recording: _Recording, gradients: list[Tensor]) -> None:
+        torch._foreach_copy_(recording.gradients, gradients)
         rates = [float(group["lr"]) for group in self._opt.param_groups]
         if rates != self._rates:
             for rate, value in zip(recording.rates, rates, strict=True):

@@ -36,6 +36,7 @@ class Guard:
     def __init__(self) -> None:
         self.found: Tensor | None = None  # 1.0 if something was not finite, on the device
         self._answers: deque[_Answer] = deque()
+        self._spare: list[tuple[Tensor, torch.cuda.Event]] = []  # making them takes longer than using them
 
     def check(self, tensors: Mapping[str, Tensor], what: str, step: int) -> None:
         """Raise (CPU) or remember (GPU) that a tensor is not finite."""
@@ -63,9 +64,9 @@ class Guard:
         """Send what was found to the host."""
         assert self.found is not None
         # A copy to memory that is not pinned would wait for the device.
-        host = torch.empty((), pin_memory=True).copy_(self.found, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(self.found.device))
+        host, arrived = self._spare.pop() if self._spare else (torch.empty((), pin_memory=True), torch.cuda.Event())
+        host.copy_(self.found, non_blocking=True)
+        arrived.record()
         self._answers.append(_Answer(host, arrived, what, step))
 
     def adopt(self, found: Tensor | None) -> None:
@@ -111,6 +112,7 @@ class Guard:
         while self._answers and (len(self._answers) > _PENDING or self._answers[0].arrived.query()):
             answer = self._answers.popleft()
             answer.arrived.synchronize()
+            self._spare.append((answer.found, answer.arrived))
             if float(answer.found) > 0:
                 self._answers.clear()
                 raise NonFiniteError(

@@ -197,6 +197,8 @@ class NaturalGradient(torch.optim.Optimizer):
         return value
 
     def _step(self, closure: Callable[[], Any] | None, value: Any) -> None:
+        if closure is None and self._replayed():
+            return
         params = self.keeper.model.params
         if all(p.grad is None for p in params.values()):
             raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
@@ -218,6 +220,19 @@ class NaturalGradient(torch.optim.Optimizer):
             group["damping"] = step.damping
         self.keeper.commit(solve.operator, refreshed)
         self.last = step
+
+    def _replayed(self) -> bool:
+        """Most steps on a GPU: neither the metric nor its inverse is due, and all the rest has been recorded."""
+        keeper = self.keeper
+        if not self._graphed.recorded or keeper.fresh is not None or keeper.due or keeper.inverse_due:
+            return False
+        step = self._graphed.quick([p.grad for p in keeper.model.params.values()])
+        if step is None or keeper.average is None:
+            return False
+        self.moves.guard.send("the step", keeper.step)
+        keeper.commit(keeper.average, False)
+        self.last = step
+        return True
 
     def propose(self, solve: Solves, ω: Covector, closure: Callable[[], Any] | None, value: Any) -> Step:
         """What the rule makes of the gradient. Nothing is changed."""
@@ -271,3 +286,4 @@ class NaturalGradient(torch.optim.Optimizer):
         restored.put(self.keeper)
         self.inverse, self.inverse_damping = restored.inverse, restored.inverse_damping
         self.outdated = restored.outdated
+        self._graphed.forget()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -77,23 +78,39 @@ def _recorded(
     """As ``second_moments``; the kernels of rules that read nothing but a call are recorded, and replayed."""
     tape = pb.tape(pb.parts[0])
     g = cotangents(tape, pb.root / math.sqrt(pb.n))
-    pure = [block for block in layers if block.rule is not None and block.rule.pure]
 
-    def factors(block: Block) -> tuple[Tensor, Tensor]:
+    def factors(block: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Tensor]:
         pair = Pair()
         pair.add_outputs(sharing.outputs(tape, block, g).to(pb.y.dtype))
         moment = sharing.inputs(tape, block)
         pair.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
         return pair.factors()
 
-    uses = [use for block in pure for use in tape.of(block)]
+    pure = [block for block in layers if block.rule is not None and block.rule.pure]
+    places = list(dict.fromkeys(at for block in pure for at in tape.places(block)))
+    uses = [tape.uses[at] for at in places]
+    buffers = [t for use in uses for t in use.module._buffers.values() if t is not None]
+    what = (
+        sharing,
+        tuple(block.names for block in pure),
+        tuple(use.call.training for use in uses),
+        tuple(t.data_ptr() for t in buffers),
+    )
+
+    def compute(sources: Sequence[Tensor]) -> list[Tensor]:
+        supply = iter(sources)
+        calls = {at: tape.uses[at].call.map(lambda _: next(supply)) for at in places}
+        outer = {at: tuple(next(supply) for _ in g.outer[at]) for at in places}
+        here = replace(
+            tape, uses=tuple(replace(u, call=calls[at]) if at in calls else u for at, u in enumerate(tape.uses))
+        )
+        return [t for block in pure for t in factors(block, here, Cotangents(outer, {}))]
+
     sources = [t for use in uses for t in tensors_of((use.call.args, use.call.kwargs))]
-    sources += [t for block in pure for at in tape.places(block) for t in g.outer[at]]
-    sources += [t for use in uses for t in use.module._buffers.values() if t is not None]
-    what = (sharing, tuple(block.names for block in pure), tuple(use.call.training for use in uses))
-    found = recordings.run(sources, what, lambda: [t for block in pure for t in factors(block)])
+    sources += [t for at in places for t in g.outer[at]]
+    found = recordings.run(sources, what, compute)
     recorded = dict(zip((block.names for block in pure), zip(found[0::2], found[1::2], strict=True), strict=True))
-    return [recorded[block.names] if block.names in recorded else factors(block) for block in layers]
+    return [recorded[block.names] if block.names in recorded else factors(block, tape, g) for block in layers]
 
 
 def _columns(pb: Pullback, tape: Tape) -> int:

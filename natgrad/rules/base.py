@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.model import map_tensors
 from natgrad.rules.products import symmetric_product
 
 Keys: TypeAlias = tuple[str, ...]  # local names of the parameters of one layer
@@ -23,6 +24,11 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     training: bool = False
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Call:
+        """The same call with other tensors."""
+        args, kwargs = map_tensors((self.args, dict(self.kwargs)), function)
+        return Call(args, kwargs, self.training)
 
     @property
     def x(self) -> Tensor:

@@ -21,7 +21,7 @@ def _on_gpu(kind: str = "regression") -> Task:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_bad_gradient_changes_nothing_and_the_next_step_reports_it(value: float) -> None:
+def test_a_bad_gradient_changes_nothing_and_a_later_step_reports_it(value: float) -> None:
     of, twin = _on_gpu(), _on_gpu()
     options = {"damping": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     opt, other = of.optimizer(**options), twin.optimizer(**options)
@@ -36,7 +36,8 @@ def test_a_bad_gradient_changes_nothing_and_the_next_step_reports_it(value: floa
     opt.step()
     assert torch.equal(of.theta(), before)
     of.closure(opt)()
-    with pytest.raises(NonFiniteError, match="the gradient held NaN or infinity at step 2: that step changed nothing"):
+    torch.cuda.synchronize()  # the answer has arrived; without it a later step would find it
+    with pytest.raises(NonFiniteError, match="the step held NaN or infinity at step 2: that step changed nothing"):
         opt.step()
     for _ in range(2):
         of.step(opt)
