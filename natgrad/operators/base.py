@@ -13,6 +13,7 @@ from torch import Tensor
 
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Covector, Vector, unflatten
+from natgrad.operators.newton import Newton
 
 
 @final
@@ -138,10 +139,11 @@ class Operator(ABC):
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
         """(G + λ)⁺, or the solution of least weighted norm; weight is [p] or [p q]."""
 
-    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor]) -> Inverse:
+    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor], newton: Newton | None = None) -> Inverse:
         """An approximate (G + λ)⁻¹ from the damped factors of a structure that has two.
 
-        ``warm``: the ``tensors()`` of the last one, which is kept where a factor cannot be inverted.
+        ``warm``: the ``tensors()`` of the last one, which is kept where a factor cannot be inverted, and refreshed by
+        ``newton`` where that is given.
         """
         self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
 

@@ -14,6 +14,7 @@ from natgrad.operators.basis import Basis, rotated, rotated_back, spread
 from natgrad.operators.factor import Factor
 from natgrad.operators.kronecker_inverse import Damped
 from natgrad.operators.layers import LayerOperator
+from natgrad.operators.newton import Newton
 from natgrad.pullback.blocks import Block
 
 
@@ -90,5 +91,5 @@ class EigenKroneckerOperator(LayerOperator):
                 self.refuse_singular(block, values, 0.0)
         return self.spectral(rest, Damped(damping, None))
 
-    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor]) -> Inverse:
+    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor], newton: Newton | None = None) -> Inverse:
         self.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")

@@ -15,6 +15,7 @@ from natgrad.operators.basis import Basis, spectra
 from natgrad.operators.factor import Factor, diagonal, matrix, two_sided
 from natgrad.operators.kronecker_inverse import Damped, ProductInverse, factored, undamped
 from natgrad.operators.layers import LayerOperator
+from natgrad.operators.newton import Newton
 from natgrad.pullback.blocks import Block
 
 
@@ -80,10 +81,10 @@ class KroneckerOperator(LayerOperator):
         rest = None if self.rest is None else self.rest.inverse(damping)
         return undamped(self, rest) if damping == 0 else self.spectral(rest, Damped(damping, None))
 
-    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor]) -> Inverse:
+    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor], newton: Newton | None = None) -> Inverse:
         """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹: an approximation of (G + λ)⁻¹ that needs no eigenvalues (ERRATA D)."""
         rest = None if self.rest is None else self.rest.inverse(damping)
-        return factored(self, rest, damping, self._sides(warm))
+        return factored(self, rest, damping, self._sides(warm), newton)
 
     def layers_from(self, tensors: Mapping[str, Tensor], rest: Inverse | None) -> Inverse | None:
         sides = self._sides(tensors)

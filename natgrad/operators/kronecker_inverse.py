@@ -26,6 +26,7 @@ from natgrad.operators.factor import (
     refuse_singular_factor,
     two_sided,
 )
+from natgrad.operators.newton import Newton
 from natgrad.operators.subset import REST, Subset
 from natgrad.pullback.blocks import Block
 
@@ -206,12 +207,16 @@ def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
 
 
 def factored(
-    G: KroneckerOperator, rest: Inverse | None, damping: float, last: tuple[list[Tensor], list[Tensor]] | None
+    G: KroneckerOperator,
+    rest: Inverse | None,
+    damping: float,
+    last: tuple[list[Tensor], list[Tensor]] | None,
+    newton: Newton | None = None,
 ) -> ProductInverse:
     """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹ with π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
 
     Where a factor is zero (a layer with no gradient) π is 1. A factor that Cholesky cannot invert keeps the ``last``
-    inverse; without one it raises.
+    inverse; without one it raises. With ``newton`` the last inverse is refreshed where that is near enough.
     """
     if damping == 0:
         return undamped(G, rest)
@@ -219,7 +224,7 @@ def factored(
     root = damping**0.5
     shifts = [*(root / π for π in πs), *(root * π for π in πs)]
     before = None if last is None else [*last[0], *last[1]]
-    inverses = _inverted([*G.left, *G.right], shifts, before)
+    inverses = _inverted([*G.left, *G.right], shifts, before, newton if newton and newton.trusted() else None)
     half = len(G.left)
     return ProductInverse.of(G, rest, inverses[:half], inverses[half:])
 
@@ -231,7 +236,10 @@ def balance(a: Factor, s: Factor) -> Tensor:
 
 
 def _inverted(
-    factors: Sequence[Factor], shifts: Sequence[Tensor | float], last: Sequence[Factor] | None = None
+    factors: Sequence[Factor],
+    shifts: Sequence[Tensor | float],
+    last: Sequence[Factor] | None = None,
+    newton: Newton | None = None,
 ) -> list[Factor]:
     """(F + shift)⁻¹ of every factor, those of the same size at once."""
     out: list[Factor] = [
@@ -245,9 +253,13 @@ def _inverted(
         damped = stack.clone()
         amounts = [_column(shifts[i], factors[i]).expand(factors[i].shape[0], 1) for i in at]
         damped.diagonal(dim1=-2, dim2=-1).add_(torch.cat(amounts))
+        before = None if last is None else torch.cat([last[i] for i in at])
+        near = None if newton is None or before is None else newton.inverse(damped, before)
+        if near is not None:
+            return [near]
         inverted, good = inverse(damped)
-        if last is not None:
-            return [torch.where(good[:, None, None], inverted, torch.cat([last[i] for i in at]))]
+        if before is not None:
+            return [torch.where(good[:, None, None], inverted, before)]
         if stack.device.type == "cpu" and not bool(good.all()):
             raise SingularMetricError(
                 f"a factor of size {stack.shape[-1]} of the metric is not positive after damping: raise the damping"

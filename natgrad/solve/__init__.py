@@ -1,5 +1,6 @@
 """Solvers: how the metric turns a covector into a vector."""
 
+from natgrad.operators.newton import Newton as Newton
 from natgrad.solve.base import Solver as Solver
 from natgrad.solve.cg import CG as CG
 from natgrad.solve.direct import Cholesky as Cholesky

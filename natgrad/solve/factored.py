@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.linalg import check_damping
 from natgrad.operators.base import Inverse, Operator
+from natgrad.operators.newton import Newton
 from natgrad.solve.base import Solver
 
 
@@ -20,6 +21,7 @@ class Factored(Solver):
 
     The inverse of G + λM with the reference metric M = 1 ⊗ 1, up to the cross terms √λ(π S ⊗ 1 + 1 ⊗ A/π): the step
     is shorter than that of ``Cholesky``, which damps by exactly λM through the eigenvalues. It needs no eigenvalues.
+    ``newton=Newton()`` refreshes an inverse that is nearly right by matrix products, and falls back to Cholesky.
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 3)
@@ -29,10 +31,12 @@ class Factored(Solver):
     Vector(weight: (3, 2), bias: (3,))
     """
 
+    newton: Newton | None = None
+
     @property
     def by_layer(self) -> bool:
         return True
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
-        return G.factored_inverse(damping, warm or {})
+        return G.factored_inverse(damping, warm or {}, self.newton)

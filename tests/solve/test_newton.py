@@ -1,0 +1,88 @@
+"""Inverses refreshed by Newton's iteration, and the guard that sends them back to Cholesky."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.operators import KroneckerOperator
+from tests import zoo
+from tests.pulled import close, covector, normal, pull
+
+
+def _positive(d: int, seed: int = 0) -> Tensor:
+    a = normal(2, d, 3 * d, seed=seed)
+    return a @ a.mT / d + torch.eye(d, dtype=torch.float64)
+
+
+def test_every_step_squares_the_error() -> None:
+    M = _positive(5)
+    X = torch.linalg.inv(M) @ (torch.eye(5, dtype=torch.float64) + 0.01 * _positive(5, seed=1))
+    one, _ = ng.Newton(steps=1, tolerance=0.9).refreshed(M, X)
+    E = torch.eye(5, dtype=torch.float64) - M @ X
+    left = torch.eye(5, dtype=torch.float64) - M @ (X + X @ E)
+    close(left, E @ E)
+    close(one, 0.5 * ((X + X @ E) + (X + X @ E).mT))
+
+
+def test_the_error_it_reports_is_that_before_the_last_step() -> None:
+    M, eye = _positive(4), torch.eye(4, dtype=torch.float64)
+    X = 0.9 * torch.linalg.inv(M)
+    _, error = ng.Newton(steps=2).refreshed(M, X)
+    close(error, torch.full((2,), 0.01 * 4**0.5, dtype=torch.float64))
+    close(eye - M @ X, (0.1 * eye).expand(2, 4, 4))
+
+
+def _operator(seed: int = 0) -> KroneckerOperator:
+    G = ng.Kronecker().estimate(pull(zoo.case("mlp_tanh").make(), ng.Euclidean()))
+    assert isinstance(G, KroneckerOperator)
+    return G
+
+
+def test_a_metric_that_changed_little_is_refreshed_without_cholesky(monkeypatch: pytest.MonkeyPatch) -> None:
+    G = _operator()
+    newton, direct = ng.Factored(ng.Newton(steps=4)), ng.Factored()
+    warm = direct.init(G, 0.5).tensors()
+    moved = G.lerp(_scaled(G, 1.05), 1.0)
+    expected = direct.init(moved, 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "cholesky_ex", None)
+        inverse = newton.init(moved, 0.5, warm)
+    w = covector(pull(zoo.case("mlp_tanh").make(), ng.Euclidean()))
+    close(inverse.sharp(w).flatten(), expected.sharp(w).flatten(), 1e-8)
+
+
+def test_a_metric_that_changed_much_goes_back_to_cholesky() -> None:
+    G = _operator()
+    warm = ng.Factored().init(G, 0.01).tensors()
+    moved = _scaled(G, 50.0)
+    w = covector(pull(zoo.case("mlp_tanh").make(), ng.Euclidean()))
+    found = ng.Factored(ng.Newton()).init(moved, 0.01, warm).sharp(w).flatten()
+    close(found, ng.Factored().init(moved, 0.01).sharp(w).flatten())
+
+
+def _scaled(G: KroneckerOperator, factor: float) -> KroneckerOperator:
+    operator = ng.Kronecker().restore(
+        pull(zoo.case("mlp_tanh").make(), ng.Euclidean()).model,
+        G.blocks,
+        {key: factor * t for key, t in G.tensors().items()},
+    )
+    assert isinstance(operator, KroneckerOperator)
+    return operator
+
+
+@pytest.mark.parametrize(("steps", "tolerance"), [(0, 0.1), (2, 0.0), (2, 1.0)])
+def test_numbers_that_cannot_converge_are_refused(steps: int, tolerance: float) -> None:
+    with pytest.raises(ValueError, match="Newton needs steps ≥ 1 and 0 < tolerance < 1"):
+        ng.Newton(steps, tolerance)
+
+
+def test_nothing_to_start_from_is_cholesky() -> None:
+    G = _operator()
+    w = covector(pull(zoo.case("mlp_tanh").make(), ng.Euclidean()))
+    first = ng.Factored(ng.Newton()).init(G, 0.1).sharp(w).flatten()
+    close(first, ng.Factored().init(G, 0.1).sharp(w).flatten(), 1e-14)
+
+
+def test_what_it_is_can_be_read() -> None:
+    assert repr(ng.Factored(ng.Newton())) == "Factored(newton=Newton(steps=2, tolerance=0.1))"
