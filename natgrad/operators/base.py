@@ -74,7 +74,7 @@ class Inverse(ABC):
         return self.layout.vector(self.solve(self.layout.flatten(ω)))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a later solve can start from (the last solution of an iterative one); most inverses have nothing."""
+        """What it is made of, for ``inverse_from``; of an iterative one, the last solution, to start from."""
         return {}
 
     def overwritten(self, new: Inverse) -> Inverse:

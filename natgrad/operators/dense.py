@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from natgrad.linalg import check_finite, cholesky, refuse_indefinite
 from natgrad.operators.base import Inverse, Layout, Operator
+
+_CHOLESKY, _ROOT = "cholesky/", "root/"  # before the numbers of the tensors of an inverse
 
 
 @final
@@ -44,6 +46,9 @@ class DenseOperator(Operator):
 
     def averaged(self) -> dict[str, Tensor]:
         return self.tensors()
+
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        return restored_inverse(self.layout, [torch.arange(self.layout.size, device=self.matrix.device)], tensors)
 
     def inverse(self, damping: float) -> Inverse:
         whole = torch.arange(self.layout.size, device=self.matrix.device)
@@ -98,6 +103,9 @@ class BlockDenseOperator(Operator):
     def averaged(self) -> dict[str, Tensor]:
         return self.tensors()
 
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        return restored_inverse(self.layout, self.indices, tensors)
+
     def inverse(self, damping: float) -> Inverse:
         what = ", ".join(self.names)
         return CholeskyInverse.of(self.layout, self.indices, self.matrices, damping, f"a block of the metric ({what})")
@@ -135,6 +143,9 @@ class CholeskyInverse(Inverse):
             v[index] = torch.cholesky_solve(ω[index].unsqueeze(-1), factor).squeeze(-1)
         return v
 
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{_CHOLESKY}{at}": factor for at, factor in enumerate(self.factors)}
+
 
 @final
 @dataclass(frozen=True)
@@ -171,6 +182,19 @@ class SpectralInverse(Inverse):
         for index, root in zip(self.indices, self.roots, strict=True):
             v[index] = (root @ (root.transpose(-1, -2) @ ω[index].unsqueeze(-1))).squeeze(-1)
         return v
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{_ROOT}{at}": root for at, root in enumerate(self.roots)}
+
+
+def restored_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
+    """The inverse with these tensors, of matrices at these places."""
+    places = tuple(index for index, _ in _batched(indices, indices))
+    for kind, prefix in ((CholeskyInverse, _CHOLESKY), (SpectralInverse, _ROOT)):
+        found = tuple(tensors[f"{prefix}{at}"] for at in range(len(places)) if f"{prefix}{at}" in tensors)
+        if len(found) == len(places):
+            return kind(layout, places, found)
+    return None
 
 
 def _pseudo_root(matrix: Tensor, rtol: float | None, inverse_root: Tensor | None, damping: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from natgrad.linalg import check_finite, cholesky, refuse_singular
 from natgrad.operators.base import Inverse, Layout, Operator
-from natgrad.operators.dense import CholeskyInverse
+from natgrad.operators.dense import CholeskyInverse, restored_inverse
 
 _WHAT = "the low-rank metric"
 _LARGEST = 4096  # parameters up to which a matrix is affordable
@@ -57,6 +58,11 @@ class LowRankOperator(Operator):
     def tensors(self) -> dict[str, Tensor]:
         return {"vectors": self.vectors, "values": self.values, "floor": self.floor}
 
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        if "factor" in tensors:
+            return LowRankInverse(self.layout, tensors["scale"], tensors["root"], tensors["factor"])
+        return restored_inverse(self.layout, [torch.arange(self.layout.size, device=self.floor.device)], tensors)
+
     def inverse(self, damping: float) -> Inverse:
         if self._bare(damping):
             whole = torch.arange(self.floor.numel(), device=self.floor.device)
@@ -99,6 +105,9 @@ class LowRankInverse(Inverse):
         scaled = self.scale * ω
         inner = torch.cholesky_solve((self.root.T @ scaled).unsqueeze(-1), self.factor).squeeze(-1)
         return scaled - self.scale * (self.root @ inner)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "root": self.root, "factor": self.factor}
 
 
 def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,10 @@ LOOSE = ng.CG(tol=1e-2, max_steps=3)  # far from converged: a lost warm start wo
 RUNS: dict[str, dict[str, Any]] = {
     "dense": {"structure": ng.Dense()},
     "dense_every": {"structure": ng.Refresh(ng.Dense(), every=3, decay=0.9)},
+    "dense_rarely": {"structure": ng.Refresh(ng.Dense(), every=2, decay=0.9, inverse=3)},
+    "dense_pinv_rarely": {"structure": ng.Refresh(ng.Dense(), every=2, decay=0.9, inverse=3), "solver": ng.Pinv()},
+    "block_dense_rarely": {"structure": ng.Refresh(ng.BlockDense(), every=2, decay=0.9, inverse=3)},
+    "low_rank_rarely": {"structure": ng.Refresh(ng.LowRank(4), every=2, decay=0.9, inverse=3)},
     "dense_pinv": {"structure": ng.Refresh(ng.Dense(), every=3), "solver": ng.Pinv()},
     "dense_cg": {"structure": ng.Refresh(ng.Dense(), every=3, decay=0.9), "solver": LOOSE},
     "block_dense": {"structure": ng.Refresh(ng.BlockDense(), every=3, decay=0.9), "momentum": 0.9},
@@ -53,7 +57,7 @@ def _run(of: Task, opt: ng.NaturalGradient, steps: range) -> list[Tensor]:
     return iterates
 
 
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("at", [1, 4, 5])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_goes_on_bit_for_bit(name: str, at: int) -> None:
     of = task("classes")

@@ -184,7 +184,7 @@ def test_factorisation_is_made_once_for_many_covectors() -> None:
     for seed in range(3):
         w = normal(4, seed=seed)
         close(inverse.solve(w), torch.linalg.solve(expected, w))
-    assert inverse.tensors() == {}
+    assert list(inverse.tensors()) == ["cholesky/0"]  # from which a checkpoint has it back
 
 
 @pytest.mark.parametrize("solver", [ng.Cholesky(), ng.Pinv(), ng.CG()], ids=repr)
