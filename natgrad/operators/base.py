@@ -77,6 +77,11 @@ class Inverse(ABC):
         """What it is made of, for ``inverse_from``; of an iterative one, the last solution, to start from."""
         return {}
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what ``sharp`` returns lies in memory that a later solve starts from."""
+        return False
+
     def overwritten(self, new: Inverse) -> Inverse:
         """The new inverse in the memory of this one, where that is possible; else the new one as it is."""
         return new

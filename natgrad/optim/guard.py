@@ -88,8 +88,9 @@ class Guard:
         """Set the values, up to rounding, unless something was not finite: few launches for many tensors."""
         if self.found is None:
             torch._foreach_copy_(list(tensors), list(values))
-        else:
-            self.add(tensors, torch._foreach_sub(list(values), list(tensors)))
+        else:  # the values are used up
+            torch._foreach_sub_(list(values), list(tensors))
+            self.add(tensors, values)
 
     def put(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set the values, unless something was not finite."""

@@ -57,6 +57,8 @@ class Moves:
     def apply(self, step: Step, velocity: Vector | None) -> None:
         """Everything has been computed and checked: change parameters and momentum."""
         kept = step.velocity if step.velocity is not None else velocity
+        if kept is step.displacement:
+            kept = kept.map(torch.clone)  # what is kept as momentum is used up
         for group, names, rate in self.groups:
             params: list[Tensor] = group["params"]
             if not step.accepted:

@@ -39,17 +39,19 @@ class Solves:
         if self._due(damping):
             self._invert(damping)
         assert self.inverse is not None
-        return self.opt.solver.sharp(self.inverse, ω)
+        v = self.opt.solver.sharp(self.inverse, ω)
+        # A copy where the inverse remembers its solutions: v is ours to change.
+        return v.map(torch.clone) if self.inverse.remembers else v
 
     def move(self, v: Vector) -> Vector:
-        """−lr·(μm + v), every group with its own lr and μ."""
+        """−lr·(μm + v), every group with its own lr and μ; v becomes the velocity μm + v."""
         velocity: dict[str, Tensor] = {}
         moved: dict[str, Tensor] = {}
         for group, names, rate in self.opt.moves.groups:
             found = [v[name] for name in names]
             state, μ = self.opt.state, group["momentum"]
             if μ and all("momentum" in state.get(p, {}) for p in group["params"]):
-                found = list(torch._foreach_add(found, [state[p]["momentum"] for p in group["params"]], alpha=μ))
+                torch._foreach_add_(found, [state[p]["momentum"] for p in group["params"]], alpha=μ)
             velocity.update(zip(names, found, strict=True))
             moved.update(zip(names, torch._foreach_mul(found, -rate), strict=True))
         self.velocity = Vector({name: velocity[name] for name in v})

@@ -95,6 +95,10 @@ class CGInverse(Inverse):
     guess: Tensor | None
     report: Report | None = field(default=None)
 
+    @property
+    def remembers(self) -> bool:
+        return True
+
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.guess is None else {"guess": self.guess}
 

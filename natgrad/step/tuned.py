@@ -42,13 +42,13 @@ class KLClip(StepRule):
         v = proposal.sharp(proposal.differential, proposal.damping)
         square: Tensor | float = 0.0
         for names, rate in proposal.rates:
-            ω, u = (torch.cat([t[name].flatten() for name in names]) for t in (proposal.differential, v))
-            square = square + torch.dot(ω.to(u.dtype), u) * rate**2
+            pairs = ((proposal.differential[name].flatten(), v[name].flatten()) for name in names)
+            square = square + torch.stack([torch.dot(ω.to(u.dtype), u) for ω, u in pairs]).sum() * rate**2
         assert isinstance(square, Tensor)
         # Rounding below zero, or a zero gradient: nothing to shorten.
         shrink = torch.where(square > self.radius, (self.radius / square.clamp(min=self.radius)).sqrt(), 1.0)
-        clipped = Vector(dict(zip(v, torch._foreach_mul(list(v.values()), shrink), strict=True)))
-        return Step(proposal.move(clipped), proposal.damping)
+        torch._foreach_mul_(list(v.values()), shrink)  # v is ours: memory for one more is not taken
+        return Step(proposal.move(v), proposal.damping)
 
 
 @final

@@ -167,3 +167,18 @@ def test_a_float32_model_keeps_its_dtype() -> None:
     opt.step()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert opt.state[model.weight]["momentum"].dtype == torch.float32
+
+
+def test_what_a_step_does_with_the_vector_does_not_reach_the_solver() -> None:
+    """Conjugate gradients start from their last solution, not from the velocity that was made of it."""
+    of = task()
+    solver = ng.CG(tol=1e-12, max_steps=500)
+    opt = of.optimizer(structure=ng.Implicit(), solver=solver, step=ng.KLClip(1e-9), momentum=0.9, damping=0.1)
+    for _ in range(2):
+        of.step(opt)
+    expected = of.theta()
+    v = oracle.damped(of.metric(), of.gradient(), 0.1)
+    of.step(opt)
+    assert opt.inverse is not None
+    torch.testing.assert_close(opt.inverse.tensors()["guess"], v, rtol=1e-6, atol=1e-9)
+    assert not torch.equal(of.theta(), expected)
