@@ -92,7 +92,8 @@ def test_without_bias_there_is_no_homogeneous_coordinate(kind: str) -> None:
 @pytest.mark.parametrize("kind", CONVS)
 def test_moments_are_those_of_inputs_and_cotangents(kind: str, dtype: torch.dtype) -> None:
     of = problem(kind)
-    model = Model.of(of.module.to(dtype))
+    assert isinstance(of.x, Tensor)
+    model = Model.of(of.module.to(dtype=dtype))
     blocks = layers_of(model)
     tape = record(model, blocks, of.x.to(dtype))
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
@@ -120,7 +121,8 @@ def _alike(moment: Moment, a: Tensor, tolerance: float) -> None:
 def test_memory_format_does_not_matter(kind: str) -> None:
     of = problem(kind)
     expected = ng.Kronecker().estimate(pull(of, ng.Euclidean())).dense()
-    of.module.to(memory_format=torch.channels_last)
+    assert isinstance(of.x, Tensor)
+    of.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     last = zoo.Problem(of.model, of.x.to(memory_format=torch.channels_last))
     close(ng.Kronecker().estimate(pull(last, ng.Euclidean())).dense(), expected)
 
