@@ -15,8 +15,11 @@ from tests.optim.tasks import seeded
 
 FISHER = ng.Fisher(ng.Categorical())
 PRESETS: dict[str, Callable[..., ng.NaturalGradient]] = {"kfac": ng.KFAC, "ekfac": ng.EKFAC}
-# torch's own: the compiler looks at a tensor between two graphs
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+# torch's own: the compiler looks at a tensor between two graphs, and loads what is deprecated
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 Called = tuple[nn.Module, Callable[[Tensor], Tensor]]  # what the optimizer is given, and what is called
 
 
