@@ -33,7 +33,11 @@ class Place:
 @final
 @dataclass(frozen=True)
 class Block:
-    """The parameters of one layer. With a rule they are packed as W [c o i]; without, they are one column [1 p 1]."""
+    """The parameters of one layer. With a rule they are packed as W [c o i]; without, they are one column [1 p 1].
+
+    A weight that modules of several kinds have (an embedding and the head of a language model) has ``facets``: it is
+    packed as the first of them packs it, whose rule and modules are the block's.
+    """
 
     names: tuple[str, ...]
     places: tuple[Place, ...]
@@ -41,6 +45,24 @@ class Block:
     device: torch.device
     rule: Rule | None = None
     modules: tuple[nn.Module, ...] = ()
+    facets: tuple[Facet, ...] = ()
+
+    @cached_property
+    def kinds(self) -> tuple[Block, ...]:
+        """The block, as every kind of module has it: itself, where there is one kind."""
+        return tuple(facet.block for facet in self.facets) or (self,)
+
+    @cached_property
+    def owners(self) -> tuple[nn.Module, ...]:
+        """The modules of every kind."""
+        return tuple(module for kind in self.kinds for module in kind.modules)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the second moment on the side of i is diagonal, whatever the inputs."""
+        if not self.facets:
+            return self.rule is not None and self.rule.sparse
+        return all(facet.block.sparse and not facet.transposed for facet in self.facets)
 
     @property
     def size(self) -> int:
@@ -113,7 +135,20 @@ class Block:
     def without_rule(self) -> Block:
         """The same parameters, to be differentiated by ``torch.func`` instead of by the rule."""
         ordered = tuple(sorted(self.places, key=lambda place: place.start))
-        return replace(self, places=ordered, shape=(1, self.size, 1), rule=None, modules=())
+        return replace(self, places=ordered, shape=(1, self.size, 1), rule=None, modules=(), facets=())
+
+
+@final
+@dataclass(frozen=True)
+class Facet:
+    """A tied weight as the modules of one kind have it: packed as the block's W [c o i], or transposed [c i o]."""
+
+    block: Block
+    transposed: bool = False
+
+    def oriented(self, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """What is on the side of o, and what is on that of i, from the two factors of this kind."""
+        return (a, s) if self.transposed else (s, a)
 
 
 @final
@@ -138,9 +173,10 @@ def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
     """Blocks of all trainable parameters, in flattening order: one a layer, with its rule where there is one.
 
     Parameters that are together in a layer of every module that has them are one block, with several uses where there
-    are several modules. A parameter that also belongs to a module without a rule is seen only in part, and one that
-    two modules pack in different ways has no common packing: both go without a rule, together with the others whose
-    names agree up to the last dot.
+    are several modules. A weight that one kind of module packs as the transpose of what another does (an embedding and
+    a linear layer) has a facet for each. A parameter that also belongs to a module without a rule is seen only in part,
+    and one that two modules pack in other different ways has no common packing: both go without a rule, together with
+    the others whose names agree up to the last dot.
     """
     places, start = {}, 0
     for name, p in model.params.items():
@@ -182,22 +218,59 @@ def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
 
 
 def _with_rule(block: Block, claims: _Claims) -> Block:
-    """The block with the rule that all its modules agree on; without one where they do not."""
-    first = [claims[name][0] for name in block.names]
-    rule, module = first[0].rule, first[0].module
+    """The block with the rules of its modules; without one where they have no common packing."""
+    kinds: dict[object, list[tuple[_Claim, ...]]] = defaultdict(list)
+    for own in zip(*(claims[name] for name in block.names), strict=True):
+        kinds[type(own[0].rule), tuple(claim.key for claim in own)].append(own)
+    found = [_of_kind(block, owners) for owners in kinds.values()]
+    if len(found) == 1 or any(kind.rule is None for kind in found):
+        return found[0] if len(found) == 1 else block
+    modules = [module for kind in found for module in kind.modules]
+    # A module that has a parameter under two names enters it into the graph twice in one call.
+    return block if len(set(modules)) < len(modules) else _tied(block, found)
+
+
+def _of_kind(block: Block, owners: Sequence[tuple[_Claim, ...]]) -> Block:
+    """The block with the rule of modules of one kind; without one where their shapes differ."""
+    rule, modules = owners[0][0].rule, tuple(own[0].module for own in owners)
     assert rule is not None
-    order = rule.layers(module)[first[0].layer]
-    keys = [claim.key for claim in first]
-    for name, key in zip(block.names, keys, strict=True):
-        if any(type(claim.rule) is not type(rule) or claim.key != key for claim in claims[name]):
-            return block
-    modules = tuple(claim.module for claim in claims[block.names[0]])
-    own = sorted(
-        (replace(place, key=key) for place, key in zip(block.places, keys, strict=True)),
-        key=lambda place: order.index(place.key),
-    )
-    chosen = tuple(place.key for place in own)
-    shapes = {rule.shape(m, chosen) for m in modules}
+    order = rule.layers(modules[0])[owners[0][0].layer]
+    named = (replace(place, key=claim.key) for place, claim in zip(block.places, owners[0], strict=True))
+    places = tuple(sorted(named, key=lambda place: order.index(place.key)))
+    shapes = {rule.shape(m, tuple(place.key for place in places)) for m in modules}
     if len(shapes) > 1:
         return block
-    return replace(block, places=tuple(own), shape=shapes.pop(), rule=rule, modules=modules)
+    return replace(block, places=places, shape=shapes.pop(), rule=rule, modules=modules)
+
+
+def _tied(block: Block, kinds: Sequence[Block]) -> Block:
+    """The kinds as facets of one block, if every one packs it like the first, or transposed.
+
+    First is one whose inputs are not one-hot: W [1 V d] of the linear layer where an embedding has W [1 d V].
+    """
+    first = next((kind for kind in kinds if not kind.sparse), kinds[0])
+    facets = [_facet(first, kind) for kind in (first, *(kind for kind in kinds if kind is not first))]
+    known = tuple(facet for facet in facets if facet is not None)
+    return replace(first, facets=known) if len(known) == len(facets) else block
+
+
+def _facet(first: Block, kind: Block) -> Facet | None:
+    one, other = _packed_view(first), _packed_view(kind)
+    if one is None or other is None:
+        return None
+    for transposed in (False, True):
+        turned = other.mT if transposed else other
+        if turned.shape == one.shape and any(
+            a.is_contiguous() and b.is_contiguous() for a, b in ((one, turned), (one.mT, turned.mT))
+        ):
+            return Facet(kind, transposed)
+    return None
+
+
+def _packed_view(kind: Block) -> Tensor | None:
+    """W as a view of its one parameter, whose strides tell its order; no numbers are looked at. None if it is none."""
+    if len(kind.places) > 1 or kind.rule is None:
+        return None
+    flat = torch.empty(kind.places[0].shape, device="meta")
+    packed = kind.rule.pack(kind.modules[0], {kind.keys[0]: flat})
+    return packed if packed is flat or packed._base is flat else None

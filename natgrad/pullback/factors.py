@@ -30,6 +30,10 @@ class Factors:
         """Factors of explicit rows R [k n p]."""
         return Factors(rows.new_ones(rows.shape[1], 1, 1, 1), rows[:, :, None, None, :])
 
+    def at(self, part: slice) -> Factors:
+        """Of some of the examples."""
+        return self if part == slice(None) else Factors(self.a[part], self.g[:, part])
+
     @property
     def plain(self) -> bool:
         """One position and one group: R is a single outer product an example."""

@@ -21,6 +21,7 @@ from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.recorded import Recordings
 from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged
 from natgrad.pullback.tape import Tape
+from natgrad.pullback.tied import joined, trace
 from natgrad.rules.base import Moment, Replayed
 
 
@@ -50,6 +51,14 @@ def second_moments(
     pb: Pullback, layers: Sequence[Block], sharing: Sharing, watcher: Watcher | None = None
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``layers``, which have rules. A ``watcher`` sees the cotangents too."""
+    found = iter(_of_kinds(pb, [kind for block in layers for kind in block.kinds], sharing, watcher))
+    return [joined(block, [next(found) for _ in block.kinds]) for block in layers]
+
+
+def _of_kinds(
+    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watcher: Watcher | None
+) -> list[tuple[Tensor, Tensor]]:
+    """S and A of layers that are each of one kind."""
     if pb.coupling is not None:
         return _coupled(pb, layers, sharing, pb.coupling)
     if pb.recordings is not None and watcher is None and _whole(pb):
@@ -87,6 +96,7 @@ def _recorded(
         return pair.factors()
 
     pure = [block for block in layers if block.rule is not None and block.rule.pure]
+    known = set(map(id, pure))
     places = list(dict.fromkeys(at for block in pure for at in tape.places(block)))
     uses = [tape.uses[at] for at in places]
     buffers = [t for use in uses for t in use.module._buffers.values() if t is not None]
@@ -109,8 +119,8 @@ def _recorded(
     sources = [t for use in uses for t in tensors_of((use.call.args, use.call.kwargs))]
     sources += [t for at in places for t in g.outer[at]]
     found = recordings.run(sources, what, compute)
-    recorded = dict(zip((block.names for block in pure), zip(found[0::2], found[1::2], strict=True), strict=True))
-    return [recorded[block.names] if block.names in recorded else factors(block, tape, g) for block in layers]
+    recorded = zip(found[0::2], found[1::2], strict=True)
+    return [next(recorded) if id(block) in known else factors(block, tape, g) for block in layers]
 
 
 def _columns(pb: Pullback, tape: Tape) -> int:
@@ -164,19 +174,14 @@ def _scaled(
     A factor that the coupling makes zero (the inputs of a bias, centred) says nothing: the plain one is taken.
     """
     rounding = 8 * C.shape[0] * torch.finfo(C.dtype).eps
-    traces = [_trace(t) for t in plain]
+    traces = [trace(t) for t in plain]
     sides = []
-    for mixed, own, trace in zip(coupled, plain, traces, strict=True):
-        lost = _trace(mixed) <= rounding * trace
+    for mixed, own, before in zip(coupled, plain, traces, strict=True):
+        lost = trace(mixed) <= rounding * before
         sides.append(torch.where(lost.view(-1, *[1] * (own.ndim - 1)), own, mixed))
     s, a = sides
-    traces_now = _trace(s) * _trace(a) * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    traces_now = trace(s) * trace(a) * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     total = torch.einsum("cnm,nm->c", gram, C).clamp(min=0)  # below zero it is rounding
     κ = total * traces[0] * traces[1] / traces_now
     # Without any gradient there is nothing to scale.
     return torch.where(traces_now > 0, κ, 1.0).view(-1, *[1] * (s.ndim - 1)) * s, a
-
-
-def _trace(factor: Tensor) -> Tensor:
-    """[c]."""
-    return factor.sum(-1) if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1).sum(-1)

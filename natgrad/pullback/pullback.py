@@ -25,6 +25,7 @@ from natgrad.pullback.rows import rows
 from natgrad.pullback.separate import check_alike
 from natgrad.pullback.tables import over_examples
 from natgrad.pullback.tape import Tape, record
+from natgrad.pullback.tied import Tied, formed
 
 MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
 _CACHE = 2**21  # elements; of a few layers in cotangents, on a processor
@@ -70,8 +71,9 @@ class Pullback:
 
     @property
     def blocks(self) -> list[Block]:
-        """The layers as ``factors`` packs them: the rows of a coupled metric are in flattening order."""
-        return self.layers if self.coupling is None else [layer.without_rule() for layer in self.layers]
+        """The layers as ``factors`` packs them: rows of a coupled metric, or a tied weight, are in flattening order."""
+        coupled = self.coupling is not None
+        return [layer.without_rule() if coupled or layer.facets else layer for layer in self.layers]
 
     @property
     def chunk(self) -> int:
@@ -109,7 +111,8 @@ class Pullback:
             yield from self._coupled()
             return
         for part in self.ranges():
-            yield from self._of_part(part, limit)
+            for found in self._of_part(part, limit):
+                yield from formed(found, self.chunk)
 
     def ranges(self) -> list[Part]:
         """The parts, cut further where an exact root of all their examples would be too large."""
@@ -120,15 +123,19 @@ class Pullback:
             check_apart(self.model, self.x, pieces[0][1], self.n)
         return pieces
 
-    def _of_part(self, part: Part, limit: int | None = None) -> Iterator[list[Factors]]:
+    def _of_part(self, part: Part, limit: int | None = None) -> Iterator[list[Factors | Tied]]:
         tape = self.tape(part)
         inputs = self._inputs(tape)
         for s in self.roots.at(part).split(self.roots_at_once(tape, inputs, part, limit)):
             yield self._factors(tape, inputs, part, s / math.sqrt(self.n))
 
+    def _whole(self, part: Part) -> Iterator[list[Factors]]:
+        """Factors of all examples of a part, chunk by chunk over the roots."""
+        return ([f.at(slice(None)) for f in found] for found in self._of_part(part))
+
     def collect(self) -> list[Factors]:
         """The factors of all examples and roots at once, for the kernel."""
-        parts = [self._coupled()] if self.coupling is not None else map(self._of_part, self.ranges())
+        parts = [self._coupled()] if self.coupling is not None else map(self._whole, self.ranges())
         by_example = [
             [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*chunks, strict=True)] for chunks in parts
         ]
@@ -159,7 +166,8 @@ class Pullback:
         return spread_again(bare, tape)
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
-        return [tape.inputs(block).to(self.y.dtype) if block.rule else None for block in self.layers]
+        factored = (block if block.rule and not block.facets else None for block in self.layers)
+        return [None if block is None else tape.inputs(block).to(self.y.dtype) for block in factored]
 
     def roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, limit: int | None) -> int:
         """How many roots k fit into a chunk, with the rows that layers with several positions will form."""
@@ -171,14 +179,19 @@ class Pullback:
             cost += self.n * self.y.numel()  # every example has a cotangent of the whole batch
         return max(1, min(self.chunk, limit or self.chunk) // max(cost, 1))
 
-    def _factors(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, s: Tensor) -> list[Factors]:
-        cotangents = iter(tape.cotangents(s, [block for block in self.layers if block.rule]))
+    def _factors(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, s: Tensor) -> list[Factors | Tied]:
+        kinds = [kind for block in self.layers if block.rule for kind in block.kinds]
+        cotangents = iter(tape.cotangents(s, kinds))
         bare = [name for block in self.layers if block.rule is None for name in block.names]
         x, y = examples(self.x, part, self.n), self.y[part[0] : part[1]]
         explicit = rows(self.model, bare, x, y, s) if bare else s.new_empty(0)
-        out, start = [], 0
+        out: list[Factors | Tied] = []
+        start = 0
         for block, a in zip(self.layers, inputs, strict=True):
-            if a is None or block.rule is None:
+            if block.facets:
+                pairs = [(tape.inputs(kind), next(cotangents)) for kind in block.kinds]
+                out.append(Tied.of(block, pairs, self.y.dtype))
+            elif a is None or block.rule is None:
                 out.append(Factors.of_rows(explicit[..., start : start + block.size]))
                 start += block.size
             else:
@@ -200,7 +213,8 @@ class Pullback:
         inputs = self._inputs(tape)
         for s in self.root.split(1):
             factors = self._factors(tape, inputs, whole, s / math.sqrt(self.n))
-            sorted_rows = [f.rows()[..., b.index.argsort()] for f, b in zip(factors, self.layers, strict=True)]
+            flat = [f.at(slice(None)).rows() for f in factors]
+            sorted_rows = [r if b.facets else r[..., b.index.argsort()] for r, b in zip(flat, self.layers, strict=True)]
             yield [Factors.of_rows(torch.einsum("nm,knp->kmp", mix, r)) for r in sorted_rows]
 
 

@@ -15,6 +15,7 @@ from natgrad.pullback.moments import Watcher, passes
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Cotangents
 from natgrad.pullback.tape import Tape
+from natgrad.pullback.tied import Tied
 from natgrad.rules.base import OneHot
 
 Sides: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [c o o] and P [c i i] of a layer; None for the axes
@@ -27,6 +28,7 @@ class RotatedSquares(Watcher):
 
     With one position D is (g Q)²ᵀ(a P)², and no row is formed. With several the rows Σ_r g aᵀ come first, a chunk at a
     time; whether they are rotated, or g and a before, is decided by what is less work. One-hot inputs are not formed.
+    The rows of a tied weight are the sum of those of its kinds, and rotated.
     """
 
     def __init__(self, layers: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype) -> None:
@@ -40,6 +42,10 @@ class RotatedSquares(Watcher):
             self._tape = tape
             self._inputs.clear()
         for b, block in enumerate(self._layers):
+            if block.facets:
+                pairs = [(tape.inputs(kind), g.whole(tape, kind)) for kind in block.kinds]
+                self._add_tied(b, Tied.of(block, pairs, self._dtype))
+                continue
             cotangents = g.whole(tape, block).to(self._dtype)
             if isinstance(block.rule, OneHot):
                 self._sums[b].accumulate(_of_places(tape, block, _turned(cotangents, self._sides[b][0])))
@@ -73,6 +79,11 @@ class RotatedSquares(Watcher):
         step = max(1, _ROWS // (k * c * o * i))
         for a, g in zip(f.a.split(step), f.g.split(step, dim=1), strict=True):
             self._sums[b].accumulate(_squares(Factors(a, g).rows().unflatten(-1, (c, o, i)), q, p))
+
+    def _add_tied(self, b: int, tied: Tied) -> None:
+        q, p = self._sides[b]
+        for rows in tied.rows(_ROWS):
+            self._sums[b].accumulate(_squares(rows, q, p))
 
 
 def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:

@@ -69,7 +69,8 @@ class Recorder:
         self.blocks = list(blocks)
         self.statistics = Statistics()
         self._model, self._bound = model, bound
-        self._rules = {layer: block.rule for block in blocks for layer in block.modules if block.rule}
+        kinds = [kind for block in blocks for kind in block.kinds]
+        self._rules = {layer: kind.rule for kind in kinds for layer in kind.modules if kind.rule}
         self.bytes = 0  # of the activations so far
         self._handles: list[RemovableHandle] = []
 
@@ -186,14 +187,21 @@ class Tape:
         expected: Counter[int] = Counter()
         for at in uses:
             expected.update(self.uses[at].entries)
-        assert block.rule is not None
-        params = {id(block.rule.parameters(m)[key]) for m in block.modules for key in block.keys}
+        params = {
+            id(kind.rule.parameters(m)[key])
+            for kind in block.kinds
+            if kind.rule is not None
+            for m in kind.modules
+            for key in kind.keys
+        }
         return all(counts[p] == expected[p] for p in params)
 
     def positions(self, block: Block) -> int:
         """How many r·c of one example share the weight of a block, over all its uses; 1 for explicit rows."""
         if block.rule is None:
             return 1
+        if block.facets:
+            return sum(map(self.positions, block.kinds))
         if isinstance(block.rule, Replayed):
             rule = block.rule
             return sum(rule.positions(use.module, block.keys, use.call) for use in self.of(block))
@@ -205,7 +213,7 @@ class Tape:
 
     def places(self, block: Block) -> list[int]:
         """Their positions in ``uses``."""
-        found = [self._by_module.get(module, []) for module in block.modules]
+        found = [self._by_module.get(module, []) for module in block.owners]
         return found[0] if len(found) == 1 else sorted(at for places in found for at in places)
 
     @cached_property
@@ -216,7 +224,7 @@ class Tape:
         return found
 
     def inputs(self, block: Block) -> Tensor:
-        """a [n r c i] of a block with a rule, the uses one after the other along r."""
+        """a [n r c i] of a block with a rule, the uses one after the other along r; of one kind, if it is tied."""
         rule = block.rule
         assert rule is not None
         parts = [
@@ -248,7 +256,7 @@ class Tape:
         return self.uses[at].replay.pull(outer)
 
     def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
-        """g [k n r c o] of every block with a rule, for output cotangents s [k n *out]."""
+        """g [k n r c o] of every block with a rule, for output cotangents s [k n *out]; of one kind, if it is tied."""
         if not blocks:
             return []
         outer = self.outer(s)

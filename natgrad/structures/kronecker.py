@@ -64,8 +64,7 @@ class Layered(Structure):
     def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of S and A of a layer."""
         c, o, i = block.shape
-        assert block.rule is not None
-        diagonal = block.rule.sparse or i > self.largest
+        diagonal = block.sparse or i > self.largest
         return (c, o) if o > self.largest else (c, o, o), (c, i) if diagonal else (c, i, i)
 
     def parts(self, pullback: Pullback) -> tuple[list[Block], Pullback | None]:
@@ -123,6 +122,9 @@ class Kronecker(Layered):
 
     Parameters of no layer that are only added to the examples, or multiplied with them (positions, a class token,
     LayerScale), are covered: every entry is a group of its own, so that they have the diagonal of G.
+
+    An embedding that is also the weight of a linear head is one layer, W [V d], with one product for both uses, whose
+    trace and partial traces are those of the sum of the two (``natgrad.pullback.tied``).
 
     In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass. The
     parameters that fall back need passes of their own: they are seen in evaluation mode then, and the log says so once.

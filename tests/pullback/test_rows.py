@@ -16,7 +16,6 @@ every_module = pytest.mark.parametrize("case", [c for c in zoo.ZOO if c.name != 
 FALLS_BACK = {
     "weight_outside": {"lin.weight", "lin.bias"},
     "bare_parameter": {"scale", "mix"},
-    "tied_embedding": {"embedding.weight"},
     "weight_norm": {
         "0.bias",
         "0.parametrizations.weight.original0",
