@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,122 +11,14 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import UncoveredError
-from natgrad.operators import Operator
 from natgrad.structures import Structure
 from tests import oracle
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
+from tests.tied import MODELS, NAME, D, K, Language, N, T, V, block, both, join, problem_of, words_of
 from tests.zoo import Case, Problem
 
-V, D, T, N, K = 7, 3, 4, 5, 3
-NAME = "wte.weight"
-
-
-class Language(nn.Module):
-    """Tokens [n t] to logits [n t V]; the head is the embedding."""
-
-    def __init__(self, *, bias: bool = False, twice: bool = False, words: int = V, **options: Any) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(words, D, **options), nn.Embedding(T, D)
-        self.body, self.head, self.twice = nn.Linear(D, D), nn.Linear(D, words, bias=bias), twice
-        self.head.weight = self.wte.weight
-
-    def inside(self, e: Tensor) -> Tensor:
-        """From the words [n t d] to what the head is given."""
-        return torch.tanh(self.body(e + self.wpe(torch.arange(e.shape[1]))))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        e = self.wte(tokens)
-        return self.head(self.inside(e + self.wte(tokens.flip(1)) if self.twice else e))
-
-
-class Bag(nn.Module):
-    """A bag of words to the scores of the words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte, self.head = nn.EmbeddingBag(V, D, mode="sum"), nn.Linear(D, V)
-        self.head.weight = self.wte.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.wte(tokens)))
-
-
-class Twice(nn.Module):
-    """An embedding, and two linear layers with its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.wte, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
-        self.head.weight = self.first.weight = self.wte.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.second(torch.tanh(self.first(self.wte(tokens % 4))))))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt": Language,
-    "bias": lambda: Language(bias=True),
-    "embedding called twice": lambda: Language(twice=True),
-    "padding": lambda: Language(padding_idx=2),
-    "square": lambda: Language(words=D),
-    "bag": Bag,
-    "two linear layers": Twice,
-}
 every_model = pytest.mark.parametrize("name", MODELS)
 STRUCTURES: list[Structure] = [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.Kernel()]
-
-
-def words_of(model: nn.Module) -> int:
-    return cast(nn.Embedding, model.wte).num_embeddings
-
-
-def problem_of(build: Callable[[], nn.Module], n: int = N, t: int = T) -> Problem:
-    torch.manual_seed(0)
-    tokens = torch.randint(words_of(build()), (n, t), generator=torch.Generator().manual_seed(1))
-    return Case("tied", lambda: Problem(build(), tokens)).make()
-
-
-def both(problem: Problem, s: Tensor, sharing: str) -> list[tuple[Tensor, Tensor]]:
-    """(S_u, A_u) of the head and of the embedding, on the sides of V and d, one loop per sum sign."""
-    model, tokens = cast(Language, problem.module), cast(Tensor, problem.x)
-    n_all, t_all = tokens.shape
-    words = model.wte.num_embeddings
-    S, A = (torch.zeros(d, d, dtype=torch.float64) for d in (words, D))
-    counts, H = torch.zeros(words, dtype=torch.float64), torch.zeros(D, D, dtype=torch.float64)
-    for n in range(n_all):
-        e = model.wte(tokens[n : n + 1]).detach().requires_grad_()
-        a = model.inside(e)
-        g_h = [torch.autograd.grad(model.head(a), e, s[k, n : n + 1], retain_graph=True)[0][0] for k in range(len(s))]
-        one_hot = nn.functional.one_hot(tokens[n], words).double()
-        for k in range(len(s)):
-            pairs = [(s[k, n, r], g_h[k][r]) for r in range(t_all)]
-            if sharing == "reduce":
-                pairs = [(s[k, n].sum(0), g_h[k].sum(0))]
-            for g, h in pairs:
-                S += torch.outer(g, g) / n_all
-                H += torch.outer(h, h) / n_all
-        inputs = [(a[0, r].detach(), one_hot[r]) for r in range(t_all)]
-        if sharing == "reduce":
-            inputs = [(a[0].detach().mean(0), one_hot.mean(0))]
-        for x, word in inputs:
-            A += torch.outer(x, x) / (n_all * len(inputs))
-            counts += word.square() / (n_all * len(inputs))
-    return [(S, A), (counts.diag(), H)]
-
-
-def join(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """S ⊗ A with the partial traces of Σ S_u ⊗ A_u."""
-    S = sum((s * a.trace() for s, a in pairs), start=torch.zeros_like(pairs[0][0]))
-    A = sum((a * s.trace() for s, a in pairs), start=torch.zeros_like(pairs[0][1]))
-    total = sum((s.trace() * a.trace() for s, a in pairs), start=torch.zeros((), dtype=torch.float64))
-    return torch.kron(S, A / total)
-
-
-def block(G: Operator) -> Tensor:
-    """The tied weight's block of a metric; it comes first."""
-    first = next(iter(G.layout.like.values())).numel()
-    return G.dense()[:first, :first]
 
 
 # Rows
@@ -263,6 +153,17 @@ def test_a_coupled_metric_has_a_product_too() -> None:
         close(structure.estimate(coupled).dense(), structure.estimate(pb).dense())
 
 
+def test_rows_of_a_coupled_metric_are_mixed() -> None:
+    problem = problem_of(Language)
+    metric = random_roots(problem, K)
+    mix = normal(N, N)
+    coupled = replace(pull(problem, metric), coupling=mix @ mix.T)
+    R = oracle_rows(problem, metric.s)
+    expected = torch.einsum("knp,nm,kmq->pq", R, mix @ mix.T, R)
+    close(ng.Dense().estimate(coupled).dense(), expected)
+    close(block(ng.EigenKronecker().estimate(coupled)).trace(), expected[: V * D, : V * D].trace())
+
+
 # What is not tied, or not seen whole
 
 
@@ -296,67 +197,6 @@ def test_a_tied_weight_that_is_used_outside_its_modules_falls_back() -> None:
     close(rows(pb), oracle_rows(problem, metric.s))
     with pytest.raises(UncoveredError, match=NAME):
         ng.Kronecker(strict=True).estimate(pb)
-
-
-# Training
-
-
-def _training(structure: Structure | None = None) -> tuple[Language, ng.NaturalGradient, Tensor]:
-    torch.manual_seed(0)
-    model = Language(bias=True).double()
-    tokens = torch.randint(V, (32, T), generator=torch.Generator().manual_seed(2)).cumsum(1) % V
-    metric = ng.Fisher(ng.Categorical(), samples=1)
-    if structure is None:
-        return model, ng.KFAC(model, metric, lr=0.3, damping=1e-2), tokens
-    return model, ng.NaturalGradient(model, metric, structure=structure, lr=0.3, damping=1e-2), tokens
-
-
-def _steps(model: Language, opt: ng.NaturalGradient, tokens: Tensor, count: int) -> list[float]:
-    out = []
-    for _ in range(count):
-        opt.zero_grad()
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
-        loss.backward()
-        opt.step()
-        out.append(float(loss.detach()))
-    return out
-
-
-@pytest.mark.parametrize("structure", [None, ng.EigenKronecker(strict=True)], ids=["KFAC", "EigenKronecker"])
-def test_a_tied_language_model_is_trained(structure: Structure | None) -> None:
-    torch.manual_seed(3)
-    model, opt, tokens = _training(structure)
-    assert NAME not in opt.plan().uncovered
-    losses = _steps(model, opt, tokens, 20)
-    assert losses[-1] < 0.9 * losses[0]
-    assert model.head.weight is model.wte.weight
-    rows = {row.names: row for row in opt.plan().rows}
-    assert rows[(NAME,)].shape == (1, V, D)
-    assert NAME in str(opt.plan())
-
-
-def test_a_resumed_run_goes_on_bit_for_bit() -> None:
-    model, opt, tokens = _training()
-    _steps(model, opt, tokens, 4)
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
-    expected = _steps(model, opt, tokens, 4)
-    fresh, other, _ = _training()
-    fresh.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
-    assert _steps(fresh, other, tokens, 4) == expected
-
-
-def test_half_precision_of_a_forward_pass_leaves_the_factors_in_single() -> None:
-    torch.manual_seed(0)
-    model, tokens = Language(), torch.randint(V, (N, T))
-    with torch.autocast("cpu", torch.bfloat16):
-        G = ng.Kronecker(strict=True).estimate(ng.pullback(model, tokens, ng.Fisher(ng.Categorical())))
-    exact = ng.Kronecker().estimate(ng.pullback(model, tokens, ng.Fisher(ng.Categorical())))
-    for name, t in G.tensors().items():
-        assert t.dtype == torch.float32
-        torch.testing.assert_close(
-            t, exact.tensors()[name], rtol=0, atol=0.05 * float(exact.tensors()[name].abs().max())
-        )
 
 
 def test_a_parameter_with_two_names_in_one_module_has_no_facets() -> None:
