@@ -19,6 +19,7 @@ from natgrad.operators.base import Inverse, Layout
 from natgrad.operators.basis import Rotation, rotated, rotated_back
 from natgrad.operators.factor import (
     Factor,
+    aligned,
     by_size,
     full,
     inverse,
@@ -122,9 +123,7 @@ class ProductInverse(LayerInverse):
         kinds = tuple((full(s), full(a)) for s, a in zip(left, right, strict=True))
         empty = ProductInverse(G.layout, G.blocks, rest, G.others, (), kinds)
         stacks = tuple(
-            (left[group[0]], right[group[0]])
-            if len(group) == 1
-            else (torch.cat([left[b] for b in group]), torch.cat([right[b] for b in group]))
+            (aligned(_cat([left[b] for b in group])), aligned(_cat([right[b] for b in group])))
             for group in empty.groups
         )
         return replace(empty, stacks=stacks)
@@ -139,7 +138,8 @@ class ProductInverse(LayerInverse):
     def tensors(self) -> dict[str, Tensor]:
         out = self.below()
         for group, (left, right) in zip(self.groups, self.stacks, strict=True):
-            c = self.blocks[group[0]].shape[0]
+            c, o, i = self.blocks[group[0]].shape
+            left, right = _cut(left, o), _cut(right, i)
             for b, s, a in zip(group, left.split(c), right.split(c), strict=True):
                 out[f"{self.blocks[b].names[0]}/S"], out[f"{self.blocks[b].names[0]}/A"] = s, a
         return out
@@ -276,6 +276,15 @@ def _column(shift: Tensor | float, factor: Factor) -> Tensor:
     if isinstance(shift, Tensor):
         return shift.unsqueeze(-1)
     return torch.full((factor.shape[0], 1), shift, dtype=factor.dtype, device=factor.device)
+
+
+def _cat(factors: Sequence[Factor]) -> Factor:
+    return factors[0] if len(factors) == 1 else torch.cat(list(factors))
+
+
+def _cut(factor: Factor, size: int) -> Factor:
+    """Without the zeros of an aligned factor, a view."""
+    return factor[..., :size, :size] if full(factor) else factor
 
 
 def _as(t: Tensor, like: Tensor) -> Tensor:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
+
+Compute: TypeAlias = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 
 _log = logging.getLogger("natgrad")
 _KEPT = 8  # recordings; a loop has few patterns of addresses, or none
@@ -41,65 +43,66 @@ class Recordings:
         self._pool: Any = None  # a handle of torch's
         self._possible = True
         self._lent = False
+        self._like: dict[Hashable, list[Tensor]] = {}  # the shapes of the outputs
+        self._outputs: dict[Hashable, list[Tensor]] = {}
 
-    def run(
-        self, sources: Sequence[Tensor], what: Hashable, compute: Callable[[Sequence[Tensor]], list[Tensor]]
-    ) -> list[Tensor]:
+    def run(self, sources: Sequence[Tensor], what: Hashable, compute: Compute) -> list[Tensor]:
         """``compute(sources)``, which must read nothing else, and depend on nothing but ``what``.
 
         Few numbers are first copied to where a recording reads them; many must lie where they lay before. What was
-        replayed belongs to the recording, and is lent until ``back`` is called: the next replay overwrites it.
+        replayed is lent until ``back`` is called: the next replay overwrites it.
         """
         if not self._possible or self._lent or torch.cuda.is_current_stream_capturing():
-            return compute(sources)
+            return list(compute(sources))
         small = sum(t.numel() * t.element_size() for t in sources) <= _SMALL
-        key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
-        recording = self._kept.get(key)
+        places = tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources)
+        recording = self._kept.get((what, places))
+        if recording is None and (what, places) in self._seen and len(self._kept) < _KEPT:
+            recording = self._record((what, places), sources, compute, small)
         if recording is None:
-            recording = self._new(key, sources, small, compute)
-        if recording is None:
-            return compute(sources)
+            found = list(compute(sources))
+            self._remember((what, places), found)
+            return found
         if small:
-            torch._foreach_copy_(recording.sources, list(sources))
+            torch._foreach_copy_(list(recording.sources), list(sources))
         recording.graph.replay()
         self._lent = True
         return recording.outputs
 
-    def _new(
-        self, key: Hashable, sources: Sequence[Tensor], small: bool, compute: Callable[[Sequence[Tensor]], list[Tensor]]
+    def _remember(self, key: tuple[Hashable, Hashable], found: Sequence[Tensor]) -> None:
+        """What came once may come again, with outputs like these."""
+        self._seen[key] = None
+        if len(self._seen) > _SEEN:
+            self._seen.popitem(last=False)
+        self._like[key[0]] = [torch.empty_like(t, device="meta") for t in found]
+
+    def _record(
+        self, key: tuple[Hashable, Hashable], sources: Sequence[Tensor], compute: Compute, copied: bool
     ) -> _Recording | None:
-        """A recording of what is seen for the second time."""
-        if key not in self._seen:
-            self._seen[key] = None
-            if len(self._seen) > _SEEN:
-                self._seen.popitem(last=False)
-            return None
-        if len(self._kept) >= _KEPT:  # there is no pattern
-            return None
-        read = [t.clone() for t in sources] if small else list(sources)
-        recorded = self._record(compute, read)
-        if recorded is not None:
-            # What lies in the user's memory is not held: it is recognised by its address.
-            self._kept[key] = recorded if small else replace(recorded, sources=[])
-            return self._kept[key]
-        return None
-
-    def back(self) -> None:
-        """What was lent is no longer used."""
-        self._lent = False
-
-    def _record(self, compute: Callable[[Sequence[Tensor]], list[Tensor]], sources: list[Tensor]) -> _Recording | None:
+        """All recordings of one thing write to the same outputs, one by one: few are in memory at the same time."""
+        device = sources[0].device
+        sources = [t.clone() for t in sources] if copied else sources
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        outputs = self._outputs.get(key[0])
+        if outputs is None:
+            outputs = self._outputs[key[0]] = [torch.empty_like(t, device=device) for t in self._like[key[0]]]
         graph = torch.cuda.CUDAGraph()
         try:
             with recording(graph, self._pool):
-                outputs = compute(sources)
+                for out, t in zip(outputs, compute(sources), strict=True):
+                    out.copy_(t)
         except RuntimeError as error:  # something in it waits for the device
             _log.info("second moments cannot be recorded as a CUDA graph (%s): kernel by kernel instead", error)
             self._possible = False
             return None
-        return _Recording(graph, outputs, sources)
+        # What lies in the user's memory is not held: it is recognised by its address.
+        self._kept[key] = _Recording(graph, outputs, list(sources) if copied else [])
+        return self._kept[key]
+
+    def back(self) -> None:
+        """What was lent is no longer used."""
+        self._lent = False
 
 
 @contextmanager
