@@ -107,14 +107,14 @@ def _recorded(
         tuple(t.data_ptr() for t in buffers),
     )
 
-    def compute(sources: Sequence[Tensor]) -> list[Tensor]:
+    def compute(sources: Sequence[Tensor]) -> Iterator[Tensor]:
         supply = iter(sources)
         calls = {at: tape.uses[at].call.map(lambda _: next(supply)) for at in places}
         outer = {at: tuple(next(supply) for _ in g.outer[at]) for at in places}
         here = replace(
             tape, uses=tuple(replace(u, call=calls[at]) if at in calls else u for at, u in enumerate(tape.uses))
         )
-        return [t for block in pure for t in factors(block, here, Cotangents(outer, {}))]
+        return (t for block in pure for t in factors(block, here, Cotangents(outer, {})))
 
     sources = [t for use in uses for t in tensors_of((use.call.args, use.call.kwargs))]
     sources += [t for at in places for t in g.outer[at]]
