@@ -6,7 +6,8 @@
     python benchmarks/kfac.py --section factors         # one part: the other parts of the file stay as they are
     python benchmarks/kfac.py --markdown                # print the tables of the file
 
-factors  from the model and the batch to the Kronecker factors, one sampled target an example, over forward+backward
+factors  from the model and the batch to the Kronecker factors, one sampled target an example, over forward+backward:
+         ours as an optimizer makes them, in the hook on a forward pass; "from nothing" is pullback and estimate
 steps    training steps over those of fused AdamW, a whole cycle of the refreshes in every round; "10 & 100": the
          factors every ten steps, their inverses every hundred
 memory   peak of a training step in which everything is refreshed, over that of SGD with momentum
@@ -37,7 +38,7 @@ from benchmarks.harness import machine, peak_memory, settle
 from benchmarks.report import Report, Target, markdown, save, table
 from benchmarks.soap import SOAP
 
-OURS = "natgrad"
+OURS, FROM_NOTHING = "natgrad", "natgrad, from nothing"
 UNIT, ADAMW, SGD = "forward+backward", "AdamW, fused", "SGD with momentum, fused"
 Contestant = Callable[[], Any]
 Make = Callable[[torch.device], c.Problem]
@@ -100,6 +101,18 @@ def estimate(problem: c.Problem) -> Any:
     return ng.Kronecker().estimate(ng.pullback(problem.model, problem.x, metric(problem)))
 
 
+def hooked(problem: c.Problem) -> Contestant:
+    """A forward pass of a network of its own, in which an optimizer's hook makes the factors."""
+    own = replace(problem, model=copy.deepcopy(problem.model))
+    made = ng.KFAC(own.model, metric(own), metric_every=1)
+
+    def contestant() -> None:
+        own.model(own.x)
+        made.keeper.discard()  # the next pass is due again
+
+    return contestant
+
+
 def inputs_of(problem: c.Problem) -> list[Tensor]:
     """A [i i] of every Linear and Conv2d layer by this library."""
     made = estimate(problem).tensors()
@@ -151,7 +164,7 @@ def factors(report: Report, case: Case) -> None:
     if wrong := check(inputs_of(problem)):
         raise AssertionError(f"{section}: {wrong}")
     others, report.failures[section] = peers.runnable(peers.factors(), problem, check)
-    entries = {UNIT: c.gradient(problem), OURS: lambda: estimate(problem), **others}
+    entries = {UNIT: c.gradient(problem), OURS: hooked(problem), FROM_NOTHING: lambda: estimate(problem), **others}
     result = report.race(section, entries, UNIT, report.rounds)
     if case.factors is not None:
         ratio = result.ratio(OURS, UNIT).median
