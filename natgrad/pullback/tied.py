@@ -28,7 +28,15 @@ from natgrad.pullback.factors import Factors
 
 
 def joined(block: Block, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """S and A of a block from those of its kinds, in their own packing: the ones above, or the only pair."""
+    """S and A of a block from those of its kinds, in their own packing: the ones above, or the only pair.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
+    >>> model[1].weight = model[0].weight
+    >>> pb = ng.pullback(model, torch.tensor([[0, 1], [2, 4]]), ng.Euclidean())
+    >>> {name: tuple(factor.shape) for name, factor in ng.Kronecker().estimate(pb).tensors().items()}
+    {'0.weight/S': (1, 5, 5), '0.weight/A': (1, 3, 3)}
+    """
     if not block.facets:
         return pairs[0]
     sides = [facet.oriented(*pair) for facet, pair in zip(block.facets, pairs, strict=True)]
@@ -51,16 +59,11 @@ def _times(factor: Tensor, weight: Tensor) -> Tensor:
 
 
 def _sum(factors: Sequence[Tensor]) -> Tensor:
-    """Of matrices [c d d] and diagonals [c d]: a diagonal only where all are."""
-    matrices, diagonals = ([f for f in factors if f.ndim == ndim] for ndim in (3, 2))
-    flat = torch.stack(diagonals).sum(0) if diagonals else None
-    if not matrices:
-        assert flat is not None
-        return flat
-    out = torch.stack(matrices).sum(0) if len(matrices) > 1 else matrices[0].clone()
-    if flat is not None:
-        out.diagonal(dim1=-2, dim2=-1).add_(flat)
-    return out
+    """Of matrices [c d d] and diagonals [c d], in place: a diagonal only where all are."""
+    first, *others = sorted(factors, key=lambda factor: factor.ndim, reverse=True)
+    for other in others:
+        (first if first.ndim == other.ndim else first.diagonal(dim1=-2, dim2=-1)).add_(other)
+    return first
 
 
 @final
