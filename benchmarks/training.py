@@ -157,13 +157,14 @@ def train(contest: Contest, contender: Contender, seed: int, seconds: float, poi
 
 
 def tune(contest: Contest, seconds: float) -> dict[str, Setting]:
-    """The best of every rival's grid, by the final training loss of the first seed."""
+    """The best of every rival's grid with the first seed: the smallest final training loss, then the soonest."""
     chosen: dict[str, Setting] = {}
     for rival in rivals(contest):
-        losses: dict[Setting, float] = {}
+        results: dict[Setting, tuple[float, float]] = {}
         for s in rival.grid():
-            losses[s] = train(contest, rival.at(s), contest.seeds[0], seconds, points=1).final
-        chosen[rival.name] = min(losses, key=lambda s: losses[s])
+            run = train(contest, rival.at(s), contest.seeds[0], seconds, points=20)
+            results[s] = (run.final, run.reaches(run.final))
+        chosen[rival.name] = min(results, key=lambda s: results[s])
         print(f"  {contest.task.name}: {rival.name}: {chosen[rival.name]}", flush=True)
     return chosen
 
