@@ -220,18 +220,19 @@ def factored(
     """
     if damping == 0:
         return undamped(G, rest)
-    πs = [balance(a, s) for s, a in zip(G.left, G.right, strict=True)]
-    root = damping**0.5
-    shifts = [*(root / π for π in πs), *(root * π for π in πs)]
+    π = balance(G.right, G.left)
+    counts, root = [factor.shape[0] for factor in G.left], damping**0.5
+    shifts = [*(root / π).split(counts), *(root * π).split(counts)]
     before = None if last is None else [*last[0], *last[1]]
     inverses = _inverted([*G.left, *G.right], shifts, before, newton if newton and newton.trusted() else None)
     half = len(G.left)
     return ProductInverse.of(G, rest, inverses[:half], inverses[half:])
 
 
-def balance(a: Factor, s: Factor) -> Tensor:
-    """π [c]."""
-    ratio = mean_diagonal(a) / mean_diagonal(s)
+def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:
+    """π of every group of every layer, one after the other."""
+    means = [torch.cat([mean_diagonal(factor) for factor in side]) for side in (a, s)]
+    ratio = means[0] / means[1]
     return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
 
 
@@ -254,9 +255,8 @@ def _inverted(
         amounts = [_column(shifts[i], factors[i]).expand(factors[i].shape[0], 1) for i in at]
         damped.diagonal(dim1=-2, dim2=-1).add_(torch.cat(amounts))
         before = None if last is None else torch.cat([last[i] for i in at])
-        near = None if newton is None or before is None else newton.inverse(damped, before)
-        if near is not None:
-            return [near]
+        if newton is not None and before is not None:
+            return [newton.inverse(damped, before)]
         inverted, good = inverse(damped)
         if before is not None:
             return [torch.where(good[:, None, None], inverted, before)]

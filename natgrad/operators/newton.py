@@ -8,6 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from natgrad.operators.factor import inverse
+
 
 @final
 class Newton:
@@ -15,15 +17,16 @@ class Newton:
 
     It converges where ‖E‖ < 1, that is where M has changed little since X was its inverse. The guard is the norm of E
     before the last step, ‖E‖_F ≤ ``tolerance``, so that ‖E‖² is left after it. Where it fails, Cholesky inverts: at
-    once on a CPU. A GPU is not waited for: there the last inverse is kept, and the next refresh is done by Cholesky.
+    once on a CPU. A GPU is not waited for: there the last inverse is kept, and Cholesky inverts as soon as the host
+    has heard of it (``failed``), a step or two later.
 
     >>> M = torch.tensor([[[2.0, 0.0], [0.0, 4.0]]])
     >>> X, error = Newton().refreshed(M, 0.9 * torch.linalg.inv(M))
-    >>> X.diagonal(dim1=-2, dim2=-1), bool(error < 0.1)
+    >>> X.diagonal(dim1=-2, dim2=-1), bool(error < 0.05)
     (tensor([[0.4999, 0.2500]]), True)
     """
 
-    def __init__(self, steps: int = 2, tolerance: float = 0.1) -> None:
+    def __init__(self, steps: int = 2, tolerance: float = 0.05) -> None:
         if steps < 1 or not 0 < tolerance < 1:
             raise ValueError(f"Newton needs steps ≥ 1 and 0 < tolerance < 1, got {steps} and {tolerance}")
         self.steps, self.tolerance = steps, tolerance
@@ -32,10 +35,14 @@ class Newton:
     def __repr__(self) -> str:
         return f"Newton(steps={self.steps}, tolerance={self.tolerance})"
 
+    def failed(self) -> bool:
+        """Whether the guard has said no in the last refresh, as far as the host has heard."""
+        return any(float(error) > self.tolerance for error in self._errors)
+
     def trusted(self) -> bool:
-        """Whether the last refresh went well, as far as the host knows; asked once before each."""
-        errors, self._errors = self._errors, []
-        return all(float(error) <= self.tolerance for error in errors)
+        """Whether to go on from the last inverse; asked once before each refresh, which begins anew."""
+        failed, self._errors = self.failed(), []
+        return not failed
 
     def refreshed(self, M: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """X [b d d] from M and the last inverse, and the norm of E before the last step, the largest of the batch."""
@@ -47,14 +54,16 @@ class Newton:
         error = torch.linalg.matrix_norm(E)
         return 0.5 * (X + X.mT), error
 
-    def inverse(self, M: Tensor, last: Tensor) -> Tensor | None:
-        """The inverse, or None where the guard says no; on a GPU the last one where it says no."""
+    def inverse(self, M: Tensor, last: Tensor) -> Tensor:
+        """The inverses of M [b d d], every matrix by itself: where the guard says no, by Cholesky, or the last one."""
         X, error = self.refreshed(M, last)
         good = error <= self.tolerance
         if M.device.type != "cuda":
-            return X if bool(good.all()) else None
-        # Infinite until the number has arrived: the guard says no to what is not known.
-        host = torch.full((), math.inf, pin_memory=True)
+            if not bool(good.all()):
+                direct, positive = inverse(M[~good])
+                X[~good] = torch.where(positive[:, None, None], direct, last[~good])
+            return X
+        host = torch.full((), math.nan, pin_memory=True)  # not a number until it has arrived
         host.copy_(error.amax(), non_blocking=True)
         self._errors.append(host)
         return torch.where(good[:, None, None], X, last)

@@ -120,7 +120,7 @@ def diagnostics(opt: NaturalGradient) -> Diagnostics:
 def _layer(G: KroneckerOperator | EigenKroneckerOperator, b: int, λ: float, factored: bool, step: float) -> Health:
     block: Block = G.blocks[b]
     s, a = G.left[b].double(), G.right[b].double()
-    π = balance(a, s)
+    π = balance([a], [s])
     values = {"S": _eigenvalues(s), "A": _eigenvalues(a)}
     shifts = {"S": λ**0.5 / π, "A": λ**0.5 * π}
     sides = {key: _side(values[key], factor, shifts[key]) for key, factor in (("S", s), ("A", a))}

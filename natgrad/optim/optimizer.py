@@ -226,6 +226,8 @@ class NaturalGradient(torch.optim.Optimizer):
         keeper = self.keeper
         if not self._graphed.recorded or keeper.fresh is not None or keeper.due or keeper.inverse_due:
             return False
+        if self.solver.doubtful:
+            return False
         step = self._graphed.quick([p.grad for p in keeper.model.params.values()])
         if step is None or keeper.average is None:
             return False

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from typing_extensions import Unpack
 
 from natgrad.optim.optimizer import NaturalGradient, Options
 from natgrad.output.metric import OutputMetric
-from natgrad.solve import Cholesky, Factored, Solver
+from natgrad.solve import Cholesky, Factored, Newton, Solver
 from natgrad.step import KLClip, StepRule
 from natgrad.structures import Diagonal, EigenKronecker, Kronecker, Refresh, Structure
 
@@ -18,8 +19,8 @@ class Preset(Options, total=False):
     """The options of ``NaturalGradient``, and those of K-FAC.
 
     The metric is estimated every ``metric_every`` steps (10), averaged with ``decay`` (0.95), and inverted every
-    ``inverse_every`` (100). ``step``: ``KLClip()`` unless another rule is given. ``sharing``, ``fallback``, ``strict``:
-    see ``Kronecker``.
+    ``inverse_every`` (100); on a GPU by ``Newton`` where the last inverse is near enough. ``step``: ``KLClip()`` unless
+    another rule is given. ``sharing``, ``fallback``, ``strict``: see ``Kronecker``.
     """
 
     metric_every: int
@@ -50,7 +51,7 @@ def KFAC(
     ...     nn.functional.cross_entropy(model(x), t).backward()
     ...     opt.step()
     """
-    return _preset(Kronecker, Factored(), model, metric, lr, damping, options)
+    return _preset(Kronecker, Factored(_newton(model)), model, metric, lr, damping, options)
 
 
 def EKFAC(
@@ -61,6 +62,12 @@ def EKFAC(
     The damping is exact, (G + λ)⁻¹; eigenvectors are computed where ``KFAC`` inverts.
     """
     return _preset(EigenKronecker, Cholesky(), model, metric, lr, damping, options)
+
+
+def _newton(model: nn.Module) -> Newton | None:
+    """On a GPU and in single precision a few products take the place of a factorisation; elsewhere it is exact."""
+    p = next(model.parameters(), None)
+    return Newton() if p is not None and p.device.type == "cuda" and p.dtype != torch.float64 else None
 
 
 def _preset(

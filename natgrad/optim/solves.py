@@ -76,6 +76,8 @@ class Solves:
         if self.inverse is None:
             return True
         changed = self.outdated or self.damping != damping
+        if self.opt.solver.doubtful:
+            return True
         return changed and (self.opt.keeper.structure.inverse == 1 or self.opt.keeper.inverse_due)
 
     def _renewed(self, operator: Operator) -> Operator:

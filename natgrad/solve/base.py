@@ -14,6 +14,11 @@ from natgrad.operators.base import Inverse, Operator
 class Solver(ABC):
     """v = (G + λ)⁻¹ω or G⁺ω. ``init`` does the expensive part once; ``sharp`` applies it to any covector."""
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether the last inverse turned out to be no good, so that it must be made again before it is due."""
+        return False
+
     @abstractmethod
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         """Factor, or refuse by name a structure that cannot be solved this way.

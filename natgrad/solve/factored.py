@@ -37,6 +37,10 @@ class Factored(Solver):
     def by_layer(self) -> bool:
         return True
 
+    @property
+    def doubtful(self) -> bool:
+        return self.newton is not None and self.newton.failed()
+
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
         return G.factored_inverse(damping, warm or {}, self.newton)

@@ -85,4 +85,4 @@ def test_nothing_to_start_from_is_cholesky() -> None:
 
 
 def test_what_it_is_can_be_read() -> None:
-    assert repr(ng.Factored(ng.Newton())) == "Factored(newton=Newton(steps=2, tolerance=0.1))"
+    assert repr(ng.Factored(ng.Newton())) == "Factored(newton=Newton(steps=2, tolerance=0.05))"
