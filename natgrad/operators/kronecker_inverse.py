@@ -255,7 +255,7 @@ def _inverted(
         amounts = [_column(shifts[i], factors[i]).expand(factors[i].shape[0], 1) for i in at]
         damped.diagonal(dim1=-2, dim2=-1).add_(torch.cat(amounts))
         before = None if last is None else torch.cat([last[i] for i in at])
-        if newton is not None and before is not None:
+        if newton is not None and before is not None and stack.shape[-1] >= newton.smallest:
             return [newton.inverse(damped, before)]
         inverted, good = inverse(damped)
         if before is not None:

@@ -18,22 +18,23 @@ class Newton:
     It converges where ‖E‖ < 1, that is where M has changed little since X was its inverse. The guard is the norm of E
     before the last step, ‖E‖_F ≤ ``tolerance``, so that ‖E‖² is left after it. Where it fails, Cholesky inverts: at
     once on a CPU. A GPU is not waited for: there the last inverse is kept, and Cholesky inverts as soon as the host
-    has heard of it (``failed``), a step or two later.
+    has heard of it (``failed``), a step or two later. Matrices with fewer than ``smallest`` rows are left to Cholesky,
+    which costs them less than an attempt that fails.
 
     >>> M = torch.tensor([[[2.0, 0.0], [0.0, 4.0]]])
-    >>> X, error = Newton().refreshed(M, 0.9 * torch.linalg.inv(M))
+    >>> X, error = Newton(smallest=1).refreshed(M, 0.9 * torch.linalg.inv(M))
     >>> X.diagonal(dim1=-2, dim2=-1), bool(error < 0.05)
     (tensor([[0.4999, 0.2500]]), True)
     """
 
-    def __init__(self, steps: int = 2, tolerance: float = 0.05) -> None:
+    def __init__(self, steps: int = 2, tolerance: float = 0.05, smallest: int = 2048) -> None:
         if steps < 1 or not 0 < tolerance < 1:
             raise ValueError(f"Newton needs steps ≥ 1 and 0 < tolerance < 1, got {steps} and {tolerance}")
-        self.steps, self.tolerance = steps, tolerance
+        self.steps, self.tolerance, self.smallest = steps, tolerance, smallest
         self._errors: list[Tensor] = []  # of the last refresh, on the host or on their way there
 
     def __repr__(self) -> str:
-        return f"Newton(steps={self.steps}, tolerance={self.tolerance})"
+        return f"Newton(steps={self.steps}, tolerance={self.tolerance}, smallest={self.smallest})"
 
     def failed(self) -> bool:
         """Whether the guard has said no in the last refresh, as far as the host has heard."""

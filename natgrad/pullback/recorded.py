@@ -20,7 +20,7 @@ from torch import Tensor
 Compute: TypeAlias = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 
 _log = logging.getLogger("natgrad")
-_KEPT = 8  # recordings; a loop has few patterns of addresses, or none
+_KEPT = 32  # recordings; a loop has few patterns of addresses, or none
 _SMALL = 2**26  # bytes that are copied rather than recognised
 _SEEN = 64  # patterns that are remembered
 

@@ -41,7 +41,7 @@ def _operator(seed: int = 0) -> KroneckerOperator:
 
 def test_a_metric_that_changed_little_is_refreshed_without_cholesky(monkeypatch: pytest.MonkeyPatch) -> None:
     G = _operator()
-    newton, direct = ng.Factored(ng.Newton(steps=4)), ng.Factored()
+    newton, direct = ng.Factored(ng.Newton(steps=4, smallest=1)), ng.Factored()
     warm = direct.init(G, 0.5).tensors()
     moved = G.lerp(_scaled(G, 1.05), 1.0)
     expected = direct.init(moved, 0.5)
@@ -57,7 +57,7 @@ def test_a_metric_that_changed_much_goes_back_to_cholesky() -> None:
     warm = ng.Factored().init(G, 0.01).tensors()
     moved = _scaled(G, 50.0)
     w = covector(pull(zoo.case("mlp_tanh").make(), ng.Euclidean()))
-    found = ng.Factored(ng.Newton()).init(moved, 0.01, warm).sharp(w).flatten()
+    found = ng.Factored(ng.Newton(smallest=1)).init(moved, 0.01, warm).sharp(w).flatten()
     close(found, ng.Factored().init(moved, 0.01).sharp(w).flatten())
 
 
@@ -85,4 +85,12 @@ def test_nothing_to_start_from_is_cholesky() -> None:
 
 
 def test_what_it_is_can_be_read() -> None:
-    assert repr(ng.Factored(ng.Newton())) == "Factored(newton=Newton(steps=2, tolerance=0.05))"
+    assert repr(ng.Factored(ng.Newton())) == "Factored(newton=Newton(steps=2, tolerance=0.05, smallest=2048))"
+
+
+def test_small_matrices_are_left_to_cholesky() -> None:
+    G = _operator()
+    warm = {key: torch.zeros_like(t) for key, t in ng.Factored().init(G, 0.5).tensors().items()}
+    w = covector(pull(zoo.case("mlp_tanh").make(), ng.Euclidean()))
+    found = ng.Factored(ng.Newton()).init(G, 0.5, warm).sharp(w).flatten()
+    close(found, ng.Factored().init(G, 0.5).sharp(w).flatten(), 1e-14)
