@@ -98,7 +98,8 @@ def metric(problem: c.Problem) -> ng.Fisher:
 
 def estimate(problem: c.Problem) -> Any:
     """The Kronecker factors, from nothing."""
-    return ng.Kronecker().estimate(ng.pullback(problem.model, problem.x, metric(problem)))
+    with ng.evaluating(problem.model):
+        return ng.Kronecker().estimate(ng.pullback(problem.model, problem.x, metric(problem)))
 
 
 def hooked(problem: c.Problem) -> Contestant:
