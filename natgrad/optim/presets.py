@@ -11,16 +11,16 @@ from typing_extensions import Unpack
 from natgrad.optim.optimizer import NaturalGradient, Options
 from natgrad.output.metric import OutputMetric
 from natgrad.solve import Cholesky, Factored, Newton, Solver
-from natgrad.step import KLClip, StepRule
+from natgrad.step import KLClip, SelfTuned, StepRule
 from natgrad.structures import Diagonal, EigenKronecker, Kronecker, Refresh, Structure
 
 
 class Preset(Options, total=False):
     """The options of ``NaturalGradient``, and those of K-FAC.
 
-    The metric is estimated every ``metric_every`` steps (10), averaged with ``decay`` (0.95), and inverted every
-    ``inverse_every`` (100); on a GPU by ``Newton`` where the last inverse is near enough. ``step``: ``KLClip()`` unless
-    another rule is given. ``sharing``, ``fallback``, ``strict``: see ``Kronecker``.
+    The metric is estimated every ``metric_every`` steps (10; with ``SelfTuned`` 2), averaged with ``decay`` (0.95), and
+    inverted every ``inverse_every`` (100; with ``SelfTuned`` 5); on a GPU by ``Newton`` where the last inverse is near
+    enough. ``step``: ``KLClip()`` unless another rule is given. The others are those of ``Kronecker``.
     """
 
     metric_every: int
@@ -81,9 +81,10 @@ def _preset(
 ) -> NaturalGradient:
     given: dict[str, Any] = dict(options)
     structure = kind(given.pop("sharing", "expand"), given.pop("fallback", Diagonal()), given.pop("strict", False))
-    schedule = Refresh(
-        structure, given.pop("metric_every", 10), given.pop("decay", 0.95), given.pop("inverse_every", 100)
-    )
     solver, step = given.pop("solver", solver), given.pop("step", None) or KLClip()
+    # Steps that are as long as the metric of the batch allows need a metric, and an inverse, that are new.
+    often = (2, 5) if isinstance(step, SelfTuned) else (10, 100)
+    every, inverse = given.pop("metric_every", often[0]), given.pop("inverse_every", often[1])
+    schedule = Refresh(structure, every, given.pop("decay", 0.95), inverse)
     given = {"momentum": 0.9, **given}
     return NaturalGradient(model, metric, schedule, solver, step, lr, damping, **given)

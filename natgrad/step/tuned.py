@@ -12,6 +12,8 @@ from torch import Tensor
 from natgrad.geometry import Vector
 from natgrad.step.base import Proposal, Step, StepRule
 
+_CUT, _CUTS = 4.0, 3  # a step that is too long: divided by, and how often
+
 
 @final
 @dataclass(frozen=True)
@@ -58,18 +60,22 @@ class SelfTuned(StepRule):
 
     Δ = −(G + λ)⁻¹ω in the structure, δ₀ the last step, and m(δ) = ⟨ω, δ⟩ + ½⟨δ, (G + λ)δ⟩ with *exact* products
     ⟨Δ, GΔ⟩, ⟨Δ, Gδ₀⟩, ⟨δ₀, Gδ₀⟩ (Martens and Grosse 2015, sections 6.4, 6.5 and 7): learning rate and momentum need
-    no tuning and are not used. Every ``every`` steps λ is multiplied or divided by ``factor`` where the loss has
-    fallen by less than a quarter, or by more than three quarters, of what the model said. ``fraction``: the part of
-    the batch that the exact products are taken on. Needs ``opt.step(closure)``.
+    no tuning and are not used.
+
+    In the first step, and then every ``every`` steps, the loss is evaluated where the step lands. λ is multiplied or
+    divided by ``factor`` where it has fallen by less than a quarter, or by more than three quarters, of what the model
+    said. A step after which the loss is higher is cut to a quarter, three times at most, and λ becomes four times
+    larger; one that no cut helps is refused. ``fraction``: the part of the batch that the exact products are taken on.
+    Needs ``opt.step(closure)``; a closure that draws random numbers (dropout) is compared with other ones.
 
     >>> SelfTuned()
-    SelfTuned(every=5, factor=1.3, fraction=1.0, smallest=1e-08)
+    SelfTuned(every=5, factor=1.3, fraction=1.0, smallest=1e-06)
     """
 
     every: int = 5
     factor: float = 1.3
     fraction: float = 1.0
-    smallest: float = 1e-8
+    smallest: float = 1e-6  # λ; below, a batch is fitted at the expense of the others
 
     def __post_init__(self) -> None:
         if self.every < 1 or not self.factor > 1 or not 0 < self.fraction <= 1 or not self.smallest > 0:
@@ -91,10 +97,24 @@ class SelfTuned(StepRule):
         δ = Vector({name: t.to(Δ[name].dtype) for name, t in Δ.unflatten(weights @ flat).items()})
         if proposal.model.step % self.every:
             return Step(δ, λ, velocity=δ)
-        predicted = float(weights @ slope + 0.5 * weights @ H @ weights)
-        actual = proposal.loss(δ) - proposal.loss(None)
+        return self._tried(proposal, δ, float(weights @ slope + 0.5 * weights @ H @ weights), λ)
+
+    def _tried(self, proposal: Proposal, δ: Vector, predicted: float, λ: float) -> Step:
+        """The step, or a part of it, after which the loss is not higher, and the damping that follows from it."""
+        here = proposal.loss(None)
+        rounding = 10 * max(torch.finfo(t.dtype).eps for t in δ.values()) * abs(here)
+        actual = proposal.loss(δ) - here
+        if -predicted <= rounding and abs(actual) <= rounding:
+            return Step(δ, λ, velocity=δ)  # nothing can be said
         ratio = actual / predicted if predicted < 0 and math.isfinite(actual) else -math.inf
-        return Step(δ, self._adapted(λ, ratio), ratio=ratio, velocity=δ)
+        if actual <= rounding:
+            return Step(δ, self._adapted(λ, ratio), ratio=ratio, velocity=δ)
+        more = min(_CUT * λ, 1 / self.smallest)
+        for _ in range(_CUTS):
+            δ = δ / _CUT
+            if proposal.loss(δ) - here <= rounding:
+                return Step(δ, more, ratio=ratio, velocity=δ, reason="cut: the loss was higher at its end")
+        return Step(δ, more, accepted=False, ratio=ratio, reason=f"the loss is higher even after {_CUTS} cuts")
 
     def _adapted(self, λ: float, ratio: float) -> float:
         if ratio > 0.75:
