@@ -212,7 +212,7 @@ class Keeper:
     def discard(self) -> None:
         """Forget the fresh estimate."""
         self.fresh, self._examples, self._told, self._joint = None, 0, False, False
-        self.view.recordings.back()
+        self.view.known.recordings.back()
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
         """A forward pass begins, ``compiled`` or not.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, final
 
 import torch
@@ -91,13 +91,7 @@ class NaturalGradient(torch.optim.Optimizer):
         damping: float = 1e-2,
         **options: Unpack[Options],
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
-        unknown = sorted(set(options) - set(Options.__annotations__))
-        if unknown:
-            raise TypeError(
-                f"NaturalGradient has no option {', '.join(unknown)}: it has {', '.join(Options.__annotations__)}"
-            )
+        _check_arguments(model, options)
         wrapped, wrapping = Model.of(model, output=options.get("output")), unwrapped(model)
         world = world_of(wrapping)
         defaults = {
@@ -116,10 +110,7 @@ class NaturalGradient(torch.optim.Optimizer):
             solver=(self.solver, Solver),
             step=(self.rule, StepRule),
         )
-        generator = options.get("generator")
-        if generator is None:
-            seed = (torch.initial_seed() + world.rank) % 2**63
-            generator = torch.Generator(device=wrapped.example.device).manual_seed(seed)
+        generator = options.get("generator") or _generator(wrapped.example.device, world.rank)
         refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, options.get("rules", ()))
         on_gpu = wrapped.example.device.type == "cuda"
@@ -289,3 +280,17 @@ class NaturalGradient(torch.optim.Optimizer):
         self.inverse, self.inverse_damping = restored.inverse, restored.inverse_damping
         self.outdated = restored.outdated
         self._graphed.forget()
+
+
+def _check_arguments(model: nn.Module, options: Mapping[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
+    unknown = sorted(set(options) - set(Options.__annotations__))
+    if unknown:
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"NaturalGradient has no option {', '.join(unknown)}: it has {known}")
+
+
+def _generator(device: torch.device, rank: int) -> torch.Generator:
+    """For sampled metrics: every process draws targets of its own."""
+    return torch.Generator(device=device).manual_seed((torch.initial_seed() + rank) % 2**63)

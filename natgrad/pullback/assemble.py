@@ -77,11 +77,20 @@ class Batch:
 
 @final
 @dataclass(frozen=True)
+class Known:
+    """What is remembered of a model that is looked at again and again."""
+
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    recordings: Recordings = field(default_factory=Recordings)
+
+
+@final
+@dataclass(frozen=True)
 class View:
     """How a model is looked at: the metric on its outputs, its layers, and what is known about its graphs.
 
     ``deferred``: numbers are not looked at while they are computed, which would make a GPU wait; whether they are
-    finite is in ``Pullback.finite``.
+    finite is found out by those who average them.
     """
 
     model: Model
@@ -89,8 +98,7 @@ class View:
     blocks: list[Block]
     generator: torch.Generator | None
     memory: int = MEMORY
-    verdicts: Verdicts = field(default_factory=Verdicts)
-    recordings: Recordings = field(default_factory=Recordings)
+    known: Known = field(default_factory=Known)
     deferred: bool = False
 
     def of(self, batch: Batch) -> Pullback:
@@ -114,7 +122,7 @@ class View:
         tape = over_examples(tape)
         names, counts = survey(tape.y.grad_fn)
         refuse_hidden(self.model, names, counts)
-        moved = self.verdicts.misplaced(tape, names)
+        moved = self.known.verdicts.misplaced(tape, names)
         blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in self.blocks]
         blocks, tape = spread(self.model, blocks, tape)
         self._tell(blocks)
@@ -134,7 +142,7 @@ class View:
             parts=parts,
             positions={b.names[0]: tape.positions(b) for b in blocks},
             roots=Root.of(self, batch.target, y, coupling is not None),
-            recordings=self.recordings if y.device.type == "cuda" else None,
+            recordings=self.known.recordings if y.device.type == "cuda" else None,
         )
 
     def _tell(self, blocks: Sequence[Block]) -> None:
@@ -146,7 +154,7 @@ class View:
             self.model.check_separable()
         except BatchStatisticsError:
             message = f"no layer rule covers {names}: in training mode they are seen in evaluation mode"
-            if self.verdicts.news(message):
+            if self.known.verdicts.news(message):
                 _log.info(message)
 
 

@@ -29,9 +29,13 @@ def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector
     n = _examples(batch.x)
     m = max(1, round(fraction * n))
     x, target = batch.x, batch.target
-    if 0 < m < n and separable(x, n) and (target is None or separable(target, n)):
+    cut = 0 < m < n and separable(x, n) and (target is None or separable(target, n))
+    if cut:
         x, target = examples(x, (0, m), n), examples(target, (0, m), n)
     y, pushed = _pushed(batch.model, x, vectors)
+    if cut and y.shape[0] != m:  # the first axis was not that of the examples
+        target = batch.target
+        y, pushed = _pushed(batch.model, batch.x, vectors)
     with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
         wide = torch.promote_types(y.dtype, torch.float32)
         y, pushed = y.to(wide), [u.to(wide) for u in pushed]
