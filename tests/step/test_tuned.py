@@ -1,0 +1,334 @@
+"""K-FAC's own steps: the KL clip, the self-tuning step, and the exact products that it is tuned with."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.model import Model
+from natgrad.pullback.assemble import Batch
+from natgrad.step.forms import quadratic_forms
+from tests import oracle
+from tests.optim.tasks import Scalar, half_square, seeded, task
+from tests.pulled import close, normal
+from tests.zoo import Problem, case
+
+DAMPED = 0.1
+
+
+# The KL clip
+
+
+def test_the_clip_scales_by_the_root_of_the_radius_over_the_length_and_never_lengthens() -> None:
+    of = task("coins")
+    θ, ω, G = of.theta(), of.gradient(), of.metric()
+    v = oracle.damped(G, ω, DAMPED)
+    lr = 0.3
+    length = lr**2 * float(ω @ v)
+    for radius in (length / 100, length / 2, length * 2, 1e9):
+        of = task("coins")
+        of.step(of.optimizer(step=ng.KLClip(radius), lr=lr, damping=DAMPED))
+        close(of.theta(), θ - lr * min(1.0, math.sqrt(radius / length)) * v)
+
+
+def test_every_group_counts_with_its_own_learning_rate() -> None:
+    of = task("coins")
+    θ, ω, G = of.theta(), of.gradient(), of.metric()
+    v = oracle.damped(G, ω, DAMPED)
+    first = {"params": list(of.model[0].parameters()), "lr": 0.5}  # type: ignore[index]
+    rates = torch.cat([torch.full((9,), 0.5), torch.full((8,), 0.2)]).double()
+    radius = 1e-4
+    shrink = math.sqrt(radius / float((rates**2 * ω) @ v))
+    assert shrink < 1
+    of.step(of.optimizer(step=ng.KLClip(radius), lr=0.2, damping=DAMPED, groups=[first]))
+    close(of.theta(), θ - shrink * rates * v)
+
+
+def test_what_is_clipped_enters_the_momentum() -> None:
+    of = task("coins")
+    lr, μ, radius = 0.5, 0.9, 1e-4
+    opt = of.optimizer(step=ng.KLClip(radius), lr=lr, momentum=μ, damping=DAMPED)
+    θ, m = of.theta(), torch.zeros(17, dtype=torch.float64)
+    for _ in range(4):
+        v = oracle.damped(of.metric(), of.gradient(), DAMPED)
+        length = lr**2 * float(of.gradient() @ v)
+        assert length > radius
+        m = μ * m + math.sqrt(radius / length) * v
+        θ = θ - lr * m
+        of.step(opt)
+        close(of.theta(), θ)
+
+
+def test_a_zero_gradient_is_not_clipped_to_something_that_is_no_number() -> None:
+    of = task()
+    θ = of.theta()
+    opt = of.optimizer(step=ng.KLClip(), damping=DAMPED)
+    (0 * of.loss()).backward()
+    opt.step()
+    close(of.theta(), θ)
+
+
+@pytest.mark.parametrize("radius", [0.0, -1.0, math.nan])
+def test_the_radius_must_be_positive(radius: float) -> None:
+    with pytest.raises(ValueError, match=r"KLClip\(radius=…\) must be positive, got"):
+        ng.KLClip(radius)
+
+
+# The self-tuned step
+
+
+def tuned(of: Any, **options: Any) -> ng.NaturalGradient:
+    """SelfTuned on a task, with the structure of the test."""
+    rule = ng.SelfTuned(**options.pop("rule", {}))
+    opt: ng.NaturalGradient = of.optimizer(step=rule, **options)
+    return opt
+
+
+def best(G: Tensor, ω: Tensor, λ: float, directions: list[Tensor]) -> Tensor:
+    """The minimum of ⟨ω, δ⟩ + ½⟨δ, (G + λ)δ⟩ over the span of some directions, by the normal equations."""
+    D = torch.stack(directions)
+    H = D @ (G @ D.T + λ * D.T)
+    return -torch.linalg.solve(H, D @ ω) @ D
+
+
+@pytest.mark.parametrize("kind", ["regression", "classes", "coins", "counts"])
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.Diagonal()], ids=["Kronecker", "Diagonal"])
+def test_learning_rate_and_momentum_minimise_the_quadratic_model_of_the_exact_metric(
+    kind: str, structure: ng.Kronecker | ng.Diagonal
+) -> None:
+    of = task(kind)
+    λ, last = 0.05, None
+    opt = tuned(of, structure=structure, damping=λ, lr=7.0, rule={"every": 100})
+    for step in range(4):
+        θ, ω, G = of.theta(), of.gradient(), of.metric()
+        approximate = structure.estimate(ng.pullback(of.model, of.x, of.kind.metric)).dense()
+        Δ = -oracle.damped(approximate, ω, λ)
+        δ = best(G, ω, λ, [Δ] if last is None else [Δ, last])
+        opt.step(of.closure(opt))
+        close(of.theta() - θ, δ, 1e-8)
+        assert opt.last is not None
+        λ, last = opt.last.damping, of.theta() - θ
+        assert (opt.last.ratio is None) == (step > 0)
+
+
+def test_one_step_lands_at_the_minimum_of_a_quadratic_problem() -> None:
+    x, t = normal(20, 3), normal(20, 2, seed=1)
+    model = seeded(lambda: nn.Linear(3, 2).double())
+    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Dense(), step=ng.SelfTuned(smallest=1e-12), damping=1e-12)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = half_square(model(x), t)
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    ones = torch.cat([x, torch.ones(20, 1, dtype=torch.float64)], dim=1)
+    solution = torch.linalg.lstsq(ones, t).solution.T
+    close(model.weight.detach(), solution[:, :3], 1e-8)
+    close(model.bias.detach(), solution[:, 3], 1e-8)
+    assert opt.last is not None
+    assert opt.last.ratio == pytest.approx(1.0, abs=1e-6)
+
+
+def bowl(curvature: float, **rule: Any) -> tuple[Scalar, ng.NaturalGradient, Callable[[], Tensor]]:
+    """L = ½c θ² with G = 1: the step is −cθ, the model predicts −½c²θ², the loss changes by ½c(c² − 2c)θ²."""
+    model = Scalar()
+    step = ng.SelfTuned(**{"smallest": 1e-12, **rule})
+    opt = ng.NaturalGradient(model, ng.Euclidean(), step=step, damping=1e-9)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = 0.5 * curvature * model().square().sum()
+        loss.backward()
+        return loss
+
+    return model, opt, closure
+
+
+@pytest.mark.parametrize(("curvature", "times"), [(1.0, 1 / 3), (1.2, 1 / 3), (1.5, 1.0), (1.9, 3.0)])
+def test_the_damping_falls_stays_or_rises_by_the_factor_with_the_ratio(curvature: float, times: float) -> None:
+    _, opt, closure = bowl(curvature, factor=3.0)
+    opt.step(closure)
+    assert opt.last is not None
+    assert opt.last.ratio == pytest.approx(2 - curvature, abs=1e-6)
+    assert opt.param_groups[0]["damping"] == pytest.approx(times * 1e-9)
+
+
+def test_the_damping_adapts_every_so_many_steps_only_and_stays_above_the_smallest() -> None:
+    _, opt, closure = bowl(1.2, every=3, factor=10.0, smallest=2e-11)
+    dampings = []
+    for _ in range(7):
+        opt.step(closure)
+        dampings.append(opt.param_groups[0]["damping"])
+    assert dampings == pytest.approx([1e-10, 1e-10, 1e-10, 2e-11, 2e-11, 2e-11, 2e-11])
+
+
+@pytest.mark.parametrize(("curvature", "cuts"), [(1.99, 0), (2.1, 1), (7.9, 1), (8.1, 2), (100.0, 3)])
+def test_a_step_after_which_the_loss_is_higher_is_cut_to_a_quarter_until_it_is_not(curvature: float, cuts: int) -> None:
+    model, opt, closure = bowl(curvature)
+    opt.step(closure)
+    assert opt.last is not None
+    assert opt.last.accepted
+    close(model.value.detach(), torch.tensor([1 - curvature / 4**cuts], dtype=torch.float64), 1e-6)
+    assert opt.param_groups[0]["damping"] == pytest.approx(1e-9 * (4 if cuts else 1.3))
+
+
+@pytest.mark.parametrize("curvature", [200.0, math.inf])
+def test_a_step_that_no_cut_helps_is_refused_and_starts_anew(curvature: float) -> None:
+    model, opt, closure = bowl(1.2 if math.isinf(curvature) else curvature)
+    calls = 0
+
+    def poisoned() -> Tensor:
+        nonlocal calls
+        calls += 1
+        return closure() if calls == 1 or not math.isinf(curvature) else torch.tensor(math.inf)
+
+    opt.step(poisoned)
+    assert opt.last is not None
+    assert not opt.last.accepted
+    assert "the loss is higher even after 3 cuts" in opt.last.reason
+    assert float(model.value.detach()) == 1.0
+    assert opt.param_groups[0]["damping"] == pytest.approx(4e-9)
+    assert not opt.state
+
+
+def test_where_nothing_is_left_to_gain_the_damping_stays() -> None:
+    model, opt, closure = bowl(1.2)
+    with torch.no_grad():
+        model.value.zero_()
+    opt.step(closure)
+    assert opt.last is not None
+    assert (opt.last.accepted, opt.last.ratio, opt.last.damping) == (True, None, 1e-9)
+    assert float(model.value.detach()) == 0.0
+
+
+def test_the_last_step_survives_a_checkpoint() -> None:
+    def run(at: int | None) -> Tensor:
+        of = task("coins")
+        opt = tuned(of, structure=ng.Kronecker())
+        for step in range(6):
+            opt.step(of.closure(opt))
+            if step == at:
+                state = copy.deepcopy(opt.state_dict())
+                assert "momentum" in next(iter(state["state"].values()))
+                opt = tuned(of, structure=ng.Kronecker())
+                opt.load_state_dict(state)
+        return of.theta()
+
+    assert torch.equal(run(None), run(3))
+
+
+def test_it_needs_a_closure() -> None:
+    of = task()
+    opt = tuned(of)
+    of.closure(opt)()
+    with pytest.raises(TypeError, match=r"SelfTuned evaluates the loss again: call opt\.step\(closure\)"):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    "options", [{"every": 0}, {"factor": 1.0}, {"fraction": 0.0}, {"fraction": 1.5}, {"smallest": 0}]
+)
+def test_numbers_that_no_step_can_be_tuned_with_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="SelfTuned needs every ≥ 1, factor > 1, 0 < fraction ≤ 1 and smallest > 0"):
+        ng.SelfTuned(**options)
+
+
+def test_kfac_that_tunes_itself_estimates_and_inverts_more_often() -> None:
+    opt = ng.KFAC(nn.Linear(2, 2), ng.Euclidean(), step=ng.SelfTuned())
+    assert (opt.keeper.structure.every, opt.keeper.structure.inverse) == (2, 5)
+    opt = ng.KFAC(nn.Linear(2, 2), ng.Euclidean(), step=ng.SelfTuned(), metric_every=3, inverse_every=6)
+    assert (opt.keeper.structure.every, opt.keeper.structure.inverse) == (3, 6)
+
+
+def test_kfac_with_default_arguments_fits_a_classifier_in_a_few_steps() -> None:
+    x, t = torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)))
+    metric = ng.Fisher(ng.Categorical(), samples=1)
+    generator = torch.Generator().manual_seed(0)
+    opt = ng.KFAC(model, metric, step=ng.SelfTuned(), generator=generator)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), t)
+        loss.backward()
+        return loss
+
+    for _ in range(40):
+        opt.step(closure)
+    assert float(closure().detach()) < 0.01  # random labels, log 3 at first
+
+
+# Exact products
+
+
+def _lstm() -> Problem:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """The head of the last output."""
+            hidden: Tensor = self.lstm(x)[0][:, -1]
+            out: Tensor = self.head(hidden)
+            return out
+
+    return Problem(seeded(lambda: Last().double()), normal(5, 4, 2))
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    **{name: case(name).make for name in ("mlp_tanh", "conv", "layer_norm", "attention", "tied_embedding", "sequence")},
+    "lstm": _lstm,
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_quadratic_forms_are_those_of_the_dense_metric(name: str) -> None:
+    problem = PROBLEMS[name]()
+    y = problem.outputs()
+    h = oracle.categorical(y.reshape(-1, y.shape[-1]))
+    if y.ndim > 2:  # every token is a distribution of its own
+        h = torch.stack([torch.block_diag(*h[n * y.shape[1] : (n + 1) * y.shape[1]]) for n in range(len(y))])
+    G = oracle.dense(problem.jacobian(), h)
+    flat = [normal(len(G), seed=seed) for seed in (1, 2)]
+    vectors = [ng.Vector(oracle.unflatten(v, problem.parameters())) for v in flat]
+    batch = Batch(Model.of(problem.module, output=problem.output), problem.x)
+    V = torch.stack(flat)
+    close(quadratic_forms(batch, ng.Fisher(ng.Categorical()), vectors), V @ G @ V.T, 1e-9)
+
+
+def test_quadratic_forms_of_a_part_of_the_batch_are_those_of_its_first_examples() -> None:
+    problem = case("mlp_tanh").make()
+    v = normal(sum(p.numel() for p in problem.parameters().values()))
+    vector = ng.Vector(oracle.unflatten(v, problem.parameters()))
+    assert isinstance(problem.x, Tensor)
+    G = oracle.dense(problem.jacobian()[:3], oracle.euclidean(problem.outputs()[:3]))
+    batch = Batch(Model.of(problem.module), problem.x)
+    close(quadratic_forms(batch, ng.Euclidean(), [vector], 0.5), (v @ G @ v).view(1, 1))
+
+
+def test_where_the_first_axis_is_not_that_of_the_examples_all_of_the_batch_is_taken() -> None:
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.RNN(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """From [t n 2] to [n 3]."""
+            out: Tensor = self.rnn(x)[0][-1]
+            return out
+
+    problem = Problem(seeded(lambda: TimeFirst().double()), normal(4, 6, 2))
+    model = Model.of(problem.module)
+    v = ng.Vector({name: torch.ones_like(p) for name, p in model.params.items()})
+    batch = Batch(model, problem.x)
+    whole, part = (quadratic_forms(batch, ng.Euclidean(), [v], fraction) for fraction in (1.0, 0.5))
+    close(part, whole)
