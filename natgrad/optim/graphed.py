@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry import Covector
+from natgrad.operators.base import Inverse
 from natgrad.optim.solves import Solves
 from natgrad.pullback.recorded import recording
 from natgrad.step import Step
@@ -36,6 +37,7 @@ class _Recording:
     rates: list[Tensor]
     found: Tensor | None  # the guard's flag
     step: Step
+    inverse: Inverse  # held, so that no other can lie where it lay
 
 
 @final
@@ -60,7 +62,9 @@ class Graphed:
     def quick(self, gradients: Sequence[Tensor | None]) -> Step | None:
         """Replay, where nothing has changed since the last replay; None where that must be looked into."""
         recording = self._recording
-        if recording is None or self._quick != self._state() or any(g is None for g in gradients):
+        if recording is None or recording.inverse is not self._opt.inverse or self._quick != self._state():
+            return None
+        if any(g is None for g in gradients):
             return None
         return self._replay(recording, [g for g in gradients if g is not None])
 
@@ -68,8 +72,10 @@ class Graphed:
         """Replay the step for this gradient; None where it must be made kernel by kernel."""
         if not self._possible or solve.due or torch.cuda.is_current_stream_capturing():
             return None
+        if solve.inverse is not self._opt.inverse:  # one that remembers is copied in every step
+            return None
         key = self._signature(solve, ω)
-        if key != self._key:
+        if key != self._key or (self._recording is not None and self._recording.inverse is not solve.inverse):
             self._key, self._alike, self._recording = key, 0, None
         self._alike += 1
         if self._alike <= _ALIKE:
@@ -94,7 +100,7 @@ class Graphed:
     def _state(self) -> object:
         """What tells, in passing, that a recording still holds."""
         groups = [(group["momentum"], group["weight_decay"], group["damping"]) for group in self._opt.param_groups]
-        return groups, id(self._opt.inverse), [p.data_ptr() for p in self._opt.keeper.model.params.values()]
+        return groups, [p.data_ptr() for p in self._opt.keeper.model.params.values()]
 
     def _load(self, recording: _Recording, gradients: list[Tensor]) -> None:
         torch._foreach_copy_(recording.gradients, gradients)
@@ -112,7 +118,7 @@ class Graphed:
             (p.data_ptr(), state[p]["momentum"].data_ptr() if "momentum" in state.get(p, {}) else 0)
             for p in self._opt.keeper.model.params.values()
         )
-        return groups, places, solve.damping, id(solve.inverse), tuple(t.shape for t in ω.values())
+        return groups, places, solve.damping, tuple(t.shape for t in ω.values())
 
     def _record(self, solve: Solves, ω: Covector) -> _Recording | None:
         gradients = [torch.empty_like(t) for t in ω.values()]
@@ -133,4 +139,5 @@ class Graphed:
         finally:
             moves.recorded = None
             moves.guard.forget()
-        return _Recording(graph, gradients, rates, found, step)
+        assert solve.inverse is not None
+        return _Recording(graph, gradients, rates, found, step, solve.inverse)
