@@ -27,10 +27,12 @@ class Restored:
     inverse_damping: float
     outdated: bool
     stream: Stream
+    times: tuple[int, int]  # the steps in which the metric was estimated and inverted
 
     def put(self, keeper: Keeper) -> None:
         """Give the keeper its part."""
         keeper.step, keeper.count, keeper.average = self.step, self.count, self.average
+        keeper.estimated, keeper.inverted = self.times
         self.stream.put(keeper)
         keeper.discard()
 
@@ -60,6 +62,8 @@ def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float, outd
         "dtype": str(keeper.model.example.dtype),
         "step": keeper.step,
         "count": keeper.count,
+        "estimated": keeper.estimated,
+        "inverted": keeper.inverted,
         "operator": {} if keeper.average is None else keeper.average.tensors(),
         "inverse": {} if inverse is None else inverse.tensors(),
         "inverse_damping": inverse_damping,
@@ -93,7 +97,8 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
         inverse = kept or solver.init(average, state["inverse_damping"], warm)
     stream = Stream(state["generator"].cpu(), state["rank"])
     numbers = (state["inverse_damping"], state["outdated"])
-    return Restored(state["step"], state["count"], average, inverse, *numbers, stream)
+    times = (state["estimated"], state["inverted"])
+    return Restored(state["step"], state["count"], average, inverse, *numbers, stream, times)
 
 
 def _signature(keeper: Keeper) -> dict[str, Any]:

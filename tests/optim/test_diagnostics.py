@@ -1,0 +1,166 @@
+"""Diagnostics: conditions, damping, staleness and the last step are what a dense computation says."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.errors import NatgradError
+from natgrad.operators import KroneckerOperator
+from tests.optim.tasks import seeded, task
+from tests.pulled import normal
+
+λ = 0.03
+
+
+def condition(matrix: Tensor) -> float:
+    """Largest over smallest eigenvalue."""
+    values = torch.linalg.eigvalsh(matrix)
+    return float(values[-1] / values[0])
+
+
+def after_a_step(**options: Any) -> tuple[ng.NaturalGradient, Any]:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, damping=λ, **options)
+    of.step(opt)
+    return opt, of
+
+
+@pytest.mark.parametrize("solver", [ng.Factored(), ng.Cholesky()], ids=["factored", "exact"])
+def test_conditions_and_the_share_of_the_damping_are_those_of_the_dense_factors(solver: Any) -> None:
+    opt, _ = after_a_step(solver=solver)
+    G = opt.keeper.average
+    assert isinstance(G, KroneckerOperator)
+    for layer, left, right in zip(opt.diagnostics().layers, G.left, G.right, strict=True):
+        S, A = left[0], right[0]
+        mean = S.diagonal().mean() * A.diagonal().mean()
+        π = (A.diagonal().mean() / S.diagonal().mean()).sqrt()
+        shifted = S + λ**0.5 / π * torch.eye(len(S)), A + λ**0.5 * π * torch.eye(len(A))
+        for side, factor, damped in zip("SA", (S, A), shifted, strict=True):
+            assert layer.factors[side].condition == pytest.approx(condition(factor), rel=1e-6)
+            assert layer.factors[side].damped == pytest.approx(condition(damped), rel=1e-6)
+        dense = torch.kron(S, A)
+        inverted = torch.kron(*shifted) if isinstance(solver, ng.Factored) else dense + λ * torch.eye(len(dense))
+        assert layer.damped == pytest.approx(condition(inverted), rel=1e-6)
+        assert layer.share == pytest.approx(float(λ / (λ + mean)), rel=1e-9)
+
+
+def test_the_step_is_measured_in_the_metric_layer_by_layer_and_whole() -> None:
+    opt, _ = after_a_step()
+    assert opt.keeper.average is not None
+    assert opt.last is not None
+    G, δ = opt.keeper.average.dense(), opt.last.displacement.flatten()
+    found = opt.diagnostics()
+    spans = {"0.weight": slice(0, 9), "2.weight": slice(9, 17)}
+    for layer in found.layers:
+        own = spans[layer.names[0]]
+        assert layer.step == pytest.approx(float((δ[own] @ G[own, own] @ δ[own]).sqrt()), rel=1e-9)
+    assert found.step == pytest.approx(float((δ @ G @ δ).sqrt()), rel=1e-9)
+    assert found.accepted
+
+
+def test_eigen_kronecker_is_judged_by_its_own_eigenvalues() -> None:
+    of = task("coins")
+    opt = ng.EKFAC(of.model, of.kind.metric, damping=λ)
+    of.step(opt)
+    G = opt.keeper.average
+    assert isinstance(G, ng.operators.EigenKroneckerOperator)
+    for layer, D in zip(opt.diagnostics().layers, G.scales, strict=True):
+        assert layer.damped == pytest.approx(float((D.max() + λ) / (D.min() + λ)), rel=1e-9)
+        assert layer.share == pytest.approx(λ / (λ + float(D.mean())), rel=1e-9)
+
+
+def test_ages_count_the_steps_since_the_metric_was_estimated_and_inverted() -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=4)
+    ages = []
+    for _ in range(6):
+        of.step(opt)
+        found = opt.diagnostics()
+        ages.append((found.metric_age, found.inverse_age))
+    assert ages == [(0, 0), (1, 1), (0, 2), (1, 3), (0, 0), (1, 1)]
+    resumed = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=4)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert (resumed.keeper.estimated, resumed.keeper.inverted) == (opt.keeper.estimated, opt.keeper.inverted) == (4, 4)
+
+
+def test_an_estimate_out_of_turn_is_new() -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=10)
+    for _ in range(3):
+        of.step(opt)
+    assert opt.diagnostics().metric_age == 2
+    opt.refresh(of.x)
+    of.step(opt)
+    assert opt.diagnostics().metric_age == 0
+
+
+def test_dead_units_and_missing_ranks_are_counted() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double())
+    with torch.no_grad():
+        model[0].bias[:] = torch.tensor([-100.0, -100.0, 0.5, 0.5, 0.5])  # type: ignore[operator]
+    opt = ng.KFAC(model, ng.Euclidean())
+    x = torch.cat([normal(40, 2), torch.zeros(40, 1, dtype=torch.float64)], dim=1)  # an input that is always zero
+    model(x).square().sum().backward()
+    opt.step()
+    first, second = opt.diagnostics().layers
+    assert (first.factors["S"].dead, first.factors["S"].deficit) == (2, 2)
+    assert (first.factors["A"].dead, first.factors["A"].deficit) == (1, 1)
+    assert (second.factors["S"].dead, second.factors["A"].dead, second.factors["A"].deficit) == (0, 2, 2)
+    assert first.factors["S"].condition == math.inf
+    assert math.isfinite(first.damped or math.inf)
+
+
+def test_a_layer_without_any_gradient_is_all_damping() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.used(x) + 0 * self.unused(x)
+            return out
+
+    model = seeded(lambda: Half().double())
+    opt = ng.KFAC(model, ng.Euclidean())
+    model(normal(5, 2)).square().sum().backward()
+    opt.step()
+    shares = {layer.names[0]: layer.share for layer in opt.diagnostics().layers}
+    assert shares["unused.weight"] == 1.0
+    assert 0 < (shares["used.weight"] or 0) < 1
+
+
+def test_parameters_without_factors_have_a_step_and_every_structure_can_be_diagnosed() -> None:
+    for structure in (ng.Dense(), ng.Diagonal(), ng.Kernel()):
+        of = task("coins")
+        opt = of.optimizer(structure=structure)
+        of.step(opt)
+        found = opt.diagnostics()
+        assert [layer.factors for layer in found.layers] == [{}, {}]
+        assert opt.keeper.average is not None
+        assert opt.last is not None
+        δ = opt.last.displacement.flatten()
+        assert found.step == pytest.approx(float((δ @ opt.keeper.average.dense() @ δ).sqrt()), rel=1e-9)
+        assert "√(δᵀGδ)" in str(found)
+
+
+def test_the_table_has_a_line_a_layer_and_says_how_old_everything_is() -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, damping=λ)
+    for _ in range(3):
+        of.step(opt)
+    lines = str(opt.diagnostics()).splitlines()
+    assert [line.split("  ")[0] for line in lines[:3]] == ["parameters", "0.weight + 0.bias", "2.weight + 2.bias"]
+    assert "damping λ = 0.03" in lines[3]
+    assert lines[4] == "the metric was estimated 2 steps before it, and inverted 2 steps before it"
+
+
+def test_before_the_first_step_there_is_nothing_to_diagnose() -> None:
+    of = task()
+    opt = of.optimizer()
+    with pytest.raises(NatgradError, match=r"nothing to diagnose before the first step: opt\.plan\(\)"):
+        opt.diagnostics()
