@@ -1,8 +1,10 @@
 """On a GPU: a bad step changes nothing without waiting for the device, and is reported by the next."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import NonFiniteError
@@ -79,3 +81,67 @@ def test_sampled_metrics_have_a_generator_on_the_device() -> None:
     of.step(opt)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert opt.keeper.generator.device.type == "cuda"
+
+
+class _Loop:
+    """K-FAC on a small network with every kind of layer that is recorded, in float64."""
+
+    def __init__(self, device: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 6), nn.LayerNorm(6)]
+        self.model = nn.Sequential(*layers, nn.Linear(6, 3)).double().to(device)
+        self.x = torch.randn(16, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
+        self.t = (torch.arange(16) % 3).to(device)
+        metric = ng.Fisher(ng.Categorical())
+        self.opt = ng.KFAC(self.model, metric, lr=0.05, weight_decay=0.01, **options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.97)
+
+    def run(self, steps: int) -> Tensor:
+        """The parameters after so many steps."""
+        for _ in range(steps):
+            self.opt.zero_grad()
+            nn.functional.cross_entropy(self.model(self.x), self.t).backward()
+            self.opt.step()
+            self.schedule.step()
+        return torch.cat([p.detach().flatten().cpu() for p in self.model.parameters()])
+
+
+@pytest.mark.parametrize("every", [(1, 1), (1, 4), (2, 6), (5, 5), (100, 100)])
+def test_recorded_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
+    options = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
+    here, there = _Loop("cpu", **options), _Loop("cuda", **options)
+    torch.testing.assert_close(there.run(25), here.run(25), rtol=1e-7, atol=1e-9)
+    assert there.opt._graphed.recorded == (every[1] > 4)
+
+
+def test_a_recorded_step_waits_for_nothing() -> None:
+    loop = _Loop("cuda", metric_every=10, inverse_every=20)
+    loop.run(45)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loop.run(20)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_newton_keeps_the_inverse_near_and_cholesky_helps_out() -> None:
+    """A learning rate that moves the factors far from one refresh to the next: the guard must say no at times."""
+    options = {"metric_every": 1, "inverse_every": 5, "decay": 0.5}
+    near = _Loop("cuda", solver=ng.Factored(ng.Newton(smallest=1)), **options)
+    exact = _Loop("cuda", solver=ng.Factored(), **options)
+    torch.testing.assert_close(near.run(30), exact.run(30), rtol=0.1, atol=0.05)
+
+
+def test_estimates_that_are_not_finite_do_not_reach_the_average() -> None:
+    loop = _Loop("cuda", metric_every=1, inverse_every=1)
+    loop.run(5)
+    assert loop.opt.keeper.average is not None
+    before = {key: t.clone() for key, t in loop.opt.keeper.average.tensors().items()}
+    x, loop.x = loop.x, torch.full_like(loop.x, torch.nan)
+    loop.run(1)
+    after = loop.opt.keeper.average.tensors()
+    assert all(torch.equal(t, before[key]) for key, t in after.items())
+    loop.x = x
+    torch.cuda.synchronize()
+    with pytest.raises(NonFiniteError, match="the step held NaN or infinity at step 5"):
+        loop.run(1)
