@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.model import Model
+from natgrad.pullback.shapes import check_packing
 from natgrad.rules.base import Keys, Rule, trainable
 
 
@@ -240,7 +241,9 @@ def _of_kind(block: Block, owners: Sequence[tuple[_Claim, ...]]) -> Block:
     shapes = {rule.shape(m, tuple(place.key for place in places)) for m in modules}
     if len(shapes) > 1:
         return block
-    return replace(block, places=places, shape=shapes.pop(), rule=rule, modules=modules)
+    shape = shapes.pop()
+    check_packing(rule, block.names, shape, block.size)
+    return replace(block, places=places, shape=shape, rule=rule, modules=modules)
 
 
 def _tied(block: Block, kinds: Sequence[Block]) -> Block:

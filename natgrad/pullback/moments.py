@@ -19,6 +19,7 @@ from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.recorded import Recordings
+from natgrad.pullback.shapes import check_moments
 from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import joined, trace
@@ -51,7 +52,12 @@ def second_moments(
     pb: Pullback, layers: Sequence[Block], sharing: Sharing, watcher: Watcher | None = None
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``layers``, which have rules. A ``watcher`` sees the cotangents too."""
-    found = iter(_of_kinds(pb, [kind for block in layers for kind in block.kinds], sharing, watcher))
+    kinds = [kind for block in layers for kind in block.kinds]
+    of_kinds = _of_kinds(pb, kinds, sharing, watcher)
+    for kind, (s, a) in zip(kinds, of_kinds, strict=True):
+        assert kind.rule is not None
+        check_moments(kind.rule, kind.names, kind.shape, s, a)
+    found = iter(of_kinds)
     return [joined(block, [next(found) for _ in block.kinds]) for block in layers]
 
 

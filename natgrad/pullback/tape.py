@@ -22,6 +22,7 @@ from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.graph import leaf_uses, nodes
 from natgrad.pullback.scaled import pulled
+from natgrad.pullback.shapes import check_cotangents, check_inputs
 from natgrad.pullback.statistics import Statistics
 from natgrad.rules.base import Call, Replay, Replayed, Rule
 
@@ -233,6 +234,8 @@ class Tape:
             else rule.inputs(use.module, block.keys, use.call)
             for use in self.of(block)
         ]
+        for part in parts:
+            check_inputs(rule, block.names, block.shape, part)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def outer(self, s: Tensor) -> dict[int, tuple[Tensor, ...]]:
@@ -278,4 +281,6 @@ class Tape:
         use = self.uses[at]
         if isinstance(use.rule, Replayed):
             return replayed[at][keys[0]]
-        return use.rule.cotangents(use.module, keys, outer[at][0])
+        g = use.rule.cotangents(use.module, keys, outer[at][0])
+        check_cotangents(use.rule, keys, use.rule.shape(use.module, keys), g)
+        return g
