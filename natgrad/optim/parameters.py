@@ -30,16 +30,28 @@ class Parameters:
         for all of them by name, whatever the module looks like.
         """
         self._elsewhere = (certain or self._changed()) and bool(self._missing())
+        if certain and not self._elsewhere:
+            self._refuse_frozen()
         return self._elsewhere
 
     def check(self) -> None:
-        """Refuse a module that was replaced after the optimizer was made."""
+        """Refuse a module that was replaced, or parameters that were frozen, after the optimizer was made."""
         suspicious = self._elsewhere or any(p.grad is None for p in self._model.params.values())
         missing = self._missing() if suspicious else []
         if missing:
             raise NatgradError(
                 f"the model no longer has {', '.join(missing)}, which the optimizer was made with: a module was "
                 "replaced. Make a new optimizer for the model as it is now"
+            )
+        if suspicious:
+            self._refuse_frozen()
+
+    def _refuse_frozen(self) -> None:
+        frozen = [name for name, p in self._model.params.items() if not p.requires_grad]
+        if frozen:
+            raise NatgradError(
+                f"{', '.join(frozen)} was trainable when the optimizer was made, and is frozen now: the metric is over "
+                "the parameters that were trainable at first. Make a new optimizer, or leave it trainable with lr=0"
             )
 
     def _changed(self) -> bool:

@@ -66,7 +66,7 @@ def EKFAC(
 
 def _newton(model: nn.Module) -> Newton | None:
     """On a GPU and in single precision a few products take the place of a factorisation; elsewhere it is exact."""
-    p = next(model.parameters(), None)
+    p = next(model.parameters(), None) if isinstance(model, nn.Module) else None  # refused below
     return Newton() if p is not None and p.device.type == "cuda" and p.dtype != torch.float64 else None
 
 
@@ -80,11 +80,16 @@ def _preset(
     options: Preset,
 ) -> NaturalGradient:
     given: dict[str, Any] = dict(options)
+    if unknown := sorted(set(given) - set(Preset.__annotations__)):
+        raise TypeError(f"K-FAC has no option {', '.join(unknown)}: it has {', '.join(Preset.__annotations__)}")
     structure = kind(given.pop("sharing", "expand"), given.pop("fallback", Diagonal()), given.pop("strict", False))
     solver, step = given.pop("solver", solver), given.pop("step", None) or KLClip()
     # Steps that are as long as the metric of the batch allows need a metric, and an inverse, that are new.
     often = (2, 5) if isinstance(step, SelfTuned) else (10, 100)
     every, inverse = given.pop("metric_every", often[0]), given.pop("inverse_every", often[1])
+    for name, count in (("metric_every", every), ("inverse_every", inverse)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1 step, got {count}")
     schedule = Refresh(structure, every, given.pop("decay", 0.95), inverse)
     given = {"momentum": 0.9, **given}
     return NaturalGradient(model, metric, schedule, solver, step, lr, damping, **given)

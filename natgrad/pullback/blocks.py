@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.model import Model
-from natgrad.pullback.shapes import check_packing
 from natgrad.rules.base import Keys, Rule, trainable
+from natgrad.rules.shapes import check_packing
 
 
 @final

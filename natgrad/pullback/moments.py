@@ -19,11 +19,11 @@ from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.recorded import Recordings
-from natgrad.pullback.shapes import check_moments
 from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import joined, trace
 from natgrad.rules.base import Moment, Replayed
+from natgrad.rules.shapes import check_moments
 
 
 class Watcher(ABC):

@@ -22,9 +22,9 @@ from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.graph import leaf_uses, nodes
 from natgrad.pullback.scaled import pulled
-from natgrad.pullback.shapes import check_cotangents, check_inputs
 from natgrad.pullback.statistics import Statistics
 from natgrad.rules.base import Call, Replay, Replayed, Rule
+from natgrad.rules.shapes import check_cotangents, check_inputs
 
 
 @final

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.model import map_tensors
 from natgrad.rules.products import symmetric_product
+from natgrad.rules.shapes import check_cotangents, check_inputs
 
 Keys: TypeAlias = tuple[str, ...]  # local names of the parameters of one layer
 
@@ -123,15 +124,23 @@ class Rule(ABC):
 
     def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
         """Σ_nr a aᵀ. A layer whose inputs are large beside its arguments (patches, one-hot vectors) knows better."""
-        return Moment.of(single(self.inputs(module, keys, call)))
+        return Moment.of(single(self._checked(module, keys, call)))
 
     def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         """The mean of a over the positions r [n c i]."""
-        return single(self.inputs(module, keys, call)).mean(1)
+        return single(self._checked(module, keys, call)).mean(1)
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         """Σ_knr g gᵀ [c o p] from cotangents [k *output] of the module's output."""
-        return Moment.of(single(self.cotangents(module, keys, g).flatten(0, 1))).total
+        g = self.cotangents(module, keys, g)
+        check_cotangents(self, keys, self.shape(module, keys), g)
+        return Moment.of(single(g.flatten(0, 1))).total
+
+    def _checked(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        """The inputs, with the shape that was promised."""
+        a = self.inputs(module, keys, call)
+        check_inputs(self, keys, self.shape(module, keys), a)
+        return a
 
 
 class OneHot(Rule):

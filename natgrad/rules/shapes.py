@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from natgrad.rules.base import Rule
+if TYPE_CHECKING:
+    from natgrad.rules.base import Rule
 
 
 def check_packing(rule: Rule, names: Sequence[str], shape: tuple[int, int, int], size: int) -> None:

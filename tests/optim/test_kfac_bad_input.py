@@ -1,0 +1,386 @@
+"""K-FAC with bad input: wrong options, rules that break their word, dead layers, factorisations that fail, NaN."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, cast, final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.errors import FactorisationError, NatgradError, NonFiniteError, SingularMetricError
+from natgrad.operators import KroneckerOperator
+from natgrad.operators.base import Inverse, Operator
+from natgrad.operators.factor import spectrum
+from natgrad.rules import LinearRule, Rule
+from natgrad.rules.base import Call, Keys
+from natgrad.solve import Solver
+from tests.optim.tasks import seeded, task
+from tests.pulled import close, covered, normal, oracle_rows, random_roots, rows
+from tests.zoo import Problem, mlp
+
+FISHER = ng.Fisher(ng.Bernoulli())
+PRESETS = pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC], ids=["KFAC", "EKFAC"])
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"sharing": "mean"}, ValueError, 'Kronecker\\(sharing=…\\) is "expand" or "reduce", not \'mean\''),
+        ({"fallback": "diagonal"}, TypeError, "fallback must be a natgrad Structure, got 'diagonal'"),
+        ({"fallback": ng.Diagonal}, TypeError, r"got the class Diagonal: write Diagonal\(…\)"),
+        ({"fallback": ng.Kernel()}, ValueError, r"Kernel\(\)\) cannot be averaged over time: use Diagonal\(\)"),
+        ({"metric_every": 0}, ValueError, "metric_every must be at least 1 step, got 0"),
+        ({"inverse_every": 0}, ValueError, "inverse_every must be at least 1 step, got 0"),
+        ({"decay": 1.0}, ValueError, r"decay=…\) must be in \[0, 1\), got 1.0"),
+        ({"decay": -0.1}, ValueError, r"decay=…\) must be in \[0, 1\), got -0.1"),
+        ({"radius": 0.1}, TypeError, "K-FAC has no option radius: it has momentum, .*metric_every, .*strict"),
+        ({"update_freq": 3, "stat": 1}, TypeError, "K-FAC has no option stat, update_freq"),
+        ({"rules": [LinearRule]}, TypeError, r"rules\[0\] must be a natgrad Rule, got the class LinearRule: write"),
+        ({"step": ng.SelfTuned}, TypeError, r"step must be a natgrad StepRule, got the class SelfTuned: write"),
+        ({"step": "clip"}, TypeError, "step must be a natgrad StepRule, got 'clip'"),
+        ({"solver": ng.Dense()}, TypeError, r"solver must be a natgrad Solver, got Dense\(\)"),
+        ({"lr": -1.0}, ValueError, "lr must be finite and ≥ 0, got -1.0"),
+        ({"damping": -1.0}, ValueError, "damping must be finite and ≥ 0, got -1.0"),
+        ({"momentum": 1.0}, ValueError, r"momentum must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_wrong_options_are_refused_when_the_optimizer_is_made(
+    options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        ng.KFAC(nn.Linear(2, 2), FISHER, **options)
+
+
+def test_parameters_are_not_a_model_and_a_family_is_not_a_metric() -> None:
+    with pytest.raises(TypeError, match=r"takes the model, an nn\.Module, not generator"):
+        ng.KFAC(nn.Linear(2, 2).parameters(), FISHER)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"metric must be a natgrad OutputMetric, got Bernoulli\(\)"):
+        ng.KFAC(nn.Linear(2, 2), ng.Bernoulli())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker, ng.EigenKronecker])
+def test_the_largest_factor_has_a_row(structure: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{structure.__name__}\(largest=…\) must be at least 1, got 0"):
+        structure(largest=0)
+
+
+# Rules of one's own
+
+
+class Scaled(nn.Module):
+    """y = W (s x) with a number s that is not trained."""
+
+    def __init__(self, i: int, o: int) -> None:
+        super().__init__()
+        self.weight, self.s = nn.Parameter(torch.randn(o, i)), 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n o]."""
+        return self.s * x @ self.weight.T
+
+
+@dataclass(frozen=True)
+class ScaledRule(Rule):
+    """a = s x, g the cotangents of y; ``wrong`` names a promise that is broken."""
+
+    wrong: str = ""
+
+    def covers(self, module: nn.Module) -> bool:
+        return type(module) is Scaled
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        o, i = cast(Scaled, module).weight.shape
+        return (1, o, i + 1) if self.wrong == "shape" else (1, o, i)
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        a = cast(Scaled, module).s * call.x
+        if self.wrong == "input":
+            return a
+        return a[:, None, None, :-1] if self.wrong == "fewer inputs" else a[:, None, None]
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        if self.wrong == "cotangent":
+            return g
+        return g[:, :, None, None, :-1] if self.wrong == "fewer outputs" else g[:, :, None, None]
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        return block["weight"][None]
+
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        return {"weight": packed.squeeze(-3)}
+
+
+def own() -> nn.Sequential:
+    """A layer of one's own between others."""
+    return seeded(lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), Scaled(3, 2)).double())
+
+
+def test_a_module_with_a_rule_of_twenty_lines_is_covered_and_its_rows_are_those_of_the_oracle() -> None:
+    problem = Problem(own(), normal(5, 2))
+    metric = random_roots(problem)
+    pb = ng.pullback(problem.module, problem.x, metric, rules=[ScaledRule()])
+    assert covered(pb) == {"0.weight", "0.bias", "2.weight"}
+    close(rows(pb), oracle_rows(problem, metric.s))
+
+
+def test_kfac_trains_with_a_rule_of_ones_own_and_strict() -> None:
+    model = own()
+    opt = ng.KFAC(model, ng.Euclidean(), rules=[ScaledRule()], strict=True)
+    model(normal(5, 2)).square().sum().backward()
+    opt.step()
+    assert {row.names: row.rule for row in opt.plan().rows}[("2.weight",)] == "Scaled"
+    G = opt.keeper.average
+    assert isinstance(G, KroneckerOperator)
+    close(G.left[1], torch.eye(2, dtype=torch.float64)[None])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ("shape", r"ScaledRule\.shape gives \(1, 2, 4\) for 2\.weight, which has 6 numbers: it must be \(c, o, i\)"),
+        ("input", r"ScaledRule\.inputs returns a tensor of shape \(5, 3\) for .*weight: it must be \[n r c i\] with"),
+        ("fewer inputs", r"ScaledRule\.input.* for .*weight: it must be .*as ScaledRule\.shape says"),
+        ("cotangent", r"ScaledRule\.cotangents returns a tensor of shape \(2, 5, 2\) for .*weight: .*\[k n r c o\]"),
+        ("fewer outputs", r"ScaledRule\..* for .*weight: it must be .*as ScaledRule\.shape says"),
+    ],
+)
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.Diagonal(), ng.Kronecker(), ng.EigenKronecker()], ids=repr)
+def test_a_rule_whose_shapes_are_not_those_it_promised_is_named_with_its_layer(
+    structure: Any, wrong: str, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        structure.estimate(ng.pullback(own(), normal(5, 2), ng.Euclidean(), rules=[ScaledRule(wrong)]))
+
+
+# Layers that are dead, batches that are small, parameters that are frozen
+
+
+@PRESETS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dead_units_and_layers_without_gradient_make_finite_steps(preset: Any, dtype: torch.dtype) -> None:
+    dead = nn.Linear(2, 4, dtype=dtype)
+    model = nn.Sequential(dead, nn.ReLU(), nn.Linear(4, 2, dtype=dtype))
+    with torch.no_grad():
+        dead.bias.fill_(-100.0)
+    opt = preset(model, FISHER, metric_every=1, inverse_every=1)
+    x = normal(6, 2).to(dtype)
+    before = dead.weight.detach().clone()
+    for _ in range(3):
+        opt.zero_grad()
+        model(x).square().sum().backward()
+        opt.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert torch.equal(dead.weight, before)  # no gradient, no step
+    assert opt.diagnostics().layers[0].factors["S"].dead == 4
+
+
+@PRESETS
+def test_a_batch_of_one_makes_a_finite_step(preset: Any) -> None:
+    model = seeded(lambda: mlp(3, 4, 2).double())
+    opt = preset(model, FISHER)
+    model(normal(1, 3)).square().sum().backward()
+    opt.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+@PRESETS
+@pytest.mark.parametrize("frozen", [["0.weight"], ["0.bias"], ["0.weight", "0.bias"], ["2.weight"]])
+def test_frozen_parameters_stay_and_have_no_factors(preset: Any, frozen: list[str]) -> None:
+    of = task("coins")
+    for name in frozen:
+        of.model.get_parameter(name).requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in of.model.named_parameters()}
+    opt = preset(of.model, of.kind.metric)
+    of.step(opt)
+    assert not {name for row in opt.plan().rows for name in row.names} & set(frozen)
+    for name, p in of.model.named_parameters():
+        assert torch.equal(p, before[name]) == (name in frozen)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 10])
+def test_parameters_that_are_frozen_after_the_optimizer_was_made_are_refused_by_name(steps: int) -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric)
+    for _ in range(steps):
+        of.step(opt)
+    of.model.get_parameter("0.weight").requires_grad_(False)
+    before = of.theta()
+    with pytest.raises(NatgradError, match=r"0\.weight was trainable when the optimizer was made, and is frozen now"):
+        of.step(opt)
+    assert torch.equal(of.theta(), before)
+    of.model.get_parameter("0.weight").requires_grad_(True)
+    of.step(opt)
+
+
+# Numbers that are none
+
+
+@PRESETS
+@pytest.mark.parametrize("where", ["inputs", "gradients"])
+def test_nan_changes_nothing_and_the_run_goes_on_as_if_it_had_not_been(preset: Any, where: str) -> None:
+    def run(bad: bool) -> Tensor:
+        of = task("coins")
+        opt = preset(of.model, of.kind.metric, metric_every=1, inverse_every=1)
+        for step in range(4):
+            if bad and step == 2:
+                with pytest.raises(NonFiniteError, match="NaN or infinity"):
+                    _poisoned(of, opt, where)
+            of.step(opt)
+        return of.theta()
+
+    assert torch.equal(run(False), run(True))
+
+
+def _poisoned(of: Any, opt: ng.NaturalGradient, where: str) -> None:
+    opt.zero_grad()
+    x = of.x.clone()
+    x[3, 1] = float("nan") if where == "inputs" else 1.0
+    of.kind.loss(of.model(x), of.t).backward()
+    of.model.get_parameter("2.bias").grad[0] = float("nan")
+    opt.step()
+
+
+# Factorisations that fail
+
+
+@final
+@dataclass
+class Failing(Solver):
+    """Another solver, which fails at chosen calls."""
+
+    inner: Solver
+    at: frozenset[int]
+    calls: list[int] = field(default_factory=list)
+
+    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+        self.calls.append(len(self.calls))
+        if self.calls[-1] in self.at:
+            raise FactorisationError("the eigenvalues of a factor of size 3 cannot be found")
+        return self.inner.init(G, damping, warm)
+
+
+def test_a_factorisation_that_fails_keeps_the_last_inverse_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    of = task("coins")
+    solver = Failing(ng.Factored(), frozenset({2, 3}))
+    opt = ng.KFAC(of.model, of.kind.metric, solver=solver, metric_every=1, inverse_every=1)
+    inverses = []
+    with caplog.at_level(logging.WARNING, "natgrad"):
+        for _ in range(5):
+            of.step(opt)
+            assert opt.inverse is not None
+            inverses.append(opt.inverse.tensors()["0.weight/S"].clone())
+    assert [torch.equal(a, b) for a, b in pairwise(inverses)] == [False, True, True, False]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "The last good inverse is used until the next one is due" in said
+    assert opt.diagnostics().inverse_age == 0
+
+
+def test_the_age_of_an_inverse_that_was_kept_is_its_own() -> None:
+    of = task("coins")
+    solver = Failing(ng.Factored(), frozenset({2, 3}))
+    opt = ng.KFAC(of.model, of.kind.metric, solver=solver, metric_every=1, inverse_every=1)
+    ages = []
+    for _ in range(5):
+        of.step(opt)
+        ages.append(opt.diagnostics().inverse_age)
+    assert ages == [0, 0, 1, 2, 0]
+
+
+def test_a_factorisation_that_fails_at_first_raises_and_nothing_has_changed() -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, solver=Failing(ng.Factored(), frozenset({0})))
+    before = of.theta()
+    with pytest.raises(FactorisationError, match="a factor of size 3 cannot be found"):
+        of.step(opt)
+    assert torch.equal(of.theta(), before)
+    of.step(opt)
+
+
+def test_eigenvalues_that_are_not_found_are_looked_for_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = torch.linalg.eigh, []
+
+    def eigh(matrix: Tensor) -> Any:
+        asked.append(matrix.dtype)
+        if matrix.dtype == torch.float32:
+            raise RuntimeError("the algorithm failed to converge")
+        return real(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    A = normal(2, 3, 3).float()
+    values, vectors = spectrum(A @ A.mT)
+    assert asked == [torch.float32, torch.float64]
+    assert values.dtype == vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors @ torch.diag_embed(values) @ vectors.mT, A @ A.mT, rtol=1e-4, atol=1e-4)
+
+
+def test_eigenvalues_that_are_never_found_keep_the_last_basis(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def eigh(matrix: Tensor) -> Any:
+        raise RuntimeError("the algorithm failed to converge")
+
+    of = task("coins")
+    opt = ng.EKFAC(of.model, of.kind.metric, metric_every=1, inverse_every=1)
+    of.step(opt)
+    G = opt.keeper.average
+    assert isinstance(G, ng.operators.EigenKroneckerOperator)
+    with monkeypatch.context() as failing:
+        failing.setattr(torch.linalg, "eigh", eigh)
+        with caplog.at_level(logging.WARNING, "natgrad"):
+            of.step(opt)
+            of.step(opt)
+    kept = opt.keeper.average
+    assert isinstance(kept, ng.operators.EigenKroneckerOperator)
+    assert kept.basis is G.basis
+    assert len(caplog.records) == 1
+    assert "cannot be found, in double precision neither: raise the damping" in caplog.records[0].getMessage()
+    of.step(opt)
+    assert isinstance(opt.keeper.average, ng.operators.EigenKroneckerOperator)
+    assert opt.keeper.average.basis is not G.basis
+
+
+def _indefinite(opt: ng.NaturalGradient) -> None:
+    """Put a factor into the average that no damping of this size makes positive."""
+    G = opt.keeper.average
+    assert isinstance(G, KroneckerOperator)
+    opt.keeper.average = replace(G, left=(G.left[0] - 1e6 * torch.eye(3, dtype=torch.float64), *G.left[1:]))
+
+
+def test_a_factor_that_cholesky_cannot_invert_keeps_its_last_inverse_and_the_others_are_new() -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=1)
+    of.step(opt)
+    assert opt.inverse is not None
+    before = {key: t.clone() for key, t in opt.inverse.tensors().items()}
+    _indefinite(opt)
+    of.step(opt)
+    kept = {key for key, t in opt.inverse.tensors().items() if torch.equal(t, before[key])}
+    assert kept == {"0.weight/S"}
+    assert bool(of.theta().isfinite().all())
+
+
+def test_a_factor_that_cholesky_cannot_invert_at_first_raises() -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=1)
+    of.step(opt)
+    _indefinite(opt)
+    opt.inverse = None
+    before = of.theta()
+    with pytest.raises(SingularMetricError, match="a factor of size 3 of the metric is not positive after damping"):
+        of.step(opt)
+    assert torch.equal(of.theta(), before)
+
+
+def test_without_damping_a_singular_factor_is_named_with_its_layer() -> None:
+    model = seeded(lambda: mlp(3, 4, 2).double())
+    opt = ng.KFAC(model, FISHER, damping=0.0)
+    model(normal(2, 3)).square().sum().backward()  # two examples, A [4 4] has rank two
+    with pytest.raises(SingularMetricError, match=r"the factor [SA] of 0\.weight \+ 0\.bias.*singular"):
+        opt.step()
