@@ -8,6 +8,7 @@ from natgrad import errors as errors
 from natgrad import families as families
 from natgrad import invariance as invariance
 from natgrad import operators as operators
+from natgrad import rules as rules
 from natgrad.diagnose import Diagnosis as Diagnosis
 from natgrad.diagnose import diagnose as diagnose
 from natgrad.families import Bernoulli as Bernoulli

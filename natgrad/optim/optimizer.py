@@ -32,6 +32,7 @@ from natgrad.slots import check_slots
 from natgrad.solve import Cholesky, Solver
 from natgrad.step import Fixed, Look, Proposal, Step, StepRule
 from natgrad.structures import Dense, Refresh, Structure
+from natgrad.untouched import random_stream
 from natgrad.wrapped import unwrapped
 
 _log = logging.getLogger("natgrad")
@@ -124,6 +125,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.last: Step | None = None
         self.moves = Moves(self, Guard())
         self._graphed = Graphed(self)
+        self._stream = torch.empty(0)  # the random stream before the closure was called
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
@@ -133,6 +135,9 @@ class NaturalGradient(torch.optim.Optimizer):
             raise ValueError("the metric is over the parameters that were trainable at first: make a new optimizer")
         check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an optimizer is not copied: copy the model, make a new optimizer for it, and load_state_dict")
 
     def __repr__(self) -> str:
         keeper = self.keeper
@@ -179,6 +184,7 @@ class NaturalGradient(torch.optim.Optimizer):
         value = None
         try:
             if closure is not None:
+                self._stream = random_stream(self.keeper.model.example.device)
                 with torch.enable_grad():
                     value = closure()
             with self.keeper.located():
@@ -243,7 +249,7 @@ class NaturalGradient(torch.optim.Optimizer):
             operator=solve.operator,
             damping=common_damping(self.param_groups),
             solve=solve,
-            trial=None if closure is None else Trial(self.keeper, closure, value),
+            trial=None if closure is None else Trial(self.keeper, closure, value, self._stream),
             model=look,
             rates=self.moves.rates(),
         )
