@@ -18,6 +18,7 @@ from natgrad.rules.norm import GroupNormRule as GroupNormRule
 from natgrad.rules.norm import InstanceNormRule as InstanceNormRule
 from natgrad.rules.norm import LayerNormRule as LayerNormRule
 from natgrad.rules.norm import RMSNormRule as RMSNormRule
+from natgrad.rules.prelu import PReLURule as PReLURule
 from natgrad.rules.recurrent import CellRule as CellRule
 from natgrad.rules.recurrent import RecurrentRule as RecurrentRule
 from natgrad.rules.replay import GraphReplay as GraphReplay
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     GroupNormRule(),
     BatchNormRule(),
     InstanceNormRule(),
+    PReLURule(),
     ConvRule(),
     TransposedConvRule(),
     RecurrentRule(),
