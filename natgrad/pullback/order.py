@@ -23,21 +23,9 @@ def _names(*names: str) -> frozenset[str]:
 _ELEMENTWISE = _names(
     *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Pow", "Exp", "Log", "Log1P", "Sqrt", "Rsqrt", "Reciprocal", "Sin"),
     *("Cos", "Abs", "Erf", "Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum", "Where", "MaskedFill", "Lerp"),
-    *(
-        "Relu",
-        "LeakyRelu",
-        "Threshold",
-        "PreluKernel",
-        "Elu",
-        "Gelu",
-        "Silu",
-        "Mish",
-        "Tanh",
-        "Sigmoid",
-        "Softplus",
-        "LogSigmoid",
-    ),
+    *("Relu", "LeakyRelu", "Threshold", "Elu", "Gelu", "Silu", "Mish", "Tanh", "Sigmoid", "Softplus", "LogSigmoid"),
     *("Hardtanh", "Hardswish", "Hardsigmoid", "Celu", "Selu", "ToCopy", "Clone", "Alias", "NativeDropout", "Square"),
+    "PreluKernel",
 )
 # Reshapes: the row-major order of the elements stays.
 _RESHAPES = _names("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Flatten", "Reshape")
