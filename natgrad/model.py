@@ -130,6 +130,11 @@ def _mixes(module: nn.Module) -> bool:
         return False  # statistics of one example; running averages do not enter the Jacobian in training mode
     if isinstance(module, _BatchNorm):
         return module.training or not module.track_running_stats
+    return _draws(module)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module is random in the mode it is in."""
     if isinstance(module, _DropoutNd):
         return module.training and module.p > 0
     if isinstance(module, nn.RReLU):
@@ -226,6 +231,19 @@ def ours() -> Iterator[None]:
 def is_ours() -> bool:
     """Whether the running forward pass is one of the library's own, which no optimizer may take for training."""
     return _inside.get()
+
+
+@contextmanager
+def without_chance(module: nn.Module) -> Iterator[None]:
+    """Modules that draw random numbers are in evaluation mode inside; batch statistics stay those of the batch."""
+    drawing = [m for m in module.modules() if _draws(m)]
+    for m in drawing:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in drawing:
+            m.training = True
 
 
 @contextmanager

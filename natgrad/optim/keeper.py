@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import BatchStatisticsError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector, Vector
-from natgrad.model import Arguments, Inputs, evaluating, is_ours, ours, tensors_of
+from natgrad.model import Arguments, Inputs, evaluating, is_ours, ours, tensors_of, without_chance
 from natgrad.operators.base import Operator
 from natgrad.optim.distributed import Alone, World
 from natgrad.optim.parameters import Parameters
@@ -137,11 +137,15 @@ class Keeper:
             return float(self._mean(self.metric.divergence(y, y0, self.batch.target).mean()))
 
     def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
-        """⟨v, G w⟩ [v w] with the exact metric, on a part of the batch of this step."""
+        """⟨v, G w⟩ [v w] with the exact metric, on a part of the batch of this step.
+
+        Of the function that is trained: statistics of the batch move with the parameters, and need all of the batch.
+        """
         if self.batch is None:
             raise NatgradError(_NOTHING_SEEN)
-        with self._separable():
-            return self._mean(quadratic_forms(self.batch, self.metric, vectors, fraction))
+        whole = any(m.training for m in self.model.batch_norms.values())
+        with without_chance(self.module):
+            return self._mean(quadratic_forms(self.batch, self.metric, vectors, 1.0 if whole else fraction))
 
     def agreed(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""

@@ -65,8 +65,10 @@ class SelfTuned(StepRule):
     In the first step, and then every ``every`` steps, the loss is evaluated where the step lands. λ is multiplied or
     divided by ``factor`` where it has fallen by less than a quarter, or by more than three quarters, of what the model
     said. A step after which the loss is higher is cut to a quarter, three times at most, and λ becomes four times
-    larger; one that no cut helps is refused. ``fraction``: the part of the batch that the exact products are taken on.
-    Needs ``opt.step(closure)``; a closure that draws random numbers (dropout) is compared with other ones.
+    larger; one that no cut helps is refused. The steps in between are no longer, in the metric, than the one before:
+    a small batch may say little about most directions. ``fraction``: the part of the batch that the exact products are taken on.
+    Needs ``opt.step(closure)``; where it is evaluated again it draws the same random numbers. The exact products are
+    those of the function that is trained, batch statistics included, with dropout off.
 
     >>> SelfTuned()
     SelfTuned(every=5, factor=1.3, fraction=1.0, smallest=1e-06)
@@ -94,8 +96,11 @@ class SelfTuned(StepRule):
         slope = flat @ proposal.differential.flatten().to(flat.dtype)
         H = proposal.model.curvature(basis, self.fraction).to(flat.dtype) + λ * (flat @ flat.T)
         weights = _best(H, slope)
+        untried = bool(proposal.model.step % self.every)
+        if untried and last is not None:
+            weights = weights * _no_longer(H[1, 1], weights @ H @ weights)
         δ = Vector({name: t.to(Δ[name].dtype) for name, t in Δ.unflatten(weights @ flat).items()})
-        if proposal.model.step % self.every:
+        if untried:
             return Step(δ, λ, velocity=δ)
         return self._tried(proposal, δ, float(weights @ slope + 0.5 * weights @ H @ weights), λ)
 
@@ -120,6 +125,11 @@ class SelfTuned(StepRule):
         if ratio > 0.75:
             return max(λ / self.factor, self.smallest)
         return min(λ * self.factor, 1 / self.smallest) if ratio < 0.25 else λ
+
+
+def _no_longer(bound: Tensor, square: Tensor) -> Tensor:
+    """What a step of squared length ``square`` is multiplied by to be no longer than ``bound`` allows."""
+    return (bound / square.clamp(min=torch.finfo(square.dtype).tiny)).clamp(max=1).sqrt()
 
 
 def _best(H: Tensor, slope: Tensor) -> Tensor:

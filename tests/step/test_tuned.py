@@ -110,11 +110,27 @@ def test_learning_rate_and_momentum_minimise_the_quadratic_model_of_the_exact_me
         approximate = structure.estimate(ng.pullback(of.model, of.x, of.kind.metric)).dense()
         Δ = -oracle.damped(approximate, ω, λ)
         δ = best(G, ω, λ, [Δ] if last is None else [Δ, last])
+        if last is not None:  # a step that is not tried is no longer than the one before
+            damped = G + λ * torch.eye(len(G), dtype=G.dtype)
+            δ = δ * min(1.0, float((last @ damped @ last) / (δ @ damped @ δ)) ** 0.5)
         opt.step(of.closure(opt))
         close(of.theta() - θ, δ, 1e-8)
         assert opt.last is not None
         λ, last = opt.last.damping, of.theta() - θ
         assert (opt.last.ratio is None) == (step > 0)
+
+
+def test_a_step_that_is_tried_is_as_long_as_the_model_says() -> None:
+    of, λ = task("classes"), 0.05
+    opt = tuned(of, structure=ng.Diagonal(), damping=λ, rule={"every": 1})
+    opt.step(of.closure(opt))
+    assert opt.last is not None
+    last, λ = opt.last.displacement.flatten(), opt.last.damping
+    θ, ω, G = of.theta(), of.gradient(), of.metric()
+    Δ = -oracle.damped(oracle.diagonal(G), ω, λ)
+    opt.step(of.closure(opt))
+    assert not opt.last.reason
+    close(of.theta() - θ, best(G, ω, λ, [Δ, last]), 1e-8)
 
 
 def test_one_step_lands_at_the_minimum_of_a_quadratic_problem() -> None:
