@@ -1,4 +1,4 @@
-"""K-FAC's own steps: the KL clip, the self-tuning step, and the exact products that it is tuned with."""
+"""The self-tuning step of Martens and Grosse."""
 
 import copy
 import math
@@ -11,76 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.model import Model
-from natgrad.pullback.assemble import Batch
-from natgrad.step.forms import quadratic_forms
 from tests import oracle
 from tests.optim.tasks import Scalar, half_square, seeded, task
 from tests.pulled import close, normal
-from tests.zoo import Problem, case
-
-DAMPED = 0.1
-
-
-# The KL clip
-
-
-def test_the_clip_scales_by_the_root_of_the_radius_over_the_length_and_never_lengthens() -> None:
-    of = task("coins")
-    θ, ω, G = of.theta(), of.gradient(), of.metric()
-    v = oracle.damped(G, ω, DAMPED)
-    lr = 0.3
-    length = lr**2 * float(ω @ v)
-    for radius in (length / 100, length / 2, length * 2, 1e9):
-        of = task("coins")
-        of.step(of.optimizer(step=ng.KLClip(radius), lr=lr, damping=DAMPED))
-        close(of.theta(), θ - lr * min(1.0, math.sqrt(radius / length)) * v)
-
-
-def test_every_group_counts_with_its_own_learning_rate() -> None:
-    of = task("coins")
-    θ, ω, G = of.theta(), of.gradient(), of.metric()
-    v = oracle.damped(G, ω, DAMPED)
-    first = {"params": list(of.model[0].parameters()), "lr": 0.5}  # type: ignore[index]
-    rates = torch.cat([torch.full((9,), 0.5), torch.full((8,), 0.2)]).double()
-    radius = 1e-4
-    shrink = math.sqrt(radius / float((rates**2 * ω) @ v))
-    assert shrink < 1
-    of.step(of.optimizer(step=ng.KLClip(radius), lr=0.2, damping=DAMPED, groups=[first]))
-    close(of.theta(), θ - shrink * rates * v)
-
-
-def test_what_is_clipped_enters_the_momentum() -> None:
-    of = task("coins")
-    lr, μ, radius = 0.5, 0.9, 1e-4
-    opt = of.optimizer(step=ng.KLClip(radius), lr=lr, momentum=μ, damping=DAMPED)
-    θ, m = of.theta(), torch.zeros(17, dtype=torch.float64)
-    for _ in range(4):
-        v = oracle.damped(of.metric(), of.gradient(), DAMPED)
-        length = lr**2 * float(of.gradient() @ v)
-        assert length > radius
-        m = μ * m + math.sqrt(radius / length) * v
-        θ = θ - lr * m
-        of.step(opt)
-        close(of.theta(), θ)
-
-
-def test_a_zero_gradient_is_not_clipped_to_something_that_is_no_number() -> None:
-    of = task()
-    θ = of.theta()
-    opt = of.optimizer(step=ng.KLClip(), damping=DAMPED)
-    (0 * of.loss()).backward()
-    opt.step()
-    close(of.theta(), θ)
-
-
-@pytest.mark.parametrize("radius", [0.0, -1.0, math.nan])
-def test_the_radius_must_be_positive(radius: float) -> None:
-    with pytest.raises(ValueError, match=r"KLClip\(radius=…\) must be positive, got"):
-        ng.KLClip(radius)
-
-
-# The self-tuned step
 
 
 def tuned(of: Any, **options: Any) -> ng.NaturalGradient:
@@ -280,71 +213,3 @@ def test_kfac_with_default_arguments_fits_a_classifier_in_a_few_steps() -> None:
     for _ in range(40):
         opt.step(closure)
     assert float(closure().detach()) < 0.01  # random labels, log 3 at first
-
-
-# Exact products
-
-
-def _lstm() -> Problem:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            """The head of the last output."""
-            hidden: Tensor = self.lstm(x)[0][:, -1]
-            out: Tensor = self.head(hidden)
-            return out
-
-    return Problem(seeded(lambda: Last().double()), normal(5, 4, 2))
-
-
-PROBLEMS: dict[str, Callable[[], Problem]] = {
-    **{name: case(name).make for name in ("mlp_tanh", "conv", "layer_norm", "attention", "tied_embedding", "sequence")},
-    "lstm": _lstm,
-}
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_quadratic_forms_are_those_of_the_dense_metric(name: str) -> None:
-    problem = PROBLEMS[name]()
-    y = problem.outputs()
-    h = oracle.categorical(y.reshape(-1, y.shape[-1]))
-    if y.ndim > 2:  # every token is a distribution of its own
-        h = torch.stack([torch.block_diag(*h[n * y.shape[1] : (n + 1) * y.shape[1]]) for n in range(len(y))])
-    G = oracle.dense(problem.jacobian(), h)
-    flat = [normal(len(G), seed=seed) for seed in (1, 2)]
-    vectors = [ng.Vector(oracle.unflatten(v, problem.parameters())) for v in flat]
-    batch = Batch(Model.of(problem.module, output=problem.output), problem.x)
-    V = torch.stack(flat)
-    close(quadratic_forms(batch, ng.Fisher(ng.Categorical()), vectors), V @ G @ V.T, 1e-9)
-
-
-def test_quadratic_forms_of_a_part_of_the_batch_are_those_of_its_first_examples() -> None:
-    problem = case("mlp_tanh").make()
-    v = normal(sum(p.numel() for p in problem.parameters().values()))
-    vector = ng.Vector(oracle.unflatten(v, problem.parameters()))
-    assert isinstance(problem.x, Tensor)
-    G = oracle.dense(problem.jacobian()[:3], oracle.euclidean(problem.outputs()[:3]))
-    batch = Batch(Model.of(problem.module), problem.x)
-    close(quadratic_forms(batch, ng.Euclidean(), [vector], 0.5), (v @ G @ v).view(1, 1))
-
-
-def test_where_the_first_axis_is_not_that_of_the_examples_all_of_the_batch_is_taken() -> None:
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.RNN(2, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            """From [t n 2] to [n 3]."""
-            out: Tensor = self.rnn(x)[0][-1]
-            return out
-
-    problem = Problem(seeded(lambda: TimeFirst().double()), normal(4, 6, 2))
-    model = Model.of(problem.module)
-    v = ng.Vector({name: torch.ones_like(p) for name, p in model.params.items()})
-    batch = Batch(model, problem.x)
-    whole, part = (quadratic_forms(batch, ng.Euclidean(), [v], fraction) for fraction in (1.0, 0.5))
-    close(part, whole)
