@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import platform
 import resource
@@ -107,7 +108,9 @@ def peak_memory(prepare: Callable[..., Callable[[], Any]], *args: Any, device: t
     """
     if device.type == "cuda":
         run = prepare(*args)
+        gc.collect()  # what earlier contestants left in cycles would be freed during the run, and counted against it
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run()
