@@ -14,7 +14,7 @@ from natgrad.linalg import refuse_singular
 
 Factor: TypeAlias = Tensor  # [c d d], or [c d] where it is diagonal
 _ALIGNED = 8  # numbers
-_BATCHED = 1024  # above this size a GPU is faster one matrix at a time
+_BATCHED = {"cuda": 1024, "cpu": 256}  # above these sizes one matrix at a time is as fast, and takes less memory
 
 
 def full(factor: Factor) -> bool:
@@ -62,7 +62,7 @@ def by_size(factors: Sequence[Factor], function: Callable[[Tensor, list[int]], S
     """
     sizes: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for at, factor in enumerate(factors):
-        alone = factor.device.type == "cuda" and factor.shape[-1] > _BATCHED
+        alone = factor.shape[-1] > _BATCHED.get(factor.device.type, _BATCHED["cuda"])
         sizes[(factor.shape[-1], at) if alone else (factor.shape[-1],)].append(at)
     out: list[Tensor] = [torch.empty(0)] * len(factors)
     for group in sizes.values():

@@ -189,7 +189,9 @@ class Keeper:
             return self._own(self.fresh), True
         weight = self.structure.weight(self.count + 1)
         if self.model.example.device.type != "cuda":
-            return self.average.lerp(self.fresh, weight), True
+            average = self.average.lerp(self.fresh, weight)
+            self.fresh = None  # as large as the average, and not needed while that is inverted
+            return average, True
         # Nobody has looked at the estimate yet: one that is not finite must not reach the average.
         values = [t for t in self.fresh.tensors().values() if t.is_floating_point()]
         found = torch.zeros((), device=values[0].device)
