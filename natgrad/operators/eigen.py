@@ -61,7 +61,7 @@ class EigenKroneckerOperator(LayerOperator):
         rest = self.rest_lerp(there, weight)
 
         def mean(old: Iterable[Tensor], new: Iterable[Tensor]) -> tuple[Tensor, ...]:
-            return tuple(torch._foreach_lerp(list(old), list(new), weight))
+            return tuple(torch._foreach_lerp(list(old), list(new), weight)) if self.blocks else ()
 
         scales = mean(there.basis.carried(self.scales, self.basis), there.scales)
         left, right = mean(self.left, there.left), mean(self.right, there.right)

@@ -54,6 +54,8 @@ class KroneckerOperator(LayerOperator):
         self.same_kind(other)
         there = cast(KroneckerOperator, other)
         rest = self.rest_lerp(there, weight)
+        if not self.blocks:
+            return replace(self, rest=rest)
         both = torch._foreach_lerp([*self.left, *self.right], [*there.left, *there.right], weight)
         left, right = tuple(both[: len(self.left)]), tuple(both[len(self.left) :])
         return replace(self, left=left, right=right, rest=rest)
@@ -63,9 +65,10 @@ class KroneckerOperator(LayerOperator):
         self.same_kind(other)
         there = cast(KroneckerOperator, other)
         self.same_layers(there)
-        mine, theirs = [*self.left, *self.right], [*there.left, *there.right]
-        torch._foreach_sub_(theirs, mine)
-        gated_add(mine, theirs, weight, found)
+        if self.blocks:
+            mine, theirs = [*self.left, *self.right], [*there.left, *there.right]
+            torch._foreach_sub_(theirs, mine)
+            gated_add(mine, theirs, weight, found)
         if self.rest is None or there.rest is None:
             return self
         return replace(self, rest=self.rest.merged(there.rest, weight, found))
@@ -96,6 +99,6 @@ class KroneckerOperator(LayerOperator):
     def _sides(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
         """S⁻¹ and A⁻¹ of every layer, where they are there."""
         names = [block.names[0] for block in self.blocks]
-        if f"{names[0]}/S" not in tensors:
+        if any(f"{name}/S" not in tensors for name in names[:1]):
             return None
         return [tensors[f"{name}/S"] for name in names], [tensors[f"{name}/A"] for name in names]

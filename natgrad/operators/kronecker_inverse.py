@@ -218,7 +218,7 @@ def factored(
     Where a factor is zero (a layer with no gradient) π is 1. A factor that Cholesky cannot invert keeps the ``last``
     inverse; without one it raises. With ``newton`` the last inverse is refreshed where that is near enough.
     """
-    if damping == 0:
+    if damping == 0 or not G.blocks:
         return undamped(G, rest)
     π = balance(G.right, G.left)
     counts, root = [factor.shape[0] for factor in G.left], damping**0.5

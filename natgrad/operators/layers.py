@@ -93,7 +93,9 @@ class LayerOperator(Operator):
         if weight is not None:
             self.refuse("Pinv(weight=…)", "a weight has no Kronecker factors; use Dense or BlockDense")
         rest = None if self.rest is None else self.rest.pseudo_inverse(damping, rtol, None)
-        return self.spectral(rest, Damped(damping, rtol if rtol is not None else max(map(self._rounding, self.blocks))))
+        return self.spectral(
+            rest, Damped(damping, rtol if rtol is not None else max(map(self._rounding, self.blocks), default=0.0))
+        )
 
     def spectral(self, rest: Inverse | None, damped: Damped) -> SpectralInverse:
         """The inverse by the eigenvalues."""
@@ -108,7 +110,7 @@ class LayerOperator(Operator):
 
     def layers_from(self, tensors: Mapping[str, Tensor], rest: Inverse | None) -> Inverse | None:
         """The inverse with these tensors and, over the other parameters, the inverse ``rest``."""
-        if f"{self.blocks[0].names[0]}/d" not in tensors:
+        if any(f"{block.names[0]}/d" not in tensors for block in self.blocks[:1]):
             return None
         q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in self.blocks) for side in "QP")
         d = tuple(tensors[f"{block.names[0]}/d"] for block in self.blocks)
@@ -142,4 +144,10 @@ class LayerOperator(Operator):
         return sum(block.shape[1:]) * torch.finfo(self.layout.dtype).eps
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.layout.dtype, device=self.blocks[0].device)
+        return torch.empty(shape, dtype=self.layout.dtype, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        if self.blocks or self.rest is None:
+            return self.blocks[0].device
+        return next(iter(self.rest.tensors().values())).device  # no layer has a rule

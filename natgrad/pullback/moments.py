@@ -52,6 +52,8 @@ def second_moments(
     pb: Pullback, layers: Sequence[Block], sharing: Sharing, watcher: Watcher | None = None
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``layers``, which have rules. A ``watcher`` sees the cotangents too."""
+    if not layers:
+        return []
     kinds = [kind for block in layers for kind in block.kinds]
     of_kinds = _of_kinds(pb, kinds, sharing, watcher)
     for kind, (s, a) in zip(kinds, of_kinds, strict=True):

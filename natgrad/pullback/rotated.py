@@ -88,6 +88,8 @@ class RotatedSquares(Watcher):
 
 def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
     """D [c o i] of every layer in ``layers``, which have rules: the diagonal of G in the basis of its sides."""
+    if not layers:
+        return []
     if pb.coupling is not None:
         return _coupled(pb, layers, sides)
     squares = RotatedSquares(layers, sides, pb.y.dtype)

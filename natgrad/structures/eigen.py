@@ -16,7 +16,7 @@ from natgrad.pullback import Block, Pullback
 from natgrad.pullback.moments import second_moments
 from natgrad.pullback.precision import without_autocast
 from natgrad.pullback.rotated import RotatedSquares, rotated_squares
-from natgrad.structures.kronecker import Layered
+from natgrad.structures.kronecker import Layered, dtype_of
 
 
 @final
@@ -75,7 +75,9 @@ class EigenKronecker(Layered):
         kept, rest = self.restored(model, blocks, tensors)
         s, a, d = (tuple(tensors[f"{block.names[0]}/{side}"] for block in kept) for side in "SAD")
         q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in kept) for side in "QP")
-        return EigenKroneckerOperator(Layout.of(model.params, d[0].dtype), tuple(kept), s, a, Basis(q, p), d, rest)
+        return EigenKroneckerOperator(
+            Layout.of(model.params, dtype_of(d, rest)), tuple(kept), s, a, Basis(q, p), d, rest
+        )
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
         """The basis of an operator over the same layers."""

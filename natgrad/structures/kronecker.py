@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
+import torch
 from torch import Tensor
 
 from natgrad.errors import UncoveredError
@@ -72,12 +73,6 @@ class Layered(Structure):
         self.admit(pullback)
         covered, others = split(pullback.layers)
         self.check(others)
-        if not covered:
-            raise UncoveredError(
-                f"no layer rule covers any parameter of the model ({', '.join(n for b in others for n in b.names[:1])}"
-                f"…), so that {type(self).__name__} has nothing to factor: pass rules=[…] for its layers, or use "
-                "Diagonal, BlockDense or Dense"
-            )
         return covered, restricted(pullback, others) if others else None
 
     @property
@@ -159,7 +154,14 @@ class Kronecker(Layered):
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         kept, rest = self.restored(model, blocks, tensors)
         left, right = (tuple(tensors[f"{block.names[0]}/{side}"] for block in kept) for side in "SA")
-        return KroneckerOperator(Layout.of(model.params, left[0].dtype), tuple(kept), left, right, rest)
+        return KroneckerOperator(Layout.of(model.params, dtype_of(left, rest)), tuple(kept), left, right, rest)
+
+
+def dtype_of(factors: Sequence[Tensor], rest: Operator | None) -> torch.dtype:
+    """The precision of a metric: that of its factors or, where no layer has a rule, of what is over the others."""
+    if factors or rest is None:
+        return factors[0].dtype
+    return rest.layout.dtype
 
 
 def split(blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
