@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from natgrad.geometry import Vector
+from natgrad.geometry import Covector, Vector, require_all
 from natgrad.optim.guard import Guard
 from natgrad.step import Step
 
@@ -16,62 +18,117 @@ if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
 
 Rate: TypeAlias = float | Tensor  # a number on the device where a recorded step must find it changed
+_log = logging.getLogger("natgrad")
+
+
+@final
+@dataclass(frozen=True)
+class Moving:
+    """The parameters of a group that move in this step, with their names and their learning rate."""
+
+    options: Mapping[str, Any]
+    names: Sequence[str]
+    params: Sequence[Tensor]
+    rate: Rate
+
+    def without(self, names: frozenset[str]) -> Moving:
+        """All but these parameters."""
+        pairs = [(name, p) for name, p in zip(self.names, self.params, strict=True) if name not in names]
+        return replace(self, names=[name for name, _ in pairs], params=[p for _, p in pairs])
 
 
 @final
 class Moves:
-    """Learning rates, weight decay and momentum of the parameter groups. ``guard`` keeps what is not finite out."""
+    """Learning rates, weight decay and momentum of the parameter groups. ``guard`` keeps what is not finite out.
+
+    A parameter without a gradient is at rest: in this step it does not move, has no weight decay and keeps its
+    momentum, as in torch.optim.
+    """
 
     def __init__(self, opt: NaturalGradient, guard: Guard) -> None:
         self._opt, self.guard = opt, guard
         names = {id(p): name for name, p in opt.keeper.model.params.items()}
         self._names = [[names[id(p)] for p in group["params"]] for group in opt.param_groups]
         self.recorded: list[Tensor] | None = None  # the learning rates on the device, while a step is recorded
+        self.resting: frozenset[str] = frozenset()
+        self._told: set[str] = set()
+
+    def differential(self, params: Mapping[str, Tensor]) -> Covector:
+        """The gradient of this step, zero where there is none; the parameters of which there is none rest."""
+        missing = [name for name, p in params.items() if p.grad is None]
+        if len(missing) == len(params):
+            raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
+        self.resting = frozenset(missing)
+        if news := [name for name in missing if name not in self._told]:
+            self._told.update(news)
+            _log.info("%s: no gradient. A parameter is left alone in a step in which it has none", ", ".join(news))
+        found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+        return Covector(require_all(found))
 
     @property
-    def groups(self) -> Iterator[tuple[dict[str, Any], list[str], Rate]]:
-        """The parameter groups, with the names of their parameters and their learning rate."""
+    def groups(self) -> Iterator[Moving]:
+        """What moves of the parameter groups."""
         rates: Sequence[Rate] = self.recorded or [group["lr"] for group in self._opt.param_groups]
-        return zip(self._opt.param_groups, self._names, rates, strict=True)
+        for group, names, rate in zip(self._opt.param_groups, self._names, rates, strict=True):
+            moving = Moving(group, names, group["params"], rate).without(self.resting)
+            if moving.names:
+                yield moving
 
-    def rates(self) -> list[tuple[list[str], Rate]]:
+    def at_rest(self, v: Vector) -> Vector:
+        """v, with zeros for what rests: a metric that couples parameters would move it."""
+        if not self.resting:
+            return v
+        return Vector({name: torch.zeros_like(t) if name in self.resting else t for name, t in v.items()})
+
+    def possible(self, step: Step) -> Step:
+        """The step, without what a rule (a constraint) would do to parameters that rest."""
+        if not self.resting:
+            return step
+        landing = {name: t for name, t in step.landing.items() if name not in self.resting}
+        return replace(step, displacement=self.at_rest(step.displacement), landing=landing)
+
+    def rates(self) -> list[tuple[Sequence[str], Rate]]:
         """Names and learning rate of every group."""
-        return [(names, rate) for _, names, rate in self.groups]
+        return [(group.names, group.rate) for group in self.groups]
 
     def decayed(self) -> dict[str, Tensor]:
         """(1 − lr·wd)θ."""
         out = {name: p.detach() for name, p in self._opt.keeper.model.params.items()}
-        for group, names, rate in self.groups:
-            if group["weight_decay"]:
-                factor = 1 - rate * group["weight_decay"]
-                out.update(zip(names, torch._foreach_mul([out[name] for name in names], factor), strict=True))
+        for group in self.groups:
+            if group.options["weight_decay"]:
+                factor = 1 - group.rate * group.options["weight_decay"]
+                scaled = torch._foreach_mul([out[name] for name in group.names], factor)
+                out.update(zip(group.names, scaled, strict=True))
         return out
 
     def velocity(self) -> Vector | None:
-        """What the last step left as momentum."""
+        """What the last step left as momentum; zero where there is none, and for what rests."""
         params, state = self._opt.keeper.model.params, self._opt.state
-        if not all("momentum" in state.get(p, {}) for p in params.values()):
+        if not any("momentum" in state.get(p, {}) for p in params.values()):
             return None
-        return Vector({name: state[p]["momentum"] for name, p in params.items()})
+        own = {name: state.get(p, {}).get("momentum") for name, p in params.items()}
+        return self.at_rest(
+            Vector({name: torch.zeros_like(params[name]) if m is None else m for name, m in own.items()})
+        )
 
     def apply(self, step: Step, velocity: Vector | None) -> None:
         """Everything has been computed and checked: change parameters and momentum."""
         kept = step.velocity if step.velocity is not None else velocity
         if kept is step.displacement:
             kept = kept.map(torch.clone)  # what is kept as momentum is used up
-        for group, names, rate in self.groups:
-            params: list[Tensor] = group["params"]
+        for group in self.groups:
+            params, names = group.params, group.names
             if not step.accepted:
                 for p in params:
                     self._opt.state.pop(p, None)
                 continue
-            if group["weight_decay"]:
-                self.guard.scale(params, 1 - rate * group["weight_decay"])
+            if group.options["weight_decay"]:
+                self.guard.scale(params, 1 - group.rate * group.options["weight_decay"])
             self.guard.add(params, [step.displacement[name] for name in names])
             landed = [(p, step.landing[name]) for p, name in zip(params, names, strict=True) if name in step.landing]
             if landed:
                 self.guard.put([p for p, _ in landed], [value for _, value in landed])
-            if kept is not None and (group["momentum"] or step.velocity is not None):
+            if kept is not None and (group.options["momentum"] or step.velocity is not None):
                 self._remember(params, [kept[name] for name in names])
 
     def _remember(self, params: Sequence[Tensor], velocity: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from natgrad.geometry import Covector, require_all
+from natgrad.geometry import Covector
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse
 from natgrad.optim.diagnostics import Diagnostics, diagnostics
@@ -66,6 +66,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     Momentum is kept in the space of vectors, m ← μm + v, θ ← θ − lr·m; weight decay is decoupled,
     θ ← (1 − lr·wd)θ. Every number in a parameter group may be changed between steps; λ must be the same in all.
+    A parameter whose ``.grad`` is None is left alone in that step; for the others, its gradient is zero.
     Nothing changes when a step raises. A step that its rule refuses (``opt.last.accepted``) changes no parameter, and
     starts the momentum anew: along a velocity that ascends, every later step would be refused too. A rule that needs
     the loss again (``LevenbergMarquardt``) is told by ``opt.needs_closure``, by ``repr(opt)`` and by a message of the
@@ -196,16 +197,13 @@ class NaturalGradient(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None, value: Any) -> None:
         if closure is None and self._replayed():
             return
-        params = self.keeper.model.params
-        if all(p.grad is None for p in params.values()):
-            raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
-        ω = Covector(require_all({name: p.grad for name, p in params.items()}))
+        ω = self.moves.differential(self.keeper.model.params)
         if self.keeper.model.example.device.type != "cuda":  # there, what is in the gradient shows in the step
             self.moves.guard.check(ω, "the gradient", self.keeper.step)
         operator, refreshed = self.keeper.candidate()
         damping = common_damping(self.param_groups)
         solve = Solves(self, operator, damping, refreshed)
-        step = None if closure is not None else self._graphed.step(solve, ω)
+        step = None if closure is not None or self.moves.resting else self._graphed.step(solve, ω)
         if step is None:
             step = self.propose(solve, ω, closure, value)
             self.moves.guard.check(step.displacement, "the step", self.keeper.step)
@@ -253,7 +251,7 @@ class NaturalGradient(torch.optim.Optimizer):
             model=look,
             rates=self.moves.rates(),
         )
-        return self.rule.take(proposal)
+        return self.moves.possible(self.rule.take(proposal))
 
     def _put(self, solve: Solves) -> None:
         """The inverse of this step is that of the next ones; a recorded step finds it where the last one was."""

@@ -7,7 +7,6 @@ import logging
 from typing import TYPE_CHECKING, final
 
 import torch
-from torch import Tensor
 
 from natgrad.errors import FactorisationError
 from natgrad.geometry import Covector, Vector
@@ -41,20 +40,21 @@ class Solves:
         assert self.inverse is not None
         v = self.opt.solver.sharp(self.inverse, ω)
         # A copy where the inverse remembers its solutions: v is ours to change.
-        return v.map(torch.clone) if self.inverse.remembers else v
+        return self.opt.moves.at_rest(v.map(torch.clone) if self.inverse.remembers else v)
 
     def move(self, v: Vector) -> Vector:
-        """−lr·(μm + v), every group with its own lr and μ; v becomes the velocity μm + v."""
-        velocity: dict[str, Tensor] = {}
-        moved: dict[str, Tensor] = {}
-        for group, names, rate in self.opt.moves.groups:
-            found = [v[name] for name in names]
-            state, μ = self.opt.state, group["momentum"]
-            if μ and all("momentum" in state.get(p, {}) for p in group["params"]):
-                torch._foreach_add_(found, [state[p]["momentum"] for p in group["params"]], alpha=μ)
-            velocity.update(zip(names, found, strict=True))
-            moved.update(zip(names, torch._foreach_mul(found, -rate), strict=True))
-        self.velocity = Vector({name: velocity[name] for name in v})
+        """−lr·(μm + v), every group with its own lr and μ; v becomes the velocity μm + v. What rests is not moved."""
+        moved = {name: torch.zeros_like(v[name]) for name in self.opt.moves.resting}
+        for group in self.opt.moves.groups:
+            found = [v[name] for name in group.names]
+            state, μ = self.opt.state, group.options["momentum"]
+            # A parameter that has not moved yet has no momentum.
+            begun = [at for at, p in enumerate(group.params) if "momentum" in state.get(p, {})] if μ else []
+            if begun:
+                momentum = [state[group.params[at]]["momentum"] for at in begun]
+                torch._foreach_add_([found[at] for at in begun], momentum, alpha=μ)
+            moved.update(zip(group.names, torch._foreach_mul(found, -group.rate), strict=True))
+        self.velocity = v
         return Vector({name: moved[name] for name in v})
 
     def direction(self, ω: Covector, damping: float) -> Vector:
@@ -65,7 +65,8 @@ class Solves:
         """−(G + λ)⁻¹Γ♭(δ, δ)."""
         assert self.inverse is not None
         # A copy: the next gradient is like the last one, and must not be solved from here.
-        return -self.opt.solver.sharp(copy.copy(self.inverse), self.opt.keeper.christoffel(δ))
+        v = self.opt.solver.sharp(copy.copy(self.inverse), self.opt.keeper.christoffel(δ))
+        return -self.opt.moves.at_rest(v)
 
     @property
     def due(self) -> bool:
