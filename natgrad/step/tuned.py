@@ -67,8 +67,8 @@ class SelfTuned(StepRule):
     said. A step after which the loss is higher is cut to a quarter, three times at most, and λ becomes four times
     larger; one that no cut helps is refused. The steps in between are no longer, in the metric, than the one before:
     a small batch may say little about most directions. ``fraction``: the part of the batch that the exact products are
-    taken on. Needs ``opt.step(closure)``; where it is evaluated again it draws the same random numbers. The exact products are
-    those of the function that is trained, batch statistics included, with dropout off.
+    taken on. Needs ``opt.step(closure)``; where it is evaluated again it draws the same random numbers. The exact
+    products are those of the function that is trained, batch statistics included, with dropout off.
 
     >>> SelfTuned()
     SelfTuned(every=5, factor=1.3, fraction=1.0, smallest=1e-06)
