@@ -11,9 +11,9 @@ of the other layers; without this, the model would be run again for every exampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,12 @@ from torch.autograd.graph import GradientEdge
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
 from natgrad.pullback.blocks import Block
+from natgrad.pullback.cut import LEAF, SAME, Cut
 from natgrad.pullback.graph import nodes
-from natgrad.pullback.order import ordered
+from natgrad.pullback.order import FORK, ordered
 from natgrad.pullback.tape import Tape, Use
 from natgrad.rules.base import Call, Keys, Moment, Rule, single
 
-_LEAF = "torch::autograd::AccumulateGrad"
-_FORK = "ForkBackward"
-# Of a tensor without examples these keep the order of the elements, and all of them.
-SAME = frozenset(
-    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Alias")
-) | {"SqueezeBackward1"}
 _UNARY = frozenset(
     f"{name}Backward0"
     for name in ("Slice", "Select", "Permute", "T", "Transpose", "Clone", "Softplus", "Sigmoid", "Exp", "Tanh", "Relu")
@@ -48,74 +43,7 @@ class Bare(nn.Module):
         self.leaves = dict(leaves)  # in a dictionary, which torch does not look into
 
 
-@final
-@dataclass(frozen=True)
-class Cut:
-    """Where a tensor u without examples is spread over them: argument ``at`` of a node with n examples in order."""
-
-    node: Any
-    at: int
-    n: int
-
-    @property
-    def below(self) -> Any:
-        """The node that u comes from."""
-        return self.node.next_functions[self.at][0]
-
-    @property
-    def u(self) -> torch.Size:
-        """The shape of u."""
-        child, output = self.node.next_functions[self.at]
-        return _shape(child, output)
-
-    @property
-    def z(self) -> torch.Size:
-        """The shape of what comes out."""
-        return _shape(self.node, 0)
-
-    @property
-    def known(self) -> bool:
-        """Whether the operation is one of those above, and u has no examples."""
-        name, u, z = self.node.name(), self.u, self.z
-        if len(u) > len(z) or (len(u) == len(z) and u[0] != 1) or z[0] % self.n:
-            return False
-        if name == "RepeatBackward0":
-            return all(times == 1 for times in self.node._saved_repeats[1:])
-        return name in ("AddBackward0", "SubBackward0", "MulBackward0", "ExpandBackward0")
-
-    @property
-    def added(self) -> bool:
-        """Whether g ⊙ x is g itself."""
-        name = self.node.name()
-        return name != "MulBackward0" and (self.at == 0 or (name == "AddBackward0" and self.node._saved_alpha == 1))
-
-    def weighted(self, g: Tensor) -> Tensor:
-        """g ⊙ x [k *z]: the cotangents of u before they are summed."""
-        if self.added:
-            return g
-        name = self.node.name()
-        if name == "MulBackward0":
-            other: Tensor = self.node._saved_other if self.at == 0 else self.node._saved_self
-            return g * other.detach().to(g.dtype)
-        return g * (self.node._saved_alpha if name == "AddBackward0" else -self.node._saved_alpha)
-
-    def summed(self, g: Tensor) -> Tensor:
-        """Cotangents [k n *u] of u for every example, from those of z [k *z]."""
-        u = (1,) * (len(self.z) - len(self.u)) + tuple(self.u)
-        g = self.weighted(g).unflatten(1, (self.n, -1))  # [k n m *rest]
-        spread = [2, *(3 + axis for axis, size in enumerate(u[1:]) if size == 1)]
-        return g.sum(spread).reshape(g.shape[0], self.n, *self.u)
-
-    def pulled(self, g: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-        """R [k n p] of the leaves, one after the other, from cotangents [k *z]."""
-        g = self.summed(single(g))
-        leaf = _only_leaf(self.below)
-        if leaf is None:
-            return _through(GradientEdge(*self.node.next_functions[self.at]), leaves, g)
-        parts = [
-            g.reshape(*g.shape[:2], -1) if own is leaf else g.new_zeros(*g.shape[:2], own.numel()) for own in leaves
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+Cuts: TypeAlias = Sequence[tuple[Cut, set[Any]]]  # with the nodes below
 
 
 @final
@@ -169,21 +97,47 @@ def spread(model: Model, blocks: Sequence[Block], tape: Tape) -> tuple[list[Bloc
     """Blocks without a rule whose parameters are all spread over the examples get one, and the tape their uses."""
     if not tape.y.requires_grad or all(block.rule for block in blocks):
         return list(blocks), tape
-    cuts, refused = _cuts(tape.y)
+    cuts, refused = _cuts(tape)
     out, uses = [], list(tape.uses)
     for block in blocks:
-        leaves = {name: model.params[name] for name in block.names}
-        found = [] if block.rule else _of(leaves, cuts, refused)
-        out.append(as_spread(model, block) if found else block)
-        uses += [_use(out[-1].modules[0], cut, tape.y) for cut in found]
+        pieces = [block] if block.rule else _pieces(model, block, cuts, refused)
+        out += pieces
+        bare = (piece.modules[0] for piece in pieces if isinstance(piece.rule, SpreadRule))
+        uses += [_use(m, cut, tape.y) for m in bare if isinstance(m, Bare) for cut in _of(m.leaves, cuts, refused)]
     return out, replace(tape, uses=tuple(uses))
+
+
+def _pieces(model: Model, block: Block, cuts: Cuts, refused: set[Any]) -> list[Block]:
+    """The block with the rule of what is spread; where that is not so of all its parameters, those by themselves."""
+    if _of({name: model.params[name] for name in block.names}, cuts, refused):
+        return [as_spread(model, block)]
+    return parted(model, block, {name for name in block.names if _of({name: model.params[name]}, cuts, refused)})
+
+
+def parted(model: Model, block: Block, names: Collection[str]) -> list[Block]:
+    """Every one of these parameters by itself, with the rule of what is spread, and the others of the block together.
+
+    A block is there again after a checkpoint by the names of its first parameters: see ``Layered.restored``.
+    """
+    if not names:
+        return [block]
+    bare = block.without_rule()
+    own = dict(zip(bare.names, bare.places, strict=True))
+
+    def part(of: Sequence[str]) -> Block:
+        places = tuple(own[name] for name in of)
+        size = sum(place.shape.numel() for place in places)
+        return replace(bare, names=tuple(of), places=places, shape=(1, size, 1))
+
+    others = [name for name in own if name not in names]
+    return [*(as_spread(model, part([name])) for name in own if name in names), *([part(others)] if others else [])]
 
 
 def spread_again(blocks: Sequence[Block], tape: Tape) -> Tape:
     """The tape of another part of the batch, with the uses of the same blocks."""
     if not blocks:
         return tape
-    cuts, refused = _cuts(tape.y)
+    cuts, refused = _cuts(tape)
     uses = list(tape.uses)
     for block in blocks:
         module = block.modules[0]
@@ -211,28 +165,31 @@ def _use(module: nn.Module, cut: Cut, y: Tensor) -> Use:
     return Use(module, SpreadRule(cut), call, (GradientEdge(cut.node, 0),), (cut.z,), {})
 
 
-def _cuts(y: Tensor) -> tuple[list[tuple[Cut, set[Any]]], set[Any]]:
-    """Every place where something is spread over the examples in order, with the nodes that it comes from.
+def _cuts(tape: Tape) -> tuple[Cuts, set[Any]]:
+    """Every place where something is spread over the examples, with the nodes that it comes from.
 
-    And the nodes below any other way out of the tensors that have the examples in order.
+    And the nodes below any other way out of the tensors whose examples are known.
     """
-    proven, _ = ordered(y)
-    if y.shape[0] == 1:  # then an axis of one may be that of the examples, or that of a parameter
-        proven -= {node for node in proven if _free(node)}
+    order, n = ordered(tape.y, tape.uses), tape.y.shape[0]
+    axes = dict(order.axes)
+    if n == 1:  # then an axis of one may be that of the examples, or that of a parameter
+        axes = {node: axis for node, axis in axes.items() if not _free(node)}
     cuts, others = [], []
-    for node in proven:
+    for node, axis in axes.items():
+        if node in order.passed:
+            continue
         for at, (child, _) in enumerate(node.next_functions):
-            if child is None or child in proven or (node.name() == _FORK and at == 0):
+            if child is None or child in axes or (node.name() == FORK and at == 0):
                 continue
-            cut = Cut(node, at, y.shape[0])
+            cut = Cut(node, at, n, axis)
             if cut.known:
                 cuts.append((cut, set(nodes([child]))))
             else:
                 others.append(child)
-    return cuts, set(nodes(others))
+    return cuts, set(nodes(others)) | order.inside
 
 
-def _of(leaves: Mapping[str, Tensor], cuts: Sequence[tuple[Cut, set[Any]]], refused: set[Any]) -> list[Cut]:
+def _of(leaves: Mapping[str, Tensor], cuts: Cuts, refused: set[Any]) -> list[Cut]:
     """The cuts that lead to the leaves; none if one of them has another way into the graph, or no way at all."""
     wanted = {id(leaf) for leaf in leaves.values()}
     if wanted & _leaves(refused):
@@ -243,42 +200,11 @@ def _of(leaves: Mapping[str, Tensor], cuts: Sequence[tuple[Cut, set[Any]]], refu
 
 
 def _leaves(found: set[Any]) -> set[int]:
-    return {id(node.variable) for node in found if node.name() == _LEAF}
+    return {id(node.variable) for node in found if node.name() == LEAF}
 
 
 def _free(node: Any) -> bool:
     """Whether a node is certainly a function of parameters alone."""
     while node is not None and (node.name() in SAME or node.name() in _UNARY):
         node = node.next_functions[0][0]
-    return node is not None and bool(node.name() == _LEAF)
-
-
-def reshaped(node: Any) -> Any:
-    """The node of the tensor that this one is a reshape, or a cast, of."""
-    while node is not None and node.name() in SAME:
-        node = node.next_functions[0][0]
-    return node
-
-
-def _only_leaf(node: Any) -> Tensor | None:
-    """The leaf that a tensor is a reshape of, or None."""
-    below = reshaped(node)
-    return below.variable if below is not None and below.name() == _LEAF else None
-
-
-def _through(u: GradientEdge, leaves: Sequence[Tensor], g: Tensor) -> Tensor:
-    """(∂u/∂θ)ᵀ g [k n p] for g [k n *u]."""
-    k, n = g.shape[:2]
-    dtype = u.node._input_metadata[u.output_nr].dtype
-    grads = torch.autograd.grad(
-        u, leaves, g.flatten(0, 1).to(dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
-    )
-    parts = [
-        g.new_zeros(k, n, leaf.numel()) if found is None else found.reshape(k, n, -1).to(g.dtype)
-        for leaf, found in zip(leaves, grads, strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _shape(node: Any, output: int) -> torch.Size:
-    return torch.Size(node._input_metadata[output].shape)
+    return node is not None and bool(node.name() == LEAF)

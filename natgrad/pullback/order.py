@@ -1,127 +1,118 @@
-"""Which tensors of a graph hold their examples in order, proven from the operations alone.
+"""Where the tensors of a graph hold their examples, proven from the operations alone.
 
-A tensor keeps the order of the n examples if its elements, row after row, are those of the first example, then those
-of the second, and so on: its first axis has n, 2n, … entries. A reshape keeps the order, and so does every operation
-that works on each entry of the first axis by itself. Going down from the outputs y [n *out], a node whose tensors are
-ordered, and that only such operations separate from y, is proven.
+Outputs y [n *out] have their examples on the first axis. Going down from y, every operation tells on which axis of
+its arguments they lie (``natgrad.pullback.axes``): an entry of example n there changes nothing but the output of
+example n. A node is proven if all ways from y to it agree. A module that hides its layers (a fused recurrence,
+attention) is passed over, from its output to its input: its rule says that it keeps the examples apart.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch import Tensor
 
+from natgrad.pullback.axes import Axis, Step, below
 from natgrad.pullback.graph import leaf_below, nodes
+from natgrad.pullback.tape import Use
 
-
-def _names(*names: str) -> frozenset[str]:
-    return frozenset(f"{name}Backward{version}" for name in names for version in range(4))
-
-
-# Functions of every number by itself, or of the numbers of several tensors at the same place.
-_ELEMENTWISE = _names(
-    *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Pow", "Exp", "Log", "Log1P", "Sqrt", "Rsqrt", "Reciprocal", "Sin"),
-    *("Cos", "Abs", "Erf", "Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum", "Where", "MaskedFill", "Lerp"),
-    *("Relu", "LeakyRelu", "Threshold", "Elu", "Gelu", "Silu", "Mish", "Tanh", "Sigmoid", "Softplus", "LogSigmoid"),
-    *("Hardtanh", "Hardswish", "Hardsigmoid", "Celu", "Selu", "ToCopy", "Clone", "Alias", "NativeDropout", "Square"),
-    "PreluKernel",
-)
-# Reshapes: the row-major order of the elements stays.
-_RESHAPES = _names("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Flatten", "Reshape")
-# Operations on every entry of the first axis by itself, whose parameters are leaves.
-_ROWWISE = _names(
-    *("Bmm", "Baddbmm", "NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm", "Convolution", "ConvolutionOverrideable"),
-    *("MaxPool1DWithIndices", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "AvgPool1D", "AvgPool2D", "AvgPool3D"),
-    *("AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "AdaptiveMaxPool2D", "MkldnnAdaptiveAvgPool2D", "ConstantPadNd"),
-    *("ReflectionPad1D", "ReflectionPad2D", "ReplicationPad1D", "ReplicationPad2D", "UpsampleNearest2D", "Glu"),
-    *("UpsampleBilinear2D", "Embedding", "Prelu", "MkldnnConvolution", "CudnnConvolution", "MiopenConvolution"),
-    *("ScaledDotProductFlashAttention", "ScaledDotProductFlashAttentionForCpu", "ScaledDotProductEfficientAttention"),
-    *("ScaledDotProductCudnnAttention", "ScaledDotProductFusedAttentionOverrideable"),
-)
-# Operations along one axis or several.
-_ALONG = _names("Softmax", "LogSoftmax", "SafeSoftmax", "Cat", "Stack", "Split", "SplitWithSizes", "Unbind", "Slice",
-                "Select", "Sum", "Mean", "Logsumexp", "Transpose", "Cumsum", "Narrow", "Chunk", "Flip", "Amax",
-                "SoftmaxBackwardData", "Var", "VarMean")  # fmt: skip
-_PRODUCTS = {"AddmmBackward0": 2, "MmBackward0": 1}  # where the weight is: (bias, rows, weight), (rows, weight)
-_NORMS = _names("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
-_FORK = "ForkBackward"
+FORK = "ForkBackward"
 
 # Where a row goes depends on numbers that the graph does not name.
-DATA_DEPENDENT = _names(
-    *("Index", "IndexSelect", "Gather", "Take", "Scatter", "ScatterAdd", "IndexPut", "IndexAdd", "IndexCopy"),
-    *("MaskedSelect", "MaskedScatter", "Sort", "Topk", "Permutation", "PackPaddedSequence", "IndexFill", "Unique"),
+DATA_DEPENDENT = frozenset(
+    f"{name}Backward{version}"
+    for version in range(4)
+    for name in (
+        *("Index", "IndexSelect", "Gather", "Take", "Scatter", "ScatterAdd", "IndexPut", "IndexAdd", "IndexCopy"),
+        *("MaskedSelect", "MaskedScatter", "Sort", "Topk", "Permutation", "PackPaddedSequence", "IndexFill", "Unique"),
+    )
 )
 
 
-def ordered(y: Tensor) -> tuple[set[Any], set[Any]]:
-    """The nodes whose outputs are proven to hold their examples in order, and all nodes below y."""
+@final
+@dataclass(frozen=True)
+class Order:
+    """What is known about the nodes below y.
+
+    ``axes``: of the proven ones, where their outputs have the examples. ``reached``: all nodes. ``passed``: proven
+    outputs of modules that were passed over. ``inside``: the nodes of those modules.
+    """
+
+    axes: Mapping[Any, Axis]
+    reached: frozenset[Any]
+    passed: frozenset[Any]
+    inside: frozenset[Any]
+
+    def places(self, use: Use) -> bool:
+        """Whether the output of a use is proven to have its examples where the rule has them.
+
+        Nothing is said of modules with several outputs in use: a recurrence has its last state another way round.
+        """
+        found = [edge is not None and edge.node in self.reached for edge in use.edges]
+        first = use.edges[0]
+        if first is None or any(found[1:]) or first.node not in self.axes:
+            return False
+        return self.axes[first.node].index == use.rule.axis(use.module, use.call)
+
+
+def ordered(y: Tensor, uses: Sequence[Use] = ()) -> Order:
+    """Where the nodes below y have their examples."""
     n = y.shape[0]
-    proven: set[Any] = set()
+    hiding = {(use.edges[0].node, use.edges[0].output_nr): use for use in uses if use.edges[0] and use.source}
+    axes: dict[Any, Axis] = {}
+    passed: dict[Any, Any] = {}
     doubtful: list[Any] = []
-    stack = [y.grad_fn]
+    seen: set[tuple[Any, int]] = set()
+    stack: list[tuple[Any, int, Axis]] = [(y.grad_fn, y.output_nr, Axis(0))]
     while stack:
-        node = stack.pop()
-        if node is None or node in proven:
+        node, output, axis = stack.pop()
+        if node is None or leaf_below(node) is not None:
             continue
-        proven.add(node)
-        kept = _keeps(node)
-        for at, (child, output) in enumerate(node.next_functions):
-            if child is None or leaf_below(child) is not None:
+        if axes.setdefault(node, axis) != axis:
+            doubtful.append(node)
+        if (node, output) in seen:
+            continue
+        seen.add((node, output))
+        use = hiding.get((node, output))
+        if use is not None and use.source is not None and _kept(use, axis, n):
+            passed[node] = use.source.node
+            stack.append((use.source.node, use.source.output_nr, axis))
+            continue
+        for at, (child, number) in enumerate(node.next_functions):
+            if child is None or (node.name() == FORK and at == 0):  # the user's gradient, a way the metric never goes
                 continue
-            if kept and _follows(node, at, child, output, n):
-                stack.append(child)
-            elif not (node.name() == _FORK and at == 0):  # the way of the user's gradient, which the metric never goes
+            found = below(Step(node, at, axis, n, _shape(node, output), _shape(child, number)))
+            if found is None:
                 doubtful.append(child)
-    return proven - set(nodes(doubtful)), set(nodes([y.grad_fn]))
+            else:
+                stack.append((child, number, found))
+    inside = _inside(passed)
+    wrong = set(nodes([*doubtful, *(node for node in inside if node in axes)]))
+    proven = {node: axis for node, axis in axes.items() if node not in wrong}
+    kept = frozenset(node for node in passed if node in proven)
+    return Order(proven, frozenset(nodes([y.grad_fn])), kept, inside)
 
 
-def _keeps(node: Any) -> bool:
-    """Whether an operation works on every entry of the first axis by itself."""
-    name = node.name()
-    if hasattr(node, "_saved_normalized_shape") and len(node._saved_normalized_shape) == len(_shape(node, 0)):
-        return False
-    if name in _ELEMENTWISE or name in _RESHAPES or name in _ROWWISE or name == _FORK:
-        return True
-    if name in _PRODUCTS:
-        return leaf_below(node.next_functions[_PRODUCTS[name]][0]) is not None
-    if name in _ALONG:
-        return 0 not in _axes(node)
-    if name == "PermuteBackward0":
-        return bool(node._saved_dims[0] == 0)
-    if name == "ExpandBackward0":
-        return len(node._saved_self_sym_sizes) == len(_shape(node, 0))
-    return name in _NORMS and not getattr(node, "_saved_training", True)
+def _kept(use: Use, axis: Axis, n: int) -> bool:
+    """Whether a module that hides its layers has n examples there in its output, and so in its input."""
+    given = use.call.x.shape
+    return (
+        axis == Axis(axis.index)
+        and use.rule.axis(use.module, use.call) == axis.index < min(len(use.shape), len(given))
+        and use.shape[axis.index] == given[axis.index] == n
+    )
 
 
-def _follows(node: Any, at: int, child: Any, output: int, n: int) -> bool:
-    """Whether an argument of an order-keeping operation is ordered where its result is."""
-    name, result, argument = node.name(), _shape(node, 0), _shape(child, output)
-    if name == _FORK and at == 0:
-        return False
-    if not argument or argument[0] == 0 or argument[0] % n:
-        return False
-    if name in _RESHAPES:
-        return True
-    # Spread over the examples from a smaller tensor, or from one whose first axis means something else.
-    return argument[0] == result[0] and (name not in _ELEMENTWISE or len(argument) == len(result))
+def _inside(passed: Mapping[Any, Any]) -> frozenset[Any]:
+    """The nodes between the outputs of modules and their inputs."""
+    return frozenset(
+        node
+        for top, source in passed.items()
+        for node in nodes([child for child, _ in top.next_functions], stop={source})
+    )
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[output].shape)
-
-
-def _axes(node: Any) -> set[int]:
-    """The axes that an operation works along, counted from the front; all where it does not say."""
-    sizes = getattr(node, "_saved_self_sym_sizes", None)
-    d = len(_shape(node, 0)) if sizes is None else len(sizes)
-    found = [getattr(node, key) for key in ("_saved_dim", "_saved_dim0", "_saved_dim1") if hasattr(node, key)]
-    if not found or any(axes is None for axes in found):
-        return set(range(d))
-    flat = [axis for axes in found for axis in (axes if isinstance(axes, (tuple, list)) else (axes,))]
-    return {_signed(axis) % d for axis in flat} if flat else set(range(d))
-
-
-def _signed(axis: int) -> int:
-    """Saved axes are unsigned: −1 comes as 2⁶⁴ − 1."""
-    return axis - 2**64 if axis >= 2**63 else axis

@@ -62,14 +62,14 @@ def misplaced(tape: Tape) -> frozenset[int]:
     if not tape.uses or not tape.y.requires_grad:
         return frozenset()
     n = tape.y.shape[0]
-    proven, reached = ordered(tape.y)
+    order = ordered(tape.y, tape.uses)
     wrong, unsure = set(), []
     for at, use in enumerate(tape.uses):
-        found = [edge.node for edge in use.edges if edge is not None and edge.node in reached]
+        found = [edge.node for edge in use.edges if edge is not None and edge.node in order.reached]
         axis = use.rule.axis(use.module, use.call)
         if not found or (axis is not None and (len(use.shape) <= max(axis, 1) or use.shape[axis] != n)):
             wrong.add(at)
-        elif n > 1 and (axis != 0 or not all(node in proven for node in found)):
+        elif n > 1 and not order.places(use):
             unsure.append(at)
     return frozenset(wrong | _looked_for(tape, unsure)) if unsure else frozenset(wrong)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.autograd.graph import GradientEdge
 
-from natgrad.pullback.broadcast import SAME, Cut, reshaped
+from natgrad.pullback.cut import SAME, Cut, reshaped
 from natgrad.pullback.graph import nodes
 from natgrad.pullback.tape import Tape, Use
 from natgrad.rules.embedding import EmbeddingRule

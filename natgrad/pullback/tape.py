@@ -43,6 +43,7 @@ class Use:
     edges: tuple[GradientEdge | None, ...]  # None for an output that has no gradient
     shapes: tuple[torch.Size, ...]
     entries: Mapping[int, int]  # by the id of a parameter, how often this call puts it into the graph
+    source: GradientEdge | None = None  # of a replayed module whose first argument is all that it has of the graph
 
     @property
     def shape(self) -> torch.Size:
@@ -110,19 +111,28 @@ class Recorder:
         call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach), module.training)
         if isinstance(rule, Replayed):
             given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
-            output = apart(output, given)
+            output, source = apart(output, given), _source(args, kwargs)
             entries: Mapping[int, int] = leaf_uses([t.grad_fn for t in tensors_of(output)], stop=given)
         else:
-            entries = {id(p): 1 for p in rule.parameters(module).values()}
+            entries, source = {id(p): 1 for p in rule.parameters(module).values()}, None
         outputs = tensors_of(output)
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
-        self.uses.append(Use(module, rule, call, edges, tuple(t.shape for t in outputs), entries))
+        self.uses.append(Use(module, rule, call, edges, tuple(t.shape for t in outputs), entries, source))
         return output if isinstance(rule, Replayed) else None
 
     def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
         if self._bound is not None and self.bytes > self._bound:
             raise TapeOverflow
+
+
+def _source(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdge | None:
+    """The edge of the first argument, if nothing else that is computed is given."""
+    if not args or not isinstance(args[0], Tensor) or args[0].grad_fn is None:
+        return None
+    others = (t for t in tensors_of((args, dict(kwargs))) if t.grad_fn is not None)
+    same = all(t.grad_fn is args[0].grad_fn and t.output_nr == args[0].output_nr for t in others)
+    return get_gradient_edge(args[0]) if same else None
 
 
 def apart(output: Any, given: Collection[Any]) -> Any:

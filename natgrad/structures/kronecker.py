@@ -16,7 +16,7 @@ from natgrad.model import Model
 from natgrad.operators import KroneckerOperator, Layout, Operator
 from natgrad.operators.subset import REST
 from natgrad.pullback import Block, Pullback
-from natgrad.pullback.broadcast import as_spread
+from natgrad.pullback.broadcast import as_spread, parted
 from natgrad.pullback.moments import second_moments
 from natgrad.pullback.precision import without_autocast
 from natgrad.pullback.sharing import Expand, Largest, Reduce, Sharing
@@ -93,7 +93,7 @@ class Layered(Structure):
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
     ) -> tuple[list[Block], Operator | None]:
         """The layers that have a product among these tensors, and the operator over the other parameters."""
-        blocks = [as_spread(model, block) if _was_spread(block, tensors) else block for block in blocks]
+        blocks = [piece for block in blocks for piece in _as_before(model, block, tensors)]
         kept = [block for block in blocks if f"{block.names[0]}/S" in tensors]
         rest = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
         if not rest:
@@ -169,10 +169,15 @@ def split(blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
     return [b for b in blocks if b.rule is not None], [b for b in blocks if b.rule is None]
 
 
-def _was_spread(block: Block, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the parameters of a block had a number each, in place of what its rule, or none, says."""
-    s = tensors.get(f"{block.names[0]}/S")
-    return s is not None and (block.rule is None or s.shape[0] == block.size != block.shape[0])
+def _as_before(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
+    """A block, or the pieces of it, that had these factors."""
+    named = {name for name in block.names if f"{name}/S" in tensors}
+    if block.names[0] in named:
+        s, a = (tensors[f"{block.names[0]}/{side}"] for side in "SA")
+        if s.shape[0] * s.shape[1] * a.shape[-1] == block.size:  # of all parameters, with the rule or a number each
+            ruled = block.rule is not None and not s.shape[0] == block.size != block.shape[0]
+            return [block if ruled else as_spread(model, block)]
+    return parted(model, block, named)
 
 
 def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
