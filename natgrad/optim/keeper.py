@@ -16,6 +16,7 @@ from natgrad.geometry import Covector, Vector
 from natgrad.model import Arguments, Inputs, evaluating, is_ours, ours, tensors_of, without_chance
 from natgrad.operators.base import Operator
 from natgrad.optim.distributed import Alone, World
+from natgrad.optim.notices import Notices
 from natgrad.optim.parameters import Parameters
 from natgrad.pullback import Pullback
 from natgrad.pullback.assemble import Batch, View
@@ -66,7 +67,7 @@ class Keeper:
         self._handle: RemovableHandle | None = None
         self._stream = random_stream(self.model.example.device)
         self._suspended = False
-        self._parameters = Parameters(self.model, self.module)
+        self._parameters, self._notices = Parameters(self.model, self.module), Notices()
         self._joint = False  # whether ``fresh`` is that of all processes
         # A hook on a compiled module itself runs outside of what is compiled.
         self._watched = next((module for module in wrapping if is_compiled(module)), self.module)
@@ -235,6 +236,7 @@ class Keeper:
         self.batch = Batch(self.model, Arguments(args, kwargs))
         if not self.due:
             return
+        self._notices.seen(self.step, self.module.training)
         if not self.structure.one_pass:
             self.model.check_separable()
         self._recorder = Recorder(self.model, self.view.blocks)
@@ -275,6 +277,7 @@ class Keeper:
             self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
 
     def _add(self, pb: Pullback) -> None:
+        self._notices.outputs(self.metric, pb.y)
         like = self.fresh or self.average
         estimate = self.structure.estimate_like(pb, like)
         if like is None and self.world.size > 1 and type(estimate).renewed is not Operator.renewed:

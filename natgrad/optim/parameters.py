@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from natgrad.errors import NatgradError
 from natgrad.model import Model
@@ -22,6 +23,8 @@ class Parameters:
         self._parents = [(m, key, child) for m in modules for key, child in m._modules.items()]
         self._owners = [(m, key, p) for m in modules for key, p in m._parameters.items() if id(p) in mine]
         self._elsewhere = False
+        self._kinds = {name: _kind(p) for name, p in model.params.items()}
+        self._first = next(iter(model.params))
 
     def moved(self, certain: bool) -> bool:
         """Whether the pass that begins is at other parameters.
@@ -32,10 +35,13 @@ class Parameters:
         self._elsewhere = (certain or self._changed()) and bool(self._missing())
         if certain and not self._elsewhere:
             self._refuse_frozen()
+            self._refuse_cast()
         return self._elsewhere
 
     def check(self) -> None:
-        """Refuse a module that was replaced, or parameters that were frozen, after the optimizer was made."""
+        """Refuse a module that was replaced, or parameters that were frozen or cast, after the optimizer was made."""
+        if _kind(self._model.params[self._first]) != self._kinds[self._first]:  # a model is cast or moved as a whole
+            self._refuse_cast()
         suspicious = self._elsewhere or any(p.grad is None for p in self._model.params.values())
         missing = self._missing() if suspicious else []
         if missing:
@@ -54,6 +60,15 @@ class Parameters:
                 "the parameters that were trainable at first. Make a new optimizer, or leave it trainable with lr=0"
             )
 
+    def _refuse_cast(self) -> None:
+        for name, p in self._model.params.items():
+            if _kind(p) != self._kinds[name]:
+                was, now = (f"{dtype} on {device}" for dtype, device in (self._kinds[name], _kind(p)))
+                raise NatgradError(
+                    f"{name} is {now}, and was {was} when the optimizer was made: the metric is in that precision and "
+                    "on that device. Call model.to(…), .double() or .cuda() first, and make the optimizer after it"
+                )
+
     def _changed(self) -> bool:
         replaced = any(m._modules.get(key) is not child for m, key, child in self._parents)
         return replaced or any(m._parameters.get(key) is not p for m, key, p in self._owners)
@@ -61,3 +76,7 @@ class Parameters:
     def _missing(self) -> list[str]:
         now = {plain_name(name): p for name, p in self._module.named_parameters()}
         return [name for name, p in self._model.params.items() if now.get(name) is not p]
+
+
+def _kind(p: Tensor) -> tuple[torch.dtype, torch.device]:
+    return p.dtype, p.device

@@ -199,7 +199,7 @@ def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
         first = "the first pass may find them spread over the examples; if not, " if fresh else ""
         rest = ""
         if isinstance(structure, Kronecker | EigenKronecker):
-            rest = f", and their metric is {structure.fallback!r}: pass rules=[…] with a rule for their module"
+            rest = f", and their metric is {structure.fallback!r}: {_way_out(opt, found)}"
         lines.append(
             f"no layer rule covers {', '.join(found.uncovered)}: {first}their rows come from torch.func, which is slow"
             + rest
@@ -209,6 +209,18 @@ def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
     if fresh and any(row.rule for row in found.rows):
         lines.append("a weight that is used without its module's forward loses its rule when the first pass shows it")
     return lines
+
+
+def _way_out(opt: NaturalGradient, found: Plan) -> str:
+    """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
+    ruled = {name for block in opt.keeper.view.blocks if block.rule for name in block.names}
+    lost = [name for name in found.uncovered if name in ruled]
+    if not lost:
+        return "pass rules=[…] with a rule for their module"
+    return (
+        f"{', '.join(lost)} had a rule, but the outputs of one example depend on the others, or more than its module's "
+        "own forward uses it"
+    )
 
 
 def _steps(count: int) -> str:

@@ -42,6 +42,12 @@ def KFAC(
     weight decay is decoupled, steps are clipped in KL. ``opt.plan()`` says what becomes of every parameter;
     ``step=ng.SelfTuned()`` chooses learning rate, momentum and damping by itself and needs ``opt.step(closure)``.
 
+    G is a mean over the examples. For a loss that is a mean over tokens give ``Fisher(family, reduction="mean")``: by
+    default the terms of an example are summed, S is larger by their number, and the steps are too short.
+
+    All forward passes with gradients between two steps are seen by the metric, as with gradient accumulation: call the
+    model under ``torch.no_grad()`` to evaluate it. What no layer rule covers falls back to ``fallback``.
+
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     >>> x, t = torch.randn(32, 4), torch.arange(32) % 3

@@ -61,6 +61,10 @@ class Fisher(OutputMetric):
         family, w = self._at(y)
         return family.kl(y0, y) * w
 
+    def terms(self, y: Tensor) -> int:
+        """How many terms (tokens, pixels) an example of the outputs has."""
+        return self._at(y)[0].terms(y)
+
     def _at(self, y: Tensor) -> tuple[Family, float]:
         family = self.family if isinstance(self.family, Family) else FromDistribution(self.family)
         family.check(y)

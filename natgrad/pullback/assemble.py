@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -29,6 +29,11 @@ from natgrad.rules import RULES, Rule
 from natgrad.slots import check_slots
 
 _log = logging.getLogger("natgrad")
+_DISPLACED = (
+    "the layer rules of {} are not used: behind them the outputs of one example depend on the others, as in z @ z.T or "
+    "F.batch_norm(…, training=True) (nn.BatchNorm1d, 2d and 3d are understood), or their examples are not on the first "
+    "axis, or their outputs are not used"
+)
 
 
 def pullback(
@@ -124,8 +129,10 @@ class View:
         refuse_hidden(self.model, names, counts)
         moved = self.known.verdicts.misplaced(tape, names)
         blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in self.blocks]
+        displaced = {name for b in self.blocks if not moved.isdisjoint(tape.places(b)) for name in b.names}
         blocks, tape = spread(self.model, blocks, tape)
-        self._tell(blocks)
+        displaced.intersection_update(name for b in blocks if b.rule is None for name in b.names)
+        self._tell(blocks, displaced)
         coupling = self.metric.coupling(batch.x, y.shape[0])
         if coupling is not None:
             parts, coupling = [(0, y.shape[0])], coupling.to(y)
@@ -143,10 +150,14 @@ class View:
             positions={b.names[0]: tape.positions(b) for b in blocks},
             roots=Root.of(self, batch.target, y, coupling is not None),
             recordings=self.known.recordings if y.device.type == "cuda" else None,
+            verdicts=self.known.verdicts,
+            displaced=frozenset(displaced),
         )
 
-    def _tell(self, blocks: Sequence[Block]) -> None:
-        """Say once which parameters are seen in another mode than the others."""
+    def _tell(self, blocks: Sequence[Block], displaced: Collection[str]) -> None:
+        """Say once which parameters are seen without their rule, or in another mode than the others."""
+        if displaced and self.known.verdicts.news(message := _DISPLACED.format(", ".join(sorted(displaced)))):
+            _log.info(message)
         names = ", ".join(name for block in blocks if block.rule is None for name in block.names)
         if not names:
             return

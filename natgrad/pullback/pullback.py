@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -22,7 +22,7 @@ from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, sep
 from natgrad.pullback.recorded import Recordings
 from natgrad.pullback.roots import Root, flat_at
 from natgrad.pullback.rows import rows
-from natgrad.pullback.separate import check_alike
+from natgrad.pullback.separate import Verdicts, check_alike
 from natgrad.pullback.tables import over_examples
 from natgrad.pullback.tape import Tape, record
 from natgrad.pullback.tied import Tied, formed
@@ -53,6 +53,8 @@ class Pullback:
     positions: dict[str, int]  # by the first name of a layer: how many r·c of one example share its weight
     roots: Root
     recordings: Recordings | None = None  # of second moments, where the same model is seen again and again
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    displaced: frozenset[str] = frozenset()  # parameters whose rule does not apply, as examples are not in their places
 
     @property
     def root(self) -> Tensor:
@@ -184,7 +186,7 @@ class Pullback:
         cotangents = iter(tape.cotangents(s, kinds))
         bare = [name for block in self.layers if block.rule is None for name in block.names]
         x, y = examples(self.x, part, self.n), self.y[part[0] : part[1]]
-        explicit = rows(self.model, bare, x, y, s) if bare else s.new_empty(0)
+        explicit = rows(self.model, bare, x, y, s, self.verdicts) if bare else s.new_empty(0)
         out: list[Factors | Tied] = []
         start = 0
         for block, a in zip(self.layers, inputs, strict=True):

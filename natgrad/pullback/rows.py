@@ -11,11 +11,21 @@ from torch import Tensor
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of
 from natgrad.pullback.agree import agree
+from natgrad.pullback.separate import Verdicts
 
 _log = logging.getLogger("natgrad")
+_MIXED = (
+    "an example alone has other outputs than in its batch: the outputs of one example depend on the others (z @ z.T, "
+    "F.batch_norm(…, training=True)), or the examples are not on the first axis of the inputs. One backward pass an "
+    "example instead, which is slow"
+)
+_UNMAPPED = (
+    "torch.func.vmap cannot follow the model on one example (%s): the outputs of one example depend on the others, or "
+    "an operation has no rule for vmap. One backward pass an example instead, which is slow"
+)
 
 
-def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor) -> Tensor:
+def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, verdicts: Verdicts) -> Tensor:
     """R [k n p] for the named parameters, flattened in that order; s [k n *out] are cotangents of the outputs y.
 
     Every example is evaluated as a batch of one under ``vmap``. Inputs without examples on their first axis (then an
@@ -24,21 +34,22 @@ def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor) ->
 
     A model whose examples mix, or that draws random numbers, in training mode is differentiated in evaluation mode: it
     runs here once more, and batch statistics and masks cannot be those of the pass that y is from.
+    ``verdicts`` remember what has been said in the log.
     """
     module = model.module
     if module is None or not any(m.training for m in module.modules()):
-        return _rows(model, names, x, y, s)
+        return _rows(model, names, x, y, s, verdicts)
     try:
         model.check_separable()
-        return _rows(model, names, x, y, s)
+        return _rows(model, names, x, y, s, verdicts)
     except BatchStatisticsError:
         with evaluating(module):
             with torch.no_grad():
                 y = model(None, x)
-            return _rows(model, names, x, y, s)
+            return _rows(model, names, x, y, s, verdicts)
 
 
-def _rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor) -> Tensor:
+def _rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, verdicts: Verdicts) -> Tensor:
     n = s.shape[1]
     inputs = tensors_of(x)
     if inputs and all(t.ndim > 0 and t.shape[0] == n for t in inputs):
@@ -46,9 +57,11 @@ def _rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor) -
             alone, mapped = _rows_by_example(model, names, x, s)
             if agree(alone, y):
                 return mapped.to(s.dtype)
-            _log.info("examples alone give other outputs than in the batch: one backward pass an example instead")
-        except RuntimeError as error:  # a genuine mistake in the model is raised again below
-            _log.info("torch.func.vmap cannot follow the model (%s): one backward pass an example instead", error)
+            if verdicts.news(_MIXED):
+                _log.info(_MIXED)
+        except (RuntimeError, ValueError) as error:  # a genuine mistake in the model is raised again below
+            if verdicts.news(_UNMAPPED):
+                _log.info(_UNMAPPED, error)
     return _rows_by_batch(model, names, x, s).to(s.dtype)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from natgrad.errors import IncompatibleError
 from natgrad.geometry import Vector
 from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model, tensors_of
@@ -62,5 +63,14 @@ def _pushed(model: Model, x: Inputs, vectors: Sequence[Vector]) -> tuple[Tensor,
             ys, jvs = torch.func.vmap(push, out_dims=(None, 0))(tangents)  # type: ignore[arg-type]
         return ys, list(jvs)
     except (RuntimeError, ValueError):  # no rule for forward mode, or for vmap
-        linear = linearise(model, x)
-        return linear.y, [linear.push(v).detach() for v in vectors]
+        try:
+            linear = linearise(model, x)
+            return linear.y, [linear.push(v).detach() for v in vectors]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise IncompatibleError(
+                "the step rule needs products J v with the Jacobian of the outputs, and the model has an operation "
+                f"without a derivative in forward mode and without a second derivative ({error}): use step=KLClip() or "
+                "step=Fixed(), which do without, in place of SelfTuned()"
+            ) from error

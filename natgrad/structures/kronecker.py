@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
@@ -72,7 +72,7 @@ class Layered(Structure):
         """The layers that have a rule, and the pullback to the other parameters; refused is what does not fit."""
         self.admit(pullback)
         covered, others = split(pullback.layers)
-        self.check(others)
+        self.check(others, pullback.displaced)
         return covered, restricted(pullback, others) if others else None
 
     @property
@@ -80,10 +80,17 @@ class Layered(Structure):
         """What to do with positions, as an object."""
         return Largest(Expand() if self.sharing == "expand" else Reduce(), self.largest)
 
-    def check(self, others: Sequence[Block]) -> None:
-        """With ``strict``, refuse parameters that no rule covers."""
+    def check(self, others: Sequence[Block], displaced: Collection[str] = ()) -> None:
+        """With ``strict``, refuse parameters that no rule covers, or cannot, with examples ``displaced``."""
         if self.strict and others:
             names = ", ".join(name for block in others for name in block.names)
+            if displaced:
+                raise UncoveredError(
+                    f"no layer rule can be used for {', '.join(sorted(displaced))}, and strict=True: behind it the "
+                    "outputs of one example depend on the others, as in z @ z.T or F.batch_norm(…, training=True), or "
+                    "the examples are not on the first axis, or its outputs are not used. Keep the examples apart, or "
+                    f"let {names} fall back to {self.fallback!r} with strict=False"
+                )
             raise UncoveredError(
                 f"no layer rule covers {names}, and strict=True. Pass rules=[…] with a rule for their module, use the "
                 f"module's own forward, or let them fall back to {self.fallback!r} with strict=False"
