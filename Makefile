@@ -15,7 +15,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' DEMO='options of natgrad demo'"
 
-demo: $(VENV)/.cli  ## train on digits with four optimizers, in under two minutes
+demo: $(VENV)/.cli  ## train on digits with five optimizers, in under two minutes
 	$(BIN)/natgrad demo $(DEMO)
 
 test: $(VENV)/.dev  ## ruff, mypy, doctests and tests

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -177,13 +177,17 @@ def train(run: Run, budget: Budget, seed: int, watch: Watch) -> None:
     next_due = next(due)
     seconds = 0.0
     run.history.append(measure(task, model, 0, seconds))
-    for step, batch in enumerate(batches(len(inputs), task.batch_size, seed), start=1):
-        x, t = inputs[batch], targets[batch]
-        start = perf_counter()
+
+    def closure() -> Any:
         optimizer.zero_grad()
         loss = task.loss(model(x), t)
         loss.backward()
-        optimizer.step()
+        return loss
+
+    for step, batch in enumerate(batches(len(inputs), task.batch_size, seed), start=1):
+        x, t = inputs[batch], targets[batch]
+        start = perf_counter()
+        loss: Any = optimizer.step(closure)
         seconds += perf_counter() - start
         if not loss.isfinite():
             run.status = "diverged"
@@ -204,7 +208,7 @@ def compare(tasks: tuple[Task, ...], budget: Budget, seed: int, watch: Watch = l
     >>> from natgrad.cli.tasks import classifier
     >>> runs = compare((classifier(),), Budget(steps=2), seed=0).runs
     >>> [run.contender.name for run in runs]
-    ['SGD', 'AdamW', 'natural gradient', 'natural gradient (CG)']
+    ['SGD', 'AdamW', 'natural gradient', 'natural gradient (CG)', 'K-FAC']
     >>> len({run.history[0].train_loss for run in runs})
     1
     """

@@ -1,4 +1,4 @@
-"""The demo's two tasks on 8 × 8 digits, and the four optimizers that compete on each of them.
+"""The demo's two tasks on 8 × 8 digits, and the five optimizers that compete on each of them.
 
 The networks have sigmoid units. As σ(z) = (1 + tanh(z/2))/2, they are tanh networks in other coordinates, and worse
 ones: activations are never negative, gradients shrink at least fourfold a layer. First-order methods feel the
@@ -6,7 +6,8 @@ coordinates, the natural gradient feels the functions. The units were chosen to 
 methods are quicker.
 
 Both natural gradients solve the same equation with the same numbers, one by Cholesky, one by conjugate gradients, and
-shorten steps that leave a ball in the metric. SGD and AdamW have the learning rate of the grid with the smallest
+shorten steps that leave a ball in the metric. K-FAC keeps two small matrices a layer instead of one for all, and tunes
+itself: it has no number here at all. SGD and AdamW have the learning rate of the grid with the smallest
 training loss after thousands of steps, over two seeds; the natural gradients have more numbers (lr, damping, radius),
 chosen by hand from short runs. `natgrad demo --grid` runs the numbers around all of them.
 """
@@ -92,6 +93,11 @@ def natural_cg(name: str, metric: ng.OutputMetric, lr: float, damping: float, ra
     return Contender(name, optimizer)
 
 
+def kfac(name: str, metric: ng.OutputMetric) -> Contender:
+    """K-FAC with its default arguments; learning rate, momentum and damping are chosen as it goes."""
+    return Contender(name, lambda model: ng.KFAC(model, metric, step=ng.SelfTuned()))
+
+
 def classifier() -> Task:
     """Ten classes, cross-entropy; 1,510 parameters."""
     data = load_digits()
@@ -110,6 +116,7 @@ def classifier() -> Task:
             adamw("AdamW", lr=0.03),
             natural("natural gradient", metric, lr=1.0, damping=3e-4, radius=0.01),
             natural_cg("natural gradient (CG)", metric, lr=1.0, damping=3e-4, radius=0.01),
+            kfac("K-FAC", ng.Fisher(ng.Categorical(), samples=1)),
         ),
     )
 
@@ -133,6 +140,7 @@ def autoencoder() -> Task:
             adamw("AdamW", lr=0.03),
             natural("natural gradient", metric, lr=0.5, damping=3e-4, radius=1.0),
             natural_cg("natural gradient (CG)", metric, lr=0.5, damping=3e-4, radius=1.0),
+            kfac("K-FAC", ng.Fisher(ng.Gaussian(), samples=1)),
         ),
     )
 

@@ -25,7 +25,7 @@ from natgrad.cli.report import AXES, ladder, reached
 from natgrad.cli.tasks import classifier
 from natgrad.data import load_digits
 
-OPTIMIZERS = ["SGD", "AdamW", "natural gradient", "natural gradient (CG)"]
+OPTIMIZERS = ["SGD", "AdamW", "natural gradient", "natural gradient (CG)", "K-FAC"]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -104,6 +104,7 @@ class TestDemo:
             first_order = min(loss["SGD"], loss["AdamW"])
             assert loss["natural gradient"] < 0.5 * first_order
             assert loss["natural gradient (CG)"] < 0.75 * first_order
+            assert loss["K-FAC"] < first_order
 
     @pytest.mark.parametrize("name", ["loss-steps.png", "loss-seconds.png"])
     def test_plots_are_written(self, name: str, finished: Finished) -> None:
