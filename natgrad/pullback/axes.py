@@ -32,7 +32,8 @@ class Axis:
     def of(self, result: Shape, argument: Shape, n: int) -> Axis | None:
         """The axis in a tensor that was reshaped to ``result``: elements keep their row-major order.
 
-        None where a reshape cut the examples themselves in two. Of one example there may be several: the first.
+        None where a reshape cut the examples themselves in two. For one example there may be several: best is an axis
+        of its own, then one that ends with it.
         """
         ahead = math.prod(result[: self.index]) * self.before
         found = []
@@ -41,7 +42,8 @@ class Axis:
             axis = Axis(index, before)
             if before and not rest and axis.fits(argument, n):
                 found.append(axis)
-        return min(found, key=lambda axis: axis.before > 1, default=None)
+        goes_on = {axis: argument[axis.index] > axis.before * n for axis in found}
+        return min(found, key=lambda axis: (goes_on[axis], axis.before > 1), default=None)
 
 
 Shape: TypeAlias = tuple[int, ...]

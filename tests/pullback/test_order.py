@@ -1,0 +1,137 @@
+"""On which axis the examples lie is read off the graph: what is proven is so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from natgrad.pullback.axes import Axis
+from natgrad.pullback.order import ordered
+from tests.pulled import normal
+
+N, T, D, H = 5, 4, 6, 2
+Run = Callable[[Tensor], Tensor]
+
+
+def axis_of(run: Run, x: Tensor) -> tuple[Axis | None, Tensor, Tensor]:
+    """Where the input of a function is proven to have its examples; its input, in the graph, and its output."""
+    middle = x.requires_grad_() * 1
+    y = run(middle)
+    return ordered(y).axes.get(middle.grad_fn), middle, y
+
+
+def separates(axis: Axis, x: Tensor, y: Tensor) -> bool:
+    """Whether output n depends on the entries of example n alone."""
+    n = y.shape[0]
+    size = x.shape[axis.index]
+    example = (torch.arange(size) // (size // (axis.before * n))) % n
+    for at in range(n):
+        (g,) = torch.autograd.grad(y[at].sum(), x, retain_graph=True)
+        if g.movedim(axis.index, 0)[example != at].any():
+            return False
+    return True
+
+
+def _einsum(x: Tensor) -> Tensor:
+    q, k = x.view(*x.shape[:2], H, -1).permute(2, 0, 1, 3), x.view(*x.shape[:2], H, -1)
+    return torch.einsum("hntd,nshd->nhts", q, k).softmax(-1)
+
+
+def _heads(x: Tensor) -> Tensor:
+    q, k, v = torch.cat([x, x, x], -1).view(*x.shape[:2], 3, H, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
+def _by_hand(x: Tensor) -> Tensor:
+    q, k, v = torch.cat([x, x, x], -1).view(*x.shape[:2], 3, H, -1).permute(2, 0, 3, 1, 4)
+    return ((q @ k.transpose(-2, -1)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def _layer(x: Tensor) -> Tensor:
+    return (x.reshape(-1, D) @ normal(D, 2)).view(*x.shape[:2], 2)
+
+
+# Of x [N T D]: every one is followed, and the examples of x are on this axis.
+FOLLOWED: dict[str, tuple[Axis, Run]] = {
+    "attention": (Axis(0), _heads),
+    "attention by hand": (Axis(0), _by_hand),
+    "einsum": (Axis(0), _einsum),
+    "a layer on (position, example)": (Axis(0), lambda x: _layer(x.transpose(0, 1)).transpose(0, 1)),
+    "stack, sum, select": (Axis(0), lambda x: torch.stack([x, x.square()]).sum(0, keepdim=True)[0].mean(-1)),
+    "cat, split, slice": (Axis(0), lambda x: torch.cat([x, x.flip(1)], 1).split(3, 1)[1][:, 1:]),
+    "roll of positions": (Axis(0), lambda x: x.roll(1, 1)),
+    "token shift": (Axis(0), lambda x: F.pad(x, (0, 0, 1, -1))),
+    "norm": (Axis(0), lambda x: F.layer_norm(x, (D,)) / x.norm(dim=-1, keepdim=True)),
+    "norm of positions": (Axis(0), lambda x: F.layer_norm(x, (T, D))),
+    "largest": (Axis(0), lambda x: x.max(1)[0] + x.amax(1) - x.logsumexp((1,))),
+    "squeezed": (Axis(0), lambda x: x.unsqueeze(0).unsqueeze(-1).squeeze(0).squeeze()),
+    "pixels": (Axis(0), lambda x: F.unfold(x.unsqueeze(1), 2).transpose(1, 2)),
+    "product on the right": (Axis(0), lambda x: (normal(2, D) @ x[:, 0].T).T),
+    "second axis": (Axis(1), lambda x: x.transpose(0, 1)[:4].softmax(1)),
+    "last axis": (Axis(2), lambda x: x.permute(2, 0, 1).cumsum(1)),
+    "half of the second axis": (Axis(1), lambda x: (x.flatten(0, 1) * 2).view(N, 2, 2 * D).transpose(0, 1)),
+    "every second of an axis": (Axis(1, 2), lambda x: (x.flatten(0, 1) * 2).view(N, 2, 2, D).permute(2, 0, 1, 3)),
+}
+# Examples that change places, influence each other, or cannot be told: nothing is claimed of x.
+NOT_FOLLOWED: dict[str, Run] = {
+    "flipped": lambda x: x.flip(0),
+    "flipped behind a transpose": lambda x: x.transpose(0, 1).flip(1).transpose(0, 1),
+    "rolled": lambda x: x.roll(1, 0),
+    "shifted by padding": lambda x: F.pad(x, (0, 0, 0, 0, 1, -1)),
+    "mean of the batch": lambda x: x - x.mean(0),
+    "softmax over the batch": lambda x: x.transpose(0, 1).softmax(1).transpose(0, 1),
+    "similarities": lambda x: x.flatten(1) @ x.flatten(1).T,
+    "normalised over all": lambda x: F.layer_norm(x, tuple(x.shape)),
+    "batch statistics": lambda x: F.batch_norm(x, None, None, training=True),
+    "two axes for one": lambda x: x + x[:, :1].transpose(0, 1).reshape(1, N, D).expand(N, N, D)[:, :T],
+    "two ways": lambda x: x[:, :1] + x.flip(0),
+    "sorted": lambda x: x[x[:, 0, 0].argsort()],
+    "mixed by a reshape": lambda x: x.permute(1, 0, 2).reshape(N, T, D),
+    "transposed square": lambda x: x[:, :1].expand(N, N, D).transpose(0, 1) * 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_an_axis_that_is_proven_keeps_the_examples_apart(kind: str) -> None:
+    expected, run = FOLLOWED[kind]
+    axis, x, y = axis_of(run, normal(N, T, D))
+    assert axis == expected
+    assert separates(axis, x, y)
+
+
+@pytest.mark.parametrize("kind", NOT_FOLLOWED)
+def test_nothing_is_proven_of_examples_that_move_or_meet(kind: str) -> None:
+    axis, _, _ = axis_of(NOT_FOLLOWED[kind], normal(N, T, D))
+    assert axis is None
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_a_reshape_keeps_the_number_of_entries_before_the_examples(n: int) -> None:
+    """Against the labels of the examples themselves, for all shapes with 36 entries."""
+    sizes = [d for d in range(1, 37) if 36 % d == 0]
+    shapes = [(a, b, c) for a in sizes for b in sizes for c in sizes if a * b * c == 36]
+    for result in shapes[::3]:
+        for before in (1, 2, 3):
+            axis = Axis(1, before)
+            if not axis.fits(result, n):
+                continue
+            label = torch.arange(result[1]).div(result[1] // (before * n), rounding_mode="floor") % n
+            labels = label.view(1, -1, 1).expand(result)
+            for argument in shapes[::2]:
+                found = axis.of(result, argument, n)
+                if found is not None:
+                    size = argument[found.index]
+                    own = torch.arange(size).div(size // (found.before * n), rounding_mode="floor") % n
+                    shape = [size if at == found.index else 1 for at in range(3)]
+                    assert torch.equal(labels.reshape(argument), own.view(shape).expand(argument))
+
+
+def test_a_weight_that_is_computed_is_no_tensor_of_examples() -> None:
+    """A convolution with as many channels as there are examples."""
+    weight = torch.randn(N, 1, 1, requires_grad=True, dtype=torch.float64) * 1
+    y = F.conv1d(normal(N, 1, T), weight)
+    assert weight.grad_fn not in ordered(y).axes
