@@ -84,12 +84,6 @@ def _set_parameter(value: float) -> Callable[[Task, ng.NaturalGradient], None]:
     return prepare
 
 
-def _half_the_model(of: Task, opt: ng.NaturalGradient) -> None:
-    opt.zero_grad()
-    of.model(of.x)
-    of.model.get_submodule("0")(of.x).sum().backward()
-
-
 def _damping(value: float) -> Callable[[Task, ng.NaturalGradient], None]:
     def change(of: Task, opt: ng.NaturalGradient) -> None:
         opt.param_groups[0]["damping"] = value
@@ -136,9 +130,6 @@ BAD: dict[str, Bad] = {
         _step, NonFiniteError, "at step 2: the gradient of 2.bias holds NaN", prepare=_with_gradient(NAN)
     ),
     "inf_gradient": Bad(_step, NonFiniteError, "at step 2: the gradient of 2.bias holds", prepare=_with_gradient(-INF)),
-    "loss_without_a_parameter": Bad(
-        _step, ValueError, "does not depend on 2.weight, 2.bias: freeze what is not trained", prepare=_half_the_model
-    ),
     "no_backward": Bad(_step, ValueError, r"no parameter has a gradient: call loss.backward\(\) before"),
     "no_forward": Bad(
         _step,

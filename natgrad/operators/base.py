@@ -94,6 +94,7 @@ class Operator(ABC):
     """
 
     layout: Layout
+    unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
 
     @abstractmethod
     def product(self, v: Tensor) -> Tensor:
@@ -120,9 +121,9 @@ class Operator(ABC):
 
         What is in memory may be used up: neither operator is to be used after that.
         """
-        new = self.lerp(other, weight)
-        for mine, its in zip(self.tensors().values(), new.tensors().values(), strict=True):
-            its.copy_(torch.where(found > 0, mine, its))
+        new, before = self.lerp(other, weight), self.tensors()
+        for key, its in new.tensors().items():  # a layer that is seen for the first time was nothing before
+            its.copy_(torch.where(found > 0, before.get(key, torch.zeros_like(its)), its))
         return new
 
     @abstractmethod

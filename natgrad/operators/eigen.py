@@ -35,6 +35,7 @@ class EigenKroneckerOperator(LayerOperator):
     basis: Basis
     scales: tuple[Tensor, ...]  # D [c o i]
     rest: Operator | None = None
+    unseen: frozenset[str] = frozenset()
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]
@@ -61,11 +62,13 @@ class EigenKroneckerOperator(LayerOperator):
         rest = self.rest_lerp(there, weight)
 
         def mean(old: Iterable[Tensor], new: Iterable[Tensor]) -> tuple[Tensor, ...]:
-            return tuple(torch._foreach_lerp(list(old), list(new), weight)) if self.blocks else ()
+            old, new = list(old), list(new)
+            return self.joined(there, old, new, torch._foreach_lerp(old, new, weight)) if self.blocks else ()
 
         scales = mean(there.basis.carried(self.scales, self.basis), there.scales)
         left, right = mean(self.left, there.left), mean(self.right, there.right)
-        return replace(there, left=left, right=right, scales=scales, rest=rest)
+        unseen = self.unseen & there.unseen
+        return replace(there, left=left, right=right, scales=scales, rest=rest, unseen=unseen)
 
     def renewed(self) -> EigenKroneckerOperator:
         """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""
@@ -81,7 +84,7 @@ class EigenKroneckerOperator(LayerOperator):
         """All but the basis, in which both are."""
         if self.rest is not None and self.rest.averaged() is None:
             return None
-        return self.named({"S": self.left, "A": self.right, "D": self.scales})
+        return self.every({"S": self.left, "A": self.right, "D": self.scales})
 
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ = Q (QᵀWP / (D + λ)) Pᵀ, exactly, and with nothing to be factored."""

@@ -32,6 +32,7 @@ class KroneckerOperator(LayerOperator):
     left: tuple[Factor, ...]  # S [c o o] of every block, or its diagonal [c o]
     right: tuple[Factor, ...]  # A [c i i] of every block, or its diagonal [c i]
     rest: Operator | None = None
+    unseen: frozenset[str] = frozenset()
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         return two_sided(self.left[b], w, self.right[b])
@@ -57,27 +58,41 @@ class KroneckerOperator(LayerOperator):
         if not self.blocks:
             return replace(self, rest=rest)
         both = torch._foreach_lerp([*self.left, *self.right], [*there.left, *there.right], weight)
-        left, right = tuple(both[: len(self.left)]), tuple(both[len(self.left) :])
-        return replace(self, left=left, right=right, rest=rest)
+        left = self.joined(there, self.left, there.left, both[: len(self.left)])
+        right = self.joined(there, self.right, there.right, both[len(self.left) :])
+        return replace(self, left=left, right=right, rest=rest, unseen=self.unseen & there.unseen)
 
     def merged(self, other: Operator, weight: float, found: Tensor) -> KroneckerOperator:
         """In place, in two launches."""
         self.same_kind(other)
         there = cast(KroneckerOperator, other)
         self.same_layers(there)
-        if self.blocks:
-            mine, theirs = [*self.left, *self.right], [*there.left, *there.right]
+        both = [b for b in range(len(self.blocks)) if self.saw(b) and there.saw(b)]
+        new = {b for b in range(len(self.blocks)) if not self.saw(b) and there.saw(b)}
+        if both:
+            mine = [side[b] for side in (self.left, self.right) for b in both]
+            theirs = [side[b] for side in (there.left, there.right) for b in both]
             torch._foreach_sub_(theirs, mine)
             gated_add(mine, theirs, weight, found)
-        if self.rest is None or there.rest is None:
-            return self
-        return replace(self, rest=self.rest.merged(there.rest, weight, found))
+        rest = self.rest
+        if self.rest is not None and there.rest is not None:
+            rest = self.rest.merged(there.rest, weight, found)
+        if not new:
+            return replace(self, rest=rest)
+        good = found == 0
+        left, right = (
+            tuple(torch.where(good, y, x) if b in new else x for b, (x, y) in enumerate(zip(old, its, strict=True)))
+            for old, its in ((self.left, there.left), (self.right, there.right))
+        )
+        return replace(self, left=left, right=right, rest=rest, unseen=self.unseen & there.unseen)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.named({"S": self.left, "A": self.right})
 
     def averaged(self) -> dict[str, Tensor] | None:
-        return self.tensors() if self.rest is None or self.rest.averaged() is not None else None
+        if self.rest is not None and self.rest.averaged() is None:
+            return None
+        return self.every({"S": self.left, "A": self.right})
 
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ exactly: by Cholesky of the factors without damping, through their eigenvalues with it."""

@@ -18,16 +18,21 @@ from natgrad.operators.kronecker_inverse import Damped, SpectralInverse
 from natgrad.operators.subset import REST, Subset
 from natgrad.pullback.blocks import Block
 
+UNSEEN = "unseen"  # in place of the letters of a layer's tensors
+
 
 class LayerOperator(Operator):
     """A metric with one block a layer, on W [c o i], which is diagonal in a basis Q ⊗ P of the layer.
 
+    A layer that the forward pass did not use (an expert, a block that was dropped) is zero, and its parameters are
+    ``unseen``: in an average, which is over the passes that used a layer, it does not count.
     ``rest`` is the metric on the parameters that no layer rule covers, in another structure.
     """
 
     layout: Layout
     blocks: tuple[Block, ...]
     rest: Operator | None
+    unseen: frozenset[str]
 
     @abstractmethod
     def applied(self, b: int, w: Tensor) -> Tensor:
@@ -131,7 +136,26 @@ class LayerOperator(Operator):
                 "different ways. Leave them to the fallback, with a rule that does not cover them, or call them alike"
             )
 
+    def saw(self, b: int) -> bool:
+        """Whether the layer number b has been used."""
+        return self.blocks[b].names[0] not in self.unseen
+
+    def joined(
+        self, other: LayerOperator, old: Iterable[Tensor], new: Iterable[Tensor], mean: Iterable[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Of every layer the mean, or what it is in the one operator that has seen it."""
+        if not self.unseen and not other.unseen:
+            return tuple(mean)
+        choices = enumerate(zip(old, new, mean, strict=True))
+        return tuple((m if self.saw(b) else y) if other.saw(b) else x for b, (x, y, m) in choices)
+
     def named(self, parts: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
+        """As ``every``; of a layer that is unseen only that."""
+        hidden = [block.names[0] for b, block in enumerate(self.blocks) if not self.saw(b)]
+        out = {key: t for key, t in self.every(parts).items() if key.rpartition("/")[0] not in hidden}
+        return out | {f"{name}/{UNSEEN}": self._empty(0) for name in hidden}
+
+    def every(self, parts: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
         """Tensors of every layer by the layer's first name and their letter, with those of ``rest``."""
         out = {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
         for letter, side in parts.items():

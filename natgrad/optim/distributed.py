@@ -24,6 +24,7 @@ from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.operators import EigenKroneckerOperator, KroneckerOperator, Operator
 from natgrad.operators.base import Inverse
 from natgrad.operators.basis import Basis
+from natgrad.operators.layers import LayerOperator
 from natgrad.pullback.blocks import Block
 from natgrad.solve import Solver
 
@@ -86,6 +87,8 @@ class Group(World):
 
     def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
         """In the memory of the estimate, where the mean is one of numbers; else of all estimates, one by one."""
+        if isinstance(operator, LayerOperator):
+            self._used_alike(operator)
         averaged = operator.averaged()
         if averaged is not None:
             values = list(averaged.values())
@@ -103,6 +106,18 @@ class Group(World):
             total += count
             mean = other if at == 0 else mean.lerp(other, count / total)
         return mean
+
+    def _used_alike(self, operator: LayerOperator) -> None:
+        """Raise, in every process, if some have used a layer that others have not."""
+        flags = [float(operator.saw(b)) for b in range(len(operator.blocks))]
+        seen = torch.tensor(flags, device=self._device)
+        dist.all_reduce(seen, group=self._group)
+        names = [b.title for b, count in zip(operator.blocks, seen.tolist(), strict=True) if 0 < count < self.size]
+        if names:
+            raise IncompatibleError(
+                f"some processes have used {', '.join(names)} in this step and others have not: choose the layers that "
+                "are skipped alike in all processes, with random numbers of the same seed"
+            )
 
     def mean_of(self, values: Sequence[Tensor], n: int) -> list[Tensor]:
         out = list(values)

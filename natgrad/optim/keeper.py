@@ -59,6 +59,7 @@ class Keeper:
         self.count = 0  # estimates in the average
         self.step = 0
         self.estimated = self.inverted = 0  # the steps in which the metric last was
+        self.wanted: frozenset[str] = frozenset()  # trained, and not in the metric yet: it is due until they are
         self.fresh: Operator | None = None
         self.batch: Batch | None = None  # the last one seen
         self._examples = 0
@@ -83,7 +84,7 @@ class Keeper:
 
     @property
     def due(self) -> bool:
-        return self.average is None or self.step % self.structure.every == 0
+        return self.average is None or self.step % self.structure.every == 0 or bool(self.wanted)
 
     @property
     def inverse_due(self) -> bool:
@@ -186,7 +187,7 @@ class Keeper:
             return self.average, False
         if not self._joint:
             self.fresh, self._joint = self.world.mean(self.fresh, self._examples, self._restored), True
-        if self.average is None or self.structure.decay == 0:
+        if self.average is None or (self.structure.decay == 0 and not self.fresh.unseen):
             return self._own(self.fresh), True
         weight = self.structure.weight(self.count + 1)
         if self.model.example.device.type != "cuda":
@@ -195,7 +196,8 @@ class Keeper:
             return average, True
         # Nobody has looked at the estimate yet: one that is not finite must not reach the average.
         values = [t for t in self.fresh.tensors().values() if t.is_floating_point()]
-        found = torch.zeros((), device=values[0].device)
+        values = [t for t in values if t.numel()]
+        found = torch.zeros((), device=self.model.example.device)
         torch._amp_foreach_non_finite_check_and_unscale_(values, found, torch.ones_like(found))
         return self.average.merged(self.fresh, weight, found), True
 
@@ -210,7 +212,7 @@ class Keeper:
 
     def commit(self, operator: Operator, refreshed: bool) -> None:
         """A step has succeeded with this operator."""
-        self.average = operator
+        self.average, self.wanted = operator, self.wanted & operator.unseen
         self.count += refreshed
         self.estimated = self.step if refreshed else self.estimated
         self.step += 1

@@ -52,6 +52,7 @@ class Moves:
         self.recorded: list[Tensor] | None = None  # the learning rates on the device, while a step is recorded
         self.resting: frozenset[str] = frozenset()
         self._told: set[str] = set()
+        self._waited: set[str] = set()
 
     def differential(self, params: Mapping[str, Tensor]) -> Covector:
         """The gradient of this step, zero where there is none; the parameters of which there is none rest."""
@@ -64,6 +65,22 @@ class Moves:
             _log.info("%s: no gradient. A parameter is left alone in a step in which it has none", ", ".join(news))
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
         return Covector(require_all(found))
+
+    def waiting(self, unseen: frozenset[str]) -> frozenset[str]:
+        """The parameters that have a gradient and no metric yet, as no estimate has seen them: they rest, too.
+
+        In a metric that is zero their step would be that of the damping alone, ω/λ.
+        """
+        found = unseen - self.resting
+        if news := sorted(found - self._waited):
+            self._waited.update(news)
+            _log.info(
+                "%s: a gradient, but no forward pass that the metric was estimated from has used them. They are left "
+                "alone, and the metric is estimated in every step, until one has",
+                ", ".join(news),
+            )
+        self.resting |= found
+        return found
 
     @property
     def groups(self) -> Iterator[Moving]:

@@ -201,6 +201,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if self.keeper.model.example.device.type != "cuda":  # there, what is in the gradient shows in the step
             self.moves.guard.check(ω, "the gradient", self.keeper.step)
         operator, refreshed = self.keeper.candidate()
+        self.keeper.wanted |= self.moves.waiting(operator.unseen)
         damping = common_damping(self.param_groups)
         solve = Solves(self, operator, damping, refreshed)
         step = None if closure is not None or self.moves.resting else self._graphed.step(solve, ω)

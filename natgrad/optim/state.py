@@ -28,11 +28,13 @@ class Restored:
     outdated: bool
     stream: Stream
     times: tuple[int, int]  # the steps in which the metric was estimated and inverted
+    wanted: frozenset[str]  # parameters that wait for the metric to see them
 
     def put(self, keeper: Keeper) -> None:
         """Give the keeper its part."""
         keeper.step, keeper.count, keeper.average = self.step, self.count, self.average
         keeper.estimated, keeper.inverted = self.times
+        keeper.wanted = self.wanted
         self.stream.put(keeper)
         keeper.discard()
 
@@ -64,6 +66,7 @@ def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float, outd
         "count": keeper.count,
         "estimated": keeper.estimated,
         "inverted": keeper.inverted,
+        "wanted": sorted(keeper.wanted),
         "operator": {} if keeper.average is None else keeper.average.tensors(),
         "inverse": {} if inverse is None else inverse.tensors(),
         "inverse_damping": inverse_damping,
@@ -98,7 +101,9 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
     stream = Stream(state["generator"].cpu(), state["rank"])
     numbers = (state["inverse_damping"], state["outdated"])
     times = (state["estimated"], state["inverted"])
-    return Restored(state["step"], state["count"], average, inverse, *numbers, stream, times)
+    return Restored(
+        state["step"], state["count"], average, inverse, *numbers, stream, times, frozenset(state.get("wanted", ()))
+    )
 
 
 def _signature(keeper: Keeper) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.broadcast import spread
 from natgrad.pullback.finite import check_outputs
-from natgrad.pullback.graph import survey
+from natgrad.pullback.graph import survey, unreached
 from natgrad.pullback.hidden import refuse_hidden
 from natgrad.pullback.parts import Part, check_inputs, chunk_bytes, examples, forward
 from natgrad.pullback.pullback import MEMORY, Pullback
@@ -132,7 +132,10 @@ class View:
         displaced = {name for b in self.blocks if not moved.isdisjoint(tape.places(b)) for name in b.names}
         blocks, tape = spread(self.model, blocks, tape)
         displaced.intersection_update(name for b in blocks if b.rule is None for name in b.names)
-        self._tell(blocks, displaced)
+        # What the first part of a batch does not use, another may.
+        out = unreached(tape.y, self.model.params, counts) if parts[-1][1] == y.shape[0] == tape.y.shape[0] else ()
+        unused = {block.names[0]: block for block in self.blocks if _outside(block, out, tape)}
+        self._tell([block for block in blocks if block.names[0] not in unused], displaced)
         coupling = self.metric.coupling(batch.x, y.shape[0])
         if coupling is not None:
             parts, coupling = [(0, y.shape[0])], coupling.to(y)
@@ -150,6 +153,7 @@ class View:
             positions={b.names[0]: tape.positions(b) for b in blocks},
             roots=Root.of(self, batch.target, y, coupling is not None),
             recordings=self.known.recordings if y.device.type == "cuda" else None,
+            unused=unused,
             verdicts=self.known.verdicts,
             displaced=frozenset(displaced),
         )
@@ -167,6 +171,11 @@ class View:
             message = f"no layer rule covers {names}: in training mode they are seen in evaluation mode"
             if self.known.verdicts.news(message):
                 _log.info(message)
+
+
+def _outside(block: Block, names: Collection[str], tape: Tape) -> bool:
+    """Whether a pass neither called a layer nor used its parameters, which ``names`` then has."""
+    return not tape.places(block) and all(name in names for name in block.names)
 
 
 def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:

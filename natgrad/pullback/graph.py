@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 _VIEWS = frozenset({"TBackward0", "TransposeBackward0", "ToCopyBackward0"})
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -45,6 +47,14 @@ def survey(root: Any) -> tuple[tuple[str, ...], Counter[int]]:
                 seen.add(child)
                 stack.append(child)
     return tuple(names), counts
+
+
+def unreached(y: Tensor, leaves: Mapping[str, Tensor], counts: Counter[int]) -> frozenset[str]:
+    """The names of the leaves that do not enter the graph of y at all; none where there is no graph to tell."""
+    if y.grad_fn is None:
+        return frozenset()
+    top = leaf_below(y.grad_fn)  # a view of a leaf: nothing above it counts its entry
+    return frozenset(name for name, leaf in leaves.items() if not counts[id(leaf)] and leaf is not top)
 
 
 def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:

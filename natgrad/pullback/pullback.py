@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, sep
 from natgrad.pullback.recorded import Recordings
 from natgrad.pullback.roots import Root, flat_at
 from natgrad.pullback.rows import rows
-from natgrad.pullback.separate import Verdicts, check_alike
+from natgrad.pullback.separate import Verdicts, check_alike, check_unused
 from natgrad.pullback.tables import over_examples
 from natgrad.pullback.tape import Tape, record
 from natgrad.pullback.tied import Tied, formed
@@ -53,6 +53,9 @@ class Pullback:
     positions: dict[str, int]  # by the first name of a layer: how many r·c of one example share its weight
     roots: Root
     recordings: Recordings | None = None  # of second moments, where the same model is seen again and again
+    # By their first name, the layers that the pass did not use, as they are where they are used. In ``layers`` they
+    # have no rule, and their rows are zero.
+    unused: Mapping[str, Block] = field(default_factory=dict)
     verdicts: Verdicts = field(default_factory=Verdicts)
     displaced: frozenset[str] = frozenset()  # parameters whose rule does not apply, as examples are not in their places
 
@@ -165,6 +168,8 @@ class Pullback:
         tape = over_examples(record(self.model, self.layers, examples(self.x, part, self.n)))
         bare = [layer for layer in self.layers if isinstance(layer.rule, SpreadRule)]
         check_alike(tape, [layer for layer in self.layers if layer not in bare], part)
+        names = [name for block in self.unused.values() for name in block.names]
+        check_unused(tape, {name: p for name, p in self.model.params.items() if name in names}, part)
         return spread_again(bare, tape)
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
@@ -184,13 +189,17 @@ class Pullback:
     def _factors(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, s: Tensor) -> list[Factors | Tied]:
         kinds = [kind for block in self.layers if block.rule for kind in block.kinds]
         cotangents = iter(tape.cotangents(s, kinds))
-        bare = [name for block in self.layers if block.rule is None for name in block.names]
+        unused = [block.names[0] in self.unused for block in self.layers]
+        ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
+        bare = [name for block in ruleless for name in block.names]
         x, y = examples(self.x, part, self.n), self.y[part[0] : part[1]]
         explicit = rows(self.model, bare, x, y, s, self.verdicts) if bare else s.new_empty(0)
         out: list[Factors | Tied] = []
         start = 0
-        for block, a in zip(self.layers, inputs, strict=True):
-            if block.facets:
+        for block, a, nothing in zip(self.layers, inputs, unused, strict=True):
+            if nothing:
+                out.append(Factors.of_rows(s.new_zeros(*s.shape[:2], block.size, dtype=self.y.dtype)))
+            elif block.facets:
                 pairs = [(tape.inputs(kind), next(cotangents)) for kind in block.kinds]
                 out.append(Tied.of(block, pairs, self.y.dtype))
             elif a is None or block.rule is None:

@@ -7,7 +7,7 @@ the others cotangents tell: scaling example n by c_n must scale row n of every g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from natgrad.errors import BatchStatisticsError
 from natgrad.pullback.blocks import Block
-from natgrad.pullback.graph import leaf_uses
+from natgrad.pullback.graph import leaf_uses, unreached
 from natgrad.pullback.order import DATA_DEPENDENT, ordered
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Replayed
@@ -85,6 +85,19 @@ def check_alike(tape: Tape, layers: Sequence[Block], part: tuple[int, int]) -> N
         raise BatchStatisticsError(
             f"the layers of {', '.join(names)} see examples {part[0]} to {part[1]} in another order, or are used in "
             "another way, than those before: the batch cannot be processed in parts. Raise memory= so that it fits "
+            "whole"
+        )
+
+
+def check_unused(tape: Tape, leaves: Mapping[str, Tensor], part: tuple[int, int]) -> None:
+    """Raise if a parameter that the whole batch did not use is used by a part of it."""
+    if not leaves or tape.y.grad_fn is None:
+        return
+    names = sorted(set(leaves) - unreached(tape.y, leaves, leaf_uses([tape.y.grad_fn])))
+    if names:
+        raise BatchStatisticsError(
+            f"examples {part[0]} to {part[1]} use {', '.join(names)}, and the whole batch did not: what the model uses "
+            "is decided anew in every pass, and the batch cannot be processed in parts. Raise memory= so that it fits "
             "whole"
         )
 

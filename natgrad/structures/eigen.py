@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from natgrad.model import Model
@@ -49,35 +50,43 @@ class EigenKronecker(Layered):
     @without_autocast
     def estimate_like(self, pullback: Pullback, like: Operator | None) -> EigenKroneckerOperator:
         """In the basis of ``like`` where it is one of these layers: no eigenvectors, and one backward pass a root."""
-        covered, others = self.parts(pullback)
-        basis = self._basis_of(like, covered)
+        parts, dtype = self.parts(pullback, like), pullback.y.dtype
+        basis = self._basis_of(like, parts.blocks)
         if basis is None or pullback.coupling is not None:
-            factors = second_moments(pullback, covered, self.rule_of_sharing)
+            found = second_moments(pullback, parts.seen, self.rule_of_sharing)
             if basis is None:
-                basis = Basis.of([s for s, _ in factors], [a for _, a in factors])
-            scales = rotated_squares(pullback, covered, basis.sides)
+                own = Basis.of([s for s, _ in found], [a for _, a in found]).sides
+                sides = parts.everywhere(own, lambda block: (None, None))  # until it is renewed
+                basis = Basis(tuple(q for q, _ in sides), tuple(p for _, p in sides))
+            scales = rotated_squares(pullback, parts.seen, parts.of_seen(basis.sides))
         else:
-            squares = RotatedSquares(covered, basis.sides, pullback.y.dtype)
-            factors = second_moments(pullback, covered, self.rule_of_sharing, squares)
+            squares = RotatedSquares(parts.seen, parts.of_seen(basis.sides), dtype)
+            found = second_moments(pullback, parts.seen, self.rule_of_sharing, squares)
             scales = squares.totals()
+        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
         rest = None if not isinstance(like, EigenKroneckerOperator) else like.rest
         return EigenKroneckerOperator(
-            Layout(pullback.model.like, pullback.y.dtype),
-            tuple(covered),
+            Layout(pullback.model.like, dtype),
+            parts.blocks,
             tuple(s for s, _ in factors),
             tuple(a for _, a in factors),
             basis,
-            tuple(scales),
-            None if others is None else self.fallback.estimate_like(others, rest),
+            tuple(parts.everywhere(scales, lambda block: _nothing(block, dtype))),
+            None if parts.others is None else self.fallback.estimate_like(parts.others, rest),
+            parts.unseen,
         )
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
-        kept, rest = self.restored(model, blocks, tensors)
-        s, a, d = (tuple(tensors[f"{block.names[0]}/{side}"] for block in kept) for side in "SAD")
-        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in kept) for side in "QP")
-        return EigenKroneckerOperator(
-            Layout.of(model.params, dtype_of(d, rest)), tuple(kept), s, a, Basis(q, p), d, rest
-        )
+        parts, rest = self.restored(model, blocks, tensors)
+        dtype = dtype_of(parts, tensors, rest)
+        names = [block.names[0] for block in parts.seen]
+        found = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
+        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
+        s, a = tuple(s for s, _ in factors), tuple(a for _, a in factors)
+        d = tuple(parts.everywhere((tensors[f"{name}/D"] for name in names), lambda block: _nothing(block, dtype)))
+        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in parts.blocks) for side in "QP")
+        layout = Layout.of(model.params, dtype)
+        return EigenKroneckerOperator(layout, parts.blocks, s, a, Basis(q, p), d, rest, parts.unseen)
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
         """The basis of an operator over the same layers."""
@@ -85,3 +94,8 @@ class EigenKronecker(Layered):
             return None
         alike = [block.names for block in like.blocks] == [block.names for block in covered]
         return like.basis if alike else None
+
+
+def _nothing(block: Block, dtype: torch.dtype) -> Tensor:
+    """D of a layer that a pass did not use."""
+    return torch.zeros(block.shape, dtype=dtype, device=block.device)

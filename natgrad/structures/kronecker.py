@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -14,14 +14,17 @@ from torch import Tensor
 from natgrad.errors import UncoveredError
 from natgrad.model import Model
 from natgrad.operators import KroneckerOperator, Layout, Operator
+from natgrad.operators.layers import UNSEEN, LayerOperator
 from natgrad.operators.subset import REST
 from natgrad.pullback import Block, Pullback
-from natgrad.pullback.broadcast import as_spread, parted
+from natgrad.pullback.broadcast import SpreadRule, as_spread, parted
 from natgrad.pullback.moments import second_moments
 from natgrad.pullback.precision import without_autocast
 from natgrad.pullback.sharing import Expand, Largest, Reduce, Sharing
 from natgrad.slots import check_slots
 from natgrad.structures.exact import Diagonal, Structure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class Layered(Structure):
         return True
 
     def elements(self, pullback: Pullback) -> int:
-        covered, others = split(pullback.layers)
-        total = sum(map(self.layer_elements, covered))
+        blocks, others = split(pullback, None)
+        total = sum(map(self.layer_elements, blocks))
         return total + (self.fallback.elements(restricted(pullback, others)) if others else 0)
 
     def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -68,12 +71,22 @@ class Layered(Structure):
         diagonal = block.sparse or i > self.largest
         return (c, o) if o > self.largest else (c, o, o), (c, i) if diagonal else (c, i, i)
 
-    def parts(self, pullback: Pullback) -> tuple[list[Block], Pullback | None]:
-        """The layers that have a rule, and the pullback to the other parameters; refused is what does not fit."""
+    def parts(self, pullback: Pullback, like: Operator | None = None) -> Parts:
+        """The layers that have a rule, and the pullback to the other parameters; refused is what does not fit.
+
+        ``like``: what the estimate will be averaged with.
+        """
         self.admit(pullback)
-        covered, others = split(pullback.layers)
-        self.check(others, pullback.displaced)
-        return covered, restricted(pullback, others) if others else None
+        blocks, others = split(pullback, like)
+        out = {name for block in pullback.unused.values() for name in block.names}
+        self.check([block for block in others if block.names[0] not in out], pullback.displaced)
+        unseen = frozenset(name for block in blocks for name in block.names if name in out)
+        return Parts(tuple(blocks), unseen, restricted(pullback, others) if others else None)
+
+    def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """S and A of a layer that a pass did not use."""
+        s, a = (torch.zeros(shape, dtype=dtype, device=block.device) for shape in self.shapes(block))
+        return s, a
 
     @property
     def rule_of_sharing(self) -> Sharing:
@@ -98,18 +111,20 @@ class Layered(Structure):
 
     def restored(
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
-    ) -> tuple[list[Block], Operator | None]:
+    ) -> tuple[Parts, Operator | None]:
         """The layers that have a product among these tensors, and the operator over the other parameters."""
         blocks = [piece for block in blocks for piece in _as_before(model, block, tensors)]
-        kept = [block for block in blocks if f"{block.names[0]}/S" in tensors]
+        hidden = [block for block in blocks if f"{block.names[0]}/{UNSEEN}" in tensors]
+        kept = [block for block in blocks if f"{block.names[0]}/S" in tensors or block in hidden]
+        parts = Parts(tuple(kept), frozenset(name for block in hidden for name in block.names))
         rest = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
         if not rest:
-            return kept, None
+            return parts, None
         names = {name for block in kept for name in block.names}
         ruled = [block for block in blocks if block not in kept]
         params = {name: p for name, p in model.params.items() if name not in names}
         smaller = Model(model.function, params, model.output)
-        return kept, self.fallback.restore(smaller, _placed(ruled, params), rest)
+        return parts, self.fallback.restore(smaller, _placed(ruled, params), rest)
 
 
 @final
@@ -131,6 +146,10 @@ class Kronecker(Layered):
     In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass. The
     parameters that fall back need passes of their own: they are seen in evaluation mode then, and the log says so once.
 
+    A layer that a forward pass does not use (an expert, a block that stochastic depth drops) is not in the estimate of
+    that pass: the moving average of its factors goes on with the next pass that uses it. The correction of the average
+    for its start counts all estimates, so that it is an approximation for such a layer.
+
     The products S ⊗ A are exact for one datum, for deep linear networks with squared loss, and wherever a and g are
     independent. Any metric on the outputs will do (003, theorem 3.6), also a sampled one.
 
@@ -146,34 +165,86 @@ class Kronecker(Layered):
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
 
-    @without_autocast
     def estimate(self, pullback: Pullback) -> KroneckerOperator:
-        covered, others = self.parts(pullback)
-        factors = second_moments(pullback, covered, self.rule_of_sharing)
+        return self.estimate_like(pullback, None)
+
+    @without_autocast
+    def estimate_like(self, pullback: Pullback, like: Operator | None) -> KroneckerOperator:
+        """With every parameter in the layers, or in the fallback, as it is in ``like``."""
+        parts, dtype = self.parts(pullback, like), pullback.y.dtype
+        found = second_moments(pullback, parts.seen, self.rule_of_sharing)
+        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
-            Layout(pullback.model.like, pullback.y.dtype),
-            tuple(covered),
+            Layout(pullback.model.like, dtype),
+            parts.blocks,
             tuple(s for s, _ in factors),
             tuple(a for _, a in factors),
-            None if others is None else self.fallback.estimate(others),
+            None if parts.others is None else self.fallback.estimate(parts.others),
+            parts.unseen,
         )
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
-        kept, rest = self.restored(model, blocks, tensors)
-        left, right = (tuple(tensors[f"{block.names[0]}/{side}"] for block in kept) for side in "SA")
-        return KroneckerOperator(Layout.of(model.params, dtype_of(left, rest)), tuple(kept), left, right, rest)
+        parts, rest = self.restored(model, blocks, tensors)
+        dtype = dtype_of(parts, tensors, rest)
+        found = [(tensors[f"{block.names[0]}/S"], tensors[f"{block.names[0]}/A"]) for block in parts.seen]
+        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
+        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
+        return KroneckerOperator(Layout.of(model.params, dtype), parts.blocks, left, right, rest, parts.unseen)
 
 
-def dtype_of(factors: Sequence[Tensor], rest: Operator | None) -> torch.dtype:
+def dtype_of(parts: Parts, tensors: Mapping[str, Tensor], rest: Operator | None) -> torch.dtype:
     """The precision of a metric: that of its factors or, where no layer has a rule, of what is over the others."""
-    if factors or rest is None:
-        return factors[0].dtype
-    return rest.layout.dtype
+    if rest is not None and not parts.blocks:
+        return rest.layout.dtype
+    name = parts.blocks[0].names[0]
+    return tensors[f"{name}/{UNSEEN if name in parts.unseen else 'S'}"].dtype
 
 
-def split(blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
-    """The layers that have a rule, and the others."""
-    return [b for b in blocks if b.rule is not None], [b for b in blocks if b.rule is None]
+@final
+@dataclass(frozen=True)
+class Parts:
+    """The layers that have a rule, the parameters of those that a pass did not use, and the pullback to the others."""
+
+    blocks: tuple[Block, ...]
+    unseen: frozenset[str]
+    others: Pullback | None = None
+
+    @property
+    def seen(self) -> list[Block]:
+        """The layers that the pass used."""
+        return [block for block in self.blocks if block.names[0] not in self.unseen]
+
+    def of_seen(self, of_all: Iterable[T]) -> list[T]:
+        """What belongs to the layers that are seen, out of what belongs to every layer."""
+        return [t for block, t in zip(self.blocks, of_all, strict=True) if block.names[0] not in self.unseen]
+
+    def everywhere(self, found: Iterable[T], nothing: Callable[[Block], T]) -> list[T]:
+        """What was found of the layers that are seen, and ``nothing`` for each of the others, in the order of all."""
+        supply = iter(found)
+        return [nothing(block) if block.names[0] in self.unseen else next(supply) for block in self.blocks]
+
+
+def split(pullback: Pullback, like: Operator | None) -> tuple[list[Block], list[Block]]:
+    """The layers that have a rule, and the others.
+
+    A layer that the pass did not use is what it is in ``like``, or where it is used. Parameters of no layer are then
+    among the others, and stay there when they turn out to be spread over the examples: their diagonal is the same.
+    """
+    known = {block.names: block for block in like.blocks} if isinstance(like, LayerOperator) else {}
+    below = like.rest.layout.like if isinstance(like, LayerOperator) and like.rest is not None else {}
+    blocks: list[Block] = []
+    others: list[Block] = []
+    for layer in pullback.layers:
+        pieces, fallen = [layer], any(name in below for name in layer.names)
+        if layer.names[0] in pullback.unused:
+            own = known.get(layer.names, pullback.unused[layer.names[0]])
+            alone = {name for name in layer.names if (name,) in known}
+            pieces = parted(pullback.model, layer, alone) if fallen or own.rule is None else [own]
+        elif fallen and isinstance(layer.rule, SpreadRule):
+            pieces = [layer.without_rule()]
+        blocks += [piece for piece in pieces if piece.rule is not None]
+        others += [piece for piece in pieces if piece.rule is None]
+    return blocks, others
 
 
 def _as_before(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
