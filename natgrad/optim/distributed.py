@@ -87,7 +87,7 @@ class Group(World):
 
     def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
         """In the memory of the estimate, where the mean is one of numbers; else of all estimates, one by one."""
-        if isinstance(operator, LayerOperator):
+        if isinstance(operator, LayerOperator) and operator.blocks:
             self._used_alike(operator)
         averaged = operator.averaged()
         if averaged is not None:
