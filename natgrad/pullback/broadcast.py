@@ -94,24 +94,31 @@ class SpreadRule(Rule):
 
 
 def spread(model: Model, blocks: Sequence[Block], tape: Tape) -> tuple[list[Block], Tape]:
-    """Blocks without a rule whose parameters are all spread over the examples get one, and the tape their uses."""
+    """Blocks without a rule whose parameters are spread over the examples get one, and the tape their uses."""
     if not tape.y.requires_grad or all(block.rule for block in blocks):
         return list(blocks), tape
     cuts, refused = _cuts(tape)
     out, uses = [], list(tape.uses)
+    layered = {id(p) for use in uses for p in use.rule.parameters(use.module).values()}
     for block in blocks:
-        pieces = [block] if block.rule else _pieces(model, block, cuts, refused)
+        pieces = [block] if block.rule else _pieces(model, block, cuts, refused, layered)
         out += pieces
         bare = (piece.modules[0] for piece in pieces if isinstance(piece.rule, SpreadRule))
         uses += [_use(m, cut, tape.y) for m in bare if isinstance(m, Bare) for cut in _of(m.leaves, cuts, refused)]
     return out, replace(tape, uses=tuple(uses))
 
 
-def _pieces(model: Model, block: Block, cuts: Cuts, refused: set[Any]) -> list[Block]:
-    """The block with the rule of what is spread; where that is not so of all its parameters, those by themselves."""
-    if _of({name: model.params[name] for name in block.names}, cuts, refused):
+def _pieces(model: Model, block: Block, cuts: Cuts, refused: set[Any], layered: set[int]) -> list[Block]:
+    """The block with the rule of what is spread; where that is not so of all its parameters, those by themselves.
+
+    A layer that its rule cannot speak for stays whole: its bias is no parameter of its own.
+    """
+    leaves = {name: model.params[name] for name in block.names}
+    if _of(leaves, cuts, refused):
         return [as_spread(model, block)]
-    return parted(model, block, {name for name in block.names if _of({name: model.params[name]}, cuts, refused)})
+    if any(id(leaf) in layered for leaf in leaves.values()):
+        return [block]
+    return parted(model, block, {name for name, leaf in leaves.items() if _of({name: leaf}, cuts, refused)})
 
 
 def parted(model: Model, block: Block, names: Collection[str]) -> list[Block]:

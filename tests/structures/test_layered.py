@@ -44,7 +44,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n 3] to [n 2]."""
-        return torch.tanh(self.layer(self.scale * x)) @ self.mix
+        return torch.tanh(self.layer(x / self.scale)) @ self.mix
 
 
 def mixed() -> zoo.Problem:
