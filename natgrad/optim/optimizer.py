@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, final
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from natgrad.optim.groups import check_numbers, common_damping, complete
 from natgrad.optim.guard import Guard
 from natgrad.optim.keeper import Keeper
 from natgrad.optim.moves import Moves
+from natgrad.optim.options import Options, check_arguments
 from natgrad.optim.plan import Plan, plan
 from natgrad.optim.solves import Solves
 from natgrad.optim.state import export, restore
@@ -27,7 +28,6 @@ from natgrad.optim.trial import Trial
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.assemble import View, layers_of
 from natgrad.pullback.pullback import MEMORY
-from natgrad.rules import Rule
 from natgrad.slots import check_slots
 from natgrad.solve import Cholesky, Solver
 from natgrad.step import Fixed, Look, Proposal, Step, StepRule
@@ -36,24 +36,6 @@ from natgrad.untouched import random_stream
 from natgrad.wrapped import unwrapped
 
 _log = logging.getLogger("natgrad")
-
-
-class Options(TypedDict, total=False):
-    """What most uses leave alone.
-
-    ``momentum`` and ``weight_decay`` (decoupled) are group options, as ``lr`` is; ``groups`` are parameter groups as in
-    torch.optim, the parameters that no group names form the first; ``output`` takes what the model returns to its
-    output tensor; ``generator`` is for sampled metrics (by default one of our own, so the user's stream stays);
-    ``memory`` is the bound, in bytes, on what the structure may occupy; ``rules`` are for layers of one's own.
-    """
-
-    momentum: float
-    weight_decay: float
-    groups: Iterable[dict[str, Any]]
-    output: Callable[[Any], Tensor]
-    generator: torch.Generator
-    memory: int
-    rules: Sequence[Rule]
 
 
 @final
@@ -93,7 +75,7 @@ class NaturalGradient(torch.optim.Optimizer):
         damping: float = 1e-2,
         **options: Unpack[Options],
     ) -> None:
-        _check_arguments(model, options)
+        check_arguments(model, options)
         wrapped, wrapping = Model.of(model, output=options.get("output")), unwrapped(model)
         world = world_of(wrapping)
         defaults = {
@@ -285,15 +267,6 @@ class NaturalGradient(torch.optim.Optimizer):
         self.inverse, self.inverse_damping = restored.inverse, restored.inverse_damping
         self.outdated = restored.outdated
         self._graphed.forget()
-
-
-def _check_arguments(model: nn.Module, options: Mapping[str, Any]) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
-    unknown = sorted(set(options) - set(Options.__annotations__))
-    if unknown:
-        known = ", ".join(Options.__annotations__)
-        raise TypeError(f"NaturalGradient has no option {', '.join(unknown)}: it has {known}")
 
 
 def _generator(device: torch.device, rank: int) -> torch.Generator:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from natgrad.optim.optimizer import NaturalGradient, Options
+from natgrad.optim.optimizer import NaturalGradient
+from natgrad.optim.options import Options
 from natgrad.output.metric import OutputMetric
 from natgrad.solve import Cholesky, Factored, Newton, Solver
 from natgrad.step import KLClip, SelfTuned, StepRule
