@@ -41,7 +41,7 @@ def test_the_code_of_the_readme_trains_a_classifier() -> None:
 def test_the_readme_names_only_what_exists() -> None:
     import natgrad as ng
 
-    used = set(re.findall(r"ng\.([A-Za-z_]+)", (ROOT / "README.md").read_text()))
+    used = set(re.findall(r"\bng\.([A-Za-z_]+)", (ROOT / "README.md").read_text()))
     slots = set(re.findall(r"`([A-Z][A-Za-z]+)\(", (ROOT / "README.md").read_text()))
     missing = [name for name in used | slots if not hasattr(ng, name)]
     assert not missing
@@ -53,3 +53,20 @@ def test_the_measured_numbers_of_the_readme_are_those_the_benchmark_printed() ->
     section = (ROOT / "README.md").read_text().split("## Measured")[1]
     rows = re.findall(r"^\| (.+) \| ([\d.]+) \|$", section, re.MULTILINE)
     assert dict(rows) == printed
+
+
+@pytest.mark.parametrize("name", ["kfac.json", "kfac-cuda.json", "training.json"])
+def test_the_numbers_of_kfac_in_the_readme_are_those_the_benchmark_printed(name: str) -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    section = (ROOT / "README.md").read_text().split(f"benchmarks/results/{name}")[1].split("benchmarks/results/")[0]
+    rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([≤≥] [\d.]+)(, not met)? \|$", section, re.MULTILINE)
+    printed = [
+        (
+            t["claim"],
+            f"{t['measured']:.2f}",
+            f"{'≤' if t['at_most'] else '≥'} {t['bound']:g}",
+            "" if t["met"] else ", not met",
+        )
+        for t in results["targets"]
+    ]
+    assert rows == printed
