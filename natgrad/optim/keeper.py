@@ -241,10 +241,11 @@ class Keeper:
         self._notices.seen(self.step, self.module.training)
         if not self.structure.one_pass:
             self.model.check_separable()
-        self._recorder = Recorder(self.model, self.view.blocks)
+        eagerly = compiled or has_compiled(self._watched)
+        self._recorder = Recorder(self.model, self.view.blocks, of_user=not eagerly)
         self._recorder.start()
         self._stream = random_stream(self.model.example.device)
-        if compiled or has_compiled(self._watched):
+        if eagerly:
             self._run(args, kwargs)
         else:
             # Registered after the recorder's hooks, so that it runs after them, also where the model is one layer.
@@ -264,6 +265,8 @@ class Keeper:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
         recorder, handle = self._recorder, self._handle
+        if handle is not None and is_ours():
+            return  # a pass that another optimizer makes, inside the one that is watched
         assert recorder is not None
         self._recorder = self._handle = None
         if handle is not None:
@@ -291,8 +294,6 @@ class Keeper:
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / self._examples)
 
 
-_NOTHING_SEEN = (
-    "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) outside "
-    "torch.no_grad(), or opt.refresh(x) where the forward pass is opaque"
-)
+_NOTHING_SEEN = "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) \
+outside torch.no_grad(), or opt.refresh(x) where the forward pass is opaque"
 _NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"

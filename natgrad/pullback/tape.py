@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, is_ours, map_tensors, tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.graph import leaf_uses, nodes
 from natgrad.pullback.scaled import pulled
@@ -66,8 +66,9 @@ class Recorder:
     forward pass that exceeds it is cut short by ``TapeOverflow``.
     """
 
-    def __init__(self, model: Model, blocks: Sequence[Block], bound: int | None = None) -> None:
+    def __init__(self, model: Model, blocks: Sequence[Block], bound: int | None = None, of_user: bool = False) -> None:
         self.uses: list[Use] = []
+        self._of_user = of_user  # a pass of the user's, inside which the library may make passes of its own
         self.blocks = list(blocks)
         self.statistics = Statistics()
         self._model, self._bound = model, bound
@@ -99,6 +100,8 @@ class Recorder:
         return Tape(y, tuple(self.uses), self.statistics)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self._of_user and is_ours():
+            return None
         rule = self._rules[module]
         if isinstance(output, Tensor) and len(args) == 1 and not kwargs and not isinstance(rule, Replayed):
             if output.requires_grad:  # the way of most layers, which is asked for many times in every estimate

@@ -92,3 +92,30 @@ def test_the_metric_of_a_refresh_is_not_averaged_with_that_of_the_forward_pass()
     other.refresh(twin.x[:5])
     other.step()
     assert torch.equal(of.theta(), twin.theta())
+
+
+class _Bare(nn.Module):
+    """A parameter that no rule covers, so that an estimate makes forward passes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix, self.head = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3] to [n 2]."""
+        return self.head(torch.tanh(self.first(x) @ self.mix))
+
+
+def test_two_optimizers_of_one_model_do_not_see_each_others_passes() -> None:
+    models = [seeded(lambda: _Bare().double()) for _ in range(2)]
+    x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pair = [ng.KFAC(models[0], ng.Euclidean(), metric_every=1), ng.EKFAC(models[0], ng.Euclidean(), metric_every=1)]
+    alone = ng.KFAC(models[1], ng.Euclidean(), metric_every=1)
+    for _ in range(3):
+        for model, opt in ((models[0], pair[0]), (models[1], alone)):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            opt.step()
+        pair[1].keeper.discard()
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q)
