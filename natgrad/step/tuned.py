@@ -13,6 +13,7 @@ from natgrad.geometry import Vector
 from natgrad.step.base import Proposal, Step, StepRule
 
 _CUT, _CUTS = 4.0, 3  # a step that is too long: divided by, and how often
+_GROWTH = 3.0  # of a step that is not tried, over the one before
 
 
 @final
@@ -65,8 +66,8 @@ class SelfTuned(StepRule):
     In the first step, and then every ``every`` steps, the loss is evaluated where the step lands. λ is multiplied or
     divided by ``factor`` where it has fallen by less than a quarter, or by more than three quarters, of what the model
     said. A step after which the loss is higher is cut to a quarter, three times at most, and λ becomes four times
-    larger; one that no cut helps is refused. The steps in between are no longer, in the metric, than the one before:
-    a small batch may say little about most directions. ``fraction``: the part of the batch that the exact products are
+    larger; one that no cut helps is refused. The steps in between are at most three times as long, in the metric, as the
+    one before: a small batch may say little about most directions. ``fraction``: the part of the batch that the exact products are
     taken on. Needs ``opt.step(closure)``; where it is evaluated again it draws the same random numbers. The exact
     products are those of the function that is trained, batch statistics included, with dropout off.
 
@@ -98,7 +99,7 @@ class SelfTuned(StepRule):
         weights = _best(H, slope)
         untried = bool(proposal.model.step % self.every)
         if untried and last is not None:
-            weights = weights * _no_longer(H[1, 1], weights @ H @ weights)
+            weights = weights * _no_longer(_GROWTH**2 * H[1, 1], weights @ H @ weights)
         δ = Vector({name: t.to(Δ[name].dtype) for name, t in Δ.unflatten(weights @ flat).items()})
         if untried:
             return Step(δ, λ, velocity=δ)

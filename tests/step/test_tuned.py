@@ -43,9 +43,9 @@ def test_learning_rate_and_momentum_minimise_the_quadratic_model_of_the_exact_me
         approximate = structure.estimate(ng.pullback(of.model, of.x, of.kind.metric)).dense()
         Δ = -oracle.damped(approximate, ω, λ)
         δ = best(G, ω, λ, [Δ] if last is None else [Δ, last])
-        if last is not None:  # a step that is not tried is no longer than the one before
+        if last is not None:  # a step that is not tried is at most three times as long as the one before
             damped = G + λ * torch.eye(len(G), dtype=G.dtype)
-            δ = δ * min(1.0, float((last @ damped @ last) / (δ @ damped @ δ)) ** 0.5)
+            δ = δ * min(1.0, 3 * float((last @ damped @ last) / (δ @ damped @ δ)) ** 0.5)
         opt.step(of.closure(opt))
         close(of.theta() - θ, δ, 1e-8)
         assert opt.last is not None
@@ -64,6 +64,19 @@ def test_a_step_that_is_tried_is_as_long_as_the_model_says() -> None:
     opt.step(of.closure(opt))
     assert not opt.last.reason
     close(of.theta() - θ, best(G, ω, λ, [Δ, last]), 1e-8)
+
+
+def test_a_step_that_is_not_tried_is_at_most_three_times_as_long_as_the_one_before() -> None:
+    """The second batch has a gradient a thousand times larger."""
+    model, opt, closure = bowl(1.0)
+    opt.step(closure)
+    assert opt.last is not None
+    first = float(opt.last.displacement["value"])
+    opt.zero_grad()
+    with torch.no_grad():
+        model.value.fill_(1000.0)
+    opt.step(closure)
+    assert float(opt.last.displacement["value"]) == pytest.approx(3 * first)
 
 
 def test_one_step_lands_at_the_minimum_of_a_quadratic_problem() -> None:
