@@ -66,10 +66,10 @@ class SelfTuned(StepRule):
     In the first step, and then every ``every`` steps, the loss is evaluated where the step lands. λ is multiplied or
     divided by ``factor`` where it has fallen by less than a quarter, or by more than three quarters, of what the model
     said. A step after which the loss is higher is cut to a quarter, three times at most, and λ becomes four times
-    larger; one that no cut helps is refused. The steps in between are at most three times as long, in the metric, as the
-    one before: a small batch may say little about most directions. ``fraction``: the part of the batch that the exact products are
-    taken on. Needs ``opt.step(closure)``; where it is evaluated again it draws the same random numbers. The exact
-    products are those of the function that is trained, batch statistics included, with dropout off.
+    larger; one that no cut helps is refused. The steps in between are at most three times as long, in the metric, as
+    the one before: a small batch may say little about most directions. ``fraction``: the part of the batch that the
+    exact products are taken on. Needs ``opt.step(closure)``; where it is evaluated again it draws the same random
+    numbers. The exact products are those of the function that is trained, batch statistics included, with dropout off.
 
     >>> SelfTuned()
     SelfTuned(every=5, factor=1.3, fraction=1.0, smallest=1e-06)
