@@ -109,8 +109,8 @@ def diagnostics(opt: NaturalGradient) -> Diagnostics:
             known = {name for layer in layers for name in layer.names}
         else:
             layers, known = [], set()
-        others = [block for block in opt.keeper.view.blocks if not known.issuperset(block.names)]
-        layers += [Health(block.names, _norm(δ, ω, block.names), {}) for block in others]
+        others = [tuple(n for n in block.names if n not in known) for block in opt.keeper.view.blocks]
+        layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(opt.keeper.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
     ages = (opt.keeper.step - 1 - opt.keeper.estimated, opt.keeper.step - 1 - opt.keeper.inverted)

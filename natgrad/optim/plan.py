@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -142,12 +142,24 @@ def plan(opt: NaturalGradient) -> Plan:
 
 
 def _blocks(opt: NaturalGradient) -> list[Block]:
-    """The layers, with the rules that they were seen with where a pass has been seen."""
+    """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
     blocks, G = opt.keeper.view.blocks, opt.keeper.average
     if not isinstance(G, KroneckerOperator | EigenKroneckerOperator):
         return blocks
-    seen = {block.names: block for block in G.blocks}
-    return [seen.get(block.names) or block.without_rule() for block in blocks]
+    seen = {name for block in G.blocks for name in block.names}
+    found = [*G.blocks, *(left for block in blocks for left in _left(block, seen))]
+    order = {name: at for at, name in enumerate(opt.keeper.model.params)}
+    return sorted(found, key=lambda block: order[block.names[0]])
+
+
+def _left(block: Block, seen: Collection[str]) -> list[Block]:
+    """What is left of a block without the parameters that were seen by a rule."""
+    bare = block.without_rule()
+    pairs = [pair for pair in zip(bare.names, bare.places, strict=True) if pair[0] not in seen]
+    if not pairs:
+        return []
+    names, places = zip(*pairs, strict=True)
+    return [replace(bare, names=names, places=places, shape=(1, sum(place.shape.numel() for place in places), 1))]
 
 
 def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:

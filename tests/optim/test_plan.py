@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.optim.plan import Plan
+from tests.zoo import case
 
 FISHER = ng.Fisher(ng.Categorical(), samples=1)
 
@@ -127,6 +128,16 @@ def test_after_a_pass_the_plan_knows_what_the_pass_has_shown() -> None:
         "inner.weight": None,
         "outer.weight": "Linear",
     }
+
+
+def test_parameters_of_one_module_that_a_pass_takes_apart_have_rows_of_their_own() -> None:
+    problem = case("bare_parameter").make()
+    opt = ng.KFAC(problem.module, ng.Euclidean())
+    assert [(row.names, row.rule) for row in opt.plan().rows] == [(("scale", "mix"), None)]
+    problem.outputs().square().sum().backward()
+    opt.step()
+    assert [(row.names, row.rule) for row in opt.plan().rows] == [(("scale",), "Spread"), (("mix",), None)]
+    assert [layer.names for layer in opt.diagnostics().layers] == [("scale",), ("mix",)]
 
 
 @pytest.mark.parametrize(
