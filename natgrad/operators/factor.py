@@ -38,7 +38,7 @@ def mean_diagonal(factor: Factor) -> Tensor:
 
 
 def aligned(factor: Factor) -> Factor:
-    """On a GPU a full factor with rows of whole vectors, zeros added: products of odd sizes take three times longer."""
+    """On a GPU a full factor with rows of whole vectors, zeros added: products of odd sizes are slow."""
     more = -factor.shape[-1] % _ALIGNED
     if not full(factor) or not more or factor.device.type != "cuda":
         return factor
@@ -113,6 +113,6 @@ def inverse(factor: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cholesky_inverse(lower), info == 0
     d = factor.shape[-1]
     eye = torch.eye(d, dtype=factor.dtype, device=factor.device).expand_as(factor)
-    # L⁻¹, and L⁻ᵀL⁻¹: half the time of two solves.
+    # L⁻¹, and L⁻ᵀL⁻¹: a product in place of a second solve.
     root = aligned(torch.linalg.solve_triangular(lower, eye, upper=False))
     return (root.mT @ root)[..., :d, :d], info == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from natgrad.rules.base import Call, Keys, Replayable, Replayed, plain, single, trainable
-from natgrad.rules.matrices import argument, matrices_shape, own, pack_matrices, unpack_matrices, weight_and_bias
+from natgrad.rules.matrices import argument, own, weight_and_bias
 from natgrad.rules.replay import GraphReplay
 
 _IN, _OUT = ("in_proj_weight", "in_proj_bias"), ("out_proj.weight", "out_proj.bias")
@@ -70,14 +69,8 @@ class AttentionRule(Replayed):
             return 3 * max(queries, others)
         return others if keys[0] in _SPLIT[1:] else queries
 
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        return matrices_shape(module, keys, _groups(keys))
-
-    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        return pack_matrices(block, _groups(tuple(block)))
-
-    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-        return unpack_matrices(module, keys, packed)
+    def groups(self, module: nn.Module, keys: Keys) -> int:
+        return _groups(keys)
 
     def replay(self, module: nn.Module, call: Call) -> GraphReplay:
         attention = _Attention.of(cast(nn.MultiheadAttention, module), call)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.model import map_tensors
+from natgrad.rules.packing import matrices_shape, pack_matrices, unpack_matrices
 from natgrad.rules.products import symmetric_product
 from natgrad.rules.shapes import check_cotangents, check_inputs
 
@@ -66,17 +67,13 @@ class Rule(ABC):
 
     ``keys`` names the parameters of the layer that take part: a frozen weight or bias has no coordinate in i, and a
     weight that is shared with another module is a layer of its own, apart from the biases.
-    A rule for a layer of one's own needs ``covers``, ``shape``, ``inputs``, ``cotangents``, ``pack`` and ``unpack``;
-    hand it over as ``rules=[MyRule()]``.
+    A rule for a layer of one's own needs ``covers``, ``inputs`` and ``cotangents``, and, where its parameters are not
+    weights [o *fan] and biases [o], ``shape``, ``pack`` and ``unpack``; hand it over as ``rules=[MyRule()]``.
     """
 
     @abstractmethod
     def covers(self, module: nn.Module) -> bool:
         """Whether this rule speaks for the module, exactly (a subclass may have another forward)."""
-
-    @abstractmethod
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        """(c, o, i) of the packed parameters."""
 
     @abstractmethod
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
@@ -86,13 +83,21 @@ class Rule(ABC):
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         """g [k n r c o] from cotangents [k *output] of the module's output."""
 
-    @abstractmethod
+    def groups(self, module: nn.Module, keys: Keys) -> int:
+        """c, where the packing is that of weights [c·o *fan] and biases [c·o]."""
+        return 1
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        """(c, o, i) of the packed parameters; unless a rule knows better, weights and biases lie side by side."""
+        return matrices_shape(module, keys, self.groups(module, keys))
+
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         """W [c o i] from the layer's own tensors, by their local names."""
+        return pack_matrices(block, self.groups(module, tuple(block)))
 
-    @abstractmethod
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
         """The inverse of ``pack``; leading axes before [c o i] are kept."""
+        return unpack_matrices(module, keys, packed)
 
     def parameters(self, module: nn.Module) -> dict[str, Tensor]:
         """The trainable parameters that this rule speaks for, by local name; those of submodules have dots."""
@@ -145,14 +150,6 @@ class Rule(ABC):
 
 class OneHot(Rule):
     """A layer whose inputs are one-hot vectors of a vocabulary: what is made of them need not form them."""
-
-    @property
-    def pure(self) -> bool:
-        """Whether the moments read nothing but the call, the cotangents and the module's buffers, and wait for nothing.
-
-        Their kernels can then be recorded on a GPU, and replayed. Rules of the user are not asked to be.
-        """
-        return False
 
     @property
     def sparse(self) -> bool:

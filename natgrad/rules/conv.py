@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from natgrad.rules.base import Call, Keys, Moment, Rule, bordered, homogeneous, plain, single
 from natgrad.rules.correlation import patch_moment
 from natgrad.rules.launches import patch_product
-from natgrad.rules.linear import AffineRule
 from natgrad.rules.patches import Axis, patch_mean, patches
 from natgrad.rules.products import output_moment, symmetric_product
 
@@ -23,7 +22,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @final
-class ConvRule(AffineRule):
+class ConvRule(Rule):
     """z_r = W̄ ā_r with ā_r the patch that output position r reads, and a 1: Σ_r g āᵀ (003 (4.1)–(4.5), ERRATA 43, 47).
 
     Any stride, padding, dilation and groups. Zero padding is part of the patches, and so of A (ERRATA D). Groups are
@@ -33,19 +32,23 @@ class ConvRule(AffineRule):
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, "weight", "bias") for kind in _CONVS)
 
-    def groups(self, module: nn.Module) -> int:
+    @property
+    def pure(self) -> bool:
+        return True
+
+    def groups(self, module: nn.Module, keys: Keys) -> int:
         return cast(_Conv, module).groups
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         x, axes = _padded(cast(_Conv, module), call.x)
-        return homogeneous(patches(x, axes, self.groups(module)), "weight" in keys, "bias" in keys)
+        return homogeneous(patches(x, axes, self.groups(module, keys)), "weight" in keys, "bias" in keys)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return g.flatten(3).unflatten(2, (self.groups(module), -1)).permute(0, 1, 4, 2, 3)
+        return g.flatten(3).unflatten(2, (self.groups(module, keys), -1)).permute(0, 1, 4, 2, 3)
 
     def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
         x, axes = _padded(cast(_Conv, module), call.x)
-        c, count = self.groups(module), _positions(x, axes)
+        c, count = self.groups(module, keys), _positions(x, axes)
         if "weight" not in keys:
             return Moment(single(x).new_full((c, 1, 1), count), count)
         if c == 1 and x.device.type == "cuda":
@@ -55,10 +58,10 @@ class ConvRule(AffineRule):
 
     def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         x, axes = _padded(cast(_Conv, module), call.x)
-        return homogeneous(patch_mean(x, axes, self.groups(module)), "weight" in keys, "bias" in keys)
+        return homogeneous(patch_mean(x, axes, self.groups(module, keys)), "weight" in keys, "bias" in keys)
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return output_moment(g, self.groups(module))
+        return output_moment(g, self.groups(module, keys))
 
 
 @final

@@ -1,12 +1,9 @@
-"""The rule of ``nn.Linear`` with any leading dimensions, and the packing it shares with convolutions."""
+"""The rule of ``nn.Linear`` with any leading dimensions."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import cast, final
+from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from natgrad.rules.base import Call, Keys, Moment, Rule, bordered, homogeneous, plain, single
@@ -14,41 +11,16 @@ from natgrad.rules.launches import affine_product
 from natgrad.rules.products import symmetric_product
 
 
-class AffineRule(Rule):
-    """z = W̄ ā with W̄ = [W b]: weight [c·o *fan] and bias [c·o], packed as W̄ [c o i] with the bias last."""
-
-    @property
-    def pure(self) -> bool:
-        return True
-
-    def groups(self, module: nn.Module) -> int:
-        """c."""
-        return 1
-
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        weight, c = cast(Tensor, module.weight), self.groups(module)
-        return c, weight.shape[0] // c, math.prod(weight.shape[1:]) * ("weight" in keys) + ("bias" in keys)
-
-    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        c = self.groups(module)
-        parts = [block[key].reshape(c, block[key].shape[0] // c, -1) for key in ("weight", "bias") if key in block]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-        weight, lead = cast(Tensor, module.weight), packed.shape[:-3]
-        fan = math.prod(weight.shape[1:])
-        out = {"weight": packed[..., :fan].reshape(*lead, *weight.shape)} if "weight" in keys else {}
-        if "bias" in keys:
-            out["bias"] = packed[..., -1].reshape(*lead, weight.shape[0])
-        return out
-
-
 @final
-class LinearRule(AffineRule):
+class LinearRule(Rule):
     """z = W̄ ā with W̄ = [W b] and ā = (a, 1): the gradient of example n is Σ_r g ā ᵀ (004 (26), (28); ERRATA 51).
 
     Shapes: input [n *r in] gives a [n r 1 i], output cotangents [k n *r out] give g [k n r 1 o].
     """
+
+    @property
+    def pure(self) -> bool:
+        return True
 
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.Linear, "weight", "bias")

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from natgrad.rules.base import Call, Keys, Replayable, single
-
-
-def matrices_shape(module: nn.Module, keys: Keys, c: int = 1) -> tuple[int, int, int]:
-    """(c, o, i) of weights [c·o fan] and biases [c·o], side by side along i."""
-    shapes = [module.get_parameter(key).shape for key in keys]
-    return c, shapes[0][0] // c, sum(math.prod(shape[1:]) for shape in shapes)
-
-
-def pack_matrices(block: Mapping[str, Tensor], c: int = 1) -> Tensor:
-    """W [c o i] from weights [c·o fan] and biases [c·o], in the order given."""
-    parts = [t.reshape(c, t.shape[0] // c, -1) for t in block.values()]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def unpack_matrices(module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-    """The inverse of ``pack_matrices``; leading axes before [c o i] are kept."""
-    shapes = [module.get_parameter(key).shape for key in keys]
-    parts = packed.split([math.prod(shape[1:]) for shape in shapes], dim=-1)
-    lead = packed.shape[:-3]
-    return {key: part.reshape(*lead, *shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
 
 
 def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[str, Replayable]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -13,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from natgrad.rules.base import Call, Keys, Replay, Replayed, plain, single, trainable
 from natgrad.rules.cells import Direction, Unrolled
-from natgrad.rules.matrices import argument, matrices_shape, pack_matrices, unpack_matrices
+from natgrad.rules.matrices import argument
 from natgrad.rules.packed import Places
 from natgrad.rules.units import State
 
@@ -61,15 +60,6 @@ class RecurrentRule(Replayed):
             return len(x.batch_sizes)
         return int(x.shape[1 if rnn.batch_first and x.ndim == 3 else 0])
 
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        return matrices_shape(module, keys)
-
-    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        return pack_matrices(block)
-
-    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-        return unpack_matrices(module, keys, packed)
-
     def replay(self, module: nn.Module, call: Call) -> Replay:
         rnn = cast(nn.RNNBase, module)
         batch = _Sequences.of(rnn, argument(call, 0, "input"))
@@ -106,15 +96,6 @@ class CellRule(Replayed):
 
     def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
         return 1
-
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        return matrices_shape(module, keys)
-
-    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        return pack_matrices(block)
-
-    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-        return unpack_matrices(module, keys, packed)
 
     def replay(self, module: nn.Module, call: Call) -> Replay:
         x, given = single(argument(call, 0, "input")), argument(call, 1, "hx")

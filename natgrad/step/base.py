@@ -116,9 +116,9 @@ class StepRule(ABC):
     """Turns a proposal into a step. Rules hold no state: what adapts (the damping) lives with the optimizer."""
 
     @property
-    @abstractmethod
     def needs_closure(self) -> bool:
         """Whether the rule evaluates the loss again, so that ``opt.step(closure)`` must be given one."""
+        return False
 
     @property
     def capturable(self) -> bool:

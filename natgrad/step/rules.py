@@ -18,10 +18,6 @@ class Fixed(StepRule):
     """δ = −lr·v: the natural gradient times the learning rate (004 (17))."""
 
     @property
-    def needs_closure(self) -> bool:
-        return False
-
-    @property
     def capturable(self) -> bool:
         return True
 
@@ -63,10 +59,6 @@ class TrustRegion(StepRule):
     def __post_init__(self) -> None:
         if not self.radius > 0 or not self.longest > 0:
             raise ValueError(f"TrustRegion needs a positive radius and longest, got {self.radius} and {self.longest}")
-
-    @property
-    def needs_closure(self) -> bool:
-        return False
 
     def take(self, proposal: Proposal) -> Step:
         δ = proposal.natural()
@@ -149,10 +141,6 @@ class GeodesicCorrected(StepRule):
     def __post_init__(self) -> None:
         if not self.limit > 0:
             raise ValueError(f"GeodesicCorrected(limit=…) must be positive, got {self.limit}")
-
-    @property
-    def needs_closure(self) -> bool:
-        return False
 
     def take(self, proposal: Proposal) -> Step:
         w = proposal.natural()

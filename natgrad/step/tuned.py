@@ -34,10 +34,6 @@ class KLClip(StepRule):
             raise ValueError(f"KLClip(radius=…) must be positive, got {self.radius}")
 
     @property
-    def needs_closure(self) -> bool:
-        return False
-
-    @property
     def capturable(self) -> bool:
         return True
 
