@@ -119,16 +119,28 @@ def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
 
 def gated_add(tensors: Sequence[Tensor], changes: Sequence[Tensor], weight: float, found: Tensor) -> None:
     """Add weight times the changes, unless ``found`` (a number on the GPU) is not zero: one launch, nothing waits."""
+    _fused(tensors, changes, -weight, found, drawn=False)
+
+
+def gated_lerp(tensors: Sequence[Tensor], others: Sequence[Tensor], weight: float | Tensor, found: Tensor) -> None:
+    """(1 − w) x + w y in the memory of x, as ``gated_add``; the weight may be on the GPU, in single precision."""
+    _fused(tensors, others, weight, found, drawn=True)
+
+
+def _fused(
+    tensors: Sequence[Tensor], others: Sequence[Tensor], rate: float | Tensor, found: Tensor, drawn: bool
+) -> None:
+    """x − rate·y or, where x is ``drawn`` to y, x − rate·(x − y): torch's fused descent with a decay of 1, uphill."""
     torch._fused_sgd_(
         list(tensors),
-        list(changes),
+        list(others),
         [],
-        weight_decay=0.0,
+        weight_decay=1.0 if drawn else 0.0,
         momentum=0.0,
-        lr=-weight,
+        lr=rate,
         dampening=0.0,
         nesterov=False,
-        maximize=False,
+        maximize=drawn,
         is_first_step=False,
         found_inf=found,
     )

@@ -116,11 +116,13 @@ class Operator(ABC):
     def lerp(self, other: Operator, weight: float) -> Operator:
         """(1 − w) G + w G': the moving average."""
 
-    def merged(self, other: Operator, weight: float, found: Tensor) -> Operator:
-        """As ``lerp``, on a GPU: unchanged where ``found`` is not zero, since ``other`` is not finite.
-
-        What is in memory may be used up: neither operator is to be used after that.
-        """
+    def merged(self, other: Operator, weight: float) -> Operator:
+        """As ``lerp``; on a GPU, where nobody has looked at ``other``, it stays what it is if that is not finite."""
+        values = [t for t in other.tensors().values() if t.is_floating_point() and t.numel()]
+        if not values or values[0].device.type != "cuda":
+            return self.lerp(other, weight)
+        found = torch.zeros((), device=values[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(values, found, torch.ones_like(found))
         new, before = self.lerp(other, weight), self.tensors()
         for key, its in new.tensors().items():  # a layer that is seen for the first time was nothing before
             its.copy_(torch.where(found > 0, before.get(key, torch.zeros_like(its)), its))

@@ -9,7 +9,6 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
-from natgrad.linalg import gated_add
 from natgrad.operators.base import Inverse, Layout, Operator
 from natgrad.operators.basis import Basis, spectra
 from natgrad.operators.factor import Factor, diagonal, matrix, two_sided
@@ -62,29 +61,12 @@ class KroneckerOperator(LayerOperator):
         right = self.joined(there, self.right, there.right, both[len(self.left) :])
         return replace(self, left=left, right=right, rest=rest, unseen=self.unseen & there.unseen)
 
-    def merged(self, other: Operator, weight: float, found: Tensor) -> KroneckerOperator:
-        """In place, in two launches."""
-        self.same_kind(other)
-        there = cast(KroneckerOperator, other)
-        self.same_layers(there)
-        both = [b for b in range(len(self.blocks)) if self.saw(b) and there.saw(b)]
-        new = {b for b in range(len(self.blocks)) if not self.saw(b) and there.saw(b)}
-        if both:
-            mine = [side[b] for side in (self.left, self.right) for b in both]
-            theirs = [side[b] for side in (there.left, there.right) for b in both]
-            torch._foreach_sub_(theirs, mine)
-            gated_add(mine, theirs, weight, found)
-        rest = self.rest
-        if self.rest is not None and there.rest is not None:
-            rest = self.rest.merged(there.rest, weight, found)
-        if not new:
-            return replace(self, rest=rest)
-        good = found == 0
-        left, right = (
-            tuple(torch.where(good, y, x) if b in new else x for b, (x, y) in enumerate(zip(old, its, strict=True)))
-            for old, its in ((self.left, there.left), (self.right, there.right))
-        )
-        return replace(self, left=left, right=right, rest=rest, unseen=self.unseen & there.unseen)
+    def absorbed(self, rest: Operator | None, weight: float, unseen: frozenset[str]) -> KroneckerOperator:
+        """The average after factors have been averaged in place, with the estimate over the other parameters."""
+        if self.rest is not None and rest is not None:
+            rest = self.rest.merged(rest, weight)
+        same = rest is self.rest and self.unseen <= unseen
+        return self if same else replace(self, rest=rest, unseen=self.unseen & unseen)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.named({"S": self.left, "A": self.right})

@@ -123,12 +123,12 @@ class LayerOperator(Operator):
 
     def rest_lerp(self, other: LayerOperator, weight: float) -> Operator | None:
         """The average over the other parameters."""
-        self.same_layers(other)
+        self.same_layers(other.blocks)
         return None if self.rest is None else self.rest.lerp(cast(Operator, other.rest), weight)
 
-    def same_layers(self, other: LayerOperator) -> None:
-        """Both operators must have seen the same layers."""
-        here, there = ({b.names for b in operator.blocks} for operator in (self, other))
+    def same_layers(self, blocks: Iterable[Block]) -> None:
+        """An estimate must have the same layers."""
+        here, there = {b.names for b in self.blocks}, {b.names for b in blocks}
         if here != there:
             names = ", ".join(sorted({name for block in here ^ there for name in block}))
             raise IncompatibleError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -16,6 +17,7 @@ from natgrad.geometry import Covector, Vector
 from natgrad.model import Arguments, Inputs, evaluating, is_ours, ours, tensors_of, without_chance
 from natgrad.operators.base import Operator
 from natgrad.optim.distributed import Alone, World
+from natgrad.optim.mass import Mass
 from natgrad.optim.notices import Notices
 from natgrad.optim.parameters import Parameters
 from natgrad.pullback import Pullback
@@ -34,9 +36,12 @@ class Keeper:
     """Estimates G in a hook on the model's forward pass when it is due, and holds its moving average.
 
     Several forward passes between two steps (gradient accumulation) are averaged by their numbers of examples. After a
-    ``refresh`` the forward passes until the next step are not looked at, so they may be in training mode. An estimate
-    is ``fresh`` until a step has succeeded with it: a step that fails leaves the average as it was, and one that is
+    ``refresh`` the forward passes until the next step are not looked at, so they may be in training mode. One that is
     never made (``GradScaler`` skips it) leaves the estimate to be averaged with the next, at the same parameters.
+
+    Kronecker factors are averaged in place, during the pass, so that an estimate is never held beside its average. Of
+    other structures an estimate is ``fresh`` until a step has succeeded with it: a step that fails leaves their average
+    as it was. The first estimate is fresh, too, and those of several processes, until they have been joined.
 
     A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
     ``wrapping``: the model as it was handed over and what it wraps, the last of which is the plain module.
@@ -56,13 +61,15 @@ class Keeper:
         self.world = Alone() if world is None else world
         self.model, self.metric = view.model, view.metric
         self.average: Operator | None = None
-        self.count = 0  # estimates in the average
+        self.count = 0  # steps whose estimates are in the average
+        self.mass = Mass(structure.decay)
         self.step = 0
         self.estimated = self.inverted = 0  # the steps in which the metric last was
         self.wanted: frozenset[str] = frozenset()  # trained, and not in the metric yet: it is due until they are
         self.fresh: Operator | None = None
         self.batch: Batch | None = None  # the last one seen
         self._examples = 0
+        self._absorbed = False  # an estimate of this step is in the average
         self._told = False  # by refresh, what the metric of this step is
         self._recorder: Recorder | None = None
         self._handle: RemovableHandle | None = None
@@ -90,6 +97,11 @@ class Keeper:
     def inverse_due(self) -> bool:
         """Whether an inverse that is out of date is made anew in this step."""
         return self.step % self.structure.inverse == 0
+
+    @property
+    def renewed(self) -> bool:
+        """Whether the metric has been estimated for this step."""
+        return self.fresh is not None or self._absorbed
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -179,33 +191,19 @@ class Keeper:
             yield
 
     def candidate(self) -> tuple[Operator, bool]:
-        """The average with the fresh estimate in it, and whether there is one; ``commit`` makes it the average."""
-        if self.fresh is None and self.due:
+        """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
+        if self.due and not self.renewed:
             raise NatgradError(_NEEDS_TARGET if self.metric.needs_target else _NOTHING_SEEN)
         if self.fresh is None:
             assert self.average is not None
-            return self.average, False
+            return self.average, self._absorbed
         if not self._joint:
             self.fresh, self._joint = self.world.mean(self.fresh, self._examples, self._restored), True
+        weight = replace(self.mass).whole(self._examples)
         if self.average is None or (self.structure.decay == 0 and not self.fresh.unseen):
-            return self._own(self.fresh), True
-        weight = self.structure.weight(self.count + 1)
-        if self.model.example.device.type != "cuda":
-            average = self.average.lerp(self.fresh, weight)
-            self.fresh = None  # as large as the average, and not needed while that is inverted
-            return average, True
-        # Nobody has looked at the estimate yet: one that is not finite must not reach the average.
-        values = [t for t in self.fresh.tensors().values() if t.is_floating_point()]
-        values = [t for t in values if t.numel()]
-        found = torch.zeros((), device=self.model.example.device)
-        torch._amp_foreach_non_finite_check_and_unscale_(values, found, torch.ones_like(found))
-        return self.average.merged(self.fresh, weight, found), True
-
-    def _own(self, operator: Operator) -> Operator:
-        """The operator in memory of its own: on a GPU an estimate may be lent by a recording."""
-        if self.model.example.device.type != "cuda":
-            return operator
-        return self._restored({key: t.clone() for key, t in operator.tensors().items()}) or operator
+            return self.fresh, True
+        average, self.fresh = self.average.merged(self.fresh, weight), None  # not needed while the average is inverted
+        return average, True
 
     def _restored(self, tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(self.model, self.view.blocks, tensors)
@@ -214,14 +212,18 @@ class Keeper:
         """A step has succeeded with this operator."""
         self.average, self.wanted = operator, self.wanted & operator.unseen
         self.count += refreshed
+        if self._absorbed:
+            self.mass.end()
+        elif refreshed:
+            self.mass.whole(self._examples)
         self.estimated = self.step if refreshed else self.estimated
         self.step += 1
         self.discard()
 
     def discard(self) -> None:
-        """Forget the fresh estimate."""
+        """Forget the fresh estimate; what has been absorbed stays."""
         self.fresh, self._examples, self._told, self._joint = None, 0, False, False
-        self.view.known.recordings.back()
+        self._absorbed, self.mass.seen = False, 0
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
         """A forward pass begins, ``compiled`` or not.
@@ -283,14 +285,28 @@ class Keeper:
 
     def _add(self, pb: Pullback) -> None:
         self._notices.outputs(self.metric, pb.y)
+        self._examples += pb.n
+        if self._absorbs():
+            assert self.average is not None
+            self.average = self.structure.absorb(pb, self.average, self.mass.part(pb.n))
+            self._absorbed = True
+        else:
+            self._hold(pb)
+        pb.tapes.clear()  # the graph belongs to the user's backward pass
+
+    def _absorbs(self) -> bool:
+        """Whether estimates go into the average at once: several processes must join theirs before."""
+        alone = self.fresh is None and self.world.size == 1
+        return alone and self.average is not None and self.structure.absorbs(self.average)
+
+    def _hold(self, pb: Pullback) -> None:
+        """Average with the other estimates of this step."""
         like = self.fresh or self.average
         estimate = self.structure.estimate_like(pb, like)
         if like is None and self.world.size > 1 and type(estimate).renewed is not Operator.renewed:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             common = self.world.mean(estimate, pb.n, self._restored)
             estimate = self.structure.estimate_like(pb, self.world.renewed(common))
-        pb.tapes.clear()  # the graph belongs to the user's backward pass
-        self._examples += pb.n
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / self._examples)
 
 

@@ -202,7 +202,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def _replayed(self) -> bool:
         """Most steps on a GPU: neither the metric nor its inverse is due, and all the rest has been recorded."""
         keeper = self.keeper
-        if not self._graphed.recorded or keeper.fresh is not None or keeper.due or keeper.inverse_due:
+        if not self._graphed.recorded or keeper.renewed or keeper.due or keeper.inverse_due:
             return False
         if self.solver.doubtful:
             return False

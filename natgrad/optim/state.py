@@ -22,6 +22,7 @@ class Restored:
 
     step: int
     count: int
+    mass: tuple[float, int]  # the weight of what is in the average, and the examples of a usual step
     average: Operator | None
     inverse: Inverse | None
     inverse_damping: float
@@ -33,6 +34,7 @@ class Restored:
     def put(self, keeper: Keeper) -> None:
         """Give the keeper its part."""
         keeper.step, keeper.count, keeper.average = self.step, self.count, self.average
+        keeper.mass.total, keeper.mass.usual = self.mass
         keeper.estimated, keeper.inverted = self.times
         keeper.wanted = self.wanted
         self.stream.put(keeper)
@@ -64,6 +66,7 @@ def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float, outd
         "dtype": str(keeper.model.example.dtype),
         "step": keeper.step,
         "count": keeper.count,
+        "mass": (keeper.mass.total, keeper.mass.usual),
         "estimated": keeper.estimated,
         "inverted": keeper.inverted,
         "wanted": sorted(keeper.wanted),
@@ -89,7 +92,9 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
     dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
 
     def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: t.to(example.device, dtype if t.is_floating_point() else None) for name, t in tensors.items()}
+        # Copies: the average and its inverse are changed in place.
+        kinds = {name: dtype if t.is_floating_point() else None for name, t in tensors.items()}
+        return {name: t.to(example.device, kinds[name], copy=True) for name, t in tensors.items()}
 
     tensors, warm = placed(state["operator"]), placed(state["inverse"])
     average = keeper.structure.restore(keeper.model, keeper.view.blocks, tensors) if tensors else None
@@ -99,10 +104,18 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
         kept = average.inverse_from(warm) if warm else None
         inverse = kept or solver.init(average, state["inverse_damping"], warm)
     stream = Stream(state["generator"].cpu(), state["rank"])
-    numbers = (state["inverse_damping"], state["outdated"])
-    times = (state["estimated"], state["inverted"])
+    total, usual = state["mass"]
     return Restored(
-        state["step"], state["count"], average, inverse, *numbers, stream, times, frozenset(state.get("wanted", ()))
+        step=state["step"],
+        count=state["count"],
+        mass=(total, usual),
+        average=average,
+        inverse=inverse,
+        inverse_damping=state["inverse_damping"],
+        outdated=state["outdated"],
+        stream=stream,
+        times=(state["estimated"], state["inverted"]),
+        wanted=frozenset(state.get("wanted", ())),
     )
 
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from natgrad.model import tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.recorded import Recordings
 from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import joined, trace
 from natgrad.rules.base import Moment, Replayed
-from natgrad.rules.shapes import check_moments
+from natgrad.rules.shapes import check_moment
 
 
 class Watcher(ABC):
@@ -57,10 +54,22 @@ def second_moments(
     kinds = [kind for block in layers for kind in block.kinds]
     of_kinds = _of_kinds(pb, kinds, sharing, watcher)
     for kind, (s, a) in zip(kinds, of_kinds, strict=True):
-        assert kind.rule is not None
-        check_moments(kind.rule, kind.names, kind.shape, s, a)
+        check_outputs(kind, s)
+        check_inputs(kind, a)
     found = iter(of_kinds)
     return [joined(block, [next(found) for _ in block.kinds]) for block in layers]
+
+
+def check_outputs(kind: Block, s: Tensor) -> None:
+    """Raise if the rule of a layer returned S in another shape than it promised."""
+    assert kind.rule is not None
+    check_moment(kind.rule, "output_moment", kind.names, (kind.shape[0], kind.shape[1]), s)
+
+
+def check_inputs(kind: Block, a: Tensor) -> None:
+    """Raise if the rule of a layer returned A in another shape than it promised."""
+    assert kind.rule is not None
+    check_moment(kind.rule, "input_moment", kind.names, (kind.shape[0], kind.shape[2]), a)
 
 
 def _of_kinds(
@@ -69,8 +78,6 @@ def _of_kinds(
     """S and A of layers that are each of one kind."""
     if pb.coupling is not None:
         return _coupled(pb, layers, sharing, pb.coupling)
-    if pb.recordings is not None and watcher is None and _whole(pb):
-        return _recorded(pb, pb.recordings, layers, sharing)
     pairs = [Pair() for _ in layers]
     for tape, chunks in passes(pb):
         for g in chunks:
@@ -84,51 +91,9 @@ def _of_kinds(
     return averaged(pairs)
 
 
-def _whole(pb: Pullback) -> bool:
+def whole(pb: Pullback) -> bool:
     """Whether all examples and roots are seen at once."""
     return len(pb.ranges()) == 1 and pb.columns <= _columns(pb, pb.tape(pb.parts[0]))
-
-
-def _recorded(
-    pb: Pullback, recordings: Recordings, layers: Sequence[Block], sharing: Sharing
-) -> list[tuple[Tensor, Tensor]]:
-    """As ``second_moments``; the kernels of rules that read nothing but a call are recorded, and replayed."""
-    tape = pb.tape(pb.parts[0])
-    g = cotangents(tape, pb.root / math.sqrt(pb.n))
-
-    def factors(block: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Tensor]:
-        pair = Pair()
-        pair.add_outputs(sharing.outputs(tape, block, g).to(pb.y.dtype))
-        moment = sharing.inputs(tape, block)
-        pair.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
-        return pair.factors()
-
-    pure = [block for block in layers if block.rule is not None and block.rule.pure]
-    known = set(map(id, pure))
-    places = list(dict.fromkeys(at for block in pure for at in tape.places(block)))
-    uses = [tape.uses[at] for at in places]
-    buffers = [t for use in uses for t in use.module._buffers.values() if t is not None]
-    what = (
-        sharing,
-        tuple(block.names for block in pure),
-        tuple(use.call.training for use in uses),
-        tuple(t.data_ptr() for t in buffers),
-    )
-
-    def compute(sources: Sequence[Tensor]) -> Iterator[Tensor]:
-        supply = iter(sources)
-        calls = {at: tape.uses[at].call.map(lambda _: next(supply)) for at in places}
-        outer = {at: tuple(next(supply) for _ in g.outer[at]) for at in places}
-        here = replace(
-            tape, uses=tuple(replace(u, call=calls[at]) if at in calls else u for at, u in enumerate(tape.uses))
-        )
-        return (t for block in pure for t in factors(block, here, Cotangents(outer, {})))
-
-    sources = [t for use in uses for t in tensors_of((use.call.args, use.call.kwargs))]
-    sources += [t for at in places for t in g.outer[at]]
-    found = recordings.run(sources, what, compute)
-    recorded = zip(found[0::2], found[1::2], strict=True)
-    return [next(recorded) if id(block) in known else factors(block, tape, g) for block in layers]
 
 
 def _columns(pb: Pullback, tape: Tape) -> int:

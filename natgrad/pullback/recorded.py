@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -17,11 +17,12 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-Compute: TypeAlias = Callable[[Sequence[Tensor]], Iterable[Tensor]]
+Weight: TypeAlias = float | Tensor
+Compute: TypeAlias = Callable[[Sequence[Tensor], Weight], None]
 
 _log = logging.getLogger("natgrad")
 _KEPT = 32  # recordings; a loop has few patterns of addresses, or none
-_SMALL = 2**26  # bytes that are copied rather than recognised
+_SMALL = 2**22  # bytes that are copied rather than recognised
 _SEEN = 64  # patterns that are remembered
 
 
@@ -29,7 +30,6 @@ _SEEN = 64  # patterns that are remembered
 @dataclass(frozen=True)
 class _Recording:
     graph: torch.cuda.CUDAGraph
-    outputs: list[Tensor]
     sources: list[Tensor]  # where it reads, if that is memory of its own
 
 
@@ -42,67 +42,54 @@ class Recordings:
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._pool: Any = None  # a handle of torch's
         self._possible = True
-        self._lent = False
-        self._like: dict[Hashable, list[Tensor]] = {}  # the shapes of the outputs
-        self._outputs: dict[Hashable, list[Tensor]] = {}
+        self._weight: Tensor | None = None  # read by all recordings
 
-    def run(self, sources: Sequence[Tensor], what: Hashable, compute: Compute) -> list[Tensor]:
-        """``compute(sources)``, which must read nothing else, and depend on nothing but ``what``.
+    def run(self, sources: Sequence[Tensor], what: Hashable, compute: Compute, weight: float) -> None:
+        """``compute(sources, weight)``, which must read nothing else, and depend on nothing but ``what``.
 
-        Few numbers are first copied to where a recording reads them; many must lie where they lay before. What was
-        replayed is lent until ``back`` is called: the next replay overwrites it.
+        Few numbers are first copied to where a recording reads them; many must lie where they lay before.
         """
-        if not self._possible or self._lent or torch.cuda.is_current_stream_capturing():
-            return list(compute(sources))
+        if not self._possible or not sources or torch.cuda.is_current_stream_capturing():
+            compute(sources, weight)
+            return
         small = sum(t.numel() * t.element_size() for t in sources) <= _SMALL
-        places = tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources)
-        recording = self._kept.get((what, places))
-        if recording is None and (what, places) in self._seen and len(self._kept) < _KEPT:
-            recording = self._record((what, places), sources, compute, small)
-        if recording is None:
-            found = list(compute(sources))
-            self._remember((what, places), found)
-            return found
+        key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
+        found = self._kept.get(key)
+        if found is None and key in self._seen and len(self._kept) < _KEPT:
+            found = self._record(key, sources, compute, small)
+        if found is None or self._weight is None:
+            compute(sources, weight)
+            self._remember(key)
+            return
         if small:
-            torch._foreach_copy_(list(recording.sources), list(sources))
-        recording.graph.replay()
-        self._lent = True
-        return recording.outputs
+            torch._foreach_copy_(found.sources, list(sources))
+        self._weight.fill_(weight)
+        found.graph.replay()
 
-    def _remember(self, key: tuple[Hashable, Hashable], found: Sequence[Tensor]) -> None:
-        """What came once may come again, with outputs like these."""
+    def _remember(self, key: Hashable) -> None:
+        """What came once may come again."""
         self._seen[key] = None
         if len(self._seen) > _SEEN:
             self._seen.popitem(last=False)
-        self._like[key[0]] = [torch.empty_like(t, device="meta") for t in found]
 
-    def _record(
-        self, key: tuple[Hashable, Hashable], sources: Sequence[Tensor], compute: Compute, copied: bool
-    ) -> _Recording | None:
-        """All recordings of one thing write to the same outputs, one by one: few are in memory at the same time."""
-        device = sources[0].device
+    def _record(self, key: Hashable, sources: Sequence[Tensor], compute: Compute, copied: bool) -> _Recording | None:
+        """All recordings share their memory: only one is replayed at a time."""
         sources = [t.clone() for t in sources] if copied else sources
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        outputs = self._outputs.get(key[0])
-        if outputs is None:
-            outputs = self._outputs[key[0]] = [torch.empty_like(t, device=device) for t in self._like[key[0]]]
+        if self._weight is None:  # in single precision, as the kernels that read it want it
+            self._weight = torch.ones((), device=sources[0].device)
         graph = torch.cuda.CUDAGraph()
         try:
             with recording(graph, self._pool):
-                for out, t in zip(outputs, compute(sources), strict=True):
-                    out.copy_(t)
+                compute(sources, self._weight)
         except RuntimeError as error:  # something in it waits for the device
             _log.info("second moments cannot be recorded as a CUDA graph (%s): kernel by kernel instead", error)
             self._possible = False
             return None
         # What lies in the user's memory is not held: it is recognised by its address.
-        self._kept[key] = _Recording(graph, outputs, list(sources) if copied else [])
+        self._kept[key] = _Recording(graph, list(sources) if copied else [])
         return self._kept[key]
-
-    def back(self) -> None:
-        """What was lent is no longer used."""
-        self._lent = False
 
 
 @contextmanager

@@ -43,10 +43,15 @@ class Pair:
         """S and A."""
         assert self.s is not None
         assert self.a is not None
-        count = self.count
-        if isinstance(count, Tensor):
-            count = count.clamp(min=1).view(-1, *[1] * (self.a.ndim - 1)).to(self.a.dtype)
-        return self.s, self.a / count
+        return self.s, mean(Moment(self.a, self.count))
+
+
+def mean(moment: Moment) -> Tensor:
+    """Total over count; where groups have counts of their own, none of which is below 1."""
+    count, total = moment.count, moment.total
+    if isinstance(count, Tensor):
+        count = count.clamp(min=1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
+    return total / count
 
 
 def averaged(pairs: Sequence[Pair]) -> list[tuple[Tensor, Tensor]]:
@@ -83,8 +88,8 @@ class Sharing(ABC):
 class Cotangents:
     """Of every use, by its position: of its outputs, and of the layers inside where it was replayed."""
 
-    outer: Mapping[int, tuple[Tensor, ...]]
-    inner: Mapping[int, Mapping[str, Tensor]]
+    outer: dict[int, tuple[Tensor, ...]]
+    inner: dict[int, Mapping[str, Tensor]]
     products: dict[int, Tensor] = field(default_factory=dict)  # Σ g gᵀ that were asked for, by the id of g
 
     def product(self, at: int, key: str) -> Tensor:
@@ -93,6 +98,12 @@ class Cotangents:
         if id(g) not in self.products:
             self.products[id(g)] = Moment.of(single(g.flatten(0, 1))).total
         return self.products[id(g)].clone()
+
+    def forget(self, at: int) -> None:
+        """Nobody asks for those of this use any more."""
+        self.outer.pop(at, None)
+        for g in self.inner.pop(at, {}).values():
+            self.products.pop(id(g), None)
 
     def of(self, tape: Tape, block: Block) -> list[Tensor]:
         """g [k n r c o] of every use of a block."""

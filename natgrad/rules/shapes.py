@@ -41,15 +41,14 @@ def check_cotangents(rule: Rule, names: Sequence[str], shape: tuple[int, int, in
         )
 
 
-def check_moments(rule: Rule, names: Sequence[str], shape: tuple[int, int, int], s: Tensor, a: Tensor) -> None:
-    """S [c o o] or [c o], A [c i i] or [c i]."""
-    c, o, i = shape
-    for what, moment, d in (("output_moment", s, o), ("input_moment", a, i)):
-        if tuple(moment.shape) not in ((c, d, d), (c, d)):
-            raise ValueError(
-                f"{_name(rule)}.{what} returns a tensor of shape {tuple(moment.shape)} for {' + '.join(names)}: it "
-                f"must be [{c} {d} {d}], or the diagonal [{c} {d}], as {_name(rule)}.shape says"
-            )
+def check_moment(rule: Rule, what: str, names: Sequence[str], shape: tuple[int, int], moment: Tensor) -> None:
+    """S [c o o] or [c o], A [c i i] or [c i]; ``shape`` is (c, o) or (c, i)."""
+    c, d = shape
+    if tuple(moment.shape) not in ((c, d, d), (c, d)):
+        raise ValueError(
+            f"{_name(rule)}.{what} returns a tensor of shape {tuple(moment.shape)} for {' + '.join(names)}: it "
+            f"must be [{c} {d} {d}], or the diagonal [{c} {d}], as {_name(rule)}.shape says"
+        )
 
 
 def _name(rule: Rule) -> str:

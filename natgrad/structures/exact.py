@@ -56,6 +56,14 @@ class Structure(ABC):
         """
         return self.estimate(pullback)
 
+    def absorbs(self, average: Operator) -> bool:
+        """Whether an estimate can go into this average piece by piece, without ever being whole."""
+        return False
+
+    def absorb(self, pullback: Pullback, average: Operator, weight: float) -> Operator:
+        """The average (1 − w) Ḡ + w G, in the memory of Ḡ where ``absorbs`` says so."""
+        return average.lerp(self.estimate_like(pullback, average), weight)
+
     @abstractmethod
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         """The operator with these ``tensors()``; None if nothing was kept and it must be estimated again."""

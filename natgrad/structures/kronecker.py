@@ -21,7 +21,9 @@ from natgrad.pullback.broadcast import SpreadRule, as_spread, parted
 from natgrad.pullback.moments import second_moments
 from natgrad.pullback.precision import without_autocast
 from natgrad.pullback.sharing import Expand, Largest, Reduce, Sharing
+from natgrad.pullback.streamed import stream
 from natgrad.slots import check_slots
+from natgrad.structures.absorb import Absorb
 from natgrad.structures.exact import Diagonal, Structure
 
 T = TypeVar("T")
@@ -182,6 +184,21 @@ class Kronecker(Layered):
             None if parts.others is None else self.fallback.estimate(parts.others),
             parts.unseen,
         )
+
+    def absorbs(self, average: Operator) -> bool:
+        return isinstance(average, KroneckerOperator)
+
+    @without_autocast
+    def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
+        """Factor by factor, and in place; a layer that the pass did not use keeps its average."""
+        assert isinstance(average, KroneckerOperator)
+        parts = self.parts(pullback, average)
+        rest = None if parts.others is None else self.fallback.estimate(parts.others)
+        average.same_layers(parts.blocks)
+        numbers = {block.names: b for b, block in enumerate(average.blocks)}
+        sink = Absorb(average, [numbers[block.names] for block in parts.seen], weight)
+        stream(pullback, parts.seen, self.rule_of_sharing, sink)
+        return average.absorbed(rest, weight, parts.unseen)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         parts, rest = self.restored(model, blocks, tensors)

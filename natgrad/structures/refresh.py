@@ -72,6 +72,12 @@ class Refresh(Structure):
     def estimate_like(self, pullback: Pullback, like: Operator | None) -> Operator:
         return self.structure.estimate_like(pullback, like)
 
+    def absorbs(self, average: Operator) -> bool:
+        return self.structure.absorbs(average)
+
+    def absorb(self, pullback: Pullback, average: Operator, weight: float) -> Operator:
+        return self.structure.absorb(pullback, average, weight)
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(model, blocks, tensors)
 
