@@ -15,9 +15,10 @@ class SOAP(Optimizer):
     """W ← W − η Q_L N̂ Q_Rᵀ, where N̂ is Adam's step for the rotated gradient Q_Lᵀ G Q_R (algorithm 3 of the paper).
 
     L and R are moving averages of G Gᵀ and GᵀG with rate ``shampoo_beta``. Every ``frequency`` steps their eigenbases
-    follow by one step of power iteration and a QR decomposition (algorithm 4), Q ← QR(L Q). The first gradient starts
-    the averages and takes no step. Sides longer than ``largest``, and parameters with one axis, keep their own basis:
-    there it is Adam. Parameters with more than two axes are matrices [o i·…].
+    follow by one step of power iteration and a QR decomposition (algorithm 4), Q ← QR(L Q), the columns in the order of
+    their eigenvalues, as in the authors' code: QR keeps the first best. The first gradient starts the averages and
+    takes no step. Sides longer than ``largest``, and parameters with one axis, keep their own basis: there it is Adam.
+    Parameters with more than two axes are matrices [o i·…].
 
     >>> w = torch.nn.Parameter(torch.ones(3, 2))
     >>> optimizer = SOAP([w], lr=0.1)
@@ -61,8 +62,9 @@ class SOAP(Optimizer):
         state = self.state[p]
         if not state:
             sides = [G @ G.T, G.T @ G] if p.ndim > 1 else []
-            state["sides"] = [S if len(S) <= group["largest"] else None for S in sides]
-            state["bases"] = [None if S is None else torch.linalg.eigh(S).eigenvectors for S in state["sides"]]
+            new = 1 - group["shampoo_beta"]
+            state["sides"] = [new * S if len(S) <= group["largest"] else None for S in sides]
+            state["bases"] = [None if S is None else _eigenbasis(S) for S in state["sides"]]
             state["first"], state["second"], state["step"] = torch.zeros_like(G), torch.zeros_like(G), 0
             if any(S is not None for S in state["sides"]):
                 return
@@ -72,16 +74,20 @@ class SOAP(Optimizer):
         _follow(G, state, group)
 
 
+def _eigenbasis(S: Tensor) -> Tensor:
+    """Eigenvectors of S [d d], the largest eigenvalue first; in double precision, as S may have few ranks."""
+    return torch.linalg.eigh(S.double()).eigenvectors.flip(1).to(S.dtype)
+
+
 def _adam(G: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """Adam's step in the eigenbasis, brought back; the first moment is kept in the basis of the parameters."""
+    """Adam's step in the eigenbasis, brought back. Both moments are kept in the eigenbasis."""
     β1, β2 = group["betas"]
     state["step"] += 1
-    first, second = state["first"], state["second"]
-    first.lerp_(G, 1 - β1)
-    second.mul_(β2).addcmul_(*[_rotate(G, state["bases"])] * 2, value=1 - β2)
+    first, second, rotated = state["first"], state["second"], _rotate(G, state["bases"])
+    first.lerp_(rotated, 1 - β1)
+    second.mul_(β2).addcmul_(rotated, rotated, value=1 - β2)
     spread = (second / (1 - β2 ** state["step"])).sqrt() + group["eps"]
-    mean = _rotate(first, state["bases"]) / (1 - β1 ** state["step"])
-    return _rotate(mean / spread, state["bases"], back=True)
+    return _rotate(first / (1 - β1 ** state["step"]) / spread, state["bases"], back=True)
 
 
 def _rotate(G: Tensor, bases: list[Tensor | None], back: bool = False) -> Tensor:
@@ -93,10 +99,18 @@ def _rotate(G: Tensor, bases: list[Tensor | None], back: bool = False) -> Tensor
 
 
 def _follow(G: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """The averages move, and the bases follow when it is their turn."""
-    for axis, S in enumerate(state["sides"]):
-        if S is None:
-            continue
-        S.lerp_(G @ G.T if axis == 0 else G.T @ G, 1 - group["shampoo_beta"])
-        if state["step"] % group["frequency"] == 0:
-            state["bases"][axis] = torch.linalg.qr(S @ state["bases"][axis]).Q
+    """The averages move. When it is their turn the bases follow, and the first moment is written in the new ones."""
+    sides, bases = state["sides"], state["bases"]
+    for axis, S in enumerate(sides):
+        if S is not None:
+            S.lerp_(G @ G.T if axis == 0 else G.T @ G, 1 - group["shampoo_beta"])
+    if state["step"] % group["frequency"] or not sides:
+        return
+    first = _rotate(state["first"], bases, back=True)
+    for axis, (S, Q) in enumerate(zip(sides, bases, strict=True)):
+        if S is not None:
+            moved = S @ Q
+            order = torch.argsort((Q * moved).sum(0), descending=True)
+            state["second"] = state["second"].index_select(axis, order)
+            bases[axis] = torch.linalg.qr(moved[:, order]).Q
+    state["first"] = _rotate(first, bases)

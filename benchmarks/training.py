@@ -1,25 +1,25 @@
 """Loss against seconds: K-FAC that tunes itself beside SGD with momentum, AdamW and SOAP that were tuned.
 
-    python benchmarks/training.py --tune 5                   # choose the learning rates, five seconds a trial, and run
-    python benchmarks/training.py                            # run with the numbers that were chosen
-    python benchmarks/training.py --mnist mnist/             # idx files, gzipped or not, or an .npz or .npz.xz file
-    python benchmarks/training.py --device cuda --mnist mnist.npz.xz --seconds 30
+    python benchmarks/training.py --tune 2                # the digits: choose the learning rates, and run
+    python benchmarks/training.py                         # run with those that were chosen
+    python benchmarks/training.py --mnist mnist/          # the auto-encoder: idx files, gzipped or not, .npz or .npz.xz
+    python benchmarks/training.py --device cuda --mnist mnist.npz.xz --tune 2 --seconds 15
+    python benchmarks/training.py --resume                # what the file of results has is not run again
 
 Everyone gets the same seconds, the same initial weights and the same mini-batches. The rivals may choose from a grid of
-learning rates, kept or decaying linearly to zero at the end of the budget: what gives the smallest training loss is
-theirs. K-FAC has its default arguments. The clock counts one thread's own time, or that of the GPU's queue, and
-stands still while losses are measured.
+learning rates, kept or decaying linearly to zero at the end of the budget: all are tried for ``--tune`` seconds, then
+the best three for the whole budget, and what gives the smallest training loss is theirs. K-FAC has its default
+arguments. The clock counts one thread's own time, or that of the GPU's queue, and stands still while losses are
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 import natgrad as ng
+from benchmarks import soap
 from benchmarks.contests import Contest, digits, mnist
+from benchmarks.curves import ADAMW, KFAC, SGD, SOAP, Record, Run, Setting, table
 from benchmarks.harness import machine, now, settle
-from benchmarks.report import Target, verdicts
-from benchmarks.soap import SOAP
-from natgrad.cli.experiment import Point, batches, measure
+from natgrad.cli.experiment import batches, measure
 
-KFAC, ADAMW, SOAP_ = "K-FAC, self-tuned", "AdamW", "SOAP"
 Make = Callable[[nn.Module], Optimizer]
-Chosen = dict[str, dict[str, "Setting"]]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A learning rate, and the part of it that is left at the end of the budget."""
-
-    lr: float
-    left: float
+_FINALISTS = 3  # of a grid, that are tried for the whole budget
+_LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
 @dataclass(frozen=True)
@@ -75,47 +67,16 @@ class Rival:
         return Contender(self.name, lambda model: self.make(model, setting.lr), setting.left)
 
 
-@dataclass(frozen=True)
-class Run:
-    """One optimizer on one task."""
-
-    task: str
-    contender: str
-    seed: int
-    history: list[Point]
-
-    @property
-    def final(self) -> float:
-        """The last training loss, ∞ where it is not a number. Below a millionth there is nothing left to learn."""
-        loss = self.history[-1].train_loss
-        return max(loss, 1e-6) if math.isfinite(loss) else math.inf
-
-    def reaches(self, level: float) -> float:
-        """Seconds until the training loss is at this level, on a straight line between logarithms; ∞ if never."""
-        before = self.history[0]
-        for point in self.history:
-            if point.train_loss <= level:
-                drop = math.log(before.train_loss / point.train_loss) if point.train_loss > 0 else 0.0
-                part = math.log(before.train_loss / level) / drop if drop > 0 else 1.0
-                return before.seconds + min(part, 1.0) * (point.seconds - before.seconds)
-            before = point
-        return math.inf
-
-
 def rivals(contest: Contest) -> list[Rival]:
     """Who is tuned. Adam's steps do not depend on the scale of the loss, those of SGD do."""
     return [
         Rival(
-            "SGD with momentum",
+            SGD,
             lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True),
             contest.sgd,
         ),
-        Rival(
-            ADAMW,
-            lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, fused=True),
-            (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
-        ),
-        Rival(SOAP_, lambda model, lr: SOAP(model.parameters(), lr=lr), (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
+        Rival(ADAMW, lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, fused=True), _LRS),
+        Rival(SOAP, lambda model, lr: soap.SOAP(model.parameters(), lr=lr), _LRS),
     ]
 
 
@@ -153,94 +114,68 @@ def train(contest: Contest, contender: Contender, seed: int, seconds: float, poi
             history.append(measure(task, model, step, spent))
             if not math.isfinite(history[-1].train_loss):
                 break
-    return Run(task.name, contender.name, seed, history)
+    return Run(task.name, contender.name, seed, history, _train_score(contest, model))
 
 
-def tune(contest: Contest, seconds: float) -> dict[str, Setting]:
-    """The best of every rival's grid with the first seed: the smallest final training loss, then the soonest."""
-    chosen: dict[str, Setting] = {}
+def _train_score(contest: Contest, model: nn.Module) -> float:
+    with torch.no_grad():
+        inputs, targets = contest.task.train
+        return float(contest.task.score.measure(model(inputs), targets))
+
+
+def tune(contest: Contest, rival: Rival, brief: float, seconds: float) -> Setting:
+    """The best of the grid with the first seed: the smallest final training loss, then the soonest.
+
+    All settings are tried for a ``brief`` time, and the best three for the ``seconds`` of the contest.
+    """
+
+    def rank(settings: list[Setting], budget: float) -> list[Setting]:
+        found = {s: train(contest, rival.at(s), contest.seeds[0], budget, points=20) for s in settings}
+        print(
+            f"  {rival.name}, {budget:g} s:",
+            *(f"{s.lr:g}→{s.left:g}: {r.final:.4g}," for s, r in found.items()),
+            flush=True,
+        )
+        return sorted(found, key=lambda s: (found[s].final, found[s].reaches(found[s].final)))
+
+    return rank(rank(rival.grid(), brief)[:_FINALISTS], seconds)[0]
+
+
+def tune_all(contest: Contest, record: Record, brief: float, path: Path) -> None:
+    """A choice for every rival that has none; each is saved when it is made."""
+    chosen = record.chosen.setdefault(contest.task.name, {})
     for rival in rivals(contest):
-        results: dict[Setting, tuple[float, float]] = {}
-        for s in rival.grid():
-            run = train(contest, rival.at(s), contest.seeds[0], seconds, points=20)
-            results[s] = (run.final, run.reaches(run.final))
-        chosen[rival.name] = min(results, key=lambda s: results[s])
-        print(f"  {contest.task.name}: {rival.name}: {chosen[rival.name]}", flush=True)
-    return chosen
+        if rival.name not in chosen:
+            chosen[rival.name] = tune(contest, rival, brief, record.seconds)
+            record.save(path)
 
 
-def compete(contest: Contest, chosen: dict[str, Setting], seconds: float) -> list[Run]:
-    """Everybody with every seed."""
+def compete(contest: Contest, record: Record, path: Path) -> None:
+    """Everybody with every seed; each run is saved when it is done."""
+    chosen = record.chosen[contest.task.name]
     contenders = [*(rival.at(chosen[rival.name]) for rival in rivals(contest)), self_tuned(contest.metric)]
-    return [train(contest, contender, seed, seconds) for seed in contest.seeds for contender in contenders]
+    for seed in contest.seeds:
+        for contender in contenders:
+            if record.has(contest.task.name, contender.name, seed):
+                continue
+            if contest.task.train[0].is_cuda:  # what a GPU loads and compiles once, everybody has before the clock runs
+                train(contest, contender, seed, 0.5, points=1)
+            record.runs.append(train(contest, contender, seed, record.seconds))
+            record.save(path)
 
 
-def claims(runs: list[Run]) -> list[Target]:
-    """K-FAC's time to where another ends, over the other's own; the median over seeds."""
-    out = []
-    for task in dict.fromkeys(run.task for run in runs):
-        for other, bound in ((ADAMW, 0.5), (SOAP_, 1.0)):
-            pairs = _pairs([run for run in runs if run.task == task], other)
-            parts = [ours.reaches(theirs.final) / theirs.reaches(theirs.final) for ours, theirs in pairs]
-            note = "of the seeds: " + ", ".join(f"{part:.2f}" for part in parts)
-            claim = f"K-FAC's time to {other}'s final loss over {other}'s own, {task}"
-            out.append(Target(claim, statistics.median(parts), bound, True, note))
-    return out
-
-
-def _pairs(runs: list[Run], other: str) -> list[tuple[Run, Run]]:
-    """K-FAC and another with the same seed."""
-    found = {(run.contender, run.seed): run for run in runs}
-    return [(run, found[other, run.seed]) for run in runs if run.contender == KFAC]
-
-
-def table(runs: list[Run], targets: list[Target]) -> str:
-    """Medians over seeds: steps, losses, and the seconds to AdamW's final loss."""
-    lines = []
-    for task in dict.fromkeys(run.task for run in runs):
-        mine = [run for run in runs if run.task == task]
-        level = {run.seed: run.final for run in mine if run.contender == ADAMW}
-        lines += ["", task, f"  {'':20}{'steps':>8}{'training loss':>15}{'test loss':>11}{'test score':>12}{'s':>8}"]
-        for name in dict.fromkeys(run.contender for run in mine):
-            group = [run for run in mine if run.contender == name]
-            ends = [run.history[-1] for run in group]
-            rows = [(float(p.step), p.train_loss, p.test_loss, p.test_score) for p in ends]
-            steps, loss, test, score = (statistics.median(column) for column in zip(*rows, strict=True))
-            reached = statistics.median(run.reaches(level[run.seed]) for run in group)
-            lines.append(f"  {name:20}{steps:8.0f}{loss:15.3e}{test:11.3e}{score:12.4f}{reached:8.1f}")
-    return "\n".join([*lines, "", *verdicts(targets)])
-
-
-def save(path: Path, device: torch.device, chosen: Chosen, runs: list[Run], seconds: float) -> None:
-    """Everything as JSON; what was never reached is null."""
-    targets: list[dict[str, Any]] = [{**asdict(t), "met": t.met} for t in claims(runs)]
-    for t in targets:
-        t["measured"] = t["measured"] if math.isfinite(t["measured"]) else None
-    content = {
-        "machine": machine(device),
-        "seconds": seconds,
-        "chosen": {task: {name: asdict(s) for name, s in settings.items()} for task, settings in chosen.items()},
-        "targets": targets,
-    }
-    curves = [json.dumps(_columns(run), ensure_ascii=False) for run in runs]  # a line a run
-    text = json.dumps(content, indent=2, ensure_ascii=False).removesuffix("\n}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + ',\n  "runs": [\n    ' + ",\n    ".join(curves) + "\n  ]\n}\n")
-
-
-def _columns(run: Run) -> dict[str, Any]:
-    """The history by quantity, four digits each."""
-    points = [asdict(point) for point in run.history]
-    columns = {key: [float(f"{point[key]:.4g}") for point in points] for key in points[0]}
-    return {"task": run.task, "contender": run.contender, "seed": run.seed, **columns}
-
-
-def load_chosen(path: Path, task: str) -> dict[str, Setting]:
-    """The settings that were chosen for a task."""
-    saved: dict[str, Any] = json.loads(path.read_text())["chosen"] if path.exists() else {}
-    if task not in saved:
+def begin(path: Path, fresh: Record, task: str, tuning: bool, resume: bool) -> Record:
+    """What to go on with: all of the file, the settings that were chosen for the task, or nothing."""
+    old = Record.load(path) if path.exists() else fresh
+    if resume and (old.machine, old.seconds) != (fresh.machine, fresh.seconds):
+        raise SystemExit(f"{path.name} is of another machine, or of another budget: leave out --resume")
+    if not tuning and task not in old.chosen:
         raise SystemExit(f"{path.name} has no learning rates for the {task}: give --tune SECONDS once")
-    return {name: Setting(**numbers) for name, numbers in saved[task].items()}
+    if resume:
+        return old
+    if not tuning:
+        fresh.chosen[task] = old.chosen[task]
+    return fresh
 
 
 def main() -> None:
@@ -250,6 +185,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="the budget of a run")
     parser.add_argument("--tune", type=float, default=None, help="choose the learning rates, so many seconds a trial")
     parser.add_argument("--mnist", type=Path, default=None, help="a folder of idx files, an .npz or an .npz.xz file")
+    parser.add_argument("--resume", action="store_true", help="what the file of results has is not run again")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
     args = parser.parse_args()
     settle()
@@ -257,19 +193,13 @@ def main() -> None:
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     name = "training.json" if device.type == "cpu" else f"training-{device.type}.json"
     path = args.output or Path(__file__).parent / "results" / name
-    contests = [digits(device)]
-    if args.mnist:
-        contests.append(mnist(args.mnist, device))
-    else:
-        print("The MNIST auto-encoder is left out: give --mnist PATH to run it.")
-    chosen: Chosen = {}
-    runs: list[Run] = []
-    for contest in contests:
-        task = contest.task.name
-        chosen[task] = tune(contest, args.tune) if args.tune else load_chosen(path, task)
-        runs += compete(contest, chosen[task], args.seconds)
-    save(path, device, chosen, runs, args.seconds)
-    print(table(runs, claims(runs)))
+    contest = mnist(args.mnist, device) if args.mnist else digits(device)
+    fresh = Record(machine(device), args.seconds)
+    record = begin(path, fresh, contest.task.name, args.tune is not None, args.resume)
+    if args.tune:
+        tune_all(contest, record, args.tune, path)
+    compete(contest, record, path)
+    print(table(record))
 
 
 if __name__ == "__main__":

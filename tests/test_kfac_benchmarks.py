@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import contestants as c
-from benchmarks import contests, kfac, networks, training
+from benchmarks import contests, curves, kfac, networks, training
 from benchmarks import kfac_peers as peers
 from benchmarks.harness import Race
 from benchmarks.report import Report, Target, markdown, save, table
@@ -149,9 +149,10 @@ def test_a_section_that_is_run_again_replaces_itself_alone(tmp_path: Path) -> No
         save(Report(CPU, rounds=1), path, 1.0, keep=True)
 
 
-def curve(contender: str, *losses: float) -> training.Run:
+def curve(contender: str, *losses: float, seed: int = 0) -> curves.Run:
     """A second a point."""
-    return training.Run("task", contender, 0, [Point(i, float(i), loss, 0.0, 0.0) for i, loss in enumerate(losses)])
+    history = [Point(i, float(i), loss, 0.0, 0.0) for i, loss in enumerate(losses)]
+    return curves.Run("task", contender, seed, history, 0.5)
 
 
 def test_the_time_to_a_loss_lies_between_two_measurements() -> None:
@@ -163,12 +164,18 @@ def test_the_time_to_a_loss_lies_between_two_measurements() -> None:
 
 
 def test_the_claims_compare_times_to_the_final_losses_of_others() -> None:
-    runs = [curve("AdamW", 1.0, 0.1, 0.01), curve("SOAP", 1.0, 0.01, 1e-9), curve(training.KFAC, 1.0, 0.01, 0.001)]
-    adamw, soap = training.claims(runs)
+    runs = [curve("AdamW", 1.0, 0.1, 0.01), curve("SOAP", 1.0, 0.01, 1e-9), curve(curves.KFAC, 1.0, 0.01, 0.001)]
+    adamw, soap = curves.claims(runs)
     assert adamw.measured == pytest.approx(0.5)
     assert adamw.met
     assert soap.measured == float("inf")
     assert not soap.met
+
+
+def test_the_claims_are_of_the_seeds_that_both_have_and_of_rivals_that_ended_nowhere_too() -> None:
+    kfac = curve(curves.KFAC, 1.0, 0.1)
+    assert not curves.claims([kfac, curve("AdamW", 1.0, 0.1, seed=1)])
+    assert curves.claims([kfac, curve("AdamW", 1.0, float("nan"))])[0].measured == 0
 
 
 def test_mnist_is_read_from_idx_files_and_from_arrays(tmp_path: Path) -> None:
@@ -187,18 +194,45 @@ def test_mnist_is_read_from_idx_files_and_from_arrays(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(contests.load_mnist(path), expected, strict=True))
 
 
+def test_mnist_that_is_not_there_is_missed_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        SystemExit, match=r"holds neither train-images-idx3-ubyte\.gz nor train-images-idx3-ubyte: give"
+    ):
+        contests.load_mnist(tmp_path)
+
+
 def test_everyone_trains_on_the_digits_and_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.Rival, "grid", lambda self: [training.Setting(1e-2, 0.0)])
+    monkeypatch.setattr(training.Rival, "grid", lambda self: [curves.Setting(1e-2, 0.0)])
     contest = replace(contests.digits(CPU, widths=(64, 12, 10)), seeds=(0,))
-    chosen = training.tune(contest, seconds=0.02)
-    runs = training.compete(contest, chosen, seconds=0.2)
-    assert len(runs) == 4
-    assert all(run.final < run.history[0].train_loss for run in runs)
+    task, path = contest.task.name, tmp_path / "training.json"
+    record = curves.Record({"device": "this"}, 0.2)
+    training.tune_all(contest, record, 0.02, path)
+    assert set(curves.Record.load(path).chosen[task]) == {"SGD with momentum", "AdamW", "SOAP"}
+    training.compete(contest, record, path)
+    assert len(record.runs) == 4
+    assert all(run.final < run.history[0].train_loss for run in record.runs)
+    assert all(0 < run.train_score <= 1 for run in record.runs)  # accuracies
+    assert task in curves.table(record)
+
+
+def test_a_record_is_resumed_from_its_file_and_nothing_is_run_again(tmp_path: Path) -> None:
     path = tmp_path / "training.json"
-    training.save(path, CPU, {contest.task.name: chosen}, runs, 0.2)
-    saved = json.loads(path.read_text())
-    assert len(saved["runs"]) == len(runs)
-    assert training.load_chosen(path, contest.task.name) == chosen
-    with pytest.raises(SystemExit, match=r"has no learning rates for the other: give --tune SECONDS once"):
-        training.load_chosen(path, "other")
-    assert contest.task.name in training.table(runs, training.claims(runs))
+    chosen = {"task": {"AdamW": curves.Setting(0.1, 0.0)}}
+    record = curves.Record({"device": "this"}, 2.0, chosen, [curve("AdamW", 1.0, 0.5, 0.125)])
+    record.save(path)
+    assert curves.Record.load(path) == record
+    assert record.has("task", "AdamW", 0)
+    assert not record.has("task", "AdamW", 1)
+    fresh = curves.Record({"device": "this"}, 2.0)
+    assert training.begin(path, fresh, "task", tuning=False, resume=True) == record
+    begun = training.begin(path, fresh, "task", tuning=False, resume=False)
+    assert (begun.chosen, begun.runs) == (chosen, [])
+
+
+def test_a_record_that_cannot_be_resumed_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "training.json"
+    curves.Record({"device": "this"}, 2.0).save(path)
+    with pytest.raises(SystemExit, match=r"another machine, or of another budget: leave out --resume"):
+        training.begin(path, curves.Record({"device": "that"}, 2.0), "task", tuning=True, resume=True)
+    with pytest.raises(SystemExit, match=r"has no learning rates for the task: give --tune SECONDS once"):
+        training.begin(path, curves.Record({"device": "this"}, 2.0), "task", tuning=False, resume=False)

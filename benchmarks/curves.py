@@ -1,0 +1,164 @@
+"""Loss against seconds, as it was measured: curves, claims, a table, and a file that a run can be resumed from."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Target, verdicts
+from natgrad.cli.experiment import Point
+
+KFAC, SGD, ADAMW, SOAP = "K-FAC, self-tuned", "SGD with momentum", "AdamW", "SOAP"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A learning rate, and the part of it that is left at the end of the budget."""
+
+    lr: float
+    left: float
+
+
+Chosen = dict[str, dict[str, Setting]]  # by task and contender
+
+
+@dataclass(frozen=True)
+class Run:
+    """One optimizer on one task. ``train_score``: at the end, on the training set."""
+
+    task: str
+    contender: str
+    seed: int
+    history: list[Point]
+    train_score: float = math.nan
+
+    @property
+    def final(self) -> float:
+        """The last training loss, ∞ where it is not a number. Below a millionth there is nothing left to learn."""
+        loss = self.history[-1].train_loss
+        return max(loss, 1e-6) if math.isfinite(loss) else math.inf
+
+    def reaches(self, level: float) -> float:
+        """Seconds until the training loss is at this level, on a straight line between logarithms; ∞ if never."""
+        before = self.history[0]
+        for point in self.history:
+            if point.train_loss <= level:
+                drop = math.log(before.train_loss / point.train_loss) if point.train_loss > 0 else 0.0
+                part = math.log(before.train_loss / level) / drop if drop > 0 else 1.0
+                return before.seconds + min(part, 1.0) * (point.seconds - before.seconds)
+            before = point
+        return math.inf
+
+
+@dataclass
+class Record:
+    """All that is known so far: the budget of a run in seconds, the settings that were chosen, the curves."""
+
+    machine: dict[str, Any]
+    seconds: float
+    chosen: Chosen = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+
+    def has(self, task: str, contender: str, seed: int) -> bool:
+        """Whether this run is done."""
+        return any((run.task, run.contender, run.seed) == (task, contender, seed) for run in self.runs)
+
+    def save(self, path: Path) -> None:
+        """As JSON, a line a curve; what was never reached is null."""
+        targets: list[dict[str, Any]] = [{**asdict(t), "met": t.met} for t in claims(self.runs)]
+        for t in targets:
+            t["measured"] = t["measured"] if math.isfinite(t["measured"]) else None
+        chosen = {task: {name: asdict(s) for name, s in found.items()} for task, found in self.chosen.items()}
+        content = {"machine": self.machine, "seconds": self.seconds, "chosen": chosen, "targets": targets}
+        text = json.dumps(content, indent=2, ensure_ascii=False).removesuffix("\n}")
+        curves = ",\n    ".join(json.dumps(_columns(run), ensure_ascii=False) for run in self.runs)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + ',\n  "runs": [\n    ' + curves + "\n  ]\n}\n")
+
+    @staticmethod
+    def load(path: Path) -> Record:
+        """What was saved."""
+        saved = json.loads(path.read_text())
+        chosen = {
+            task: {name: Setting(**numbers) for name, numbers in found.items()}
+            for task, found in saved["chosen"].items()
+        }
+        return Record(saved["machine"], saved["seconds"], chosen, [_run(columns) for columns in saved["runs"]])
+
+
+def _columns(run: Run) -> dict[str, Any]:
+    """The history by quantity, four digits each."""
+    points = [asdict(point) for point in run.history]
+    columns = {key: [float(f"{point[key]:.4g}") for point in points] for key in points[0]}
+    score = float(f"{run.train_score:.4g}") if math.isfinite(run.train_score) else None
+    return {"task": run.task, "contender": run.contender, "seed": run.seed, "train_score": score, **columns}
+
+
+def _run(columns: dict[str, Any]) -> Run:
+    keys = ("step", "seconds", "train_loss", "test_loss", "test_score")
+    history = [Point(int(step), *rest) for step, *rest in zip(*(columns[key] for key in keys), strict=True)]
+    score = columns.get("train_score")
+    return Run(columns["task"], columns["contender"], columns["seed"], history, math.nan if score is None else score)
+
+
+def claims(runs: Iterable[Run]) -> list[Target]:
+    """K-FAC's time to where another ends, over the other's own; the median over the seeds that both have."""
+    found = {(run.task, run.contender, run.seed): run for run in runs}
+    out = []
+    for task in dict.fromkeys(task for task, _, _ in found):
+        for other, bound in ((ADAMW, 0.5), (SOAP, 1.0)):
+            pairs = [
+                (run, found[task, other, seed])
+                for (of, name, seed), run in found.items()
+                if (of, name) == (task, KFAC) and (task, other, seed) in found
+            ]
+            if not pairs:
+                continue
+            parts = [ours.reaches(theirs.final) / _time(theirs) for ours, theirs in pairs]
+            note = "of the seeds: " + ", ".join(f"{part:.2f}" for part in parts)
+            claim = f"K-FAC's time to {other}'s final loss over {other}'s own, {task}"
+            out.append(Target(claim, statistics.median(parts), bound, True, note))
+    return out
+
+
+def _time(run: Run) -> float:
+    """Until a run was where it ended; one that ended nowhere was on its way all the time."""
+    return run.reaches(run.final) or run.history[-1].seconds
+
+
+def table(record: Record) -> str:
+    """Medians over seeds: steps, losses and scores at the end, and the seconds to AdamW's final loss."""
+    lines = []
+    for task in dict.fromkeys(run.task for run in record.runs):
+        mine = [run for run in record.runs if run.task == task]
+        level = {run.seed: run.final for run in mine if run.contender == ADAMW}
+        lines += ["", task, "  " + "".join(f"{title:>{width}}" for title, width in _HEAD)]
+        for name in dict.fromkeys(run.contender for run in mine):
+            group = [run for run in mine if run.contender == name]
+            rows = [_row(run, level.get(run.seed, math.nan)) for run in group]
+            medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+            cells = (f"{median:>{form}}" for median, form in zip(medians, _FORMS, strict=True))
+            lines.append(f"  {name:20}" + "".join(cells))
+    return "\n".join([*lines, "", *verdicts(claims(record.runs))])
+
+
+_HEAD = (
+    ("", 20),
+    ("steps", 8),
+    ("training loss", 15),
+    ("score", 10),
+    ("test loss", 12),
+    ("score", 10),
+    ("to AdamW, s", 14),
+)
+_FORMS = ("8.0f", "15.4g", "10.4g", "12.4g", "10.4g", "14.1f")
+
+
+def _row(run: Run, level: float) -> tuple[float, ...]:
+    end = run.history[-1]
+    return float(end.step), end.train_loss, run.train_score, end.test_loss, end.test_score, run.reaches(level)
