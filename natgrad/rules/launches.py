@@ -1,4 +1,8 @@
-"""Second moments in few launches, for a GPU, where small kernels wait for the processor that starts them."""
+"""Second moments in few launches, for a GPU, where small kernels wait for the processor that starts them.
+
+Tensor cores read single precision fastest where both factors are contiguous along the index that is summed, and where
+rows start at multiples of a vector: factors are copied so where that pays, and products have rows of such a length.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from natgrad.rules.patches import Axis, windows
+from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
+from natgrad.rules.strips import strip_product
 
 _SMALL = 2**21  # numbers
 _COPY = 2**24  # numbers; of patches at a time
-_PANEL = 128  # channels, from which products of one offset with all later ones keep a GPU busy
 _ALIGNED = 8  # numbers; rows of a product that start off a vector are read one number at a time
+_FEW = 2**10  # positions, up to which passes over the moment cost more than they save
+_WORK = 2**33  # products of numbers, up to which launches cost more than they save
 
 
 def affine_product(x: Tensor) -> Tensor:
@@ -25,22 +31,17 @@ def affine_product(x: Tensor) -> Tensor:
             [ 4.,  6.,  2.]])
     """
     m, i = x.shape
-    if x.numel() <= _SMALL:  # a copy with a column of ones takes less than three launches
-        ones = torch.nn.functional.pad(x, (0, 1), value=1.0)
-        return ones.T @ ones
-    out = x.new_empty(i + 1, i + 1)
+    if x.numel() <= _SMALL:  # a copy with ones takes less than three launches
+        rows = _rows(x, i, m, True)
+        rows[:i, :m].copy_(x.T)
+        return (rows @ rows.T)[: i + 1, : i + 1]
+    out = _square(x, i + 1)
     torch.mm(x.T, x, out=out[:i, :i])
-    torch.sum(x, 0, out=out[i, :i])
-    out[:i, i].copy_(out[i, :i])
-    out[i:, i:].fill_(m)
-    return out
+    return _bordered(out, x.new_ones(1, m) @ x, m)
 
 
 def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
     """Σ_nr ā āᵀ [i i] of the patches of x [n ch *spatial], with the homogeneous 1 where there is a ``bias``.
-
-    The patches are copied once, channels last, so that whole vectors are copied, and multiplied in that order; the
-    product is brought into the order of the weight, channels first.
 
     >>> x = torch.arange(4.0).reshape(1, 1, 4)
     >>> patch_product(x, (Axis(kernel=2),), bias=True)
@@ -48,47 +49,62 @@ def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
             [ 8., 14.,  6.],
             [ 3.,  6.,  3.]])
     """
-    ch, d = x.shape[1], len(axes)
-    w = windows(_last(x, axes).movedim(-1, 1), axes).movedim(1, -1)  # [n *out *kernel ch], a view
-    positions, kernel = prod(w.shape[1 : 1 + d]), prod(w.shape[1 + d : -1])
-    width = kernel * ch
-    full = -(-(width + bias) // _ALIGNED) * _ALIGNED
-    step = max(1, _COPY // (positions * full))
-    a = x.new_empty(min(step, x.shape[0]) * positions, full)
-    if full > width:
-        a[:, width:].fill_(1.0)  # the homogeneous coordinate, and as often again as the row needs to be full
-    G = x.new_zeros(full, full)
-    for part in w.split(step):
-        rows = a[: part.shape[0] * positions]
-        rows[:, :width].unflatten(0, part.shape[: 1 + d]).unflatten(-1, part.shape[1 + d :]).copy_(part)
-        _add_product(G, rows, ch if ch >= _PANEL else width)
-    for start in range(ch, width if ch >= _PANEL else 0, ch):
-        G[start : start + ch, :start].copy_(G[:start, start : start + ch].T)
+    width = x.shape[1] * prod(axis.kernel for axis in axes)
+    count = x.shape[0] * positions(x, axes)
+    saved = width**2 * (count - _FEW)
+    if axes[0].stride > 1 or axes[0].kernel == 1 or saved < _WORK:
+        return product_by_patches(x, axes, bias)
+    return product_by_strips(x, axes, bias)
+
+
+def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
+    """The same where the first stride is 1: a third of the patches and of the products, but more passes over them."""
+    A = strip_product(x, axes)
+    side, width = A.shape[: A.ndim // 2], x.shape[1] * prod(axis.kernel for axis in axes)
     out = x.new_empty(width + bias, width + bias)
-    inner = G[:width, :width].unflatten(0, (kernel, ch)).unflatten(2, (kernel, ch))
-    out[:width, :width].unflatten(0, (ch, kernel)).unflatten(2, (ch, kernel)).copy_(inner.permute(1, 0, 3, 2))
-    if bias:
-        sums = G[:width, width].unflatten(0, (kernel, ch)).T
-        out[width, :width].unflatten(0, (ch, kernel)).copy_(sums)
-        out[:width, width].unflatten(0, (ch, kernel)).copy_(sums)
-        out[width:, width:].fill_(x.shape[0] * positions)
+    out[:width, :width].unflatten(1, side).unflatten(0, side).copy_(A)
+    return _bordered(out, patch_sum(x, axes), x.shape[0] * positions(x, axes)) if bias else out
+
+
+def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int = _COPY) -> Tensor:
+    """The same from all patches, with a row of ones among them: copied once, and nothing after the product."""
+    d, w = len(axes), windows(padded(x, axes), axes)  # [n ch *out *kernel], a view
+    w = w.permute(1, *range(2 + d, 2 + 2 * d), 0, *range(2, 2 + d))  # [ch *kernel n *out]
+    width, count = prod(w.shape[: 1 + d]), prod(w.shape[2 + d :])
+    step = max(1, limit // (width * max(1, count)))
+    total: Tensor | None = None
+    for part in w.split(step, 1 + d):
+        rows = _rows(x, width, part.shape[1 + d] * count, bias)
+        inner = rows[:width, : part.shape[1 + d] * count]
+        inner.unflatten(1, part.shape[1 + d :]).unflatten(0, part.shape[: 1 + d]).copy_(part)
+        total = rows @ rows.T if total is None else total.addmm_(rows, rows.T)
+    assert total is not None
+    return total[: width + bias, : width + bias]
+
+
+def _rows(x: Tensor, width: int, count: int, ones: bool) -> Tensor:
+    """Room for ``width`` rows of ``count`` numbers; after them ones, as rows, and zeros, as columns, until all fit."""
+    out = x.new_empty(_fitting(width + ones), _fitting(count))
+    if out.shape[0] > width:
+        out[width:].fill_(1.0)
+    if out.shape[1] > count:
+        out[:, count:].zero_()
     return out
 
 
-def _add_product(G: Tensor, rows: Tensor, panel: int) -> None:
-    """Add rowsᵀ rows to G, ``panel`` rows at a time, each from its diagonal on: half the work."""
-    for start in range(0, G.shape[0], panel):
-        if start + panel <= G.shape[0]:  # what is left is the homogeneous coordinate
-            G[start : start + panel, start:].addmm_(rows[:, start : start + panel].T, rows[:, start:])
+def _square(x: Tensor, size: int) -> Tensor:
+    """Room for a matrix of this size, whose rows start at multiples of a vector."""
+    return x.new_empty(size, _fitting(size))[:, :size]
 
 
-def _last(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """x [n ch *spatial] with its zeros around it, as [n *spatial ch] in memory."""
-    last = x.movedim(1, -1)
-    if not any(axis.before or axis.after for axis in axes):
-        return last.contiguous()
-    sizes = [size + axis.before + axis.after for size, axis in zip(x.shape[2:], axes, strict=True)]
-    out = x.new_zeros(x.shape[0], *sizes, x.shape[1])
-    inner = [slice(axis.before, axis.before + size) for size, axis in zip(x.shape[2:], axes, strict=True)]
-    out[(slice(None), *inner)].copy_(last)
+def _fitting(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _bordered(out: Tensor, sums: Tensor, count: int) -> Tensor:
+    """The row and column of the homogeneous coordinate, from the sums [1 i] of all others."""
+    i = out.shape[0] - 1
+    out[i:, :i].copy_(sums)
+    out[:i, i:].copy_(sums.T)
+    out[i:, i:].fill_(count)
     return out
