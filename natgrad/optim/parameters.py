@@ -22,6 +22,8 @@ class Parameters:
         modules = list(module.modules())
         self._parents = [(m, key, child) for m in modules for key, child in m._modules.items()]
         self._owners = [(m, key, p) for m in modules for key, p in m._parameters.items() if id(p) in mine]
+        # What no module has under a key, only ``named_parameters`` of a class of the user's can tell.
+        self._hidden = bool(mine - {id(p) for _, _, p in self._owners})
         self._elsewhere = False
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
         self._first = next(iter(model.params))
@@ -29,10 +31,11 @@ class Parameters:
     def moved(self, certain: bool) -> bool:
         """Whether the pass that begins is at other parameters.
 
-        Either ``torch.func.functional_call`` put them there for a while, or a module was replaced; ``certain``: ask
-        for all of them by name, whatever the module looks like.
+        Either ``torch.func.functional_call`` put them there for a while, or a module was replaced. A parameter is
+        where it was while every module on the way to it has the same children, and its own module has it: names are
+        asked for only where that is not so. ``certain``: also where the module has parameters under no key.
         """
-        self._elsewhere = (certain or self._changed()) and bool(self._missing())
+        self._elsewhere = (self._changed() or (certain and self._hidden)) and bool(self._missing())
         if certain and not self._elsewhere:
             self._refuse_frozen()
             self._refuse_cast()
@@ -43,7 +46,7 @@ class Parameters:
         if _kind(self._model.params[self._first]) != self._kinds[self._first]:  # a model is cast or moved as a whole
             self._refuse_cast()
         suspicious = self._elsewhere or any(p.grad is None for p in self._model.params.values())
-        missing = self._missing() if suspicious else []
+        missing = self._missing() if suspicious and (self._hidden or self._changed()) else []
         if missing:
             raise NatgradError(
                 f"the model no longer has {', '.join(missing)}, which the optimizer was made with: a module was "
@@ -62,7 +65,8 @@ class Parameters:
 
     def _refuse_cast(self) -> None:
         for name, p in self._model.params.items():
-            if _kind(p) != self._kinds[name]:
+            dtype, device = self._kinds[name]
+            if p.dtype != dtype or p.device != device:
                 was, now = (f"{dtype} on {device}" for dtype, device in (self._kinds[name], _kind(p)))
                 raise NatgradError(
                     f"{name} is {now}, and was {was} when the optimizer was made: the metric is in that precision and "
@@ -70,8 +74,13 @@ class Parameters:
                 )
 
     def _changed(self) -> bool:
-        replaced = any(m._modules.get(key) is not child for m, key, child in self._parents)
-        return replaced or any(m._parameters.get(key) is not p for m, key, p in self._owners)
+        for m, key, child in self._parents:  # loops, as a generator takes twice their time, in every pass
+            if m._modules.get(key) is not child:
+                return True
+        for m, key, p in self._owners:
+            if m._parameters.get(key) is not p:
+                return True
+        return False
 
     def _missing(self) -> list[str]:
         now = {plain_name(name): p for name, p in self._module.named_parameters()}
