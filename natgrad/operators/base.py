@@ -147,11 +147,18 @@ class Operator(ABC):
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
         """(G + λ)⁺, or the solution of least weighted norm; weight is [p] or [p q]."""
 
-    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor], newton: Newton | None = None) -> Inverse:
+    def factored_inverse(
+        self,
+        damping: float,
+        warm: Mapping[str, Tensor],
+        newton: Newton | None = None,
+        into: Inverse | None = None,
+    ) -> Inverse:
         """An approximate (G + λ)⁻¹ from the damped factors of a structure that has two.
 
         ``warm``: the ``tensors()`` of the last one, which is kept where a factor cannot be inverted, and refreshed by
-        ``newton`` where that is given.
+        ``newton`` where that is given. ``into``: the last one itself, where it may be used up: the new one is made in
+        its memory.
         """
         self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
-import torch
 from torch import Tensor
 
-from natgrad.operators.factor import Factor, by_size, full, spectrum
+from natgrad.operators.factor import Factor, by_size, full, spectrum, stacked
 
 Rotation: TypeAlias = Tensor | None  # columns [c d d]; None for the axes themselves
 
@@ -63,12 +62,12 @@ def spectra(side: Sequence[Factor]) -> tuple[list[Tensor], list[Rotation]]:
     values: list[Tensor] = list(side)
     vectors: list[Rotation] = [None] * len(side)
 
-    def decompose(stack: Tensor, _: list[int]) -> list[Tensor]:
-        λ, q = spectrum(stack)
-        return [torch.cat([λ.unsqueeze(-2), q], dim=-2)]
-
-    for at, found in zip(which, by_size([side[at] for at in which], decompose), strict=True):
-        values[at], vectors[at] = found[:, 0], found[:, 1:]
+    full_ones = [side[at] for at in which]
+    for stack in by_size(full_ones):
+        λ, q = spectrum(stacked([full_ones[at] for at in stack]))
+        counts = [full_ones[at].shape[0] for at in stack]
+        for at, own_λ, own_q in zip(stack, λ.split(counts), q.split(counts), strict=True):
+            values[which[at]], vectors[which[at]] = own_λ, own_q
     return values, vectors
 
 

@@ -94,5 +94,11 @@ class EigenKroneckerOperator(LayerOperator):
                 self.refuse_singular(block, values, 0.0)
         return self.spectral(rest, Damped(damping, None))
 
-    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor], newton: Newton | None = None) -> Inverse:
+    def factored_inverse(
+        self,
+        damping: float,
+        warm: Mapping[str, Tensor],
+        newton: Newton | None = None,
+        into: Inverse | None = None,
+    ) -> Inverse:
         self.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from natgrad.linalg import refuse_singular
 Factor: TypeAlias = Tensor  # [c d d], or [c d] where it is diagonal
 _ALIGNED = 8  # numbers
 _BATCHED = {"cuda": 1024, "cpu": 256}  # above these sizes one matrix at a time is as fast, and takes less memory
+_ROOM = {"cuda": 2**25, "cpu": 2**22}  # bytes of a stack of matrices that are worked on at once
 
 
 def full(factor: Factor) -> bool:
@@ -45,32 +46,44 @@ def aligned(factor: Factor) -> Factor:
     return torch.nn.functional.pad(factor, (0, more, 0, more))
 
 
-def two_sided(left: Factor, w: Tensor, right: Factor) -> Tensor:
-    """L W Rᵀ [c o i], for W [c o i] (004 (38), ERRATA 51); R is symmetric where it is a metric."""
+def two_sided(left: Factor, w: Tensor, right: Factor, out: Tensor | None = None) -> Tensor:
+    """L W Rᵀ [c o i], for W [c o i] (004 (38), ERRATA 51); R is symmetric where it is a metric.
+
+    ``out``: memory of the shape of W for the result, W itself where that is not needed any more.
+    """
     o, i = w.shape[-2:]
     more = (0, right.shape[-1] - i, 0, left.shape[-1] - o)  # where the factors are aligned
-    w = torch.nn.functional.pad(w, more) if any(more) else w
-    w = left @ w if full(left) else left.unsqueeze(-1) * w
-    w = w @ right.mT if full(right) else w * right.unsqueeze(-2)
+    if any(more):
+        w = out = torch.nn.functional.pad(w, more)
+    half = left @ w if full(left) else left.unsqueeze(-1) * w
+    w = torch.matmul(half, right.mT, out=out) if full(right) else half.mul_(right.unsqueeze(-2))
     return w[..., :o, :i] if any(more) else w
 
 
-def by_size(factors: Sequence[Factor], function: Callable[[Tensor, list[int]], Sequence[Tensor]]) -> list[Tensor]:
-    """Apply a function of stacked matrices [b d d] to full factors, those of the same size at once.
+def room(factor: Factor) -> int:
+    """The bytes of a stack that a factor may be in; one that is larger than that is alone."""
+    kind = factor.device.type
+    alone = factor.shape[-1] > _BATCHED.get(kind, _BATCHED["cuda"])
+    return 0 if alone else _ROOM.get(kind, _ROOM["cuda"])
 
-    ``function(stack, which)`` gets the positions in ``factors``; it returns one tensor a factor of the stack.
-    """
-    sizes: dict[tuple[int, ...], list[int]] = defaultdict(list)
+
+def by_size(factors: Sequence[Factor]) -> list[list[int]]:
+    """The positions of full factors that are worked on at once: of one size, and as many as there is room for."""
+    stacks: dict[int, list[list[int]]] = defaultdict(list)
+    used: dict[int, int] = {}
     for at, factor in enumerate(factors):
-        alone = factor.shape[-1] > _BATCHED.get(factor.device.type, _BATCHED["cuda"])
-        sizes[(factor.shape[-1], at) if alone else (factor.shape[-1],)].append(at)
-    out: list[Tensor] = [torch.empty(0)] * len(factors)
-    for group in sizes.values():
-        counts = [factors[at].shape[0] for at in group]
-        stack = factors[group[0]] if len(group) == 1 else torch.cat([factors[at] for at in group])
-        for at, part in zip(group, torch.cat(list(function(stack, group))).split(counts), strict=True):
-            out[at] = part
-    return out
+        d = factor.shape[-1]
+        used[d] = used.get(d, 0) + factor.nbytes
+        if not stacks[d] or used[d] > room(factor):
+            stacks[d].append([])
+            used[d] = factor.nbytes
+        stacks[d][-1].append(at)
+    return [stack for of_size in stacks.values() for stack in of_size]
+
+
+def stacked(factors: Sequence[Factor]) -> Factor:
+    """[b·c …]; a single one is itself, no copy."""
+    return factors[0] if len(factors) == 1 else torch.cat(list(factors))
 
 
 def spectrum(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,18 +114,43 @@ def refuse_singular_factor(factor: Tensor, what: str) -> None:
         refuse_singular(values, factor.shape[-1] * torch.finfo(factor.dtype).eps, False, 0.0, what)
 
 
-def inverse(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverses of positive matrices [b d d] by Cholesky, and which succeeded [b]. A GPU is not waited for."""
-    if factor.shape[-1] == 1:
-        return factor.reciprocal(), (factor > 0).flatten()
-    if factor.shape[0] == 1:  # a batch of one would go to slower routines on a GPU
-        inverted, good = inverse(factor[0])
-        return inverted.unsqueeze(0), good.view(1)
-    lower, info = torch.linalg.cholesky_ex(factor)
-    if factor.device.type == "cpu":
-        return torch.cholesky_inverse(lower), info == 0
-    d = factor.shape[-1]
-    eye = torch.eye(d, dtype=factor.dtype, device=factor.device).expand_as(factor)
-    # L⁻¹, and L⁻ᵀL⁻¹: a product in place of a second solve.
-    root = aligned(torch.linalg.solve_triangular(lower, eye, upper=False))
-    return (root.mT @ root)[..., :d, :d], info == 0
+def inverse(M: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverses of positive matrices [b d d] by Cholesky, and which succeeded [b]. M is used up.
+
+    At most two stacks are held at a time. A GPU is not waited for.
+
+    >>> found, good = inverse(torch.tensor([[[2.0, 0.0], [0.0, 4.0]], [[1.0, 2.0], [2.0, 1.0]]]))
+    >>> found[0].diagonal(), good
+    (tensor([0.5000, 0.2500]), tensor([ True, False]))
+    """
+    if M.shape[-1] == 1:
+        return M.reciprocal(), (M > 0).flatten()
+    return inverse_in_place(M) if M.device.type == "cpu" else inverse_by_products(M)
+
+
+def inverse_in_place(M: Tensor) -> tuple[Tensor, Tensor]:
+    """In the memory of M, by LAPACK."""
+    lower, info = _cholesky_in_place(M)
+    good = info == 0
+    if not bool(good.all()):
+        M[~good] = torch.eye(M.shape[-1], dtype=M.dtype)  # nothing that the second routine could complain of
+    torch.cholesky_inverse(lower, out=lower)
+    return M, good
+
+
+def inverse_by_products(M: Tensor) -> tuple[Tensor, Tensor]:
+    """L⁻ᵀL⁻¹: one triangular solve, in the memory of a unit matrix, and a product in place of a second solve."""
+    stack = M[0] if M.shape[0] == 1 else M  # a batch of one would go to slower routines
+    lower, info = _cholesky_in_place(stack)
+    root = torch.zeros_like(stack)
+    root.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    torch.linalg.solve_triangular(lower, root, upper=False, out=root)
+    torch.matmul(root.mT, root, out=stack)
+    return M, (info == 0).view(-1)
+
+
+def _cholesky_in_place(M: Tensor) -> tuple[Tensor, Tensor]:
+    """L in the memory of contiguous M, and whether it failed: LAPACK works on columns, the rows of a symmetric M."""
+    columns, info = M.mT, torch.empty(M.shape[:-2], dtype=torch.int32, device=M.device)
+    torch.linalg.cholesky_ex(columns, out=(columns, info))
+    return columns, info

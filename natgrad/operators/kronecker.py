@@ -81,10 +81,16 @@ class KroneckerOperator(LayerOperator):
         rest = None if self.rest is None else self.rest.inverse(damping)
         return undamped(self, rest) if damping == 0 else self.spectral(rest, Damped(damping, None))
 
-    def factored_inverse(self, damping: float, warm: Mapping[str, Tensor], newton: Newton | None = None) -> Inverse:
+    def factored_inverse(
+        self,
+        damping: float,
+        warm: Mapping[str, Tensor],
+        newton: Newton | None = None,
+        into: Inverse | None = None,
+    ) -> Inverse:
         """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹: an approximation of (G + λ)⁻¹ that needs no eigenvalues (ERRATA D)."""
         rest = None if self.rest is None else self.rest.inverse(damping)
-        return factored(self, rest, damping, self._sides(warm), newton)
+        return factored(self, rest, damping, self._sides(warm), newton, into)
 
     def layers_from(self, tensors: Mapping[str, Tensor], rest: Inverse | None) -> Inverse | None:
         sides = self._sides(tensors)

@@ -2,105 +2,33 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
-from natgrad.errors import SingularMetricError
-from natgrad.geometry import Covector, Vector
 from natgrad.linalg import refuse_indefinite
 from natgrad.operators.base import Inverse, Layout
 from natgrad.operators.basis import Rotation, rotated, rotated_back
 from natgrad.operators.factor import (
     Factor,
     aligned,
-    by_size,
     full,
-    inverse,
     mean_diagonal,
     refuse_singular_factor,
+    stacked,
     two_sided,
 )
+from natgrad.operators.inverting import Task, invert
+from natgrad.operators.layer_inverse import LayerInverse
 from natgrad.operators.newton import Newton
-from natgrad.operators.subset import REST, Subset
+from natgrad.operators.subset import Subset
 from natgrad.pullback.blocks import Block
 
 if TYPE_CHECKING:
     from natgrad.operators.kronecker import KroneckerOperator
-
-
-class LayerInverse(Inverse):
-    """An inverse that works layer by layer, on W [c o i]; the parameters in no layer have one of their own."""
-
-    layout: Layout
-    blocks: tuple[Block, ...]
-    rest: Inverse | None
-    others: Subset | None
-
-    @abstractmethod
-    def apply(self, group: tuple[int, ...], w: Tensor) -> Tensor:
-        """The solution for layers of the same shape, stacked as w [b·c o i]."""
-
-    @abstractmethod
-    def alike(self, b: int) -> object:
-        """What must be equal in layers that are stacked, beside their shape."""
-
-    def below(self) -> dict[str, Tensor]:
-        """The tensors of the inverse over the other parameters."""
-        return {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
-
-    def overwritten(self, new: Inverse) -> Inverse:
-        if new is self or type(new) is not type(self):
-            return new
-        mine, its = self.tensors(), new.tensors()
-        if {key: t.shape for key, t in mine.items()} != {key: t.shape for key, t in its.items()}:
-            return new
-        torch._foreach_copy_(list(mine.values()), [its[key] for key in mine])
-        return self
-
-    def __copy__(self) -> LayerInverse:
-        return self  # it remembers nothing
-
-    @cached_property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Layers that are solved at once."""
-        found: dict[object, list[int]] = defaultdict(list)
-        for b, block in enumerate(self.blocks):
-            found[block.shape, self.alike(b)].append(b)
-        return tuple(tuple(group) for group in found.values())
-
-    def solve(self, ω: Tensor) -> Tensor:
-        v = torch.empty_like(ω)
-        for block, w in zip(self.blocks, self._solved([block.pack(ω) for block in self.blocks]), strict=True):
-            block.unpack(w, v)
-        if self.rest is not None and self.others is not None:
-            self.others.put(self.rest.solve(self.others.take(ω)), v)
-        return v
-
-    def sharp(self, ω: Covector) -> Vector:
-        """As ``solve``, without flattening: a step has this many launches, and no more."""
-        packed = [block.packed(ω).to(self.layout.dtype) for block in self.blocks]
-        found: dict[str, Tensor] = {}
-        for block, w in zip(self.blocks, self._solved(packed), strict=True):
-            found.update(block.unpacked(w))
-        if self.rest is not None and self.others is not None:
-            found.update(self.rest.sharp(Covector(self.others.named(ω))).items())
-        return Vector({name: _as(found[name], like) for name, like in self.layout.like.items()})
-
-    def _solved(self, packed: Sequence[Tensor]) -> list[Tensor]:
-        out: list[Tensor] = list(packed)
-        for group in self.groups:
-            w = packed[group[0]] if len(group) == 1 else torch.cat([packed[b] for b in group])
-            parts = self.apply(group, w).split(self.blocks[group[0]].shape[0])
-            for b, part in zip(group, parts, strict=True):
-                out[b] = part
-        return out
 
 
 @final
@@ -120,20 +48,57 @@ class ProductInverse(LayerInverse):
         G: KroneckerOperator, rest: Inverse | None, left: Sequence[Factor], right: Sequence[Factor]
     ) -> ProductInverse:
         """From S⁻¹ and A⁻¹ of every layer."""
-        kinds = tuple((full(s), full(a)) for s, a in zip(left, right, strict=True))
-        empty = ProductInverse(G.layout, G.blocks, rest, G.others, (), kinds)
+        empty = ProductInverse._shaped(G, rest, left, right)
         stacks = tuple(
-            (aligned(_cat([left[b] for b in group])), aligned(_cat([right[b] for b in group])))
+            (aligned(stacked([left[b] for b in group])), aligned(stacked([right[b] for b in group])))
             for group in empty.groups
         )
         return replace(empty, stacks=stacks)
 
+    @staticmethod
+    def empty(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
+        """Memory for S⁻¹ and A⁻¹ of every layer, in which nothing has been written yet."""
+        shaped = ProductInverse._shaped(G, rest, G.left, G.right)
+        stacks = tuple((_memory(G.left[group[0]], group), _memory(G.right[group[0]], group)) for group in shaped.groups)
+        return replace(shaped, stacks=stacks)
+
+    @staticmethod
+    def _shaped(
+        G: KroneckerOperator, rest: Inverse | None, left: Sequence[Factor], right: Sequence[Factor]
+    ) -> ProductInverse:
+        kinds = tuple((full(s), full(a)) for s, a in zip(left, right, strict=True))
+        return ProductInverse(G.layout, G.blocks, rest, G.others, (), kinds)
+
+    def begin(self, left: Sequence[Factor], right: Sequence[Factor]) -> None:
+        """Copy S⁻¹ and A⁻¹ of every layer."""
+        mine = self.tensors()
+        for block, s, a in zip(self.blocks, left, right, strict=True):
+            mine[f"{block.names[0]}/S"].copy_(s)
+            mine[f"{block.names[0]}/A"].copy_(a)
+
+    def fits(self, G: KroneckerOperator) -> bool:
+        """Whether the inverse of G can be made in this memory."""
+        mine, its = ([(b.names, b.shape) for b in blocks] for blocks in (self.blocks, G.blocks))
+        if mine != its or self.kinds != ProductInverse._shaped(G, None, G.left, G.right).kinds:
+            return False
+        like = G.left[0]
+        return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
+
+    def tasks(self, G: KroneckerOperator, left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Task]:
+        """What is to be inverted, with the shifts [c] of every layer, and where it goes."""
+        out: list[Task] = []
+        for group, sides in zip(self.groups, self.stacks, strict=True):
+            for into, factors, shifts in zip(sides, (G.left, G.right), (left, right), strict=True):
+                own = [factors[b] for b in group]
+                out.append(Task(own, [shifts[b] for b in group], _cut(into, own[0].shape[-1])))
+        return out
+
     def alike(self, b: int) -> object:
         return self.kinds[b]
 
-    def apply(self, group: tuple[int, ...], w: Tensor) -> Tensor:
+    def apply(self, group: tuple[int, ...], w: Tensor, spent: bool) -> Tensor:
         left, right = self.stacks[self.groups.index(group)]
-        return two_sided(left, w, right)
+        return two_sided(left, w, right, w if spent else None)
 
     def tensors(self) -> dict[str, Tensor]:
         out = self.below()
@@ -161,10 +126,12 @@ class SpectralInverse(LayerInverse):
     def alike(self, b: int) -> object:
         return b  # rotations are many numbers: no copies of them
 
-    def apply(self, group: tuple[int, ...], w: Tensor) -> Tensor:
+    def apply(self, group: tuple[int, ...], w: Tensor, spent: bool) -> Tensor:
         (b,) = group
         q, p = self.left[b], self.right[b]
-        return rotated_back(q, self.scales[b] * rotated(q, w, p), p)
+        turned = rotated(q, w, p)
+        turned = turned.mul_(self.scales[b]) if spent or turned is not w else turned * self.scales[b]
+        return rotated_back(q, turned, p)
 
     def tensors(self) -> dict[str, Tensor]:
         out = self.below()
@@ -196,14 +163,14 @@ class Damped:
 def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
     """S⁻¹ ⊗ A⁻¹; a singular factor raises, by the name of its layer."""
 
-    def one(factors: Sequence[Factor], side: str) -> list[Factor]:
+    for side, factors in (("S", G.left), ("A", G.right)):
         for block, factor in zip(G.blocks, factors, strict=True):
             whole = factor if full(factor) else torch.diag_embed(factor)
             refuse_singular_factor(whole, f"the factor {side} of {block.title}")
-        return _inverted(factors, [0.0] * len(factors))
-
-    left, right = one(G.left, "S"), one(G.right, "A")
-    return ProductInverse.of(G, rest, left, right)
+    out = ProductInverse.empty(G, rest)
+    zeros = [factor.new_zeros(factor.shape[0]) for factor in G.left]
+    invert(out.tasks(G, zeros, zeros))
+    return out
 
 
 def factored(
@@ -212,21 +179,27 @@ def factored(
     damping: float,
     last: tuple[list[Tensor], list[Tensor]] | None,
     newton: Newton | None = None,
+    into: Inverse | None = None,
 ) -> ProductInverse:
     """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹ with π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
 
     Where a factor is zero (a layer with no gradient) π is 1. A factor that Cholesky cannot invert keeps the ``last``
-    inverse; without one it raises. With ``newton`` the last inverse is refreshed where that is near enough.
+    inverse; without one it raises. With ``newton`` the last inverse is refreshed where that is near enough. ``into``:
+    an inverse in whose memory this one is made, where it fits; it is then the last one, and is used up.
     """
     if damping == 0 or not G.blocks:
         return undamped(G, rest)
     π = balance(G.right, G.left)
     counts, root = [factor.shape[0] for factor in G.left], damping**0.5
-    shifts = [*(root / π).split(counts), *(root * π).split(counts)]
-    before = None if last is None else [*last[0], *last[1]]
-    inverses = _inverted([*G.left, *G.right], shifts, before, newton if newton and newton.trusted() else None)
-    half = len(G.left)
-    return ProductInverse.of(G, rest, inverses[:half], inverses[half:])
+    shifts = (root / π).split(counts), (root * π).split(counts)
+    if isinstance(into, ProductInverse) and into.fits(G):
+        warm, out = True, into if rest is None and into.rest is None else replace(into, rest=rest)
+    else:
+        warm, out = last is not None, ProductInverse.empty(G, rest)
+        if last is not None:
+            out.begin(*last)
+    invert(out.tasks(G, *shifts), warm, newton if newton is not None and newton.trusted() else None)
+    return out
 
 
 def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:
@@ -236,59 +209,15 @@ def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:
     return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
 
 
-def _inverted(
-    factors: Sequence[Factor],
-    shifts: Sequence[Tensor | float],
-    last: Sequence[Factor] | None = None,
-    newton: Newton | None = None,
-) -> list[Factor]:
-    """(F + shift)⁻¹ of every factor, those of the same size at once."""
-    out: list[Factor] = [
-        factor if full(factor) else (factor + _column(shift, factor)).reciprocal()
-        for factor, shift in zip(factors, shifts, strict=True)
-    ]
-    which = [at for at, factor in enumerate(factors) if full(factor)]
-
-    def invert(stack: Tensor, group: list[int]) -> list[Tensor]:
-        at = [which[g] for g in group]
-        damped = stack.clone()
-        amounts = [_column(shifts[i], factors[i]).expand(factors[i].shape[0], 1) for i in at]
-        damped.diagonal(dim1=-2, dim2=-1).add_(torch.cat(amounts))
-        before = None if last is None else torch.cat([last[i] for i in at])
-        if newton is not None and before is not None and stack.shape[-1] >= newton.smallest:
-            return [newton.inverse(damped, before)]
-        inverted, good = inverse(damped)
-        if before is not None:
-            return [torch.where(good[:, None, None], inverted, before)]
-        if stack.device.type == "cpu" and not bool(good.all()):
-            raise SingularMetricError(
-                f"a factor of size {stack.shape[-1]} of the metric is not positive after damping: raise the damping"
-            )
-        return [inverted]
-
-    for at, found in zip(which, by_size([factors[at] for at in which], invert), strict=True):
-        out[at] = found
-    return out
-
-
-def _column(shift: Tensor | float, factor: Factor) -> Tensor:
-    """[c 1]."""
-    if isinstance(shift, Tensor):
-        return shift.unsqueeze(-1)
-    return torch.full((factor.shape[0], 1), shift, dtype=factor.dtype, device=factor.device)
-
-
-def _cat(factors: Sequence[Factor]) -> Factor:
-    return factors[0] if len(factors) == 1 else torch.cat(list(factors))
+def _memory(factor: Factor, group: Sequence[int]) -> Factor:
+    """For factors like this one of every layer of a group; what aligns them is zero."""
+    shape = (len(group) * factor.shape[0], *factor.shape[1:])
+    like = aligned(factor[:1])
+    if like.shape[-1] == factor.shape[-1]:
+        return torch.empty(shape, dtype=factor.dtype, device=factor.device)
+    return like.new_zeros(shape[0], *like.shape[1:])
 
 
 def _cut(factor: Factor, size: int) -> Factor:
     """Without the zeros of an aligned factor, a view."""
     return factor[..., :size, :size] if full(factor) else factor
-
-
-def _as(t: Tensor, like: Tensor) -> Tensor:
-    """t in the precision and the memory format of a parameter: kernels over many tensors want them alike."""
-    if t.dtype == like.dtype and t.stride() == like.stride():
-        return t
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=t.device).copy_(t)

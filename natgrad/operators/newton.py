@@ -47,24 +47,24 @@ class Newton:
 
     def refreshed(self, M: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """X [b d d] from M and the last inverse, and the norm of E before the last step, the largest of the batch."""
-        X, eye = last, torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-        E = eye - M @ X
-        for step in range(self.steps):
-            E = eye - M @ X if step else E
-            X = X + X @ E
+        X, E = last, torch.empty_like(M)
+        for _ in range(self.steps):
+            torch.matmul(M, X, out=E).neg_().diagonal(dim1=-2, dim2=-1).add_(1.0)  # E = 1 − MX
+            X = torch.baddbmm(X, X, E)
         error = torch.linalg.matrix_norm(E)
-        return 0.5 * (X + X.mT), error
+        return torch.add(X, X.mT, out=E).mul_(0.5), error
 
-    def inverse(self, M: Tensor, last: Tensor) -> Tensor:
-        """The inverses of M [b d d], every matrix by itself: where the guard says no, by Cholesky, or the last one."""
+    def inverse(self, M: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverses of M [b d d], every matrix by itself, and which succeeded [b]; by Cholesky where the guard says
+        no and the host may know it.
+        """
         X, error = self.refreshed(M, last)
         good = error <= self.tolerance
         if M.device.type != "cuda":
             if not bool(good.all()):
-                direct, positive = inverse(M[~good])
-                X[~good] = torch.where(positive[:, None, None], direct, last[~good])
-            return X
+                X[~good], good[~good] = inverse(M[~good])
+            return X, good
         host = torch.full((), math.nan, pin_memory=True)  # not a number until it has arrived
         host.copy_(error.amax(), non_blocking=True)
         self._errors.append(host)
-        return torch.where(good[:, None, None], X, last)
+        return X, good

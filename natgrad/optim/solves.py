@@ -89,9 +89,14 @@ class Solves:
             return operator
 
     def _invert(self, damping: float) -> None:
-        warm = {} if self.inverse is None else self.inverse.tensors()
+        solver = self.opt.solver
         try:
-            self.inverse = self.opt.solver.init(self.operator, damping, warm)
+            if self.inverse is None:
+                self.inverse = solver.init(self.operator, damping)
+            else:
+                # In the memory of the last one: if the step fails after this, it is due again.
+                self.opt.outdated = True
+                self.inverse = solver.again(self.inverse, self.operator, damping)
             self.inverted = self.opt.keeper.step
         except FactorisationError as error:
             self._keep_the_last(error)

@@ -26,6 +26,13 @@ class Solver(ABC):
         ``warm``: the ``tensors()`` of an earlier inverse, to start from.
         """
 
+    def again(self, last: Inverse, G: Operator, damping: float = 0.0) -> Inverse:
+        """As ``init``, from the last inverse, which may be used up: the new one may be made in its memory.
+
+        Where that raises, some layers of the last inverse may be new, and the others as they were.
+        """
+        return self.init(G, damping, last.tensors())
+
     @property
     def by_layer(self) -> bool:
         """Whether the inverse of a layer depends on that layer alone, where the metric is kept by layers."""

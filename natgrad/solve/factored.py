@@ -44,3 +44,7 @@ class Factored(Solver):
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
         return G.factored_inverse(damping, warm or {}, self.newton)
+
+    def again(self, last: Inverse, G: Operator, damping: float = 0.0) -> Inverse:
+        check_damping(damping, G.layout.dtype)
+        return G.factored_inverse(damping, last.tensors(), self.newton, last)

@@ -1,0 +1,101 @@
+"""Inverses that work layer by layer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry import Covector, Vector
+from natgrad.operators.base import Inverse, Layout
+from natgrad.operators.factor import stacked
+from natgrad.operators.subset import REST, Subset
+from natgrad.pullback.blocks import Block
+
+
+class LayerInverse(Inverse):
+    """An inverse that works layer by layer, on W [c o i]; the parameters in no layer have one of their own."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    rest: Inverse | None
+    others: Subset | None
+
+    @abstractmethod
+    def apply(self, group: tuple[int, ...], w: Tensor, spent: bool) -> Tensor:
+        """The solution for layers of the same shape, stacked as w [b·c o i], in the memory of w where it is spent."""
+
+    @abstractmethod
+    def alike(self, b: int) -> object:
+        """What must be equal in layers that are stacked, beside their shape."""
+
+    def below(self) -> dict[str, Tensor]:
+        """The tensors of the inverse over the other parameters."""
+        return {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
+
+    def overwritten(self, new: Inverse) -> Inverse:
+        if new is self or type(new) is not type(self):
+            return new
+        mine, its = self.tensors(), new.tensors()
+        if {key: t.shape for key, t in mine.items()} != {key: t.shape for key, t in its.items()}:
+            return new
+        changed = [key for key, t in mine.items() if t.data_ptr() != its[key].data_ptr()]
+        if changed:
+            torch._foreach_copy_([mine[key] for key in changed], [its[key] for key in changed])
+        return self
+
+    def __copy__(self) -> LayerInverse:
+        return self  # it remembers nothing
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers that are solved at once."""
+        found: dict[object, list[int]] = defaultdict(list)
+        for b, block in enumerate(self.blocks):
+            found[block.shape, self.alike(b)].append(b)
+        return tuple(tuple(group) for group in found.values())
+
+    def solve(self, ω: Tensor) -> Tensor:
+        v = torch.empty_like(ω)
+        for group in self.groups:
+            for b, w in self._solved(group, [self.blocks[b].pack(ω) for b in group], {ω.untyped_storage().data_ptr()}):
+                self.blocks[b].unpack(w, v)
+        if self.rest is not None and self.others is not None:
+            self.others.put(self.rest.solve(self.others.take(ω)), v)
+        return v
+
+    def sharp(self, ω: Covector) -> Vector:
+        """As ``solve``, without flattening: a step has this many launches, and no more.
+
+        Beside the result the packed layers of one group are held, and their product with one side.
+        """
+        lent, like = {t.untyped_storage().data_ptr() for t in ω.values()}, self.layout.like
+        found: dict[str, Tensor] = {}
+        for group in self.groups:
+            packed = [self.blocks[b].packed(ω).to(self.layout.dtype) for b in group]
+            for b, w in self._solved(group, packed, lent):
+                found.update((name, _as(t, like[name])) for name, t in self.blocks[b].unpacked(w).items())
+        if self.rest is not None and self.others is not None:
+            others = self.rest.sharp(Covector(self.others.named(ω)))
+            found.update((name, _as(t, like[name])) for name, t in others.items())
+        return Vector({name: found[name] for name in like})
+
+    def _solved(self, group: tuple[int, ...], packed: list[Tensor], lent: set[int]) -> Iterator[tuple[int, Tensor]]:
+        """The layers of the group and their solutions; ``packed`` is used up where it is not in ``lent`` memory."""
+        w = stacked(packed)
+        packed.clear()  # copies, where they have been stacked
+        graph = torch.is_grad_enabled() and w.requires_grad
+        parts = self.apply(group, w, not graph and w.untyped_storage().data_ptr() not in lent)
+        del w
+        yield from zip(group, parts.split(self.blocks[group[0]].shape[0]), strict=True)
+
+
+def _as(t: Tensor, like: Tensor) -> Tensor:
+    """t in the precision and the memory format of a parameter: kernels over many tensors want them alike."""
+    if t.dtype == like.dtype and t.stride() == like.stride():
+        return t
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=t.device).copy_(t)

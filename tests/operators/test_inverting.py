@@ -1,0 +1,147 @@
+"""Inverses of factors, made in memory that is already there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.errors import SingularMetricError
+from natgrad.operators import KroneckerOperator
+from natgrad.operators.factor import by_size, inverse_by_products, inverse_in_place, room
+from natgrad.operators.inverting import Task, invert
+from natgrad.operators.kronecker_inverse import ProductInverse
+from tests import zoo
+from tests.memory import peak
+from tests.pulled import close, covector, normal, pull, random_roots
+
+WAYS = [inverse_in_place, inverse_by_products]
+every_way = pytest.mark.parametrize("way", WAYS, ids=["in_place", "by_products"])
+
+
+def positive(b: int, d: int, seed: int = 0) -> Tensor:
+    a = normal(b, d, 2 * d, seed=seed)
+    return a @ a.mT / d + 0.1 * torch.eye(d, dtype=torch.float64)
+
+
+def operator_of(name: str, largest: int = 8192) -> tuple[ng.Pullback, KroneckerOperator]:
+    problem = zoo.case(name).make()
+    pb = pull(problem, random_roots(problem))
+    operator = ng.Kronecker(largest=largest).estimate(pb)
+    assert isinstance(operator, KroneckerOperator)
+    return pb, operator
+
+
+def scaled(G: KroneckerOperator, factor: float) -> KroneckerOperator:
+    return replace(G, left=tuple(factor * s for s in G.left), right=tuple(factor * a for a in G.right))
+
+
+@every_way
+@pytest.mark.parametrize(("b", "d"), [(1, 1), (1, 5), (3, 2), (4, 17)])
+def test_the_inverse_is_the_inverse_in_the_memory_of_the_matrix(
+    way: Callable[[Tensor], tuple[Tensor, Tensor]], b: int, d: int
+) -> None:
+    M = positive(b, d)
+    expected = torch.linalg.inv(M)
+    found, good = way(M)
+    close(found, expected)
+    assert good.tolist() == [True] * b
+    assert found.data_ptr() == M.data_ptr()
+
+
+@every_way
+def test_a_matrix_that_is_not_positive_is_told_and_does_not_disturb_the_others(
+    way: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> None:
+    M = positive(4, 3)
+    M[1], M[2] = -M[1], 0.0
+    expected = torch.linalg.inv(M[[0, 3]])
+    found, good = way(M)
+    assert good.tolist() == [True, False, False, True]
+    close(found[[0, 3]], expected)
+
+
+@pytest.mark.parametrize("largest", [8192, 3])
+@pytest.mark.parametrize("name", ["mlp_tanh", "conv", "attention", "layer_norm", "tied_weights"])
+def test_an_inverse_made_again_is_the_new_one_in_the_memory_of_the_last(name: str, largest: int) -> None:
+    pb, G = operator_of(name, largest)
+    last, solver = ng.Factored().init(G, 0.1), ng.Factored()
+    before = {key: t.data_ptr() for key, t in last.tensors().items()}
+    moved = scaled(G, 1.7)
+    again, w = solver.again(last, moved, 0.2), covector(pb)
+    close(again.sharp(w).flatten(), solver.init(moved, 0.2).sharp(w).flatten(), 1e-13)
+    assert {key: t.data_ptr() for key, t in again.tensors().items() if not key.startswith("rest")} == {
+        key: place for key, place in before.items() if not key.startswith("rest")
+    }
+
+
+def test_an_inverse_that_is_only_looked_at_stays_as_it_is() -> None:
+    _, G = operator_of("mlp_tanh")
+    last = ng.Factored().init(G, 0.1)
+    before = {key: t.clone() for key, t in last.tensors().items()}
+    ng.Factored().init(scaled(G, 1.7), 0.2, last.tensors())
+    for key, t in last.tensors().items():
+        assert torch.equal(t, before[key])
+
+
+def test_an_inverse_of_other_layers_is_not_overwritten() -> None:
+    _, G = operator_of("mlp_tanh")
+    _, other = operator_of("mlp_tanh", largest=3)
+    last = ng.Factored().init(G, 0.1)
+    assert isinstance(last, ProductInverse)
+    assert last.fits(scaled(G, 2.0))
+    assert not last.fits(other)
+    assert not last.fits(replace(G, blocks=G.blocks[:1], left=G.left[:1], right=G.right[:1]))
+
+
+def test_a_factor_that_cannot_be_inverted_keeps_its_last_inverse_and_the_others_get_theirs() -> None:
+    _, G = operator_of("mlp_tanh")
+    last = ng.Factored().init(G, 0.1)
+    before = {key: t.clone() for key, t in last.tensors().items()}
+    moved = scaled(G, 1.7)
+    spoiled = replace(moved, left=(-moved.left[0], *moved.left[1:]))
+    # π of the spoiled layer is 1, so its A is compared with itself.
+    expected = ng.Factored().init(replace(moved, left=(0 * moved.left[0], *moved.left[1:])), 0.1).tensors()
+    found = ng.Factored().again(last, spoiled, 0.1).tensors()
+    assert torch.equal(found["0.weight/S"], before["0.weight/S"])
+    for key in ("0.weight/A", "2.weight/S", "2.weight/A"):
+        close(found[key], expected[key])
+
+
+def test_without_a_last_inverse_it_raises() -> None:
+    task = Task([-positive(2, 3)], [torch.zeros(2, dtype=torch.float64)], torch.empty(2, 3, 3, dtype=torch.float64))
+    with pytest.raises(SingularMetricError, match="a factor of size 3 of the metric is not positive after damping"):
+        invert([task])
+
+
+def test_stacks_are_of_one_size_and_no_larger_than_there_is_room_for() -> None:
+    small, large = torch.zeros(1, 200, 200), torch.zeros(1, 300, 300)
+    several = room(small) // small.nbytes
+    factors = [large, *[small] * (several + 1), large]
+    stacks = by_size(factors)
+    assert sorted(at for stack in stacks for at in stack) == list(range(len(factors)))
+    assert [len(stack) for stack in stacks] == [1, 1, several, 1]
+    assert by_size([torch.zeros(several + 1, 200, 200)]) == [[0]]
+
+
+def test_layers_of_a_group_that_are_cut_into_several_stacks_have_their_own_inverses() -> None:
+    several = room(torch.zeros(1, 200, 200)) // torch.zeros(1, 200, 200).nbytes
+    factors = [positive(1, 200, seed=at).float() for at in range(2 * several + 1)]
+    shifts = [torch.tensor([0.01 * at]) for at in range(len(factors))]
+    task = Task(factors, shifts, torch.empty(len(factors), 200, 200))
+    invert([task])
+    for factor, shift, found in zip(factors, shifts, task.into, strict=True):
+        close(found.double(), torch.linalg.inv(factor[0].double() + shift.double() * torch.eye(200)), 1e-3)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_inverting_holds_one_matrix_beside_what_is_kept(warm: bool) -> None:
+    d, layers = 300, 6
+    factors = [positive(1, d, seed=at) for at in range(layers)]
+    task = Task(factors, [torch.ones(1, dtype=torch.float64)] * layers, torch.ones(layers, d, d, dtype=torch.float64))
+    one = factors[0].nbytes
+    assert one <= peak(lambda: invert([task], warm)) < 1.1 * one
