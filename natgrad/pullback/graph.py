@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
 
+import torch
 from torch import Tensor
 
-_VIEWS = frozenset({"TBackward0", "TransposeBackward0", "ToCopyBackward0"})
-_LEAF = "torch::autograd::AccumulateGrad"
-_ENDS = _VIEWS | {_LEAF}
+_nodes: Any = torch._C._functions  # the types of nodes, which torch's stubs do not list
+_LEAF = _nodes.AccumulateGrad
+_VIEWS = frozenset({_nodes.TBackward0, _nodes.TransposeBackward0, _nodes.ToCopyBackward0})
+_NAMELESS = "CppFunction"  # the type of all nodes that torch has no type of their own for
 
 
 def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
@@ -25,36 +29,60 @@ def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
             stack.extend(child for child, _ in node.next_functions)
 
 
-def survey(root: Any) -> tuple[tuple[str, ...], Counter[int]]:
-    """The names of all nodes below the root, in the order of one walk, and ``leaf_uses`` of it."""
-    names: list[str] = []
-    counts: Counter[int] = Counter()
-    seen: set[Any] = {root}
-    stack = [root] if root is not None else []
-    while stack:
-        node = stack.pop()
-        name = node.name()
-        names.append(name)
-        above = name in _VIEWS and leaf_below(node) is not None
+@final
+@dataclass(frozen=True)
+class Survey:
+    """One walk over the graph below y: the kinds of its nodes, and the leaves that enter it, by their ids, in order.
+
+    A leaf under a chain of transposes and casts is where the chain enters (``leaf_uses``); the chain is not looked at.
+    ``top``: the id of the leaf that y itself is such a chain of, which enters nothing.
+    """
+
+    kinds: tuple[object, ...]
+    entries: tuple[int, ...]
+    top: int | None = None
+
+    @cached_property
+    def counts(self) -> Counter[int]:
+        """How often each leaf enters."""
+        return Counter(self.entries)
+
+    def unreached(self, leaves: Mapping[str, Tensor]) -> frozenset[str]:
+        """The names of the leaves that do not enter the graph at all; none where there is no graph to tell."""
+        if not self.kinds:
+            return frozenset()
+        return frozenset(name for name, p in leaves.items() if not self.counts[id(p)] and id(p) != self.top)
+
+
+def survey(y: Tensor) -> Survey:
+    """A tight loop, as it runs in every estimate: nodes are told apart by their types, which are known to Python."""
+    root = y.grad_fn
+    if root is None:
+        return Survey((), ())
+    top = leaf_below(root)
+    if top is not None:
+        return Survey((root.name(),), (), id(top))
+    order: list[Any] = [root]
+    seen: set[Any] = {root, None}
+    entries: list[int] = []
+    for node in order:  # which grows
         for child, _ in node.next_functions:
-            if child is None:
+            kind = type(child)
+            if kind is _LEAF:
+                entries.append(id(child.variable))
                 continue
-            if not above and child.name() in _ENDS:
+            if kind in _VIEWS:
                 leaf = leaf_below(child)
                 if leaf is not None:
-                    counts[id(leaf)] += 1
+                    entries.append(id(leaf))
+                    continue
             if child not in seen:
                 seen.add(child)
-                stack.append(child)
-    return tuple(names), counts
-
-
-def unreached(y: Tensor, leaves: Mapping[str, Tensor], counts: Counter[int]) -> frozenset[str]:
-    """The names of the leaves that do not enter the graph of y at all; none where there is no graph to tell."""
-    if y.grad_fn is None:
-        return frozenset()
-    top = leaf_below(y.grad_fn)  # a view of a leaf: nothing above it counts its entry
-    return frozenset(name for name, leaf in leaves.items() if not counts[id(leaf)] and leaf is not top)
+                order.append(child)
+    kinds: tuple[object, ...] = tuple(map(type, order))
+    if any(kind.__name__ == _NAMELESS for kind in set(map(type, order))):
+        kinds = tuple(node.name() for node in order)
+    return Survey(kinds, tuple(entries))
 
 
 def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:
@@ -72,17 +100,13 @@ def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:
 
 
 def _above_leaf(node: Any) -> bool:
-    name = node.name()
-    return name == _LEAF or (name in _VIEWS and leaf_below(node) is not None)
+    return type(node) is _LEAF or (type(node) in _VIEWS and leaf_below(node) is not None)
 
 
 def leaf_below(node: Any) -> Any:
     """The leaf that a chain of transposes and casts starts from, or None."""
-    while node is not None:
-        name = node.name()
-        if name == _LEAF:
-            return node.variable
-        if name not in _VIEWS:
-            return None
+    kind = type(node)
+    while kind in _VIEWS:
         node = node.next_functions[0][0]
-    return None
+        kind = type(node)
+    return node.variable if kind is _LEAF else None

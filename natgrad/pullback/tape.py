@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.model import Inputs, Model, is_ours, map_tensors, tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.graph import leaf_uses, nodes
+from natgrad.pullback.hooks import Hooks
 from natgrad.pullback.scaled import pulled
 from natgrad.pullback.statistics import Statistics
 from natgrad.rules.base import Call, Replay, Replayed, Rule
@@ -75,7 +76,9 @@ class Recorder:
         kinds = [kind for block in blocks for kind in block.kinds]
         self._rules = {layer: kind.rule for kind in kinds for layer in kind.modules if kind.rule}
         self.bytes = 0  # of the activations so far
+        self._replayed = {layer for layer, rule in self._rules.items() if isinstance(rule, Replayed)}
         self._handles: list[RemovableHandle] = []
+        self._hooks = Hooks(self._watch)
 
     def start(self) -> None:
         module = self._model.module
@@ -84,13 +87,13 @@ class Recorder:
             self._handles += self.statistics.watch(self._model.batch_norms)
         for layer in self._rules:
             # First in line: another forward hook may return something else than what the layer computed.
-            frozen = self.statistics.covers(layer)
-            self._handles.append(layer.register_forward_hook(self._watch, with_kwargs=True, prepend=not frozen))
+            self._hooks.put(layer, first=not self.statistics.covers(layer))
         if self._bound is not None and module is not None:
             leaves = (m for m in module.modules() if next(m.children(), None) is None)
             self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
 
     def stop(self) -> None:
+        self._hooks.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -103,16 +106,16 @@ class Recorder:
         if self._of_user and is_ours():
             return None
         rule = self._rules[module]
-        if isinstance(output, Tensor) and len(args) == 1 and not kwargs and not isinstance(rule, Replayed):
+        if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
             if output.requires_grad:  # the way of most layers, which is asked for many times in every estimate
-                call = Call((map_tensors(args[0], Tensor.detach),), {}, module.training)
-                once = {id(p): 1 for p in rule.parameters(module).values()}
-                self.uses.append(Use(module, rule, call, (get_gradient_edge(output),), (output.shape,), once))
+                x = args[0].detach() if isinstance(args[0], Tensor) else map_tensors(args[0], Tensor.detach)
+                call, once = Call((x,), {}, module.training), {id(p): 1 for p in rule.parameters(module).values()}
+                self.uses.append(Use(module, rule, call, (_edge(output),), (output.shape,), once))
             return None
         if not any(t.requires_grad for t in tensors_of(output)):
             return None
         call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach), module.training)
-        if isinstance(rule, Replayed):
+        if module in self._replayed:
             given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
             output, source = apart(output, given), _source(args, kwargs)
             entries: Mapping[int, int] = leaf_uses([t.grad_fn for t in tensors_of(output)], stop=given)
@@ -121,12 +124,20 @@ class Recorder:
         outputs = tensors_of(output)
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
         self.uses.append(Use(module, rule, call, edges, tuple(t.shape for t in outputs), entries, source))
-        return output if isinstance(rule, Replayed) else None
+        return output if module in self._replayed else None
 
     def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
         if self._bound is not None and self.bytes > self._bound:
             raise TapeOverflow
+
+
+def _edge(output: Tensor) -> GradientEdge:
+    """As ``get_gradient_edge``, which takes longer: a node of torch's own keeps the graph alive, as the edge must."""
+    node = output.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
 
 
 def _source(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdge | None:
@@ -227,8 +238,10 @@ class Tape:
 
     def places(self, block: Block) -> list[int]:
         """Their positions in ``uses``."""
-        found = [self._by_module.get(module, []) for module in block.owners]
-        return found[0] if len(found) == 1 else sorted(at for places in found for at in places)
+        owners = block.owners
+        if len(owners) == 1:
+            return self._by_module.get(owners[0], [])
+        return sorted(at for module in owners for at in self._by_module.get(module, ()))
 
     @cached_property
     def _by_module(self) -> dict[nn.Module, list[int]]:
@@ -251,9 +264,13 @@ class Tape:
             check_inputs(rule, block.names, block.shape, part)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def outer(self, s: Tensor) -> dict[int, tuple[Tensor, ...]]:
-        """Cotangents [k *output] of the outputs of every use, by its position, for s [k n *out]: one backward pass."""
-        slots = [(at, j) for at, use in enumerate(self.uses) for j, edge in enumerate(use.edges) if edge is not None]
+    def outer(self, s: Tensor, places: Iterable[int] | None = None) -> dict[int, tuple[Tensor, ...]]:
+        """Cotangents [k *output] of the outputs of every use, by its position, for s [k n *out]: one backward pass.
+
+        ``places``: the positions of some of the uses only.
+        """
+        places = range(len(self.uses)) if places is None else list(places)
+        slots = [(at, j) for at in places for j, edge in enumerate(self.uses[at].edges) if edge is not None]
         if not slots:
             return {}
         edges = [self.uses[at].edges[j] for at, j in slots]
@@ -265,7 +282,7 @@ class Tape:
             g = found.get((at, j))
             return s.new_zeros(s.shape[0], *self.uses[at].shapes[j]) if g is None else g
 
-        return {at: tuple(cotangent(at, j) for j in range(len(use.edges))) for at, use in enumerate(self.uses)}
+        return {at: tuple(cotangent(at, j) for j in range(len(self.uses[at].edges))) for at in places}
 
     def inner(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
         """Cotangents [k n r c o] of the layers of a replayed use, by the names of their parameters."""
