@@ -74,13 +74,9 @@ class Parameters:
                 )
 
     def _changed(self) -> bool:
-        for m, key, child in self._parents:  # loops, as a generator takes twice their time, in every pass
-            if m._modules.get(key) is not child:
-                return True
-        for m, key, p in self._owners:
-            if m._parameters.get(key) is not p:
-                return True
-        return False
+        # Lists, as generators take twice their time, in every pass.
+        replaced = [key for m, key, child in self._parents if m._modules.get(key) is not child]
+        return bool(replaced or [key for m, key, p in self._owners if m._parameters.get(key) is not p])
 
     def _missing(self) -> list[str]:
         now = {plain_name(name): p for name, p in self._module.named_parameters()}

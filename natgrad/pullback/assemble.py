@@ -16,8 +16,7 @@ from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.broadcast import spread
 from natgrad.pullback.finite import check_outputs
-from natgrad.pullback.graph import survey, unreached
-from natgrad.pullback.hidden import refuse_hidden
+from natgrad.pullback.judged import Judgements
 from natgrad.pullback.parts import Part, check_inputs, chunk_bytes, examples, forward
 from natgrad.pullback.pullback import MEMORY, Pullback
 from natgrad.pullback.recorded import Recordings
@@ -86,6 +85,7 @@ class Known:
     """What is remembered of a model that is looked at again and again."""
 
     verdicts: Verdicts = field(default_factory=Verdicts)
+    judgements: Judgements = field(default_factory=Judgements)
     recordings: Recordings = field(default_factory=Recordings)
 
 
@@ -125,17 +125,13 @@ class View:
         if not self.deferred:
             check_outputs(self.model, batch.x, y)
         tape = over_examples(tape)
-        names, counts = survey(tape.y.grad_fn)
-        refuse_hidden(self.model, names, counts)
-        moved = self.known.verdicts.misplaced(tape, names)
-        blocks = [b if b.rule is None or tape.complete(b, counts, moved) else b.without_rule() for b in self.blocks]
-        displaced = {name for b in self.blocks if not moved.isdisjoint(tape.places(b)) for name in b.names}
-        blocks, tape = spread(self.model, blocks, tape)
-        displaced.intersection_update(name for b in blocks if b.rule is None for name in b.names)
         # What the first part of a batch does not use, another may.
-        out = unreached(tape.y, self.model.params, counts) if parts[-1][1] == y.shape[0] == tape.y.shape[0] else ()
-        unused = {block.names[0]: block for block in self.blocks if _outside(block, out, tape)}
-        self._tell([block for block in blocks if block.names[0] not in unused], displaced)
+        whole = parts[-1][1] == y.shape[0] == tape.y.shape[0]
+        judged = self.known.judgements.of(self.model, self.blocks, tape, whole, self.known.verdicts)
+        blocks, tape = spread(self.model, judged.blocks, tape)
+        bare = [block for block in blocks if block.rule is None]
+        displaced = judged.displaced.intersection(name for block in bare for name in block.names)
+        self._tell([block for block in bare if block.names[0] not in judged.unused], displaced)
         coupling = self.metric.coupling(batch.x, y.shape[0])
         if coupling is not None:
             parts, coupling = [(0, y.shape[0])], coupling.to(y)
@@ -150,32 +146,27 @@ class View:
             memory=self.memory,
             tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
             parts=parts,
-            positions={b.names[0]: tape.positions(b) for b in blocks},
+            positions=judged.positions_of(blocks, tape),
             roots=Root.of(self, batch.target, y, coupling is not None),
             recordings=self.known.recordings if y.device.type == "cuda" else None,
-            unused=unused,
+            unused=judged.unused,
             verdicts=self.known.verdicts,
-            displaced=frozenset(displaced),
+            displaced=displaced,
         )
 
     def _tell(self, blocks: Sequence[Block], displaced: Collection[str]) -> None:
-        """Say once which parameters are seen without their rule, or in another mode than the others."""
+        """Say once which parameters have no rule, those of ``blocks``, or are seen in another mode than the others."""
         if displaced and self.known.verdicts.news(message := _DISPLACED.format(", ".join(sorted(displaced)))):
             _log.info(message)
-        names = ", ".join(name for block in blocks if block.rule is None for name in block.names)
-        if not names:
+        if not blocks:
             return
+        names = ", ".join(name for block in blocks for name in block.names)
         try:
             self.model.check_separable()
         except BatchStatisticsError:
             message = f"no layer rule covers {names}: in training mode they are seen in evaluation mode"
             if self.known.verdicts.news(message):
                 _log.info(message)
-
-
-def _outside(block: Block, names: Collection[str], tape: Tape) -> bool:
-    """Whether a pass neither called a layer nor used its parameters, which ``names`` then has."""
-    return not tape.places(block) and all(name in names for name in block.names)
 
 
 def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:

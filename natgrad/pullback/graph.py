@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -15,6 +15,7 @@ _nodes: Any = torch._C._functions  # the types of nodes, which torch's stubs do 
 _LEAF = _nodes.AccumulateGrad
 _VIEWS = frozenset({_nodes.TBackward0, _nodes.TransposeBackward0, _nodes.ToCopyBackward0})
 _NAMELESS = "CppFunction"  # the type of all nodes that torch has no type of their own for
+_STANDARDIZED = frozenset({"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"})
 
 
 def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
@@ -41,6 +42,11 @@ class Survey:
     kinds: tuple[object, ...]
     entries: tuple[int, ...]
     top: int | None = None
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of the nodes."""
+        return frozenset(kind.__name__ if isinstance(kind, type) else str(kind) for kind in set(self.kinds))
 
     @cached_property
     def counts(self) -> Counter[int]:
@@ -79,10 +85,19 @@ def survey(y: Tensor) -> Survey:
             if child not in seen:
                 seen.add(child)
                 order.append(child)
+    return Survey(_kinds(order), tuple(entries))
+
+
+def _kinds(order: Sequence[Any]) -> tuple[object, ...]:
+    """The types of nodes, or their names, and whether normalisations use statistics of the batch: all look the same."""
     kinds: tuple[object, ...] = tuple(map(type, order))
-    if any(kind.__name__ == _NAMELESS for kind in set(map(type, order))):
+    names = {kind.__name__ for kind in set(map(type, order))}
+    if _NAMELESS in names:
         kinds = tuple(node.name() for node in order)
-    return Survey(kinds, tuple(entries))
+    if not names.isdisjoint(_STANDARDIZED):
+        modes = (bool(node._saved_training) for node in order if type(node).__name__ in _STANDARDIZED)
+        kinds = (*kinds, *modes)
+    return kinds
 
 
 def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from natgrad.errors import BatchStatisticsError
 from natgrad.pullback.blocks import Block
-from natgrad.pullback.graph import leaf_uses, unreached
+from natgrad.pullback.graph import Survey, survey
 from natgrad.pullback.order import DATA_DEPENDENT, ordered
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Replayed
 
 _Signature: TypeAlias = tuple[object, ...]
+_KEPT = 256  # graphs; the lengths of sequences make many
 
 
 @final
@@ -41,17 +42,20 @@ class Verdicts:
         self._told.add(message)
         return new
 
-    def misplaced(self, tape: Tape, names: tuple[str, ...]) -> frozenset[int]:
-        """As the function of this name, for a graph whose nodes have these names (``survey``)."""
+    def misplaced(self, tape: Tape, seen: Survey) -> frozenset[int]:
+        """As the function of this name, for a graph of these kinds of nodes."""
         if not tape.uses or not tape.y.requires_grad:
             return frozenset()
-        if not DATA_DEPENDENT.isdisjoint(names):
+        if not DATA_DEPENDENT.isdisjoint(seen.names):
             return misplaced(tape)
         uses = tuple((id(use.module), use.shapes) for use in tape.uses)
-        signature = (tape.y.shape, uses, names)
-        if signature not in self._known:
-            self._known[signature] = misplaced(tape)
-        return self._known[signature]
+        signature = (tape.y.shape, uses, seen.kinds)
+        found = self._known.get(signature)
+        if found is None:
+            found = self._known[signature] = misplaced(tape)
+            if len(self._known) > _KEPT:
+                del self._known[next(iter(self._known))]
+        return found
 
 
 def misplaced(tape: Tape) -> frozenset[int]:
@@ -79,7 +83,7 @@ def check_alike(tape: Tape, layers: Sequence[Block], part: tuple[int, int]) -> N
 
     A model may sort its examples: the first part was in order, and this one is not.
     """
-    counts, moved = leaf_uses([tape.y.grad_fn]), misplaced(tape)
+    counts, moved = survey(tape.y).counts, misplaced(tape)
     names = [layer.names[0] for layer in layers if layer.rule and not tape.complete(layer, counts, moved)]
     if names:
         raise BatchStatisticsError(
@@ -93,7 +97,7 @@ def check_unused(tape: Tape, leaves: Mapping[str, Tensor], part: tuple[int, int]
     """Raise if a parameter that the whole batch did not use is used by a part of it."""
     if not leaves or tape.y.grad_fn is None:
         return
-    names = sorted(set(leaves) - unreached(tape.y, leaves, leaf_uses([tape.y.grad_fn])))
+    names = sorted(set(leaves) - survey(tape.y).unreached(leaves))
     if names:
         raise BatchStatisticsError(
             f"examples {part[0]} to {part[1]} use {', '.join(names)}, and the whole batch did not: what the model uses "

@@ -15,12 +15,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.model import Inputs, Model, is_ours, map_tensors, tensors_of
 from natgrad.pullback.blocks import Block
-from natgrad.pullback.graph import leaf_uses, nodes
+from natgrad.pullback.edges import apart, edge_of, source_of
+from natgrad.pullback.graph import leaf_uses
 from natgrad.pullback.hooks import Hooks
 from natgrad.pullback.scaled import pulled
 from natgrad.pullback.statistics import Statistics
@@ -110,19 +111,19 @@ class Recorder:
             if output.requires_grad:  # the way of most layers, which is asked for many times in every estimate
                 x = args[0].detach() if isinstance(args[0], Tensor) else map_tensors(args[0], Tensor.detach)
                 call, once = Call((x,), {}, module.training), {id(p): 1 for p in rule.parameters(module).values()}
-                self.uses.append(Use(module, rule, call, (_edge(output),), (output.shape,), once))
+                self.uses.append(Use(module, rule, call, (edge_of(output),), (output.shape,), once))
             return None
         if not any(t.requires_grad for t in tensors_of(output)):
             return None
         call = Call(map_tensors(args, Tensor.detach), map_tensors(kwargs, Tensor.detach), module.training)
         if module in self._replayed:
             given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
-            output, source = apart(output, given), _source(args, kwargs)
+            output, source = apart(output, given), source_of(args, kwargs)
             entries: Mapping[int, int] = leaf_uses([t.grad_fn for t in tensors_of(output)], stop=given)
         else:
             entries, source = {id(p): 1 for p in rule.parameters(module).values()}, None
         outputs = tensors_of(output)
-        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
+        edges = tuple(edge_of(t) if t.requires_grad else None for t in outputs)
         self.uses.append(Use(module, rule, call, edges, tuple(t.shape for t in outputs), entries, source))
         return output if module in self._replayed else None
 
@@ -130,37 +131,6 @@ class Recorder:
         self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
         if self._bound is not None and self.bytes > self._bound:
             raise TapeOverflow
-
-
-def _edge(output: Tensor) -> GradientEdge:
-    """As ``get_gradient_edge``, which takes longer: a node of torch's own keeps the graph alive, as the edge must."""
-    node = output.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(output)
-    return GradientEdge(node, output.output_nr)
-
-
-def _source(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdge | None:
-    """The edge of the first argument, if nothing else that is computed is given."""
-    if not args or not isinstance(args[0], Tensor) or args[0].grad_fn is None:
-        return None
-    others = (t for t in tensors_of((args, dict(kwargs))) if t.grad_fn is not None)
-    same = all(t.grad_fn is args[0].grad_fn and t.output_nr == args[0].output_nr for t in others)
-    return get_gradient_edge(args[0]) if same else None
-
-
-def apart(output: Any, given: Collection[Any]) -> Any:
-    """The outputs of a module, with a node of its own for one that another was computed from.
-
-    An LSTM cell returns c and h = o tanh c: the cotangent of c holds that of h, which the replay would add again.
-    """
-    tops = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
-    if len(tops) < 2:
-        return output
-    below = set(nodes([child for top in tops for child, _ in top.next_functions], stop=given))
-    if below.isdisjoint(tops):
-        return output
-    return map_tensors(output, lambda t: t.clone() if t.grad_fn in below else t)
 
 
 def record(model: Model, blocks: Sequence[Block], x: Inputs, bound: int | None = None) -> Tape:

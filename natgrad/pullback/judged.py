@@ -1,0 +1,89 @@
+"""Which layers have their rule in a pass. It is found once for every kind of graph, and remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from natgrad.model import Model, tensors_of
+from natgrad.pullback.blocks import Block
+from natgrad.pullback.graph import Survey, survey
+from natgrad.pullback.hidden import refuse_hidden
+from natgrad.pullback.order import DATA_DEPENDENT
+from natgrad.pullback.separate import Verdicts
+from natgrad.pullback.tape import Tape, Use
+from natgrad.rules.base import Replayed
+
+_KEPT = 64  # graphs
+
+
+@final
+@dataclass(frozen=True)
+class Judged:
+    """What a pass shows of the layers ``given``.
+
+    ``blocks``: the layers, without their rule where it does not apply. ``displaced``: the names of parameters whose
+    layer has examples elsewhere. ``unused``: the layers that the pass did not use, by their first name. ``positions``:
+    how many r·c of one example share the weight, by the first name, of layers whose shapes tell.
+    """
+
+    given: list[Block]
+    blocks: list[Block]
+    displaced: frozenset[str]
+    unused: Mapping[str, Block]
+    positions: Mapping[str, int]
+
+    def positions_of(self, blocks: Sequence[Block], tape: Tape) -> dict[str, int]:
+        """Of all blocks of a pass that looks like this one."""
+        known = self.positions
+        if len(known) == len(blocks):
+            return dict(known)
+        return {b.names[0]: known[b.names[0]] if b.names[0] in known else tape.positions(b) for b in blocks}
+
+
+@final
+class Judgements:
+    """What was found about passes that have been looked at before, for a model that is called again and again.
+
+    A pass is known again by all that decides: the kinds of the nodes of its graph, the parameters that enter it, in
+    order, and the calls of its layers. One that moves examples by an index that depends on the data is judged anew.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Judged] = {}
+
+    def of(self, model: Model, blocks: list[Block], tape: Tape, whole: bool, verdicts: Verdicts) -> Judged:
+        """``whole``: all examples are in this pass, so that what it does not use is not used."""
+        seen = survey(tape.y)
+        key = (seen.kinds, seen.entries, seen.top, whole, tape.y.shape, tuple([_signature(use) for use in tape.uses]))
+        found = self._known.get(key)
+        if found is not None and found.given == blocks:
+            return found
+        refuse_hidden(model, seen.names, seen.counts)
+        found = _judged(model, blocks, tape, seen, whole, verdicts.misplaced(tape, seen))
+        if DATA_DEPENDENT.isdisjoint(seen.names):
+            self._known[key] = found
+            if len(self._known) > _KEPT:
+                del self._known[next(iter(self._known))]
+        return found
+
+
+def _judged(model: Model, given: list[Block], tape: Tape, seen: Survey, whole: bool, moved: frozenset[int]) -> Judged:
+    blocks = [b if b.rule is None or tape.complete(b, seen.counts, moved) else b.without_rule() for b in given]
+    displaced = frozenset(name for b in given if not moved.isdisjoint(tape.places(b)) for name in b.names)
+    out = seen.unreached(model.params) if whole else frozenset()
+    # A pass neither called the layer nor used its parameters.
+    unused = {b.names[0]: b for b in given if not tape.places(b) and out.issuperset(b.names)}
+    told = [b for b in blocks if b.rule is not None and not any(isinstance(kind.rule, Replayed) for kind in b.kinds)]
+    return Judged(list(given), blocks, displaced, unused, {b.names[0]: tape.positions(b) for b in told})
+
+
+def _signature(use: Use) -> Hashable:
+    """All of a call that a judgement depends on; of a module that hides its layers, also what it was given."""
+    entries = tuple(use.entries.items())
+    if not isinstance(use.rule, Replayed):
+        return id(use.module), use.shapes, entries
+    given = tuple(t.shape for t in tensors_of((use.call.args, use.call.kwargs)))
+    edges = tuple(edge is None for edge in use.edges)
+    return id(use.module), use.shapes, entries, given, edges, use.source is None, use.call.training
