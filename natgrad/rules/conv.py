@@ -111,7 +111,10 @@ class TransposedConvRule(Rule):
         layer = cast(_Transposed, module)
         if keys == ("bias",):
             return symmetric_product(single(g.flatten(3).transpose(2, 3).reshape(-1, g.shape[2]))).unsqueeze(0)
-        return patch_moment(*_read(layer, g.flatten(0, 1)), layer.groups).products
+        read, axes = _read(layer, g.flatten(0, 1))
+        if layer.groups == 1 and g.device.type == "cuda":
+            return patch_product(single(read), axes, bias=False).unsqueeze(0)
+        return patch_moment(read, axes, layer.groups).products
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         if "bias" in block:

@@ -204,12 +204,13 @@ def _toeplitz(half: Tensor, axes: Sequence[Axis]) -> Tensor:
     groups, ch, _, count = half.shape
     middle, after = half[..., :1], half[..., 1:]
     M = torch.cat([(middle + middle.transpose(1, 2)) / 2, after, after.transpose(1, 2)], -1)  # 0, 1, …, −1, …
-    delta = torch.zeros(1, 1, dtype=torch.long)  # [u v], the place of v − u in the grid of offsets, from its middle
+    # [u v], the place of v − u in the grid of offsets, from its middle
+    delta = torch.zeros(1, 1, dtype=torch.long, device=half.device)
     for axis in axes:
-        u = torch.arange(axis.kernel)
+        u = torch.arange(axis.kernel, device=half.device)
         finer = (2 * axis.kernel - 1) * delta[:, None, :, None] + (u - u[:, None])[:, None, :]
         delta = finer.flatten(2).flatten(0, 1)
-    column = torch.where(delta < 0, count - 1 - delta, delta).to(half.device, non_blocking=True)
+    column = torch.where(delta < 0, count - 1 - delta, delta)
     channel = M.shape[-1] * torch.arange(ch, device=half.device)
     place = channel[:, None] + column[:, None]  # [u ch v]
     A = M.reshape(groups * ch, -1).index_select(1, place.flatten())  # one gather is far faster than copies of blocks

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
+from natgrad.rules.products import panel_product
 from natgrad.rules.strips import strip_product
 
 _SMALL = 2**21  # numbers
 _COPY = 2**24  # numbers; of patches at a time
 _ALIGNED = 8  # numbers; rows of a product that start off a vector are read one number at a time
-_FEW = 2**10  # positions, up to which passes over the moment cost more than they save
-_WORK = 2**33  # products of numbers, up to which launches cost more than they save
+_WIDE = 2048  # rows, from which one row of ones more costs a row of tiles more, and sums of their own less
 
 
 def affine_product(x: Tensor) -> Tensor:
@@ -32,11 +32,11 @@ def affine_product(x: Tensor) -> Tensor:
     """
     m, i = x.shape
     if x.numel() <= _SMALL:  # a copy with ones takes less than three launches
-        rows = _rows(x, i, m, True)
+        rows = _rows(x, i, _fitting(i + 1) - i, m)
         rows[:i, :m].copy_(x.T)
         return (rows @ rows.T)[: i + 1, : i + 1]
     out = _square(x, i + 1)
-    torch.mm(x.T, x, out=out[:i, :i])
+    panel_product(x, out[:i, :i])
     return _bordered(out, x.new_ones(1, m) @ x, m)
 
 
@@ -49,12 +49,20 @@ def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
             [ 8., 14.,  6.],
             [ 3.,  6.,  3.]])
     """
+    return product_by_strips(x, axes, bias) if _strips_pay(x, axes) else product_by_patches(x, axes, bias)
+
+
+def _strips_pay(x: Tensor, axes: Sequence[Axis]) -> bool:
+    """Whether fewer products are worth passes over the moment, which few positions are not, and launches.
+
+    Measured on an H200; without tf32 products cost about eight times as much.
+    """
+    if axes[0].stride > 1 or axes[0].kernel == 1:
+        return False
+    tensor_cores = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    few, work = (3 * 2**10, 2**33) if tensor_cores else (3 * 2**7, 2**30)
     width = x.shape[1] * prod(axis.kernel for axis in axes)
-    count = x.shape[0] * positions(x, axes)
-    saved = width**2 * (count - _FEW)
-    if axes[0].stride > 1 or axes[0].kernel == 1 or saved < _WORK:
-        return product_by_patches(x, axes, bias)
-    return product_by_strips(x, axes, bias)
+    return width**2 * (x.shape[0] * positions(x, axes) - few) > work
 
 
 def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
@@ -67,25 +75,28 @@ def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
 
 
 def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int = _COPY) -> Tensor:
-    """The same from all patches, with a row of ones among them: copied once, and nothing after the product."""
+    """The same from all patches, copied as rows: nothing is left to do after the product."""
     d, w = len(axes), windows(padded(x, axes), axes)  # [n ch *out *kernel], a view
     w = w.permute(1, *range(2 + d, 2 + 2 * d), 0, *range(2, 2 + d))  # [ch *kernel n *out]
     width, count = prod(w.shape[: 1 + d]), prod(w.shape[2 + d :])
-    step = max(1, limit // (width * max(1, count)))
-    total: Tensor | None = None
-    for part in w.split(step, 1 + d):
-        rows = _rows(x, width, part.shape[1 + d] * count, bias)
-        inner = rows[:width, : part.shape[1 + d] * count]
-        inner.unflatten(1, part.shape[1 + d :]).unflatten(0, part.shape[: 1 + d]).copy_(part)
-        total = rows @ rows.T if total is None else total.addmm_(rows, rows.T)
-    assert total is not None
-    return total[: width + bias, : width + bias]
+    ones = bias and width < _WIDE
+    out = _square(x, _fitting(width + bias) if width < _WIDE else width + bias)
+    inner = out if width < _WIDE else out[:width, :width]
+    for place, part in enumerate(w.split(max(1, limit // (width * max(1, count))), 1 + d)):
+        examples = part.shape[1 + d]
+        rows = _rows(x, width, inner.shape[0] - width, examples * count)
+        places = rows[:width, : examples * count].unflatten(1, part.shape[1 + d :]).unflatten(0, part.shape[: 1 + d])
+        places.copy_(part)
+        inner.addmm_(rows, rows.T, beta=float(place > 0))
+    if bias and not ones:
+        _bordered(out, patch_sum(x, axes), x.shape[0] * count)
+    return out[: width + bias, : width + bias]
 
 
-def _rows(x: Tensor, width: int, count: int, ones: bool) -> Tensor:
-    """Room for ``width`` rows of ``count`` numbers; after them ones, as rows, and zeros, as columns, until all fit."""
-    out = x.new_empty(_fitting(width + ones), _fitting(count))
-    if out.shape[0] > width:
+def _rows(x: Tensor, width: int, ones: int, count: int) -> Tensor:
+    """Room for ``width`` rows of ``count`` numbers, with ``ones`` rows of ones after them, and zeros after each."""
+    out = x.new_empty(width + ones, _fitting(count))
+    if ones:
         out[width:].fill_(1.0)
     if out.shape[1] > count:
         out[:, count:].zero_()

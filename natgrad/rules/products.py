@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_WIDE = 1024  # columns, from which a product on a GPU is worth its panels
+_WORK = 2**33  # products of numbers, likewise
+_TILE = 128  # columns that a GPU multiplies as one
+
 
 def symmetric_product(x: Tensor) -> Tensor:
     """xᵀx [*b d d] of x [*b m d], symmetric to the last bit. Both factors of 004 (37) are made of it.
@@ -18,8 +22,8 @@ def symmetric_product(x: Tensor) -> Tensor:
     x = widened(x)
     d = x.shape[-1]
     width = _panel(x)
-    if x.device.type == "cuda":
-        return x.mT @ x  # two launches more would show; what inverts it reads one triangle, or symmetrises
+    if x.device.type == "cuda":  # launches to symmetrise would show; what inverts it reads one triangle, or symmetrises
+        return panel_product(x, x.new_empty(d, d)) if x.ndim == 2 and d >= _WIDE else x.mT @ x
     if width >= d:
         return _symmetrised(x.mT @ x)
     out = x.new_empty(*x.shape[:-2], d, d)
@@ -30,6 +34,23 @@ def symmetric_product(x: Tensor) -> Tensor:
         out[..., start:stop, start:stop] = _symmetrised(panel[..., :size])
         out[..., start:stop, stop:] = panel[..., size:]
         out[..., stop:, start:stop] = panel[..., size:].mT
+    return out
+
+
+def panel_product(x: Tensor, out: Tensor) -> Tensor:
+    """xᵀx of x [m d] into ``out`` [d d], for a GPU: of wide matrices, three panels from their diagonals on, mirrored.
+
+    >>> panel_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(2, 2))
+    tensor([[10., 14.],
+            [14., 20.]])
+    """
+    m, d = x.shape
+    width = d if d < _WIDE or m * d**2 < _WORK else -(-d // (3 * _TILE)) * _TILE
+    for start in range(0, d, max(1, width)):
+        stop = min(start + width, d)
+        torch.mm(x[:, start:stop].T, x[:, start:], out=out[start:stop, start:])
+        if stop < d:
+            out[stop:, start:stop].copy_(out[start:stop, stop:].T)
     return out
 
 

@@ -14,7 +14,7 @@ rows are contiguous, as tensor cores like it, and a third of the patches is neve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import final
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from natgrad.rules.patches import Axis, padded, windows
 
 _STRIPS = 2**25  # numbers; of strips at a time
+_ROUND = 8  # times the span: so many strips, and cuBLAS is faster for one round number of them and some zeros
 
 
 @final
@@ -74,32 +75,42 @@ def strip_product(x: Tensor, axes: Sequence[Axis], limit: int = _STRIPS) -> Tens
     numbers = ch * prod(places) * x.shape[2]
     numbers *= prod(axis.outputs(size) for axis, size in zip(rest, x.shape[3:], strict=True))
     head, *others = x.split(max(1, limit // max(1, numbers)))
-    A = _products(strips(head, rest), first)
+    A = _products(head, first, rest)
     for part in others:
-        A += _products(strips(part, rest), first)
+        A += _products(part, first, rest)
     d = len(axes)
     A = A.unflatten(3, (ch, *places)).unflatten(2, (ch, *places))  # [u v ch *w ch *w]
     return A.permute(2, 0, *range(3, 2 + d), 2 + d, 1, *range(3 + d, 2 + 2 * d))
 
 
-def strips(x: Tensor, rest: Sequence[Axis]) -> Tensor:
-    """f [(ch w) p (n r')] of x [n ch p *others], whose axes from the second on are read as ``rest`` says."""
-    d, axes = len(rest), (Axis(1), *rest)
+def strips(x: Tensor, rest: Sequence[Axis], zeros: int = 0) -> Tensor:
+    """f [(ch w) p (n r')] of x [n ch p *others], whose axes from the second on are read as ``rest`` says.
+
+    ``zeros`` strips of zeros come after the others.
+    """
+    d, size, axes = len(rest), x.shape[2], (Axis(1), *rest)
     w = windows(padded(x, axes), axes)  # [n ch p *out 1 *kernel], a view
     w = w.permute(1, *range(3 + d, 4 + 2 * d), 2, 0, *range(3, 3 + d))
-    return w.reshape(prod(w.shape[: 2 + d]), x.shape[2], prod(w.shape[3 + d :]))
+    f = x.new_empty(prod(w.shape[: 2 + d]), size + zeros, prod(w.shape[3 + d :]))
+    f[:, size:].zero_()
+    f[:, :size].unflatten(2, w.shape[3 + d :]).unflatten(0, w.shape[: 2 + d]).copy_(w)
+    return f
 
 
-def _products(f: Tensor, axis: Axis) -> Tensor:
-    """A [u v m m] from strips f [m p q]."""
-    m, size, q = f.shape
+def _products(x: Tensor, axis: Axis, rest: Sequence[Axis]) -> Tensor:
+    """A [u v m m] from the strips of all examples at once."""
+    size = x.shape[2]
+    zeros = axis.span if axis.span * _ROUND <= size else 0
+    f = strips(x, rest, zeros)
+    m, _, q = f.shape
     rows = f.flatten(1)
     A = f.new_empty(axis.kernel, axis.kernel, m, m)
     for shift in range(axis.kernel):
         spans = [Span.of(axis, size, u, u + shift) for u in range(axis.kernel - shift)]
         longest = max(range(len(spans)), key=lambda u: spans[u].count)
         base = A[longest, longest + shift]
-        torch.mm(*_factors(rows, q, spans[longest]), out=base)
+        end = size if zeros and spans[longest].stop == size - shift * axis.dilation else spans[longest].stop
+        torch.mm(*_factors(rows, q, replace(spans[longest], stop=end)), out=base)
         for u, span in enumerate(spans):
             if u != longest:
                 _moved(A[u, u + shift], base, span, spans[longest], rows, q)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NonFiniteError
 from tests.optim.tasks import KINDS, Task, task
+from tests.waiting import no_waiting
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -117,11 +118,8 @@ def test_recorded_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
 def test_a_recorded_step_waits_for_nothing() -> None:
     loop = _Loop("cuda", metric_every=10, inverse_every=20)
     loop.run(45)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         loop.run(20)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_newton_keeps_the_inverse_near_and_cholesky_helps_out() -> None:

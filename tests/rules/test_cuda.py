@@ -1,4 +1,4 @@
-"""On a GPU: the two factors of normalisations, embeddings and bare parameters are those of the CPU, without waiting."""
+"""On a GPU: the two factors of every layer are those of the CPU, without waiting."""
 
 import copy
 from collections.abc import Callable
@@ -11,12 +11,12 @@ import natgrad as ng
 from natgrad.rules import RULES, Call
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal
+from tests.waiting import no_waiting
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     # torch's own: raised once, by the first backward pass of the process on a GPU
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "layer": (lambda: nn.LayerNorm(4), (6, 4)),
@@ -36,13 +36,55 @@ def test_norms_have_the_factors_of_the_cpu_without_waiting(kind: str, training: 
     rule, keys = next(rule for rule in RULES if rule.covers(layer)), tuple(dict(layer.named_parameters()))
     A, S = rule.input_moment(layer, keys, Call((x,), {}, training)).total, rule.output_moment(layer, keys, g)
     there, x, g = copy.deepcopy(layer).cuda(), x.cuda(), g.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         mine = rule.input_moment(there, keys, Call((x,), {}, training)).total, rule.output_moment(there, keys, g)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for t, expected in zip(mine, (A, S), strict=True):
         close(t.cpu(), expected)
+
+
+WIDE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(30, 7), (30,)),
+    "linear of many positions": (lambda: nn.Linear(130, 9), (500, 130)),
+    "linear without bias": (lambda: nn.Linear(1025, 3, bias=False), (300, 1025)),
+    "patches": (lambda: nn.Conv2d(3, 5, 3, padding=1), (3, 6, 6)),
+    "patches with a stride": (lambda: nn.Conv2d(8, 5, 3, stride=2, padding=1), (8, 40, 41)),
+    "strips": (lambda: nn.Conv2d(32, 5, 3, padding=1), (32, 40, 36)),
+    "strips of one dimension": (lambda: nn.Conv1d(128, 5, 5, padding=1, dilation=2), (128, 1001)),
+    "strips without bias": (lambda: nn.Conv2d(32, 5, (3, 2), bias=False), (32, 40, 36)),
+    "groups": (lambda: nn.Conv2d(8, 4, 3, padding=1, groups=2), (8, 17, 16)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 8, 3, padding=1), (4, 20, 20)),
+}
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_linear_layers_and_convolutions_have_the_factors_of_the_cpu_without_waiting(kind: str) -> None:
+    build, shape = WIDE[kind]
+    layer, x = build().double(), normal(5, *shape)
+    g = normal(2, *layer(x).shape, seed=1)
+    rule = next(rule for rule in RULES if rule.covers(layer))
+    there, on = copy.deepcopy(layer).cuda(), (x.cuda(), g.cuda())
+    for keys in rule.layers(layer):
+        expected = rule.input_moment(layer, keys, Call((x,), {})).total, rule.output_moment(layer, keys, g)
+        with no_waiting():
+            mine = rule.input_moment(there, keys, Call((on[0],), {})).total, rule.output_moment(there, keys, on[1])
+        for t, on_cpu in zip(mine, expected, strict=True):
+            close(t.cpu(), on_cpu)
+            close(t.mT, t)
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_moments_can_be_recorded_and_replayed(kind: str) -> None:
+    build, shape = WIDE[kind]
+    layer, x = build().double().cuda(), normal(5, *shape).cuda()
+    rule = next(rule for rule in RULES if rule.covers(layer))
+    keys = rule.layers(layer)[0]
+    expected = rule.input_moment(layer, keys, Call((2 * x,), {})).total
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mine = rule.input_moment(layer, keys, Call((x,), {})).total
+    x.mul_(2)
+    graph.replay()
+    close(mine, expected)
 
 
 def test_counts_of_an_embedding_are_those_of_the_cpu_without_waiting() -> None:
@@ -51,11 +93,8 @@ def test_counts_of_an_embedding_are_those_of_the_cpu_without_waiting() -> None:
     rule = next(rule for rule in RULES if rule.covers(layer))
     expected = rule.input_moment(layer, ("weight",), Call((tokens,), {})).total
     there, tokens = copy.deepcopy(layer).cuda(), tokens.cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         mine = rule.input_moment(there, ("weight",), Call((tokens,), {})).total
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(mine.cpu(), expected)
 
 

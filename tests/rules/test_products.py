@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.rules.products import output_moment, symmetric_product
+from natgrad.rules.products import output_moment, panel_product, symmetric_product
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -24,6 +24,13 @@ def test_the_symmetric_product_is_the_product_and_symmetric_to_the_last_bit(shap
     A = symmetric_product(x)
     close(A, torch.einsum("...mi,...mj->...ij", x, x))
     assert torch.equal(A, A.mT)
+
+
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (0, 3), (5, 0), (9, 1030), (8300, 1025)])
+def test_the_product_of_panels_is_the_product(m: int, d: int) -> None:
+    x = normal(m, d).float() if m > 1000 else normal(m, d)
+    out = panel_product(x, x.new_full((d, d), float("nan")))
+    close(out, x.T @ x, 1e-12 if m < 1000 else 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(9, 4), (700, 320)])
