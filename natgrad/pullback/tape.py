@@ -79,7 +79,7 @@ class Recorder:
         self.bytes = 0  # of the activations so far
         self._replayed = {layer for layer, rule in self._rules.items() if isinstance(rule, Replayed)}
         self._handles: list[RemovableHandle] = []
-        self._hooks = Hooks(self._watch)
+        self._hooks = Hooks()
 
     def start(self) -> None:
         module = self._model.module
@@ -88,7 +88,7 @@ class Recorder:
             self._handles += self.statistics.watch(self._model.batch_norms)
         for layer in self._rules:
             # First in line: another forward hook may return something else than what the layer computed.
-            self._hooks.put(layer, first=not self.statistics.covers(layer))
+            self._hooks.put(layer, self._watch, first=not self.statistics.covers(layer))
         if self._bound is not None and module is not None:
             leaves = (m for m in module.modules() if next(m.children(), None) is None)
             self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
