@@ -210,10 +210,10 @@ def steps(report: Report, case: Case) -> None:
 
 
 def prepare_training(make: Make, optimizer: Callable[[c.Problem], Optimizer], device: torch.device) -> Contestant:
-    """A network, its optimizer and three steps, after the same with two examples."""
+    """A network, its optimizer and six steps, after the same with two examples."""
 
     def train(problem: c.Problem) -> None:
-        training(problem, optimizer(problem), 3)()
+        training(problem, optimizer(problem), 6)()
 
     train(make(device).first(2))
     return lambda: train(make(device))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from natgrad.pullback.recorded import Recordings, Weight
 from natgrad.pullback.sharing import Cotangents, Sharing, mean
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import joined
-from natgrad.rules.base import Moment
+from natgrad.rules.base import Moment, Replayed
 
 
 class Sink(ABC):
@@ -73,8 +73,9 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) 
         tape, layers = pb.tape(pb.parts[0]), _Layers(tuple(blocks), sharing, pb.y.dtype)
         for b in range(len(blocks)):
             layers.put_inputs(b, tape, sink)
-        g = cotangents(tape, pb.root / math.sqrt(pb.n))
-        for b in layers.in_order(tape, g):
+        flow = Flow(tape, layers, sink)
+        g = flow.cotangents(pb.root / math.sqrt(pb.n))
+        for b in layers.in_order(tape, g, flow.left):
             layers.put_outputs(b, tape, g, sink)
     sink.flush()
 
@@ -105,12 +106,12 @@ class _Layers:
         sink.outputs(b, s)
         sink.inputs(b, Moment(a, 1))
 
-    def in_order(self, tape: Tape, g: Cotangents) -> Iterable[int]:
-        """The numbers of the layers; cotangents that no later layer asks for are forgotten on the way."""
-        left = Counter(at for block in self.blocks for at in tape.places(block))
-        for b, block in enumerate(self.blocks):
+    def in_order(self, tape: Tape, g: Cotangents, numbers: Iterable[int]) -> Iterable[int]:
+        """The numbers of these layers; cotangents that no later layer asks for are forgotten on the way."""
+        left = Counter(at for b in numbers for at in tape.places(self.blocks[b]))
+        for b in numbers:
             yield b
-            for at in tape.places(block):
+            for at in tape.places(self.blocks[b]):
                 left[at] -= 1
                 if not left[at]:
                     g.forget(at)
@@ -124,6 +125,98 @@ class _Layers:
         s = self.sharing.outputs(tape, kind, g)
         check_outputs(kind, s)
         return s.to(self.dtype)
+
+
+@final
+class Flow:
+    """A backward pass in which the cotangents of a layer are used when they arrive, where that is possible.
+
+    A layer that is called once and has others below it sees its cotangents in a hook on its node, and they are
+    forgotten before those of the layers below are made. The others are asked for, and are ``left`` for afterwards.
+    """
+
+    def __init__(self, tape: Tape, layers: _Layers, sink: Sink) -> None:
+        self.tape, self.layers, self.sink = tape, layers, sink
+        self.left: list[int] = list(range(len(layers.blocks)))  # the numbers of the layers whose S is not made yet
+
+    def cotangents(self, s: Tensor) -> Cotangents:
+        """Those of the layers that are left, for s [k n *out]."""
+        tape = self.tape
+        early = self._early() if s.shape[0] == 1 and tape.y.dtype != torch.float16 else {}
+        handles = [node.register_prehook(self._hook(*at)) for node, at in early.items()]
+        wanted = sorted(
+            {at for b in self.left for at in tape.places(self.layers.blocks[b])} - {at for at, _ in early.values()}
+        )
+        try:
+            outer = tape.outer(s, wanted)
+        finally:
+            for handle in handles:
+                handle.remove()
+        missed = [
+            at for at, numbers in early.values() if numbers[0] in self.left
+        ]  # no way leads there from the outputs
+        for at in missed:
+            outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
+        inner = {at: tape.inner(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
+        return Cotangents(outer, inner)
+
+    def _hook(self, at: int, numbers: Sequence[int]) -> Callable[[tuple[Tensor | None, ...]], None]:
+        (edge,) = self.tape.uses[at].edges
+        assert edge is not None
+
+        def hook(arrived: tuple[Tensor | None, ...]) -> None:
+            g = arrived[edge.output_nr]
+            if g is not None:
+                own = Cotangents({at: (g.unsqueeze(0),)}, {})
+                for b in numbers:
+                    self.layers.put_outputs(b, self.tape, own, self.sink)
+                    self.left.remove(b)
+
+        return hook
+
+    def _early(self) -> dict[Any, tuple[int, list[int]]]:
+        """By its node, every use that can be served in a hook, and the numbers of its layers."""
+        of_use: dict[int, list[int]] = {}
+        shared: set[int] = set()
+        for b, block in enumerate(self.layers.blocks):
+            places = self.tape.places(block)
+            for at in places:
+                of_use.setdefault(at, []).append(b)
+            if len(places) != 1 or block.facets:
+                shared.update(places)
+        edges = [edge for use in self.tape.uses for edge in use.edges if edge is not None]
+        if any(edge.node._input_metadata[edge.output_nr].dtype == torch.float16 for edge in edges):
+            return {}  # such a pass is scaled as a whole
+        outputs = Counter(edge.node for edge in edges)
+        upper = above({edge.node for at in of_use for edge in self.tape.uses[at].edges if edge is not None})
+        found = {}
+        for at, numbers in of_use.items():
+            use = self.tape.uses[at]
+            edge = use.edges[0] if len(use.edges) == 1 else None
+            if edge is None or at in shared or isinstance(use.rule, Replayed):
+                continue
+            if edge.node in upper and outputs[edge.node] == 1:
+                found[edge.node] = (at, numbers)
+        return found
+
+
+def above(ends: Collection[Any]) -> set[Any]:
+    """Those of the nodes ``ends`` of a graph below which there are others of them."""
+    leads = dict.fromkeys(ends, True)  # whether a node is one of them, or above one
+    found = set()
+    for end in ends:
+        stack = [child for child, _ in end.next_functions if child is not None]
+        while stack:
+            node = stack[-1]
+            children = [] if node in leads else [child for child, _ in node.next_functions if child is not None]
+            unknown = [child for child in children if child not in leads]
+            stack += unknown
+            if not unknown:
+                leads.setdefault(node, any(leads[child] for child in children))
+                stack.pop()
+        if any(leads[child] for child, _ in end.next_functions if child is not None):
+            found.add(end)
+    return found
 
 
 def _recorded(pb: Pullback, recordings: Recordings, layers: _Layers, sink: Sink) -> None:

@@ -1,0 +1,100 @@
+"""An estimate that goes into the average piece by piece is the same as one that is whole first."""
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.errors import IncompatibleError, NonFiniteError
+from natgrad.operators import KroneckerOperator
+from natgrad.optim.mass import Mass
+from natgrad.pullback.streamed import above
+from tests import zoo
+from tests.pulled import close, normal, pull, random_roots
+
+STRUCTURES = [ng.Kronecker(), ng.Kronecker("reduce"), ng.Kronecker(largest=3), ng.Kronecker(fallback=ng.BlockDense())]
+NAMES = zoo.IDS
+
+
+def _average(structure: ng.Kronecker, pb: ng.Pullback) -> KroneckerOperator:
+    """Something to be averaged with, over the same layers, in memory of its own."""
+    return cast(KroneckerOperator, structure.estimate(pb).lerp(structure.estimate(pb), 0.5))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_absorbed_estimate_is_a_whole_one(name: str, k: int, structure: ng.Kronecker) -> None:
+    problem = zoo.case(name).make()
+    before, now = (pull(problem, random_roots(problem, k)) for _ in range(2))
+    now = pull(problem, replace(random_roots(problem, k), s=normal(k, *problem.outputs().shape, seed=1)))
+    average = _average(structure, before)
+    expected = average.lerp(structure.estimate(now), 0.3)
+    found = structure.absorb(now, _average(structure, before), 0.3)
+    close(found.dense(), expected.dense())
+
+
+def test_the_average_stays_where_it_is() -> None:
+    problem = zoo.case("mlp_tanh").make()
+    average = _average(ng.Kronecker(), pull(problem, random_roots(problem)))
+    places = {key: t.data_ptr() for key, t in average.tensors().items()}
+    after = ng.Kronecker().absorb(pull(problem, random_roots(problem)), average, 0.3)
+    assert {key: t.data_ptr() for key, t in after.tensors().items()} == places
+
+
+def test_an_estimate_that_overflows_is_named_and_not_absorbed() -> None:
+    problem = zoo.case("mlp_tanh").make()
+    average = _average(ng.Kronecker(), pull(problem, random_roots(problem)))
+    large = pull(problem, replace(random_roots(problem, 1), s=1e200 * random_roots(problem, 1).s))
+    with pytest.raises(NonFiniteError, match=r"the estimate of the metric of .*weight \+ .*bias holds NaN or infinity"):
+        ng.Kronecker().absorb(large, average, 0.5)
+    assert all(bool(torch.isfinite(t).all()) for t in average.tensors().values())
+
+
+def test_layers_of_another_model_are_refused() -> None:
+    here, there = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=b)).double() for b in (True, False))
+    pulled = [ng.pullback(model, normal(5, 3), ng.Euclidean()) for model in (here, there)]
+    with pytest.raises(IncompatibleError, match="were seen by their rule in one batch and not in another"):
+        ng.Kronecker().absorb(pulled[1], ng.Kronecker().estimate(pulled[0]), 0.5)
+
+
+# Which layers are above others
+
+
+def test_nodes_with_others_below_them_are_found_on_every_path() -> None:
+    x = torch.ones(2, requires_grad=True)
+    a = x.exp()
+    b, c = a.sin(), a.cos()
+    d = b * c
+    ends: list[Tensor] = [a, b, d]
+    assert above({t.grad_fn for t in ends}) == {b.grad_fn, d.grad_fn}
+    assert above({c.grad_fn}) == set()
+
+
+# The weights of an average over time
+
+
+def test_whole_steps_have_the_weights_of_the_corrected_average() -> None:
+    mass, structure = Mass(0.9), ng.Refresh(ng.Kronecker(), decay=0.9)
+    for step in range(1, 6):
+        assert mass.whole(32) == pytest.approx(structure.weight(step), rel=1e-12)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
+def test_parts_of_a_step_weigh_as_the_whole(decay: float) -> None:
+    """Two passes of half a batch, one after the other, against one of the whole batch."""
+    parts, whole = Mass(decay), Mass(decay)
+    values, of_parts, of_whole = normal(6), 0.0, 0.0
+    for mass in (parts, whole):
+        mass.whole(32)
+    for x, y in zip(values[0::2].tolist(), values[1::2].tolist(), strict=True):
+        for value, n in ((x, 8), (y, 24)):
+            w = parts.part(n)
+            of_parts = (1 - w) * of_parts + w * value
+        parts.end()
+        w = whole.whole(32)
+        of_whole = (1 - w) * of_whole + w * (8 * x + 24 * y) / 32
+    assert of_parts == pytest.approx(of_whole, rel=1e-12)
