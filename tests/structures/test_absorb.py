@@ -1,7 +1,6 @@
 """An estimate that goes into the average piece by piece is the same as one that is whole first."""
 
 from dataclasses import replace
-from typing import cast
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ NAMES = zoo.IDS
 
 def _average(structure: ng.Kronecker, pb: ng.Pullback) -> KroneckerOperator:
     """Something to be averaged with, over the same layers, in memory of its own."""
-    return cast(KroneckerOperator, structure.estimate(pb).lerp(structure.estimate(pb), 0.5))
+    return structure.estimate(pb).lerp(structure.estimate(pb), 0.5)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
