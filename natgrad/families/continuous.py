@@ -39,7 +39,7 @@ class Gaussian(Family):
             )
 
     def terms(self, y: Tensor) -> int:
-        return y[0].numel() // (2 if self.scale is None else 1)
+        return y.shape[1:].numel() // (2 if self.scale is None else 1)
 
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
         return self._information(y) * u
@@ -48,10 +48,12 @@ class Gaussian(Family):
         return diagonal_root(y, self._information(y))
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        if self.scale is not None:
+            z = torch.randn(samples, *y.shape, generator=generator, dtype=y.dtype, device=y.device)  # (t − μ)/σ
+            return z if self.scale == 1 else z.div_(self.scale)
         μ, log_σ = self._split(y)
-        z = torch.randn(samples, *μ.shape, generator=generator, dtype=y.dtype, device=y.device)  # (t − μ)/σ
-        by_mean = z * (-log_σ).exp()
-        return by_mean if self.scale is not None else torch.cat([by_mean, z.square() - 1], dim=-1)
+        z = torch.randn(samples, *μ.shape, generator=generator, dtype=y.dtype, device=y.device)
+        return torch.cat([z * (-log_σ).exp(), z.square() - 1], dim=-1)
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         (μ, log_σ), (μ2, log_σ2) = self._split(y), self._split(y2)

@@ -27,7 +27,7 @@ class Categorical(Family):
         check_terms(self, y, 2, "the logits of the classes")
 
     def terms(self, y: Tensor) -> int:
-        return y[0].numel() // y.shape[-1]
+        return y.shape[1:-1].numel()
 
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
         p = y.softmax(-1)
@@ -41,10 +41,11 @@ class Categorical(Family):
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         p = y.softmax(-1)
-        flat = p.reshape(-1, y.shape[-1])
-        t = torch.multinomial(flat, samples, replacement=True, generator=generator)  # [(n terms) k]
-        hot = F.one_hot(t.T, y.shape[-1]).to(y.dtype).view(samples, *y.shape)
-        return hot - p
+        # The first of independent events with rates p is t with probability p_t: torch.multinomial draws so, too, but
+        # looks at its argument first, and a GPU waits. What is not finite stays so in the scores.
+        waiting = torch.empty(samples, *y.shape, dtype=y.dtype, device=y.device).exponential_(generator=generator)
+        t = (p / waiting).argmax(-1, keepdim=True)
+        return torch.zeros_like(waiting).scatter_(-1, t, 1.0).sub_(p)
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         log_p, log_q = y.log_softmax(-1), y2.log_softmax(-1)
@@ -64,7 +65,7 @@ class Bernoulli(Family):
         """Every shape [n *terms] fits."""
 
     def terms(self, y: Tensor) -> int:
-        return y[0].numel()
+        return y.shape[1:].numel()
 
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
         return self._information(y) * u
@@ -98,7 +99,7 @@ class Poisson(Family):
         """Every shape [n *terms] fits."""
 
     def terms(self, y: Tensor) -> int:
-        return y[0].numel()
+        return y.shape[1:].numel()
 
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
         return y.exp() * u

@@ -55,7 +55,8 @@ class Fisher(OutputMetric):
         if self.samples is None:
             return family.root(y) * w**0.5
         generator = generator or fresh_generator(y.device)
-        return family.scores(y, self.samples, generator) * (w / self.samples) ** 0.5
+        scores = family.scores(y, self.samples, generator)
+        return scores if w == self.samples == 1 else scores * (w / self.samples) ** 0.5
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         family, w = self._at(y)

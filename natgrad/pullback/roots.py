@@ -59,7 +59,7 @@ class Root:
 
     def cut(self, part: Part, limit: int) -> list[Part]:
         """A range in pieces, so that the root of each has no more than ``limit`` numbers."""
-        n, d = part[1] - part[0], self.y[0].numel()
+        n, d = part[1] - part[0], self.y.shape[1:].numel()
         if n * d**2 <= limit or self._kept() is not None:
             return [part]
         self._admit(1)
@@ -73,7 +73,7 @@ class Root:
 
     def _admit(self, n: int) -> None:
         """Refuse, before it is made, a root that exceeds the memory bound."""
-        d, bytes_each = self.y[0].numel(), self.y.element_size()
+        d, bytes_each = self.y.shape[1:].numel(), self.y.element_size()
         if n * d**2 * bytes_each <= self.memory:
             return  # as good as certain: no metric that ships has many more columns than outputs
         needed = n * self.columns * d * bytes_each
