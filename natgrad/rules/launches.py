@@ -18,8 +18,8 @@ from natgrad.rules.strips import strip_product
 
 _SMALL = 2**21  # numbers
 _COPY = 2**24  # numbers; of patches at a time
+_WORK = 2**34  # products of numbers, from which a row of tiles more, for one of ones, costs more than sums do
 _ALIGNED = 8  # numbers; rows of a product that start off a vector are read one number at a time
-_WIDE = 2048  # rows, from which one row of ones more costs a row of tiles more, and sums of their own less
 
 
 def affine_product(x: Tensor) -> Tensor:
@@ -42,6 +42,8 @@ def affine_product(x: Tensor) -> Tensor:
 
 def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
     """Σ_nr ā āᵀ [i i] of the patches of x [n ch *spatial], with the homogeneous 1 where there is a ``bias``.
+
+    Symmetric up to rounding: launches to symmetrise would show, and what inverts it reads one triangle.
 
     >>> x = torch.arange(4.0).reshape(1, 1, 4)
     >>> patch_product(x, (Axis(kernel=2),), bias=True)
@@ -74,21 +76,24 @@ def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
     return _bordered(out, patch_sum(x, axes), x.shape[0] * positions(x, axes)) if bias else out
 
 
-def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int = _COPY) -> Tensor:
-    """The same from all patches, copied as rows: nothing is left to do after the product."""
+def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int = _COPY, work: int = _WORK) -> Tensor:
+    """The same from all patches, copied as rows, no more than ``limit`` numbers at a time if it can be.
+
+    Up to so much ``work`` there are rows of ones among them, and nothing is left to do after the product.
+    """
     d, w = len(axes), windows(padded(x, axes), axes)  # [n ch *out *kernel], a view
     w = w.permute(1, *range(2 + d, 2 + 2 * d), 0, *range(2, 2 + d))  # [ch *kernel n *out]
     width, count = prod(w.shape[: 1 + d]), prod(w.shape[2 + d :])
-    ones = bias and width < _WIDE
-    out = _square(x, _fitting(width + bias) if width < _WIDE else width + bias)
-    inner = out if width < _WIDE else out[:width, :width]
+    alone = width**2 * x.shape[0] * count > work
+    out = _square(x, width + bias if alone else _fitting(width + bias))
+    inner = out[:width, :width] if alone else out
     for place, part in enumerate(w.split(max(1, limit // (width * max(1, count))), 1 + d)):
         examples = part.shape[1 + d]
         rows = _rows(x, width, inner.shape[0] - width, examples * count)
         places = rows[:width, : examples * count].unflatten(1, part.shape[1 + d :]).unflatten(0, part.shape[: 1 + d])
         places.copy_(part)
         inner.addmm_(rows, rows.T, beta=float(place > 0))
-    if bias and not ones:
+    if bias and alone:
         _bordered(out, patch_sum(x, axes), x.shape[0] * count)
     return out[: width + bias, : width + bias]
 

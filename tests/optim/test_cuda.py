@@ -97,13 +97,17 @@ class _Loop:
         self.opt = ng.KFAC(self.model, metric, lr=0.05, weight_decay=0.01, **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.97)
 
-    def run(self, steps: int) -> Tensor:
-        """The parameters after so many steps."""
+    def go(self, steps: int) -> None:
+        """So many steps."""
         for _ in range(steps):
             self.opt.zero_grad()
             nn.functional.cross_entropy(self.model(self.x), self.t).backward()
             self.opt.step()
             self.schedule.step()
+
+    def run(self, steps: int) -> Tensor:
+        """The parameters after so many steps."""
+        self.go(steps)
         return torch.cat([p.detach().flatten().cpu() for p in self.model.parameters()])
 
 
@@ -119,7 +123,7 @@ def test_a_recorded_step_waits_for_nothing() -> None:
     loop = _Loop("cuda", metric_every=10, inverse_every=20)
     loop.run(45)
     with no_waiting():
-        loop.run(20)
+        loop.go(20)
 
 
 def test_newton_keeps_the_inverse_near_and_cholesky_helps_out() -> None:

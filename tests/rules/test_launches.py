@@ -34,6 +34,7 @@ def test_products_of_patches_and_of_strips_are_those_of_the_patches_written_out(
         x = normal(3, 2, *sizes, seed=seen)
         expected = moment(x, axes, bias)
         near(product_by_patches(x, axes, bias), expected, x)
+        near(product_by_patches(x, axes, bias, work=0), expected, x)
         near(patch_product(x, axes, bias), expected, x)
         if axes[0].stride == 1:
             striped += 1
