@@ -8,7 +8,7 @@ strips r + u, so with places u, v of the kernel along the first axis
 
 Places with one v − u differ by few p at the borders: one long product is enough for all of them, 3 in place of 9 for a
 kernel of 3 × 3. Strips lie side by side in memory, [m p q], so that every such sum is one product of two matrices whose
-rows are contiguous, as tensor cores like it, and a third of the patches is never copied.
+rows are contiguous, as tensor cores like it, and only a third of the patches is copied.
 """
 
 from __future__ import annotations
