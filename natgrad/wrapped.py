@@ -52,12 +52,19 @@ def is_compiled(module: nn.Module) -> bool:
 
 def has_compiled(module: nn.Module) -> bool:
     """Whether the module, or one inside it, is compiled."""
-    # As module.modules(), whose nested generators are slow: an optimizer asks before every estimate.
+    # As module.modules(), whose nested generators are slow: an optimizer asks before every estimate. Modules of one
+    # type have one forward, but for those that were given their own.
+    plain: set[type[nn.Module]] = set()
     seen, stack = {module}, [module]
     while stack:
         found = stack.pop()
-        if is_compiled(found):
+        if found._compiled_call_impl is not None:
             return True
+        if type(found) not in plain or "forward" in found.__dict__:
+            if is_compiled(found):
+                return True
+            if "forward" not in found.__dict__:
+                plain.add(type(found))
         for child in found._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)

@@ -26,6 +26,7 @@ class Parameters:
         self._hidden = bool(mine - {id(p) for _, _, p in self._owners})
         self._elsewhere = False
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
+        self._made = [(p, *_kind(p)) for p in model.params.values()]
         self._first = next(iter(model.params))
 
     def moved(self, certain: bool) -> bool:
@@ -36,7 +37,7 @@ class Parameters:
         asked for only where that is not so. ``certain``: also where the module has parameters under no key.
         """
         self._elsewhere = (self._changed() or (certain and self._hidden)) and bool(self._missing())
-        if certain and not self._elsewhere:
+        if certain and not self._elsewhere and self._other():
             self._refuse_frozen()
             self._refuse_cast()
         return self._elsewhere
@@ -72,6 +73,11 @@ class Parameters:
                     f"{name} is {now}, and was {was} when the optimizer was made: the metric is in that precision and "
                     "on that device. Call model.to(…), .double() or .cuda() first, and make the optimizer after it"
                 )
+
+    def _other(self) -> bool:
+        """Whether a parameter is not what it was: in one look, for every pass."""
+        made = self._made
+        return bool([p for p, kind, at in made if not p.requires_grad or p.dtype is not kind or p.device != at])
 
     def _changed(self) -> bool:
         # Lists, as generators take twice their time, in every pass.

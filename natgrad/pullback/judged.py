@@ -13,7 +13,7 @@ from natgrad.pullback.hidden import refuse_hidden
 from natgrad.pullback.order import DATA_DEPENDENT
 from natgrad.pullback.separate import Verdicts
 from natgrad.pullback.tape import Tape, Use
-from natgrad.rules.base import Replayed
+from natgrad.rules.base import Replayed, replaying
 
 _KEPT = 64  # graphs
 
@@ -56,7 +56,7 @@ class Judgements:
     def of(self, model: Model, blocks: list[Block], tape: Tape, whole: bool, verdicts: Verdicts) -> Judged:
         """``whole``: all examples are in this pass, so that what it does not use is not used."""
         seen = survey(tape.y)
-        key = (seen.kinds, seen.entries, seen.top, whole, tape.y.shape, tuple([_signature(use) for use in tape.uses]))
+        key = (seen.kinds, seen.entries, seen.top, whole, tape.y.shape, _signature(tape.uses))
         found = self._known.get(key)
         if found is not None and found.given == blocks:
             return found
@@ -79,11 +79,16 @@ def _judged(model: Model, given: list[Block], tape: Tape, seen: Survey, whole: b
     return Judged(list(given), blocks, displaced, unused, {b.names[0]: tape.positions(b) for b in told})
 
 
-def _signature(use: Use) -> Hashable:
-    """All of a call that a judgement depends on; of a module that hides its layers, also what it was given."""
-    entries = tuple(use.entries.items())
-    if not isinstance(use.rule, Replayed):
-        return id(use.module), use.shapes, entries
-    given = tuple(t.shape for t in tensors_of((use.call.args, use.call.kwargs)))
-    edges = tuple(edge is None for edge in use.edges)
-    return id(use.module), use.shapes, entries, given, edges, use.source is None, use.call.training
+def _signature(uses: Sequence[Use]) -> tuple[Hashable, ...]:
+    """All of the calls that a judgement depends on, in one flat tuple, which is soon compared."""
+    hiding = replaying([type(use.rule) for use in uses])
+    out: list[Hashable] = []
+    for use in uses:
+        out.append(id(use.module))
+        out.append(use.shapes)
+        out.extend(use.entries)
+        if type(use.rule) in hiding:  # how often its parameters enter, and what it was given
+            given = tuple(t.shape for t in tensors_of((use.call.args, use.call.kwargs)))
+            edges = tuple(edge is None for edge in use.edges)
+            out.append((tuple(use.entries.values()), given, edges, use.source is None, use.call.training))
+    return tuple(out)

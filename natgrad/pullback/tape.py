@@ -25,7 +25,7 @@ from natgrad.pullback.graph import leaf_uses
 from natgrad.pullback.hooks import Hooks
 from natgrad.pullback.scaled import pulled
 from natgrad.pullback.statistics import Statistics
-from natgrad.rules.base import Call, Replay, Replayed, Rule
+from natgrad.rules.base import Call, Replay, Replayed, Rule, replaying
 from natgrad.rules.shapes import check_cotangents, check_inputs
 
 
@@ -77,7 +77,8 @@ class Recorder:
         kinds = [kind for block in blocks for kind in block.kinds]
         self._rules = {layer: kind.rule for kind in kinds for layer in kind.modules if kind.rule}
         self.bytes = 0  # of the activations so far
-        self._replayed = {layer for layer, rule in self._rules.items() if isinstance(rule, Replayed)}
+        hiding = replaying(map(type, self._rules.values()))
+        self._replayed = {layer for layer, rule in self._rules.items() if type(rule) in hiding}
         self._handles: list[RemovableHandle] = []
         self._hooks = Hooks()
 
@@ -86,9 +87,10 @@ class Recorder:
         if module is not None:
             # Before the layers' own hooks, so that the edge of a normalisation is that of the output made constant.
             self._handles += self.statistics.watch(self._model.batch_norms)
+        norms, watch = set(self._model.batch_norms.values()), self._watch
         for layer in self._rules:
             # First in line: another forward hook may return something else than what the layer computed.
-            self._hooks.put(layer, self._watch, first=not self.statistics.covers(layer))
+            self._hooks.put(layer, watch, first=layer not in norms or not self.statistics.covers(layer))
         if self._bound is not None and module is not None:
             leaves = (m for m in module.modules() if next(m.children(), None) is None)
             self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
@@ -110,7 +112,8 @@ class Recorder:
         if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
             if output.requires_grad:  # the way of most layers, which is asked for many times in every estimate
                 x = args[0].detach() if isinstance(args[0], Tensor) else map_tensors(args[0], Tensor.detach)
-                call, once = Call((x,), {}, module.training), {id(p): 1 for p in rule.parameters(module).values()}
+                once = dict.fromkeys(map(id, rule.parameters(module).values()), 1)
+                call = Call((x,), {}, module.training)
                 self.uses.append(Use(module, rule, call, (edge_of(output),), (output.shape,), once))
             return None
         if not any(t.requires_grad for t in tensors_of(output)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast, final
 
@@ -188,6 +188,11 @@ class Replayed(Rule):
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         raise TypeError(f"the cotangents of {type(module).__name__} are those of its replay")
+
+
+def replaying(kinds: Iterable[type[Rule]]) -> frozenset[type[Rule]]:
+    """Those of the types of rules that replay. To ask ``isinstance`` of an abstract class is slow, layer by layer."""
+    return frozenset(kind for kind in set(kinds) if issubclass(kind, Replayed))
 
 
 @final

@@ -1,0 +1,70 @@
+"""Whether a model still has the parameters that an optimizer was made with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from natgrad.model import Model
+from natgrad.optim.parameters import Parameters
+from natgrad.wrapped import has_compiled
+
+
+def made(module: nn.Module) -> Parameters:
+    return Parameters(Model.of(module), module)
+
+
+def test_a_replaced_module_or_parameter_is_noticed_at_any_depth() -> None:
+    module = nn.Sequential(nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1))
+    parameters = made(module)
+    assert not parameters.moved(certain=True)
+    inner = module[0]
+    module[0] = nn.Sequential(nn.Linear(1, 1))
+    assert parameters.moved(certain=False)
+    assert parameters.moved(certain=True)
+    module[0] = inner
+    assert not parameters.moved(certain=True)
+    module[1].weight = nn.Parameter(torch.ones(1, 1))
+    assert parameters.moved(certain=True)
+
+
+def test_an_added_module_does_not_take_parameters_away() -> None:
+    first = nn.Sequential(nn.Linear(1, 1))
+    module = nn.Sequential(first, nn.Linear(1, 1))
+    parameters = made(module)
+    first.append(module[1])  # torch now lists these parameters under their first name only
+    assert not parameters.moved(certain=True)
+
+
+class Listed(nn.Module):
+    """Has its parameter under no key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = [nn.Parameter(torch.ones(1))]
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield "own", self.own[0]
+
+
+def test_a_parameter_that_only_the_class_knows_of_is_asked_for_by_name() -> None:
+    module = Listed()
+    parameters = made(module)
+    assert not parameters.moved(certain=True)
+    module.own[0] = nn.Parameter(torch.ones(1))
+    assert parameters.moved(certain=True)
+
+
+def test_a_compiled_forward_is_found_beside_plain_modules_of_its_type() -> None:
+    last = nn.Linear(1, 1)
+    module = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), last))
+    assert not has_compiled(module)
+    last.forward = torch.compile(last.forward, backend="eager")
+    assert has_compiled(module)
+    del last.forward
+    assert not has_compiled(module)
+    last.compile(backend="eager")
+    assert has_compiled(module)

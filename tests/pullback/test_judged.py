@@ -1,0 +1,145 @@
+"""What is remembered of one forward pass is not said of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.model import Model
+from natgrad.pullback.assemble import Batch, View, layers_of
+from natgrad.pullback.graph import leaf_uses, survey
+from natgrad.pullback.judged import Judgements
+from natgrad.pullback.separate import Verdicts
+from natgrad.pullback.tape import record
+
+
+class Written(nn.Module):
+    """Layers of one shape, and a forward pass that can be exchanged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.a, self.b, self.o = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+        self.written: Callable[[Written, Tensor], Tensor] = by_a
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.written(self, x)
+
+
+def past(m: Written, x: Tensor, weight: Tensor) -> Tensor:
+    return m.o(m.a(x) + m.b(x) + F.linear(x, weight))
+
+
+def by_a(m: Written, x: Tensor) -> Tensor:
+    return past(m, x, m.a.weight)
+
+
+def by_b(m: Written, x: Tensor) -> Tensor:
+    return past(m, x, m.b.weight)
+
+
+def with_running_statistics(m: Written, x: Tensor) -> Tensor:
+    return m.o(F.batch_norm(m.a(x) + m.b(x), x.new_zeros(3), x.new_ones(3), training=False))
+
+
+def with_those_of_the_batch(m: Written, x: Tensor) -> Tensor:
+    return m.o(F.batch_norm(m.a(x) + m.b(x), x.new_zeros(3), x.new_ones(3), training=True))
+
+
+def plainly(m: Written, x: Tensor) -> Tensor:
+    return m.o(m.a(x) + m.b(x))
+
+
+def with_another_weight(m: Written, x: Tensor) -> Tensor:
+    other = {"weight": m.b.weight.T.T, "bias": m.b.bias}
+    return m.o(torch.func.functional_call(m.a, other, (x,)) + m.b(x))
+
+
+def without_b(m: Written, x: Tensor) -> Tensor:
+    return m.o(m.a(x) + m.a(x))
+
+
+def transposed(m: Written, x: Tensor) -> Tensor:
+    return m.o(m.a(x) @ m.b.weight.T + m.b.bias)
+
+
+PASSES = (
+    by_a,
+    by_b,
+    with_running_statistics,
+    with_those_of_the_batch,
+    plainly,
+    with_another_weight,
+    without_b,
+    transposed,
+)
+
+
+def inputs(n: int = 4) -> Tensor:
+    return torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def view_of(m: Written) -> View:
+    model = Model.of(m)
+    return View(model, ng.Euclidean(), layers_of(model), None)
+
+
+def shown(view: View, m: Written, written: Callable[[Written, Tensor], Tensor]) -> object:
+    m.written = written
+    pb = view.of(Batch(view.model, inputs()))
+    covered = {name for block in pb.layers if block.rule is not None for name in block.names}
+    return covered, pb.displaced, set(pb.unused), pb.positions
+
+
+@pytest.mark.parametrize("first", PASSES)
+@pytest.mark.parametrize("second", PASSES)
+def test_a_pass_is_seen_as_if_it_were_the_first(
+    first: Callable[[Written, Tensor], Tensor], second: Callable[[Written, Tensor], Tensor]
+) -> None:
+    m = Written()
+    view = view_of(m)
+    shown(view, m, first)
+    assert shown(view, m, second) == shown(view_of(m), m, second)
+
+
+def test_statistics_of_the_batch_are_noticed_after_a_pass_without() -> None:
+    m = Written()
+    view = view_of(m)
+    shown(view, m, with_running_statistics)
+    m.written = with_those_of_the_batch
+    assert {"a.weight", "b.weight"} <= view.of(Batch(view.model, inputs())).displaced
+
+
+def test_a_pass_that_looks_like_one_before_is_not_judged_again() -> None:
+    m = Written()
+    model, blocks = Model.of(m), layers_of(Model.of(m))
+    judgements, verdicts = Judgements(), Verdicts()
+    found = [judgements.of(model, blocks, record(model, blocks, inputs(n)), True, verdicts) for n in (4, 4, 5)]
+    assert found[0] is found[1]
+    assert found[0] is not found[2]
+
+
+@pytest.mark.parametrize("written", PASSES)
+def test_a_survey_counts_the_entries_of_leaves(written: Callable[[Written, Tensor], Tensor]) -> None:
+    m = Written()
+    y = written(m, inputs())
+    seen = survey(y)
+    assert seen.counts == leaf_uses([y.grad_fn])
+    assert seen.unreached(dict(m.named_parameters())) == {
+        name
+        for name, p in m.named_parameters()
+        if torch.autograd.grad(y.sum(), p, None, True, allow_unused=True)[0] is None
+    }
+
+
+def test_a_survey_of_a_view_of_a_leaf_has_it_on_top() -> None:
+    p, q = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(1))
+    assert survey(p.T).unreached({"p": p, "q": q}) == {"q"}
+    assert survey(p).unreached({"p": p}) == frozenset()
