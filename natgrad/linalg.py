@@ -122,6 +122,11 @@ def gated_add(tensors: Sequence[Tensor], changes: Sequence[Tensor], weight: floa
     _fused(tensors, changes, -weight, found, drawn=False)
 
 
+def gated_descent(tensors: Sequence[Tensor], velocity: Sequence[Tensor], rate: float | Tensor, found: Tensor) -> None:
+    """Subtract rate times the velocity, as ``gated_add``; the rate may be a number on the GPU, in single precision."""
+    _fused(tensors, velocity, rate, found, drawn=False)
+
+
 def gated_lerp(tensors: Sequence[Tensor], others: Sequence[Tensor], weight: float | Tensor, found: Tensor) -> None:
     """(1 − w) x + w y in the memory of x, as ``gated_add``; the weight may be on the GPU, in single precision."""
     _fused(tensors, others, weight, found, drawn=True)

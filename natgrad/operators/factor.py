@@ -62,9 +62,13 @@ def two_sided(left: Factor, w: Tensor, right: Factor, out: Tensor | None = None)
 
 def room(factor: Factor) -> int:
     """The bytes of a stack that a factor may be in; one that is larger than that is alone."""
-    kind = factor.device.type
-    alone = factor.shape[-1] > _BATCHED.get(kind, _BATCHED["cuda"])
-    return 0 if alone else _ROOM.get(kind, _ROOM["cuda"])
+    alone = factor.shape[-1] > _BATCHED.get(factor.device.type, _BATCHED["cuda"])
+    return 0 if alone else room_on(factor.device)
+
+
+def room_on(device: torch.device) -> int:
+    """The bytes of a stack that is worth being worked on at once."""
+    return _ROOM.get(device.type, _ROOM["cuda"])
 
 
 def by_size(factors: Sequence[Factor]) -> list[list[int]]:

@@ -96,8 +96,9 @@ class ProductInverse(LayerInverse):
     def alike(self, b: int) -> object:
         return self.kinds[b]
 
-    def apply(self, group: tuple[int, ...], w: Tensor, spent: bool) -> Tensor:
-        left, right = self.stacks[self.groups.index(group)]
+    def apply(self, group: tuple[int, ...], first: int, w: Tensor, spent: bool) -> Tensor:
+        at = first * self.blocks[group[0]].shape[0]
+        left, right = (side[at : at + len(w)] for side in self.stacks[self.groups.index(group)])
         return two_sided(left, w, right, w if spent else None)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -126,7 +127,7 @@ class SpectralInverse(LayerInverse):
     def alike(self, b: int) -> object:
         return b  # rotations are many numbers: no copies of them
 
-    def apply(self, group: tuple[int, ...], w: Tensor, spent: bool) -> Tensor:
+    def apply(self, group: tuple[int, ...], first: int, w: Tensor, spent: bool) -> Tensor:
         (b,) = group
         q, p = self.left[b], self.right[b]
         turned = rotated(q, w, p)

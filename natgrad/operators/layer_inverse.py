@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Inverse, Layout
-from natgrad.operators.factor import stacked
+from natgrad.operators.factor import room_on, stacked
 from natgrad.operators.subset import REST, Subset
 from natgrad.pullback.blocks import Block
 
@@ -26,8 +26,8 @@ class LayerInverse(Inverse):
     others: Subset | None
 
     @abstractmethod
-    def apply(self, group: tuple[int, ...], w: Tensor, spent: bool) -> Tensor:
-        """The solution for layers of the same shape, stacked as w [b·c o i], in the memory of w where it is spent."""
+    def apply(self, group: tuple[int, ...], first: int, w: Tensor, spent: bool) -> Tensor:
+        """The solution for layers of a group from the first on, w [b·c o i], in the memory of w where that is spent."""
 
     @abstractmethod
     def alike(self, b: int) -> object:
@@ -53,17 +53,17 @@ class LayerInverse(Inverse):
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Layers that are solved at once."""
+        """Layers that are solved at once, the largest first: later there are more results beside them."""
         found: dict[object, list[int]] = defaultdict(list)
         for b, block in enumerate(self.blocks):
             found[block.shape, self.alike(b)].append(b)
-        return tuple(tuple(group) for group in found.values())
+        return tuple(sorted(map(tuple, found.values()), key=lambda group: -len(group) * self.blocks[group[0]].size))
 
     def solve(self, ω: Tensor) -> Tensor:
-        v = torch.empty_like(ω)
-        for group in self.groups:
-            for b, w in self._solved(group, [self.blocks[b].pack(ω) for b in group], {ω.untyped_storage().data_ptr()}):
-                self.blocks[b].unpack(w, v)
+        v, lent = torch.empty_like(ω), {ω.untyped_storage().data_ptr()}
+        for group, first, last in self._runs:
+            packed = [self.blocks[b].pack(ω) for b in group[first:last]]
+            self._solve(group, first, packed, lent, lambda block, w: block.unpack(w, v))
         if self.rest is not None and self.others is not None:
             self.others.put(self.rest.solve(self.others.take(ω)), v)
         return v
@@ -71,27 +71,47 @@ class LayerInverse(Inverse):
     def sharp(self, ω: Covector) -> Vector:
         """As ``solve``, without flattening: a step has this many launches, and no more.
 
-        Beside the result the packed layers of one group are held, and their product with one side.
+        Beside the result, packed layers of one shape are held, not too many, and their product with one side.
         """
         lent, like = {t.untyped_storage().data_ptr() for t in ω.values()}, self.layout.like
         found: dict[str, Tensor] = {}
-        for group in self.groups:
-            packed = [self.blocks[b].packed(ω).to(self.layout.dtype) for b in group]
-            for b, w in self._solved(group, packed, lent):
-                found.update((name, _as(t, like[name])) for name, t in self.blocks[b].unpacked(w).items())
+
+        def put(block: Block, w: Tensor) -> None:
+            found.update((name, _as(t, like[name])) for name, t in block.unpacked(w).items())
+
+        for group, first, last in self._runs:
+            packed = [self.blocks[b].packed(ω).to(self.layout.dtype) for b in group[first:last]]
+            self._solve(group, first, packed, lent, put)
         if self.rest is not None and self.others is not None:
             others = self.rest.sharp(Covector(self.others.named(ω)))
             found.update((name, _as(t, like[name])) for name, t in others.items())
         return Vector({name: found[name] for name in like})
 
-    def _solved(self, group: tuple[int, ...], packed: list[Tensor], lent: set[int]) -> Iterator[tuple[int, Tensor]]:
-        """The layers of the group and their solutions; ``packed`` is used up where it is not in ``lent`` memory."""
+    @cached_property
+    def _runs(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        """Groups, and from which to which of their layers there is room for at once."""
+        out: list[tuple[tuple[int, ...], int, int]] = []
+        for group in self.groups:
+            block = self.blocks[group[0]]
+            several = max(1, room_on(block.device) // (block.size * self.layout.dtype.itemsize))
+            out += [(group, at, min(at + several, len(group))) for at in range(0, len(group), several)]
+        return tuple(out)
+
+    def _solve(
+        self,
+        group: tuple[int, ...],
+        first: int,
+        packed: list[Tensor],
+        lent: set[int],
+        put: Callable[[Block, Tensor], None],
+    ) -> None:
+        """Hand out the solutions of layers; ``packed`` is used up where it is not in ``lent`` memory."""
         w = stacked(packed)
         packed.clear()  # copies, where they have been stacked
         graph = torch.is_grad_enabled() and w.requires_grad
-        parts = self.apply(group, w, not graph and w.untyped_storage().data_ptr() not in lent)
-        del w
-        yield from zip(group, parts.split(self.blocks[group[0]].shape[0]), strict=True)
+        w = self.apply(group, first, w, not graph and w.untyped_storage().data_ptr() not in lent)
+        for at, part in enumerate(w.split(self.blocks[group[0]].shape[0]), first):
+            put(self.blocks[group[at]], part)
 
 
 def _as(t: Tensor, like: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class Graphed:
         try:
             with recording(graph):
                 step = self._opt.propose(solve, Covector(dict(zip(ω, gradients, strict=True))), None, None)
-                moves.guard.look(step.displacement)
+                moves.guard.look(step.numbers)
                 moves.apply(step, solve.velocity)
                 found = moves.guard.found
         except RuntimeError as error:  # something in the step cannot be recorded: a structure, or a rule of the user
@@ -140,4 +140,4 @@ class Graphed:
             moves.recorded = None
             moves.guard.forget()
         assert solve.inverse is not None
-        return _Recording(graph, gradients, rates, found, step, solve.inverse)
+        return _Recording(graph, gradients, rates, found, moves.kept(step), solve.inverse)

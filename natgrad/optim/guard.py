@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError
-from natgrad.linalg import gated_add
+from natgrad.linalg import gated_add, gated_descent
 
 _PENDING = 8  # steps that the host may be ahead of what it knows
 
@@ -83,6 +83,13 @@ class Guard:
             torch._foreach_add_(list(tensors), list(changes))
         else:  # one launch for all tensors, which looks at the flag on the device
             gated_add(tensors, changes, 1.0, self.found)
+
+    def descend(self, tensors: Sequence[Tensor], velocity: Sequence[Tensor], rate: float | Tensor) -> None:
+        """Subtract the rate times the velocity, unless something was not finite."""
+        if self.found is None:
+            torch._foreach_add_(list(tensors), list(velocity), alpha=-float(rate))
+        else:
+            gated_descent(tensors, velocity, rate, self.found)
 
     def move(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set the values, up to rounding, unless something was not finite: few launches for many tensors."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.optim.guard import Guard
 from natgrad.step import Step
+from natgrad.step.base import Along
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
@@ -102,7 +103,8 @@ class Moves:
         if not self.resting:
             return step
         landing = {name: t for name, t in step.landing.items() if name not in self.resting}
-        return replace(step, displacement=self.at_rest(step.displacement), landing=landing)
+        way = step.way if isinstance(step.way, Along) else self.at_rest(step.way)
+        return replace(step, way=way, landing=landing)
 
     def rates(self) -> list[tuple[Sequence[str], Rate]]:
         """Names and learning rate of every group."""
@@ -131,7 +133,7 @@ class Moves:
     def apply(self, step: Step, velocity: Vector | None) -> None:
         """Everything has been computed and checked: change parameters and momentum."""
         kept = step.velocity if step.velocity is not None else velocity
-        if kept is step.displacement:
+        if kept is step.way:
             kept = kept.map(torch.clone)  # what is kept as momentum is used up
         for group in self.groups:
             params, names = group.params, group.names
@@ -141,12 +143,26 @@ class Moves:
                 continue
             if group.options["weight_decay"]:
                 self.guard.scale(params, 1 - group.rate * group.options["weight_decay"])
-            self.guard.add(params, [step.displacement[name] for name in names])
+            if isinstance(step.way, Along):
+                self.guard.descend(params, [step.way.velocity[name] for name in names], group.rate)
+            else:
+                self.guard.add(params, [step.way[name] for name in names])
             landed = [(p, step.landing[name]) for p, name in zip(params, names, strict=True) if name in step.landing]
             if landed:
                 self.guard.put([p for p, _ in landed], [value for _, value in landed])
             if kept is not None and (group.options["momentum"] or step.velocity is not None):
                 self._remember(params, [kept[name] for name in names])
+
+    def kept(self, step: Step) -> Step:
+        """The step, after it was applied, without memory of its own: along the momentum, which is its velocity now."""
+        if not isinstance(step.way, Along):
+            return step
+        velocity = dict(step.way.velocity)
+        for group in self.groups:
+            for name, p in zip(group.names, group.params, strict=True):
+                if group.options["momentum"] and "momentum" in self._opt.state.get(p, {}):
+                    velocity[name] = self._opt.state[p]["momentum"]
+        return replace(step, way=replace(step.way, velocity=Vector(velocity)))
 
     def _remember(self, params: Sequence[Tensor], velocity: Sequence[Tensor]) -> None:
         state = self._opt.state

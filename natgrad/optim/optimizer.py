@@ -49,10 +49,12 @@ class NaturalGradient(torch.optim.Optimizer):
     Momentum is kept in the space of vectors, m ← μm + v, θ ← θ − lr·m; weight decay is decoupled,
     θ ← (1 − lr·wd)θ. Every number in a parameter group may be changed between steps; λ must be the same in all.
     A parameter whose ``.grad`` is None is left alone in that step; for the others, its gradient is zero.
-    Nothing changes when a step raises. A step that its rule refuses (``opt.last.accepted``) changes no parameter, and
-    starts the momentum anew: along a velocity that ascends, every later step would be refused too. A rule that needs
-    the loss again (``LevenbergMarquardt``) is told by ``opt.needs_closure``, by ``repr(opt)`` and by a message of the
-    logger "natgrad" at construction: then ``opt.step(closure)``.
+    When a step raises, parameters and momentum are as they were. Kronecker factors and their inverses, which are made
+    in the memory of the last ones, may be newer, of some layers only; the inverses are then due again. A step that its
+    rule refuses (``opt.last.accepted``) changes no parameter, and starts the momentum anew: along a velocity that
+    ascends, every later step would be refused too. A rule that needs the loss again (``LevenbergMarquardt``) is told by
+    ``opt.needs_closure``, by ``repr(opt)`` and by a message of the logger "natgrad" at construction: then
+    ``opt.step(closure)``.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
@@ -189,7 +191,7 @@ class NaturalGradient(torch.optim.Optimizer):
         step = None if closure is not None or self.moves.resting else self._graphed.step(solve, ω)
         if step is None:
             step = self.propose(solve, ω, closure, value)
-            self.moves.guard.check(step.displacement, "the step", self.keeper.step)
+            self.moves.guard.check(step.numbers, "the step", self.keeper.step)
             self.moves.apply(step, solve.velocity)
         else:
             self.moves.guard.send("the step", self.keeper.step)
@@ -197,7 +199,7 @@ class NaturalGradient(torch.optim.Optimizer):
         for group in self.param_groups:
             group["damping"] = step.damping
         self.keeper.commit(solve.operator, refreshed)
-        self.last = step
+        self.last = self.moves.kept(step).stamped()
 
     def _replayed(self) -> bool:
         """Most steps on a GPU: neither the metric nor its inverse is due, and all the rest has been recorded."""

@@ -12,6 +12,7 @@ from natgrad.errors import FactorisationError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Operator
 from natgrad.optim.groups import common_damping
+from natgrad.step.base import Along
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
@@ -44,18 +45,20 @@ class Solves:
 
     def move(self, v: Vector) -> Vector:
         """−lr·(μm + v), every group with its own lr and μ; v becomes the velocity μm + v. What rests is not moved."""
-        moved = {name: torch.zeros_like(v[name]) for name in self.opt.moves.resting}
+        return self.along(v).displacement()
+
+    def along(self, v: Vector) -> Along:
+        """The same, without memory for more than v."""
+        state = self.opt.state
         for group in self.opt.moves.groups:
-            found = [v[name] for name in group.names]
-            state, μ = self.opt.state, group.options["momentum"]
+            μ = group.options["momentum"]
             # A parameter that has not moved yet has no momentum.
-            begun = [at for at, p in enumerate(group.params) if "momentum" in state.get(p, {})] if μ else []
+            pairs = zip(group.names, group.params, strict=True)
+            begun = {name: state[p]["momentum"] for name, p in pairs if "momentum" in state.get(p, {})} if μ else {}
             if begun:
-                momentum = [state[group.params[at]]["momentum"] for at in begun]
-                torch._foreach_add_([found[at] for at in begun], momentum, alpha=μ)
-            moved.update(zip(group.names, torch._foreach_mul(found, -group.rate), strict=True))
+                torch._foreach_add_([v[name] for name in begun], list(begun.values()), alpha=μ)
         self.velocity = v
-        return Vector({name: moved[name] for name in v})
+        return Along(v, self.opt.moves.rates())
 
     def direction(self, ω: Covector, damping: float) -> Vector:
         """−lr·(μm + (G + λ)⁻¹ω)."""

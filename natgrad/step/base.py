@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, final
 
+import torch
 from torch import Tensor
 
+from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Operator
 
@@ -20,8 +22,8 @@ class Proposal:
     """All that a step rule may look at. Nothing in it changes the model.
 
     ``sharp(ω, λ)`` is (G + λ)⁻¹ω; ``move(v)`` the step −lr·(μm + v) that the optimizer would make of it by itself, and
-    ``direction(ω, λ)`` both; ``loss(δ)`` evaluates the closure where the step δ lands, at ``decayed`` + δ. What a rule
-    does not ask for is not computed.
+    ``direction(ω, λ)`` both; ``plain(v)`` is that step where nobody has to look at it. v is used up. ``loss(δ)``
+    evaluates the closure where the step δ lands, at ``decayed`` + δ. What a rule does not ask for is not computed.
     """
 
     params: Mapping[str, Tensor]
@@ -46,6 +48,10 @@ class Proposal:
     def move(self, v: Vector) -> Vector:
         """−lr·(μm + v)."""
         return self.solve.move(v)
+
+    def plain(self, v: Vector) -> Step:
+        """The step −lr·(μm + v), without memory for it beside v."""
+        return Step(self.solve.along(v), self.damping)
 
     def direction(self, ω: Covector, damping: float) -> Vector:
         """−lr·(μm + (G + λ)⁻¹ω)."""
@@ -76,6 +82,8 @@ class Solve(Protocol):
 
     def move(self, v: Vector) -> Vector: ...
 
+    def along(self, v: Vector) -> Along: ...
+
 
 @final
 @dataclass(frozen=True)
@@ -96,20 +104,72 @@ class Look:
 
 @final
 @dataclass(frozen=True)
+class Along:
+    """δ = −lr·m, with the lr of every group of parameters, for a velocity m; what is in no group stays.
+
+    Where m is the momentum itself, δ is that of the last step only: the ``versions`` of the tensors tell.
+
+    >>> Along(Vector({"a": torch.ones(1), "b": torch.ones(1)}), [(["a"], 0.5)]).displacement()
+    Vector(a: (1,), b: (1,))
+    """
+
+    velocity: Vector
+    rates: Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
+    versions: tuple[int, ...] = ()
+
+    def displacement(self) -> Vector:
+        """δ, in memory of its own."""
+        if self.versions and self.versions != self._seen:
+            raise NatgradError(
+                "the momentum has changed since this step: read opt.last.displacement before the next step"
+            )
+        moved: dict[str, Tensor] = {}
+        for names, rate in self.rates:
+            moved.update(zip(names, torch._foreach_mul([self.velocity[name] for name in names], -rate), strict=True))
+        return Vector(
+            {name: moved[name] if name in moved else torch.zeros_like(t) for name, t in self.velocity.items()}
+        )
+
+    def stamped(self) -> Along:
+        """The same, for as long as the velocity is what it is now."""
+        return replace(self, versions=self._seen)
+
+    @property
+    def _seen(self) -> tuple[int, ...]:
+        return tuple(t._version for t in self.velocity.values())
+
+
+@final
+@dataclass(frozen=True)
 class Step:
     """What a rule decided: the move δ (to be added), the damping from now on, and, in words, what happened.
 
-    A step that is not ``accepted`` changes no parameter. ``landing`` are the exact values of parameters that a
-    constraint has put somewhere: θ + (bound − θ) would round to either side of the bound.
+    The move is a vector, or ``Along`` a velocity (``proposal.plain``), which takes no memory for the move itself. A
+    step that is not ``accepted`` changes no parameter. ``landing`` are the exact values of parameters that a constraint
+    has put somewhere: θ + (bound − θ) would round to either side of the bound.
     """
 
-    displacement: Vector
+    way: Vector | Along
     damping: float
     accepted: bool = True
     reason: str = ""
     ratio: float | None = None  # actual over predicted decrease, where a rule measured it
     landing: Mapping[str, Tensor] = field(default_factory=dict)
     velocity: Vector | None = None  # what the momentum is from now on, where the rule decides
+
+    @property
+    def displacement(self) -> Vector:
+        """δ."""
+        return self.way if isinstance(self.way, Vector) else self.way.displacement()
+
+    @property
+    def numbers(self) -> Vector:
+        """What is finite if δ is."""
+        return self.way if isinstance(self.way, Vector) else self.way.velocity
+
+    def stamped(self) -> Step:
+        """The same, and its displacement can be read until its velocity changes."""
+        return self if isinstance(self.way, Vector) else replace(self, way=self.way.stamped())
 
 
 class StepRule(ABC):

@@ -134,4 +134,4 @@ def _moved(
     δ = Vector({name: inside[name] - p for name, p in proposal.decayed.items()})
     landing = {**step.landing, **{name: inside[name] for name in changed}}
     reason = "; ".join(filter(None, [step.reason, f"{what}: {', '.join(changed)}"]))
-    return replace(step, displacement=δ, reason=reason, landing=landing)
+    return replace(step, way=δ, reason=reason, landing=landing)

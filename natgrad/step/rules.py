@@ -22,7 +22,7 @@ class Fixed(StepRule):
         return True
 
     def take(self, proposal: Proposal) -> Step:
-        return Step(proposal.natural(), proposal.damping)
+        return proposal.plain(proposal.sharp(proposal.differential, proposal.damping))
 
 
 @final

@@ -47,7 +47,7 @@ class KLClip(StepRule):
         # Rounding below zero, or a zero gradient: nothing to shorten.
         shrink = torch.where(square > self.radius, (self.radius / square.clamp(min=self.radius)).sqrt(), 1.0)
         torch._foreach_mul_(list(v.values()), shrink)  # v is ours: memory for one more is not taken
-        return Step(proposal.move(v), proposal.damping)
+        return proposal.plain(v)
 
 
 @final
