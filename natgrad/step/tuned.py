@@ -12,7 +12,7 @@ from torch import Tensor
 from natgrad.geometry import Vector
 from natgrad.step.base import Proposal, Step, StepRule
 
-_CUT, _CUTS = 4.0, 3  # a step that is too long: divided by, and how often
+_CUT, _CUTS = 4.0, 3  # a step that is too long, or a damping that is most of the model: divided by; and how often
 _GROWTH = 3.0  # of a step that is not tried, over the one before
 
 
@@ -61,11 +61,13 @@ class SelfTuned(StepRule):
 
     In the first step, and then every ``every`` steps, the loss is evaluated where the step lands. λ is multiplied or
     divided by ``factor`` where it has fallen by less than a quarter, or by more than three quarters, of what the model
-    said. A step after which the loss is higher is cut to a quarter, three times at most, and λ becomes four times
-    larger; one that no cut helps is refused. The steps in between are at most three times as long, in the metric, as
-    the one before: a small batch may say little about most directions. ``fraction``: the part of the batch that the
-    exact products are taken on. Needs ``opt.step(closure)``; where it is evaluated again it draws the same random
-    numbers. The exact products are those of the function that is trained, batch statistics included, with dropout off.
+    said. Were G the whole curvature, the ratio would be 1 + λ⟨δ, δ⟩/⟨δ, (G + λ)δ⟩: above three halves the model is more
+    damping than metric, and λ becomes four times smaller. A step after which the loss is higher is cut to a quarter,
+    three times at most, and λ becomes four times larger; one that no cut helps is refused. The steps in between are at
+    most three times as long, in the metric, as the one before: a small batch may say little about most directions.
+    ``fraction``: the part of the batch that the exact products are taken on. Needs ``opt.step(closure)``; where it is
+    evaluated again it draws the same random numbers. The exact products are those of the function that is trained,
+    batch statistics included, with dropout off.
 
     >>> SelfTuned()
     SelfTuned(every=5, factor=1.3, fraction=1.0, smallest=1e-06)
@@ -120,7 +122,7 @@ class SelfTuned(StepRule):
 
     def _adapted(self, λ: float, ratio: float) -> float:
         if ratio > 0.75:
-            return max(λ / self.factor, self.smallest)
+            return max(λ / (_CUT if ratio > 1.5 else self.factor), self.smallest)
         return min(λ * self.factor, 1 / self.smallest) if ratio < 0.25 else λ
 
 

@@ -123,6 +123,17 @@ def test_the_damping_falls_stays_or_rises_by_the_factor_with_the_ratio(curvature
     assert opt.param_groups[0]["damping"] == pytest.approx(times * 1e-9)
 
 
+@pytest.mark.parametrize(("λ", "times"), [(0.5, 1 / 1.3), (0.99, 1 / 1.3), (1.01, 1 / 4), (100.0, 1 / 4)])
+def test_a_damping_that_is_more_than_half_of_the_model_falls_faster(λ: float, times: float) -> None:
+    """L = ½θ² with G = 1: the step is −θ/(1 + λ), and the ratio 1 + λ/(1 + λ)."""
+    _, opt, closure = bowl(1.0)
+    opt.param_groups[0]["damping"] = λ
+    opt.step(closure)
+    assert opt.last is not None
+    assert opt.last.ratio == pytest.approx(1 + λ / (1 + λ))
+    assert opt.param_groups[0]["damping"] == pytest.approx(times * λ)
+
+
 def test_the_damping_adapts_every_so_many_steps_only_and_stays_above_the_smallest() -> None:
     _, opt, closure = bowl(1.2, every=3, factor=10.0, smallest=2e-11)
     dampings = []
