@@ -119,33 +119,35 @@ def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
 
 def gated_add(tensors: Sequence[Tensor], changes: Sequence[Tensor], weight: float, found: Tensor) -> None:
     """Add weight times the changes, unless ``found`` (a number on the GPU) is not zero: one launch, nothing waits."""
-    _fused(tensors, changes, -weight, found, drawn=False)
+    _descend(tensors, changes, -weight, found, decay=0.0)
 
 
 def gated_descent(tensors: Sequence[Tensor], velocity: Sequence[Tensor], rate: float | Tensor, found: Tensor) -> None:
     """Subtract rate times the velocity, as ``gated_add``; the rate may be a number on the GPU, in single precision."""
-    _fused(tensors, velocity, rate, found, drawn=False)
+    _descend(tensors, velocity, rate, found, decay=0.0)
 
 
-def gated_lerp(tensors: Sequence[Tensor], others: Sequence[Tensor], weight: float | Tensor, found: Tensor) -> None:
-    """(1 − w) x + w y in the memory of x, as ``gated_add``; the weight may be on the GPU, in single precision."""
-    _fused(tensors, others, weight, found, drawn=True)
-
-
-def _fused(
-    tensors: Sequence[Tensor], others: Sequence[Tensor], rate: float | Tensor, found: Tensor, drawn: bool
+def gated_lerp(
+    tensors: Sequence[Tensor], totals: Sequence[Tensor], weight: float | Tensor, count: float, found: Tensor
 ) -> None:
-    """x − rate·y or, where x is ``drawn`` to y, x − rate·(x − y): torch's fused descent with a decay of 1, uphill."""
+    """(1 − w) x + w y/count in the memory of x, as ``gated_add``; w may be on the GPU, in single precision."""
+    _descend(tensors, totals, weight / count, found, decay=count)
+
+
+def _descend(
+    tensors: Sequence[Tensor], others: Sequence[Tensor], rate: float | Tensor, found: Tensor, decay: float
+) -> None:
+    """x − rate·y or, with a decay, x − rate·(decay·x − y): torch's fused descent, or ascent."""
     torch._fused_sgd_(
         list(tensors),
         list(others),
         [],
-        weight_decay=1.0 if drawn else 0.0,
+        weight_decay=decay,
         momentum=0.0,
         lr=rate,
         dampening=0.0,
         nesterov=False,
-        maximize=drawn,
+        maximize=decay > 0,
         is_first_step=False,
         found_inf=found,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import gated_lerp
 from natgrad.operators import KroneckerOperator
+from natgrad.operators.factor import aligned
 from natgrad.pullback.recorded import Weight
 from natgrad.pullback.sharing import mean
 from natgrad.pullback.streamed import Sink
@@ -19,6 +21,7 @@ from natgrad.pullback.tied import trace
 from natgrad.rules.base import Moment
 
 _HELD = 2**26  # bytes that wait to be absorbed together on a GPU: small kernels wait for the processor
+_LARGE = 2**20  # numbers
 
 
 @final
@@ -32,7 +35,7 @@ class Absorb(Sink):
     def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Weight) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
-        self._held: list[tuple[Tensor, Tensor, Weight, int]] = []  # what is, what arrived, its weight and its count
+        self._held: list[_Held] = []
         self._bytes = 0
 
     @property
@@ -59,11 +62,11 @@ class Absorb(Sink):
         self._put(b, self.average.left[self.numbers[b]], s, 1)
 
     def _put(self, b: int, factor: Tensor, total: Tensor, count: int) -> None:
-        number = self.numbers[b]
+        number, count = self.numbers[b], max(count, 1)
         assert factor.shape == total.shape
-        weight = self._weight if self.average.saw(number) else 1.0
+        known = self.average.saw(number)
         if factor.device.type == "cuda":
-            self._held.append((factor, total, weight, count))
+            self._held.append(_held(factor, total, self._weight if known else 1.0, count))
             self._bytes += total.numel() * total.element_size()
             if self._bytes > _HELD:
                 self.flush()
@@ -72,23 +75,68 @@ class Absorb(Sink):
         if not math.isfinite(float(trace(total).sum())):
             title = self.average.blocks[number].title
             raise NonFiniteError(f"the estimate of the metric of {title} holds NaN or infinity. It was not averaged")
-        factor.mul_(1 - float(weight)).add_(total, alpha=float(weight) / max(count, 1))
+        weight = float(self._weight) if known else 1.0
+        factor.mul_(1 - weight).add_(total, alpha=weight / count)
 
     def flush(self) -> None:
         held, self._held, self._bytes = self._held, [], 0
         if not held:
             return
-        found = torch.zeros((), device=held[0][0].device)
-        means = [total.contiguous() for _, total, _, _ in held]
-        double = means[0].dtype == torch.float64  # torch's kernel divides by a number in single precision
-        counts = [max(count, 1) for *_, count in held]
-        if double:
-            torch._foreach_div_(means, counts)
-        for count in sorted({1} if double else set(counts)):
-            scale = torch.full_like(found, 1.0 / count)
-            alike = [t for t, its in zip(means, counts, strict=True) if double or its == count]
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, found, scale)
-        news = [at for at, (_, _, weight, _) in enumerate(held) if isinstance(weight, float) and weight == 1.0]
-        for group, weight in ((news, 1.0), ([at for at in range(len(held)) if at not in news], self._weight)):
-            if group:
-                gated_lerp([held[at][0] for at in group], [means[at] for at in group], weight, found)
+        found = _not_finite(held)
+        for key in dict.fromkeys((id(one.weight), one.count) for one in held):
+            alike = [one for one in held if (id(one.weight), one.count) == key]
+            gated_lerp([one.factor for one in alike], [one.total for one in alike], alike[0].weight, key[1], found)
+
+
+def laid_out(average: KroneckerOperator) -> KroneckerOperator:
+    """On a GPU, with factors whose rows begin at whole vectors, as those of estimates: they meet without a copy."""
+    left, right = (tuple(map(_laid_out, side)) for side in (average.left, average.right))
+    same = all(new is old for new, old in zip(left + right, average.left + average.right, strict=True))
+    return average if same else replace(average, left=left, right=right)
+
+
+def _laid_out(factor: Tensor) -> Tensor:
+    if factor.ndim != 3 or factor.shape[0] != 1 or not factor.is_contiguous():
+        return factor
+    wider = aligned(factor)
+    return factor if wider is factor else wider[:, : factor.shape[1], : factor.shape[2]]
+
+
+@final
+@dataclass(frozen=True)
+class _Held:
+    """A factor and what arrived of it, each as numbers in a row, and numbers that show whether that is finite."""
+
+    factor: Tensor
+    total: Tensor
+    sign: Tensor | None  # the diagonal; None where all are to be looked at
+    weight: Weight
+    count: int
+
+
+def _held(factor: Tensor, total: Tensor, weight: Weight, count: int) -> _Held:
+    diagonal = total.diagonal(dim1=-2, dim2=-1) if total.ndim == 3 else total
+    if _padded(factor) and total.stride()[1:] == factor.stride()[1:]:  # what lies between the rows may be anything
+        length = (factor.shape[1] - 1) * factor.stride(1) + factor.shape[2]
+        return _Held(factor.as_strided((length,), (1,)), total.as_strided((length,), (1,)), diagonal, weight, count)
+    if not (total.is_contiguous() and factor.is_contiguous()):
+        total = torch.empty_strided(factor.shape, factor.stride(), dtype=factor.dtype, device=factor.device).copy_(
+            total
+        )
+    return _Held(factor, total, diagonal if total.numel() >= _LARGE else None, weight, count)
+
+
+def _padded(factor: Tensor) -> bool:
+    """Whether a matrix [1 d d] has rows that are longer in memory."""
+    return factor.ndim == 3 and factor.shape[0] == 1 and not factor.is_contiguous() and factor.stride(2) == 1
+
+
+def _not_finite(held: Sequence[_Held]) -> Tensor:
+    """1 where one of the totals is not finite, on the device: second moments are finite where their diagonals are."""
+    found = torch.zeros((), device=held[0].total.device)
+    whole = [one.total for one in held if one.sign is None]
+    if whole:
+        torch._amp_foreach_non_finite_check_and_unscale_(whole, found, torch.ones_like(found))
+    # NaN and infinity times zero are NaN, and NaN is not zero.
+    signs = [one.sign.sum().to(found.dtype) * 0 for one in held if one.sign is not None]
+    return torch.stack([found, *signs]).sum().ne(0).to(found.dtype) if signs else found

@@ -23,7 +23,7 @@ from natgrad.pullback.precision import without_autocast
 from natgrad.pullback.sharing import Expand, Largest, Reduce, Sharing
 from natgrad.pullback.streamed import stream
 from natgrad.slots import check_slots
-from natgrad.structures.absorb import Absorb
+from natgrad.structures.absorb import Absorb, laid_out
 from natgrad.structures.exact import Diagonal, Structure
 
 T = TypeVar("T")
@@ -195,6 +195,7 @@ class Kronecker(Layered):
         parts = self.parts(pullback, average)
         rest = None if parts.others is None else self.fallback.estimate(parts.others)
         average.same_layers(parts.blocks)
+        average = laid_out(average)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = Absorb(average, [numbers[block.names] for block in parts.seen], weight)
         stream(pullback, parts.seen, self.rule_of_sharing, sink)
