@@ -41,15 +41,27 @@ class Categorical(Family):
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         p = y.softmax(-1)
-        # The first of independent events with rates p is t with probability p_t: torch.multinomial draws so, too, but
-        # looks at its argument first, and a GPU waits. What is not finite stays so in the scores.
-        waiting = torch.empty(samples, *y.shape, dtype=y.dtype, device=y.device).exponential_(generator=generator)
-        t = (p / waiting).argmax(-1, keepdim=True)
-        return torch.zeros_like(waiting).scatter_(-1, t, 1.0).sub_(p)
+        t = _drawn(p, samples, generator)
+        return torch.zeros(samples, *y.shape, dtype=y.dtype, device=y.device).scatter_(-1, t, 1.0).sub_(p)
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         log_p, log_q = y.log_softmax(-1), y2.log_softmax(-1)
         return over_terms((log_p.exp() * (log_p - log_q)).sum(-1))
+
+
+def _drawn(p: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+    """t [k n *terms 1] with probabilities p [n *terms c].
+
+    As ``torch.multinomial``, which looks at its argument first, so that a GPU waits. What is not finite is not refused
+    here: it stays so in the scores.
+    """
+    if p.device.type == "cpu":  # numbers are dear: one a term, and the class where the sum of p exceeds it
+        u = torch.rand(samples, *p.shape[:-1], 1, dtype=torch.float64, generator=generator)
+        return (p.cumsum(-1, dtype=torch.float64)[..., :-1] <= u).sum(-1, keepdim=True)
+    # Of independent events with rates p the first is t with probability p_t. It needs no sum, which depends on its
+    # order, and fewer launches.
+    waiting = torch.empty(samples, *p.shape, dtype=p.dtype, device=p.device).exponential_(generator=generator)
+    return (p / waiting).argmax(-1, keepdim=True)
 
 
 @final

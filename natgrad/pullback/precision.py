@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-import torch
-
 from natgrad.pullback.pullback import Pullback
+from natgrad.pullback.roots import unrounded
 
 Self = TypeVar("Self")
 Result = TypeVar("Result")
@@ -22,7 +21,7 @@ def without_autocast(
 
     @wraps(estimate)
     def wrapped(self: Self, pullback: Pullback, /, *args: Others.args, **kwargs: Others.kwargs) -> Result:
-        with torch.autocast(pullback.y.device.type, enabled=False):
+        with unrounded(pullback.y.device):
             return estimate(self, pullback, *args, **kwargs)
 
     return wrapped

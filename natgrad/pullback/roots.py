@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
@@ -99,7 +100,7 @@ class Root:
 
     def _shape(self, y: Tensor, target: Any) -> tuple[int, ...]:
         """The shape of the root at one example; a large root is not made to learn it."""
-        with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+        with torch.no_grad(), unrounded(y.device):
             if y.numel() ** 2 * y.element_size() <= chunk_bytes(self.memory):
                 return tuple(self.metric.root(y, target).shape)
             try:
@@ -109,11 +110,18 @@ class Root:
                 return (y.numel(), *y.shape)
 
 
+def unrounded(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, nothing is cast to half precision. To switch autocast off takes time, so only where it is on."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def root_at(
     metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None, check: bool = True
 ) -> Tensor:
     """s [k n *out] at y [n *out], of the right shape and, where that may be looked at, finite."""
-    with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+    with torch.no_grad(), unrounded(y.device):
         root = metric.root(y, target, generator).detach()
     if root.shape[1:] != y.shape:
         raise ValueError(
@@ -126,7 +134,7 @@ def root_at(
 
 def flat_at(metric: OutputMetric, y: Tensor, u: Tensor, target: Any) -> Tensor:
     """h u [n *out], of the right shape and finite: what stands for the root's checks where no root is made."""
-    with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+    with torch.no_grad(), unrounded(y.device):
         hu = metric.flat(y, u, target)
     if hu.shape != y.shape:
         raise ValueError(f"{metric!r}.flat must be [n *out] = {tuple(y.shape)}, got {tuple(hu.shape)}")

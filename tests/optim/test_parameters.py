@@ -62,7 +62,7 @@ def test_a_compiled_forward_is_found_beside_plain_modules_of_its_type() -> None:
     last = nn.Linear(1, 1)
     module = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), last))
     assert not has_compiled(module)
-    last.forward = torch.compile(last.forward, backend="eager")
+    last.forward = torch.compile(last.forward, backend="eager")  # type: ignore[method-assign]
     assert has_compiled(module)
     del last.forward
     assert not has_compiled(module)
