@@ -21,12 +21,16 @@ from natgrad.data import load_digits
 
 @dataclass(frozen=True)
 class Contest:
-    """A task with the metric of its outputs, the seeds it is run with and the learning rates that SGD may choose."""
+    """A task with the metric of its outputs, the seeds it is run with, and what SGD and the others may choose from.
+
+    K-FAC has the batches of the task, the others any of ``batches``.
+    """
 
     task: Task
     metric: ng.OutputMetric
     seeds: tuple[int, ...]
-    sgd: tuple[float, ...]
+    sgd: tuple[float, ...]  # learning rates
+    batches: tuple[int, ...]
 
 
 def digits(device: torch.device, widths: tuple[int, ...] = (64, 128, 64, 10)) -> Contest:
@@ -40,11 +44,12 @@ def digits(device: torch.device, widths: tuple[int, ...] = (64, 128, 64, 10)) ->
         test=test,
         loss=F.cross_entropy,
         score=Score("test accuracy", accuracy),
-        batch_size=256,
+        batch_size=len(data.train.images),
         weight=1.0,
         contenders=(),
     )
-    return Contest(task, ng.Fisher(ng.Categorical(), samples=1), (0, 1, 2), (0.03, 0.1, 0.3, 1.0))
+    metric = ng.Fisher(ng.Categorical(), samples=1)
+    return Contest(task, metric, (0, 1, 2), (0.03, 0.1, 0.3, 1.0), (256, task.batch_size))
 
 
 def bernoulli(y: Tensor, t: Tensor) -> Tensor:
@@ -67,11 +72,12 @@ def mnist(path: Path, device: torch.device, widths: tuple[int, ...] = DEEP) -> C
         test=(test, test),
         loss=bernoulli,
         score=Score("squared error", squared_error),
-        batch_size=min(1000, len(train)),
+        batch_size=min(10_000, len(train)),
         weight=1.0,
         contenders=(),
     )
-    return Contest(task, ng.Fisher(ng.Bernoulli(), samples=1), (0,), (1e-4, 3e-4, 1e-3, 3e-3))
+    metric = ng.Fisher(ng.Bernoulli(), samples=1)
+    return Contest(task, metric, (0,), (1e-4, 3e-4, 1e-3, 3e-3), (min(1000, len(train)), task.batch_size))
 
 
 def _glorot(model: nn.Sequential) -> nn.Sequential:

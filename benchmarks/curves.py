@@ -18,10 +18,11 @@ KFAC, SGD, ADAMW, SOAP = "K-FAC, self-tuned", "SGD with momentum", "AdamW", "SOA
 
 @dataclass(frozen=True)
 class Setting:
-    """A learning rate, and the part of it that is left at the end of the budget."""
+    """A learning rate, the part of it that is left at the end of the budget, and the size of the batches."""
 
     lr: float
     left: float
+    batch: int
 
 
 Chosen = dict[str, dict[str, Setting]]  # by task and contender

@@ -6,11 +6,11 @@
     python benchmarks/training.py --device cuda --mnist mnist.npz.xz --tune 2 --seconds 15
     python benchmarks/training.py --resume                # what the file of results has is not run again
 
-Everyone gets the same seconds, the same initial weights and the same mini-batches. The rivals may choose from a grid of
-learning rates, kept or decaying linearly to zero at the end of the budget: all are tried for ``--tune`` seconds, then
-the best three for the whole budget, and what gives the smallest training loss is theirs. K-FAC has its default
-arguments. The clock counts one thread's own time, or that of the GPU's queue, and stands still while losses are
-measured.
+Everyone gets the same seconds and the same initial weights. The rivals may choose from a grid of learning rates, kept
+or decaying linearly to zero at the end of the budget, and of batches, K-FAC's and smaller ones: all are tried for
+``--tune`` seconds, then the best three for the whole budget, and what gives the smallest training loss is theirs.
+K-FAC has its default arguments. The clock counts one thread's own time, or that of the GPU's queue, and stands still
+while losses are measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,11 @@ _LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer that is ready to run, and the part of its learning rate that is left at the end."""
+    """An optimizer that is ready to run, its batches, and the part of its learning rate that is left at the end."""
 
     name: str
     make: Make
+    batch: int
     left: float = 1.0
 
 
@@ -57,32 +59,35 @@ class Rival:
     name: str
     make: Callable[[nn.Module, float], Optimizer]
     lrs: tuple[float, ...]
+    batches: tuple[int, ...]
 
     def grid(self) -> list[Setting]:
-        """Every learning rate, kept and decaying."""
-        return [Setting(lr, left) for lr in self.lrs for left in (1.0, 0.0)]
+        """Every learning rate, kept and decaying, with all batches."""
+        return [Setting(lr, left, batch) for batch in self.batches for lr in self.lrs for left in (1.0, 0.0)]
 
     def at(self, setting: Setting) -> Contender:
         """The rival with a choice made."""
-        return Contender(self.name, lambda model: self.make(model, setting.lr), setting.left)
+        return Contender(self.name, lambda model: self.make(model, setting.lr), setting.batch, setting.left)
 
 
 def rivals(contest: Contest) -> list[Rival]:
     """Who is tuned. Adam's steps do not depend on the scale of the loss, those of SGD do."""
+    sizes = contest.batches
     return [
         Rival(
             SGD,
             lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True),
             contest.sgd,
+            sizes,
         ),
-        Rival(ADAMW, lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, fused=True), _LRS),
-        Rival(SOAP, lambda model, lr: soap.SOAP(model.parameters(), lr=lr), _LRS),
+        Rival(ADAMW, lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, fused=True), _LRS, sizes),
+        Rival(SOAP, lambda model, lr: soap.SOAP(model.parameters(), lr=lr), _LRS, sizes),
     ]
 
 
-def self_tuned(metric: ng.OutputMetric) -> Contender:
-    """K-FAC with default arguments."""
-    return Contender(KFAC, lambda model: ng.KFAC(model, metric, step=ng.SelfTuned()))
+def self_tuned(contest: Contest) -> Contender:
+    """K-FAC with default arguments, and the largest batches."""
+    return Contender(KFAC, lambda model: ng.KFAC(model, contest.metric, step=ng.SelfTuned()), contest.task.batch_size)
 
 
 def train(contest: Contest, contender: Contender, seed: int, seconds: float, points: int = 50) -> Run:
@@ -90,7 +95,7 @@ def train(contest: Contest, contender: Contender, seed: int, seconds: float, poi
     task = contest.task
     torch.manual_seed(seed)
     model, (inputs, targets) = task.network(), task.train
-    optimizer, stream = contender.make(model), batches(len(inputs), task.batch_size, seed)
+    optimizer, stream = contender.make(model), batches(len(inputs), contender.batch, seed)
     start_lr = [group["lr"] for group in optimizer.param_groups if contender.left < 1]
     stride = 10 if inputs.is_cuda else 1  # a clock that waits for the queue of a GPU is read now and then
     spent, step, history = 0.0, 0, [measure(task, model, 0, 0.0)]
@@ -123,37 +128,39 @@ def _train_score(contest: Contest, model: nn.Module) -> float:
         return float(contest.task.score.measure(model(inputs), targets))
 
 
-def tune(contest: Contest, rival: Rival, brief: float, seconds: float) -> Setting:
-    """The best of the grid with the first seed: the smallest final training loss, then the soonest.
+def tune(contest: Contest, rival: Rival, brief: float, seconds: float) -> tuple[Setting, Run]:
+    """The best of the grid with the first seed: the smallest final training loss, then the soonest; and its run.
 
     All settings are tried for a ``brief`` time, and the best three for the ``seconds`` of the contest.
     """
 
-    def rank(settings: list[Setting], budget: float) -> list[Setting]:
-        found = {s: train(contest, rival.at(s), contest.seeds[0], budget, points=20) for s in settings}
+    def ranked(settings: Iterable[Setting], budget: float) -> dict[Setting, Run]:
+        found = {s: train(contest, rival.at(s), contest.seeds[0], budget) for s in settings}
+        print(f"  {rival.name}, {budget:g} s:")
         print(
-            f"  {rival.name}, {budget:g} s:",
-            *(f"{s.lr:g}→{s.left:g}: {r.final:.4g}," for s, r in found.items()),
-            flush=True,
+            *(f"    batch {s.batch}, lr {s.lr:g} to {s.lr * s.left:g}: {found[s].final:.4g}" for s in found), sep="\n"
         )
-        return sorted(found, key=lambda s: (found[s].final, found[s].reaches(found[s].final)))
+        sys.stdout.flush()
+        return {s: found[s] for s in sorted(found, key=lambda s: (found[s].final, found[s].reaches(found[s].final)))}
 
-    return rank(rank(rival.grid(), brief)[:_FINALISTS], seconds)[0]
+    best = ranked(islice(ranked(rival.grid(), brief), _FINALISTS), seconds)
+    return next(iter(best.items()))
 
 
 def tune_all(contest: Contest, record: Record, brief: float, path: Path) -> None:
-    """A choice for every rival that has none; each is saved when it is made."""
+    """A choice for every rival that has none; each is saved when it is made, with its run."""
     chosen = record.chosen.setdefault(contest.task.name, {})
     for rival in rivals(contest):
         if rival.name not in chosen:
-            chosen[rival.name] = tune(contest, rival, brief, record.seconds)
+            chosen[rival.name], run = tune(contest, rival, brief, record.seconds)
+            record.runs.append(run)
             record.save(path)
 
 
 def compete(contest: Contest, record: Record, path: Path) -> None:
     """Everybody with every seed; each run is saved when it is done."""
     chosen = record.chosen[contest.task.name]
-    contenders = [*(rival.at(chosen[rival.name]) for rival in rivals(contest)), self_tuned(contest.metric)]
+    contenders = [*(rival.at(chosen[rival.name]) for rival in rivals(contest)), self_tuned(contest)]
     for seed in contest.seeds:
         for contender in contenders:
             if record.has(contest.task.name, contender.name, seed):

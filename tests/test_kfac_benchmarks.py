@@ -202,7 +202,7 @@ def test_mnist_that_is_not_there_is_missed_by_name(tmp_path: Path) -> None:
 
 
 def test_everyone_trains_on_the_digits_and_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.Rival, "grid", lambda self: [curves.Setting(1e-2, 0.0)])
+    monkeypatch.setattr(training.Rival, "grid", lambda self: [curves.Setting(1e-2, 0.0, 256)])
     contest = replace(contests.digits(CPU, widths=(64, 12, 10)), seeds=(0,))
     task, path = contest.task.name, tmp_path / "training.json"
     record = curves.Record({"device": "this"}, 0.2)
@@ -217,7 +217,7 @@ def test_everyone_trains_on_the_digits_and_is_saved(tmp_path: Path, monkeypatch:
 
 def test_a_record_is_resumed_from_its_file_and_nothing_is_run_again(tmp_path: Path) -> None:
     path = tmp_path / "training.json"
-    chosen = {"task": {"AdamW": curves.Setting(0.1, 0.0)}}
+    chosen = {"task": {"AdamW": curves.Setting(0.1, 0.0, 8)}}
     record = curves.Record({"device": "this"}, 2.0, chosen, [curve("AdamW", 1.0, 0.5, 0.125)])
     record.save(path)
     assert curves.Record.load(path) == record
