@@ -31,18 +31,18 @@ class Sink(ABC):
     """Takes the factors of layers one by one, with a weight."""
 
     @property
-    @abstractmethod
     def weight(self) -> float:
         """Of all that arrives."""
+        return 1.0
 
     @property
-    @abstractmethod
     def places(self) -> Hashable:
-        """Where it writes: kernels that were recorded write there again."""
+        """Where it writes: kernels that were recorded write there again. None where nothing is recorded."""
+        return None
 
-    @abstractmethod
     def weighted(self, weight: Weight) -> Sink:
         """The same sink with another weight, which may be a number on the device."""
+        return self
 
     @abstractmethod
     def inputs(self, b: int, moment: Moment) -> None:
@@ -52,9 +52,34 @@ class Sink(ABC):
     def outputs(self, b: int, s: Tensor) -> None:
         """S of the layer number b; it may be overwritten."""
 
-    @abstractmethod
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
         """Nothing is held back any longer."""
+
+
+@final
+class Collected(Sink):
+    """All factors, S and A of every layer."""
+
+    def __init__(self, count: int) -> None:
+        self.left: list[Tensor | None] = [None] * count
+        self.right: list[Tensor | None] = [None] * count
+
+    def inputs(self, b: int, moment: Moment) -> None:
+        self.right[b] = mean(moment)
+
+    def outputs(self, b: int, s: Tensor) -> None:
+        self.left[b] = s
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """After the stream."""
+        return [(s, a) for s, a in zip(self.left, self.right, strict=True) if s is not None and a is not None]
+
+
+def factors_of(pb: Pullback, blocks: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
+    """S and A of every layer in ``blocks``, which have rules."""
+    collected = Collected(len(blocks))
+    stream(pb, blocks, sharing, collected)
+    return collected.pairs()
 
 
 def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) -> None:
@@ -63,11 +88,13 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) 
     The inputs come first, while there are no cotangents. On a GPU the kernels of rules that read nothing but a call are
     recorded, with those of the sink, and replayed.
     """
+    if not blocks:
+        return
     if pb.coupling is not None or not whole(pb):
         for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
             sink.outputs(b, s)
             sink.inputs(b, Moment(a, 1))
-    elif pb.recordings is not None:
+    elif pb.recordings is not None and sink.places is not None:
         _recorded(pb, pb.recordings, _Layers(tuple(blocks), sharing, pb.y.dtype), sink)
     else:
         tape, layers = pb.tape(pb.parts[0]), _Layers(tuple(blocks), sharing, pb.y.dtype)
@@ -142,7 +169,9 @@ class Flow:
     def cotangents(self, s: Tensor) -> Cotangents:
         """Those of the layers that are left, for s [k n *out]."""
         tape = self.tape
-        early = self._early() if s.shape[0] == 1 and tape.y.dtype != torch.float16 else {}
+        # The backward pass of a GPU runs in a thread of its own, and its kernels are many: all at once is better there.
+        alone = s.shape[0] == 1 and s.device.type == "cpu" and tape.y.dtype != torch.float16
+        early = self._early() if alone else {}
         handles = [node.register_prehook(self._hook(*at)) for node, at in early.items()]
         wanted = sorted(
             {at for b in self.left for at in tape.places(self.layers.blocks[b])} - {at for at, _ in early.values()}

@@ -18,10 +18,9 @@ from natgrad.operators.layers import UNSEEN, LayerOperator
 from natgrad.operators.subset import REST
 from natgrad.pullback import Block, Pullback
 from natgrad.pullback.broadcast import SpreadRule, as_spread, parted
-from natgrad.pullback.moments import second_moments
 from natgrad.pullback.precision import without_autocast
 from natgrad.pullback.sharing import Expand, Largest, Reduce, Sharing
-from natgrad.pullback.streamed import stream
+from natgrad.pullback.streamed import factors_of, stream
 from natgrad.slots import check_slots
 from natgrad.structures.absorb import Absorb, laid_out
 from natgrad.structures.exact import Diagonal, Structure
@@ -174,7 +173,7 @@ class Kronecker(Layered):
     def estimate_like(self, pullback: Pullback, like: Operator | None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         parts, dtype = self.parts(pullback, like), pullback.y.dtype
-        found = second_moments(pullback, parts.seen, self.rule_of_sharing)
+        found = factors_of(pullback, parts.seen, self.rule_of_sharing)
         factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
