@@ -15,9 +15,11 @@ from natgrad.output.metric import OutputMetric
 from natgrad.pullback.assemble import Batch
 from natgrad.pullback.parts import examples, separable
 
+_FEWEST = 256  # examples that a part of a batch has, where the batch has them
+
 
 def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector], fraction: float = 1.0) -> Tensor:
-    """⟨v, G w⟩ [v w] of all pairs of ``vectors``, on the first ``fraction`` of the examples of the batch.
+    """⟨v, G w⟩ [v w] of all pairs of ``vectors``, on the first ``fraction`` of the batch, but on 256 examples at least.
 
     A sampled metric stands here for the one that it samples, ``metric.flat``.
 
@@ -28,7 +30,7 @@ def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector
     tensor([[9.]])
     """
     n = _examples(batch.x)
-    m = max(1, round(fraction * n))
+    m = max(min(n, _FEWEST), round(fraction * n))
     x, target = batch.x, batch.target
     cut = 0 < m < n and separable(x, n) and (target is None or separable(target, n))
     if cut:

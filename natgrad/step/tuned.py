@@ -65,17 +65,17 @@ class SelfTuned(StepRule):
     damping than metric, and λ becomes four times smaller. A step after which the loss is higher is cut to a quarter,
     three times at most, and λ becomes four times larger; one that no cut helps is refused. The steps in between are at
     most three times as long, in the metric, as the one before: a small batch may say little about most directions.
-    ``fraction``: the part of the batch that the exact products are taken on. Needs ``opt.step(closure)``; where it is
-    evaluated again it draws the same random numbers. The exact products are those of the function that is trained,
-    batch statistics included, with dropout off.
+    ``fraction``: the part of the batch that the exact products are taken on (a quarter, section 8 of the paper; of
+    256 examples at least). Needs ``opt.step(closure)``; where it is evaluated again it draws the same random numbers.
+    The exact products are those of the function that is trained, batch statistics included, with dropout off.
 
     >>> SelfTuned()
-    SelfTuned(every=5, factor=1.3, fraction=1.0, smallest=1e-06)
+    SelfTuned(every=5, factor=1.3, fraction=0.25, smallest=1e-06)
     """
 
     every: int = 5
     factor: float = 1.3
-    fraction: float = 1.0
+    fraction: float = 0.25
     smallest: float = 1e-6  # λ; below, a batch is fitted at the expense of the others
 
     def __post_init__(self) -> None:

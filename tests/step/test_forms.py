@@ -52,12 +52,12 @@ def test_quadratic_forms_are_those_of_the_dense_metric(name: str) -> None:
     close(quadratic_forms(batch, ng.Fisher(ng.Categorical()), vectors), V @ G @ V.T, 1e-9)
 
 
-def test_quadratic_forms_of_a_part_of_the_batch_are_those_of_its_first_examples() -> None:
-    problem = case("mlp_tanh").make()
+@pytest.mark.parametrize(("n", "m"), [(6, 6), (300, 256), (600, 300)])
+def test_quadratic_forms_of_a_part_of_the_batch_are_those_of_its_first_examples_256_at_least(n: int, m: int) -> None:
+    problem = Problem(seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double()), normal(n, 3))
     v = normal(sum(p.numel() for p in problem.parameters().values()))
     vector = ng.Vector(oracle.unflatten(v, problem.parameters()))
-    assert isinstance(problem.x, Tensor)
-    G = oracle.dense(problem.jacobian()[:3], oracle.euclidean(problem.outputs()[:3]))
+    G = oracle.dense(problem.jacobian()[:m], oracle.euclidean(problem.outputs()[:m]))
     batch = Batch(Model.of(problem.module), problem.x)
     close(quadratic_forms(batch, ng.Euclidean(), [vector], 0.5), (v @ G @ v).view(1, 1))
 
@@ -73,7 +73,7 @@ def test_where_the_first_axis_is_not_that_of_the_examples_all_of_the_batch_is_ta
             out: Tensor = self.rnn(x)[0][-1]
             return out
 
-    problem = Problem(seeded(lambda: TimeFirst().double()), normal(4, 6, 2))
+    problem = Problem(seeded(lambda: TimeFirst().double()), normal(600, 6, 2))
     model = Model.of(problem.module)
     v = ng.Vector({name: torch.ones_like(p) for name, p in model.params.items()})
     batch = Batch(model, problem.x)
