@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast, final
 
 import torch
@@ -32,6 +33,11 @@ class KroneckerOperator(LayerOperator):
     right: tuple[Factor, ...]  # A [c i i] of every block, or its diagonal [c i]
     rest: Operator | None = None
     unseen: frozenset[str] = frozenset()
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the factors lie, which is where their averages are made."""
+        return tuple(t.data_ptr() for t in (*self.left, *self.right))
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         return two_sided(self.left[b], w, self.right[b])

@@ -71,7 +71,8 @@ class Keeper:
         self._examples = 0
         self._absorbed = False  # an estimate of this step is in the average
         self._told = False  # by refresh, what the metric of this step is
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | None = None  # in the pass that is watched
+        self._recorders = {eagerly: Recorder(view.model, view.blocks, of_user=not eagerly) for eagerly in (False, True)}
         self._handle: RemovableHandle | None = None
         self._stream = random_stream(self.model.example.device)
         self._suspended = False
@@ -114,8 +115,14 @@ class Keeper:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """NaN and infinity inside are reported with the number of the step."""
+        """The model has the parameters of the optimizer; NaN and infinity inside are reported with the step."""
         self._parameters.check()
+        with self._numbered():
+            yield
+
+    @contextmanager
+    def _numbered(self) -> Iterator[None]:
+        """NaN and infinity inside are reported with the number of the step."""
         try:
             yield
         except NonFiniteError as error:
@@ -244,9 +251,10 @@ class Keeper:
         if not self.structure.one_pass:
             self.model.check_separable()
         eagerly = compiled or has_compiled(self._watched)
-        self._recorder = Recorder(self.model, self.view.blocks, of_user=not eagerly)
+        self._recorder = self._recorders[eagerly]
         self._recorder.start()
-        self._stream = random_stream(self.model.example.device)
+        if eagerly or not self.structure.one_pass:
+            self._stream = random_stream(self.model.example.device)
         if eagerly:
             self._run(args, kwargs)
         else:
@@ -279,7 +287,7 @@ class Keeper:
         if not self.structure.one_pass and not torch.equal(self._stream, random_stream(self.model.example.device)):
             refuse_chance()
         tape = recorder.tape(self.model.outputs(raw))
-        with self.located():
+        with self._numbered():  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
             self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
 

@@ -169,7 +169,8 @@ def as_spread(model: Model, block: Block) -> Block:
 
 def _use(module: nn.Module, cut: Cut, y: Tensor) -> Use:
     call = Call((y.detach(), cut.n), {})  # y for its type and device
-    return Use(module, SpreadRule(cut), call, (GradientEdge(cut.node, 0),), (cut.z,), {})
+    half = cut.node._input_metadata[0].dtype is torch.float16
+    return Use(module, SpreadRule(cut), call, (GradientEdge(cut.node, 0),), (cut.z,), {}, half)
 
 
 def _cuts(tape: Tape) -> tuple[Cuts, set[Any]]:

@@ -93,7 +93,8 @@ def _of_kinds(
 
 def whole(pb: Pullback) -> bool:
     """Whether all examples and roots are seen at once."""
-    return len(pb.ranges()) == 1 and pb.columns <= _columns(pb, pb.tape(pb.parts[0]))
+    one = len(pb.ranges()) == 1
+    return one and (pb.columns == 1 or pb.columns <= _columns(pb, pb.tape(pb.parts[0])))
 
 
 def _columns(pb: Pullback, tape: Tape) -> int:

@@ -19,26 +19,20 @@ from natgrad.vjp import vjp
 _LARGEST = 6  # the largest number of a root is brought to 2⁵ … 2⁶: Jacobians up to 10³ do not overflow
 
 
-def pulled(y: Tensor, edges: Sequence[GradientEdge | None], s: Tensor) -> tuple[Tensor | None, ...]:
+def pulled(y: Tensor, edges: Sequence[GradientEdge | None], s: Tensor, half: bool) -> tuple[Tensor | None, ...]:
     """Cotangents [k *shape] at the edges of the graph of y, for s [k n *out]: ``vjp``, without underflow.
+
+    ``half``: whether some of them come in float16.
 
     >>> x = torch.full((1,), 2.0**-20, dtype=torch.float16, requires_grad=True)
     >>> y = x * 2.0**-10
     >>> edge = torch.autograd.graph.get_gradient_edge(x)
-    >>> pulled(y, [edge], torch.full((1, 1), 2.0**-20))[0] == 2.0**-30
+    >>> pulled(y, [edge], torch.full((1, 1), 2.0**-20), half=True)[0] == 2.0**-30
     tensor([[True]])
     """
-    if not _half(y, edges):
+    if not half:
         return vjp((y,), edges, (s.to(y.dtype),))
     exponent = torch.frexp(s.abs().amax()).exponent
     scale = torch.ldexp(s.new_ones(()), _LARGEST - exponent)
     grads = vjp((y,), edges, ((s * scale).to(y.dtype),))
     return tuple(None if g is None else single(g) / scale for g in grads)
-
-
-def _half(y: Tensor, edges: Sequence[GradientEdge | None]) -> bool:
-    """Whether a cotangent comes in float16; bfloat16 has the range of single precision."""
-    if y.dtype == torch.float16:
-        return True
-    known = (edge for edge in edges if edge is not None)
-    return any(edge.node._input_metadata[edge.output_nr].dtype == torch.float16 for edge in known)

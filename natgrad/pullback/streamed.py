@@ -170,7 +170,8 @@ class Flow:
         """Those of the layers that are left, for s [k n *out]."""
         tape = self.tape
         # The backward pass of a GPU runs in a thread of its own, and its kernels are many: all at once is better there.
-        alone = s.shape[0] == 1 and s.device.type == "cpu" and tape.y.dtype != torch.float16
+        # One in half precision is scaled as a whole.
+        alone = s.shape[0] == 1 and s.device.type == "cpu" and not tape.half
         early = self._early() if alone else {}
         handles = [node.register_prehook(self._hook(*at)) for node, at in early.items()]
         wanted = sorted(
@@ -214,8 +215,6 @@ class Flow:
             if len(places) != 1 or block.facets:
                 shared.update(places)
         edges = [edge for use in self.tape.uses for edge in use.edges if edge is not None]
-        if any(edge.node._input_metadata[edge.output_nr].dtype == torch.float16 for edge in edges):
-            return {}  # such a pass is scaled as a whole
         outputs = Counter(edge.node for edge in edges)
         upper = above({edge.node for at in of_use for edge in self.tape.uses[at].edges if edge is not None})
         found = {}
@@ -275,7 +274,10 @@ def _recorded(pb: Pullback, recordings: Recordings, layers: _Layers, sink: Sink)
             layers.put_outputs(b, here, own, into)
         into.flush()
 
-    sources = [t for use in uses for t in tensors_of((use.call.args, use.call.kwargs))]
+    sources: list[Tensor] = []
+    for use in uses:
+        (x, *more), named = use.call.args or (None,), use.call.kwargs
+        sources += [x] if isinstance(x, Tensor) and not more and not named else tensors_of((use.call.args, named))
     sources += [t for at in places for t in g.outer[at]]
     recordings.run(sources, what, compute, sink.weight)
     for b in sorted({*range(len(layers.blocks))} - {*pure}):

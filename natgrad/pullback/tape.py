@@ -45,6 +45,7 @@ class Use:
     edges: tuple[GradientEdge | None, ...]  # None for an output that has no gradient
     shapes: tuple[torch.Size, ...]
     entries: Mapping[int, int]  # by the id of a parameter, how often this call puts it into the graph
+    half: bool  # whether an output is in float16
     source: GradientEdge | None = None  # of a replayed module whose first argument is all that it has of the graph
 
     @property
@@ -83,7 +84,9 @@ class Recorder:
         self._hooks = Hooks()
 
     def start(self) -> None:
+        """A pass begins."""
         module = self._model.module
+        self.uses, self.statistics, self.bytes = [], Statistics(), 0
         if module is not None:
             # Before the layers' own hooks, so that the edge of a normalisation is that of the output made constant.
             self._handles += self.statistics.watch(self._model.batch_norms)
@@ -102,8 +105,9 @@ class Recorder:
         self._handles.clear()
 
     def tape(self, y: Tensor) -> Tape:
-        """What was recorded, with the outputs of the pass."""
-        return Tape(y, tuple(self.uses), self.statistics)
+        """What was recorded, with the outputs of the pass. It is not held here any longer."""
+        uses, self.uses = self.uses, []
+        return Tape(y, tuple(uses), self.statistics)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._of_user and is_ours():
@@ -114,7 +118,8 @@ class Recorder:
                 x = args[0].detach() if isinstance(args[0], Tensor) else map_tensors(args[0], Tensor.detach)
                 once = dict.fromkeys(map(id, rule.parameters(module).values()), 1)
                 call = Call((x,), {}, module.training)
-                self.uses.append(Use(module, rule, call, (edge_of(output),), (output.shape,), once))
+                half = output.dtype is torch.float16
+                self.uses.append(Use(module, rule, call, (edge_of(output),), (output.shape,), once, half))
             return None
         if not any(t.requires_grad for t in tensors_of(output)):
             return None
@@ -127,7 +132,8 @@ class Recorder:
             entries, source = {id(p): 1 for p in rule.parameters(module).values()}, None
         outputs = tensors_of(output)
         edges = tuple(edge_of(t) if t.requires_grad else None for t in outputs)
-        self.uses.append(Use(module, rule, call, edges, tuple(t.shape for t in outputs), entries, source))
+        half = any(t.dtype is torch.float16 for t in outputs)
+        self.uses.append(Use(module, rule, call, edges, tuple(t.shape for t in outputs), entries, half, source))
         return output if module in self._replayed else None
 
     def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -237,6 +243,11 @@ class Tape:
             check_inputs(rule, block.names, block.shape, part)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    @cached_property
+    def half(self) -> bool:
+        """Whether a cotangent comes in float16; bfloat16 has the range of single precision."""
+        return self.y.dtype is torch.float16 or any(use.half for use in self.uses)
+
     def outer(self, s: Tensor, places: Iterable[int] | None = None) -> dict[int, tuple[Tensor, ...]]:
         """Cotangents [k *output] of the outputs of every use, by its position, for s [k n *out]: one backward pass.
 
@@ -248,7 +259,7 @@ class Tape:
             return {}
         edges = [self.uses[at].edges[j] for at, j in slots]
         with self.statistics.constant():
-            grads = pulled(self.y, edges, s)
+            grads = pulled(self.y, edges, s, self.half)
         found = dict(zip(slots, grads, strict=True))
 
         def cotangent(at: int, j: int) -> Tensor:

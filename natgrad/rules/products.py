@@ -29,11 +29,10 @@ def symmetric_product(x: Tensor) -> Tensor:
     out = x.new_empty(*x.shape[:-2], d, d)
     for start in range(0, d, width):
         stop = min(start + width, d)
-        panel = x[..., start:stop].mT @ x[..., start:]
-        size = stop - start
-        out[..., start:stop, start:stop] = _symmetrised(panel[..., :size])
-        out[..., start:stop, stop:] = panel[..., size:]
-        out[..., stop:, start:stop] = panel[..., size:].mT
+        torch.matmul(x[..., start:stop].mT, x[..., start:], out=out[..., start:stop, start:])
+        corner = out[..., start:stop, start:stop]
+        corner.copy_(_symmetrised(corner))
+        out[..., stop:, start:stop] = out[..., start:stop, stop:].mT
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -44,10 +44,7 @@ class Absorb(Sink):
 
     @property
     def places(self) -> Hashable:
-        average = self.average
-        known = tuple(average.saw(number) for number in self.numbers)
-        sides = (average.left, average.right)
-        return known, tuple(side[number].data_ptr() for number in self.numbers for side in sides)
+        return tuple(self.numbers), self.average.unseen, self.average.addresses
 
     def weighted(self, weight: Weight) -> Absorb:
         return Absorb(self.average, self.numbers, weight)
@@ -88,14 +85,8 @@ class Absorb(Sink):
             gated_lerp([one.factor for one in alike], [one.total for one in alike], alike[0].weight, key[1], found)
 
 
-def laid_out(average: KroneckerOperator) -> KroneckerOperator:
-    """On a GPU, with factors whose rows begin at whole vectors, as those of estimates: they meet without a copy."""
-    left, right = (tuple(map(_laid_out, side)) for side in (average.left, average.right))
-    same = all(new is old for new, old in zip(left + right, average.left + average.right, strict=True))
-    return average if same else replace(average, left=left, right=right)
-
-
-def _laid_out(factor: Tensor) -> Tensor:
+def laid_out(factor: Tensor) -> Tensor:
+    """On a GPU, with rows that begin at whole vectors, as those of estimates: an average meets them without a copy."""
     if factor.ndim != 3 or factor.shape[0] != 1 or not factor.is_contiguous():
         return factor
     wider = aligned(factor)

@@ -77,7 +77,8 @@ class Layered(Structure):
 
         ``like``: what the estimate will be averaged with.
         """
-        self.admit(pullback)
+        if like is None:  # else there is one of this size already
+            self.admit(pullback)
         blocks, others = split(pullback, like)
         out = {name for block in pullback.unused.values() for name in block.names}
         self.check([block for block in others if block.names[0] not in out], pullback.displaced)
@@ -178,8 +179,8 @@ class Kronecker(Layered):
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
             parts.blocks,
-            tuple(s for s, _ in factors),
-            tuple(a for _, a in factors),
+            tuple(laid_out(s) for s, _ in factors),
+            tuple(laid_out(a) for _, a in factors),
             None if parts.others is None else self.fallback.estimate(parts.others),
             parts.unseen,
         )
@@ -194,7 +195,6 @@ class Kronecker(Layered):
         parts = self.parts(pullback, average)
         rest = None if parts.others is None else self.fallback.estimate(parts.others)
         average.same_layers(parts.blocks)
-        average = laid_out(average)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = Absorb(average, [numbers[block.names] for block in parts.seen], weight)
         stream(pullback, parts.seen, self.rule_of_sharing, sink)
@@ -205,7 +205,7 @@ class Kronecker(Layered):
         dtype = dtype_of(parts, tensors, rest)
         found = [(tensors[f"{block.names[0]}/S"], tensors[f"{block.names[0]}/A"]) for block in parts.seen]
         factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
-        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
+        left, right = tuple(laid_out(s) for s, _ in factors), tuple(laid_out(a) for _, a in factors)
         return KroneckerOperator(Layout.of(model.params, dtype), parts.blocks, left, right, rest, parts.unseen)
 
 
