@@ -35,7 +35,7 @@ class Absorb(Sink):
     def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Weight) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
         self._bytes = 0
 
     @property
@@ -63,7 +63,7 @@ class Absorb(Sink):
         assert factor.shape == total.shape
         known = self.average.saw(number)
         if factor.device.type == "cuda":
-            self._held.append(_held(factor, total, self._weight if known else 1.0, count))
+            self._held.append(Held.of(factor, total, self._weight if known else 1.0, count))
             self._bytes += total.numel() * total.element_size()
             if self._bytes > _HELD:
                 self.flush()
@@ -77,25 +77,21 @@ class Absorb(Sink):
 
     def flush(self) -> None:
         held, self._held, self._bytes = self._held, [], 0
-        if not held:
-            return
-        found = _not_finite(held)
-        for key in dict.fromkeys((id(one.weight), one.count) for one in held):
-            alike = [one for one in held if (id(one.weight), one.count) == key]
-            gated_lerp([one.factor for one in alike], [one.total for one in alike], alike[0].weight, key[1], found)
+        if held:
+            absorb_together(held)
 
 
 def laid_out(factor: Tensor) -> Tensor:
     """On a GPU, with rows that begin at whole vectors, as those of estimates: an average meets them without a copy."""
     if factor.ndim != 3 or factor.shape[0] != 1 or not factor.is_contiguous():
-        return factor
+        return factor if _padded(factor) else factor.contiguous()
     wider = aligned(factor)
     return factor if wider is factor else wider[:, : factor.shape[1], : factor.shape[2]]
 
 
 @final
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """A factor and what arrived of it, each as numbers in a row, and numbers that show whether that is finite."""
 
     factor: Tensor
@@ -104,17 +100,26 @@ class _Held:
     weight: Weight
     count: int
 
-
-def _held(factor: Tensor, total: Tensor, weight: Weight, count: int) -> _Held:
-    diagonal = total.diagonal(dim1=-2, dim2=-1) if total.ndim == 3 else total
-    if _padded(factor) and total.stride()[1:] == factor.stride()[1:]:  # what lies between the rows may be anything
+    @staticmethod
+    def of(factor: Tensor, total: Tensor, weight: Weight, count: int) -> Held:
+        """In the memory of the factor; what lies between the rows of a matrix may be anything."""
+        diagonal = total.diagonal(dim1=-2, dim2=-1) if total.ndim == 3 else total
+        if not _padded(factor):
+            total = total.contiguous().view(-1)
+            return Held(factor.view(-1), total, diagonal if len(total) >= _LARGE else None, weight, count)
+        if total.stride()[1:] != factor.stride()[1:]:
+            like = torch.empty_strided(factor.shape, factor.stride(), dtype=total.dtype, device=total.device)
+            total = like.copy_(total)
         length = (factor.shape[1] - 1) * factor.stride(1) + factor.shape[2]
-        return _Held(factor.as_strided((length,), (1,)), total.as_strided((length,), (1,)), diagonal, weight, count)
-    if not (total.is_contiguous() and factor.is_contiguous()):
-        total = torch.empty_strided(factor.shape, factor.stride(), dtype=factor.dtype, device=factor.device).copy_(
-            total
-        )
-    return _Held(factor, total, diagonal if total.numel() >= _LARGE else None, weight, count)
+        return Held(factor.as_strided((length,), (1,)), total.as_strided((length,), (1,)), diagonal, weight, count)
+
+
+def absorb_together(held: Sequence[Held]) -> None:
+    """(1 − w) x + w y/count of all of them in few launches; nothing, if one of the y is not finite."""
+    found = _not_finite(held)
+    for key in dict.fromkeys((id(one.weight), one.count) for one in held):
+        alike = [one for one in held if (id(one.weight), one.count) == key]
+        gated_lerp([one.factor for one in alike], [one.total for one in alike], alike[0].weight, key[1], found)
 
 
 def _padded(factor: Tensor) -> bool:
@@ -122,7 +127,7 @@ def _padded(factor: Tensor) -> bool:
     return factor.ndim == 3 and factor.shape[0] == 1 and not factor.is_contiguous() and factor.stride(2) == 1
 
 
-def _not_finite(held: Sequence[_Held]) -> Tensor:
+def _not_finite(held: Sequence[Held]) -> Tensor:
     """1 where one of the totals is not finite, on the device: second moments are finite where their diagonals are."""
     found = torch.zeros((), device=held[0].total.device)
     whole = [one.total for one in held if one.sign is None]

@@ -115,7 +115,8 @@ class _Loop:
 def test_recorded_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
     options = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
     here, there = _Loop("cpu", **options), _Loop("cuda", **options)
-    torch.testing.assert_close(there.run(25), here.run(25), rtol=1e-7, atol=1e-9)
+    # A recorded kernel reads rates and weights in single precision.
+    torch.testing.assert_close(there.run(25), here.run(25), rtol=1e-5, atol=1e-7)
     assert there.opt._graphed.recorded == (every[1] > 1)
 
 
@@ -126,12 +127,19 @@ def test_a_recorded_step_waits_for_nothing() -> None:
         loop.go(20)
 
 
-def test_newton_keeps_the_inverse_near_and_cholesky_helps_out() -> None:
+def test_newton_follows_a_metric_that_moves_and_ends_at_the_inverse_of_one_that_rests() -> None:
     """A learning rate that moves the factors far from one refresh to the next: the guard must say no at times."""
-    options = {"metric_every": 1, "inverse_every": 5, "decay": 0.5}
-    near = _Loop("cuda", solver=ng.Factored(ng.Newton(smallest=1)), **options)
-    exact = _Loop("cuda", solver=ng.Factored(), **options)
-    torch.testing.assert_close(near.run(30), exact.run(30), rtol=0.1, atol=0.05)
+    loop = _Loop("cuda", solver=ng.Factored(ng.Newton(smallest=1)), metric_every=1, inverse_every=5, decay=0.5)
+    loop.run(30)
+    loop.opt.param_groups[0]["lr"] = 0.0
+    loop.schedule.base_lrs = [0.0]
+    loop.run(60)
+    average, inverse = loop.opt.keeper.average, loop.opt.inverse
+    assert average is not None
+    assert inverse is not None
+    exact = ng.Factored().init(average, loop.opt.param_groups[0]["damping"]).tensors()
+    for key, found in inverse.tensors().items():
+        torch.testing.assert_close(found, exact[key], rtol=1e-3, atol=1e-3 * float(exact[key].abs().max()))
 
 
 def test_estimates_that_are_not_finite_do_not_reach_the_average() -> None:

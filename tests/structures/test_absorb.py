@@ -11,6 +11,7 @@ from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.operators import KroneckerOperator
 from natgrad.optim.mass import Mass
 from natgrad.pullback.streamed import above
+from natgrad.structures.absorb import Held, absorb_together
 from tests import zoo
 from tests.pulled import close, normal, pull, random_roots
 
@@ -58,6 +59,44 @@ def test_layers_of_another_model_are_refused() -> None:
     pulled = [ng.pullback(model, normal(5, 3), ng.Euclidean()) for model in (here, there)]
     with pytest.raises(IncompatibleError, match="were seen by their rule in one batch and not in another"):
         ng.Kronecker().absorb(pulled[1], ng.Kronecker().estimate(pulled[0]), 0.5)
+
+
+# Many factors in few kernels, as on a GPU
+
+
+def _padded(rows: int, seed: int) -> Tensor:
+    """A symmetric matrix [1 d d] with room between its rows that holds no number."""
+    x = normal(rows, rows, seed=seed)
+    out = torch.full((1, rows, rows + 3), torch.nan, dtype=torch.float64)[:, :, :rows]
+    return out.copy_((x @ x.T).unsqueeze(0))
+
+
+@pytest.mark.parametrize("weight", [0.3, torch.tensor(0.25)])
+def test_factors_are_averaged_together_whatever_lies_between_their_rows(weight: float | Tensor) -> None:
+    sides = [
+        (_padded(4, 0), _padded(4, 1)),
+        (_padded(4, 2), _padded(4, 3).contiguous()),
+        (_padded(5, 4).contiguous(), _padded(5, 5)),
+        (normal(2, 3).square(), normal(2, 3, seed=1).square()),
+        (_padded(1100, 6).contiguous(), _padded(1100, 7)),
+    ]
+    counts = [1, 2, 8, 2, 1]
+    w = float(weight)
+    expected = [(1 - w) * x + w * y / n for (x, y), n in zip(sides, counts, strict=True)]
+    absorb_together([Held.of(x, y, weight, n) for (x, y), n in zip(sides, counts, strict=True)])
+    for (found, _), right in zip(sides, expected, strict=True):
+        close(found, right, 1e-7)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_total_that_is_not_finite_leaves_all_of_them_alone(bad: int, value: float) -> None:
+    factors = [_padded(4, 0), normal(2, 3).square(), _padded(1100, 6).contiguous()]
+    totals = [t.clone() for t in factors]
+    totals[bad].view(-1)[0] = value
+    before = [t.clone() for t in factors]
+    absorb_together([Held.of(x, y, 0.5, 1) for x, y in zip(factors, totals, strict=True)])
+    assert all(torch.equal(x, y) for x, y in zip(factors, before, strict=True))
 
 
 # Which layers are above others
