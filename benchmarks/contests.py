@@ -49,7 +49,7 @@ def digits(device: torch.device, widths: tuple[int, ...] = (64, 128, 64, 10)) ->
         contenders=(),
     )
     metric = ng.Fisher(ng.Categorical(), samples=1)
-    return Contest(task, metric, (0, 1, 2), (0.03, 0.1, 0.3, 1.0), (256, task.batch_size))
+    return Contest(task, metric, (0, 1, 2, 3, 4), (0.03, 0.1, 0.3, 1.0), (256, task.batch_size))
 
 
 def bernoulli(y: Tensor, t: Tensor) -> Tensor:

@@ -136,28 +136,37 @@ def table(record: Record) -> str:
     """Medians over seeds: steps, losses and scores at the end, and the seconds to AdamW's final loss."""
     lines = []
     for task in dict.fromkeys(run.task for run in record.runs):
-        mine = [run for run in record.runs if run.task == task]
-        level = {run.seed: run.final for run in mine if run.contender == ADAMW}
-        lines += ["", task, "  " + "".join(f"{title:>{width}}" for title, width in _HEAD)]
-        for name in dict.fromkeys(run.contender for run in mine):
-            group = [run for run in mine if run.contender == name]
-            rows = [_row(run, level.get(run.seed, math.nan)) for run in group]
-            medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-            cells = (f"{median:>{form}}" for median, form in zip(medians, _FORMS, strict=True))
-            lines.append(f"  {name:20}" + "".join(cells))
+        lines += ["", task, "  " + "".join(f"{title:>{width}}" for title, width in zip(_HEAD, _WIDTHS, strict=True))]
+        for cells in _cells(record, task):
+            lines.append(f"  {cells[0]:20}" + "".join(f"{c:>{w}}" for c, w in zip(cells[1:], _WIDTHS[1:], strict=True)))
     return "\n".join([*lines, "", *verdicts(claims(record.runs))])
 
 
-_HEAD = (
-    ("", 20),
-    ("steps", 8),
-    ("training loss", 15),
-    ("score", 10),
-    ("test loss", 12),
-    ("score", 10),
-    ("to AdamW, s", 14),
-)
-_FORMS = ("8.0f", "15.4g", "10.4g", "12.4g", "10.4g", "14.1f")
+def markdown(record: Record) -> str:
+    """The same for a page, a table a task."""
+    lines = []
+    for task in dict.fromkeys(run.task for run in record.runs):
+        rows = [[task, *_HEAD[1:]], ["---"] * len(_HEAD), *_cells(record, task)]
+        lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+_HEAD = ("", "steps", "training loss", "score", "test loss", "test score", "to AdamW, s")
+_WIDTHS = (20, 8, 15, 10, 12, 12, 14)
+_FORMS = (".0f", ".4g", ".4g", ".4g", ".4g", ".1f")
+
+
+def _cells(record: Record, task: str) -> list[list[str]]:
+    """A row a contender."""
+    mine = [run for run in record.runs if run.task == task]
+    level = {run.seed: run.final for run in mine if run.contender == ADAMW}
+    out = []
+    for name in dict.fromkeys(run.contender for run in mine):
+        rows = [_row(run, level.get(run.seed, math.nan)) for run in mine if run.contender == name]
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        numbers = (f"{median:{form}}" for median, form in zip(medians, _FORMS, strict=True))
+        out.append([name, *("never" if number == "inf" else number for number in numbers)])
+    return out
 
 
 def _row(run: Run, level: float) -> tuple[float, ...]:

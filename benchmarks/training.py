@@ -90,8 +90,8 @@ def self_tuned(contest: Contest) -> Contender:
     return Contender(KFAC, lambda model: ng.KFAC(model, contest.metric, step=ng.SelfTuned()), contest.task.batch_size)
 
 
-def train(contest: Contest, contender: Contender, seed: int, seconds: float, points: int = 50) -> Run:
-    """One run, measured at so many times; it ends early where the loss is no number."""
+def train(contest: Contest, contender: Contender, seed: int, seconds: float, points: int = 100) -> Run:
+    """One run, measured at so many times, at first more often; it ends early where the loss is no number."""
     task = contest.task
     torch.manual_seed(seed)
     model, (inputs, targets) = task.network(), task.train
@@ -115,7 +115,7 @@ def train(contest: Contest, contender: Contender, seed: int, seconds: float, poi
             x, t = inputs[batch], targets[batch]
             optimizer.step(closure)
         spent, step = spent + now(inputs.device) - start, step + stride
-        if spent >= min(1.0, len(history) / points) * seconds:
+        if spent >= min(1.0, len(history) / points) ** 2 * seconds:
             history.append(measure(task, model, step, spent))
             if not math.isfinite(history[-1].train_loss):
                 break

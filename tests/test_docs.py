@@ -55,7 +55,7 @@ def test_the_measured_numbers_of_the_readme_are_those_the_benchmark_printed() ->
     assert dict(rows) == printed
 
 
-@pytest.mark.parametrize("name", ["kfac.json", "kfac-cuda.json", "training.json"])
+@pytest.mark.parametrize("name", ["kfac.json", "kfac-cuda.json", "training.json", "training-cuda.json"])
 def test_the_numbers_of_kfac_in_the_readme_are_those_the_benchmark_printed(name: str) -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
     section = (ROOT / "README.md").read_text().split(f"benchmarks/results/{name}")[1].split("benchmarks/results/")[0]
@@ -70,3 +70,10 @@ def test_the_numbers_of_kfac_in_the_readme_are_those_the_benchmark_printed(name:
         for t in results["targets"]
     ]
     assert rows == printed
+
+
+@pytest.mark.parametrize("name", ["training.json", "training-cuda.json"])
+def test_the_training_of_the_readme_is_what_was_measured(name: str) -> None:
+    from benchmarks.curves import Record, markdown
+
+    assert markdown(Record.load(ROOT / "benchmarks" / "results" / name)) in (ROOT / "README.md").read_text()
