@@ -10,6 +10,8 @@ from torch import Tensor
 
 from natgrad.operators.factor import inverse
 
+_LONGEST = 64  # refreshes
+
 
 @final
 class Newton:
@@ -18,8 +20,9 @@ class Newton:
     It converges where ‖E‖ < 1, that is where M has changed little since X was its inverse. The guard is the norm of E
     before the last step, ‖E‖_F ≤ ``tolerance``, so that ‖E‖² is left after it. Where it fails, Cholesky inverts: at
     once on a CPU. A GPU is not waited for: there the last inverse is kept, and Cholesky inverts as soon as the host
-    has heard of it (``failed``), a step or two later. Matrices with fewer than ``smallest`` rows are left to Cholesky,
-    which costs them less than an attempt that fails.
+    has heard of it (``failed``), a step or two later. After a failure the next refresh is Cholesky's, after another one
+    the next two, then four, up to 64: where the metric moves too far between two refreshes, attempts are wasted.
+    Matrices with fewer than ``smallest`` rows are left to Cholesky, which costs them less than an attempt that fails.
 
     >>> M = torch.tensor([[[2.0, 0.0], [0.0, 4.0]]])
     >>> X, error = Newton(smallest=1).refreshed(M, 0.9 * torch.linalg.inv(M))
@@ -32,6 +35,7 @@ class Newton:
             raise ValueError(f"Newton needs steps ≥ 1 and 0 < tolerance < 1, got {steps} and {tolerance}")
         self.steps, self.tolerance, self.smallest = steps, tolerance, smallest
         self._errors: list[Tensor] = []  # of the last refresh, on the host or on their way there
+        self._resting, self._rest = 0, 1  # refreshes that are Cholesky's from now on, and after the next failure
 
     def __repr__(self) -> str:
         return f"Newton(steps={self.steps}, tolerance={self.tolerance}, smallest={self.smallest})"
@@ -42,8 +46,14 @@ class Newton:
 
     def trusted(self) -> bool:
         """Whether to go on from the last inverse; asked once before each refresh, which begins anew."""
-        failed, self._errors = self.failed(), []
-        return not failed
+        failed, tried, self._errors = self.failed(), bool(self._errors), []
+        if failed:
+            self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST)
+            return False
+        if tried:
+            self._rest = 1
+        self._resting -= 1
+        return self._resting < 0
 
     def refreshed(self, M: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         """X [b d d] from M and the last inverse, and the norm of E before the last step, the largest of the batch."""

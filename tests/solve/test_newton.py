@@ -94,3 +94,20 @@ def test_small_matrices_are_left_to_cholesky() -> None:
     w = covector(pull(zoo.case("mlp_tanh").make(), ng.Euclidean()))
     found = ng.Factored(ng.Newton()).init(G, 0.5, warm).sharp(w).flatten()
     close(found, ng.Factored().init(G, 0.5).sharp(w).flatten(), 1e-14)
+
+
+def test_after_failures_cholesky_has_the_next_refreshes_and_ever_more_of_them() -> None:
+    newton = ng.Newton(smallest=1)
+    M, far = torch.eye(3, dtype=torch.float64).unsqueeze(0), 0.1 * torch.eye(3, dtype=torch.float64).unsqueeze(0)
+
+    def until_trusted() -> int:
+        """Refreshes without Newton, from a failure on, the one that makes up for it not counted."""
+        newton._errors = [newton.refreshed(M, far)[1]]  # as a GPU would report it
+        assert newton.failed()
+        assert not newton.trusted()
+        return next(count for count in range(100) if newton.trusted())
+
+    assert [until_trusted() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 64, 64]
+    newton._errors = [newton.refreshed(M, M)[1]]
+    assert newton.trusted()
+    assert until_trusted() == 1
