@@ -15,7 +15,7 @@ from natgrad.linalg import refuse_singular
 Factor: TypeAlias = Tensor  # [c d d], or [c d] where it is diagonal
 _ALIGNED = 8  # numbers
 _BATCHED = {"cuda": 1024, "cpu": 256}  # above these sizes one matrix at a time is as fast, and takes less memory
-_ROOM = {"cuda": 2**25, "cpu": 2**22}  # bytes of a stack of matrices that are worked on at once
+_ROOM = {"cuda": 2**24, "cpu": 2**22}  # bytes of a stack of matrices that are worked on at once
 
 
 def full(factor: Factor) -> bool:

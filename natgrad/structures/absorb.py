@@ -16,7 +16,7 @@ from natgrad.operators import KroneckerOperator
 from natgrad.operators.factor import aligned
 from natgrad.pullback.recorded import Weight
 from natgrad.pullback.sharing import mean
-from natgrad.pullback.streamed import Sink
+from natgrad.pullback.sink import Sink
 from natgrad.pullback.tied import trace
 from natgrad.rules.base import Moment
 

@@ -10,10 +10,11 @@ import natgrad as ng
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.operators import KroneckerOperator
 from natgrad.optim.mass import Mass
-from natgrad.pullback.streamed import above
+from natgrad.pullback.flow import above
+from natgrad.pullback.recorded import Recordings
 from natgrad.structures.absorb import Held, absorb_together
 from tests import zoo
-from tests.pulled import close, normal, pull, random_roots
+from tests.pulled import Rooted, close, normal, pull, random_roots
 
 STRUCTURES = [ng.Kronecker(), ng.Kronecker("reduce"), ng.Kronecker(largest=3), ng.Kronecker(fallback=ng.BlockDense())]
 NAMES = zoo.IDS
@@ -24,16 +25,33 @@ def _average(structure: ng.Kronecker, pb: ng.Pullback) -> KroneckerOperator:
     return structure.estimate(pb).lerp(structure.estimate(pb), 0.5)
 
 
+def _two(problem: zoo.Problem, k: int) -> tuple[ng.Pullback, ng.Pullback]:
+    """Of one model at two batches, with other inputs where they are numbers, and other roots."""
+    roots = [Rooted(normal(k, *problem.outputs().shape, seed=seed)) for seed in range(2)]
+    other = problem
+    if isinstance(problem.x, Tensor) and problem.x.is_floating_point():
+        other = replace(problem, x=normal(*problem.x.shape, seed=3))
+    return pull(problem, roots[0]), pull(other, roots[1])
+
+
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_absorbed_estimate_is_a_whole_one(name: str, k: int, structure: ng.Kronecker) -> None:
-    problem = zoo.case(name).make()
-    before, now = (pull(problem, random_roots(problem, k)) for _ in range(2))
-    now = pull(problem, replace(random_roots(problem, k), s=normal(k, *problem.outputs().shape, seed=1)))
-    average = _average(structure, before)
-    expected = average.lerp(structure.estimate(now), 0.3)
+    before, now = _two(zoo.case(name).make(), k)
+    expected = _average(structure, before).lerp(structure.estimate(now), 0.3)
     found = structure.absorb(now, _average(structure, before), 0.3)
+    close(found.dense(), expected.dense())
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("name", zoo.IDS)
+def test_inputs_and_cotangents_can_be_absorbed_apart(name: str, k: int) -> None:
+    """As the kernels of a GPU are recorded; here none is, and they run one by one."""
+    (before, now), structure, recordings = _two(zoo.case(name).make(), k), ng.Kronecker(), Recordings()
+    recordings._possible = False
+    expected = _average(structure, before).lerp(structure.estimate(now), 0.3)
+    found = structure.absorb(replace(now, recordings=recordings), _average(structure, before), 0.3)
     close(found.dense(), expected.dense())
 
 

@@ -1,0 +1,115 @@
+"""Where the two factors of every layer go, one after the other, and how they are made of a pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.pullback.blocks import Block
+from natgrad.pullback.moments import check_inputs, check_outputs
+from natgrad.pullback.recorded import Weight
+from natgrad.pullback.sharing import Cotangents, Sharing, mean
+from natgrad.pullback.tape import Tape
+from natgrad.pullback.tied import joined
+from natgrad.rules.base import Moment
+
+
+class Sink(ABC):
+    """Takes the factors of layers one by one, with a weight."""
+
+    @property
+    def weight(self) -> float:
+        """Of all that arrives."""
+        return 1.0
+
+    @property
+    def places(self) -> Hashable:
+        """Where it writes: kernels that were recorded write there again. None where nothing is recorded."""
+        return None
+
+    def weighted(self, weight: Weight) -> Sink:
+        """The same sink with another weight, which may be a number on the device."""
+        return self
+
+    @abstractmethod
+    def inputs(self, b: int, moment: Moment) -> None:
+        """A = total/count of the layer number b; the total may be overwritten."""
+
+    @abstractmethod
+    def outputs(self, b: int, s: Tensor) -> None:
+        """S of the layer number b; it may be overwritten."""
+
+    def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
+        """Nothing is held back any longer."""
+
+
+@final
+class Collected(Sink):
+    """All factors, S and A of every layer."""
+
+    def __init__(self, count: int) -> None:
+        self.left: list[Tensor | None] = [None] * count
+        self.right: list[Tensor | None] = [None] * count
+
+    def inputs(self, b: int, moment: Moment) -> None:
+        self.right[b] = mean(moment)
+
+    def outputs(self, b: int, s: Tensor) -> None:
+        self.left[b] = s
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """After the stream."""
+        return [(s, a) for s, a in zip(self.left, self.right, strict=True) if s is not None and a is not None]
+
+
+@final
+@dataclass(frozen=True)
+class Layers:
+    """The layers, and what becomes of their positions."""
+
+    blocks: tuple[Block, ...]
+    sharing: Sharing
+    dtype: torch.dtype
+
+    def put_inputs(self, b: int, tape: Tape, sink: Sink) -> None:
+        """A, unless it depends on cotangents: that of a tied weight does."""
+        block = self.blocks[b]
+        if not block.facets:
+            sink.inputs(b, self._moment(block, tape))
+
+    def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: Sink) -> None:
+        """S and, of a tied weight, A."""
+        block = self.blocks[b]
+        if not block.facets:
+            sink.outputs(b, self._product(block, tape, g))
+            return
+        pairs = [(self._product(kind, tape, g), mean(self._moment(kind, tape))) for kind in block.kinds]
+        s, a = joined(block, pairs)
+        sink.outputs(b, s)
+        sink.inputs(b, Moment(a, 1))
+
+    def in_order(self, tape: Tape, g: Cotangents, numbers: Iterable[int]) -> Iterable[int]:
+        """The numbers of these layers; cotangents that no later layer asks for are forgotten on the way."""
+        left = Counter(at for b in numbers for at in tape.places(self.blocks[b]))
+        for b in numbers:
+            yield b
+            for at in tape.places(self.blocks[b]):
+                left[at] -= 1
+                if not left[at]:
+                    g.forget(at)
+
+    def _moment(self, kind: Block, tape: Tape) -> Moment:
+        moment = self.sharing.inputs(tape, kind)
+        check_inputs(kind, moment.total)
+        return Moment(moment.total.to(self.dtype), moment.count)
+
+    def _product(self, kind: Block, tape: Tape, g: Cotangents) -> Tensor:
+        s = self.sharing.outputs(tape, kind, g)
+        check_outputs(kind, s)
+        return s.to(self.dtype)
