@@ -21,7 +21,7 @@ Weight: TypeAlias = float | Tensor
 Compute: TypeAlias = Callable[[Sequence[Tensor], Weight], None]
 
 _log = logging.getLogger("natgrad")
-_KEPT = 32  # recordings; a loop has few patterns of addresses, or none
+_KEPT = 64  # recordings; a loop has few patterns of addresses, or none
 _SMALL = 2**22  # bytes that are copied rather than recognised
 _SEEN = 64  # patterns that are remembered
 
