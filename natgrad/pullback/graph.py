@@ -15,7 +15,19 @@ _nodes: Any = torch._C._functions  # the types of nodes, which torch's stubs do 
 _LEAF = _nodes.AccumulateGrad
 _VIEWS = frozenset({_nodes.TBackward0, _nodes.TransposeBackward0, _nodes.ToCopyBackward0})
 _NAMELESS = "CppFunction"  # the type of all nodes that torch has no type of their own for
-_STANDARDIZED = frozenset({"NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0"})
+_RESHAPES = frozenset(
+    {_nodes.ViewBackward0, _nodes.UnsafeViewBackward0, _nodes.ReshapeAliasBackward0, _nodes.ExpandBackward0}
+)
+# What a node says of itself, in numbers: the axes that it works along, and whether statistics are those of the batch.
+# No tensors, which are not looked at.
+_SAVED = frozenset(
+    f"_saved_{name}"
+    for name in (
+        *("dim", "dims", "dim0", "dim1", "dim2", "dimension", "keepdim", "normalized_shape", "pad", "training"),
+        *("start", "end", "step", "shifts", "repeats", "offset", "diagonal", "split_size", "split_sizes"),
+        *("size", "stride", "storage_offset", "self_sym_sizes"),
+    )
+)
 
 
 def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
@@ -36,12 +48,14 @@ class Survey:
     """One walk over the graph below y: the kinds of its nodes, and the leaves that enter it, by their ids, in order.
 
     A leaf under a chain of transposes and casts is where the chain enters (``leaf_uses``); the chain is not looked at.
-    ``top``: the id of the leaf that y itself is such a chain of, which enters nothing.
+    ``top``: the id of the leaf that y itself is such a chain of, which enters nothing. ``form``: how the nodes are
+    joined, and along which axes they work, as ``x.softmax(0)`` and ``x.softmax(1)`` are nodes of one kind.
     """
 
     kinds: tuple[object, ...]
     entries: tuple[int, ...]
     top: int | None = None
+    form: tuple[object, ...] = ()
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -69,35 +83,44 @@ def survey(y: Tensor) -> Survey:
     if top is not None:
         return Survey((root.name(),), (), id(top))
     order: list[Any] = [root]
-    seen: set[Any] = {root, None}
+    places: dict[Any, int] = {root: 0, None: -1}
     entries: list[int] = []
+    joined: list[object] = []
     for node in order:  # which grows
-        for child, _ in node.next_functions:
+        for child, number in node.next_functions:
             kind = type(child)
             if kind is _LEAF:
                 entries.append(id(child.variable))
+                joined.append("leaf")
                 continue
             if kind in _VIEWS:
                 leaf = leaf_below(child)
                 if leaf is not None:
                     entries.append(id(leaf))
+                    joined.append("leaf")
                     continue
-            if child not in seen:
-                seen.add(child)
+            place = places.get(child)
+            if place is None:
+                place = places[child] = len(order)
                 order.append(child)
-    return Survey(_kinds(order), tuple(entries))
+            joined.append((place, number) if number else place)
+        joined.append("end")
+    return Survey(_kinds(order), tuple(entries), None, (*joined, *_saved(order)))
 
 
 def _kinds(order: Sequence[Any]) -> tuple[object, ...]:
-    """The types of nodes, or their names, and whether normalisations use statistics of the batch: all look the same."""
-    kinds: tuple[object, ...] = tuple(map(type, order))
-    names = {kind.__name__ for kind in set(map(type, order))}
-    if _NAMELESS in names:
-        kinds = tuple(node.name() for node in order)
-    if not names.isdisjoint(_STANDARDIZED):
-        modes = (bool(node._saved_training) for node in order if type(node).__name__ in _STANDARDIZED)
-        kinds = (*kinds, *modes)
+    """The types of nodes, or their names."""
+    kinds = tuple(map(type, order))
+    if any(kind.__name__ == _NAMELESS for kind in set(kinds)):
+        return tuple(node.name() for node in order)
     return kinds
+
+
+def _saved(order: Sequence[Any]) -> list[object]:
+    """What the nodes say of themselves; of reshapes, which say only what they had, also what they give."""
+    keys = {kind: sorted(_SAVED.intersection(vars(kind))) for kind in set(map(type, order))}
+    found: list[object] = [getattr(node, key) for node in order for key in keys[type(node)]]
+    return found + [tuple(node._input_metadata[0].shape) for node in order if type(node) in _RESHAPES]
 
 
 def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:

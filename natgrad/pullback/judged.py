@@ -46,8 +46,9 @@ class Judged:
 class Judgements:
     """What was found about passes that have been looked at before, for a model that is called again and again.
 
-    A pass is known again by all that decides: the kinds of the nodes of its graph, the parameters that enter it, in
-    order, and the calls of its layers. One that moves examples by an index that depends on the data is judged anew.
+    A pass is known again by all that decides: the kinds of the nodes of its graph, how they are joined and along which
+    axes they work, the parameters that enter it, in order, and the calls of its layers. One that moves examples by an
+    index that depends on the data is judged anew.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class Judgements:
     def of(self, model: Model, blocks: list[Block], tape: Tape, whole: bool, verdicts: Verdicts) -> Judged:
         """``whole``: all examples are in this pass, so that what it does not use is not used."""
         seen = survey(tape.y)
-        key = (seen.kinds, seen.entries, seen.top, whole, tape.y.shape, _signature(tape.uses))
+        key = (seen.kinds, seen.form, seen.entries, seen.top, whole, tape.y.shape, _signature(tape.uses))
         found = self._known.get(key)
         if found is not None and found.given == blocks:
             return found

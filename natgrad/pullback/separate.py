@@ -28,8 +28,8 @@ _KEPT = 256  # graphs; the lengths of sequences make many
 class Verdicts:
     """What was found about graphs that have been looked at before, for a model that is called again and again.
 
-    A graph is known again by its operations and by its layers with their shapes. One that moves examples by an index
-    that depends on the data is looked at every time.
+    A graph is known again by its operations with their axes, and by its layers with their shapes. One that moves
+    examples by an index that depends on the data is looked at every time.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Verdicts:
         if not DATA_DEPENDENT.isdisjoint(seen.names):
             return misplaced(tape)
         uses = tuple((id(use.module), use.shapes) for use in tape.uses)
-        signature = (tape.y.shape, uses, seen.kinds)
+        signature = (tape.y.shape, uses, seen.kinds, seen.form)
         found = self._known.get(signature)
         if found is None:
             found = self._known[signature] = misplaced(tape)

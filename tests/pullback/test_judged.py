@@ -70,6 +70,24 @@ def transposed(m: Written, x: Tensor) -> Tensor:
     return m.o(m.a(x) @ m.b.weight.T + m.b.bias)
 
 
+def along(axis: int) -> dict[str, Callable[[Written, Tensor], Tensor]]:
+    """Operations that mix the examples along axis 0, and along axis 1 do not."""
+    return {
+        "softmax": lambda m, x: m.o(m.a(x).softmax(axis) + m.b(x)),
+        "mean": lambda m, x: m.o(m.a(x) - m.a(x).mean(axis, keepdim=True) + m.b(x)),
+        "norm": lambda m, x: m.o(F.normalize(m.a(x), dim=axis) + m.b(x)),
+        "flip": lambda m, x: m.o(m.a(x).flip((axis,)) + m.b(x)),
+        "roll": lambda m, x: m.o(m.a(x).roll(1, axis) + m.b(x)),
+        "cat": lambda m, x: m.o(torch.cat([m.a(x).narrow(axis, 1, 2), m.a(x).narrow(axis, 0, 1)], axis) + m.b(x)),
+        "unfold": lambda m, x: m.o(m.a(x).unfold(axis, 3, 1).flatten(1 - axis).view(3, 3) + m.b(x)),
+        "keepdim": lambda m, x: m.o(m.a(x) - m.a(x).mean(1, keepdim=axis == 1) + m.b(x)),
+        "product": lambda m, x: m.o((torch.mm(m.a(x), x) if axis else torch.mm(x, m.a(x))) + m.b(x)),
+        "view": lambda m, x: m.o((m.a(x).view((3, 1, 3) if axis else (1, 3, 3)) + x.view(3, 3, 1)).mean(1) + m.b(x)),
+        "expand": lambda m, x: m.o(m.a(x).mean(axis, keepdim=True).expand(3, 3) + m.b(x)),
+        "joints": lambda m, x: m.o(m.a(x) + (m.a(x) if axis else m.b(x)).softmax(0) + m.b(x)),
+    }
+
+
 PASSES = (
     by_a,
     by_b,
@@ -91,9 +109,9 @@ def view_of(m: Written) -> View:
     return View(model, ng.Euclidean(), layers_of(model), None)
 
 
-def shown(view: View, m: Written, written: Callable[[Written, Tensor], Tensor]) -> object:
+def shown(view: View, m: Written, written: Callable[[Written, Tensor], Tensor], n: int = 4) -> object:
     m.written = written
-    pb = view.of(Batch(view.model, inputs()))
+    pb = view.of(Batch(view.model, inputs(n)))
     covered = {name for block in pb.layers if block.rule is not None for name in block.names}
     return covered, pb.displaced, set(pb.unused), pb.positions
 
@@ -107,6 +125,16 @@ def test_a_pass_is_seen_as_if_it_were_the_first(
     view = view_of(m)
     shown(view, m, first)
     assert shown(view, m, second) == shown(view_of(m), m, second)
+
+
+@pytest.mark.parametrize("name", along(0))
+@pytest.mark.parametrize("axes", [(0, 1), (1, 0)])
+def test_a_pass_along_one_axis_says_nothing_of_one_along_another(name: str, axes: tuple[int, int]) -> None:
+    m = Written()
+    view = view_of(m)
+    first, second = (along(axis)[name] for axis in axes)
+    before = shown(view, m, first, 3)
+    assert shown(view, m, second, 3) == shown(view_of(m), m, second, 3) != before
 
 
 def test_statistics_of_the_batch_are_noticed_after_a_pass_without() -> None:
