@@ -57,7 +57,9 @@ def _drawn(p: Tensor, samples: int, generator: torch.Generator) -> Tensor:
     """
     if p.device.type == "cpu":  # numbers are dear: one a term, and the class where the sum of p exceeds it
         u = torch.rand(samples, *p.shape[:-1], 1, dtype=torch.float64, generator=generator)
-        return (p.cumsum(-1, dtype=torch.float64)[..., :-1] <= u).sum(-1, keepdim=True)
+        below = p.cumsum(-1, dtype=torch.float64)
+        # Rounded probabilities do not sum to 1: what is missing would be drawn as the last class, though it had p = 0.
+        return (below[..., :-1] <= u * below[..., -1:]).sum(-1, keepdim=True)
     # Of independent events with rates p the first is t with probability p_t. It needs no sum, which depends on its
     # order, and fewer launches.
     waiting = torch.empty(samples, *p.shape, dtype=p.dtype, device=p.device).exponential_(generator=generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import final
 
 import torch
@@ -41,7 +42,14 @@ class FromDistribution(Family):
 
     def check(self, y: Tensor) -> None:
         p = self.build(y)
-        if bool((torch.func.grad(lambda a: _combined(_edges(self.build(a)), a))(y) != 0).any()):
+        ends: list[Tensor] = []  # of the support, made of the outputs: most families have none, and nothing is read
+
+        def combined(a: Tensor) -> Tensor:
+            ends[:] = [end for end in _edges(self.build(a)) if end.requires_grad]
+            return _combined(ends, a)
+
+        moves = torch.func.grad(combined)(y) != 0
+        if ends and bool(moves.any()):
             raise ValueError(
                 f"the support of {type(p).__name__} moves with the outputs, so it has no Fisher metric: the KL "
                 "divergence is infinite on one side, and its Hessian is not the covariance of the scores. Build a "
@@ -80,7 +88,7 @@ class FromDistribution(Family):
         return root.transpose(0, 1).reshape(d, *y.shape)
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        seed = _seed(generator)
         # torch.distributions draw from the global stream only: borrow it, and give it back as it was. Seed no other:
         # torch.manual_seed would move the streams of every device.
         devices = [y.device] if y.device.type == "cuda" else []
@@ -134,6 +142,13 @@ class FromDistribution(Family):
         except NotImplementedError:
             return False
         return True
+
+
+def _seed(generator: torch.Generator) -> int:
+    """A number from where the generator stands, which moves on. None is drawn and read, for which a GPU would wait."""
+    stands = bytes(generator.get_state().tolist())
+    torch.rand((), generator=generator, device=generator.device)
+    return int.from_bytes(blake2b(stands, digest_size=7).digest(), "little")
 
 
 def _each(log_p: Tensor) -> Tensor:

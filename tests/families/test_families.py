@@ -62,6 +62,25 @@ def test_every_score_is_the_gradient_of_a_log_density(name: str) -> None:
         close(s[k], expected, 1e-10)
 
 
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_classes_are_drawn_with_their_probabilities(scale: float) -> None:
+    """Pearson's χ² over the classes that are expected five times or more is below its quantile at 1e-6."""
+    y, count = scale * normal(1, 6), 200_000
+    y[0, 2] = -torch.inf
+    drawn = (ng.Categorical().scores(y, count, torch.Generator().manual_seed(0)) + y.softmax(-1)).round().sum((0, 1))
+    expected = count * y.softmax(-1)[0]
+    kept = expected >= 5
+    assert float(((drawn - expected)[kept].square() / expected[kept]).sum()) < 38  # of five degrees of freedom
+    assert drawn[2] == 0
+
+
+def test_a_class_without_probability_is_not_drawn_where_the_others_do_not_sum_to_one() -> None:
+    y = torch.tensor([[0.0] * 7 + [-torch.inf]], dtype=torch.bfloat16)
+    assert float(y.softmax(-1).double().sum()) < 0.999
+    s = ng.Categorical().scores(y, 20_000, torch.Generator().manual_seed(0))
+    assert s[..., -1].count_nonzero() == 0
+
+
 def implied_target(name: str, y: Tensor, s: Tensor) -> Tensor:
     """The targets t [k n *terms] that have the score s: in natural parameters the score is t − E t."""
     if "categorical" in name:
@@ -168,6 +187,32 @@ def test_a_distribution_whose_support_moves_has_no_fisher_metric(name: str, samp
 @pytest.mark.parametrize("name", STANDING)
 def test_a_distribution_whose_support_stands_has_one(name: str) -> None:
     assert bool(ng.Fisher(STANDING[name], samples=1).root(normal(3, 2)).isfinite().all())
+
+
+class Unread(TorchDispatchMode):
+    """Inside, numbers of tensors are not read, for which a GPU would wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default), "read"
+        return func(*args, **(kwargs or {}))
+
+
+UNCHECKED: dict[str, Callable[[Tensor], D.Distribution]] = {
+    "exponential": lambda y: D.Exponential(y.exp(), validate_args=False),
+    "poisson": lambda y: D.Poisson(y.exp(), validate_args=False),
+    "gamma": lambda y: D.Gamma(y.exp(), y.exp(), validate_args=False),
+    "bernoulli": lambda y: D.Bernoulli(logits=y, validate_args=False),
+}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_sampling_a_distribution_that_torch_does_not_check_reads_no_number(name: str) -> None:
+    y, generator = normal(3, 2), torch.Generator().manual_seed(0)
+    with Unread():  # type: ignore[no-untyped-call]
+        s = ng.Fisher(UNCHECKED[name], samples=2).root(y, generator=generator)
+    assert bool(s.isfinite().all())
+    with pytest.raises(AssertionError, match="read"), Unread():  # type: ignore[no-untyped-call]
+        bool(y.sum())
 
 
 class Largest(TorchDispatchMode):
