@@ -10,8 +10,9 @@ from typing import NoReturn, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from natgrad.errors import IncompatibleError
+from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.operators.newton import Newton
 
@@ -127,6 +128,14 @@ class Operator(ABC):
         for key, its in new.tensors().items():  # a layer that is seen for the first time was nothing before
             its.copy_(torch.where(found > 0, before.get(key, torch.zeros_like(its)), its))
         return new
+
+    def finite(self) -> Self:
+        """Itself; if it holds NaN or infinity it raises, on a CPU: a GPU is not waited for (``merged``)."""
+        for key, t in self.tensors().items():
+            # A sum is quick, and finite only if every number is; one that overflows is looked at again.
+            if t.device.type == "cpu" and not bool(t.sum().isfinite()) and not bool(t.isfinite().all()):
+                raise NonFiniteError(f"the estimate of the metric ({key}) holds NaN or infinity. It was not averaged")
+        return self
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:

@@ -12,20 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.errors import BatchStatisticsError, NatgradError, NonFiniteError
-from natgrad.geometry import Covector, Vector
-from natgrad.model import Arguments, Inputs, evaluating, is_ours, ours, tensors_of, without_chance
+from natgrad.errors import NatgradError, NonFiniteError
+from natgrad.model import Arguments, Inputs, is_ours, ours
 from natgrad.operators.base import Operator
 from natgrad.optim.distributed import Alone, World
 from natgrad.optim.mass import Mass
 from natgrad.optim.notices import Notices
 from natgrad.optim.parameters import Parameters
+from natgrad.optim.questions import Questions
 from natgrad.pullback import Pullback
 from natgrad.pullback.assemble import Batch, View
 from natgrad.pullback.parts import check_inputs
 from natgrad.pullback.tape import Recorder
-from natgrad.step.forms import quadratic_forms
-from natgrad.step.geodesic import christoffel_at
 from natgrad.structures import Refresh
 from natgrad.untouched import put_back, random_stream, refuse_chance, untouched
 from natgrad.wrapped import eager, has_compiled, is_compiled
@@ -69,7 +67,7 @@ class Keeper:
         self.fresh: Operator | None = None
         self.batch: Batch | None = None  # the last one seen
         self._examples = 0
-        self._absorbed = False  # an estimate of this step is in the average
+        self.absorbed = False  # an estimate of this step is in the average
         self._told = False  # by refresh, what the metric of this step is
         self._recorder: Recorder | None = None  # in the pass that is watched
         self._recorders = {eagerly: Recorder(view.model, view.blocks, of_user=not eagerly) for eagerly in (False, True)}
@@ -102,7 +100,7 @@ class Keeper:
     @property
     def renewed(self) -> bool:
         """Whether the metric has been estimated for this step."""
-        return self.fresh is not None or self._absorbed
+        return self.fresh is not None or self.absorbed
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -141,32 +139,12 @@ class Keeper:
             self._add(pb)
         self._told = True
 
-    def christoffel(self, v: Vector) -> Covector:
-        """Γ♭(v, v) at the parameters and the batch of this step."""
+    @property
+    def asked(self) -> Questions:
+        """What a step rule may ask of the batch of this step."""
         if self.batch is None:
             raise NatgradError(_NOTHING_SEEN)
-        with self._separable():
-            own = christoffel_at(self.batch, self.metric, v)
-        return Covector(dict(zip(own, self.world.mean_of(list(own.values()), self._seen), strict=True)))
-
-    def divergence(self, params: Mapping[str, Tensor]) -> float:
-        """Mean divergence of the outputs at other parameters from the outputs now, on the batch of this step."""
-        if self.batch is None:
-            raise NatgradError(_NOTHING_SEEN)
-        with torch.no_grad(), self._separable():
-            y0, y = self.model(None, self.batch.x), self.model(params, self.batch.x)
-            return float(self._mean(self.metric.divergence(y, y0, self.batch.target).mean()))
-
-    def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
-        """⟨v, G w⟩ [v w] with the exact metric, on a part of the batch of this step.
-
-        Of the function that is trained: statistics of the batch move with the parameters, and need all of the batch.
-        """
-        if self.batch is None:
-            raise NatgradError(_NOTHING_SEEN)
-        whole = any(m.training for m in self.model.batch_norms.values())
-        with without_chance(self.module):
-            return self._mean(quadratic_forms(self.batch, self.metric, vectors, 1.0 if whole else fraction))
+        return Questions(self.batch, self.metric, self.world)
 
     def agreed(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
@@ -175,35 +153,13 @@ class Keeper:
         own = torch.tensor([loss], dtype=torch.float64, device=self.model.example.device)
         return float(self.world.mean_of([own], 1)[0])
 
-    def _mean(self, own: Tensor) -> Tensor:
-        """Over the batches of all processes."""
-        return self.world.mean_of([own], self._seen)[0]
-
-    @property
-    def _seen(self) -> int:
-        """How many examples the last batch had."""
-        assert self.batch is not None
-        sizes = [t.shape[0] for t in tensors_of(self.batch.x) if t.ndim]
-        return sizes[0] if sizes else 1
-
-    @contextmanager
-    def _separable(self) -> Iterator[None]:
-        """Evaluation mode where the examples would mix or dropout would draw: the metric was taken there, too."""
-        try:
-            self.model.check_separable()
-        except BatchStatisticsError:
-            with evaluating(self.module):
-                yield
-        else:
-            yield
-
     def candidate(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
         if self.due and not self.renewed:
             raise NatgradError(_NEEDS_TARGET if self.metric.needs_target else _NOTHING_SEEN)
         if self.fresh is None:
             assert self.average is not None
-            return self.average, self._absorbed
+            return self.average, self.absorbed
         if not self._joint:
             self.fresh, self._joint = self.world.mean(self.fresh, self._examples, self._restored), True
         weight = replace(self.mass).whole(self._examples)
@@ -219,7 +175,7 @@ class Keeper:
         """A step has succeeded with this operator."""
         self.average, self.wanted = operator, self.wanted & operator.unseen
         self.count += refreshed
-        if self._absorbed:
+        if self.absorbed:
             self.mass.end()
         elif refreshed:
             self.mass.whole(self._examples)
@@ -230,7 +186,7 @@ class Keeper:
     def discard(self) -> None:
         """Forget the fresh estimate; what has been absorbed stays."""
         self.fresh, self._examples, self._told, self._joint = None, 0, False, False
-        self._absorbed, self.mass.seen = False, 0
+        self.absorbed, self.mass.seen = False, 0
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
         """A forward pass begins, ``compiled`` or not.
@@ -238,6 +194,8 @@ class Keeper:
         A metric with targets sees only the batches of ``refresh``, which have them. A pass inside a backward pass is
         the recomputation of one that was seen (activation checkpointing).
         """
+        if self._recorder is not None and not is_ours():
+            self._end().uses = []  # a pass that was interrupted (KeyboardInterrupt): torch calls no hook then
         if self._told or self._suspended or is_ours() or not torch.is_grad_enabled() or self.metric.needs_target:
             return
         if torch._C._current_graph_task_id() != -1:
@@ -274,32 +232,41 @@ class Keeper:
                 put_back(self.model.example.device, self._stream)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
-        recorder, handle = self._recorder, self._handle
-        if handle is not None and is_ours():
+        if self._handle is not None and is_ours():
             return  # a pass that another optimizer makes, inside the one that is watched
+        recorder = self._end()
+        try:
+            if raw is None:  # always_call: the forward pass raised
+                return
+            if not self.structure.one_pass and not torch.equal(self._stream, random_stream(self.model.example.device)):
+                refuse_chance()
+            tape = recorder.tape(self.model.outputs(raw))
+        finally:
+            recorder.uses = []  # they hold the graph
+        with self._numbered():  # the parameters have been checked before the pass
+            batch = Batch(self.model, Arguments(args, kwargs))
+            self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
+
+    def _end(self) -> Recorder:
+        """The pass is not watched any longer."""
+        recorder, handle = self._recorder, self._handle
         assert recorder is not None
         self._recorder = self._handle = None
         if handle is not None:
             handle.remove()
         recorder.stop()
-        if raw is None:  # always_call: the forward pass raised
-            return
-        if not self.structure.one_pass and not torch.equal(self._stream, random_stream(self.model.example.device)):
-            refuse_chance()
-        tape = recorder.tape(self.model.outputs(raw))
-        with self._numbered():  # the parameters have been checked before the pass
-            batch = Batch(self.model, Arguments(args, kwargs))
-            self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
+        return recorder
 
     def _add(self, pb: Pullback) -> None:
         self._notices.outputs(self.metric, pb.y)
-        self._examples += pb.n
         if self._absorbs():
             assert self.average is not None
-            self.average = self.structure.absorb(pb, self.average, self.mass.part(pb.n))
-            self._absorbed = True
+            self.average = self.structure.absorb(pb, self.average, replace(self.mass).part(pb.n))
+            self.mass.part(pb.n)  # not before: an estimate that is refused does not count
+            self.absorbed = True
         else:
             self._hold(pb)
+        self._examples += pb.n
         pb.tapes.clear()  # the graph belongs to the user's backward pass
 
     def _absorbs(self) -> bool:
@@ -315,7 +282,8 @@ class Keeper:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             common = self.world.mean(estimate, pb.n, self._restored)
             estimate = self.structure.estimate_like(pb, self.world.renewed(common))
-        self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / self._examples)
+        estimate.finite()
+        self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / (self._examples + pb.n))
 
 
 _NOTHING_SEEN = "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) \

@@ -11,9 +11,9 @@ from typing import final
 class Mass:
     """The weights of Ḡ = Σ_t β^{T−t} Σ_j m_tj G_tj / Σ_t β^{T−t} Σ_j m_tj, estimate by estimate (002 (32)).
 
-    G_tj is the estimate of the pass j of step t, and m_tj the part of its examples in those of a usual step, which is
-    the last one: the average is over examples, and older steps count less. Where all steps have as many examples it is
-    the usual average, corrected for its start (ERRATA, section D).
+    G_tj is the estimate of the pass j of step t, and m_tj the number of its examples over that of the last whole step:
+    the average is over examples, and older steps count less. Where all steps have as many examples it is the usual
+    average, corrected for its start (ERRATA, section D).
 
     >>> mass = Mass(decay=0.5)
     >>> mass.whole(8), mass.whole(8), mass.part(4), mass.part(4)
@@ -22,7 +22,7 @@ class Mass:
 
     decay: float
     total: float = 0.0  # Σ_t β^{T−t} Σ_j m_tj
-    usual: int = 0  # examples of the last step
+    usual: int = 0  # examples of the last whole step, in which the total is counted; 0 where that is not known
     seen: int = 0  # examples of this step, so far
 
     def whole(self, n: int) -> float:
@@ -35,10 +35,13 @@ class Mass:
         if not self.seen:
             self.total *= self.decay
         self.seen += n
+        self.usual = self.usual or n
         own = n / self.usual
         self.total += own
         return own / self.total
 
     def end(self) -> None:
         """Of the step: what comes next is newer."""
+        if self.seen and self.usual:  # what was counted in steps of the old size is now in those of the new one
+            self.total *= self.usual / self.seen
         self.usual, self.seen = self.seen or self.usual, 0

@@ -175,6 +175,7 @@ class NaturalGradient(torch.optim.Optimizer):
             with self.keeper.located():
                 self._step(closure, value)
         finally:
+            self.outdated |= self.keeper.absorbed  # in a step that failed: the average has changed all the same
             self.keeper.discard()
         return value
 
@@ -220,9 +221,9 @@ class NaturalGradient(torch.optim.Optimizer):
         """What the rule makes of the gradient. Nothing is changed."""
         look = Look(
             step=self.keeper.step,
-            divergence=lambda δ: self.keeper.divergence(self.moves.decayed() + δ),  # naming the proposal: a cycle
+            divergence=lambda δ: self.keeper.asked.divergence(self.moves.decayed() + δ),  # naming the proposal: a cycle
             acceleration=solve.acceleration,
-            curvature=self.keeper.curvature,
+            curvature=lambda vs, fraction: self.keeper.asked.curvature(vs, fraction),
             velocity=self.moves.velocity,
         )
         proposal = Proposal(

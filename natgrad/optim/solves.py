@@ -68,7 +68,7 @@ class Solves:
         """−(G + λ)⁻¹Γ♭(δ, δ)."""
         assert self.inverse is not None
         # A copy: the next gradient is like the last one, and must not be solved from here.
-        v = self.opt.solver.sharp(copy.copy(self.inverse), self.opt.keeper.christoffel(δ))
+        v = self.opt.solver.sharp(copy.copy(self.inverse), self.opt.keeper.asked.christoffel(δ))
         return -self.opt.moves.at_rest(v)
 
     @property

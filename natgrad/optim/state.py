@@ -104,7 +104,8 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
         kept = average.inverse_from(warm) if warm else None
         inverse = kept or solver.init(average, state["inverse_damping"], warm)
     stream = Stream(state["generator"].cpu(), state["rank"])
-    total, usual = state["mass"]
+    # A state of before there was a mass has as much as its number of estimates says.
+    total, usual = state.get("mass", (0.0 if not state["count"] else 1 / keeper.structure.weight(state["count"]), 0))
     return Restored(
         step=state["step"],
         count=state["count"],

@@ -135,6 +135,13 @@ class Along:
         return replace(self, versions=self._seen)
 
     @property
+    def numbers(self) -> Vector:
+        """What is finite where δ is, and only there: m, unless lr·m may be beyond the range of its precision."""
+        longer = [rate for _, rate in self.rates if not isinstance(rate, Tensor) and abs(rate) > 1]
+        half = [t for t in self.velocity.values() if t.dtype is torch.float16]
+        return self.displacement() if longer or half else self.velocity
+
+    @property
     def _seen(self) -> tuple[int, ...]:
         return tuple(t._version for t in self.velocity.values())
 
@@ -164,8 +171,8 @@ class Step:
 
     @property
     def numbers(self) -> Vector:
-        """What is finite if δ is."""
-        return self.way if isinstance(self.way, Vector) else self.way.velocity
+        """What is finite where δ is, and only there."""
+        return self.way if isinstance(self.way, Vector) else self.way.numbers
 
     def stamped(self) -> Step:
         """The same, and its displacement can be read until its velocity changes."""

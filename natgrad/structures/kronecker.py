@@ -193,7 +193,7 @@ class Kronecker(Layered):
         """Factor by factor, and in place; a layer that the pass did not use keeps its average."""
         assert isinstance(average, KroneckerOperator)
         parts = self.parts(pullback, average)
-        rest = None if parts.others is None else self.fallback.estimate(parts.others)
+        rest = None if parts.others is None else self.fallback.estimate(parts.others).finite()
         average.same_layers(parts.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = Absorb(average, [numbers[block.names] for block in parts.seen], weight)

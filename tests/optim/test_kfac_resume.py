@@ -85,6 +85,19 @@ def test_a_resumed_run_goes_on_bit_for_bit_at_every_phase_of_the_schedules(name:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_state_of_before_the_average_had_a_mass_is_resumed_as_well(name: str, at: int) -> None:
+    """All batches have as many examples: the number of estimates says how much is in the average."""
+    model = _net()
+    opt = RUNS[name](model)
+    _train(model, opt, range(at))
+    saved = _saved(model, opt)
+    del saved["opt"]["natgrad"]["mass"]
+    expected = _train(model, opt, range(at, at + 4))
+    torch.testing.assert_close(_train(*_loaded(RUNS[name], saved), range(at, at + 4)), expected)
+
+
 @pytest.mark.parametrize("name", ["kfac", "ekfac"])
 def test_a_bfloat16_model_is_resumed_with_factors_in_single_precision(name: str) -> None:
     model = _net(torch.bfloat16)

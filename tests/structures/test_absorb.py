@@ -154,3 +154,24 @@ def test_parts_of_a_step_weigh_as_the_whole(decay: float) -> None:
         w = whole.whole(32)
         of_whole = (1 - w) * of_whole + w * (8 * x + 24 * y) / 32
     assert of_parts == pytest.approx(of_whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
+def test_the_average_is_over_examples_whatever_the_sizes_of_the_steps(decay: float) -> None:
+    """The last batch of an epoch may have few: neither it nor the one after it is anything special."""
+    sizes, values, mass, found = (
+        [[64], [64], [3], [32, 32], [128], [1], [64]],
+        iter(normal(8).tolist()),
+        Mass(decay),
+        0.0,
+    )
+    total = weights = 0.0
+    for step, parts in enumerate(sizes):
+        total, weights = decay * total, decay * weights
+        for n in parts:
+            value, w = next(values), mass.part(n) if step else mass.whole(n)
+            found = (1 - w) * found + w * value
+            total, weights = total + n * value, weights + n
+        if step:
+            mass.end()
+        assert found == pytest.approx(total / weights, rel=1e-12)
