@@ -50,10 +50,7 @@ class Structure(ABC):
         """The operator of this structure, at the pullback's model and batch."""
 
     def estimate_like(self, pullback: Pullback, like: Operator | None) -> Operator:
-        """An estimate that will be averaged with ``like``, from which it may take what is amortised (eigenvectors).
-
-        None, or an operator that does not fit: an estimate from nothing.
-        """
+        """An estimate that will be averaged with ``like``, where it fits: what is amortised is taken from there."""
         return self.estimate(pullback)
 
     def absorbs(self, average: Operator) -> bool:
