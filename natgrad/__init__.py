@@ -6,6 +6,7 @@ turn the differential of the loss (a covector) into a step (a vector).
 
 from natgrad import errors as errors
 from natgrad import families as families
+from natgrad import functionspace as functionspace
 from natgrad import invariance as invariance
 from natgrad import operators as operators
 from natgrad import rules as rules

@@ -1,0 +1,117 @@
+"""The tangent space of a model inside a space of functions, and the projection on it: the Sobolev natural gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.functionspace.kernels import ReproducingKernel
+from natgrad.functionspace.rkhs import differentiated
+from natgrad.geometry import Vector
+from natgrad.linalg import check_damping, check_finite
+from natgrad.model import Inputs, Model
+from natgrad.operators.kernel import KernelOperator
+from natgrad.output.metric import Euclidean
+from natgrad.pullback import pullback
+from natgrad.structures import Kernel
+
+
+@final
+@dataclass(frozen=True)
+class TangentSpace:
+    """Span of ∂φ/∂θ^i, known at the points x, in the norm ‖v‖² = Σ_k v_kᵀK⁻¹v_k over the outputs k (000 (3), (22)).
+
+    That is the norm of the smallest function with the values v at the points. The projection of v [n *out] is J w, with
+    the least w that minimises ‖v − J w‖² + λ‖w‖²:
+
+        w = (JᵀK⁻¹J + λ)⁻¹JᵀK⁻¹v = Jᵀ(λK + JJᵀ)⁻¹v
+
+    in the second form (ERRATA 13): K is not inverted, and equal points count once. Sums over the examples, not means
+    (ERRATA 11): a mean loss and a mean metric have the same projection, and n times less damping.
+
+    JJᵀ [(k n) (l m)] is formed, J is not. ``TangentSpace.of`` makes one.
+    """
+
+    rows: KernelOperator  # J/√n, in factors
+    K: Tensor  # [n n]
+    y: Tensor  # φ(x) [n *out]
+
+    @staticmethod
+    def of(
+        model: nn.Module | Callable[..., Any],
+        x: Inputs,
+        kernel: ReproducingKernel,
+        params: Mapping[str, Tensor] | None = None,
+        output: Callable[[Any], Tensor] | None = None,
+    ) -> TangentSpace:
+        """The tangent space of a model at its parameters, known at the inputs x.
+
+        >>> from natgrad.functionspace import SobolevKernel
+        >>> model, x = nn.Linear(2, 1), torch.randn(5, 2)
+        >>> TangentSpace.of(model, x, SobolevKernel(1.5)).natural_gradient(lambda y: y.square().sum())
+        Vector(weight: (1, 2), bias: (1,))
+        """
+        pb = pullback(Model.of(model, params, output), x, Euclidean())
+        with torch.no_grad():
+            K = kernel(x)
+        if K.shape[0] != pb.n:
+            raise ValueError(
+                f"the kernel sees {K.shape[0]} inputs and the model has {pb.n} outputs: one each is needed"
+            )
+        check_finite(K, "the Gram matrix of the kernel")
+        return TangentSpace(Kernel().estimate(pb), K, pb.y.detach())
+
+    def natural_gradient(self, loss: Callable[[Tensor], Tensor], damping: float = 0.0) -> Vector:
+        """w of the projection of ∇ℓ, for a loss of the outputs (000 proposition 5, (10), (20)); subtract it to descend.
+
+        ∇ℓ has the values K e at the points, e = ∂L/∂y. Over-parametrised and undamped, a step −ηw moves the outputs by
+        −ηK e to first order: it is descent in the space of functions.
+        """
+        e = differentiated(loss, self.y)[1]
+        return self.project(torch.tensordot(self.K.to(e.dtype), e, dims=1), damping)
+
+    def project(self, v: Tensor, damping: float = 0.0) -> Vector:
+        """w of the projection J w of a function with the values v [n *out] at the points."""
+        check_damping(damping)
+        if v.shape != self.y.shape:
+            raise ValueError(f"v has the shape {tuple(v.shape)}, and the outputs at the points {tuple(self.y.shape)}")
+        n = self.K.shape[0]
+        check_finite(v, "the function to project")
+        values = v.reshape(n, -1).T.double()  # [k n]
+        dual = self._dual(values, self.rows.gram().double() * n, damping)
+        return self.rows.layout.vector(self.rows.pull(dual.to(self.rows.layout.dtype)) * math.sqrt(n))
+
+    def _dual(self, v: Tensor, gram: Tensor, damping: float) -> Tensor:
+        """z [k n] with w = Jᵀz, for v [k n] and JJᵀ [(k n) (l m)]."""
+        k, n = v.shape
+        K = self.K.double()
+        if damping > 0:
+            return self._solve(gram + damping * torch.block_diag(*[K] * k), v)
+        if self._regular(gram):  # J w = v has a solution, which is at distance zero in any norm
+            return self._solve(gram, v)
+        # In coordinates in which the norm is the Euclidean one: v = L t, K = L Lᵀ, without what K does not see.
+        values, vectors = torch.linalg.eigh(K)
+        seen = values > self._cut(values)
+        back = vectors[:, seen] / values[seen].sqrt()  # L⁺ᵀ [n t]
+        inner = torch.einsum("nt,knlm,mu->ktlu", back, gram.view(k, n, k, n), back)
+        return self._solve(inner.flatten(2).flatten(0, 1), v @ back) @ back.T
+
+    def _solve(self, matrix: Tensor, right: Tensor) -> Tensor:
+        """The least solution of a symmetric positive system, in the shape of the right side."""
+        values, vectors = torch.linalg.eigh(matrix)
+        inverse = torch.where(values > self._cut(values), values, torch.inf).reciprocal()
+        return (vectors @ (inverse * (vectors.T @ right.reshape(-1)))).view_as(right)
+
+    def _regular(self, gram: Tensor) -> bool:
+        values = torch.linalg.eigvalsh(gram)
+        return bool(values[0] > self._cut(values))
+
+    def _cut(self, values: Tensor) -> Tensor:
+        """What is zero to the precision of the model and of the kernel."""
+        eps = max(torch.finfo(t.dtype).eps for t in (self.K, self.y))
+        return values.numel() * eps * values[-1]
