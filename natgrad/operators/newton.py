@@ -75,6 +75,7 @@ class Newton:
                 X[~good], good[~good] = inverse(M[~good])
             return X, good
         host = torch.full((), math.nan, pin_memory=True)  # not a number until it has arrived
-        host.copy_(error.amax(), non_blocking=True)
+        # An error that overflows to NaN must not look like one that has not arrived.
+        host.copy_(error.amax().nan_to_num(nan=math.inf), non_blocking=True)
         self._errors.append(host)
         return X, good

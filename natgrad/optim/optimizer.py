@@ -250,10 +250,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
         state = super().state_dict()
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
-        state["state"] = {
-            key: {what: t.clone() if isinstance(t, Tensor) else t for what, t in value.items()}
-            for key, value in state["state"].items()
-        }
+        state["state"] = _copied(state["state"])
         own = export(self.keeper, self.inverse, self.inverse_damping, self.outdated)
         state["natgrad"] = own | {
             what: {k: t.clone() for k, t in own[what].items()} for what in ("operator", "inverse")
@@ -265,11 +262,19 @@ class NaturalGradient(torch.optim.Optimizer):
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
         restored = restore(state_dict["natgrad"], self.keeper, self.solver)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "natgrad"})
+        plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
+        # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
+        super().load_state_dict(plain | {"state": _copied(plain["state"])})
         restored.put(self.keeper)
         self.inverse, self.inverse_damping = restored.inverse, restored.inverse_damping
         self.outdated = restored.outdated
         self._graphed.forget()
+
+
+def _copied(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """What torch.optim knows of every parameter, in memory of its own."""
+    own = ((key, value.items()) for key, value in state.items())
+    return {key: {what: t.clone() if isinstance(t, Tensor) else t for what, t in items} for key, items in own}
 
 
 def _generator(device: torch.device, rank: int) -> torch.Generator:

@@ -128,7 +128,10 @@ class Rule(ABC):
         return False
 
     def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        """Σ_nr a aᵀ. A layer whose inputs are large beside its arguments (patches, one-hot vectors) knows better."""
+        """Σ_nr a aᵀ. A layer whose inputs are large beside its arguments (patches, one-hot vectors) knows better.
+
+        In memory of its own, as ``output_moment``.
+        """
         return Moment.of(single(self._checked(module, keys, call)))
 
     def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
@@ -136,7 +139,10 @@ class Rule(ABC):
         return single(self._checked(module, keys, call)).mean(1)
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        """Σ_knr g gᵀ [c o p] from cotangents [k *output] of the module's output."""
+        """Σ_knr g gᵀ [c o p] from cotangents [k *output] of the module's output.
+
+        In memory of its own, no view and not kept elsewhere: sums and averages are made in it.
+        """
         g = self.cotangents(module, keys, g)
         check_cotangents(self, keys, self.shape(module, keys), g)
         return Moment.of(single(g.flatten(0, 1))).total

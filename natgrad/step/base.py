@@ -131,8 +131,9 @@ class Along:
         )
 
     def stamped(self) -> Along:
-        """The same, for as long as the velocity is what it is now."""
-        return replace(self, versions=self._seen)
+        """The same, for as long as the velocity is what it is now; a schedule may change a rate that is a tensor."""
+        rates = [(names, rate.clone() if isinstance(rate, Tensor) else rate) for names, rate in self.rates]
+        return replace(self, rates=rates, versions=self._seen)
 
     @property
     def numbers(self) -> Vector:

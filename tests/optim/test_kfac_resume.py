@@ -98,6 +98,20 @@ def test_a_state_of_before_the_average_had_a_mass_is_resumed_as_well(name: str, 
     torch.testing.assert_close(_train(*_loaded(RUNS[name], saved), range(at, at + 4)), expected)
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_a_state_can_be_loaded_again_after_steps_have_been_made_with_it(name: str) -> None:
+    model = _net()
+    opt = RUNS[name](model)
+    _train(model, opt, range(3))
+    saved = _saved(model, opt)
+    runs = []
+    for _ in range(2):
+        model.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["opt"])
+        runs.append(_train(model, opt, range(3, 6)).clone())
+    assert torch.equal(*runs)
+
+
 @pytest.mark.parametrize("name", ["kfac", "ekfac"])
 def test_a_bfloat16_model_is_resumed_with_factors_in_single_precision(name: str) -> None:
     model = _net(torch.bfloat16)

@@ -131,6 +131,19 @@ def test_the_displacement_of_an_earlier_step_is_refused_after_its_momentum_is_go
         _ = earlier.displacement
 
 
+def test_the_last_displacement_is_that_of_the_learning_rate_of_its_step() -> None:
+    """A schedule changes a rate that is a tensor in place."""
+    model, rate = network(4, 5, 3), torch.tensor(0.1, dtype=torch.float64)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker())
+    opt.param_groups[0]["lr"] = rate
+    backward(model, opt)
+    before = flat(model)
+    opt.step()
+    rate.fill_(0.5)
+    assert opt.last is not None
+    close(opt.last.displacement.flatten(), flat(model) - before, 1e-12)
+
+
 def test_gradients_are_not_overwritten() -> None:
     """A layer without bias is packed as a view of its gradient."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.Linear(4, 3)).double()
