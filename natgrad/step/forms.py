@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,18 +11,20 @@ from torch import Tensor
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Vector
 from natgrad.linearise import linearise
-from natgrad.model import Inputs, Model, tensors_of
+from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.assemble import Batch
-from natgrad.pullback.parts import examples, separable
+from natgrad.pullback.parts import separable
 
 _FEWEST = 256  # examples that a part of a batch has, where the batch has them
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector], fraction: float = 1.0) -> Tensor:
-    """⟨v, G w⟩ [v w] of all pairs of ``vectors``, on the first ``fraction`` of the batch, but on 256 examples at least.
+    """⟨v, G w⟩ [v w] of all pairs of ``vectors``, on a ``fraction`` of the batch, but on 256 examples at least.
 
-    A sampled metric stands here for the one that it samples, ``metric.flat``.
+    The examples are spread over all of it: a batch may be sorted. A sampled metric stands here for the one that it
+    samples, ``metric.flat``.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -34,7 +37,7 @@ def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector
     x, target = batch.x, batch.target
     cut = 0 < m < n and separable(x, n) and (target is None or separable(target, n))
     if cut:
-        x, target = examples(x, (0, m), n), examples(target, (0, m), n)
+        x, target = _spread(x, m, n), _spread(target, m, n)
     y, pushed = _pushed(batch.model, x, vectors)
     if cut and y.shape[0] != m:  # the first axis was not that of the examples
         target = batch.target
@@ -44,6 +47,16 @@ def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector
         y, pushed = y.to(wide), [u.to(wide) for u in pushed]
         lowered = torch.stack([metric.flat(y, u, target).flatten() for u in pushed])
         return torch.stack([u.flatten() for u in pushed]) @ lowered.T / y.shape[0]
+
+
+def _spread(x: Inputs, m: int, n: int) -> Inputs:
+    """m of n examples, number i·p mod n for i < m: no two are one, and none are missed for long.
+
+    p is near n over the golden ratio, so that what is sorted is met evenly, and has no divisor in common with n, so
+    that what comes in turns is, too.
+    """
+    p = next(p for p in range(round(_GOLDEN * n), n) if math.gcd(p, n) == 1)
+    return map_tensors(x, lambda t: t.index_select(0, torch.arange(m, device=t.device) * p % n))
 
 
 def _examples(x: Inputs) -> int:

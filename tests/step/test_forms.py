@@ -52,14 +52,29 @@ def test_quadratic_forms_are_those_of_the_dense_metric(name: str) -> None:
     close(quadratic_forms(batch, ng.Fisher(ng.Categorical()), vectors), V @ G @ V.T, 1e-9)
 
 
-@pytest.mark.parametrize(("n", "m"), [(6, 6), (300, 256), (600, 300)])
-def test_quadratic_forms_of_a_part_of_the_batch_are_those_of_its_first_examples_256_at_least(n: int, m: int) -> None:
-    problem = Problem(seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double()), normal(n, 3))
-    v = normal(sum(p.numel() for p in problem.parameters().values()))
-    vector = ng.Vector(oracle.unflatten(v, problem.parameters()))
-    G = oracle.dense(problem.jacobian()[:m], oracle.euclidean(problem.outputs()[:m]))
-    batch = Batch(Model.of(problem.module), problem.x)
-    close(quadratic_forms(batch, ng.Euclidean(), [vector], 0.5), (v @ G @ v).view(1, 1))
+@pytest.mark.parametrize(("n", "m"), [(6, 6), (300, 256), (600, 300), (1000, 500)])
+def test_quadratic_forms_of_a_part_of_the_batch_are_those_of_different_examples_256_at_least(n: int, m: int) -> None:
+    """⟨v, Gv⟩ of y = wx at v = 1 is the mean of x² over the examples that the model was called with."""
+    seen: list[Tensor] = []
+    model = nn.Linear(1, 1, bias=False).double()
+    model.register_forward_hook(lambda module, args, output: seen.append(args[0].detach()))
+    batch = Batch(Model.of(model), torch.arange(n, dtype=torch.float64).unsqueeze(1))
+    found = quadratic_forms(batch, ng.Euclidean(), [ng.Vector({"weight": torch.ones(1, 1).double()})], 0.5)
+    chosen = seen[-1].flatten()
+    assert len(chosen) == len(chosen.unique()) == m
+    close(found, chosen.square().mean().view(1, 1))
+
+
+@pytest.mark.parametrize("order", ["sorted", "in turns"])
+@pytest.mark.parametrize("n", [1438, 2000, 4096])
+def test_a_part_of_the_batch_has_every_class_as_often_as_the_batch_has(n: int, order: str) -> None:
+    """With one-hot inputs the diagonal of the forms is the share of every class; the first quarter has but three."""
+    label = torch.arange(n) * 10 // n if order == "sorted" else torch.arange(n) % 10
+    model = Model.of(nn.Linear(10, 10, bias=False).double())
+    batch = Batch(model, torch.nn.functional.one_hot(label, 10).double())
+    of_class = [ng.Vector({"weight": e.expand(10, 10) / 10**0.5}) for e in torch.eye(10, dtype=torch.float64)]
+    share = quadratic_forms(batch, ng.Euclidean(), of_class, 0.25).diagonal()
+    assert float((share - label.bincount() / n).abs().max()) < 0.01
 
 
 def test_where_the_first_axis_is_not_that_of_the_examples_all_of_the_batch_is_taken() -> None:
