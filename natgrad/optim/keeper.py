@@ -161,7 +161,9 @@ class Keeper:
             assert self.average is not None
             return self.average, self.absorbed
         if not self._joint:
-            self.fresh, self._joint = self.world.mean(self.fresh, self._examples, self._restored), True
+            joint = self.world.mean(self.fresh, self._examples, self._restored)
+            # Here all processes raise; one that raised alone would leave the others waiting.
+            self.fresh, self._joint = joint.finite() if self.world.size > 1 else joint, True
         weight = replace(self.mass).whole(self._examples)
         if self.average is None or (self.structure.decay == 0 and not self.fresh.unseen):
             return self.fresh, True
@@ -282,7 +284,7 @@ class Keeper:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             common = self.world.mean(estimate, pb.n, self._restored)
             estimate = self.structure.estimate_like(pb, self.world.renewed(common))
-        estimate.finite()
+        estimate = estimate.finite() if self.world.size == 1 else estimate
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / (self._examples + pb.n))
 
 

@@ -22,7 +22,7 @@ class Restored:
 
     step: int
     count: int
-    mass: tuple[float, int]  # the weight of what is in the average, and the examples of a usual step
+    mass: tuple[float, int]  # the weight of what is in the average, and the examples of a usual step, 0 if unknown
     average: Operator | None
     inverse: Inverse | None
     inverse_damping: float
@@ -61,12 +61,14 @@ class Stream:
 
 def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float, outdated: bool) -> dict[str, Any]:
     """Tensors and numbers only, so that ``torch.load(weights_only=True)`` reads them."""
+    # One of several processes has seen a part of the examples: it says nothing of how many there were.
+    usual = keeper.mass.usual if keeper.world.size == 1 else 0
     return {
         **_signature(keeper),
         "dtype": str(keeper.model.example.dtype),
         "step": keeper.step,
         "count": keeper.count,
-        "mass": (keeper.mass.total, keeper.mass.usual),
+        "mass": (keeper.mass.total, usual),
         "estimated": keeper.estimated,
         "inverted": keeper.inverted,
         "wanted": sorted(keeper.wanted),

@@ -41,6 +41,19 @@ class Uncovered(nn.Module):
 
 
 @final
+class Steep(nn.Module):
+    """A weight whose derivative is finite and its square is not, for the examples of the first process only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3]."""
+        return x * self.weight * (1e200 if len(x) == SHARDS[0][1] else 1.0)
+
+
+@final
 @dataclass(frozen=True)
 class Counting(ng.solve.Solver):
     """``Factored``, with a list of how many layers it inverted."""
@@ -107,7 +120,7 @@ CASES = {
     "levenberg_marquardt": Case(_natural(structure=ng.Kronecker(), step=ng.LevenbergMarquardt()), closure=True),
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
-RESUMED = ("kfac_schedules", "ekfac_schedules", "diagonal")
+RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal")
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
@@ -206,6 +219,7 @@ def _shares(rank: int) -> list[int]:
 
 ERRORS = {
     "singular": Case(_natural(structure=ng.Kronecker(), damping=0.0)),
+    "steep": Case(_natural(structure=ng.Diagonal()), Steep),
     "implicit": Case(_natural(structure=ng.Implicit(), solver=ng.CG())),
 }
 

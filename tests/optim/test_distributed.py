@@ -86,11 +86,16 @@ def test_an_error_of_one_process_is_raised_by_all(found: list[dict[str, Any]]) -
         assert "SingularMetricError: the factor S of" in each["errors"][0]
 
 
+def test_an_estimate_of_one_process_that_is_not_finite_is_refused_by_all(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert "NonFiniteError: at step 0: the estimate of the metric (values) holds NaN or inf" in each["errors"][1]
+
+
 def test_a_structure_that_sees_one_process_only_is_refused(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert (
             "ImplicitOperator sees the batch of its own process only: with DistributedDataParallel use"
-            in (each["errors"][1])
+            in (each["errors"][2])
         )
 
 
