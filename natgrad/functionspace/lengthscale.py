@@ -69,6 +69,6 @@ def check_lengthscale(lengthscale: float | Tensor | Lengthscale) -> None:
             f"lengthscale is a tensor {lengthscale.dtype} of shape {tuple(lengthscale.shape)}: it must be one real "
             "number. Scale the inputs by features= for a lengthscale a coordinate"
         )
-    value = float(lengthscale)
+    value = float(lengthscale.detach() if isinstance(lengthscale, Tensor) else lengthscale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"lengthscale={value:g} must be positive and finite: distances are divided by it")

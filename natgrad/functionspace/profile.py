@@ -78,12 +78,12 @@ def _next(ctx: Any) -> Tensor:
 
 
 def _derivative(nu: float, level: int, u: Tensor) -> Tensor:
-    """(−¼)^j Γ(μ + 1)/Γ(ν) N_μ with j = level and μ = ν − j; where μ ≤ 0, N_μ = 4^μ Γ(1 − μ)/Γ(1 + μ) u^μ N_{−μ}."""
+    """(−¼)^j Γ(μ)/Γ(ν) k_μ with j = level, μ = ν − j > 0, and (−1)^j 4^{−ν} Γ(1 − μ)/Γ(ν) u^μ N_{−μ} for μ ≤ 0."""
     order = nu - level
     sign = (-1) ** level
     if order > 0:
-        scale = math.exp(math.lgamma(order + 1) - math.lgamma(nu) - level * math.log(4))
-        return sign * scale * torch.where(u == 0, 1 / order, _scaled(order, torch.where(u == 0, 1, u)))
+        scale = math.exp(math.lgamma(order) - math.lgamma(nu) - level * math.log(4))  # 1 exactly for the kernel itself
+        return sign * scale * torch.where(u == 0, 1, order * _scaled(order, torch.where(u == 0, 1, u)))
     scale = math.exp(math.lgamma(1 - order) - math.lgamma(nu) - nu * math.log(4))
     positive = torch.where(u == 0, 1, u)
     # Infinite at u = 0, where it is only ever multiplied by x − y = 0, in derivatives that are zero.
