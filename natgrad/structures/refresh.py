@@ -23,8 +23,9 @@ class Refresh(Structure):
 
     It is inverted every ``inverse`` steps: in between an older inverse is used, and a change of the damping waits. With
     ``inverse=1`` it is inverted whenever it, or the damping, has changed. The average starts at nothing and is
-    corrected for it, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so the first estimate counts whole (ERRATA, section D). Used
-    by the optimizers; ``estimate`` is the inner structure's.
+    corrected for it, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so the first estimate counts whole (ERRATA, section D).
+    Kronecker factors, which one process averages as they arrive, count by their numbers of examples besides. Used by
+    the optimizers; ``estimate`` is the inner structure's.
 
     >>> from natgrad.structures import Diagonal
     >>> Refresh(Diagonal(), every=10, decay=0.95)
