@@ -198,7 +198,7 @@ def ekfac(found: Sequence[Layer], bases: Sequence[tuple[Tensor, Tensor]], G: Ten
     """(Q ⊗ P) diag((Q ⊗ P)ᵀ G (Q ⊗ P)) (Q ⊗ P)ᵀ in every layer: the diagonal of G in a basis of each."""
     blocks = []
     for layer, (Q, P) in zip(found, bases, strict=True):
-        at, basis = layer.index.reshape(-1), torch.kron(Q, P)
+        at, basis = layer.index.reshape(-1), torch.kron(Q.contiguous(), P.contiguous())
         rotated = basis.T @ G[at[:, None], at] @ basis
         blocks.append((layer.index, basis @ torch.diag(torch.diag(rotated)) @ basis.T))
     return assembled(blocks, G)

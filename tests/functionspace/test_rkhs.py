@@ -38,6 +38,16 @@ def test_the_norm_bounds_every_value() -> None:
     assert (f(normal(50, 2, seed=9)).abs() <= f.norm()).all()
 
 
+def test_the_norm_of_what_is_known_at_more_points_is_never_smaller() -> None:
+    """fᵀK⁻¹f on a part of the data is biased low (ERRATA 15): it is the norm of the smallest function through them."""
+    x = normal(9, 2, seed=8)
+    y = x.prod(1).sin()
+    norms = torch.stack([y[:n] @ torch.linalg.solve(KERNEL(x[:n]), y[:n]) for n in range(1, 10)])
+    assert (norms.diff() >= 0).all()
+    smallest = KernelSum(KERNEL, x, torch.linalg.solve(KERNEL(x), y))
+    close(smallest.norm() ** 2, norms[-1], 1e-10)
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_s2_the_gradient_represents_the_differential_of_the_loss(reduction: str) -> None:
     """⟨∇ℓ, h⟩ = dℓ(h) for every direction h (000 lemma 4), by finite differences along h."""

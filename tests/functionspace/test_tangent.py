@@ -130,6 +130,25 @@ def test_the_projection_is_idempotent_and_what_it_leaves_is_orthogonal() -> None
     assert (v - once).norm() > 0.1
 
 
+def test_the_natural_gradient_moves_the_function_by_the_projection_and_not_by_the_gradient() -> None:
+    """dφ(∇F̃) = P(∇F), where lemma 1 (ii) prints ∇F (ERRATA 17)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    x, t = normal(12, 2), normal(12, 2, seed=1)
+    space = TangentSpace.of(model, x, KERNEL)
+    gradient = functional_gradient(KERNEL, model, x, _squares(t))(x)
+    moved = ng.pushforward(model, x, space.natural_gradient(_squares(t)))
+    close(moved, ng.pushforward(model, x, space.project(gradient)), 1e-9)
+    assert (moved - gradient).norm() > 0.1 * gradient.norm()
+
+
+def test_a_mean_loss_with_the_printed_sum_metric_takes_a_step_n_times_too_small() -> None:
+    model, x, t = _wide()  # ERRATA 11
+    space = TangentSpace.of(model, x, KERNEL)
+    mean = space.natural_gradient(lambda y: (y - t).square().sum() / (2 * len(x)))
+    close(len(x) * _flat(mean), _flat(space.natural_gradient(_squares(t))), 1e-9)
+
+
 def test_equal_points_count_once() -> None:
     """A duplicate makes K singular, and the step does not change (ERRATA 13); Gauss and Newton count it twice."""
     torch.manual_seed(0)
