@@ -12,6 +12,7 @@ from natgrad.operators.factor import two_sided
 from natgrad.structures import Structure
 from tests import kronecker_oracle, oracle, zoo
 from tests.golden import agrees, golden, golden_mlp, tensor
+from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, covered, normal, pull, random_roots
 
 SHARINGS = [ng.Kronecker("expand"), ng.Kronecker("reduce")]
@@ -121,8 +122,8 @@ def test_reduce_is_exact_for_deep_linear_networks_that_average_over_positions() 
 
 
 def test_each_sharing_is_exact_only_in_its_own_setting() -> None:
-    positions = zoo.Problem(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), normal(4, 3, 3))
-    pooled = zoo.Problem(Pooled().double(), normal(4, 3, 3))
+    deep = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double())
+    positions, pooled = (zoo.Problem(model, normal(4, 3, 3)) for model in (deep, seeded(Pooled).double()))
     for structure, problem in ((ng.Kronecker("reduce"), positions), (ng.Kronecker("expand"), pooled)):
         pb = pull(problem, ng.Euclidean())
         expected = blocks(problem, pb.root)
