@@ -17,6 +17,7 @@ from natgrad.model import Arguments, Inputs, is_ours, ours
 from natgrad.operators.base import Operator
 from natgrad.optim.distributed import Alone, World
 from natgrad.optim.mass import Mass
+from natgrad.optim.nested import nested
 from natgrad.optim.notices import Notices
 from natgrad.optim.parameters import Parameters
 from natgrad.optim.questions import Questions
@@ -72,6 +73,7 @@ class Keeper:
         self._recorder: Recorder | None = None  # in the pass that is watched
         self._recorders = {eagerly: Recorder(view.model, view.blocks, of_user=not eagerly) for eagerly in (False, True)}
         self._handle: RemovableHandle | None = None
+        self._inner = 0  # calls of the model inside of that pass
         self._stream = random_stream(self.model.example.device)
         self._suspended = False
         self._parameters, self._notices = Parameters(self.model, self.module), Notices()
@@ -197,12 +199,13 @@ class Keeper:
         the recomputation of one that was seen (activation checkpointing).
         """
         if self._recorder is not None and not is_ours():
-            self._end().uses = []  # a pass that was interrupted (KeyboardInterrupt): torch calls no hook then
+            if nested(self.module):
+                self._inner += 1
+                return
+            self._end().uses = []  # a pass that was interrupted
         if self._told or self._suspended or is_ours() or not torch.is_grad_enabled() or self.metric.needs_target:
             return
-        if torch._C._current_graph_task_id() != -1:
-            return
-        if self._parameters.moved(certain=self.due):
+        if torch._C._current_graph_task_id() != -1 or self._parameters.moved(certain=self.due):
             return
         self.batch = Batch(self.model, Arguments(args, kwargs))
         if not self.due:
@@ -236,6 +239,9 @@ class Keeper:
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
         if self._handle is not None and is_ours():
             return  # a pass that another optimizer makes, inside the one that is watched
+        if self._inner:  # one that the model makes itself, and a part of it
+            self._inner -= 1
+            return
         recorder = self._end()
         try:
             if raw is None:  # always_call: the forward pass raised
@@ -253,7 +259,7 @@ class Keeper:
         """The pass is not watched any longer."""
         recorder, handle = self._recorder, self._handle
         assert recorder is not None
-        self._recorder = self._handle = None
+        self._recorder, self._handle, self._inner = None, None, 0
         if handle is not None:
             handle.remove()
         recorder.stop()

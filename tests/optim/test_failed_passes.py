@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import NonFiniteError
+from natgrad.operators import KroneckerOperator
 from tests.pulled import close, normal
 
 
@@ -169,3 +170,38 @@ def test_a_step_beyond_the_range_of_the_parameters_is_refused_and_changes_nothin
     with pytest.raises(NonFiniteError, match=r"the step of .*bias holds NaN or infinity. Nothing was changed"):
         opt.step()
     assert torch.equal(flat(model), before)
+
+
+class Recursive(nn.Module):
+    """Calls itself, ``times`` times, with or without gradients."""
+
+    def __init__(self, times: int, graph: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 4)
+        self.times, self.graph = times, graph
+        self.double()
+
+    def forward(self, x: Tensor, depth: int = 0, through: bool = True) -> Tensor:
+        if depth < self.times:
+            with torch.set_grad_enabled(self.graph):
+                x = self(x, depth + 1) if through else self.forward(x, depth + 1, through)
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_model_that_calls_itself_is_seen_as_one_pass(graph: bool) -> None:
+    def factors(through: bool) -> dict[str, Tensor]:
+        model = Recursive(2, graph)
+        opt = ng.KFAC(model, ng.Euclidean(), metric_every=1)
+        for at in range(2):
+            opt.zero_grad()
+            model(normal(8, 4, seed=at), through=through).square().mean().backward()
+            opt.step()
+        assert isinstance(opt.keeper.average, KroneckerOperator)
+        assert opt.keeper.average.rest is None
+        return opt.keeper.average.tensors()
+
+    expected = factors(False)
+    for key, t in factors(True).items():
+        close(t, expected[key], 1e-12)
