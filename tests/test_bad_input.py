@@ -71,11 +71,6 @@ def _forward_at(value: float) -> Callable[[Task, ng.NaturalGradient], object]:
     return forward
 
 
-def _infinite_batch(of: Task, opt: ng.NaturalGradient) -> None:
-    opt.zero_grad()
-    of.kind.loss(torch.as_tensor(_forward_at(INF)(of, opt)), of.t).backward()
-
-
 def _set_parameter(value: float) -> Callable[[Task, ng.NaturalGradient], None]:
     def prepare(of: Task, opt: ng.NaturalGradient) -> None:
         opt.zero_grad()
@@ -118,7 +113,9 @@ BAD: dict[str, Bad] = {
     "empty_batch": Bad(lambda of, opt: of.model(of.x[:0]), ValueError, "the batch is empty"),
     "nan_input": Bad(_forward_at(NAN), NonFiniteError, "at step 2: .*the inputs hold NaN or infinity: clean the batch"),
     "inf_input": Bad(
-        _step, NonFiniteError, "at step 2: the gradient of 0.weight holds NaN or infinity", prepare=_infinite_batch
+        _forward_at(INF),
+        NonFiniteError,
+        r"at step 2: the estimate of the metric \(matrix\) holds NaN or infinity, and was not averaged: clean",
     ),
     "nan_parameter": Bad(
         lambda of, opt: of.model(of.x),

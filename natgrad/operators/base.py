@@ -134,7 +134,10 @@ class Operator(ABC):
         for key, t in self.tensors().items():
             # A sum is quick, and finite only if every number is; one that overflows is looked at again.
             if t.device.type == "cpu" and not bool(t.sum().isfinite()) and not bool(t.isfinite().all()):
-                raise NonFiniteError(f"the estimate of the metric ({key}) holds NaN or infinity. It was not averaged")
+                raise NonFiniteError(
+                    f"the estimate of the metric ({key}) holds NaN or infinity, and was not averaged: clean the batch, "
+                    "or lower the learning rate"
+                )
         return self
 
     @abstractmethod

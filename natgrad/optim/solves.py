@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from natgrad.errors import FactorisationError
+from natgrad.errors import FactorisationError, NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Operator
 from natgrad.optim.groups import common_damping
+from natgrad.solve.base import Solver
 from natgrad.step.base import Along
 
 if TYPE_CHECKING:
@@ -92,17 +93,18 @@ class Solves:
             return operator
 
     def _invert(self, damping: float) -> None:
-        solver = self.opt.solver
+        solver, last, before = self.opt.solver, self.inverse, self.opt.outdated
+        # One in the memory of the last is due again if the step fails after this.
+        self.opt.outdated = before or (last is not None and type(solver).again is not Solver.again)
         try:
-            if self.inverse is None:
-                self.inverse = solver.init(self.operator, damping)
-            else:
-                # In the memory of the last one: if the step fails after this, it is due again.
-                self.opt.outdated = True
-                self.inverse = solver.again(self.inverse, self.operator, damping)
+            G = self.operator
+            self.inverse = solver.init(G, damping) if last is None else solver.again(last, G, damping)
             self.inverted = self.opt.keeper.step
         except FactorisationError as error:
             self._keep_the_last(error)
+        except (NatgradError, ValueError):  # what is refused is refused before anything is written
+            self.opt.outdated = before
+            raise
         self.damping, self.outdated = damping, False
 
     def _keep_the_last(self, error: FactorisationError) -> None:

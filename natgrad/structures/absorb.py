@@ -71,7 +71,10 @@ class Absorb(Sink):
         # Second moments are finite where their diagonals are.
         if not math.isfinite(float(trace(total).sum())):
             title = self.average.blocks[number].title
-            raise NonFiniteError(f"the estimate of the metric of {title} holds NaN or infinity. It was not averaged")
+            raise NonFiniteError(
+                f"the estimate of the metric of {title} holds NaN or infinity, and was not averaged: clean the batch, "
+                "or lower the learning rate"
+            )
         weight = float(self._weight) if known else 1.0
         factor.mul_(1 - weight).add_(total, alpha=weight / count)
 
