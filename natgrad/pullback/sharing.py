@@ -121,8 +121,12 @@ class Expand(Sharing):
     """Positions count as if they were independent examples."""
 
     def inputs(self, tape: Tape, block: Block) -> Moment:
-        pair = Pair()
-        for use in tape.of(block):
+        assert block.rule is not None
+        pair, uses = Pair(), tape.of(block)
+        one = block.rule.gathered([use.call for use in uses]) if len(uses) > 1 else None
+        if one is not None:
+            return block.rule.input_moment(uses[0].module, block.keys, one)
+        for use in uses:
             if isinstance(use.rule, Replayed):
                 pair.add_inputs(use.replay.layer(block.keys).moment)
             else:
@@ -142,8 +146,12 @@ class Expand(Sharing):
         return Moment(pair.a, pair.count)
 
     def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
-        pair = Pair()
-        for at in tape.places(block):
+        assert block.rule is not None
+        pair, places = Pair(), tape.places(block)
+        one = block.rule.gathered_cotangents([g.outer[at][0] for at in places]) if len(places) > 1 else None
+        if one is not None:
+            return block.rule.output_moment(tape.uses[places[0]].module, block.keys, one)
+        for at in places:
             use = tape.uses[at]
             if isinstance(use.rule, Replayed):
                 pair.add_outputs(g.product(at, block.keys[0]))

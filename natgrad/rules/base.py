@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast, final
 
@@ -127,11 +127,16 @@ class Rule(ABC):
         """Whether the second moment of the inputs is diagonal whatever they are: one-hot vectors."""
         return False
 
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        """Σ_nr a aᵀ. A layer whose inputs are large beside its arguments (patches, one-hot vectors) knows better.
+    def gathered(self, calls: Sequence[Call]) -> Call | None:
+        """One call whose moment is the sum of theirs, if there is one: a large product is cheaper than many."""
+        return None
 
-        In memory of its own, as ``output_moment``.
-        """
+    def gathered_cotangents(self, g: Sequence[Tensor]) -> Tensor | None:
+        """The same of the cotangents [k *output] of several calls."""
+        return None
+
+    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
+        """Σ_nr a aᵀ, in memory of its own. A layer with inputs larger than its arguments (patches) knows better."""
         return Moment.of(single(self._checked(module, keys, call)))
 
     def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:

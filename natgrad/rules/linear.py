@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from natgrad.rules.base import Call, Keys, Moment, Rule, bordered, homogeneous, plain, single
@@ -32,6 +34,12 @@ class LinearRule(Rule):
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         return g.reshape(*g.shape[:2], -1, 1, g.shape[-1])
+
+    def gathered(self, calls: Sequence[Call]) -> Call | None:
+        return Call((torch.cat([call.x.reshape(-1, call.x.shape[-1]) for call in calls]),), {}, calls[0].training)
+
+    def gathered_cotangents(self, g: Sequence[Tensor]) -> Tensor | None:
+        return torch.cat([part.reshape(part.shape[0], -1, part.shape[-1]) for part in g], dim=1)
 
     def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
         x = single(call.x.reshape(-1, call.x.shape[-1]))
