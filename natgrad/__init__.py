@@ -37,6 +37,7 @@ from natgrad.output import GradientCovariance as GradientCovariance
 from natgrad.output import LossHessian as LossHessian
 from natgrad.output import OutputMetric as OutputMetric
 from natgrad.output import Sampled as Sampled
+from natgrad.output import Sobolev as Sobolev
 from natgrad.pullback import Pullback as Pullback
 from natgrad.pullback import pullback as pullback
 from natgrad.solve import CG as CG

@@ -9,3 +9,4 @@ from natgrad.output.hessian import LossHessian as LossHessian
 from natgrad.output.metric import Euclidean as Euclidean
 from natgrad.output.metric import OutputMetric as OutputMetric
 from natgrad.output.metric import Sampled as Sampled
+from natgrad.output.sobolev import Sobolev as Sobolev

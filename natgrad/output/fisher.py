@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from natgrad.families import Family, FromDistribution
-from natgrad.output.metric import OutputMetric, Reduction, check_samples, fresh_generator, weight
+from natgrad.output.metric import OutputMetric, Reduction, Sampled, check_samples, fresh_generator, weight
 
 
 @final
@@ -57,6 +57,11 @@ class Fisher(OutputMetric):
         generator = generator or fresh_generator(y.device)
         scores = family.scores(y, self.samples, generator)
         return scores if w == self.samples == 1 else scores * (w / self.samples) ** 0.5
+
+    def shared_root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        """Targets belong to one example: what examples share is a random combination of the columns of the root."""
+        exact = replace(self, samples=None)
+        return exact.root(y) if self.samples is None else Sampled(exact, self.samples).shared_root(y, None, generator)
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         family, w = self._at(y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -42,6 +43,19 @@ class OutputMetric(ABC):
     @abstractmethod
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         """s [k n *out] with Σ_k s_kn s_knᵀ = h(y_n), exactly or in expectation."""
+
+    def shared_root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        """A root [k n *out] whose column k means the same in every example, for a coupling of the examples.
+
+        Column k of an exact root is one output, or one class; independent samples have no such meaning, and a sampled
+        metric draws them once for all examples instead (ERRATA 10).
+        """
+        if not self.exact:
+            raise ValueError(
+                f"{self!r} is sampled, an example at a time: a metric that couples the examples needs samples that "
+                "they share. Give it a shared_root, or use Sampled(metric, samples) of the exact metric"
+            )
+        return self.root(y, target, generator)
 
     @abstractmethod
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
@@ -122,15 +136,29 @@ class Sampled(OutputMetric):
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         generator = generator or fresh_generator(y.device)
-        # The exact root has a column an output: it is made for a few examples at a time, and mixed at once.
-        step = max(1, _ELEMENTS // y[0].numel() ** 2)
         mixed = []
-        for start in range(0, y.shape[0], step):
-            part = slice(start, start + step)
-            s = self.base.root(y[part], map_tensors(target, operator.itemgetter(part)))
+        for s in self._exact_roots(y, target):
             ε = torch.randn(self.samples, *s.shape[:2], generator=generator, dtype=y.dtype, device=y.device)
             mixed.append(torch.einsum("skn,kn...->sn...", ε, s))
         return torch.cat(mixed, dim=1) / self.samples**0.5
+
+    def shared_root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        """The same ε_k for all examples."""
+        generator = generator or fresh_generator(y.device)
+        mixed: list[Tensor] = []
+        ε = y.new_empty(0)
+        for s in self._exact_roots(y, target):
+            if not mixed:
+                ε = torch.randn(self.samples, s.shape[0], generator=generator, dtype=y.dtype, device=y.device)
+            mixed.append(torch.einsum("sk,kn...->sn...", ε, s))
+        return torch.cat(mixed, dim=1) / self.samples**0.5
+
+    def _exact_roots(self, y: Tensor, target: Any) -> Iterator[Tensor]:
+        """It has a column an output: it is made for a few examples at a time, to be mixed at once."""
+        step = max(1, _ELEMENTS // y[0].numel() ** 2)
+        for start in range(0, y.shape[0], step):
+            part = slice(start, start + step)
+            yield self.base.root(y[part], map_tensors(target, operator.itemgetter(part)))
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         return self.base.divergence(y, y0, target)

@@ -134,7 +134,7 @@ class View:
         self._tell([block for block in bare if block.names[0] not in judged.unused], displaced)
         coupling = self.metric.coupling(batch.x, y.shape[0])
         if coupling is not None:
-            parts, coupling = [(0, y.shape[0])], coupling.to(y)
+            parts, coupling = [(0, y.shape[0])], coupling.to(y.device, torch.float64)
         return Pullback(
             model=self.model,
             x=batch.x,

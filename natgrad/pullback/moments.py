@@ -77,7 +77,7 @@ def _of_kinds(
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of layers that are each of one kind."""
     if pb.coupling is not None:
-        return _coupled(pb, layers, sharing, pb.coupling)
+        return _coupled(pb, layers, sharing)
     pairs = [Pair() for _ in layers]
     for tape, chunks in passes(pb):
         for g in chunks:
@@ -103,59 +103,67 @@ def _columns(pb: Pullback, tape: Tape) -> int:
     return max(1, pb.chunk // max(cost, 1))
 
 
-def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing, coupling: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
     """A = Σ C_nm a_n a_mᵀ/(N R) and S = Σ C_nm g_n g_mᵀ/N, times the trace of G over that of their product.
 
     The last factor is taken relative to C = 1, where it is that of K-FAC itself (000 (24)–(25), ERRATA 8).
     """
     tape = pb.tape((0, pb.n))
+    mix = pb.mixing()
     found = []
     g = cotangents(tape, pb.root / math.sqrt(pb.n))
     for block in layers:
-        rows = Factors(tape.inputs(block).to(pb.y.dtype), g.whole(tape, block).to(pb.y.dtype)).rows()
-        rows = rows.unflatten(-1, block.shape).flatten(3)  # [k n c (o i)]
-        gram = torch.einsum("kncp,kmcp->cnm", rows, rows)
+        whole_g = g.whole(tape, block).to(pb.y.dtype)
+        traces = _traces(tape.inputs(block).to(pb.y.dtype), whole_g, block, mix)
         f = sharing.explicit(tape, block, g)
         f = Factors(f.a.to(pb.y.dtype), f.g.to(pb.y.dtype))
         plain = Pair()  # what it is at C = 1
         plain.add_outputs(sharing.outputs(tape, block, g).to(pb.y.dtype))
         moment = sharing.inputs(tape, block)
         plain.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
-        s, a = _scaled(_mixed(f, coupling, plain).factors(), plain.factors(), gram, coupling)
-        found.append((s, a))
+        found.append(_scaled(_mixed(f, mix, plain).factors(), plain.factors(), traces, pb.n))
     return found
 
 
-def _mixed(f: Factors, C: Tensor, plain: Pair) -> Pair:
+def _traces(a: Tensor, g: Tensor, block: Block, mix: Tensor) -> tuple[Tensor, Tensor]:
+    """The traces [c] of G at C = 1 and at C = L Lᵀ, from the rows of one root after the other."""
+    plain, coupled = a.new_zeros(block.shape[0]), a.new_zeros(block.shape[0])
+    for column in g.split(1):
+        rows = Factors(a, column).rows().unflatten(-1, block.shape).flatten(3)  # [1 n c (o i)]
+        plain += rows.square().sum((0, 1, 3))
+        coupled += torch.einsum("nm,kncp->kmcp", mix, rows).square().sum((0, 1, 3))
+    return plain, coupled
+
+
+def _mixed(f: Factors, mix: Tensor, plain: Pair) -> Pair:
     """Σ C_nm g_n g_mᵀ and Σ C_nm a_n a_mᵀ, of the form that the sums at C = 1 have, over as many positions."""
     assert plain.s is not None
     assert plain.a is not None
-    s = _products(f.g.flatten(0, 2), torch.einsum("nm,kmrco->knrco", C, f.g).flatten(0, 2), plain.s.ndim == 3)
-    a = _products(f.a.flatten(0, 1), torch.einsum("nm,mrci->nrci", C, f.a).flatten(0, 1), plain.a.ndim == 3)
+    s = _products(torch.einsum("nm,knrco->kmrco", mix, f.g).flatten(0, 2), plain.s.ndim == 3)
+    a = _products(torch.einsum("nm,nrci->mrci", mix, f.a).flatten(0, 1), plain.a.ndim == 3)
     return Pair(s, a, plain.count)
 
 
-def _products(x: Tensor, y: Tensor, full: bool) -> Tensor:
-    """Σ_m x yᵀ [c d e] of x, y [m c d], or its diagonal [c d]."""
-    return torch.einsum("mcd,mce->cde", x, y) if full else (x * y).sum(0)
+def _products(x: Tensor, full: bool) -> Tensor:
+    """Σ_m x xᵀ [c d e] of x [m c d], or its diagonal [c d]."""
+    return torch.einsum("mcd,mce->cde", x, x) if full else x.square().sum(0)
 
 
 def _scaled(
-    coupled: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor], gram: Tensor, C: Tensor
+    coupled: tuple[Tensor, Tensor], plain: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], n: int
 ) -> tuple[Tensor, Tensor]:
-    """The coupled factors, with the trace of G_C as far as the plain ones have that of G; ``gram`` [c n m] is R Rᵀ.
+    """The coupled factors, with the trace of G_C as far as the plain ones have that of G; ``totals`` are those of both.
 
     A factor that the coupling makes zero (the inputs of a bias, centred) says nothing: the plain one is taken.
     """
-    rounding = 8 * C.shape[0] * torch.finfo(C.dtype).eps
+    rounding = 8 * n * torch.finfo(plain[0].dtype).eps
     traces = [trace(t) for t in plain]
     sides = []
     for mixed, own, before in zip(coupled, plain, traces, strict=True):
         lost = trace(mixed) <= rounding * before
         sides.append(torch.where(lost.view(-1, *[1] * (own.ndim - 1)), own, mixed))
     s, a = sides
-    traces_now = trace(s) * trace(a) * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    total = torch.einsum("cnm,nm->c", gram, C).clamp(min=0)  # below zero it is rounding
-    κ = total * traces[0] * traces[1] / traces_now
+    traces_now = trace(s) * trace(a) * totals[0]
+    κ = totals[1] * traces[0] * traces[1] / traces_now
     # Without any gradient there is nothing to scale.
     return torch.where(traces_now > 0, κ, 1.0).view(-1, *[1] * (s.ndim - 1)) * s, a

@@ -45,7 +45,7 @@ class Pullback:
     metric: OutputMetric
     target: Any
     y: Tensor  # [n *out]
-    coupling: Tensor | None  # C [n m]
+    coupling: Tensor | None  # C [n m], in float64: it may be large, and what it multiplies nearly cancel
     layers: list[Block]  # with their rules
     memory: int
     tapes: dict[Part, Tape]  # by range of examples; a range that is missing is recorded when needed
@@ -98,7 +98,7 @@ class Pullback:
         s = s.reshape(*s.shape[:2], -1)  # [k n d], with d = 1 for outputs [n]
         t = torch.einsum("knd,nd->kn", s, u.reshape(self.n, -1))
         if self.coupling is not None:
-            t = t @ self.coupling
+            t = (t.double() @ self.coupling.double()).to(t.dtype)
         return torch.einsum("knd,kn->nd", s, t).view_as(u) / self.n
 
     def check_metric(self) -> None:
@@ -209,16 +209,20 @@ class Pullback:
                 out.append(Factors(a, next(cotangents).to(a.dtype)))
         return out
 
-    def _coupled(self) -> Iterator[list[Factors]]:
+    def mixing(self) -> Tensor:
+        """L [n m] with C = L Lᵀ. Sums of squares of what is mixed by it do not cancel, as products with C do."""
         assert self.coupling is not None
+        values, vectors = torch.linalg.eigh(self.coupling.double())
+        return (vectors * values.clamp(min=0).sqrt()).to(self.y.dtype)  # rounding below zero is zero
+
+    def _coupled(self) -> Iterator[list[Factors]]:
         needed = self.n * self.model.size * self.y.element_size()
         if needed > self.memory:
             raise MemoryBoundError(
                 f"the coupled rows of {self.n} examples and {self.model.size} parameters need {needed:,} bytes, "
                 f"over the bound memory={self.memory:,}: use a smaller batch, or Implicit"
             )
-        values, vectors = torch.linalg.eigh(self.coupling.double())
-        mix = (vectors * values.clamp(min=0).sqrt()).to(self.y.dtype)  # L [n m]; rounding below zero is zero
+        mix = self.mixing()
         whole = (0, self.n)
         tape = self.tape(whole)
         inputs = self._inputs(tape)

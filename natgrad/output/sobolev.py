@@ -1,0 +1,130 @@
+"""The Sobolev metric: an inner product of functions and not of their values, which couples the examples by a kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import SingularMetricError
+from natgrad.functionspace.distances import points
+from natgrad.functionspace.kernels import SobolevKernel
+from natgrad.functionspace.lengthscale import Lengthscale
+from natgrad.linalg import check_finite
+from natgrad.model import Inputs, arguments
+from natgrad.output.metric import Euclidean, OutputMetric
+
+
+@final
+@dataclass(frozen=True)
+class Sobolev(OutputMetric):
+    """The norm of H_s, s = d + 2ν, in place of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ (000 (22); ERRATA 8–13).
+
+    K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's own inputs, k(0) = 1. For R = ∂φ_k of the outputs
+    (``base`` Euclidean), vᵀGv is 1/N of the squared norm of the smallest functions with the values J v at the inputs.
+    Over-parametrised and undamped, one step moves the training outputs by −K e, where Gauss–Newton moves them by −e.
+    With ``Fisher(Categorical())`` it is the norm of x ↦ 2√p(·|x) (ERRATA 12). Where K = 1 (ℓ small beside all
+    distances) G is that of the base: Gauss–Newton, Fisher, K-FAC. A mean over the examples, where (22) is a sum.
+
+    ``lengthscale``: a number, or a rule such as ``Median(divisor=4)``, measured on every batch. ``jitter``: K is
+    (K + jitter)/(1 + jitter), in float64, so that K_nn = 1 still. Examples that are equal then count as one, up to the
+    jitter, and not as several (ERRATA 13): a batch of copies has 1/N of the metric of one of them, a batch of one that
+    of its base. Without jitter a K that is singular is refused. ``features``: called as the model is, for inputs that
+    are not points [n *shape] of real numbers; several arguments, tokens, images whose pixels say little.
+
+    Where ``base`` is sampled, the whole batch shares its samples: column k is one random combination Σ_j ε_kj s_j of
+    the columns of the exact root. Independent ones would erase K⁻¹ but for its diagonal (ERRATA 10).
+
+    ``flat`` and ``divergence`` know no inputs: they are those of the base, an example at a time.
+
+    >>> metric = Sobolev(lengthscale=2.0, jitter=0.0)
+    >>> metric.coupling(torch.tensor([[0.0], [2.0]]), 2)  # the inverse of [[1, 2/e], [2/e, 1]]
+    tensor([[ 2.1803, -1.6042],
+            [-1.6042,  2.1803]], dtype=torch.float64)
+    """
+
+    base: OutputMetric = field(default_factory=Euclidean)
+    nu: float = 1.5
+    lengthscale: float | Tensor | Lengthscale = 1.0
+    jitter: float = 1e-6
+    features: Callable[..., Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, OutputMetric):
+            raise TypeError(f"Sobolev(base={self.base!r}): the base is a metric on the outputs, such as Euclidean()")
+        if isinstance(self.base, Sobolev):
+            raise ValueError("Sobolev(base=Sobolev(…)) would couple the examples twice: give the metric inside")
+        self._kernel()  # which checks ν and ℓ
+        if isinstance(self.jitter, bool) or not isinstance(self.jitter, (int, float)):
+            raise TypeError(f"jitter={self.jitter!r}: give a number, what is added to the diagonal of K")
+        if not (math.isfinite(self.jitter) and self.jitter >= 0):
+            raise ValueError(
+                f"jitter={self.jitter!r} must be finite and not negative: it is added to the diagonal of K"
+            )
+
+    @property
+    def exact(self) -> bool:
+        return self.base.exact
+
+    @property
+    def needs_target(self) -> bool:
+        return self.base.needs_target
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return self.base.flat(y, u, target)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return self.base.shared_root(y, target, generator)
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        return self.base.divergence(y, y0, target)
+
+    def coupling(self, x: Inputs, n: int) -> Tensor | None:
+        if self.base.coupling(x, n) is not None:
+            raise ValueError(f"{self.base!r} couples the examples itself: a Sobolev metric needs a base that does not")
+        return torch.cholesky_inverse(self._cholesky(self.gram(x, n)))
+
+    def gram(self, x: Inputs, n: int) -> Tensor:
+        """K [n n] in float64, jitter included, of the inputs of n examples."""
+        with torch.no_grad():
+            found = self._points(x).detach().double()
+            if found.shape[0] != n:
+                raise ValueError(
+                    f"the Sobolev metric found {found.shape[0]} points in the inputs of {n} examples: it needs one an "
+                    "example, on the first axis. Pass features=, a function of the model's inputs that returns them"
+                )
+            check_finite(found, "the points of the Sobolev metric")
+            K = self._kernel()(found)
+            K.diagonal().add_(self.jitter)
+            return K / (1 + self.jitter)
+
+    def _kernel(self) -> SobolevKernel:
+        return SobolevKernel(self.nu, self.lengthscale)
+
+    def _points(self, x: Inputs) -> Tensor:
+        """The model's one input, or the features of its inputs, as points [n d]."""
+        args, kwargs = arguments(x)
+        if self.features is not None:
+            given = self.features(*args, **kwargs)
+            return points(x, lambda _: given)
+        alone = (*args, *kwargs.values())
+        return points(alone[0] if len(alone) == 1 else alone)
+
+    def _cholesky(self, K: Tensor) -> Tensor:
+        factor, _ = torch.linalg.cholesky_ex(K)
+        rounding = 8 * K.shape[0] * torch.finfo(K.dtype).eps
+        if self.jitter > rounding:  # no eigenvalue is below it: K is regular
+            return factor
+        values = torch.linalg.eigvalsh(K)
+        smallest, rank = float(values[0]), int((values > rounding * values[-1]).sum())
+        if rank < K.shape[0]:
+            raise SingularMetricError(
+                f"the kernel matrix K of {K.shape[0]} examples has rank {rank} at jitter={self.jitter:g} (smallest "
+                f"eigenvalue {smallest:.3g}): inputs are equal, or close beside the lengthscale. Raise the jitter "
+                "(1e-6 is usual), lower lengthscale= or nu=, or take functionspace.TangentSpace, which inverts no K"
+            )
+        return factor
