@@ -190,6 +190,16 @@ def hellinger_roots(y: Tensor) -> Tensor:
     return torch.stack([torch.stack(column) for column in columns])
 
 
+def sobolev_coupling(points: Tensor, lengthscale: float, jitter: float = 0.0) -> Tensor:
+    """K⁻¹ for k(r) = (1 + r)e^{−r} (ν = 3/2), with the jitter on the diagonal and then 1 there again."""
+    K = torch.zeros(len(points), len(points), dtype=torch.float64)
+    for n, x_n in enumerate(points.double().flatten(1)):
+        for m, x_m in enumerate(points.double().flatten(1)):
+            r = (x_n - x_m).norm() / lengthscale
+            K[n, m] = ((1 + r) * (-r).exp() + jitter * (n == m)) / (1 + jitter)
+    return torch.linalg.inv(K)
+
+
 # The metric on parameters
 
 

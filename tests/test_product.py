@@ -5,7 +5,7 @@ of what the oracle keeps of the oracle's matrix. Pairs that cannot work are asse
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -25,13 +25,25 @@ MODELS = ["mlp_tanh", "sequence", "layer_norm", "tied_weights", "attention", "co
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A problem with its pullback, and what the oracle has for it: G, and a root of h with the coupling."""
+
+    problem: zoo.Problem
+    pb: ng.Pullback
+    target: Tensor
+    G: Tensor
+    s: Tensor  # [k n D]
+    coupling: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Cell:
     """A metric of the library and the oracle's h[n D D] for it; `target` where the metric is made from a loss."""
 
     metric: ng.OutputMetric
     h: Callable[[Tensor, Tensor, Tensor], Tensor]  # of outputs, targets and the root of the pullback
     target: bool = False
-    coupled: bool = False
+    coupled: Callable[[Setting], tuple[Tensor, Tensor]] | None = None  # to the oracle's root s[k n D], and C[n m]
 
 
 def _loss(y: Tensor, t: Tensor) -> Tensor:
@@ -55,6 +67,29 @@ def _from_root(y: Tensor, target: Tensor, root: Tensor) -> Tensor:
     return torch.einsum("knd,kne->nde", s, s)
 
 
+def _centred(at: Setting) -> tuple[Tensor, Tensor]:
+    """The gradients of the loss at the outputs, and the centring of the examples."""
+    u = at.pb.y.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(_loss(u, at.target), u)
+    n = len(u)
+    return slope.reshape(1, n, -1), torch.eye(n, dtype=torch.float64) - 1 / n
+
+
+def _sobolev(at: Setting) -> tuple[Tensor, Tensor]:
+    """A column an output, and K⁻¹."""
+    return oracle.euclidean_roots(at.pb.y), _inverse_kernel(at)
+
+
+def _sobolev_sampled(at: Setting) -> tuple[Tensor, Tensor]:
+    """Columns that every example shares, and K⁻¹."""
+    return at.pb.root.flatten(2), _inverse_kernel(at)
+
+
+def _inverse_kernel(at: Setting) -> Tensor:
+    assert isinstance(at.problem.x, Tensor)
+    return oracle.sobolev_coupling(at.problem.x, 2.0, 1e-6)
+
+
 METRICS: dict[str, Cell] = {
     "Euclidean": Cell(ng.Euclidean(), lambda y, t, s: oracle.euclidean(y)),
     "Euclidean mean": Cell(ng.Euclidean(reduction="mean"), lambda y, t, s: oracle.euclidean(y) / y[0].numel()),
@@ -64,11 +99,19 @@ METRICS: dict[str, Cell] = {
     "Sampled": Cell(ng.Sampled(ng.Euclidean(), samples=2), _from_root),
     "Empirical": Cell(ng.Empirical(_loss), lambda y, t, s: oracle.empirical(y, t, _loss), target=True),
     "GradientCovariance": Cell(
-        ng.GradientCovariance(_loss), lambda y, t, s: oracle.empirical(y, t, _loss), target=True, coupled=True
+        ng.GradientCovariance(_loss), lambda y, t, s: oracle.empirical(y, t, _loss), target=True, coupled=_centred
     ),
     "Bregman": Cell(ng.Bregman(_phi), lambda y, t, s: oracle.hessian(_phi, y)),
     "Divergence": Cell(ng.Divergence(_rho), lambda y, t, s: oracle.divergence_hessian(_rho, y)),
     "LossHessian": Cell(ng.LossHessian(_loss), lambda y, t, s: oracle.loss_hessian(_loss, y, t), target=True),
+    "Sobolev": Cell(
+        ng.Sobolev(lengthscale=2.0, features=Tensor.double), lambda y, t, s: oracle.euclidean(y), coupled=_sobolev
+    ),
+    "Sobolev sampled": Cell(
+        ng.Sobolev(ng.Fisher(ng.Categorical(), samples=2), lengthscale=2.0, features=Tensor.double),
+        _from_root,
+        coupled=_sobolev_sampled,
+    ),
 }
 
 STRUCTURES: dict[str, Structure] = {
@@ -132,17 +175,6 @@ def skipped(metric: str, model: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A problem with its pullback, and what the oracle has for it: G, and a root of h with the coupling."""
-
-    problem: zoo.Problem
-    pb: ng.Pullback
-    G: Tensor
-    s: Tensor  # [k n D]
-    coupling: Tensor | None = None
-
-
 @cache
 def setting(metric: str, model: str) -> Setting:
     """All that is needed of a metric and a model."""
@@ -152,14 +184,12 @@ def setting(metric: str, model: str) -> Setting:
     pb = pull(problem, cell.metric, target if cell.target else None)
     J, h = problem.jacobian(), cell.h(y, target, pb.root)
     G = oracle.dense(J, h)
-    if not cell.coupled:
-        values, vectors = torch.linalg.eigh(h)
-        return Setting(problem, pb, G, (vectors * values.clamp(min=0).sqrt()[:, None]).permute(2, 0, 1))
-    u = y.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(_loss(u, target), u)
-    s = slope.reshape(1, len(J), -1)
-    coupling = torch.eye(len(J), dtype=torch.float64) - 1 / len(J)
-    return Setting(problem, pb, oracle.dense_coupled(J, s, coupling), s, coupling)
+    values, vectors = torch.linalg.eigh(h)
+    plain = Setting(problem, pb, target, G, (vectors * values.clamp(min=0).sqrt()[:, None]).permute(2, 0, 1))
+    if cell.coupled is None:
+        return plain
+    s, coupling = cell.coupled(plain)
+    return replace(plain, G=oracle.dense_coupled(J, s, coupling), s=s, coupling=coupling)
 
 
 @cache

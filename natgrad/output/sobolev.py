@@ -26,7 +26,8 @@ class Sobolev(OutputMetric):
 
     K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's own inputs, k(0) = 1. For R = ∂φ_k of the outputs
     (``base`` Euclidean), vᵀGv is 1/N of the squared norm of the smallest functions with the values J v at the inputs.
-    Over-parametrised and undamped, one step moves the training outputs by −K e, where Gauss–Newton moves them by −e.
+    Over-parametrised and undamped, one step moves the training outputs by −ηK e, where Gauss–Newton moves them by −ηe:
+    descent needs η < 2/λ_max(K), and λ_max(K) is up to N.
     With ``Fisher(Categorical())`` it is the norm of x ↦ 2√p(·|x) (ERRATA 12). Where K = 1 (ℓ small beside all
     distances) G is that of the base: Gauss–Newton, Fisher, K-FAC. A mean over the examples, where (22) is a sum.
 
