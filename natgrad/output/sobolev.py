@@ -40,7 +40,8 @@ class Sobolev(OutputMetric):
     Where ``base`` is sampled, the whole batch shares its samples: column k is one random combination Σ_j ε_kj s_j of
     the columns of the exact root. Independent ones would erase K⁻¹ but for its diagonal (ERRATA 10).
 
-    ``flat`` and ``divergence`` know no inputs: they are those of the base, an example at a time.
+    ``flat`` and ``divergence`` know no inputs: they are those of the base, an example at a time. A step rule that
+    measures a step by them (``TrustRegion``, ``SelfTuned``) does so in the base.
 
     >>> metric = Sobolev(lengthscale=2.0, jitter=0.0)
     >>> metric.coupling(torch.tensor([[0.0], [2.0]]), 2)  # the inverse of [[1, 2/e], [2/e, 1]]

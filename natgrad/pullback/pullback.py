@@ -212,7 +212,10 @@ class Pullback:
     def mixing(self) -> Tensor:
         """L [n m] with C = L Lᵀ. Sums of squares of what is mixed by it do not cancel, as products with C do."""
         assert self.coupling is not None
-        values, vectors = torch.linalg.eigh(self.coupling.double())
+        factor, info = torch.linalg.cholesky_ex(self.coupling.double())
+        if not bool(info):
+            return factor.to(self.y.dtype)
+        values, vectors = torch.linalg.eigh(self.coupling.double())  # singular, as a centring is
         return (vectors * values.clamp(min=0).sqrt()).to(self.y.dtype)  # rounding below zero is zero
 
     def _coupled(self) -> Iterator[list[Factors]]:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.functionspace import Median, SobolevKernel, TangentSpace
+from natgrad.model import Arguments
 from natgrad.structures import Structure
 from tests import oracle, zoo
 from tests.golden import agrees, golden, golden_mlp, names, tensor
@@ -266,6 +267,9 @@ def test_features_are_called_as_the_model_is() -> None:
     torch.manual_seed(0)
     model, words, side = Words().double(), torch.randint(7, (5, 4)), normal(5, 1)
     metric = ng.Sobolev(features=lambda words, side: torch.cat([model.table(words).flatten(1), side], 1))
+    expected = ng.Sobolev().gram(torch.cat([model.table(words).flatten(1), side], 1), 5)
+    close(metric.gram(Arguments((words,), {"side": side}), 5), expected)
+    assert not expected.requires_grad
     opt = ng.NaturalGradient(model, metric, damping=0.1)
     model(words, side=side).square().mean().backward()
     opt.step()
