@@ -129,11 +129,11 @@ class Operator(ABC):
             its.copy_(torch.where(found > 0, before.get(key, torch.zeros_like(its)), its))
         return new
 
-    def finite(self) -> Self:
-        """Itself; if it holds NaN or infinity it raises, on a CPU: a GPU is not waited for (``merged``)."""
+    def finite(self, wait: bool = False) -> Self:
+        """Itself; if it holds NaN or infinity it raises, on a CPU. A GPU is waited for only where that is asked."""
         for key, t in self.tensors().items():
             # A sum is quick, and finite only if every number is; one that overflows is looked at again.
-            if t.device.type == "cpu" and not bool(t.sum().isfinite()) and not bool(t.isfinite().all()):
+            if (wait or t.device.type == "cpu") and not bool(t.sum().isfinite()) and not bool(t.isfinite().all()):
                 raise NonFiniteError(
                     f"the estimate of the metric ({key}) holds NaN or infinity, and was not averaged: clean the batch, "
                     "or lower the learning rate"

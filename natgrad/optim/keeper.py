@@ -290,7 +290,8 @@ class Keeper:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             common = self.world.mean(estimate, pb.n, self._restored)
             estimate = self.structure.estimate_like(pb, self.world.renewed(common))
-        estimate = estimate.finite() if self.world.size == 1 else estimate
+        # The first one is looked at on a GPU, too: there is no average yet that it could be kept out of (``merged``).
+        estimate = estimate.finite(wait=like is None) if self.world.size == 1 else estimate
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / (self._examples + pb.n))
 
 

@@ -142,6 +142,15 @@ def test_newton_follows_a_metric_that_moves_and_ends_at_the_inverse_of_one_that_
         torch.testing.assert_close(found, exact[key], rtol=1e-3, atol=1e-3 * float(exact[key].abs().max()))
 
 
+def test_a_first_estimate_that_is_not_finite_is_refused_at_once() -> None:
+    loop = _Loop("cuda")
+    x, loop.x = loop.x, torch.full_like(loop.x, torch.nan)
+    with pytest.raises(NonFiniteError, match=r"the estimate of the metric .* holds NaN or infinity"):
+        loop.go(1)
+    loop.x = x
+    assert bool(torch.isfinite(loop.run(2)).all())
+
+
 def test_estimates_that_are_not_finite_do_not_reach_the_average() -> None:
     loop = _Loop("cuda", metric_every=1, inverse_every=1)
     loop.run(5)
