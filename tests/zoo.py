@@ -281,6 +281,22 @@ ZOO = [
 IDS = [case.name for case in ZOO]
 
 
+def between(
+    name: str, build: Callable[[], nn.Module], shape: tuple[int, ...], n: int, frozen: tuple[str, ...]
+) -> Problem:
+    """A layer on n examples of this shape between two others, so that its inputs and cotangents are not special."""
+
+    def made() -> Problem:
+        size = torch.Size(shape).numel()
+        layers = [nn.Linear(size, size), nn.Unflatten(1, shape), build(), nn.Tanh(), nn.Flatten(), nn.Linear(size, 2)]
+        model = nn.Sequential(*layers)
+        for key, p in model.named_parameters():
+            p.requires_grad_(key not in frozen)
+        return Problem(model, _x(n, size))
+
+    return Case(name, made).make()
+
+
 def case(name: str) -> Case:
     """The case of this name."""
     return ZOO[IDS.index(name)]

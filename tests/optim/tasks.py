@@ -104,6 +104,25 @@ def seeded(build: Callable[[], Built], seed: int = 0) -> Built:
         return build()
 
 
+Made = tuple[nn.Module, ng.NaturalGradient]
+
+
+def resumes(made: Callable[[], Made], step: Callable[[nn.Module, ng.NaturalGradient, int], None]) -> None:
+    """A run that was saved after two steps goes on, bit for bit, in another model and optimizer."""
+    model, opt = made()
+    for seed in range(2):
+        step(model, opt, seed)
+    weights = {name: p.clone() for name, p in model.state_dict().items()}
+    state = opt.state_dict()
+    step(model, opt, 3)
+    other, again = made()
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    step(other, again, 3)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 class silent:  # noqa: N801 - a context manager that reads as a word
     """The oracle's forward passes are none of the optimizer's business: hooks are taken off for a while."""
 

@@ -13,6 +13,7 @@ from natgrad.errors import BatchStatisticsError
 from natgrad.operators import KroneckerOperator
 from natgrad.pullback.broadcast import Bare, SpreadRule
 from tests import oracle, zoo
+from tests.optim.tasks import resumes
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
 
 T, D, N = 4, 3, 5
@@ -230,18 +231,7 @@ def test_an_optimizer_resumes_with_parameters_that_are_spread(structure: Any) ->
             model(normal(N, T, D, seed=seed)).square().sum().backward()
         opt.step()
 
-    model, opt = made()
-    for seed in range(2):
-        step(model, opt, seed)
-    weights = {name: p.clone() for name, p in model.state_dict().items()}
-    state = opt.state_dict()
-    step(model, opt, 3)
-    other, again = made()
-    other.load_state_dict(weights)
-    again.load_state_dict(state)
-    step(other, again, 3)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
+    resumes(made, step)
 
 
 def test_an_operator_does_not_hold_the_graph() -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from tests import zoo
+from tests.optim.tasks import resumes
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
 
 N, T, D, H = 5, 4, 6, 2
@@ -201,15 +202,4 @@ def test_an_optimizer_resumes_with_siblings_apart(structure: Any) -> None:
         model(normal(N, T, D, seed=seed)).square().sum().backward()
         opt.step()
 
-    model, opt = made()
-    for seed in range(2):
-        step(model, opt, seed)
-    weights = {name: p.clone() for name, p in model.state_dict().items()}
-    state = opt.state_dict()
-    step(model, opt, 3)
-    other, again = made()
-    other.load_state_dict(weights)
-    again.load_state_dict(state)
-    step(other, again, 3)
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
+    resumes(made, step)

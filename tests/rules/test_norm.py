@@ -57,17 +57,7 @@ def _seen(layer: nn.Module) -> nn.Module:
 def problem(kind: str, frozen: tuple[str, ...] = ()) -> zoo.Problem:
     """The normalisation between two other layers, so that its inputs and its cotangents are not special."""
     build, shape = NORMS[kind]
-
-    def made() -> zoo.Problem:
-        size = torch.Size(shape).numel()
-        layers = [nn.Linear(size, size), nn.Unflatten(1, shape), build(), nn.Tanh(), nn.Flatten(), nn.Linear(size, 2)]
-        model = nn.Sequential(*layers)
-        for name in frozen:
-            if name in dict(model.named_parameters()):
-                model.get_parameter(name).requires_grad_(False)
-        return zoo.Problem(model, torch.randn(3, size, dtype=torch.float64))
-
-    return zoo.Case(kind, made).make()
+    return zoo.between(kind, build, shape, 3, frozen)
 
 
 @pytest.mark.parametrize("frozen", [(), ("2.weight",), ("2.bias",)], ids=lambda names: " ".join(names) or "all")

@@ -29,16 +29,7 @@ RULE, KEYS = PReLURule(), ("weight",)
 def problem(kind: str, frozen: tuple[str, ...] = ()) -> zoo.Problem:
     """PReLU between two layers; examples are as many as channels, so that the axes cannot be told by their lengths."""
     build, shape = PRELUS[kind]
-
-    def made() -> zoo.Problem:
-        size = torch.Size(shape).numel()
-        layers = [nn.Linear(size, size), nn.Unflatten(1, shape), build(), nn.Tanh(), nn.Flatten(), nn.Linear(size, 2)]
-        model = nn.Sequential(*layers)
-        for name in frozen:
-            model.get_parameter(name).requires_grad_(False)
-        return zoo.Problem(model, torch.randn(shape[0] + 1, size, dtype=torch.float64))
-
-    return zoo.Case(kind, made).make()
+    return zoo.between(kind, build, shape, shape[0] + 1, frozen)
 
 
 @pytest.mark.parametrize("frozen", [(), ("2.weight",), ("0.weight", "0.bias")], ids=lambda names: " ".join(names))
