@@ -81,9 +81,8 @@ def exponential(
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
     wrapped = Model.of(model, params)
-    names = list(wrapped.params)
     base = pullback(wrapped, x, metric, target=target)
-    like = {name: wrapped.params[name].detach() for name in names}
+    like = {name: p.detach() for name, p in wrapped.params.items()}
     chosen = solver or Cholesky()
 
     def acceleration(θ: Tensor, w: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ def exponential(
         lowered = christoffel(pb, Vector(unflatten(w, like)))
         return -sharp(Dense().estimate(pb), lowered, chosen, damping).flatten()
 
-    θ, w = Vector(like).flatten(), torch.cat([v[name].reshape(-1) for name in names]).to(base.y)
+    θ, w = Vector(like).flatten(), torch.cat([v[name].reshape(-1) for name in like]).to(base.y)
     h = 1.0 / steps
     for _ in range(steps):
         a1 = acceleration(θ, w)
