@@ -1,0 +1,231 @@
+"""The tangent space of a model under any metric on functions: its kernel, the projection on it, and the map S."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.functionspace.gram import gram
+from natgrad.functionspace.kernels import ReproducingKernel
+from natgrad.functionspace.ntk import Points, check_size, ntk
+from natgrad.geometry import Vector
+from natgrad.linalg import check_damping, check_finite
+from natgrad.model import Inputs, Model
+from natgrad.operators.kernel import KernelOperator
+from natgrad.output.metric import Euclidean
+from natgrad.pullback import Pullback, pullback
+from natgrad.pullback.pullback import MEMORY
+from natgrad.structures import Kernel
+
+
+@final
+@dataclass(frozen=True)
+class TangentFrame:
+    """∂φ/∂θ^p in coordinates in which the metric on functions is the plain one: R [(k t) p], G = RᵀR.
+
+    A function with the values v [n *out] at the points has the coordinates ξ(v) = Σ_n M_nt ⟨s_kn, v_n⟩/√N, with the
+    root s of the metric on the outputs and M Mᵀ the coupling of the examples (1 where there is none). Then R w is
+    ξ(J w), ⟨u, v⟩ is ξ(u)·ξ(v), and R Rᵀ is made from the factors of the layers: J is not formed.
+    """
+
+    model: Model
+    rows: KernelOperator  # s·J/√N, in factors
+    root: Tensor  # s [k n d]
+    shape: torch.Size  # of the outputs, [n *out]
+    mixing: Tensor | None = None  # M [n t]
+    memory: int = MEMORY
+
+    @property
+    def values(self) -> Tensor:
+        """The eigenvalues of R Rᵀ, those of the pulled-back metric that are not zero, ascending [e]."""
+        return self._spectrum[0]
+
+    @property
+    def vectors(self) -> Tensor:
+        """Its eigenvectors [(k t) e]."""
+        return self._spectrum[1]
+
+    @cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        square = self.rows.gram().double()
+        check_finite(square, "the Gram matrix of the tangent space")
+        k, n = self.root.shape[:2]
+        if self.mixing is not None:
+            inner = torch.einsum("nt,knlm,mu->ktlu", self.mixing, square.view(k, n, k, n), self.mixing)
+            square = inner.flatten(2).flatten(0, 1)
+        values, vectors = torch.linalg.eigh(square)
+        seen = values > values.numel() * torch.finfo(self.rows.layout.dtype).eps * values[-1]
+        return values[seen], vectors[:, seen]
+
+    @staticmethod
+    def of(pb: Pullback) -> TangentFrame:
+        """Under the metric of a pullback: L² at the points, Fisher, Sobolev; as there, a mean over the examples.
+
+        >>> import natgrad as ng
+        >>> pb = ng.pullback(nn.Linear(2, 3), torch.randn(5, 2), ng.Fisher(ng.Categorical()))
+        >>> TangentFrame.of(pb).values.shape  # the Fisher metric does not see a constant added to the logits
+        torch.Size([6])
+        """
+        mixing = None if pb.coupling is None else pb.mixing().double()
+        rows = Kernel().estimate(replace(pb, coupling=None))
+        root = pb.root.reshape(*pb.root.shape[:2], -1).double()
+        return TangentFrame(pb.model, rows, root, pb.y.shape, mixing, pb.memory)
+
+    @staticmethod
+    def within(
+        model: nn.Module | Callable[..., Any],
+        x: Inputs,
+        kernel: ReproducingKernel,
+        params: Mapping[str, Tensor] | None = None,
+        output: Callable[[Any], Tensor] | None = None,
+    ) -> TangentFrame:
+        """In the Hilbert space of a kernel: ‖v‖² = Σ_k v_kᵀK⁺v_k, of the smallest function with the values v (000 (22)).
+
+        A sum and not a mean, without jitter: points that are equal count once (ERRATA 11, 13).
+
+        >>> from natgrad.functionspace import SobolevKernel
+        >>> TangentFrame.within(nn.Linear(2, 1), torch.randn(5, 2), SobolevKernel(1.5)).values.shape
+        torch.Size([3])
+        """
+        pb = pullback(Model.of(model, params, output), x, Euclidean())
+        with torch.no_grad():
+            K = kernel(x)
+        if K.shape[0] != pb.n:
+            raise ValueError(
+                f"the kernel sees {K.shape[0]} inputs and the model has {pb.n} outputs: one each is needed"
+            )
+        check_finite(K, "the Gram matrix of the kernel")
+        values, vectors = torch.linalg.eigh(K.double())
+        seen = values > pb.n * max(torch.finfo(t.dtype).eps for t in (K, pb.y)) * values[-1]
+        mixing = vectors[:, seen] * (pb.n / values[seen]).sqrt()  # the rows are those of a mean
+        return replace(TangentFrame.of(pb), mixing=mixing)
+
+    def coordinates(self, v: Tensor) -> Tensor:
+        """ξ(v) [(k t)], of a function with the values v [n *out] at the points."""
+        if v.shape != self.shape:
+            raise ValueError(f"v has the shape {tuple(v.shape)}, and the outputs at the points {tuple(self.shape)}")
+        check_finite(v, "the function")
+        ξ = torch.einsum("knd,nd->kn", self.root, v.detach().reshape(self.shape[0], -1).double())
+        return (ξ if self.mixing is None else ξ @ self.mixing).reshape(-1) / math.sqrt(self.shape[0])
+
+    def vector(self, ξ: Tensor) -> Vector:
+        """Rᵀξ, a vector of the parameters, for coordinates ξ [(k t)]."""
+        ξ = ξ.view(self.root.shape[0], -1)
+        t = ξ if self.mixing is None else ξ @ self.mixing.T
+        return self.rows.layout.vector(self.rows.pull(t.to(self.rows.layout.dtype)))
+
+    def seen_from(self, x: Inputs) -> Tensor:
+        """J_x Rᵀ [m d (k t)], the products of ∂φ at other points x with the frame."""
+        rows = Points(self.model, x, memory=self.memory).rows()
+        d, m = rows.factors[0].g.shape[:2]
+        k, n = self.root.shape[:2]
+        check_size(d * m * k * n * 8, (m, n), self.memory)
+        inner = gram(rows, self.rows).double().view(d, m, k, n) * math.sqrt(m)
+        return (inner if self.mixing is None else inner @ self.mixing).flatten(2).transpose(0, 1)
+
+
+@final
+@dataclass(frozen=True)
+class TangentKernel:
+    """K_f(x, y) = g^{pq} ∂φ/∂θ^p(x) ⊗ ∂φ/∂θ^q(y), the reproducing kernel of the tangent space (000 (18), (19)).
+
+    g is the metric on functions, pulled back; g^{pq} its inverse, in its range where it is singular. ⟨K_f(x, ·)u, v⟩ is
+    u·v(x) for every tangent function v (at points x where ∂φ has no part that g does not see). No parametrisation shows
+    in it, as it does in ``ntk``. At the points themselves it is N times the orthogonal projection for the empirical L²,
+    and the projection times K in the Hilbert space of a kernel K, as P d_x in (18).
+
+    With ``damping`` it is J(g + λ)⁻¹Jᵀ: for large λ that is ntk/λ.
+
+    >>> import natgrad as ng
+    >>> model, x = nn.Linear(1, 1), torch.tensor([[-1.0], [0.0], [1.0]])
+    >>> K_f = TangentKernel(TangentFrame.of(ng.pullback(model, x, ng.Euclidean())))
+    >>> K_f(torch.tensor([[2.0]]), x)[0, :, 0, 0].round(decimals=4) + 0.0  # 1 + x y/⟨x²⟩
+    tensor([-2.,  1.,  4.])
+    """
+
+    frame: TangentFrame
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_damping(self.damping)
+
+    def __call__(self, x: Inputs, y: Inputs = None) -> Tensor:
+        """K_f [n m k l] between points x and y, in the precision of the model; y = None is x itself."""
+        frame, λ = self.frame, self.damping
+        left = frame.seen_from(x) @ frame.vectors  # [n k e]
+        right = left if y is None else frame.seen_from(y) @ frame.vectors
+        σ2 = frame.values
+        kernel = torch.einsum("nke,e,mle->nmkl", left, 1 / (σ2 * (σ2 + λ)), right)
+        dtype = frame.rows.layout.dtype
+        if λ > 0:  # what g does not see of ∂φ has only the damping
+            whole = ntk(frame.model, x, y, memory=frame.memory).double()
+            kernel += (whole - torch.einsum("nke,e,mle->nmkl", left, 1 / σ2, right)) / λ
+        return kernel.to(dtype)
+
+    def project(self, v: Tensor) -> Vector:
+        """w of the projection P v = J w of a function with the values v [n *out] at the points (000 lemma 3).
+
+        With damping, the w that minimises ‖v − J w‖² + λ‖w‖². P of a gradient of functions is what the natural gradient
+        moves the function by (ERRATA 17).
+        """
+        U = self.frame.vectors
+        return self.frame.vector(U @ ((U.T @ self.frame.coordinates(v)) / (self.frame.values + self.damping)))
+
+
+@final
+@dataclass(frozen=True)
+class NTKMap:
+    """S v = Σ_p ⟨v, ∂φ/∂θ^p⟩ ∂φ/∂θ^p, from functions to tangent functions (000 section 5.1).
+
+    It is zero where the projection P is, and maps the gradient of a loss to what plain gradient descent moves the
+    function by (000 (15)). It is self-adjoint, and no projection: its eigenvalues on the tangent space are those of the
+    pulled-back metric g, as S(J w) = J g w, and S = P only where they are all 1, that is, where ∂φ/∂θ^p are orthonormal
+    (16). In the metric that makes them so (``PushforwardMetric``) along the model, and is the old one across, S is P.
+
+    >>> import natgrad as ng
+    >>> x = torch.tensor([[-1.0], [1.0]])
+    >>> pb = ng.pullback(nn.Linear(1, 1), x, ng.Euclidean())  # 1 and x are orthonormal at these points
+    >>> bool(NTKMap(TangentFrame.of(pb)).projection_defect() < 1e-6)
+    True
+    >>> pb = ng.pullback(nn.Linear(1, 1), 2 * x, ng.Euclidean())  # 1 and 2x are not: eigenvalues 1 and 4
+    >>> round(float(NTKMap(TangentFrame.of(pb)).projection_defect()), 5)  # (16 − 4)/4
+    3.0
+    """
+
+    frame: TangentFrame
+
+    def __call__(self, v: Tensor) -> Vector:
+        """w of S v = J w, w^p = ⟨v, ∂φ/∂θ^p⟩, for a function with the values v [n *out] at the points."""
+        return self.frame.vector(self.frame.coordinates(v))
+
+    def eigenvalues(self) -> Tensor:
+        """Those of S on the tangent space, ascending: the eigenvalues of the pulled-back metric that are not zero."""
+        return self.frame.values
+
+    def projection_defect(self) -> Tensor:
+        """‖S² − S‖/‖S‖ in the norm of operators, max|λ² − λ|/max λ: zero if and only if S is a projection."""
+        λ = self._nonzero()
+        return (λ.square() - λ).abs().max() / λ.max()
+
+    def distance(self) -> Tensor:
+        """‖S − P‖ = max|λ − 1|, the error of the approximation (15), relative to the gradient at worst."""
+        return (self._nonzero() - 1).abs().max()
+
+    def scaled_distance(self) -> Tensor:
+        """min_η ‖ηS − P‖ = (κ − 1)/(κ + 1), κ = max λ/min λ: what no learning rate mends."""
+        λ = self._nonzero()
+        return (λ.max() - λ.min()) / (λ.max() + λ.min())
+
+    def _nonzero(self) -> Tensor:
+        if self.frame.values.numel() == 0:
+            raise ValueError(
+                "the tangent space has no dimension that the metric sees at these points: S is zero. Take points where "
+                "the outputs depend on the parameters"
+            )
+        return self.frame.values
