@@ -8,6 +8,7 @@ from natgrad import errors as errors
 from natgrad import families as families
 from natgrad import functionspace as functionspace
 from natgrad import invariance as invariance
+from natgrad import mirror as mirror
 from natgrad import operators as operators
 from natgrad import rules as rules
 from natgrad.diagnose import Diagnosis as Diagnosis
@@ -28,6 +29,7 @@ from natgrad.natural import sharp as sharp
 from natgrad.optim import EKFAC as EKFAC
 from natgrad.optim import KFAC as KFAC
 from natgrad.optim import NaturalGradient as NaturalGradient
+from natgrad.optim import SobolevKFAC as SobolevKFAC
 from natgrad.output import Bregman as Bregman
 from natgrad.output import Divergence as Divergence
 from natgrad.output import Empirical as Empirical

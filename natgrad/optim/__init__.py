@@ -5,3 +5,4 @@ from natgrad.optim.optimizer import NaturalGradient as NaturalGradient
 from natgrad.optim.plan import Plan as Plan
 from natgrad.optim.presets import EKFAC as EKFAC
 from natgrad.optim.presets import KFAC as KFAC
+from natgrad.optim.presets import SobolevKFAC as SobolevKFAC

@@ -1,16 +1,19 @@
-"""K-FAC and EK-FAC: one choice in each slot of the natural gradient."""
+"""K-FAC, EK-FAC and Sobolev K-FAC: one choice in each slot of the natural gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from natgrad.functionspace.lengthscale import Lengthscale, Median
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.options import Options
 from natgrad.output.metric import OutputMetric
+from natgrad.output.sobolev import Sobolev
 from natgrad.solve import Cholesky, Factored, Newton, Solver
 from natgrad.step import KLClip, SelfTuned, StepRule
 from natgrad.structures import Diagonal, EigenKronecker, Kronecker, Refresh, Structure
@@ -32,6 +35,15 @@ class Preset(Options, total=False):
     sharing: Literal["expand", "reduce"]
     fallback: Structure
     strict: bool
+
+
+class SobolevPreset(Preset, total=False):
+    """The options of ``KFAC``, and those of ``Sobolev``: the kernel that compares the inputs of a batch."""
+
+    nu: float
+    lengthscale: float | Tensor | Lengthscale
+    jitter: float
+    features: Callable[..., Tensor]
 
 
 def KFAC(
@@ -71,6 +83,30 @@ def EKFAC(
     return _preset(EigenKronecker, Cholesky(), model, metric, lr, damping, options)
 
 
+def SobolevKFAC(
+    model: nn.Module, metric: OutputMetric, lr: float = 0.1, damping: float = 1e-2, **options: Unpack[SobolevPreset]
+) -> NaturalGradient:
+    """Sobolev K-FAC (000 (24)–(25), ERRATA 8–14): ``KFAC`` with the metric of functions ``Sobolev(metric, …)``.
+
+    A = Σ_nm C_nm a_n a_mᵀ/(N R), S = κ Σ_nm C_nm g_n g_mᵀ/N with C = K⁻¹, K the Sobolev kernel of the inputs of the
+    batch, and κ the scale that gives A ⊗ S the trace of its block as far as K-FAC has it. Where K = 1 (ℓ small beside
+    all distances, or a batch of one) every step is that of ``KFAC``.
+
+    >>> import torch, natgrad as ng
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    >>> x = torch.randn(32, 4)
+    >>> opt = ng.SobolevKFAC(model, ng.Euclidean(), lr=0.1, lengthscale=2.0)
+    >>> for _ in range(3):
+    ...     opt.zero_grad()
+    ...     (model(x) - x.sin().sum(1, keepdim=True)).square().mean().backward()
+    ...     opt.step()
+    """
+    _known(options, SobolevPreset.__annotations__)
+    given: Any = {"lengthscale": Median(divisor=4.0), **options}
+    own = {name: given.pop(name) for name in ("nu", "lengthscale", "jitter", "features") if name in given}
+    return _preset(Kronecker, Factored(_newton(model)), model, Sobolev(metric, **own), lr, damping, given)
+
+
 def _newton(model: nn.Module) -> Newton | None:
     """On a GPU and in single precision a few products take the place of a factorisation; elsewhere it is exact."""
     p = next(model.parameters(), None) if isinstance(model, nn.Module) else None  # refused below
@@ -86,9 +122,8 @@ def _preset(
     damping: float,
     options: Preset,
 ) -> NaturalGradient:
+    _known(options, Preset.__annotations__)
     given: dict[str, Any] = dict(options)
-    if unknown := sorted(set(given) - set(Preset.__annotations__)):
-        raise TypeError(f"K-FAC has no option {', '.join(unknown)}: it has {', '.join(Preset.__annotations__)}")
     structure = kind(given.pop("sharing", "expand"), given.pop("fallback", Diagonal()), given.pop("strict", False))
     solver, step = given.pop("solver", solver), given.pop("step", None) or KLClip()
     # Steps that are as long as the metric of the batch allows need a metric, and an inverse, that are new.
@@ -100,3 +135,9 @@ def _preset(
     schedule = Refresh(structure, every, given.pop("decay", 0.95), inverse)
     given = {"momentum": 0.9, **given}
     return NaturalGradient(model, metric, schedule, solver, step, lr, damping, **given)
+
+
+def _known(options: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse options that there are not."""
+    if unknown := sorted(set(options) - set(names)):
+        raise TypeError(f"K-FAC has no option {', '.join(unknown)}: it has {', '.join(names)}")
