@@ -33,3 +33,11 @@ class IncompatibleError(NatgradError, TypeError):
 
 class BatchStatisticsError(NatgradError):
     """A module mixes examples or is random, so that the outputs have no per-example Jacobian."""
+
+
+class DomainError(NatgradError, ValueError):
+    """A point lies outside the domain of a convex function: the message names the entry and the bound."""
+
+
+class GuaranteeError(NatgradError):
+    """A step fell short of the decrease that it was promised: a constant of smoothness is too small."""

@@ -1,0 +1,37 @@
+"""Mirror descent, and the Riemannian descents of paper 000, appendix F: steps with a promise that is checked."""
+
+from natgrad.mirror.descent import MirrorDescent as MirrorDescent
+from natgrad.mirror.descent import PrimalDescent as PrimalDescent
+from natgrad.mirror.descent import in_dual_chart as in_dual_chart
+from natgrad.mirror.domains import Domain as Domain
+from natgrad.mirror.domains import OpenBox as OpenBox
+from natgrad.mirror.domains import Simplex as Simplex
+from natgrad.mirror.domains import Space as Space
+from natgrad.mirror.entropies import BinaryEntropy as BinaryEntropy
+from natgrad.mirror.entropies import LogBarrier as LogBarrier
+from natgrad.mirror.entropies import NegativeEntropy as NegativeEntropy
+from natgrad.mirror.entropies import SimplexEntropy as SimplexEntropy
+from natgrad.mirror.legendre import Convex as Convex
+from natgrad.mirror.metrics import HessianMetric as HessianMetric
+from natgrad.mirror.metrics import InnerProduct as InnerProduct
+from natgrad.mirror.metrics import MatrixMetric as MatrixMetric
+from natgrad.mirror.metrics import PulledBack as PulledBack
+from natgrad.mirror.metrics import RiemannianMetric as RiemannianMetric
+from natgrad.mirror.metrics import compatibility as compatibility
+from natgrad.mirror.potentials import Conjugate as Conjugate
+from natgrad.mirror.potentials import Potential as Potential
+from natgrad.mirror.potentials import Quadratic as Quadratic
+from natgrad.mirror.potentials import SquaredNorm as SquaredNorm
+from natgrad.mirror.proximity import BregmanProximity as BregmanProximity
+from natgrad.mirror.proximity import Proposal as Proposal
+from natgrad.mirror.proximity import Proximity as Proximity
+from natgrad.mirror.proximity import RiemannianProximity as RiemannianProximity
+from natgrad.mirror.regions import Box as Box
+from natgrad.mirror.regions import Everywhere as Everywhere
+from natgrad.mirror.regions import Region as Region
+from natgrad.mirror.trace import Doubling as Doubling
+from natgrad.mirror.trace import Policy as Policy
+from natgrad.mirror.trace import Refuse as Refuse
+from natgrad.mirror.trace import Report as Report
+from natgrad.mirror.trace import Trace as Trace
+from natgrad.mirror.trace import Violation as Violation
