@@ -46,6 +46,13 @@ def aligned(factor: Factor) -> Factor:
     return torch.nn.functional.pad(factor, (0, more, 0, more))
 
 
+def aligned_memory(factor: Factor) -> Factor:
+    """For a factor of this shape; on a GPU with rows that begin at whole vectors."""
+    d = factor.shape[-1]
+    more = -d % _ALIGNED if factor.device.type == "cuda" else 0
+    return factor.new_empty(*factor.shape[:-1], d + more)[..., :d]
+
+
 def two_sided(left: Factor, w: Tensor, right: Factor, out: Tensor | None = None) -> Tensor:
     """L W Rᵀ [c o i], for W [c o i] (004 (38), ERRATA 51); R is symmetric where it is a metric.
 

@@ -56,9 +56,10 @@ def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = No
 def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None) -> None:
     d = runs[0].into.shape[-1]
     if warm and newton is not None and d >= newton.smallest:
-        found, good = newton.inverse(_damped(runs), stacked([run.into for run in runs]))
+        factors = stacked([factor for run in runs for factor in run.factors])
+        found, good = newton.inverse(factors, stacked([run.into for run in runs]), _shifts(runs))
     else:
-        found, good = inverse(_damped(runs, pad=True))
+        found, good = inverse(_damped(runs))
         found = found[:, :d, :d]
     failed = found.device.type == "cpu" and not bool(good.all())
     if failed and not warm:
@@ -73,14 +74,18 @@ def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None) -> None:
             run.into.copy_(new)
 
 
-def _damped(runs: Sequence[Task], pad: bool = False) -> Tensor:
+def _shifts(runs: Sequence[Task]) -> Tensor:
+    return torch.cat([shift for run in runs for shift in run.shifts])
+
+
+def _damped(runs: Sequence[Task]) -> Tensor:
     """F + shift [b d d] in memory of its own; where it is ``aligned``, with a unit matrix below."""
     factors = [factor for run in runs for factor in run.factors]
     stack = stacked(factors)
-    M, d = aligned(stack) if pad else stack, stack.shape[-1]
+    M, d = aligned(stack), stack.shape[-1]
     M = M.clone(memory_format=torch.contiguous_format) if M is factors[0] else M
     diagonal = M.diagonal(dim1=-2, dim2=-1)
-    diagonal[:, :d].add_(torch.cat([shift for run in runs for shift in run.shifts]).unsqueeze(-1))
+    diagonal[:, :d].add_(_shifts(runs).unsqueeze(-1))
     if M.shape[-1] > d:
         diagonal[:, d:].fill_(1.0)
     return M

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.operators.factor import inverse
+from natgrad.operators.factor import aligned_memory, inverse, room_on
 
 _LONGEST = 64  # refreshes
 
@@ -55,24 +55,36 @@ class Newton:
         self._resting -= 1
         return self._resting < 0
 
-    def refreshed(self, M: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """X [b d d] from M and the last inverse, and the norm of E before the last step, the largest of the batch."""
-        X, E = last, torch.empty_like(M)
-        for _ in range(self.steps):
-            torch.matmul(M, X, out=E).neg_().diagonal(dim1=-2, dim2=-1).add_(1.0)  # E = 1 − MX
-            X = torch.baddbmm(X, X, E)
-        error = torch.linalg.matrix_norm(E)
-        return torch.add(X, X.mT, out=E).mul_(0.5), error
+    def refreshed(self, M: Tensor, last: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """X [b d d] from M + shift, shift [b], and the last inverse, and the norm of E before the last step [b].
 
-    def inverse(self, M: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverses of M [b d d], every matrix by itself, and which succeeded [b]; by Cholesky where the guard says
-        no and the host may know it.
+        Two matrices are held beside the last inverse; E = 1 − XM is made some rows at a time.
         """
-        X, error = self.refreshed(M, last)
+        d, X, norm = M.shape[-1], last, M.new_zeros(len(M))
+        made, spare = (aligned_memory(M) for _ in range(2))
+        rows = 0, d, max(1, room_on(M.device) // (M.nbytes // d))
+        for _ in range(self.steps):
+            norm = torch.zeros_like(norm)
+            for at in range(*rows):
+                own = X[:, at : at + rows[2]]
+                E = own @ M if shift is None else torch.baddbmm(own * shift[:, None, None], own, M)
+                E.neg_().diagonal(at, -2, -1).add_(1.0)
+                torch.baddbmm(own, E, X, out=made[:, at : at + rows[2]])
+                norm = norm + E.square_().sum((-2, -1))
+            X, made, spare = made, spare, made
+        return torch.add(X, X.mT, out=made).mul_(0.5), norm.sqrt()
+
+    def inverse(self, M: Tensor, last: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverses of M + shift [b d d], every matrix by itself, and which succeeded [b]; by Cholesky where the
+        guard says no and the host may know it.
+        """
+        X, error = self.refreshed(M, last, shift)
         good = error <= self.tolerance
         if M.device.type != "cuda":
             if not bool(good.all()):
-                X[~good], good[~good] = inverse(M[~good])
+                damped = M[~good]
+                damped.diagonal(dim1=-2, dim2=-1).add_(shift[~good].unsqueeze(-1))
+                X[~good], good[~good] = inverse(damped)
             return X, good
         host = torch.full((), math.nan, pin_memory=True)  # not a number until it has arrived
         # An error that overflows to NaN must not look like one that has not arrived.

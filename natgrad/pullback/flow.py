@@ -4,87 +4,101 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from torch import Tensor
 
 from natgrad.pullback.sharing import Cotangents
-from natgrad.pullback.sink import Layers, Sink
+from natgrad.pullback.sink import Layers
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Replayed
+
+Serve: TypeAlias = Callable[[Sequence[int], Cotangents], None]
 
 
 @final
 class Flow:
     """A backward pass in which the cotangents of a layer are used when they arrive, where that is possible.
 
-    A layer that is called once and has others below it sees its cotangents in a hook on its node, and they are
-    forgotten before those of the layers below are made. The others are asked for, and are ``left`` for afterwards.
+    A layer that is called once and has others below it sees its cotangents in a hook on its node. They wait there until
+    more than ``room`` bytes have come; then ``serve`` is called with the numbers of their layers, and they are
+    forgotten before those of the layers below are made. The others are asked for, and served at the end.
     """
 
-    def __init__(self, tape: Tape, layers: Layers, sink: Sink) -> None:
-        self.tape, self.layers, self.sink = tape, layers, sink
-        self.left: list[int] = list(range(len(layers.blocks)))  # the numbers of the layers whose S is not made yet
+    def __init__(self, tape: Tape, layers: Layers, serve: Serve, room: int) -> None:
+        self.tape, self.layers, self.serve, self.room = tape, layers, serve, room
+        self._left: list[int] = list(range(len(layers.blocks)))  # the numbers of the layers that were not served
+        self._served: set[int] = set()  # positions of uses
+        self._waiting: dict[int, tuple[Tensor, ...]] = {}  # by the positions of their uses
+        self._bytes = 0
 
-    def cotangents(self, s: Tensor) -> Cotangents:
-        """Those of the layers that are left, for s [k n *out]."""
+    def run(self, s: Tensor) -> None:
+        """Serve all layers, for s [k n *out]."""
         tape = self.tape
-        # The backward pass of a GPU runs in a thread of its own, and its kernels are many: all at once is better there.
         # One in half precision is scaled as a whole.
-        alone = s.shape[0] == 1 and s.device.type == "cpu" and not tape.half
+        alone = s.shape[0] == 1 and not tape.half and self._large(s)
         early = self._early() if alone else {}
-        handles = [node.register_prehook(self._hook(*at)) for node, at in early.items()]
-        wanted = sorted(
-            {at for b in self.left for at in tape.places(self.layers.blocks[b])} - {at for at, _ in early.values()}
-        )
+        handles = [node.register_prehook(self._hook(at)) for node, at in early.items()]
+        wanted = {at for b in self._left for at in tape.places(self.layers.blocks[b])}.difference(early.values())
         try:
-            outer = tape.outer(s, wanted)
+            outer = tape.outer(s, sorted(wanted))
         finally:
             for handle in handles:
                 handle.remove()
-        missed = [
-            at for at, numbers in early.values() if numbers[0] in self.left
-        ]  # no way leads there from the outputs
-        for at in missed:
+        outer.update(self._waiting)
+        self._waiting.clear()
+        for at in self._served.symmetric_difference(early.values()).difference(outer):  # no way leads there
             outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
         inner = {at: tape.inner(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
-        return Cotangents(outer, inner)
+        self.serve(self._left, Cotangents(outer, inner))
 
-    def _hook(self, at: int, numbers: Sequence[int]) -> Callable[[tuple[Tensor | None, ...]], None]:
+    def _large(self, s: Tensor) -> bool:
+        """Whether there are more cotangents than may wait."""
+        numbers = sum(shape.numel() for use in self.tape.uses for shape in use.shapes)
+        return numbers * s.element_size() > self.room
+
+    def _hook(self, at: int) -> Callable[[tuple[Tensor | None, ...]], None]:
         (edge,) = self.tape.uses[at].edges
         assert edge is not None
 
         def hook(arrived: tuple[Tensor | None, ...]) -> None:
             g = arrived[edge.output_nr]
             if g is not None:
-                own = Cotangents({at: (g.unsqueeze(0),)}, {})
-                for b in numbers:
-                    self.layers.put_outputs(b, self.tape, own, self.sink)
-                    self.left.remove(b)
+                self._waiting[at] = (g.unsqueeze(0),)
+                self._bytes += g.numel() * g.element_size()
+                if self._bytes > self.room:
+                    self._serve_waiting()
 
         return hook
 
-    def _early(self) -> dict[Any, tuple[int, list[int]]]:
-        """By its node, every use that can be served in a hook, and the numbers of its layers."""
-        of_use: dict[int, list[int]] = {}
+    def _serve_waiting(self) -> None:
+        blocks, waiting = self.layers.blocks, self._waiting
+        numbers = [b for b in self._left if not waiting.keys().isdisjoint(self.tape.places(blocks[b]))]
+        self._waiting, self._bytes = {}, 0
+        self._served.update(waiting)
+        self._left = [b for b in self._left if b not in numbers]
+        self.serve(numbers, Cotangents(waiting, {}))
+
+    def _early(self) -> dict[Any, int]:
+        """By its node, every use that can be served in a hook."""
+        own: set[int] = set()
         shared: set[int] = set()
-        for b, block in enumerate(self.layers.blocks):
+        for block in self.layers.blocks:
             places = self.tape.places(block)
-            for at in places:
-                of_use.setdefault(at, []).append(b)
+            own.update(places)
             if len(places) != 1 or block.facets:
                 shared.update(places)
         edges = [edge for use in self.tape.uses for edge in use.edges if edge is not None]
         outputs = Counter(edge.node for edge in edges)
-        upper = above({edge.node for at in of_use for edge in self.tape.uses[at].edges if edge is not None})
+        upper = above({edge.node for at in own for edge in self.tape.uses[at].edges if edge is not None})
         found = {}
-        for at, numbers in of_use.items():
+        for at in own:
             use = self.tape.uses[at]
             edge = use.edges[0] if len(use.edges) == 1 else None
             if edge is None or at in shared or isinstance(use.rule, Replayed):
                 continue
             if edge.node in upper and outputs[edge.node] == 1:
-                found[edge.node] = (at, numbers)
+                found[edge.node] = at
         return found
 
 

@@ -7,6 +7,7 @@ parameters, and an estimate that is held beside its average would be as large ag
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -16,13 +17,15 @@ from torch import Tensor
 from natgrad.model import tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.flow import Flow
-from natgrad.pullback.moments import cotangents, second_moments, whole
+from natgrad.pullback.moments import second_moments, whole
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.recorded import Recordings, Weight
 from natgrad.pullback.sharing import Cotangents, Sharing
 from natgrad.pullback.sink import Collected, Layers, Sink
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Moment
+
+_ROOM = 2**26  # bytes of cotangents that wait on a GPU for kernels that are started together
 
 
 def factors_of(pb: Pullback, blocks: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
@@ -50,31 +53,38 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) 
         tape, layers = pb.tape(pb.parts[0]), Layers(tuple(blocks), sharing, pb.y.dtype)
         for b in range(len(blocks)):
             layers.put_inputs(b, tape, sink)
-        flow = Flow(tape, layers, sink)
-        g = flow.cotangents(pb.root / math.sqrt(pb.n))
-        for b in layers.in_order(tape, g, flow.left):
-            layers.put_outputs(b, tape, g, sink)
+
+        def serve(numbers: Sequence[int], g: Cotangents) -> None:
+            for b in layers.in_order(tape, g, numbers):
+                layers.put_outputs(b, tape, g, sink)
+
+        # Kernel by kernel on a GPU: the thread of its backward pass has enough to do.
+        Flow(tape, layers, serve, sys.maxsize if pb.y.device.type == "cuda" else 0).run(pb.root / math.sqrt(pb.n))
     sink.flush()
 
 
 def _recorded(pb: Pullback, recordings: Recordings, layers: Layers, sink: Sink) -> None:
     """The layers whose rules are pure from recordings where there are any, the others kernel by kernel.
 
-    There is one for the inputs and one for the cotangents: the first runs while the backward pass is started, and what
-    it needs is free again before there are cotangents.
+    There is one for the inputs, which runs while the backward pass is started, and what it needs is free again before
+    there are cotangents. These have one or, where they are large, several: what has been used is forgotten.
     """
     tape = pb.tape(pb.parts[0])
     rules = [[kind.rule for kind in block.kinds] for block in layers.blocks]
-    pure = [b for b, own in enumerate(rules) if all(rule is not None and rule.pure for rule in own)]
-    others = sorted(set(range(len(rules))).difference(pure))
+    pure = {b for b, own in enumerate(rules) if all(rule is not None and rule.pure for rule in own)}
     recorded = _Recorded(recordings, layers, tape, sink)
-    recorded.inputs([b for b in pure if not layers.blocks[b].facets])
-    for b in others:
-        layers.put_inputs(b, tape, sink)
-    g = cotangents(tape, pb.root / math.sqrt(pb.n))
-    recorded.outputs(pure, g)
-    for b in others:
-        layers.put_outputs(b, tape, g, sink)
+    recorded.inputs([b for b in sorted(pure) if not layers.blocks[b].facets])
+    for b in range(len(rules)):
+        if b not in pure:
+            layers.put_inputs(b, tape, sink)
+
+    def serve(numbers: Sequence[int], g: Cotangents) -> None:
+        recorded.outputs([b for b in numbers if b in pure], g)
+        for b in numbers:
+            if b not in pure:
+                layers.put_outputs(b, tape, g, sink)
+
+    Flow(tape, layers, serve, _ROOM).run(pb.root / math.sqrt(pb.n))
 
 
 @final
