@@ -43,14 +43,14 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
     suspicious = info > 0
     lost = damping <= 8 * eps * largest  # damping below the rounding of the matrix cannot make it regular
     if bool(lost.any()):
-        suspicious |= lost & ~(_smallest(factor) > 1e3 * size * eps * largest)  # NaN is suspicious too
+        suspicious |= lost & ~(smallest(factor) > 1e3 * size * eps * largest)  # NaN is suspicious too
     if bool(suspicious.any()):
         for values, failed in zip(_spectra(damped[suspicious]), info[suspicious], strict=True):
             refuse_singular(values, size * eps, bool(failed > 0), damping, what)
     return factor
 
 
-def _smallest(factor: Tensor) -> Tensor:
+def smallest(factor: Tensor) -> Tensor:
     """An estimate from above of the smallest eigenvalue of L Lᵀ: two steps of inverse iteration.
 
     Pivots would be free, but the last one of a singular matrix is far from zero where the leading part is nearly

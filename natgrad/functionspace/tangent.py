@@ -15,7 +15,9 @@ from natgrad.functionspace.rkhs import differentiated
 from natgrad.geometry import Vector
 from natgrad.linalg import check_damping, check_finite
 from natgrad.model import Inputs, Model
+from natgrad.operators.gram import KernelMatrix
 from natgrad.operators.kernel import KernelOperator
+from natgrad.operators.pushthrough import PushThrough
 from natgrad.output.metric import Euclidean
 from natgrad.pullback import pullback
 from natgrad.structures import Kernel
@@ -83,15 +85,18 @@ class TangentSpace:
         n = self.K.shape[0]
         check_finite(v, "the function to project")
         values = v.reshape(n, -1).T.double()  # [k n]
-        dual = self._dual(values, self.rows.gram().double() * n, damping)
+        dual = self._damped(values, damping) if damping > 0 else self._undamped(values)
         return self.rows.layout.vector(self.rows.pull(dual.to(self.rows.layout.dtype)) * math.sqrt(n))
 
-    def _dual(self, v: Tensor, gram: Tensor, damping: float) -> Tensor:
-        """z [k n] with w = Jᵀz, for v [k n] and JJᵀ [(k n) (l m)]."""
+    def _damped(self, v: Tensor, damping: float) -> Tensor:
+        """z [k n] with w = Jᵀz; the rows are J/√n."""
+        n = self.K.shape[0]
+        return PushThrough.of(self.rows, KernelMatrix.of(self.K, self._eps), damping / n).solve(v) / n
+
+    def _undamped(self, v: Tensor) -> Tensor:
+        """z [k n] with w = Jᵀz, for v [k n]."""
         k, n = v.shape
-        K = self.K.double()
-        if damping > 0:
-            return self._solve(gram + damping * torch.block_diag(*[K] * k), v)
+        K, gram = self.K.double(), self.rows.gram().double() * n
         if self._regular(gram):  # J w = v has a solution, which is at distance zero in any norm
             return self._solve(gram, v)
         # In coordinates in which the norm is the Euclidean one: v = L t, K = L Lᵀ, without what K does not see.
@@ -113,5 +118,8 @@ class TangentSpace:
 
     def _cut(self, values: Tensor) -> Tensor:
         """What is zero to the precision of the model and of the kernel."""
-        eps = max(torch.finfo(t.dtype).eps for t in (self.K, self.y))
-        return values.numel() * eps * values[-1]
+        return values.numel() * self._eps * values[-1]
+
+    @property
+    def _eps(self) -> float:
+        return max(torch.finfo(t.dtype).eps for t in (self.K, self.y))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import cast, final
 
 import torch
@@ -13,8 +13,12 @@ from torch.nn import functional as F
 
 from natgrad.linalg import check_finite, cholesky, refuse_singular
 from natgrad.operators.base import Inverse, Layout, Operator
+from natgrad.operators.gram import KernelMatrix
+from natgrad.operators.pushthrough import PushThrough, PushThroughInverse
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
+
+_ELEMENTS = 2**24  # of explicit rows at a time
 
 
 @final
@@ -23,26 +27,40 @@ class KernelOperator(Operator):
     """G = RᵀR with R [(k n) p] kept as factors of every block; exact, and cheap when N·K < P.
 
     The Gram matrix R Rᵀ [(k n) (l m)] is the neural tangent kernel in the output metric, over N.
+
+    A metric that couples the examples by the inverse of a kernel matrix K is G = BᵀK⁻¹B. The factors are those of B,
+    which K does not mix, and R = L⁻¹B with K = L Lᵀ is formed a few parameters at a time. With damping it is solved
+    without K⁻¹, by ``PushThrough``.
     """
 
     layout: Layout
     blocks: tuple[Block, ...]
     factors: tuple[Factors, ...]
+    K: KernelMatrix | None = None
 
     def gram(self) -> Tensor:
         """R Rᵀ [(k n) (l m)]."""
-        total = self.factors[0].gram()
-        for f in self.factors[1:]:
-            total += f.gram()
+        if self.K is None:
+            total = self.factors[0].gram()
+            for f in self.factors[1:]:
+                total += f.gram()
+            return total
+        k, n = self.factors[0].g.shape[:2]
+        total = self.factors[0].g.new_zeros(k * n, k * n)
+        for rows in (r for f in self.factors for r in _slices(f)):
+            mixed = self.K.whiten(rows).flatten(0, 1)
+            total.addmm_(mixed, mixed.T)
         return total
 
     def push(self, v: Tensor) -> Tensor:
         """R v [k n]."""
         parts = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
-        return torch.stack(parts).sum(0)
+        total = torch.stack(parts).sum(0)
+        return total if self.K is None else self.K.whiten(total)
 
     def pull(self, t: Tensor) -> Tensor:
         """Rᵀ t [p], for t [k n]."""
+        t = t if self.K is None else self.K.unwhiten(t)
         out = t.new_empty(self.layout.size)
         for block, f in zip(self.blocks, self.factors, strict=True):
             block.unpack(f.pull(t), out)
@@ -54,8 +72,13 @@ class KernelOperator(Operator):
     def diagonal(self) -> Tensor:
         out = self.factors[0].g.new_empty(self.layout.size)
         for block, f in zip(self.blocks, self.factors, strict=True):
-            block.unpack(f.square(), out)
+            block.unpack(f.square() if self.K is None else self._mixed_square(f, self.K), out)
         return out
+
+    def _mixed_square(self, f: Factors, K: KernelMatrix) -> Tensor:
+        """Σ_kn R² [c o i] of a block."""
+        parts = [K.whiten(r).square().sum((0, 1)).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
+        return torch.cat(parts, dim=1)
 
     def dense(self) -> Tensor:
         rows = self.rows()
@@ -66,8 +89,14 @@ class KernelOperator(Operator):
         k, n = self.factors[0].g.shape[:2]
         out = self.factors[0].g.new_empty(k * n, self.layout.size)
         for block, f in zip(self.blocks, self.factors, strict=True):
-            block.unpack(f.rows().flatten(0, 1), out)
+            found = f.rows() if self.K is None else self.K.whiten(f.rows())
+            block.unpack(found.flatten(0, 1), out)
         return out
+
+    def to(self, dtype: torch.dtype) -> KernelOperator:
+        """The same operator in another precision."""
+        factors = tuple(Factors(f.a.to(dtype), f.g.to(dtype)) for f in self.factors)
+        return replace(self, layout=Layout(self.layout.like, dtype), factors=factors)
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         """log det(G + λ) = (P − NK) log λ + log det(RRᵀ + λ), Sylvester's identity."""
@@ -78,23 +107,26 @@ class KernelOperator(Operator):
     def lerp(self, other: Operator, weight: float) -> KernelOperator:
         """Both sets of rows, weighted: exact, and as large as the two together."""
         self.same_kind(other)
-        theirs = cast(KernelOperator, other).factors
+        new_kernel = cast(KernelOperator, other)
+        theirs = new_kernel.factors
         if any(f.g.shape[0] != h.g.shape[0] for f, h in zip(self.factors, theirs, strict=True)):
             raise ValueError("kernels with different numbers of roots cannot be joined")
         old, new = math.sqrt(1 - weight), math.sqrt(weight)
         joined = tuple(
             _join(Factors(f.a, old * f.g), Factors(h.a, new * h.g)) for f, h in zip(self.factors, theirs, strict=True)
         )
-        return KernelOperator(self.layout, self.blocks, joined)
+        return KernelOperator(self.layout, self.blocks, joined, _beside(self, new_kernel))
 
     def tensors(self) -> dict[str, Tensor]:
         out = {}
         for block, f in zip(self.blocks, self.factors, strict=True):
             out[f"{block.names[0]}/a"], out[f"{block.names[0]}/g"] = f.a, f.g
-        return out
+        return out if self.K is None else out | {"K": self.K.whole}
 
     def inverse(self, damping: float) -> Inverse:
         self._check(damping)
+        if self.K is not None:
+            return PushThroughInverse(self.layout, PushThrough.of(replace(self, K=None), self.K, damping))
         factor = cholesky(self.gram(), damping, "the kernel")
         return WoodburyInverse(self.layout, self, factor, damping)
 
@@ -167,6 +199,24 @@ def _refined(apply: Callable[[Tensor], Tensor], G: Operator, ω: Tensor, damping
     """v = Aω and then A of what is left, v + A(ω − (G + λ)v): one step of iterative refinement."""
     v = apply(ω)
     return v + apply(ω - G.product(v) - damping * v)
+
+
+def _slices(f: Factors) -> Iterator[Tensor]:
+    """The rows [k n (c o i)] of a block, some outputs o at a time."""
+    k, n, _, c, o = f.g.shape
+    step = max(1, _ELEMENTS // (k * n * c * f.a.shape[3]))
+    for g in f.g.split(step, dim=4) if step < o else [f.g]:
+        yield Factors(f.a, g).rows()
+
+
+def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:
+    """K of the examples of both, which are not coupled to each other."""
+    if left.K is None and right.K is None:
+        return None
+    found = [
+        f.factors[0].g.new_ones(f.factors[0].g.shape[1]).diag() if f.K is None else f.K.whole for f in (left, right)
+    ]
+    return KernelMatrix.of(torch.block_diag(*[K.double() for K in found]))
 
 
 def _join(left: Factors, right: Factors) -> Factors:

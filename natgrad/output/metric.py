@@ -18,6 +18,18 @@ Reduction = Literal["sum", "mean"]
 _ELEMENTS = 2**22  # of an exact root that is only made to be sampled
 
 
+@final
+@dataclass(frozen=True)
+class Coupling:
+    """C [n m], by which a metric couples the examples, and K [n m] with C = K⁻¹ where the metric is made from one.
+
+    A structure that knows K solves without its inverse.
+    """
+
+    C: Tensor
+    K: Tensor | None = None
+
+
 class OutputMetric(ABC):
     """h_y on output space, with ♭, a root and a divergence whose second-order part it is.
 
@@ -64,6 +76,11 @@ class OutputMetric(ABC):
     def coupling(self, x: Inputs, n: int) -> Tensor | None:
         """C [n m] that couples the examples, or None for the identity."""
         return None
+
+    def coupled(self, x: Inputs, n: int) -> Coupling | None:
+        """The coupling, with the kernel matrix that it is the inverse of, where there is one."""
+        C = self.coupling(x, n)
+        return None if C is None else Coupling(C)
 
     def check_target(self, target: Any) -> None:
         """Refuse missing targets by name."""

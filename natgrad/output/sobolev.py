@@ -10,13 +10,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.errors import SingularMetricError
 from natgrad.functionspace.distances import points
 from natgrad.functionspace.kernels import SobolevKernel
 from natgrad.functionspace.lengthscale import Lengthscale
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs, arguments
-from natgrad.output.metric import Euclidean, OutputMetric
+from natgrad.operators.gram import KernelMatrix
+from natgrad.output.metric import Coupling, Euclidean, OutputMetric
 
 
 @final
@@ -85,10 +85,16 @@ class Sobolev(OutputMetric):
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         return self.base.divergence(y, y0, target)
 
-    def coupling(self, x: Inputs, n: int) -> Tensor | None:
+    def coupling(self, x: Inputs, n: int) -> Tensor:
+        return self.coupled(x, n).C
+
+    def coupled(self, x: Inputs, n: int) -> Coupling:
         if self.base.coupling(x, n) is not None:
             raise ValueError(f"{self.base!r} couples the examples itself: a Sobolev metric needs a base that does not")
-        return torch.cholesky_inverse(self._cholesky(self.gram(x, n)))
+        K = self.gram(x, n)
+        if self.jitter > 8 * n * torch.finfo(K.dtype).eps:  # no eigenvalue is below it: K is regular
+            return Coupling(torch.cholesky_inverse(torch.linalg.cholesky_ex(K)[0]), K)
+        return Coupling(KernelMatrix.of(K).inverse(), K)
 
     def gram(self, x: Inputs, n: int) -> Tensor:
         """K [n n] in float64, jitter included, of the inputs of n examples."""
@@ -115,18 +121,3 @@ class Sobolev(OutputMetric):
             return points(x, lambda _: given)
         alone = (*args, *kwargs.values())
         return points(alone[0] if len(alone) == 1 else alone)
-
-    def _cholesky(self, K: Tensor) -> Tensor:
-        factor, _ = torch.linalg.cholesky_ex(K)
-        rounding = 8 * K.shape[0] * torch.finfo(K.dtype).eps
-        if self.jitter > rounding:  # no eigenvalue is below it: K is regular
-            return factor
-        values = torch.linalg.eigvalsh(K)
-        smallest, rank = float(values[0]), int((values > rounding * values[-1]).sum())
-        if rank < K.shape[0]:
-            raise SingularMetricError(
-                f"the kernel matrix K of {K.shape[0]} examples has rank {rank} at jitter={self.jitter:g} (smallest "
-                f"eigenvalue {smallest:.3g}): inputs are equal, or close beside the lengthscale. Raise the jitter "
-                "(1e-6 is usual), lower lengthscale= or nu=, or take functionspace.TangentSpace, which inverts no K"
-            )
-        return factor

@@ -132,26 +132,27 @@ class View:
         bare = [block for block in blocks if block.rule is None]
         displaced = judged.displaced.intersection(name for block in bare for name in block.names)
         self._tell([block for block in bare if block.names[0] not in judged.unused], displaced)
-        coupling = self.metric.coupling(batch.x, y.shape[0])
-        if coupling is not None:
-            parts, coupling = [(0, y.shape[0])], coupling.to(y.device, torch.float64)
+        coupled = self.metric.coupled(batch.x, y.shape[0])
+        if coupled is not None:
+            parts = [(0, y.shape[0])]
         return Pullback(
             model=self.model,
             x=batch.x,
             metric=self.metric,
             target=batch.target,
             y=y,
-            coupling=coupling,
+            coupling=None if coupled is None else coupled.C.to(y.device, torch.float64),
             layers=blocks,
             memory=self.memory,
             tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
             parts=parts,
             positions=judged.positions_of(blocks, tape),
-            roots=Root.of(self, batch.target, y, coupling is not None),
+            roots=Root.of(self, batch.target, y, coupled is not None),
             recordings=self.known.recordings if y.device.type == "cuda" else None,
             unused=judged.unused,
             verdicts=self.known.verdicts,
             displaced=displaced,
+            K=None if coupled is None or coupled.K is None else coupled.K.to(y.device, torch.float64),
         )
 
     def _tell(self, blocks: Sequence[Block], displaced: Collection[str]) -> None:

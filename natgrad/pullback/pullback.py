@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -58,6 +58,7 @@ class Pullback:
     unused: Mapping[str, Block] = field(default_factory=dict)
     verdicts: Verdicts = field(default_factory=Verdicts)
     displaced: frozenset[str] = frozenset()  # parameters whose rule does not apply, as examples are not in their places
+    K: Tensor | None = None  # [n m], in float64, with C = K⁻¹, of a metric that is made from a kernel
 
     @property
     def root(self) -> Tensor:
@@ -79,6 +80,10 @@ class Pullback:
         """The layers as ``factors`` packs them: rows of a coupled metric, or a tied weight, are in flattening order."""
         coupled = self.coupling is not None
         return [layer.without_rule() if coupled or layer.facets else layer for layer in self.layers]
+
+    def unmixed(self) -> Pullback:
+        """The same examples, each by itself: the rows before a coupling mixes them."""
+        return replace(self, coupling=None, K=None)
 
     @property
     def chunk(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import final
 
 import torch
@@ -23,9 +22,11 @@ from natgrad.operators import (
     Layout,
     Operator,
 )
+from natgrad.operators.gram import KernelMatrix
 from natgrad.pullback import Block, Factors, Pullback
 from natgrad.pullback.factors import cross
 from natgrad.pullback.precision import without_autocast
+from natgrad.structures.packing import add_pairs, index_of, layers_in, name_of, spans_of
 
 
 class Structure(ABC):
@@ -107,7 +108,7 @@ class Dense(Structure):
         p = pullback.model.size
         packed = pullback.y.new_zeros(p, p)
         order = torch.cat([block.index for block in pullback.blocks])
-        starts = _starts(pullback)
+        starts = spans_of(pullback)
         for factors in pullback.factors():
             for b, left in enumerate(factors):
                 for d in range(b + 1):
@@ -137,28 +138,28 @@ class BlockDense(Structure):
         return True
 
     def elements(self, pullback: Pullback) -> int:
-        return sum(sum(block.size for block in group) ** 2 for group in _layers(pullback.blocks).values())
+        return sum(sum(block.size for block in group) ** 2 for group in layers_in(pullback.blocks).values())
 
     @without_autocast
     def estimate(self, pullback: Pullback) -> BlockDenseOperator:
         self.admit(pullback)
         blocks = pullback.blocks
-        groups = _layers(blocks)
+        groups = layers_in(blocks)
         at = {id(block): b for b, block in enumerate(blocks)}
         members = [[at[id(block)] for block in group] for group in groups.values()]
-        totals = [pullback.y.new_zeros(_index(group).numel(), _index(group).numel()) for group in groups.values()]
+        totals = [pullback.y.new_zeros(index_of(group).numel(), index_of(group).numel()) for group in groups.values()]
         for factors in pullback.factors():
             for total, group in zip(totals, members, strict=True):
-                _add_pairs(total, [factors[b] for b in group], pullback.chunk)
+                add_pairs(total, [factors[b] for b in group], pullback.chunk)
         # Blocks are kept in flattening order, whatever the packing: the order must not depend on the batch.
-        orders = [_index(group).argsort() for group in groups.values()]
+        orders = [index_of(group).argsort() for group in groups.values()]
         matrices = tuple(0.5 * (t + t.T)[o[:, None], o] for t, o in zip(totals, orders, strict=True))
-        indices = tuple(_index(group).sort().values for group in groups.values())
-        names = tuple(map(_names, groups.values()))
+        indices = tuple(index_of(group).sort().values for group in groups.values())
+        names = tuple(map(name_of, groups.values()))
         return BlockDenseOperator(Layout(pullback.model.like, pullback.y.dtype), names, indices, matrices)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
-        indices = tuple(_index(group).sort().values for group in _layers(blocks).values())
+        indices = tuple(index_of(group).sort().values for group in layers_in(blocks).values())
         layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
         return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()))
 
@@ -198,6 +199,8 @@ class Diagonal(Structure):
 class Kernel(Structure):
     """R itself, in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury).
 
+    Under a ``Sobolev`` metric the kernel matrix of the inputs is not inverted (``PushThrough``), and mixes no rows.
+
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
     >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
@@ -210,6 +213,8 @@ class Kernel(Structure):
         return False
 
     def elements(self, pullback: Pullback) -> int:
+        if pullback.K is not None:  # the factors again in double, and two matrices in double
+            return self.elements(pullback.unmixed()) * (1 + 8 // pullback.y.element_size())
         rows = pullback.columns * pullback.n
         kept = 0
         for block in pullback.blocks:
@@ -221,8 +226,9 @@ class Kernel(Structure):
     @without_autocast
     def estimate(self, pullback: Pullback) -> KernelOperator:
         self.admit(pullback)
-        factors = tuple(pullback.collect())
-        return KernelOperator(Layout(pullback.model.like, pullback.y.dtype), tuple(pullback.blocks), factors)
+        K = None if pullback.K is None else KernelMatrix.of(pullback.K)
+        pb = pullback if K is None else pullback.unmixed()
+        return KernelOperator(Layout(pb.model.like, pb.y.dtype), tuple(pb.blocks), tuple(pb.collect()), K)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
         kept, factors = [], []
@@ -231,7 +237,8 @@ class Kernel(Structure):
             packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
             kept.append(block if packed == block.shape else block.without_rule())
             factors.append(f)
-        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(kept), tuple(factors))
+        K = KernelMatrix.of(tensors["K"]) if "K" in tensors else None
+        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(kept), tuple(factors), K)
 
 
 @final
@@ -261,40 +268,3 @@ class Implicit(Structure):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> None:
         return None
-
-
-def _starts(pullback: Pullback) -> list[slice]:
-    ends = accumulate((block.size for block in pullback.blocks), initial=0)
-    return [slice(start, end) for start, end in pairwise(ends)]
-
-
-def _layers(blocks: Sequence[Block]) -> dict[str, list[Block]]:
-    """Blocks whose parameters' names agree up to the last dot: what a user calls a layer."""
-    grouped: dict[str, list[Block]] = {}
-    for block in blocks:
-        grouped.setdefault(block.names[0].rpartition(".")[0], []).append(block)
-    return grouped
-
-
-def _index(group: Sequence[Block]) -> Tensor:
-    return torch.cat([block.index for block in group])
-
-
-def _names(group: Sequence[Block]) -> str:
-    """In flattening order, whatever the blocks."""
-    starts: dict[str, int] = {}
-    for block in group:
-        starts.update(zip(block.names, sorted(place.start for place in block.places), strict=True))
-    return " + ".join(sorted(starts, key=lambda name: starts[name]))
-
-
-def _add_pairs(total: Tensor, factors: Sequence[Factors], limit: int) -> None:
-    """Add Σ_kn R Rᵀ of several blocks that are kept as one."""
-    ends = list(accumulate((f.g.shape[3] * f.g.shape[4] * f.a.shape[3] for f in factors), initial=0))
-    spans = [slice(start, end) for start, end in pairwise(ends)]
-    for b, left in enumerate(factors):
-        for d in range(b + 1):
-            product = cross(left, factors[d], limit)
-            total[spans[b], spans[d]] += product
-            if d < b:
-                total[spans[d], spans[b]] += product.T

@@ -1,0 +1,83 @@
+"""The matrix of a kernel at the examples, regular or not: its inverse, its root, and what it does not see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import smallest
+
+
+@final
+@dataclass(frozen=True)
+class KernelMatrix:
+    """K [n n], positive semi-definite, as Q K' Qᵀ with K' regular; in float64.
+
+    A regular K is its own K', and Q = 1. In a singular one, as equal points make it, Q are the eigenvectors and K' the
+    eigenvalues. Those that are zero to rounding are replaced by 1 and their eigenvectors by 0: nothing of what is
+    expressed in Q goes there, and all shapes stay what they are. K⁺ = Q K'⁻¹ Qᵀ.
+
+    >>> equal = KernelMatrix.of(torch.ones(2, 2, dtype=torch.float64))  # two equal points count as one (ERRATA 13)
+    >>> equal.inverse()
+    tensor([[0.2500, 0.2500],
+            [0.2500, 0.2500]], dtype=torch.float64)
+    """
+
+    whole: Tensor  # K
+    inner: Tensor  # K'
+    root: Tensor  # L lower triangular, with K' = L Lᵀ
+    basis: Tensor | None  # Q; None for 1
+
+    @staticmethod
+    def of(K: Tensor, eps: float | None = None) -> KernelMatrix:
+        """``eps`` is the precision that K is known to, where that is less than its own."""
+        K = K.double()
+        cut = rounding(K, eps)
+        factor, info = torch.linalg.cholesky_ex(K)
+        if bool((info == 0) & (smallest(factor) > 100 * cut)):
+            return KernelMatrix(K, K, factor, None)
+        values, vectors = torch.linalg.eigh(K)
+        seen = values > cut
+        values = torch.where(seen, values, 1.0)
+        return KernelMatrix(K, values.diag(), values.sqrt().diag(), vectors * seen)
+
+    def inverse(self) -> Tensor:
+        """K⁺."""
+        C = torch.cholesky_inverse(self.root)
+        return C if self.basis is None else self.basis @ C @ self.basis.T
+
+    def restrict(self, t: Tensor) -> Tensor:
+        """Qᵀt, for t [* n]."""
+        return t if self.basis is None else t @ self.basis
+
+    def extend(self, z: Tensor) -> Tensor:
+        """Q z, for z [* n]."""
+        return z if self.basis is None else z @ self.basis.T
+
+    def whiten(self, rows: Tensor) -> Tensor:
+        """L⁻¹Qᵀ on the examples n of [k n *]: the squares of what comes out sum to those of K⁺."""
+        inside = rows.double() if self.basis is None else torch.einsum("nm,kn...->km...", self.basis, rows.double())
+        flat = inside.flatten(2) if inside.ndim > 2 else inside.unsqueeze(2)
+        return torch.linalg.solve_triangular(self.root, flat, upper=False).view_as(inside).to(rows.dtype)
+
+    def unwhiten(self, t: Tensor) -> Tensor:
+        """Q L⁻ᵀ t, for t [k n]: the transpose of ``whiten``."""
+        inside = torch.linalg.solve_triangular(self.root.T, t.double().T, upper=True).T
+        return self.extend(inside).to(t.dtype)
+
+    def restrict_gram(self, gram: Tensor) -> Tensor:
+        """Qᵀ G Q for G [(k n) (l m)]."""
+        if self.basis is None:
+            return gram
+        n = self.basis.shape[0]
+        k = gram.shape[0] // n
+        left = torch.einsum("nt,knj->ktj", self.basis, gram.view(k, n, k * n)).reshape(k * n, k, n)
+        return (left @ self.basis).view_as(gram)
+
+
+def rounding(K: Tensor, eps: float | None = None) -> Tensor:
+    """What an eigenvalue of K cannot be told from zero below: some units in the last place of its trace."""
+    return 8 * (torch.finfo(K.dtype).eps if eps is None else eps) * K.diagonal().sum()
