@@ -1,0 +1,219 @@
+"""CIFAR-10 and CIFAR-100 from the files in which they are found.
+
+- the archives that are published, ``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz``, or their folders;
+- ``cifar10_train_a.npz``, ``cifar10_train_b.npz``, ``cifar10_test.npz`` (``cifar100_…``): WebP, read by Pillow;
+- ``cifar10_train_00.npz.xz``, …, ``cifar10_test_00.npz.xz``, …: what ``pack`` writes, read by numpy alone.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tarfile
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from experiments.files import replaced
+from experiments.images import Images, Split
+from experiments.packing import Bytes, read_pieces, write_pieces
+
+
+@final
+@dataclass(frozen=True)
+class Benchmark:
+    """A set of images: how many classes, and the names in its archive."""
+
+    name: str
+    classes: int
+    archive: str
+    folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    labels: bytes
+
+
+CIFAR10 = Benchmark(
+    name="cifar10",
+    classes=10,
+    archive="cifar-10-python.tar.gz",
+    folder="cifar-10-batches-py",
+    train=tuple(f"data_batch_{k}" for k in range(1, 6)),
+    test=("test_batch",),
+    labels=b"labels",
+)
+CIFAR100 = Benchmark(
+    name="cifar100",
+    classes=100,
+    archive="cifar-100-python.tar.gz",
+    folder="cifar-100-python",
+    train=("train",),
+    test=("test",),
+    labels=b"fine_labels",
+)
+Labelled = tuple[Bytes, NDArray[Any]]  # pixels [n h w 3], labels [n]
+
+
+class Source(ABC):
+    """One form in which images lie in a folder."""
+
+    @abstractmethod
+    def holds(self, folder: Path, what: Benchmark) -> bool:
+        """Whether the folder has them in this form."""
+
+    @abstractmethod
+    def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
+        """The training and the test images."""
+
+
+@final
+class Batches(Source):
+    """The folder of the published archive: pickled dictionaries with pixels [n 3072], a plane a colour."""
+
+    def holds(self, folder: Path, what: Benchmark) -> bool:
+        return (folder / what.folder).is_dir()
+
+    def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
+        def joined(names: tuple[str, ...]) -> Labelled:
+            return _joined([_unpickled((folder / what.folder / name).read_bytes(), what) for name in names])
+
+        return joined(what.train), joined(what.test)
+
+
+@final
+class Archive(Source):
+    """The published archive itself."""
+
+    def holds(self, folder: Path, what: Benchmark) -> bool:
+        return (folder / what.archive).is_file()
+
+    def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
+        with tarfile.open(folder / what.archive) as tar:
+
+            def joined(names: tuple[str, ...]) -> Labelled:
+                found = []
+                for name in names:
+                    file = tar.extractfile(f"{what.folder}/{name}")
+                    assert file is not None  # a member that is there and not a file: the archive is not CIFAR
+                    found.append(_unpickled(file.read(), what))
+                return _joined(found)
+
+            return joined(what.train), joined(what.test)
+
+
+@final
+class Strips(Source):
+    """Three .npz files with strips of images in lossless WebP, one after the other, cut at ``offset``."""
+
+    def holds(self, folder: Path, what: Benchmark) -> bool:
+        return all((folder / f"{what.name}_{part}.npz").is_file() for part in ("train_a", "train_b", "test"))
+
+    def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
+        a, b, test = (_strips(folder / f"{what.name}_{part}.npz") for part in ("train_a", "train_b", "test"))
+        return _joined([a, b]), test
+
+
+@final
+class Pieces(Source):
+    """What ``pack`` wrote."""
+
+    def holds(self, folder: Path, what: Benchmark) -> bool:
+        return all((folder / f"{what.name}_{split}_00.npz.xz").is_file() for split in ("train", "test"))
+
+    def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
+        return read_pieces(folder, f"{what.name}_train"), read_pieces(folder, f"{what.name}_test")
+
+
+def read(folder: Path, what: Benchmark) -> Images:
+    """The images in a folder, in whichever form they are there."""
+    sources: tuple[Source, ...] = (Batches(), Archive(), Strips(), Pieces())
+    source = next((source for source in sources if source.holds(folder, what)), None)
+    if source is None:
+        raise FileNotFoundError(
+            f"no {what.name} in {folder}: put {what.archive} there, its folder {what.folder}/, the three files "
+            f"{what.name}_train_a.npz, {what.name}_train_b.npz and {what.name}_test.npz, or all of {what.name}_*.npz.xz"
+        )
+    return _images(what, *source.read(folder, what))
+
+
+def cached(folder: Path, what: Benchmark, store: Path) -> Images:
+    """The images, decoded only once: then they are in one plain file of ``store``."""
+    path = store / f"{what.name}.npz"
+    if not path.exists():
+        found = read(folder, what)
+        with replaced(path) as new:
+            np.savez(new, **{f"{side}{split}": t.numpy() for split, part in _splits(found) for side, t in part.items()})
+        return found
+    with np.load(path) as file:
+        return _images(what, (file["xtrain"], file["ytrain"]), (file["xtest"], file["ytest"]))
+
+
+def pack(folder: Path, what: Benchmark, target: Path) -> list[Path]:
+    """The images in pieces of at most 60 MiB, without loss, that are read without Pillow."""
+    found = read(folder, what)
+    return [
+        path
+        for split, part in _splits(found)
+        for path in write_pieces(target, f"{what.name}_{split}", part["x"].numpy(), part["y"].numpy())
+    ]
+
+
+def _splits(images: Images) -> list[tuple[str, dict[str, torch.Tensor]]]:
+    return [("train", vars(images.train)), ("test", vars(images.test))]
+
+
+def _images(what: Benchmark, train: Labelled, test: Labelled) -> Images:
+    for x, y in (train, test):
+        if len(y) and int(y.max()) >= what.classes:
+            raise ValueError(
+                f"{what.name} has {what.classes} classes, the file has a label {int(y.max())}: another set?"
+            )
+        if len(x) != len(y):
+            raise ValueError(f"{what.name}: {len(x)} images with {len(y)} labels: the file is damaged, copy it again")
+    splits = (
+        Split(torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y.astype(np.int64))) for x, y in (train, test)
+    )
+    return Images(what.name, what.classes, *splits)
+
+
+def _joined(parts: list[Labelled]) -> Labelled:
+    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+
+
+def _strips(path: Path) -> Labelled:
+    try:
+        from PIL import Image
+    except ImportError as missing:
+        raise ImportError(
+            f"{path.name} is WebP, which Pillow reads: install natgrad[experiments], or --pack the images elsewhere"
+        ) from missing
+    with np.load(path) as file:
+        webp, cuts, y = file["webp"], file["offset"], file["y"]
+    strips = [Image.open(io.BytesIO(webp[a:b].tobytes())).convert("RGB") for a, b in pairwise(cuts)]
+    x = np.concatenate([np.asarray(strip) for strip in strips])
+    return x.reshape(-1, x.shape[1], x.shape[1], 3), y
+
+
+def _unpickled(content: bytes, what: Benchmark) -> Labelled:
+    batch = _Arrays(io.BytesIO(content), encoding="bytes").load()
+    side = int((batch[b"data"].shape[1] // 3) ** 0.5)
+    x = batch[b"data"].reshape(-1, 3, side, side).transpose(0, 2, 3, 1)
+    return x, np.asarray(batch[what.labels])
+
+
+@final
+class _Arrays(pickle.Unpickler):
+    """Reads arrays, and nothing that could run a program."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] in ("numpy", "_codecs") and name in ("_reconstruct", "ndarray", "dtype", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(
+            f"a batch of CIFAR has arrays only, this file wants {module}.{name}: do not use it"
+        )

@@ -1,0 +1,47 @@
+"""Files that are there whole or not at all, whenever a program is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write; it takes the place of ``path`` when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with new.open("wb") as file:
+            yield file
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Indented; a list of numbers is one line."""
+    with replaced(path) as file:
+        file.write((_json(content, 0) + "\n").encode())
+
+
+def _json(content: Any, depth: int) -> str:
+    """As ``json.dumps``, which has a line for every number.
+
+    >>> print(_json({"a": [1, 2], "b": {}}, 0))
+    {
+      "a": [1, 2],
+      "b": {}
+    }
+    """
+    inner, outer = "\n" + "  " * (depth + 1), "\n" + "  " * depth
+    if isinstance(content, dict) and content:
+        items = (f"{json.dumps(key, ensure_ascii=False)}: {_json(value, depth + 1)}" for key, value in content.items())
+        return "{" + inner + ("," + inner).join(items) + outer + "}"
+    if isinstance(content, list) and any(isinstance(value, (dict, list)) for value in content):
+        return "[" + inner + ("," + inner).join(_json(value, depth + 1) for value in content) + outer + "]"
+    return json.dumps(content, ensure_ascii=False, allow_nan=False)

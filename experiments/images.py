@@ -1,0 +1,138 @@
+"""Images that live on one device as bytes, and the batches that a network sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_PADDING = 4
+
+
+@final
+@dataclass(frozen=True)
+class Split:
+    """Pixels x uint8 [n h w 3] and labels y int64 [n]."""
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        if self.x.dtype != torch.uint8 or self.x.ndim != 4 or self.x.shape[3] != 3:
+            raise ValueError(f"pixels are uint8 [n h w 3], these are {self.x.dtype} {list(self.x.shape)}: convert them")
+        if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
+            raise ValueError(
+                f"{len(self.x)} images need labels int64 [{len(self.x)}], these are {self.y.dtype} "
+                f"{list(self.y.shape)}: give one an image"
+            )
+
+    def __getitem__(self, part: Tensor | slice) -> Split:
+        return Split(self.x[part], self.y[part])
+
+    def to(self, device: torch.device) -> Split:
+        """The same on another device."""
+        return Split(self.x.to(device), self.y.to(device))
+
+
+@final
+@dataclass(frozen=True)
+class Images:
+    """A training and a test split of images of some classes."""
+
+    name: str
+    classes: int
+    train: Split
+    test: Split
+
+    def to(self, device: torch.device) -> Images:
+        """The same on another device."""
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    def first(self, n: int) -> Images:
+        """The first n of both splits."""
+        return replace(self, train=self.train[slice(n)], test=self.test[slice(n)])
+
+    def held_out(self, n: int) -> Images:
+        """n training images in place of the test split, the same ones always: settings are chosen without the test."""
+        total = len(self.train.y)
+        if not 0 < n < total:
+            raise ValueError(f"{n} of {total} training images cannot be held out: take between 1 and {total - 1}")
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(0)).to(self.train.y.device)
+        return replace(self, train=self.train[order[n:]], test=self.train[order[:n]])
+
+
+@final
+@dataclass(frozen=True)
+class Scale:
+    """x ↦ (x − mean)/deviation, a channel at a time: what a network sees of pixels."""
+
+    mean: Tensor  # [3]
+    deviation: Tensor  # [3]
+
+    @staticmethod
+    def of(split: Split) -> Scale:
+        """The moments of all pixels, counted without rounding.
+
+        >>> Scale.of(Split(torch.tensor([[[[0, 0, 2]], [[4, 0, 2]]]], dtype=torch.uint8), torch.tensor([0]))).mean
+        tensor([2., 0., 2.])
+        """
+        levels = torch.arange(256, dtype=torch.float64, device=split.x.device)
+        counts = torch.stack([torch.bincount(split.x[..., c].flatten().int(), minlength=256) for c in range(3)])
+        share = counts.double() / counts.sum(1, keepdim=True)
+        mean = share @ levels
+        deviation = (share @ levels.square() - mean.square()).clamp(min=0).sqrt()
+        # A channel that is the same everywhere says nothing, however it is scaled.
+        return Scale(mean.float(), torch.where(deviation > 0, deviation, 1.0).float())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Pixels [n h w 3] to inputs [n 3 h w], in the memory that they have: channels last."""
+        return ((x.float() - self.mean) / self.deviation).permute(0, 3, 1, 2)
+
+
+@final
+@dataclass(frozen=True)
+class Feed:
+    """Shuffled and augmented batches: a random crop of the image with four black pixels around it, or its mirror.
+
+    All of a batch at once and on the device; every random number comes from ``generator``. Examples that do not fill
+    a batch wait for another epoch.
+    """
+
+    padded: Tensor  # uint8 [n (h + 8) (w + 8) 3]
+    y: Tensor
+    scale: Scale
+    batch: int
+    generator: torch.Generator
+
+    @staticmethod
+    def of(split: Split, scale: Scale, batch: int, generator: torch.Generator) -> Feed:
+        """Of a split, on the device where it is."""
+        if len(split.y) < batch:
+            raise ValueError(f"{len(split.y)} training images do not fill one batch of {batch}: lower --batch")
+        return Feed(F.pad(split.x, (0, 0) + 2 * (_PADDING, _PADDING)), split.y, scale, batch, generator)
+
+    @property
+    def steps(self) -> int:
+        """Of an epoch."""
+        return len(self.y) // self.batch
+
+    def epoch(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs [n 3 h w] and labels [n], batch by batch, every image at most once."""
+        device = self.y.device
+        order = torch.randperm(len(self.y), generator=self.generator, device=device)
+        for index in order[: self.steps * self.batch].split(self.batch):
+            yield self.scale(self._cropped(index)), self.y[index]
+
+    def _cropped(self, index: Tensor) -> Tensor:
+        device, n = index.device, len(index)
+        h, w = (side - 2 * _PADDING for side in self.padded.shape[1:3])
+        shift = torch.randint(2 * _PADDING + 1, (2, n, 1), generator=self.generator, device=device)
+        flip = torch.randint(2, (n, 1), generator=self.generator, device=device).bool()
+        column = torch.arange(w, device=device)
+        rows = shift[0] + torch.arange(h, device=device)  # [n h]
+        columns = shift[1] + torch.where(flip, column.flip(0), column)  # [n w]
+        return self.padded[index[:, None, None], rows[:, :, None], columns[:, None, :]]

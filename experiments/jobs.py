@@ -1,0 +1,109 @@
+"""Many runs, several at once, each in the next process that is free; and the choice of settings by such runs."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, final
+
+from experiments.arms import Arm, Schedule
+from experiments.cifar import Benchmark, cached
+from experiments.images import Images
+from experiments.record import Record
+from experiments.training import Job, Setup, train
+
+TUNING_SEED = 1000  # which no run that is reported has
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where things are: the images as they came and decoded (``store``), states and curves (``out``).
+
+    ``limit``: the first images only, of both splits. ``held_out``: so many training images take the place of the test.
+    """
+
+    data: Path
+    store: Path
+    out: Path
+    limit: int | None = None
+    held_out: int = 0
+
+    def images(self, what: Benchmark) -> Images:
+        """As they are trained on."""
+        found = cached(self.data, what, self.store)
+        found = found if self.limit is None else found.first(self.limit)
+        return found.held_out(self.held_out) if self.held_out else found
+
+
+@final
+@dataclass(frozen=True)
+class Task:
+    """A run, how it is made, on what, and where."""
+
+    job: Job
+    setup: Setup
+    what: Benchmark
+    place: Place
+
+
+def perform(task: Task, deadline: float) -> Record | None:
+    """One run; None where there is no time left to begin it."""
+    if time.time() >= deadline:
+        return None
+    task.setup.prepare()
+    record = train(task.job, task.setup, task.place.images(task.what), task.place.out, deadline)
+    if record.history:
+        last, end = record.history[-1], ", diverged" if record.diverged else "" if record.finished else ", not done"
+        shown = f"loss {last.train_loss:.4f}, {last.test_accuracy:.2%} in {last.seconds:.0f} s"
+        print(f"{task.job.key}: epoch {last.epoch} of {task.setup.epochs}, {shown}{end}", flush=True)
+    return record
+
+
+def perform_all(tasks: Sequence[Task], workers: int, deadline: float) -> list[Record]:
+    """As many at once as there are workers; a run that fails stops no other, and is told in the end."""
+    if workers == 1:
+        return [record for task in tasks if (record := perform(task, deadline)) is not None]
+    found, failed = [], []
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = [(task, pool.submit(perform, task, deadline)) for task in tasks]
+        for task, future in futures:
+            error = future.exception()
+            if error is not None:
+                failed.append(f"{task.job.key}: " + "".join(traceback.format_exception(error)))
+            elif (record := future.result()) is not None:
+                found.append(record)
+    if failed:
+        raise SystemExit("\n".join([f"{len(failed)} of {len(tasks)} runs failed", *failed]))
+    return found
+
+
+def trials(what: Benchmark, arms: Sequence[Arm], schedule: Schedule, setup: Setup, place: Place) -> list[Task]:
+    """Short runs of all candidates on a part of the training images, each in a folder of its own."""
+    job = [Job(what.name, schedule, arm, TUNING_SEED) for arm in arms]
+    names = ["-".join(f"{value:g}" for value in arm.numbers().values()) for arm in arms]
+    return [Task(j, setup, what, replace(place, out=place.out / name)) for j, name in zip(job, names, strict=True)]
+
+
+def chosen(records: Sequence[Record], schedule: Schedule, setup: Setup) -> dict[str, Any]:
+    """The candidate that recognises most of the images that were held out, and what the others do."""
+    tried = [
+        {
+            **record.settings["arm"],
+            "accuracy": None if record.diverged else record.history[-1].test_accuracy,
+            "train_loss": None if record.diverged else record.history[-1].train_loss,
+        }
+        for record in records
+    ]
+    best = max(tried, key=lambda one: -1.0 if one["accuracy"] is None else one["accuracy"])
+    return {
+        "chosen": {"lr": best["lr"], "weight_decay": best["weight_decay"]},
+        "epochs": setup.epochs,
+        "schedule": schedule.name,
+        "tried": tried,
+    }

@@ -1,0 +1,96 @@
+"""What a run has shown so far, in a file that is written after every epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, final
+
+from experiments.files import write_json
+
+
+@final
+@dataclass(frozen=True)
+class Point:
+    """After an epoch: the mean training loss during it, what the test images say, and seconds of training until here.
+
+    ``seconds`` do not count evaluation and files. They are those of a GPU that ``workers`` runs shared.
+    """
+
+    epoch: int
+    train_loss: float
+    test_loss: float
+    test_accuracy: float
+    seconds: float
+    workers: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether the losses are numbers."""
+        return math.isfinite(self.train_loss) and math.isfinite(self.test_loss)
+
+
+@final
+@dataclass(frozen=True)
+class Record:
+    """One run: which it is, with which settings, on what machine, its curve, and whether it is over."""
+
+    dataset: str
+    schedule: str
+    arm: str
+    seed: int
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    history: list[Point]
+    finished: bool
+    diverged: bool
+
+    @property
+    def key(self) -> str:
+        """Its name, which is that of its files."""
+        return f"{self.dataset}-{self.schedule}-{self.arm}-{self.seed}"
+
+    def save(self, path: Path) -> None:
+        """As JSON, a line a column of the curve; what is not a number is null."""
+        write_json(path, self.columns())
+
+    def columns(self) -> dict[str, Any]:
+        """The curve by quantity, with six digits."""
+        points = [asdict(point) for point in self.history]
+        history = {field.name: [_rounded(point[field.name]) for point in points] for field in fields(Point)}
+        return {**asdict(self), "history": history}
+
+    @staticmethod
+    def of(columns: dict[str, Any]) -> Record:
+        """From the columns."""
+        names = [field.name for field in fields(Point)]
+        rows = zip(*(columns["history"][name] for name in names), strict=True)
+        history = [Point(*(math.nan if value is None else value for value in row)) for row in rows]
+        return Record(**{**columns, "history": history})
+
+    @staticmethod
+    def load(path: Path) -> Record:
+        """What was saved."""
+        return Record.of(json.loads(path.read_text()))
+
+
+def _rounded(value: float) -> float | int | None:
+    if isinstance(value, int):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def load_all(folders: Iterable[Path]) -> list[Record]:
+    """All runs of ``runs.json`` and of ``runs/*.json`` in some folders; of two of one name the longer."""
+    found: dict[str, Record] = {}
+    for folder in folders:
+        path = folder / "runs.json"
+        saved = [Record.of(columns) for columns in json.loads(path.read_text())] if path.exists() else []
+        for record in (*saved, *(Record.load(path) for path in sorted((folder / "runs").glob("*.json")))):
+            other = found.get(record.key)
+            if other is None or (record.finished, len(record.history)) >= (other.finished, len(other.history)):
+                found[record.key] = record
+    return [found[key] for key in sorted(found)]

@@ -1,0 +1,148 @@
+"""Means and deviations over seeds of all runs, as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from experiments.files import write_json
+from experiments.record import Point, Record
+
+ORDER = ("amari", "sobolev", "independent", "sgd", "adamw")
+TITLES = {
+    "amari": "K-FAC (Amari)",
+    "sobolev": "Sobolev K-FAC",
+    "independent": "Sobolev K-FAC, independent samples",
+    "sgd": "SGD with momentum, tuned",
+    "adamw": "AdamW, tuned",
+}
+
+
+@final
+@dataclass(frozen=True)
+class Curve:
+    """A quantity after every epoch: mean and standard deviation (n − 1) over the seeds; 0 where there is one seed."""
+
+    mean: list[float]
+    deviation: list[float]
+
+    @staticmethod
+    def of(records: Sequence[Record], quantity: Callable[[Point], float]) -> Curve:
+        """Over the seeds of the epochs that all have."""
+        columns = list(zip(*([quantity(point) for point in record.history] for record in records), strict=False))
+        mean = [statistics.fmean(column) for column in columns]
+        return Curve(mean, [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns])
+
+    def columns(self) -> dict[str, list[float]]:
+        """With five digits."""
+        return {name: [float(f"{v:.5g}") for v in values] for name, values in vars(self).items()}
+
+
+@final
+@dataclass(frozen=True)
+class Group:
+    """The finished runs of one optimizer with one schedule on one set of images.
+
+    ``alone``: seconds of an epoch where no other run shares the device, from ``--time``; None where that was not done.
+    """
+
+    dataset: str
+    schedule: str
+    arm: str
+    records: tuple[Record, ...]  # that ended with numbers
+    diverged: int
+    alone: float | None
+
+    @property
+    def loss(self) -> Curve:
+        """The training loss."""
+        return Curve.of(self.records, lambda point: point.train_loss)
+
+    @property
+    def accuracy(self) -> Curve:
+        """Of the test images, in per cent."""
+        return Curve.of(self.records, lambda point: 100 * point.test_accuracy)
+
+    @property
+    def shared(self) -> Curve:
+        """Seconds, as they were measured."""
+        return Curve.of(self.records, lambda point: point.seconds)
+
+    @property
+    def seconds(self) -> list[float]:
+        """After every epoch: of a run alone where that is known, else as they were measured."""
+        if self.alone is None:
+            return self.shared.mean
+        return [self.alone * (epoch + 1) for epoch in range(len(self.loss.mean))]
+
+    def columns(self) -> dict[str, Any]:
+        """For the file."""
+        return {
+            "seeds": [record.seed for record in self.records],
+            "diverged": self.diverged,
+            "settings": self.records[0].settings if self.records else {},
+            "workers": sorted({point.workers for record in self.records for point in record.history}),
+            "train_loss": self.loss.columns(),
+            "test_accuracy": self.accuracy.columns(),
+            "seconds_shared": self.shared.columns(),
+            "seconds_an_epoch_alone": self.alone,
+        }
+
+    def row(self) -> str:
+        """Of the table."""
+        name = f"| {self.dataset} | {self.schedule} | {TITLES[self.arm]} | {len(self.records)}"
+        if not self.records:
+            return f"{name} (all {self.diverged} diverged) | – | – | – | – | – |"
+        name += f" ({self.diverged} diverged)" if self.diverged else ""
+        loss, accuracy = self.loss, self.accuracy
+        early = max(0, round(0.4 * len(loss.mean)) - 1)  # before the first decay of the paper's schedules
+        best = [100 * max(point.test_accuracy for point in record.history) for record in self.records]
+        cells = [
+            f"{loss.mean[early]:.3f} ± {loss.deviation[early]:.3f}",
+            f"{loss.mean[-1]:.4f} ± {loss.deviation[-1]:.4f}",
+            f"{accuracy.mean[-1]:.2f} ± {accuracy.deviation[-1]:.2f}",
+            f"{statistics.fmean(best):.2f}",
+            f"{self.seconds[-1] / len(loss.mean):.2f}",
+        ]
+        return f"{name} | " + " | ".join(cells) + " |"
+
+
+def groups(records: Sequence[Record], timing: Path) -> list[Group]:
+    """All finished runs, by images, schedule and optimizer."""
+    alone = json.loads(timing.read_text())["seconds_an_epoch"] if timing.exists() else {}
+    done = [record for record in records if record.finished]
+    keys = {(record.dataset, record.schedule, record.arm) for record in done}
+    found = []
+    for dataset, schedule, arm in sorted(
+        keys, key=lambda key: (key[0], key[1] != "tenths", key[1], ORDER.index(key[2]))
+    ):
+        mine = [record for record in done if (record.dataset, record.schedule, record.arm) == (dataset, schedule, arm)]
+        kept = tuple(record for record in mine if not record.diverged)
+        found.append(Group(dataset, schedule, arm, kept, len(mine) - len(kept), alone.get(arm)))
+    return found
+
+
+def table(found: Sequence[Group]) -> str:
+    """In Markdown."""
+    clock = "alone" if any(group.alone for group in found) else "shared"
+    head = (
+        "| images | schedule | optimizer | seeds | training loss at 40 % | at the end | test accuracy, % | best, % | "
+        f"s an epoch ({clock}) |"
+    )
+    return "\n".join([head, "|" + " --- |" * 9, *(group.row() for group in found)])
+
+
+def save(records: Sequence[Record], results: Path) -> list[Group]:
+    """``runs.json``, ``summary.json`` and ``table.md``."""
+    found = groups(records, results / "timing.json")
+    write_json(results / "runs.json", [record.columns() for record in records])
+    summary: dict[str, Any] = {"machine": records[0].machine if records else {}}
+    for group in found:
+        summary.setdefault(group.dataset, {}).setdefault(group.schedule, {})[group.arm] = group.columns()
+    write_json(results / "summary.json", summary)
+    (results / "table.md").write_text(table(found) + "\n")
+    return found

@@ -1,0 +1,191 @@
+"""Sobolev K-FAC against K-FAC, SGD and AdamW: VGG16 on CIFAR-10 and CIFAR-100 (000 §6.3 and App. D; ERRATA 10, 14).
+
+    python experiments/sobolev_cifar.py --data DATA --tune             # choose learning rates for SGD and AdamW
+    python experiments/sobolev_cifar.py --data DATA --time             # milliseconds of a step, alone
+    python experiments/sobolev_cifar.py --data DATA --workers 4        # all runs that are not done
+    python experiments/sobolev_cifar.py --data DATA --seconds 540      # … for nine minutes; the same command goes on
+    python experiments/sobolev_cifar.py --report                       # curves, summary, table and pictures
+    python experiments/sobolev_cifar.py --data DATA --pack PIECES      # the images in small files without loss
+
+DATA: see ``experiments/cifar.py``. States and decoded images are in ``--out`` and may be large (a gigabyte for a run of
+K-FAC that is not done); what is worth keeping is in ``--results``, and what is finished there is not run again.
+
+Both schedules of the paper: "tenths", of its baseline, and "fifths", of its Sobolev gradient; "cosine" is ours. A seed
+has the same first weights and the same images in the same order for all arms. Augmentation is the usual: four black pixels
+around the image, a random crop, a random mirror. Training losses are means during an epoch, in training mode. What the
+arms are, and how the paper's weight decay is done here, is in ``experiments/arms.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from experiments import report, timing
+from experiments.arms import FIFTHS, TENTHS, AdamW, Arm, Cosine, Momentum, Schedule, amari, grid, independent, sobolev
+from experiments.cifar import CIFAR10, CIFAR100, Benchmark, pack
+from experiments.files import write_json
+from experiments.jobs import Place, Task, chosen, perform_all, trials
+from experiments.plots import draw
+from experiments.record import Record, load_all
+from experiments.training import Job, Setup
+
+# The names of the command line: the one place where names are looked up.
+BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
+SCHEDULES: dict[str, Schedule] = {"tenths": TENTHS, "fifths": FIFTHS, "cosine": Cosine()}
+LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
+FIXED = {"amari": amari, "sobolev": sobolev, "independent": independent}
+TUNED = {"sgd": Momentum, "adamw": AdamW}
+RESULTS = Path(__file__).resolve().parent / "results" / "sobolev_cifar"
+
+
+def arm(name: str, what: Benchmark, results: Path) -> Arm:
+    """By name; SGD and AdamW as they were tuned on these images."""
+    if name in FIXED:
+        return FIXED[name]()
+    path = results / "tuned.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if name not in found.get(what.name, {}):
+        raise SystemExit(f"{name} has not been tuned on {what.name}: run --tune first, or leave it out of --arms")
+    return TUNED[name](**found[what.name][name]["chosen"])
+
+
+def tune(args: argparse.Namespace, setup: Setup, place: Place, deadline: float) -> None:
+    """Choose, on training images that are held out, and write the choice down."""
+    setup, schedule = replace(setup, epochs=args.tune_epochs), SCHEDULES[args.schedules[0]]
+    place = replace(place, out=args.out / "tuning", held_out=args.held_out)
+    candidates = {name: arms for name, arms in grid().items() if name in args.arms}
+    path = args.results / "tuned.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    wanted = [
+        (what, name)
+        for what in (BENCHMARKS[name] for name in args.datasets)
+        for name in candidates
+        if name not in found.get(what.name, {})
+    ]
+    tasks = {(what, name): trials(what, candidates[name], schedule, setup, place) for what, name in wanted}
+    for what in dict.fromkeys(what for what, _ in wanted):
+        place.images(what)  # decoded once, before several processes want them
+    records = perform_all([task for group in tasks.values() for task in group], setup.workers, deadline)
+    for what, name in wanted:
+        mine = [r for r in records if (r.dataset, r.arm) == (what.name, name) and r.finished]
+        if len(mine) < len(candidates[name]):
+            print(f"{name} on {what.name}: {len(mine)} of {len(candidates[name])} trials are done, run --tune again")
+            continue
+        found.setdefault(what.name, {})[name] = chosen(mine, schedule, setup)
+        write_json(path, found)
+        print(f"{name} on {what.name}: {found[what.name][name]['chosen']}")
+
+
+def run(args: argparse.Namespace, setup: Setup, place: Place, deadline: float) -> None:
+    """All runs that are not done, the first seed of everything first."""
+    known = {record.key: record for record in load_all([args.results, args.out]) if record.finished}
+    tasks = []
+    for seed in args.seeds:
+        for what in (BENCHMARKS[name] for name in args.datasets):
+            arms = [arm(name, what, args.results) for name in args.arms]
+            jobs = [Job(what.name, SCHEDULES[name], one, seed) for name in args.schedules for one in arms]
+            tasks += [Task(job, setup, what, place) for job in jobs if not is_done(job, setup, known)]
+    for what in dict.fromkeys(task.what for task in tasks):
+        place.images(what)  # decoded once, before several processes want them
+    print(f"{len(tasks)} runs, {len(known)} are done")
+    perform_all(tasks, setup.workers, deadline)
+    summarise(args)
+
+
+def is_done(job: Job, setup: Setup, known: Mapping[str, Record]) -> bool:
+    """Whether there is such a run; refuse to take one with other settings for it."""
+    record = known.get(job.key)
+    if record is not None and record.settings != setup.settings(job):
+        raise SystemExit(
+            f"{job.key} was run with {record.settings}, now it is {setup.settings(job)}: choose other folders for "
+            "--out and --results, or the same settings"
+        )
+    return record is not None
+
+
+def summarise(args: argparse.Namespace) -> None:
+    """All that is known into the folder of results, and the table."""
+    found = report.save(load_all([args.results, args.out]), args.results)
+    print(report.table(found))
+
+
+def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
+    """Milliseconds of a step of every optimizer, one after the other in one process."""
+    what = BENCHMARKS[args.datasets[0]]
+    # What a step costs does not depend on learning rates, so SGD and AdamW need not be tuned.
+    arms = [FIXED[name]() if name in FIXED else TUNED[name](lr=1e-3, weight_decay=1e-3) for name in args.arms]
+    found = timing.measured(arms, replace(setup, workers=1), place.images(what), args.rounds)
+    write_json(args.results / "timing.json", found)
+    print(timing.lines(found))
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Sobolev K-FAC against K-FAC, SGD and AdamW on CIFAR.")
+    add = parser.add_argument
+    add("--data", type=Path, default=Path("data"), help="the folder with the images")
+    add("--out", type=Path, default=Path("experiments/states"), help="states and decoded images: gigabytes")
+    add("--results", type=Path, default=RESULTS, help="curves, tables and pictures")
+    add("--datasets", nargs="+", choices=BENCHMARKS, default=["cifar10"])
+    add("--schedules", nargs="+", choices=SCHEDULES, default=["tenths", "fifths"])
+    add("--arms", nargs="+", choices=[*FIXED, *TUNED], default=[*FIXED, *TUNED])
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--epochs", type=int, default=50)
+    add("--batch", type=int, default=128)
+    add("--width", type=int, default=64, help="channels of the first layer")
+    add("--limit", type=int, default=None, help="only so many images of each split")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--layout", choices=LAYOUTS, default="channels-last", help="of images in memory")
+    add("--workers", type=int, default=1, help="runs at once, each in a process")
+    add("--seconds", type=float, default=math.inf, help="no epoch is begun that would end later")
+    add("--save-every", type=int, default=1, help="epochs between two states")
+    add("--rounds", type=int, default=5, help="of --time, a hundred steps each")
+    add("--tune-epochs", type=int, default=10)
+    add("--held-out", type=int, default=5000, help="training images that --tune chooses by")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--tune", action="store_true", help="choose learning rate and weight decay of SGD and AdamW")
+    what.add_argument("--time", action="store_true", help="measure a step of every optimizer, alone")
+    what.add_argument("--report", action="store_true", help="write curves, summary, table and pictures")
+    what.add_argument("--pack", type=Path, default=None, help="write the images in pieces to this folder")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """What the command line asks for."""
+    deadline, args = time.time(), parsed(arguments)
+    deadline += args.seconds
+    layout = LAYOUTS[args.layout]
+    setup = Setup(args.epochs, args.batch, args.width, args.device, layout, args.workers, args.save_every)
+    place = Place(args.data, args.out, args.out, args.limit)
+    if args.pack:
+        for name in args.datasets:
+            print(*(path.name for path in pack(args.data, BENCHMARKS[name], args.pack)), sep="\n")
+    elif args.tune:
+        tune(args, setup, place, deadline)
+    elif args.time:
+        clock(args, setup, place)
+    elif args.report:
+        summarise(args)
+        print(
+            *(
+                path.name
+                for path in draw(report.groups(load_all([args.results]), args.results / "timing.json"), args.results)
+            )
+        )
+    else:
+        run(args, setup, place, deadline)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""One run: a network, an optimizer and shuffled images, which can be stopped after any epoch and go on exactly."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.harness import machine
+from experiments.arms import Arm, Schedule
+from experiments.files import replaced
+from experiments.images import Feed, Images, Scale
+from experiments.record import Point, Record
+from experiments.vgg import vgg16
+from natgrad.errors import NonFiniteError
+
+_TEST_BATCH = 1000
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """Which run."""
+
+    dataset: str
+    schedule: Schedule
+    arm: Arm
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Its name, which is that of its files."""
+        return f"{self.dataset}-{self.schedule.name}-{self.arm.name}-{self.seed}"
+
+
+@final
+@dataclass(frozen=True)
+class Setup:
+    """How all runs are made. ``workers``: how many share the device. ``save_every``: epochs between two checkpoints."""
+
+    epochs: int = 50
+    batch: int = 128
+    width: int = 64
+    device: str = "cpu"
+    layout: torch.memory_format = torch.channels_last
+    workers: int = 1
+    save_every: int = 1
+
+    def settings(self, job: Job) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        common = {"epochs": self.epochs, "batch": self.batch, "width": self.width, "layout": str(self.layout)}
+        return common | {"arm": dict(job.arm.numbers())}
+
+    def prepare(self) -> None:
+        """TF32 and the fastest convolutions on a GPU; one thread a run on a processor."""
+        torch.set_float32_matmul_precision("high" if self.device != "cpu" else "highest")
+        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+        torch.set_num_threads(1)
+
+    def describe(self) -> dict[str, Any]:
+        """The machine, and what was switched on."""
+        precision = {"matmul": torch.get_float32_matmul_precision(), "cudnn_tf32": torch.backends.cudnn.allow_tf32}
+        return machine(torch.device(self.device)) | precision | {"cudnn_benchmark": torch.backends.cudnn.benchmark}
+
+
+@final
+class Training:
+    """A run between two epochs. The same seed has the same first weights and the same batches with every arm."""
+
+    def __init__(self, job: Job, setup: Setup, images: Images) -> None:
+        device = torch.device(setup.device)
+        images = images.to(device)
+        torch.manual_seed(job.seed)
+        self.job, self.setup = job, setup
+        self.model = vgg16(images.classes, setup.width).to(device, memory_format=setup.layout)
+        self.optimizer = job.arm.optimizer(self.model, job.seed)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        scale = Scale.of(images.train)
+        generator = torch.Generator(device=device).manual_seed(job.seed)
+        self.feed = Feed.of(images.train, scale, setup.batch, generator)
+        self.test, self.scale = images.test, scale
+        self.history: list[Point] = []
+        self.diverged = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.diverged or len(self.history) >= self.setup.epochs
+
+    def epoch(self) -> None:
+        """Train on every image once, and test."""
+        left = self.job.schedule.left(len(self.history), self.setup.epochs)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * left
+        before, start = self.history[-1].seconds if self.history else 0.0, self._now()
+        try:
+            total = self.steps()
+        except NonFiniteError:
+            total = torch.tensor(math.nan)  # natgrad refuses to take a step with what is no number: the run is over
+        seconds = before + self._now() - start
+        loss, accuracy = self._tested()
+        mean = float(total) / self.feed.steps
+        point = Point(len(self.history) + 1, mean, loss, accuracy, seconds, self.setup.workers)
+        self.history.append(point)
+        self.diverged = not point.finite
+
+    def steps(self) -> Tensor:
+        """One epoch; the sum of the losses, which nobody waits for."""
+        self.model.train()
+        total = torch.zeros((), dtype=torch.float64, device=self.test.y.device)
+        for x, t in self.feed.epoch():
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(x.contiguous(memory_format=self.setup.layout)), t)
+            loss.backward()
+            self.optimizer.step()
+            total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def _tested(self) -> tuple[float, float]:
+        """The mean loss and the part of the test images that are recognised, with the averages of the normalisation."""
+        self.model.eval()
+        found = torch.zeros(2, dtype=torch.float64, device=self.test.y.device)
+        for x, t in zip(self.test.x.split(_TEST_BATCH), self.test.y.split(_TEST_BATCH), strict=True):
+            y = self.model(self.scale(x).contiguous(memory_format=self.setup.layout))
+            hits = (y.argmax(1) == t).sum()
+            found += torch.stack([F.cross_entropy(y, t, reduction="sum").double(), hits.double()])
+        loss, accuracy = (found / len(self.test.y)).tolist()
+        return loss, accuracy
+
+    def _now(self) -> float:
+        if self.setup.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def state(self) -> dict[str, Any]:
+        """All that the next epochs depend on."""
+        return {
+            "settings": self.setup.settings(self.job),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.feed.generator.get_state(),
+            "history": [asdict(point) for point in self.history],
+            "diverged": self.diverged,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        if state["settings"] != self.setup.settings(self.job):
+            raise ValueError(
+                f"{self.job.key} was begun with {state['settings']}, now it is {self.setup.settings(self.job)}: choose "
+                "another --out, or the same settings"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.feed.generator.set_state(state["generator"].cpu())
+        self.history = [Point(**point) for point in state["history"]]
+        self.diverged = state["diverged"]
+
+    def record(self) -> Record:
+        """What is known."""
+        job, setup = self.job, self.setup
+        return Record(
+            dataset=job.dataset,
+            schedule=job.schedule.name,
+            arm=job.arm.name,
+            seed=job.seed,
+            settings=setup.settings(job),
+            machine=setup.describe(),
+            history=list(self.history),
+            finished=self.finished,
+            diverged=self.diverged,
+        )
+
+
+def train(job: Job, setup: Setup, images: Images, out: Path, deadline: float = math.inf) -> Record:
+    """Run, or go on, until it is done or the next epoch would end after the deadline (``time.time``).
+
+    The curve is written after every epoch, the state after every ``save_every`` and where the run stops; the state goes
+    when the run is done.
+    """
+    checkpoint, path = out / "states" / f"{job.key}.pt", out / "runs" / f"{job.key}.json"
+    training = Training(job, setup, images)
+    if checkpoint.exists():
+        training.load(torch.load(checkpoint, map_location="cpu", weights_only=True))
+    longest = 0.0
+    while not training.finished and time.time() + longest < deadline:
+        start = time.time()
+        training.epoch()
+        longest = max(longest, 1.1 * (time.time() - start))
+        last = time.time() + longest >= deadline
+        if not training.finished and (last or len(training.history) % setup.save_every == 0):
+            with replaced(checkpoint) as file:
+                torch.save(training.state(), file)
+        training.record().save(path)
+    if training.finished:
+        checkpoint.unlink(missing_ok=True)
+    return training.record()
