@@ -12,6 +12,8 @@ from torch import Tensor
 from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.functionspace.kernels import ReproducingKernel
 from natgrad.functionspace.rkhs import KernelSum, centres_of, differentiated
+from natgrad.linalg import check_finite
+from natgrad.slots import check_slots
 
 _MEMORY = 2**32  # bytes of a Gram matrix
 
@@ -46,6 +48,7 @@ class FunctionalGradientDescent:
         outputs: tuple[int, ...] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        check_slots(kernel=(kernel, ReproducingKernel))
         if not callable(step):
             _check_step(step)
         for name, value in (("passes", passes), ("batch", 1 if batch is None else batch)):
@@ -159,4 +162,7 @@ def _check_data(x: Tensor, target: Tensor) -> int:
             f"inputs {tuple(x.shape)} and targets {tuple(target.shape)}: they need the same number of examples, at "
             "least one, on the first axis"
         )
+    for what, values in (("the tensor of inputs", x), ("the tensor of targets", target)):
+        if values.is_floating_point():
+            check_finite(values, what)
     return len(x)

@@ -38,6 +38,12 @@ def points(x: Any, features: Features | None = None) -> Tensor:
     return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
 
 
+def check_features(features: object) -> None:
+    """Refuse features that are no function."""
+    if features is not None and not callable(features):
+        raise TypeError(f"features={features!r}: give a function that maps the inputs to points [n *shape], or None")
+
+
 def squared_distances(x: Tensor, y: Tensor) -> Tensor:
     """u [n m] = Σ_i (x_ni − y_mi)² of points [n d] and [m d]; exactly 0 for equal points, differentiable twice.
 

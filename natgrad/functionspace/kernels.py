@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.functionspace.distances import Features, points, squared_distances
+from natgrad.functionspace.distances import Features, check_features, points, squared_distances
 from natgrad.functionspace.lengthscale import Lengthscale, Measured, check_lengthscale
 from natgrad.functionspace.profile import matern
 
@@ -67,6 +67,7 @@ class SobolevKernel(ReproducingKernel):
     def __post_init__(self) -> None:
         check_smoothness(self.nu)
         check_lengthscale(self.lengthscale)
+        check_features(self.features)
 
     def __call__(self, x: Any, y: Any = None) -> Tensor:
         a = points(x, self.features)

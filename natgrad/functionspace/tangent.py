@@ -20,6 +20,7 @@ from natgrad.operators.kernel import KernelOperator
 from natgrad.operators.pushthrough import PushThrough
 from natgrad.output.metric import Euclidean
 from natgrad.pullback import pullback
+from natgrad.slots import check_slots
 from natgrad.structures import Kernel
 
 
@@ -58,6 +59,7 @@ class TangentSpace:
         >>> TangentSpace.of(model, x, SobolevKernel(1.5)).natural_gradient(lambda y: y.square().sum())
         Vector(weight: (1, 2), bias: (1,))
         """
+        check_slots(kernel=(kernel, ReproducingKernel))
         pb = pullback(Model.of(model, params, output), x, Euclidean())
         with torch.no_grad():
             K = kernel(x)

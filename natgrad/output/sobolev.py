@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.functionspace.distances import points
+from natgrad.functionspace.distances import check_features, points
 from natgrad.functionspace.kernels import SobolevKernel
 from natgrad.functionspace.lengthscale import Lengthscale
 from natgrad.linalg import check_finite
@@ -31,11 +31,15 @@ class Sobolev(OutputMetric):
     With ``Fisher(Categorical())`` it is the norm of x ↦ 2√p(·|x) (ERRATA 12). Where K = 1 (ℓ small beside all
     distances) G is that of the base: Gauss–Newton, Fisher, K-FAC. A mean over the examples, where (22) is a sum.
 
-    ``lengthscale``: a number, or a rule such as ``Median(divisor=4)``, measured on every batch. ``jitter``: K is
-    (K + jitter)/(1 + jitter), in float64, so that K_nn = 1 still. Examples that are equal then count as one, up to the
-    jitter, and not as several (ERRATA 13): a batch of copies has 1/N of the metric of one of them, a batch of one that
-    of its base. Without jitter a K that is singular is refused. ``features``: called as the model is, for inputs that
-    are not points [n *shape] of real numbers; several arguments, tokens, images whose pixels say little.
+    ``lengthscale``: a number, or a rule such as ``Median(divisor=4)``, measured on every batch. ``features``: called as
+    the model is, for inputs that are not points [n *shape] of real numbers; several arguments, tokens, images whose
+    pixels say little. ``jitter``: K is (K + jitter)/(1 + jitter), in float64, so that K_nn = 1 still.
+
+    Examples that are equal count as one and not as several (ERRATA 13), up to the jitter, and exactly where it is 0: a
+    batch of copies has 1/N of the metric of one of them, a batch of one that of its base. Without jitter a singular K
+    has its pseudo-inverse for K⁻¹: what it does not see to rounding (differences of equal or nearly equal inputs) has
+    no norm, and G is that of the rest. ``Kernel`` solves without K⁻¹, Jᵀ(λK + JJᵀ)⁻¹K e (``PushThrough``), and keeps
+    the digits that an ill-conditioned K costs the other structures.
 
     Where ``base`` is sampled, the whole batch shares its samples: column k is one random combination Σ_j ε_kj s_j of
     the columns of the exact root. Independent ones would erase K⁻¹ but for its diagonal (ERRATA 10).
@@ -61,6 +65,7 @@ class Sobolev(OutputMetric):
         if isinstance(self.base, Sobolev):
             raise ValueError("Sobolev(base=Sobolev(…)) would couple the examples twice: give the metric inside")
         self._kernel()  # which checks ν and ℓ
+        check_features(self.features)
         if isinstance(self.jitter, bool) or not isinstance(self.jitter, (int, float)):
             raise TypeError(f"jitter={self.jitter!r}: give a number, what is added to the diagonal of K")
         if not (math.isfinite(self.jitter) and self.jitter >= 0):
@@ -105,7 +110,7 @@ class Sobolev(OutputMetric):
                     f"the Sobolev metric found {found.shape[0]} points in the inputs of {n} examples: it needs one an "
                     "example, on the first axis. Pass features=, a function of the model's inputs that returns them"
                 )
-            check_finite(found, "the points of the Sobolev metric")
+            check_finite(found, "the tensor of points of the Sobolev metric")
             K = self._kernel()(found)
             K.diagonal().add_(self.jitter)
             return K / (1 + self.jitter)

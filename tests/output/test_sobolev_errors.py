@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "not finite": (
         lambda: ng.Sobolev().coupling(torch.tensor([[0.0], [torch.nan]]), 2),
         NonFiniteError,
-        r"the points of the Sobolev metric",
+        r"the tensor of points of the Sobolev metric holds NaN",
     ),
 }
 
