@@ -1,0 +1,232 @@
+"""Gauss quadrature of a probability measure on the inputs: the L² metric of functions, without sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch import distributions as D
+
+from natgrad.errors import MemoryBoundError
+from natgrad.linalg import check_finite
+from natgrad.model import Inputs
+from natgrad.output.metric import Euclidean, OutputMetric
+
+_NODES = 2**12  # of a product rule: a coupling of them has n² entries
+
+
+@final
+@dataclass(frozen=True)
+class Quadrature:
+    """Nodes x_n [n d] and weights w_n > 0 [n], Σ w_n = 1, with Σ_n w_n f(x_n) ≈ ∫ f dμ.
+
+    ``metric`` makes them a metric on the outputs at the nodes, so that the pullback is the L² metric of functions,
+
+        G_ij = ∫ ⟨∂φ/∂θ^i(x), ∂φ/∂θ^j(x)⟩ dμ(x) = Σ_n w_n J_nᵀ h_n J_n
+
+    (000 appendix E, ERRATA 20), in any structure. For Lebesgue's measure, as in the paper, the integral diverges
+    wherever ∂φ/∂θ does not decay (a bias never does): μ must be a probability measure.
+
+    >>> import natgrad as ng
+    >>> rule = Quadrature.of(D.Normal(torch.zeros(1), torch.ones(1)), order=8)
+    >>> pb = ng.pullback(torch.nn.Linear(1, 1), rule.nodes, rule.metric())
+    >>> ng.Dense().estimate(pb).dense().round(decimals=4) + 0.0  # E x², E x, 1
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+
+    nodes: Tensor  # [n d]
+    weights: Tensor  # [n]
+
+    def __post_init__(self) -> None:
+        if self.weights.ndim != 1 or self.nodes.ndim == 0 or len(self.nodes) != len(self.weights):
+            raise ValueError(
+                f"nodes {tuple(self.nodes.shape)} and weights {tuple(self.weights.shape)}: a rule has nodes [n d] and "
+                "one weight each, [n]"
+            )
+        check_finite(self.nodes, "the nodes of a quadrature")
+        _check_weights(self.weights)
+
+    @staticmethod
+    def of(measure: D.Distribution, order: int = 16) -> Quadrature:
+        """Gauss's rule with ``order`` nodes an axis, exact for polynomials of degree 2·order − 1 along each.
+
+        ``measure``: ``Normal`` (Gauss–Hermite), ``Uniform`` (Legendre), ``Gamma`` and ``Exponential`` (Laguerre),
+        ``Beta`` (Jacobi); with parameters [d], or as ``Independent``, it is the product measure on R^d.
+        ``MultivariateNormal`` and transformed ones (``LogNormal``) are images of these. The nodes have the dtype and
+        device of the measure's parameters; the work is in float64.
+
+        >>> rule = Quadrature.of(D.Uniform(-1.0, 1.0), order=2)
+        >>> rule.nodes.flatten(), rule.weights
+        (tensor([-0.5774,  0.5774]), tensor([0.5000, 0.5000]))
+        """
+        if isinstance(order, bool) or not isinstance(order, int) or order < 1:
+            raise ValueError(f"order={order!r} must be a positive integer, the number of nodes an axis")
+        if not isinstance(measure, D.Distribution):
+            raise TypeError(
+                f"Quadrature.of takes a torch.distributions distribution of the inputs, got {type(measure).__name__}"
+            )
+        return _rule(measure, order)
+
+    def metric(self, base: OutputMetric | None = None) -> Weighted:
+        """A metric on the outputs at the nodes, which counts each with its weight; by default of the Euclidean one."""
+        return Weighted(self.weights, base or Euclidean())
+
+    def integral(self, values: Tensor) -> Tensor:
+        """Σ_n w_n f(x_n) [*shape], for values f(x_n) [n *shape] at the nodes."""
+        if values.ndim == 0 or len(values) != len(self.weights):
+            raise ValueError(
+                f"values {tuple(values.shape)} of {len(self.weights)} nodes: one each is needed, [n *shape]"
+            )
+        return torch.tensordot(self.weights.to(values), values, dims=1)
+
+
+@final
+@dataclass(frozen=True)
+class Weighted(OutputMetric):
+    """Σ_n w_n h_n in place of the mean (1/N) Σ_n h_n, for one batch of N examples with weights w [n], Σ w_n = 1.
+
+    The weights are a coupling C = N diag(w). It has N² entries, and with it every structure sees them; the factors of
+    K-FAC are Σ w_n a aᵀ and Σ w_n g gᵀ, their product scaled by traces as for any coupling. ``flat`` and
+    ``divergence`` are those of the base, an example at a time.
+
+    >>> Weighted(torch.tensor([0.25, 0.75])).coupling(torch.zeros(2, 1), 2)
+    tensor([[0.5000, 0.0000],
+            [0.0000, 1.5000]], dtype=torch.float64)
+    """
+
+    weights: Tensor  # [n]
+    base: OutputMetric = field(default_factory=Euclidean)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, OutputMetric):
+            raise TypeError(f"Weighted(base={self.base!r}): the base is a metric on the outputs, such as Euclidean()")
+        _check_weights(self.weights)
+
+    @property
+    def exact(self) -> bool:
+        return self.base.exact
+
+    @property
+    def needs_target(self) -> bool:
+        return self.base.needs_target
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return self.base.flat(y, u, target)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return self.base.root(y, target, generator)
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        return self.base.divergence(y, y0, target)
+
+    def coupling(self, x: Inputs, n: int) -> Tensor:
+        if n != len(self.weights):
+            raise ValueError(f"{len(self.weights)} weights and {n} examples: a Weighted metric belongs to one batch")
+        if self.base.coupling(x, n) is not None:
+            raise ValueError(f"{self.base!r} couples the examples itself: weights need a base that does not")
+        return torch.diag(self.weights.double() * n)
+
+
+def _check_weights(weights: Tensor) -> None:
+    check_finite(weights, "the weights of a quadrature")
+    total, smallest = float(weights.sum()), float(weights.min()) if weights.numel() else 0.0
+    if smallest < 0 or abs(total - 1) > 1e-4:
+        raise ValueError(
+            f"weights with the sum {total:g} and the smallest {smallest:g} are no probability measure: they must not "
+            "be negative, and sum to 1. Under Lebesgue's measure the L² metric diverges; divide by the volume"
+        )
+
+
+def _rule(measure: D.Distribution, order: int) -> Quadrature:
+    """The rule of a measure, from that of the one it is an image or a product of."""
+    if isinstance(measure, D.Independent):
+        return _rule(measure.base_dist, order)
+    if isinstance(measure, D.MultivariateNormal):
+        loc, L = measure.loc, measure.scale_tril
+        _check_one(measure, loc.ndim - 1)
+        standard = _rule(D.Normal(torch.zeros_like(loc), torch.ones_like(loc)), order)
+        return Quadrature(loc + standard.nodes @ L.T, standard.weights)
+    if isinstance(measure, D.TransformedDistribution):
+        below = _rule(measure.base_dist, order)
+        x = below.nodes
+        for transform in measure.transforms:
+            x = transform(x)
+        return Quadrature(x, below.weights)
+    like, diagonal, beside = _recurrence(measure, order)
+    _check_one(measure, like.ndim - 1)
+    axes = torch.linalg.eigh(torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1))
+    return _product(axes.eigenvalues, axes.eigenvectors[..., 0, :].square(), like)
+
+
+def _recurrence(measure: D.Distribution, order: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A parameter [d] or [], and the Jacobi matrices of the axes: diagonal α [d q] and off-diagonal β [d q−1].
+
+    x p_k = β_{k+1} p_{k+1} + α_k p_k + β_k p_{k−1} for the orthonormal polynomials of a measure (Golub and Welsch
+    1969): its eigenvalues are the nodes, and the squares of the first entries of its eigenvectors the weights.
+    """
+    if isinstance(measure, D.Normal):
+        loc, scale = _axes(measure.loc), _axes(measure.scale)
+        k = torch.arange(order, dtype=torch.float64, device=loc.device)
+        return measure.loc, loc + 0 * k, scale * k[1:].sqrt()
+    if isinstance(measure, D.Uniform):
+        low, high = _axes(measure.low), _axes(measure.high)
+        if not bool((high - low).isfinite().all()):
+            raise ValueError(
+                "Uniform over an infinite range is Lebesgue's measure, and the L² metric of functions diverges under "
+                "it (000 appendix E, ERRATA 20): take a probability measure, as Normal, or Uniform on an interval"
+            )
+        k = torch.arange(order, dtype=torch.float64, device=low.device)
+        return measure.low, (low + high) / 2 + 0 * k, (high - low) / 2 * k[1:] / (4 * k[1:].square() - 1).sqrt()
+    if isinstance(measure, (D.Gamma, D.Exponential)):
+        rate = _axes(measure.rate)
+        a = _axes(measure.concentration) if isinstance(measure, D.Gamma) else torch.ones_like(rate)
+        k = torch.arange(order, dtype=torch.float64, device=rate.device)
+        return measure.rate, (2 * k + a) / rate, (k[1:] * (k[1:] + a - 1)).sqrt() / rate
+    if isinstance(measure, D.Beta):
+        return measure.concentration1, *_jacobi(_axes(measure.concentration1), _axes(measure.concentration0), order)
+    raise TypeError(
+        f"there is no Gauss rule for {type(measure).__name__}: Normal, MultivariateNormal, Uniform, Gamma, "
+        "Exponential, Beta, products and images of them have one. Take a Monte-Carlo batch of inputs instead, "
+        "pullback(model, measure.sample((n,)), metric), or a Quadrature(nodes, weights) of your own"
+    )
+
+
+def _jacobi(p: Tensor, q: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """α and β of t^{p−1}(1 − t)^{q−1} on [0, 1]. The first of each is a limit: the general form may be 0/0 there."""
+    k = torch.arange(1, order, dtype=torch.float64, device=p.device)
+    s = p + q
+    m = 2 * k + s - 2
+    later = 0.5 + ((p - 1).square() - (q - 1).square()) / (2 * m * (m + 2))
+    square = k * (k + p - 1) * (k + q - 1) * (k + s - 2) / (m.square() * (m.square() - 1))
+    square = torch.where(k == 1, p * q / (s.square() * (s + 1)), square)
+    return torch.cat([p / s, later], dim=-1), square.sqrt()
+
+
+def _axes(parameter: Tensor) -> Tensor:
+    """A parameter [d] or [] as [d 1], in float64."""
+    return parameter.detach().double().reshape(-1, 1)
+
+
+def _check_one(measure: D.Distribution, extra: int) -> None:
+    if extra > 0:
+        raise ValueError(
+            f"{type(measure).__name__} with the batch shape {tuple(measure.batch_shape)} is several measures: give one "
+            "on R^d, with parameters [d]"
+        )
+
+
+def _product(nodes: Tensor, weights: Tensor, like: Tensor) -> Quadrature:
+    """The product rule [q^d d] of the axes' nodes and weights [d q]."""
+    d, q = nodes.shape
+    if q**d > _NODES:
+        fits = int(_NODES ** (1 / d) + 1e-9)
+        raise MemoryBoundError(
+            f"a product rule of {q} nodes on {d} axes has {q}^{d} nodes, over {_NODES:,}: lower order= (to {fits}), or "
+            "take a Monte-Carlo batch of inputs, pullback(model, measure.sample((n,)), metric)"
+        )
+    x = torch.stack(torch.meshgrid(*nodes, indexing="ij"), dim=-1).reshape(-1, d)
+    w = torch.stack(torch.meshgrid(*weights, indexing="ij"), dim=-1).reshape(-1, d).prod(-1)
+    return Quadrature(x.to(like), (w / w.sum()).to(like))
