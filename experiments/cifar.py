@@ -148,7 +148,9 @@ def cached(folder: Path, what: Benchmark, store: Path) -> Images:
     if not path.exists():
         found = read(folder, what)
         with replaced(path) as new:
-            np.savez(new, **{f"{side}{split}": t.numpy() for split, part in _splits(found) for side, t in part.items()})
+            (_, train), (_, test) = _splits(found)
+            x, y = ((train[side].numpy(), test[side].numpy()) for side in "xy")
+            np.savez(new, xtrain=x[0], ytrain=y[0], xtest=x[1], ytest=y[1])
         return found
     with np.load(path) as file:
         return _images(what, (file["xtrain"], file["ytrain"]), (file["xtest"], file["ytest"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,7 +14,7 @@ from experiments.arms import Arm, Schedule
 from experiments.cifar import Benchmark, cached
 from experiments.images import Images
 from experiments.record import Record
-from experiments.training import Job, Setup, train
+from experiments.training import Budget, Job, Setup, train
 
 TUNING_SEED = 1000  # which no run that is reported has
 
@@ -52,12 +51,12 @@ class Task:
     place: Place
 
 
-def perform(task: Task, deadline: float) -> Record | None:
+def perform(task: Task, budget: Budget) -> Record | None:
     """One run; None where there is no time left to begin it."""
-    if time.time() >= deadline:
+    if not budget.allows(0.0):
         return None
     task.setup.prepare()
-    record = train(task.job, task.setup, task.place.images(task.what), task.place.out, deadline)
+    record = train(task.job, task.setup, task.place.images(task.what), task.place.out, budget)
     if record.history:
         last, end = record.history[-1], ", diverged" if record.diverged else "" if record.finished else ", not done"
         shown = f"loss {last.train_loss:.4f}, {last.test_accuracy:.2%} in {last.seconds:.0f} s"
@@ -65,13 +64,13 @@ def perform(task: Task, deadline: float) -> Record | None:
     return record
 
 
-def perform_all(tasks: Sequence[Task], workers: int, deadline: float) -> list[Record]:
+def perform_all(tasks: Sequence[Task], workers: int, budget: Budget) -> list[Record]:
     """As many at once as there are workers; a run that fails stops no other, and is told in the end."""
     if workers == 1:
-        return [record for task in tasks if (record := perform(task, deadline)) is not None]
+        return [record for task in tasks if (record := perform(task, budget)) is not None]
     found, failed = [], []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = [(task, pool.submit(perform, task, deadline)) for task in tasks]
+        futures = [(task, pool.submit(perform, task, budget)) for task in tasks]
         for task, future in futures:
             error = future.exception()
             if error is not None:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 LIMIT = 60 * 2**20  # bytes of one file
-_IMAGES = 20_000  # in one file
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 4, "lp": 0, "pb": 0}]
 
 
@@ -54,17 +53,17 @@ def restored(residual: Bytes) -> Bytes:
     return np.stack([red + green, green, blue + green], axis=-1)
 
 
-def write_pieces(folder: Path, stem: str, x: Bytes, y: NDArray[Any]) -> list[Path]:
-    """Images and labels as ``stem_00.npz.xz``, ``stem_01.npz.xz``, …, each below the limit."""
+def write_pieces(folder: Path, stem: str, x: Bytes, y: NDArray[Any], images: int = 20_000) -> list[Path]:
+    """Images and labels as ``stem_00.npz.xz``, ``stem_01.npz.xz``, …, so many images in each."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for number, start in enumerate(range(0, len(y), _IMAGES)):
-        part = slice(start, start + _IMAGES)
+    for number, start in enumerate(range(0, len(y), images)):
+        part = slice(start, start + images)
         content = io.BytesIO()
         np.savez(content, residual=residuals(x[part]), y=y[part].astype(np.uint8), of=np.array(len(y)))
         packed = lzma.compress(content.getvalue(), filters=_FILTERS)
         if len(packed) > LIMIT:
-            raise ValueError(f"{_IMAGES} images of {stem} need {len(packed)} bytes, more than {LIMIT}: pack fewer")
+            raise ValueError(f"{images} images of {stem} need {len(packed)} bytes, more than {LIMIT}: pack fewer")
         paths.append(folder / f"{stem}_{number:02d}.npz.xz")
         paths[-1].write_bytes(packed)
     return paths

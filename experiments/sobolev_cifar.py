@@ -11,9 +11,9 @@ DATA: see ``experiments/cifar.py``. States and decoded images are in ``--out`` a
 K-FAC that is not done); what is worth keeping is in ``--results``, and what is finished there is not run again.
 
 Both schedules of the paper: "tenths", of its baseline, and "fifths", of its Sobolev gradient; "cosine" is ours. A seed
-has the same first weights and the same images in the same order for all arms. Augmentation is the usual: four black pixels
-around the image, a random crop, a random mirror. Training losses are means during an epoch, in training mode. What the
-arms are, and how the paper's weight decay is done here, is in ``experiments/arms.py``.
+has the same first weights and the same images in the same order for all arms. Augmentation is the usual: four black
+pixels around the image, a random crop, a random mirror. Training losses are means during an epoch, in training mode.
+What the arms are, and how the paper's weight decay is done here, is in ``experiments/arms.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from experiments.files import write_json
 from experiments.jobs import Place, Task, chosen, perform_all, trials
 from experiments.plots import draw
 from experiments.record import Record, load_all
-from experiments.training import Job, Setup
+from experiments.training import Budget, Job, Setup, Until
 
 # The names of the command line: the one place where names are looked up.
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
@@ -60,7 +60,7 @@ def arm(name: str, what: Benchmark, results: Path) -> Arm:
     return TUNED[name](**found[what.name][name]["chosen"])
 
 
-def tune(args: argparse.Namespace, setup: Setup, place: Place, deadline: float) -> None:
+def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
     """Choose, on training images that are held out, and write the choice down."""
     setup, schedule = replace(setup, epochs=args.tune_epochs), SCHEDULES[args.schedules[0]]
     place = replace(place, out=args.out / "tuning", held_out=args.held_out)
@@ -76,7 +76,7 @@ def tune(args: argparse.Namespace, setup: Setup, place: Place, deadline: float) 
     tasks = {(what, name): trials(what, candidates[name], schedule, setup, place) for what, name in wanted}
     for what in dict.fromkeys(what for what, _ in wanted):
         place.images(what)  # decoded once, before several processes want them
-    records = perform_all([task for group in tasks.values() for task in group], setup.workers, deadline)
+    records = perform_all([task for group in tasks.values() for task in group], setup.workers, budget)
     for what, name in wanted:
         mine = [r for r in records if (r.dataset, r.arm) == (what.name, name) and r.finished]
         if len(mine) < len(candidates[name]):
@@ -87,7 +87,7 @@ def tune(args: argparse.Namespace, setup: Setup, place: Place, deadline: float) 
         print(f"{name} on {what.name}: {found[what.name][name]['chosen']}")
 
 
-def run(args: argparse.Namespace, setup: Setup, place: Place, deadline: float) -> None:
+def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
     """All runs that are not done, the first seed of everything first."""
     known = {record.key: record for record in load_all([args.results, args.out]) if record.finished}
     tasks = []
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, setup: Setup, place: Place, deadline: float) -
     for what in dict.fromkeys(task.what for task in tasks):
         place.images(what)  # decoded once, before several processes want them
     print(f"{len(tasks)} runs, {len(known)} are done")
-    perform_all(tasks, setup.workers, deadline)
+    perform_all(tasks, setup.workers, budget)
     summarise(args)
 
 
@@ -163,8 +163,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """What the command line asks for."""
-    deadline, args = time.time(), parsed(arguments)
-    deadline += args.seconds
+    start, args = time.time(), parsed(arguments)
+    budget = Until(start + args.seconds)
     layout = LAYOUTS[args.layout]
     setup = Setup(args.epochs, args.batch, args.width, args.device, layout, args.workers, args.save_every)
     place = Place(args.data, args.out, args.out, args.limit)
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in args.datasets:
             print(*(path.name for path in pack(args.data, BENCHMARKS[name], args.pack)), sep="\n")
     elif args.tune:
-        tune(args, setup, place, deadline)
+        tune(args, setup, place, budget)
     elif args.time:
         clock(args, setup, place)
     elif args.report:
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         )
     else:
-        run(args, setup, place, deadline)
+        run(args, setup, place, budget)
 
 
 if __name__ == "__main__":

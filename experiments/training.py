@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
@@ -79,7 +80,8 @@ class Training:
         images = images.to(device)
         torch.manual_seed(job.seed)
         self.job, self.setup = job, setup
-        self.model = vgg16(images.classes, setup.width).to(device, memory_format=setup.layout)
+        model = vgg16(images.classes, setup.width).to(device)
+        self.model = model.to(memory_format=setup.layout)  # type: ignore[call-overload]  # torch does not type it
         self.optimizer = job.arm.optimizer(self.model, job.seed)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         scale = Scale.of(images.train)
@@ -180,8 +182,31 @@ class Training:
         )
 
 
-def train(job: Job, setup: Setup, images: Images, out: Path, deadline: float = math.inf) -> Record:
-    """Run, or go on, until it is done or the next epoch would end after the deadline (``time.time``).
+class Budget(ABC):
+    """How long runs may go on."""
+
+    @abstractmethod
+    def allows(self, seconds: float) -> bool:
+        """Whether there is time for something that takes so long."""
+
+
+@final
+@dataclass(frozen=True)
+class Until(Budget):
+    """A time of the clock of the machine, which all processes share.
+
+    >>> Until(time.time() + 60).allows(50.0), Until(time.time() + 60).allows(70.0)
+    (True, False)
+    """
+
+    deadline: float
+
+    def allows(self, seconds: float) -> bool:
+        return time.time() + seconds < self.deadline
+
+
+def train(job: Job, setup: Setup, images: Images, out: Path, budget: Budget) -> Record:
+    """Run, or go on, until it is done or there is no time for another epoch.
 
     The curve is written after every epoch, the state after every ``save_every`` and where the run stops; the state goes
     when the run is done.
@@ -191,12 +216,12 @@ def train(job: Job, setup: Setup, images: Images, out: Path, deadline: float = m
     if checkpoint.exists():
         training.load(torch.load(checkpoint, map_location="cpu", weights_only=True))
     longest = 0.0
-    while not training.finished and time.time() + longest < deadline:
+    while not training.finished and budget.allows(longest):
         start = time.time()
         training.epoch()
         longest = max(longest, 1.1 * (time.time() - start))
-        last = time.time() + longest >= deadline
-        if not training.finished and (last or len(training.history) % setup.save_every == 0):
+        due = len(training.history) % setup.save_every == 0 or not budget.allows(longest)
+        if due and not training.finished:
             with replaced(checkpoint) as file:
                 torch.save(training.state(), file)
         training.record().save(path)

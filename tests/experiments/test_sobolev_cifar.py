@@ -1,0 +1,245 @@
+"""The experiment on CIFAR at a tiny size: it runs, it can be stopped and go on exactly, it reports what it ran (S6)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import natgrad as ng
+from experiments import arms, report
+from experiments.arms import FIFTHS, TENTHS, Momentum
+from experiments.cifar import CIFAR10
+from experiments.images import Images
+from experiments.packing import write_pieces
+from experiments.record import Point, Record, load_all
+from experiments.sobolev_cifar import main
+from experiments.training import Budget, Job, Setup, Training, train
+from tests.experiments.test_cifar import images
+
+SETUP = Setup(epochs=2, batch=32, width=2)
+TINY = ["--width", "2", "--batch", "32", "--epochs", "2", "--device", "cpu", "--schedules", "tenths"]
+
+
+@final
+@dataclass(frozen=True)
+class Ample(Budget):
+    """Time for everything."""
+
+    def allows(self, seconds: float) -> bool:
+        return True
+
+
+@final
+@dataclass(frozen=True)
+class OneEpoch(Budget):
+    """Time to begin, and not for another epoch."""
+
+    def allows(self, seconds: float) -> bool:
+        return seconds == 0
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """A run chooses threads and convolutions for its whole process."""
+    threads, fastest = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = fastest
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Images:
+    return images(CIFAR10, 64)
+
+
+@pytest.fixture
+def folder(pictures: Images, tmp_path: Path) -> Path:
+    """The pictures in files."""
+    for split, part in (("train", pictures.train), ("test", pictures.test)):
+        write_pieces(tmp_path / "data", f"cifar10_{split}", part.x.numpy(), part.y.numpy())
+    return tmp_path
+
+
+def timeless(record: Record) -> list[dict[str, Any]]:
+    """The curve without its clock."""
+    return [{**asdict(point), "seconds": 0.0} for point in record.history]
+
+
+@pytest.mark.parametrize("arm", [arms.amari(), arms.sobolev()], ids=lambda arm: arm.name)
+def test_a_run_that_is_stopped_after_an_epoch_goes_on_exactly(arm: arms.KFAC, pictures: Images, tmp_path: Path) -> None:
+    often = replace(arm, constants=arms.Constants(metric_every=2, inverse_every=3))  # and in the second epoch too
+    job = Job("cifar10", TENTHS, often, seed=0)
+    whole = train(job, SETUP, pictures, tmp_path / "whole", Ample())
+    assert whole.finished
+    assert len(whole.history) == 2
+    half = train(job, SETUP, pictures, tmp_path / "half", OneEpoch())
+    assert not half.finished
+    assert len(half.history) == 1
+    state = tmp_path / "half" / "states" / f"{job.key}.pt"
+    assert state.exists()
+    assert timeless(train(job, SETUP, pictures, tmp_path / "half", Ample())) == timeless(whole)
+    assert not state.exists()  # a gigabyte at full size
+    (saved,) = load_all([tmp_path / "half"])
+    assert saved.finished
+    assert timeless(saved) == [pytest.approx(point, rel=1e-5) for point in timeless(whole)]
+
+
+def test_a_state_of_other_settings_is_refused(pictures: Images, tmp_path: Path) -> None:
+    job = Job("cifar10", TENTHS, Momentum(0.01, 0.0), seed=0)
+    train(job, SETUP, pictures, tmp_path, OneEpoch())
+    with pytest.raises(ValueError, match=r"cifar10-tenths-sgd-0 was begun with .*: choose another --out"):
+        train(job, replace(SETUP, batch=16), pictures, tmp_path, Ample())
+
+
+def test_arms_of_one_seed_start_from_the_same_weights_and_see_the_same_images(pictures: Images) -> None:
+    one, other = (
+        Training(Job("cifar10", TENTHS, arm, seed=3), SETUP, pictures) for arm in (arms.amari(), Momentum(0.1, 0.0))
+    )
+    for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    for (x, t), (u, s) in zip(one.feed.epoch(), other.feed.epoch(), strict=True):
+        assert torch.equal(x, u)
+        assert torch.equal(t, s)
+
+
+def test_a_run_whose_loss_is_no_number_is_over_and_said_to_have_diverged(pictures: Images, tmp_path: Path) -> None:
+    record = train(Job("cifar10", TENTHS, Momentum(1e30, 0.0), 0), SETUP, pictures, tmp_path, Ample())
+    assert record.finished
+    assert record.diverged
+    (saved,) = load_all([tmp_path])
+    assert math.isnan(saved.history[-1].train_loss)
+    (group,) = report.groups([saved], tmp_path / "no timing")
+    assert "all 1 diverged" in group.row()
+
+
+def test_the_schedules_are_those_of_the_paper() -> None:
+    """000 App. D: to a tenth after 20 and 40 of 50 epochs, or to a fifth after 20 and 30."""
+    tenths, fifths = ([s.left(epoch, 50) for epoch in range(50)] for s in (TENTHS, FIFTHS))
+    assert tenths == pytest.approx([1.0] * 20 + [0.1] * 20 + [0.01] * 10)
+    assert fifths == pytest.approx([1.0] * 20 + [0.2] * 10 + [0.04] * 20)
+
+
+def test_the_weight_decay_shrinks_weights_as_fast_as_one_inside_the_momentum() -> None:
+    """θ ← θ − lr·m, m ← μm + wd·θ: after a start of 1/(1 − μ) steps, as (1 − lr·wd/(1 − μ)) a step."""
+    c = arms.Constants()
+    θ, m, passed = 1.0, 0.0, []
+    for _ in range(3000):
+        m = c.momentum * m + c.weight_decay * θ
+        θ -= c.lr * m
+        passed.append(θ)
+    assert passed[-1] / passed[-2] == pytest.approx(1 - c.lr * c.decoupled, abs=1e-6)
+    assert passed[-1] == pytest.approx((1 - c.lr * c.decoupled) ** 3000, rel=0.01)
+
+
+def probes(metric: ng.OutputMetric, y: Tensor) -> Tensor:
+    """E[s_n s_mᵀ] [n o m p] by many draws."""
+    generator = torch.Generator().manual_seed(0)
+    s = torch.cat([metric.root(y, None, generator) for _ in range(4000)])
+    return torch.einsum("kno,kmp->nomp", s, s) / 4000
+
+
+def test_independent_labels_leave_only_the_diagonal_of_the_coupling_and_shared_probes_all_of_it() -> None:
+    """ERRATA 10: E[s_n s_mᵀ] = 0 for n ≠ m, where the shared probe has the product of the roots."""
+    torch.manual_seed(0)
+    y, x = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    shared, alone = (arm.metric for arm in (arms.sobolev(), arms.independent()))
+    exact = ng.Fisher(ng.Categorical()).root(y)
+    expected = torch.einsum("kno,kmp->nomp", exact, exact)
+    n = torch.arange(3)
+    drawn = probes(alone, y)
+    assert (probes(shared, y) - expected).abs().max() < 0.05
+    assert (drawn[n, :, n] - expected[n, :, n]).abs().max() < 0.05
+    drawn[n, :, n] = 0
+    assert drawn.abs().max() < 0.05
+    assert expected[0, :, 1].abs().max() > 0.1
+    C, D = shared.coupling(x, 3), alone.coupling(x, 3)
+    assert C is not None
+    assert D is not None
+    assert torch.equal(C, D)
+
+
+def test_the_kernel_has_the_lengthscale_and_the_network_input_is_not_scaled() -> None:
+    """ERRATA 14: k = (1 + r)e^{−r}, r = ‖x − x'‖/20."""
+    x = torch.zeros(2, 3, 32, 32, dtype=torch.float64)
+    x[1, 0, 0, 0] = 40.0
+    metric = arms.sobolev().metric
+    assert isinstance(metric, ng.Sobolev)
+    assert float(metric.gram(x, 2)[0, 1]) == pytest.approx(3 * math.exp(-2), rel=1e-5)
+
+
+def curve(arm: str, seed: int, losses: list[float], accuracies: list[float]) -> Record:
+    """A finished run with these numbers."""
+    pairs = enumerate(zip(losses, accuracies, strict=True))
+    history = [Point(e + 1, loss, loss, accuracy, 2.0 * (e + 1), 4) for e, (loss, accuracy) in pairs]
+    return Record("cifar10", "tenths", arm, seed, {}, {}, history, finished=True, diverged=False)
+
+
+def test_the_summary_has_means_and_sample_deviations_over_seeds(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    losses, accuracies = rng.random((3, 5)), rng.random((3, 5))
+    records = [curve("sobolev", s, losses[s].tolist(), accuracies[s].tolist()) for s in range(3)]
+    report.save(records, tmp_path)
+    found = json.loads((tmp_path / "summary.json").read_text())["cifar10"]["tenths"]["sobolev"]
+    for name, values in (("train_loss", losses), ("test_accuracy", 100 * accuracies)):
+        assert found[name]["mean"] == pytest.approx(values.mean(0).tolist(), rel=1e-4)
+        assert found[name]["deviation"] == pytest.approx(values.std(0, ddof=1).tolist(), rel=1e-4)
+    again = load_all([tmp_path])
+    assert [asdict(p) for p in again[2].history] == [pytest.approx(asdict(p), rel=1e-5) for p in records[2].history]
+
+
+def test_the_command_runs_what_is_not_done_in_several_processes_and_draws_it(folder: Path) -> None:
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    main([*places, *TINY, "--arms", "amari", "sobolev", "--seeds", "0", "--workers", "2"])
+    main([*places, *TINY, "--arms", "amari", "independent", "--seeds", "0"])
+    main([*places, "--report"])
+    found = json.loads((folder / "results" / "summary.json").read_text())["cifar10"]["tenths"]
+    assert list(found) == ["amari", "sobolev", "independent"]
+    assert found["amari"]["workers"] == [2]  # it was not run again
+    assert found["independent"]["workers"] == [1]
+    assert 0 < (folder / "results" / "cifar10-tenths.svg").stat().st_size < 200_000
+    with pytest.raises(SystemExit, match=r"cifar10-tenths-amari-0 was run with .*: choose other folders"):
+        main([*places, *TINY, "--batch", "16", "--arms", "amari", "--seeds", "0"])
+
+
+def test_sgd_and_adamw_are_tuned_on_images_that_are_held_out_before_they_run(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    with pytest.raises(SystemExit, match="sgd has not been tuned on cifar10: run --tune first"):
+        main([*places, *TINY, "--arms", "sgd"])
+    main([*places, *TINY, "--arms", "sgd", "--tune", "--tune-epochs", "1", "--held-out", "20", "--seconds", "0"])
+    assert "sgd on cifar10: 0 of 9 trials are done, run --tune again" in capsys.readouterr().out
+    main([*places, *TINY, "--arms", "sgd", "--tune", "--tune-epochs", "1", "--held-out", "20"])
+    best = json.loads((folder / "results" / "tuned.json").read_text())["cifar10"]["sgd"]
+    tried = {(one["lr"], one["weight_decay"]): one["accuracy"] for one in best["tried"]}
+    assert len(tried) == 9
+    assert tried[best["chosen"]["lr"], best["chosen"]["weight_decay"]] == max(tried.values())
+    main([*places, *TINY, "--arms", "sgd", "--seeds", "0"])
+    (record,) = load_all([folder / "results"])
+    assert record.settings["arm"] == best["chosen"]
+
+
+def test_steps_are_timed_alone_and_in_turns(folder: Path) -> None:
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    main([*places, *TINY, "--arms", "amari", "sgd", "--time", "--rounds", "1"])
+    found = json.loads((folder / "results" / "timing.json").read_text())
+    assert found["over_amari"]["amari"]["median"] == 1.0
+    assert found["ms_a_step"]["sgd"]["median"] < found["ms_a_step"]["amari"]["median"]
+    assert found["seconds_an_epoch"]["amari"] == pytest.approx(2e-3 * found["ms_a_step"]["amari"]["median"], rel=1e-2)
+
+
+def test_every_arm_is_an_optimizer_of_every_model() -> None:
+    for arm in (arms.amari(), arms.sobolev(), arms.independent(), *(found[0] for found in arms.grid().values())):
+        assert isinstance(arm.optimizer(nn.Linear(3, 10), 0), Optimizer)
+        assert arm.numbers()["lr"] > 0
+        assert arm.name in report.TITLES
