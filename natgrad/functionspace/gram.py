@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.operators.kernel import KernelOperator
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
+from natgrad.structures.packing import index_of, name_of
 
 _LIMIT = 2**22  # elements of a temporary
 
@@ -33,10 +34,7 @@ class Layer:
     @property
     def title(self) -> str:
         """The names of its parameters, in flattening order."""
-        starts: dict[str, int] = {}
-        for block in self.blocks:
-            starts.update(zip(block.names, sorted(place.start for place in block.places), strict=True))
-        return " + ".join(sorted(starts, key=lambda name: starts[name]))
+        return name_of(self.blocks)
 
     def gram(self, other: Layer | None = None) -> Tensor:
         """R R'ᵀ [(k n) (l m)] with the rows of the same layer at other examples; None: at the same ones."""
@@ -53,7 +51,7 @@ class Layer:
     def _rows(self) -> Tensor:
         """R [(k n) p] in flattening order."""
         packed = torch.cat([f.rows().flatten(0, 1) for f in self.factors], dim=1)
-        return packed[:, torch.cat([block.index for block in self.blocks]).argsort()]
+        return packed[:, index_of(self.blocks).argsort()]
 
 
 def layers(rows: KernelOperator) -> dict[str, Layer]:

@@ -16,13 +16,14 @@ from natgrad.geometry import unflatten
 from natgrad.linalg import check_finite
 from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Inputs, Model, tensors_of
-from natgrad.operators.base import Inverse
+from natgrad.operators.base import Inverse, Layout
 from natgrad.operators.kernel import KernelOperator
 from natgrad.output.metric import Euclidean
 from natgrad.pullback import pullback
 from natgrad.pullback.parts import Part, check_apart, examples, ranges, separable
 from natgrad.pullback.pullback import MEMORY
 from natgrad.pullback.roots import unrounded
+from natgrad.slots import check_slots
 from natgrad.structures import Kernel
 
 
@@ -114,14 +115,15 @@ class Points:
         """J/√N of a range, in factors."""
         x = self.x if part is None else examples(self.x, part, self._n)
         pb = pullback(self.model, x, Euclidean(), memory=self.memory)
-        needed = Kernel().elements(pb) * pb.y.element_size()
+        needed = (Kernel().elements(pb) - 2 * (pb.columns * pb.n) ** 2) * pb.y.element_size()  # without its matrices
         if needed > self.memory:
             raise MemoryBoundError(
-                f"the tangent kernel of {pb.n} points with {pb.columns} outputs and {self.model.size:,} parameters "
-                f"needs {needed:,} bytes, over the bound memory={self.memory:,}: take fewer points at a time with "
-                "batch=, or products only with functionspace.NTKOperator"
+                f"the layers of {pb.n} points with {pb.columns} outputs and {self.model.size:,} parameters need "
+                f"{needed:,} bytes, over the bound memory={self.memory:,}: take fewer points at a time (ntk has batch= "
+                "for it), or products only with functionspace.NTKOperator"
             )
-        return Kernel().estimate(pb)
+        with torch.no_grad(), unrounded(pb.y.device):
+            return KernelOperator(Layout(pb.model.like, pb.y.dtype), tuple(pb.blocks), tuple(pb.collect()))
 
     @property
     def _n(self) -> int:
@@ -187,11 +189,11 @@ class Canvas:
 
     @staticmethod
     def of(pair: Pair, count: int, memory: int) -> Canvas:
-        """Zeros, for ``count`` kernels like this one; refused before they are allocated if they are too large."""
+        """Zeros, one of ``count`` kernels; refused, with a term of them, before they are allocated if too large."""
         k, _, l, _ = pair.shape
         like = pair.left.factors[0].g
         shape = (k, pair.sizes[0], l, pair.sizes[1])
-        check_size(count * math.prod(shape) * like.element_size(), pair.sizes, memory)
+        check_size((count + 1) * math.prod(shape) * like.element_size(), pair.sizes, memory)
         return Canvas(like.new_zeros(shape))
 
     def add(self, pair: Pair, block: Tensor) -> None:
@@ -252,10 +254,12 @@ class NTKOperator:
         """
         wrapped = Model.of(model, params, output)
         wrapped.check_separable()
+        if inverse is not None:
+            check_slots(inverse=(inverse, Inverse))
         left = linearise(wrapped, x)
         right = left if y is None else linearise(wrapped, y)
         for linear in (left, right):
-            check_finite(linear.y, "the outputs of the model")
+            check_finite(linear.y, "the output of the model")
         if inverse is not None and list(inverse.layout.like) != list(wrapped.params):
             raise ValueError(
                 f"the metric is over {list(inverse.layout.like)}, and the model has {list(wrapped.params)}: estimate "

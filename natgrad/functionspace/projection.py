@@ -17,11 +17,44 @@ from natgrad.functionspace.ntk import Points, check_size, ntk
 from natgrad.geometry import Vector
 from natgrad.linalg import check_damping, check_finite
 from natgrad.model import Inputs, Model
+from natgrad.operators.gram import KernelMatrix
 from natgrad.operators.kernel import KernelOperator
 from natgrad.output.metric import Euclidean
 from natgrad.pullback import Pullback, pullback
 from natgrad.pullback.pullback import MEMORY
+from natgrad.pullback.roots import unrounded
+from natgrad.slots import check_slots
 from natgrad.structures import Kernel
+
+
+@final
+@dataclass(frozen=True)
+class Spectrum:
+    """The pulled-back metric g on its range: eigenvalues σ² and orthonormal eigenvectors d_e = Uᵀ E_e of parameters.
+
+    U are the rows of a frame, R = MᵀU. ``images``: R d_e/σ_e, orthonormal functions h_e of 000 (18) in coordinates.
+    """
+
+    values: Tensor  # σ² ascending [e]
+    directions: Tensor  # E [(k n) e]
+    images: Tensor  # [(k t) e]
+
+    @staticmethod
+    def of(square: Tensor, mixing: Tensor | None, eps: float) -> Spectrum:
+        """From U Uᵀ [(k n) (l m)] and M [n t].
+
+        M is as ill-conditioned as a kernel matrix, and would hide what U Uᵀ says of the rank: the range is found first.
+        """
+        squares, W = torch.linalg.eigh(square)
+        seen = squares > 8 * len(squares) * eps * squares[-1]
+        ρ, W = squares[seen].sqrt(), W[:, seen]
+        inner = W * ρ  # [(k n) e], the coordinates of an orthonormal basis
+        if mixing is not None:
+            inner = torch.einsum("nt,kne->kte", mixing, inner.view(-1, len(mixing), ρ.numel())).flatten(0, 1)
+        images, σ, V = torch.linalg.svd(inner, full_matrices=False)
+        kept = σ > 8 * len(square) * torch.finfo(σ.dtype).eps * σ[:1]
+        order = kept.nonzero().flatten().flip(0)
+        return Spectrum(σ[order].square(), (W / ρ @ V.T)[:, order], images[:, order])
 
 
 @final
@@ -35,33 +68,11 @@ class TangentFrame:
     """
 
     model: Model
-    rows: KernelOperator  # s·J/√N, in factors
+    rows: KernelOperator  # U = s·J/√N, in factors
     root: Tensor  # s [k n d]
     shape: torch.Size  # of the outputs, [n *out]
     mixing: Tensor | None = None  # M [n t]
     memory: int = MEMORY
-
-    @property
-    def values(self) -> Tensor:
-        """The eigenvalues of R Rᵀ, those of the pulled-back metric that are not zero, ascending [e]."""
-        return self._spectrum[0]
-
-    @property
-    def vectors(self) -> Tensor:
-        """Its eigenvectors [(k t) e]."""
-        return self._spectrum[1]
-
-    @cached_property
-    def _spectrum(self) -> tuple[Tensor, Tensor]:
-        square = self.rows.gram().double()
-        check_finite(square, "the Gram matrix of the tangent space")
-        k, n = self.root.shape[:2]
-        if self.mixing is not None:
-            inner = torch.einsum("nt,knlm,mu->ktlu", self.mixing, square.view(k, n, k, n), self.mixing)
-            square = inner.flatten(2).flatten(0, 1)
-        values, vectors = torch.linalg.eigh(square)
-        seen = values > values.numel() * torch.finfo(self.rows.layout.dtype).eps * values[-1]
-        return values[seen], vectors[:, seen]
 
     @staticmethod
     def of(pb: Pullback) -> TangentFrame:
@@ -69,13 +80,17 @@ class TangentFrame:
 
         >>> import natgrad as ng
         >>> pb = ng.pullback(nn.Linear(2, 3), torch.randn(5, 2), ng.Fisher(ng.Categorical()))
-        >>> TangentFrame.of(pb).values.shape  # the Fisher metric does not see a constant added to the logits
+        >>> TangentFrame.of(pb).spectrum.values.shape  # a constant added to the logits has no length
         torch.Size([6])
         """
-        mixing = None if pb.coupling is None else pb.mixing().double()
-        rows = Kernel().estimate(replace(pb, coupling=None))
+        check_slots(pullback=(pb, Pullback))
+        mixing = None
+        if pb.K is not None:
+            mixing = _whitening(KernelMatrix.of(pb.K))
+        elif pb.coupling is not None:
+            mixing = pb.mixing().double()
         root = pb.root.reshape(*pb.root.shape[:2], -1).double()
-        return TangentFrame(pb.model, rows, root, pb.y.shape, mixing, pb.memory)
+        return TangentFrame(pb.model, Kernel().estimate(pb.unmixed()), root, pb.y.shape, mixing, pb.memory)
 
     @staticmethod
     def within(
@@ -85,14 +100,15 @@ class TangentFrame:
         params: Mapping[str, Tensor] | None = None,
         output: Callable[[Any], Tensor] | None = None,
     ) -> TangentFrame:
-        """In the Hilbert space of a kernel: ‖v‖² = Σ_k v_kᵀK⁺v_k, of the smallest function with the values v (000 (22)).
+        """In the Hilbert space of a kernel: ‖v‖² = Σ_k v_kᵀK⁺v_k, the least with the values v (000 (22)).
 
         A sum and not a mean, without jitter: points that are equal count once (ERRATA 11, 13).
 
         >>> from natgrad.functionspace import SobolevKernel
-        >>> TangentFrame.within(nn.Linear(2, 1), torch.randn(5, 2), SobolevKernel(1.5)).values.shape
+        >>> TangentFrame.within(nn.Linear(2, 1), torch.randn(5, 2), SobolevKernel(1.5)).spectrum.values.shape
         torch.Size([3])
         """
+        check_slots(kernel=(kernel, ReproducingKernel))
         pb = pullback(Model.of(model, params, output), x, Euclidean())
         with torch.no_grad():
             K = kernel(x)
@@ -101,10 +117,16 @@ class TangentFrame:
                 f"the kernel sees {K.shape[0]} inputs and the model has {pb.n} outputs: one each is needed"
             )
         check_finite(K, "the Gram matrix of the kernel")
-        values, vectors = torch.linalg.eigh(K.double())
-        seen = values > pb.n * max(torch.finfo(t.dtype).eps for t in (K, pb.y)) * values[-1]
-        mixing = vectors[:, seen] * (pb.n / values[seen]).sqrt()  # the rows are those of a mean
-        return replace(TangentFrame.of(pb), mixing=mixing)
+        matrix = KernelMatrix.of(K, max(torch.finfo(t.dtype).eps for t in (K, pb.y)))
+        return replace(TangentFrame.of(pb), mixing=_whitening(matrix) * math.sqrt(pb.n))  # rows are those of a mean
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        """That of the pulled-back metric."""
+        with torch.no_grad():
+            square = self.rows.gram().double()
+            check_finite(square, "the Gram matrix of the tangent space")
+            return Spectrum.of(square, self.mixing, torch.finfo(self.rows.layout.dtype).eps)
 
     def coordinates(self, v: Tensor) -> Tensor:
         """ξ(v) [(k t)], of a function with the values v [n *out] at the points."""
@@ -114,20 +136,30 @@ class TangentFrame:
         ξ = torch.einsum("knd,nd->kn", self.root, v.detach().reshape(self.shape[0], -1).double())
         return (ξ if self.mixing is None else ξ @ self.mixing).reshape(-1) / math.sqrt(self.shape[0])
 
-    def vector(self, ξ: Tensor) -> Vector:
+    def pull(self, ξ: Tensor) -> Vector:
         """Rᵀξ, a vector of the parameters, for coordinates ξ [(k t)]."""
         ξ = ξ.view(self.root.shape[0], -1)
-        t = ξ if self.mixing is None else ξ @ self.mixing.T
-        return self.rows.layout.vector(self.rows.pull(t.to(self.rows.layout.dtype)))
+        return self.combine(ξ if self.mixing is None else ξ @ self.mixing.T)
 
-    def seen_from(self, x: Inputs) -> Tensor:
-        """J_x Rᵀ [m d (k t)], the products of ∂φ at other points x with the frame."""
+    def combine(self, t: Tensor) -> Vector:
+        """Uᵀt, a vector of the parameters, for t of k n numbers."""
+        t = t.reshape(self.root.shape[:2]).to(self.rows.layout.dtype)
+        return self.rows.layout.vector(self.rows.pull(t))
+
+    def along(self, x: Inputs) -> Tensor:
+        """J_x d_e [m d e]: how the outputs at any points x move along the eigenvectors of the pulled-back metric."""
         rows = Points(self.model, x, memory=self.memory).rows()
         d, m = rows.factors[0].g.shape[:2]
         k, n = self.root.shape[:2]
         check_size(d * m * k * n * 8, (m, n), self.memory)
-        inner = gram(rows, self.rows).double().view(d, m, k, n) * math.sqrt(m)
-        return (inner if self.mixing is None else inner @ self.mixing).flatten(2).transpose(0, 1)
+        with torch.no_grad(), unrounded(self.root.device):
+            inner = gram(rows, self.rows).double() * math.sqrt(m)  # J_x Uᵀ
+            return (inner @ self.spectrum.directions).view(d, m, -1).transpose(0, 1)
+
+
+def _whitening(K: KernelMatrix) -> Tensor:
+    """M [n t] with M Mᵀ = K⁺."""
+    return K.unwhiten(torch.eye(len(K.whole), dtype=K.whole.dtype, device=K.whole.device)).T
 
 
 @final
@@ -157,16 +189,15 @@ class TangentKernel:
 
     def __call__(self, x: Inputs, y: Inputs = None) -> Tensor:
         """K_f [n m k l] between points x and y, in the precision of the model; y = None is x itself."""
-        frame, λ = self.frame, self.damping
-        left = frame.seen_from(x) @ frame.vectors  # [n k e]
-        right = left if y is None else frame.seen_from(y) @ frame.vectors
-        σ2 = frame.values
-        kernel = torch.einsum("nke,e,mle->nmkl", left, 1 / (σ2 * (σ2 + λ)), right)
-        dtype = frame.rows.layout.dtype
+        frame, λ, σ2 = self.frame, self.damping, self.frame.spectrum.values
+        left = frame.along(x)
+        right = left if y is None else frame.along(y)
+        check_size(8 * left[..., 0].numel() * right[..., 0].numel(), (len(left), len(right)), frame.memory)
+        kernel = torch.einsum("nke,e,mle->nmkl", left, 1 / (σ2 + λ), right)
         if λ > 0:  # what g does not see of ∂φ has only the damping
             whole = ntk(frame.model, x, y, memory=frame.memory).double()
-            kernel += (whole - torch.einsum("nke,e,mle->nmkl", left, 1 / σ2, right)) / λ
-        return kernel.to(dtype)
+            kernel += (whole - torch.einsum("nke,mle->nmkl", left, right)) / λ
+        return kernel.to(frame.rows.layout.dtype)
 
     def project(self, v: Tensor) -> Vector:
         """w of the projection P v = J w of a function with the values v [n *out] at the points (000 lemma 3).
@@ -174,8 +205,10 @@ class TangentKernel:
         With damping, the w that minimises ‖v − J w‖² + λ‖w‖². P of a gradient of functions is what the natural gradient
         moves the function by (ERRATA 17).
         """
-        U = self.frame.vectors
-        return self.frame.vector(U @ ((U.T @ self.frame.coordinates(v)) / (self.frame.values + self.damping)))
+        spectrum = self.frame.spectrum
+        σ2 = spectrum.values
+        inside = spectrum.images.T @ self.frame.coordinates(v)  # ⟨h_e, v⟩
+        return self.frame.combine(spectrum.directions @ (inside * σ2.sqrt() / (σ2 + self.damping)))
 
 
 @final
@@ -202,11 +235,11 @@ class NTKMap:
 
     def __call__(self, v: Tensor) -> Vector:
         """w of S v = J w, w^p = ⟨v, ∂φ/∂θ^p⟩, for a function with the values v [n *out] at the points."""
-        return self.frame.vector(self.frame.coordinates(v))
+        return self.frame.pull(self.frame.coordinates(v))
 
     def eigenvalues(self) -> Tensor:
         """Those of S on the tangent space, ascending: the eigenvalues of the pulled-back metric that are not zero."""
-        return self.frame.values
+        return self.frame.spectrum.values
 
     def projection_defect(self) -> Tensor:
         """‖S² − S‖/‖S‖ in the norm of operators, max|λ² − λ|/max λ: zero if and only if S is a projection."""
@@ -223,9 +256,9 @@ class NTKMap:
         return (λ.max() - λ.min()) / (λ.max() + λ.min())
 
     def _nonzero(self) -> Tensor:
-        if self.frame.values.numel() == 0:
+        if self.eigenvalues().numel() == 0:
             raise ValueError(
                 "the tangent space has no dimension that the metric sees at these points: S is zero. Take points where "
                 "the outputs depend on the parameters"
             )
-        return self.frame.values
+        return self.eigenvalues()

@@ -49,7 +49,7 @@ class PushforwardMetric:
         check_finite(kernel, "the kernel")
         n, _, k, _ = kernel.shape
         values, vectors = torch.linalg.eigh(kernel.transpose(1, 2).reshape(n * k, n * k).double())
-        precision = n * k * torch.finfo(kernel.dtype).eps
+        precision = 8 * n * k * torch.finfo(kernel.dtype).eps
         seen = values > precision * values[-1]
         return PushforwardMetric(values[seen], vectors[:, seen], precision)
 
@@ -75,7 +75,7 @@ class PushforwardMetric:
         inside = self.vectors.T @ flat
         outside = float((flat - self.vectors @ inside).norm() / flat.norm().clamp(min=torch.finfo(v.dtype).tiny))
         # What is cut off of Θ is of this size in J.
-        if outside > 10 * math.sqrt(self.precision):
+        if outside > 4 * math.sqrt(self.precision):
             raise ValueError(
                 f"v is not tangent to the model: {100 * outside:.2g} % of it lie outside the span of ∂φ/∂θ, where the "
                 "pushforward metric is not defined. Project it first, with TangentSpace.project or "
