@@ -164,6 +164,7 @@ def _attempts(
 
     def attempt(α: float) -> Trial:
         proposal = propose(α)
+        proximity.check(proposal.point)
         there, differential = _differentiated(objective, proposal.point)
         slack = rounding * (spread + there.abs())
         return Trial(α, value, proposal.point, there, differential, proposal.progress, slack)

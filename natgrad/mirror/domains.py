@@ -100,16 +100,24 @@ class Simplex(Domain):
     def _check_sum(self, x: Tensor, what: str) -> None:
         if x.ndim == 0:
             raise DomainError(f"{what} is one number: a point of a simplex has its entries on the last axis")
-        total = x.sum(-1)
-        rounding = _ROUNDING * torch.finfo(x.dtype).eps
-        _refuse(total, (total - 1).abs() <= rounding, f"the sum of {what} over the last axis, ", "must be 1")
+        off = x.detach().sum(-1) - 1
+        wrong = ~(off.abs() <= _ROUNDING * torch.finfo(x.dtype).eps)
+        if bool(wrong.any()):
+            at = tuple(int(i) for i in wrong.nonzero()[0])
+            raise DomainError(
+                f"{what}{_entry(at)} sums to 1 + {float(off[at]):.6g} over its last axis, and a point of a simplex to "
+                "1: divide it by its sum"
+            )
 
 
 def _refuse(x: Tensor, inside: Tensor, what: str, bound: str) -> None:
     if bool(inside.all()):
         return
     at = tuple(int(i) for i in (~inside).nonzero()[0])
-    entry = f"[{', '.join(map(str, at))}]" if at else ""
     raise DomainError(
-        f"{what}{entry} = {float(x[at]):.6g} {bound}: start inside, or take shorter steps (a larger alpha)"
+        f"{what}{_entry(at)} = {float(x[at]):.6g} {bound}: start inside, or take shorter steps (a larger alpha)"
     )
+
+
+def _entry(at: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, at))}]" if at else ""

@@ -47,7 +47,7 @@ class NegativeEntropy(Potential):
     def bregman(self, y: Tensor, x: Tensor) -> Tensor:
         self.domain.check(x, "x")
         self.domain.check_closure(y, "y")
-        return (torch.xlogy(y, y / x) - y + x).sum()
+        return _kl(y, x)
 
     def hessian(self, x: Tensor) -> Operator:
         self.domain.check(x, "x")
@@ -91,7 +91,7 @@ class BinaryEntropy(Potential):
     def bregman(self, y: Tensor, x: Tensor) -> Tensor:
         self.domain.check(x, "x")
         self.domain.check_closure(y, "y")
-        return (torch.xlogy(y, y / x) + torch.xlogy(1 - y, (1 - y) / (1 - x))).sum()
+        return _kl(y, x) + _kl(1 - y, 1 - x)
 
     def hessian(self, x: Tensor) -> Operator:
         self.domain.check(x, "x")
@@ -138,7 +138,7 @@ class SimplexEntropy(Potential):
     def bregman(self, y: Tensor, x: Tensor) -> Tensor:
         self.domain.check(x, "x")
         self.domain.check_closure(y, "y")
-        return torch.xlogy(y, y / x).sum()
+        return _kl(y, x)  # −y + x sums to nothing
 
     def hessian(self, x: Tensor) -> Operator:
         self.domain.check(x, "x")
@@ -195,6 +195,12 @@ class LogBarrier(Potential):
     def conjugate_hessian(self, z: Tensor) -> Operator:
         self.dual_domain.check(z, "z")
         return diagonal(z.square().reciprocal())
+
+
+def _kl(y: Tensor, x: Tensor) -> Tensor:
+    """Σ y log(y/x) − y + x [], as Σ x((1 + t) log(1 + t) − t) with t = (y − x)/x, which does not cancel near y = x."""
+    t = (y - x) / x
+    return (x * (torch.special.xlog1py(1 + t, t) - t)).sum()
 
 
 def _blocks(matrices: Tensor) -> Tensor:

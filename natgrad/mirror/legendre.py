@@ -9,10 +9,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.errors import DomainError, NatgradError
-from natgrad.linalg import cholesky
+from natgrad.errors import DomainError, NatgradError, SingularMetricError
 from natgrad.mirror.domains import Domain, Space
-from natgrad.mirror.potentials import Potential, dense, inverted
+from natgrad.mirror.potentials import Potential, dense, inverted, scaled_cholesky
 from natgrad.operators.base import Operator
 
 _HALVINGS = 60
@@ -61,11 +60,15 @@ class Convex(Potential):
         self.image.check(z, "z")
         x = self._solved(z.detach())
         # One more Newton step, in which z is differentiated and the Hessian is not: the implicit function theorem.
-        factor = cholesky(self.hessian(x).dense(), 0.0, "the Hessian of the potential")
-        return x + torch.cholesky_solve((z - self.gradient(x)).reshape(-1, 1), factor).view_as(x)
+        return x + self._newton(x, z - self.gradient(x))
 
     def bregman(self, y: Tensor, x: Tensor) -> Tensor:
-        return self.value(y) - self.value(x) - (self.gradient(x) * (y - x)).sum()
+        here, there, slope = self.value(x), self.value(y), self.gradient(x)
+        plain = there - here - (slope * (y - x)).sum()
+        # Where the difference of values is lost in rounding, half of V_x(y) + V_y(x) is not, and does not differ.
+        both = ((self.gradient(y) - slope) * (y - x)).sum()
+        lost = _ROUNDING * torch.finfo(x.dtype).eps * (here.abs() + there.abs())
+        return torch.where((plain - 0.5 * both).abs() <= lost, 0.5 * both, plain)
 
     def hessian(self, x: Tensor) -> Operator:
         self.domain.check(x, "x")
@@ -79,23 +82,32 @@ class Convex(Potential):
     def _solved(self, z: Tensor) -> Tensor:
         x = self.domain.centre(z)
         residual = self.gradient(x) - z
-        enough = _ROUNDING * torch.finfo(z.dtype).eps * (1 + float(z.abs().max()))
+        rounding = _ROUNDING * torch.finfo(z.dtype).eps
         for _ in range(self.max_steps):
-            if float(residual.abs().max()) <= enough:
+            if bool((residual.abs() <= rounding * z.abs()).all()):
                 return x
-            factor = cholesky(self.hessian(x).dense(), 0.0, "the Hessian of the potential")
-            δ = -torch.cholesky_solve(residual.reshape(-1, 1), factor).view_as(x)
+            try:
+                δ = -self._newton(x, residual)
+            except SingularMetricError:
+                break  # far out, where ψ is flat
             found = self._shortened(x, z, δ, residual)
             if found is None:
                 break
             x, residual = found
-        if float(residual.abs().max()) <= enough**0.5:
-            return x  # ∇ψ itself is not known better
+        off = float(residual.abs().max())
+        if off <= _ROUNDING * rounding * (1 + float(z.abs().max())):
+            return x  # no step improves it: ∇ψ itself is not known better
         raise NatgradError(
             f"no x with ∇ψ(x) = z was found: after at most {self.max_steps} Newton steps ∇ψ differs from z by "
-            f"{float(residual.abs().max()):.3g}. z may lie outside the range of ∇ψ: give the image= of the potential, "
-            "or take shorter steps (a larger alpha)"
+            f"{off:.3g}. z may lie outside the range of ∇ψ, or ψ is not strictly convex: give the image= of the "
+            "potential, or take shorter steps (a larger alpha)"
         )
+
+    def _newton(self, x: Tensor, residual: Tensor) -> Tensor:
+        """(∇²ψ(x))⁻¹ applied to a residual of the shape of x."""
+        factor, scale = scaled_cholesky(self.hessian(x).dense())
+        solved = torch.cholesky_solve((scale * residual.reshape(-1)).unsqueeze(-1), factor).squeeze(-1)
+        return (scale * solved).view_as(x)
 
     def _shortened(self, x: Tensor, z: Tensor, δ: Tensor, residual: Tensor) -> tuple[Tensor, Tensor] | None:
         """Halve the step until ψ − ⟨z, ·⟩ falls inside the domain or, where it is flat to rounding, its slope does."""

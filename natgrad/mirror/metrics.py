@@ -26,7 +26,10 @@ from natgrad.structures import Dense, Structure
 @final
 @dataclass(frozen=True)
 class InnerProduct:
-    """⟨u, v⟩_g = uᵀ(G + λ)v at one point, with its two maps; elements have the shape of the point, or are flat [p]."""
+    """⟨u, v⟩_g = uᵀ(G + λ)v at one point, with its two maps; elements have the shape of the point, or are flat [p].
+
+    ``sharp`` inverts ``flat`` with a solver that adds λ as it is (``Factored`` splits it between its factors).
+    """
 
     operator: Operator
     solver: Solver = field(default_factory=Cholesky)
@@ -61,6 +64,10 @@ class RiemannianMetric(ABC):
     def at(self, x: Tensor) -> InnerProduct:
         """g(x)."""
 
+    @abstractmethod
+    def check(self, x: Tensor) -> None:
+        """Refuse a point where there is no metric."""
+
 
 @final
 @dataclass(frozen=True)
@@ -81,6 +88,9 @@ class MatrixMetric(RiemannianMetric):
             raise ValueError(f"the matrix of the metric has {len(G)} rows, and x has {x.numel()} entries")
         return InnerProduct(dense(G), self.solver)
 
+    def check(self, x: Tensor) -> None:
+        """The matrix itself is checked where it is used."""
+
 
 @final
 @dataclass(frozen=True)
@@ -100,6 +110,9 @@ class HessianMetric(RiemannianMetric):
 
     def at(self, x: Tensor) -> InnerProduct:
         return InnerProduct(self.potential.hessian(x), self.solver)
+
+    def check(self, x: Tensor) -> None:
+        self.potential.domain.check(x, "x")
 
 
 @final
@@ -153,6 +166,10 @@ class PulledBack(RiemannianMetric):
         there = self._moved(unflatten(x.detach(), self._model.params))
         G = self.structure.estimate(pullback(there, self.inputs, self.metric, self.target))
         return InnerProduct(G, self.solver, self.damping)
+
+    def check(self, x: Tensor) -> None:
+        if x.shape != (self._model.size,):
+            raise ValueError(f"a point of this model is θ flattened, [{self._model.size}], got shape {tuple(x.shape)}")
 
     def _moved(self, params: Mapping[str, Tensor]) -> Model:
         """The model at other parameters: a copy, as layers are only found in a module that holds its own."""

@@ -220,8 +220,17 @@ def layout(x: Tensor) -> Layout:
 
 def inverted(operator: Operator) -> DenseOperator:
     """G⁻¹ as a metric of covectors [p q]; a singular G raises."""
-    factor = cholesky(operator.dense(), 0.0, "the Hessian of the potential")
-    return DenseOperator(operator.layout, torch.cholesky_inverse(factor))
+    factor, scale = scaled_cholesky(operator.dense())
+    return DenseOperator(operator.layout, torch.cholesky_inverse(factor) * scale.outer(scale))
+
+
+def scaled_cholesky(G: Tensor) -> tuple[Tensor, Tensor]:
+    """L and s with L Lᵀ = diag(s) G diag(s), whose diagonal is 1: coordinates of different units are not singular."""
+    what = "the Hessian of the potential"
+    if bool((G.diagonal() > 0).all()):
+        scale = G.diagonal().rsqrt()
+        return cholesky(G * scale.outer(scale), 0.0, what), scale
+    return cholesky(G, 0.0, what), torch.ones_like(G[0])  # which raises
 
 
 def checked_square(matrix: Tensor, what: str) -> Tensor:

@@ -71,6 +71,7 @@ class RiemannianProximity(Proximity):
 
     def check(self, x: Tensor) -> None:
         self.region.check(x)
+        self.metric.check(x)
 
     def divergence(self, y: Tensor, x: Tensor) -> Tensor:
         return 0.5 * self.metric.at(x).squared(y - x)
