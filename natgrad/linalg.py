@@ -134,6 +134,32 @@ def gated_lerp(
     _descend(tensors, totals, weight / count, found, decay=count)
 
 
+def gated_momentum(
+    tensors: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    rate: float | Tensor,
+    persistence: float,
+    divisor: Tensor,
+    found: Tensor,
+) -> None:
+    """m ← μm + v/divisor, x ← x − rate·m, as ``gated_add``: one pass over all three. The directions are used up."""
+    torch._fused_sgd_(
+        list(tensors),
+        list(directions),
+        list(momenta),
+        weight_decay=0.0,
+        momentum=persistence,
+        lr=rate,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        grad_scale=divisor,
+        found_inf=found,
+    )
+
+
 def _descend(
     tensors: Sequence[Tensor], others: Sequence[Tensor], rate: float | Tensor, found: Tensor, decay: float
 ) -> None:

@@ -67,6 +67,26 @@ def two_sided(left: Factor, w: Tensor, right: Factor, out: Tensor | None = None)
     return w[..., :o, :i] if any(more) else w
 
 
+def two_sided_columns(left: Tensor, parts: Sequence[Tensor], right: Tensor) -> list[Tensor]:
+    """L W R part by part, for the W [c o i] whose parts [c o j] lie side by side, without putting them there.
+
+    Left and right may be aligned, with zeros.
+
+    >>> L, W, R = torch.eye(2)[None], torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), 2 * torch.eye(2)[None]
+    >>> two_sided_columns(L, W.split(1, -1), R)[1]
+    tensor([[[4.],
+             [8.]]])
+    """
+    c, o = parts[0].shape[:2]
+    half, at = left.new_empty(c, o, right.shape[-1]), 0
+    spans = []
+    for part in parts:
+        spans.append(slice(at, at := at + part.shape[-1]))
+        torch.bmm(left[:, :o, :o], part.to(left.dtype), out=half[..., spans[-1]])
+    half[..., at:].zero_()
+    return [torch.bmm(half, right[..., span]) for span in spans]
+
+
 def room(factor: Factor) -> int:
     """The bytes of a stack that a factor may be in; one that is larger than that is alone."""
     alone = factor.shape[-1] > _BATCHED.get(factor.device.type, _BATCHED["cuda"])

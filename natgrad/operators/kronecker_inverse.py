@@ -20,6 +20,7 @@ from natgrad.operators.factor import (
     refuse_singular_factor,
     stacked,
     two_sided,
+    two_sided_columns,
 )
 from natgrad.operators.inverting import Task, invert
 from natgrad.operators.layer_inverse import LayerInverse
@@ -100,6 +101,14 @@ class ProductInverse(LayerInverse):
         at = first * self.blocks[group[0]].shape[0]
         left, right = (side[at : at + len(w)] for side in self.stacks[self.groups.index(group)])
         return two_sided(left, w, right, w if spent else None)
+
+    def apply_columns(self, group: tuple[int, ...], at: int, parts: list[Tensor]) -> list[Tensor] | None:
+        left, right = self.stacks[self.groups.index(group)]
+        graph = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+        if left.device.type != "cuda" or graph or not (full(left) and full(right)):
+            return None
+        c = parts[0].shape[0]
+        return two_sided_columns(left[at * c : at * c + c], parts, right[at * c : at * c + c])
 
     def tensors(self) -> dict[str, Tensor]:
         out = self.below()

@@ -29,6 +29,10 @@ class LayerInverse(Inverse):
     def apply(self, group: tuple[int, ...], first: int, w: Tensor, spent: bool) -> Tensor:
         """The solution for layers of a group from the first on, w [b·c o i], in the memory of w where that is spent."""
 
+    def apply_columns(self, group: tuple[int, ...], at: int, parts: list[Tensor]) -> list[Tensor] | None:
+        """The same for one layer, whose W has these parts [c o j] side by side; None where that is no quicker."""
+        return None
+
     @abstractmethod
     def alike(self, b: int) -> object:
         """What must be equal in layers that are stacked, beside their shape."""
@@ -80,6 +84,12 @@ class LayerInverse(Inverse):
             found.update((name, _as(t, like[name])) for name, t in block.unpacked(w).items())
 
         for group, first, last in self._runs:
+            columns = self.blocks[group[first]].columns(ω) if last - first == 1 else None
+            parts = None if columns is None else self.apply_columns(group, first, list(columns.values()))
+            if columns is not None and parts is not None:
+                pairs = zip(columns, parts, strict=True)
+                found.update((name, _as(t.reshape(like[name].shape), like[name])) for name, t in pairs)
+                continue
             packed = [self.blocks[b].packed(ω).to(self.layout.dtype) for b in group[first:last]]
             self._solve(group, first, packed, lent, put)
         if self.rest is not None and self.others is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError
-from natgrad.linalg import gated_add, gated_descent
+from natgrad.linalg import gated_add, gated_descent, gated_momentum
 
 _PENDING = 8  # steps that the host may be ahead of what it knows
 
@@ -90,6 +90,19 @@ class Guard:
             torch._foreach_add_(list(tensors), list(velocity), alpha=-float(rate))
         else:
             gated_descent(tensors, velocity, rate, self.found)
+
+    def roll(
+        self,
+        tensors: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        rate: float | Tensor,
+        persistence: float,
+        shrink: Tensor,
+    ) -> None:
+        """m ← μm + shrink·v, x ← x − rate·m on a GPU, unless something was not finite. The directions are used up."""
+        assert self.found is not None
+        gated_momentum(tensors, directions, momenta, rate, persistence, shrink.reciprocal(), self.found)
 
     def move(self, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         """Set the values, up to rounding, unless something was not finite: few launches for many tensors."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.optim.guard import Guard
 from natgrad.step import Step
-from natgrad.step.base import Along
+from natgrad.step.base import Ahead, Along
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
@@ -103,7 +103,7 @@ class Moves:
         if not self.resting:
             return step
         landing = {name: t for name, t in step.landing.items() if name not in self.resting}
-        way = step.way if isinstance(step.way, Along) else self.at_rest(step.way)
+        way = self.at_rest(step.way) if isinstance(step.way, Vector) else step.way
         return replace(step, way=way, landing=landing)
 
     def rates(self) -> list[tuple[Sequence[str], Rate]]:
@@ -143,7 +143,10 @@ class Moves:
                 continue
             if group.options["weight_decay"]:
                 self.guard.scale(params, 1 - group.rate * group.options["weight_decay"])
-            if isinstance(step.way, Along):
+            if isinstance(step.way, Ahead):
+                v, m = ([side[name] for name in names] for side in (step.way.v, step.way.momentum))
+                self.guard.roll(params, v, m, group.rate, group.options["momentum"], step.way.shrink)
+            elif isinstance(step.way, Along):
                 self.guard.descend(params, [step.way.velocity[name] for name in names], group.rate)
             else:
                 self.guard.add(params, [step.way[name] for name in names])
@@ -155,6 +158,8 @@ class Moves:
 
     def kept(self, step: Step) -> Step:
         """The step, after it was applied, without memory of its own: along the momentum, which is its velocity now."""
+        if isinstance(step.way, Ahead):
+            return replace(step, way=step.way.made())
         if not isinstance(step.way, Along):
             return step
         velocity = dict(step.way.velocity)

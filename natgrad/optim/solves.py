@@ -7,13 +7,14 @@ import logging
 from typing import TYPE_CHECKING, final
 
 import torch
+from torch import Tensor
 
 from natgrad.errors import FactorisationError, NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Operator
 from natgrad.optim.groups import common_damping
 from natgrad.solve.base import Solver
-from natgrad.step.base import Along
+from natgrad.step.base import Ahead, Along
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
@@ -60,6 +61,22 @@ class Solves:
                 torch._foreach_add_([v[name] for name in begun], list(begun.values()), alpha=μ)
         self.velocity = v
         return Along(v, self.opt.moves.rates())
+
+    def ahead(self, v: Vector, shrink: Tensor, sign: Tensor) -> Ahead | None:
+        """−lr·(μm + shrink·v), to be made in one pass over momentum and parameters; None where there is none.
+
+        That is on a GPU, where all that moves has a momentum, and not in double precision: ``shrink`` is in single.
+        """
+        moves, params, state = self.opt.moves, self.opt.keeper.model.params, self.opt.state
+        if shrink.device.type != "cuda" or moves.resting:
+            return None
+        persistence = {name: group.options["momentum"] for group in moves.groups for name in group.names}
+        if any("momentum" not in state.get(p, {}) for p in params.values()) or not all(persistence.values()):
+            return None
+        if len(persistence) < len(v) or torch.float64 in {t.dtype for t in v.values()}:
+            return None
+        momentum = Vector({name: state[p]["momentum"] for name, p in params.items()})
+        return Ahead(v, shrink.float(), sign.float(), momentum, moves.rates(), persistence)
 
     def direction(self, ω: Covector, damping: float) -> Vector:
         """−lr·(μm + (G + λ)⁻¹ω)."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from natgrad.model import Model
 from natgrad.rules.base import Keys, Rule, trainable
+from natgrad.rules.packing import matrices
 from natgrad.rules.shapes import check_packing
 
 
@@ -118,10 +119,25 @@ class Block:
         """W [c o i] from named tensors, without flattening."""
         if self.rule is None:
             return torch.cat([named[name].reshape(-1) for name in self.names]).view(self.shape)
+        local = {key: named[name] for key, name in self._named.items()}
+        return self.rule.pack(self.modules[0], local).reshape(self.shape)
+
+    def columns(self, named: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The parts [c o j] that lie side by side in W, by their names; None where a rule packs in its own way."""
+        if self.rule is None or (type(self.rule).pack, type(self.rule).unpack) != (Rule.pack, Rule.unpack):
+            return None
+        local = {key: named[name] for key, name in self._named.items()}
+        found = matrices(local, self.rule.groups(self.modules[0], self.keys))
+        if any(part.shape[:2] != self.shape[:2] for part in found.values()):
+            return None
+        return {self._named[key]: part for key, part in found.items()}
+
+    @cached_property
+    def _named(self) -> dict[str, str]:
+        """The names of the parameters by their keys, in the order of W."""
         by_start = sorted(self.places, key=lambda place: place.start)
-        keys = dict(zip(self.names, (place.key for place in by_start), strict=True))
-        local = {keys[name]: named[name] for name in self.names}
-        return self.rule.pack(self.modules[0], {key: local[key] for key in self.keys}).reshape(self.shape)
+        names = {place.key: name for name, place in zip(self.names, by_start, strict=True)}
+        return {key: names[key] for key in self.keys}
 
     def unpacked(self, packed: Tensor) -> dict[str, Tensor]:
         """The inverse of ``packed``."""

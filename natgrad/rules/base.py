@@ -108,10 +108,7 @@ class Rule(ABC):
         return (tuple(self.parameters(module)),)
 
     def axis(self, module: nn.Module, call: Call) -> int | None:
-        """Which axis of the module's output the examples are on; None where it has none.
-
-        A packed sequence has none, and neither has the output of one example without a batch.
-        """
+        """Which axis of the output the examples are on; None for a packed sequence, or one example without a batch."""
         return 0
 
     @property
@@ -120,6 +117,11 @@ class Rule(ABC):
 
         Their kernels can then be recorded on a GPU, and replayed. Rules of the user are not asked to be.
         """
+        return False
+
+    @property
+    def linear(self) -> bool:
+        """Whether a is the one argument of a call, rearranged, and, last of i, the 1 of a parameter named "bias"."""
         return False
 
     @property

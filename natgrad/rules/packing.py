@@ -15,9 +15,14 @@ def matrices_shape(module: nn.Module, keys: Sequence[str], c: int = 1) -> tuple[
     return c, shapes[0][0] // c, sum(math.prod(shape[1:]) for shape in shapes)
 
 
+def matrices(block: Mapping[str, Tensor], c: int = 1) -> dict[str, Tensor]:
+    """Every weight [c·o *fan] and bias [c·o] as a matrix [c o fan] of its own."""
+    return {key: t.reshape(c, t.shape[0] // c, -1) for key, t in block.items()}
+
+
 def pack_matrices(block: Mapping[str, Tensor], c: int = 1) -> Tensor:
     """W [c o i] from weights [c·o *fan] and biases [c·o], in the order given."""
-    parts = [t.reshape(c, t.shape[0] // c, -1) for t in block.values()]
+    parts = list(matrices(block, c).values())
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

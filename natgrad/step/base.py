@@ -53,6 +53,14 @@ class Proposal:
         """The step −lr·(μm + v), without memory for it beside v."""
         return Step(self.solve.along(v), self.damping)
 
+    def shrunk(self, v: Vector, shrink: Tensor, sign: Tensor) -> Step:
+        """The step −lr·(μm + shrink·v), in as few passes as can be; the number ``sign`` is finite only if v is."""
+        ahead = self.solve.ahead(v, shrink, sign)
+        if ahead is not None:
+            return Step(ahead, self.damping)
+        torch._foreach_mul_(list(v.values()), shrink)  # v is ours: memory for one more is not taken
+        return self.plain(v)
+
     def direction(self, ω: Covector, damping: float) -> Vector:
         """−lr·(μm + (G + λ)⁻¹ω)."""
         return self.move(self.sharp(ω, damping))
@@ -83,6 +91,8 @@ class Solve(Protocol):
     def move(self, v: Vector) -> Vector: ...
 
     def along(self, v: Vector) -> Along: ...
+
+    def ahead(self, v: Vector, shrink: Tensor, sign: Tensor) -> Ahead | None: ...
 
 
 @final
@@ -149,15 +159,45 @@ class Along:
 
 @final
 @dataclass(frozen=True)
+class Ahead:
+    """δ = −lr·(μm + shrink·v) that is not formed: it is added, and the momentum m made, in one pass over them.
+
+    ``shrink`` and ``sign``, a number that is finite only if v is, are on the device.
+    """
+
+    v: Vector
+    shrink: Tensor
+    sign: Tensor
+    momentum: Vector
+    rates: Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
+    persistence: Mapping[str, float]  # μ, by the name of the parameter
+
+    def displacement(self) -> Vector:
+        """δ, in memory of its own."""
+        scaled = {name: t * self.persistence[name] + self.v[name] * self.shrink for name, t in self.momentum.items()}
+        return Along(Vector(scaled), self.rates).displacement()
+
+    def made(self) -> Along:
+        """After the pass: the move along the momentum, as it is then."""
+        return Along(self.momentum, self.rates)
+
+    @property
+    def numbers(self) -> Vector:
+        """What is finite where δ is."""
+        return Vector({"⟨ω, v⟩": self.sign})
+
+
+@final
+@dataclass(frozen=True)
 class Step:
     """What a rule decided: the move δ (to be added), the damping from now on, and, in words, what happened.
 
-    The move is a vector, or ``Along`` a velocity (``proposal.plain``), which takes no memory for the move itself. A
-    step that is not ``accepted`` changes no parameter. ``landing`` are the exact values of parameters that a constraint
-    has put somewhere: θ + (bound − θ) would round to either side of the bound.
+    The move is a vector, or ``Along`` a velocity (``proposal.plain``), which takes no memory for the move itself, or
+    ``Ahead``. A step that is not ``accepted`` changes no parameter. ``landing`` are the exact values of parameters that
+    a constraint has put somewhere: θ + (bound − θ) would round to either side of the bound.
     """
 
-    way: Vector | Along
+    way: Vector | Along | Ahead
     damping: float
     accepted: bool = True
     reason: str = ""
@@ -177,7 +217,7 @@ class Step:
 
     def stamped(self) -> Step:
         """The same, and its displacement can be read until its velocity changes."""
-        return self if isinstance(self.way, Vector) else replace(self, way=self.way.stamped())
+        return replace(self, way=self.way.stamped()) if isinstance(self.way, Along) else self
 
 
 class StepRule(ABC):

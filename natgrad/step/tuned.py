@@ -39,15 +39,15 @@ class KLClip(StepRule):
 
     def take(self, proposal: Proposal) -> Step:
         v = proposal.sharp(proposal.differential, proposal.damping)
-        square: Tensor | float = 0.0
-        for names, rate in proposal.rates:
+        pairings = []
+        for names, _ in proposal.rates:
             pairs = ((proposal.differential[name].flatten(), v[name].flatten()) for name in names)
-            square = square + torch.stack([torch.dot(ω.to(u.dtype), u) for ω, u in pairs]).sum() * rate**2
+            pairings.append(torch.stack([torch.dot(ω.to(u.dtype), u) for ω, u in pairs]).sum())
+        square = sum(pairing * rate**2 for pairing, (_, rate) in zip(pairings, proposal.rates, strict=True))
         assert isinstance(square, Tensor)
         # Rounding below zero, or a zero gradient: nothing to shorten.
         shrink = torch.where(square > self.radius, (self.radius / square.clamp(min=self.radius)).sqrt(), 1.0)
-        torch._foreach_mul_(list(v.values()), shrink)  # v is ours: memory for one more is not taken
-        return proposal.plain(v)
+        return proposal.shrunk(v, shrink, torch.stack(pairings).sum())
 
 
 @final

@@ -12,7 +12,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.errors import SingularMetricError
 from natgrad.operators import KroneckerOperator
-from natgrad.operators.factor import by_size, inverse_by_products, inverse_in_place, room
+from natgrad.operators.factor import by_size, inverse_by_products, inverse_in_place, room, two_sided_columns
 from natgrad.operators.inverting import Task, invert
 from natgrad.operators.kronecker_inverse import ProductInverse
 from tests import zoo
@@ -145,3 +145,28 @@ def test_inverting_holds_one_matrix_beside_what_is_kept(warm: bool) -> None:
     task = Task(factors, [torch.ones(1, dtype=torch.float64)] * layers, torch.ones(layers, d, d, dtype=torch.float64))
     one = factors[0].nbytes
     assert one <= peak(lambda: invert([task], warm)) < 1.1 * one
+
+
+@pytest.mark.parametrize("name", ["mlp_tanh", "conv", "frozen_bias", "frozen_weight"])
+def test_parts_that_are_not_put_side_by_side_have_the_solution_of_those_that_are(name: str) -> None:
+    pb, G = operator_of(name)
+    ω, inverse = covector(pb), ng.Factored().init(G, 0.1)
+    assert isinstance(inverse, ProductInverse)
+    expected = inverse.sharp(ω)
+    for group, (left, right) in zip(inverse.groups, inverse.stacks, strict=True):
+        for at, b in enumerate(group):
+            columns, c = G.blocks[b].columns(ω), G.blocks[b].shape[0]
+            assert columns is not None
+            wider = torch.nn.functional.pad(right[at * c : at * c + c], (0, 3, 0, 3))  # aligned with zeros
+            parts = two_sided_columns(left[at * c : at * c + c], list(columns.values()), wider)
+            for name_, part in zip(columns, parts, strict=True):
+                close(part.reshape(expected[name_].shape), expected[name_])
+
+
+def test_a_rule_that_packs_in_its_own_way_has_no_columns() -> None:
+    pb, G = operator_of("tied_embedding")
+    ω = covector(pb)
+    for block in G.blocks:
+        columns = block.columns(ω)
+        if columns is not None:
+            close(torch.cat(list(columns.values()), -1), block.packed(ω))

@@ -120,6 +120,54 @@ def test_recorded_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
     assert there.opt._graphed.recorded == (every[1] > 1)
 
 
+def test_steps_in_single_precision_are_those_of_the_cpu() -> None:
+    """There the clip, the momentum and the move are one pass, and layers are not packed."""
+    ends = []
+    for device in ("cpu", "cuda"):
+        loop = _Loop(device, metric_every=2, inverse_every=4, solver=ng.Factored())
+        loop.model.float()
+        loop.x = loop.x.float()
+        loop.opt = ng.KFAC(loop.model, ng.Fisher(ng.Categorical()), lr=0.05, weight_decay=0.01, inverse_every=4)
+        loop.schedule = torch.optim.lr_scheduler.ExponentialLR(loop.opt, 0.97)
+        ends.append(loop.run(25))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("steps", [3, 12])  # kernel by kernel, and recorded
+def test_a_bad_gradient_changes_nothing_where_clip_and_move_are_one_pass(value: float, steps: int) -> None:
+    loop = _Loop("cuda")
+    loop.model.float()
+    loop.x = loop.x.float()
+    loop.opt = ng.KFAC(loop.model, ng.Fisher(ng.Categorical()), lr=0.05, weight_decay=0.01)
+    before = loop.run(steps)
+    momentum = [loop.opt.state[p]["momentum"].clone() for p in loop.model.parameters()]
+    nn.functional.cross_entropy(loop.model(loop.x), loop.t).backward()
+    grad = loop.model.get_parameter("3.weight").grad
+    assert grad is not None
+    grad[0, 0] = value
+    loop.opt.step()
+    torch.cuda.synchronize()
+    assert torch.equal(torch.cat([p.detach().flatten().cpu() for p in loop.model.parameters()]), before)
+    pairs = zip(loop.model.parameters(), momentum, strict=True)
+    assert all(torch.equal(loop.opt.state[p]["momentum"], m) for p, m in pairs)
+    with pytest.raises(NonFiniteError, match=f"the step held NaN or infinity at step {steps}"):
+        loop.opt.step()
+
+
+def test_cotangents_that_are_used_on_the_way_have_the_factors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("natgrad.pullback.streamed._ROOM", 0)
+    options: dict[str, Any] = {"metric_every": 1, "inverse_every": 1, "solver": ng.Factored()}
+    metric = ng.Fisher(ng.Categorical(), samples=1)
+    found = []
+    for _ in range(2):
+        loop = _Loop("cuda", **options)
+        loop.opt = ng.KFAC(loop.model, metric, generator=torch.Generator("cuda").manual_seed(3), **options)
+        found.append(loop.run(8))
+        monkeypatch.undo()
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
 def test_a_recorded_step_waits_for_nothing() -> None:
     loop = _Loop("cuda", metric_every=10, inverse_every=20)
     loop.run(45)

@@ -111,3 +111,14 @@ def test_after_failures_cholesky_has_the_next_refreshes_and_ever_more_of_them() 
     newton._errors = [newton.refreshed(M, M)[1]]
     assert newton.trusted()
     assert until_trusted() == 1
+
+
+def test_a_shift_is_added_to_the_matrix_and_rows_are_done_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    M, shift = _positive(7), torch.tensor([0.5, 2.0], dtype=torch.float64)
+    damped = M + shift[:, None, None] * torch.eye(7, dtype=torch.float64)
+    X = torch.linalg.inv(damped) + 1e-3 * _positive(7, seed=2)
+    whole = ng.Newton(steps=3).refreshed(damped, X)
+    monkeypatch.setattr("natgrad.operators.newton.room_on", lambda device: 2 * 3 * 7 * 8)  # three rows of both
+    found = ng.Newton(steps=3).refreshed(M, X, shift)
+    for got, expected in zip(found, whole, strict=True):
+        close(got, expected)
