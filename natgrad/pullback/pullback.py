@@ -17,6 +17,7 @@ from natgrad.model import Inputs, Model
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.broadcast import SpreadRule, spread_again
+from natgrad.pullback.coupled import root_of
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, separable
 from natgrad.pullback.recorded import Recordings
@@ -217,11 +218,7 @@ class Pullback:
     def mixing(self) -> Tensor:
         """L [n m] with C = L Lᵀ. Sums of squares of what is mixed by it do not cancel, as products with C do."""
         assert self.coupling is not None
-        factor, info = torch.linalg.cholesky_ex(self.coupling.double())
-        if not bool(info):
-            return factor.to(self.y.dtype)
-        values, vectors = torch.linalg.eigh(self.coupling.double())  # singular, as a centring is
-        return (vectors * values.clamp(min=0).sqrt()).to(self.y.dtype)  # rounding below zero is zero
+        return root_of(self.coupling.double()).to(self.y.dtype)
 
     def _coupled(self) -> Iterator[list[Factors]]:
         needed = self.n * self.model.size * self.y.element_size()

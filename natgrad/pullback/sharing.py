@@ -82,6 +82,10 @@ class Sharing(ABC):
     def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
         """The a [n r c i] and g [k n r c o] whose second moments these are."""
 
+    @abstractmethod
+    def direct(self, tape: Tape, block: Block) -> bool:
+        """Whether both are moments of what is linear in the inputs and cotangents of the calls (``Rule.linear``)."""
+
 
 @final
 @dataclass(frozen=True)
@@ -163,6 +167,9 @@ class Expand(Sharing):
     def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
         return Factors(tape.inputs(block), g.whole(tape, block))
 
+    def direct(self, tape: Tape, block: Block) -> bool:
+        return all(use.rule.linear for use in tape.of(block))
+
 
 @final
 @dataclass(frozen=True)
@@ -183,6 +190,9 @@ class Reduce(Sharing):
 
     def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
         return Factors(self._mean(tape, block), self._total(tape, block, g))
+
+    def direct(self, tape: Tape, block: Block) -> bool:
+        return False  # means and sums over positions are few numbers
 
     def _mean(self, tape: Tape, block: Block) -> Tensor:
         """[n 1 c i]."""
@@ -223,3 +233,6 @@ class Largest(Sharing):
 
     def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
         return self.sharing.explicit(tape, block, g)
+
+    def direct(self, tape: Tape, block: Block) -> bool:
+        return max(block.shape[1:]) <= self.size and self.sharing.direct(tape, block)

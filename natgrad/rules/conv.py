@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from natgrad.rules.base import Call, Keys, Moment, Rule, bordered, homogeneous, plain, single
 from natgrad.rules.correlation import patch_moment
 from natgrad.rules.launches import patch_product
-from natgrad.rules.patches import Axis, patch_mean, patches
+from natgrad.rules.patches import Axis, patch_mean, patches, unfolded
 from natgrad.rules.products import output_moment, symmetric_product
 
 _Conv: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -36,12 +36,19 @@ class ConvRule(Rule):
     def pure(self) -> bool:
         return True
 
+    @property
+    def linear(self) -> bool:
+        return True
+
     def groups(self, module: nn.Module, keys: Keys) -> int:
         return cast(_Conv, module).groups
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         x, axes = _padded(cast(_Conv, module), call.x)
-        return homogeneous(patches(x, axes, self.groups(module, keys)), "weight" in keys, "bias" in keys)
+        c = self.groups(module, keys)
+        if keys == ("weight",) and c == 1 and len(axes) == 2 and x.device.type == "cpu":
+            return unfolded(x, axes)
+        return homogeneous(patches(x, axes, c), "weight" in keys, "bias" in keys)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         return g.flatten(3).unflatten(2, (self.groups(module, keys), -1)).permute(0, 1, 4, 2, 3)

@@ -24,6 +24,10 @@ class LinearRule(Rule):
     def pure(self) -> bool:
         return True
 
+    @property
+    def linear(self) -> bool:
+        return True
+
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.Linear, "weight", "bias")
 

@@ -1,0 +1,225 @@
+"""The two factors of a layer whose examples are coupled by C = L Lᵀ: those of examples that are mixed by L.
+
+    A = Σ_nm C_nm a_n a_mᵀ/(N R) = Σ_m ã_m ã_mᵀ/(N R),   ã_m = Σ_n L_nm a_n,   and S from g in the same way
+
+Inputs are mixed where a layer is called, as a convolution is linear in them: patches are never formed for A, and what
+makes the moments of a layer makes these. The 1 of a bias becomes Lᵀ1. The scale of S ⊗ A is matched by traces, relative
+to C = 1, where it is that of K-FAC itself (000 (24)–(25), ERRATA 8): S is multiplied by
+
+    κ = (tr G_C / tr S_C tr A_C) / (tr G_1 / tr S_1 tr A_1),   tr G_C = Σ_k Σ_nm C_nm ⟨R_kn, R_km⟩,  R_kn = Σ_r g aᵀ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.pullback.blocks import Block
+from natgrad.pullback.factors import Factors
+from natgrad.pullback.sharing import Cotangents, Sharing, mean
+from natgrad.pullback.tape import Tape, Use
+from natgrad.pullback.tied import trace
+from natgrad.rules.base import Moment, single
+from natgrad.rules.products import channels_last
+
+_ROWS = 2**23  # numbers, of explicit rows at a time: they stay in the cache of a large GPU
+_PAIRS = 2**23  # numbers, of products of pairs of positions at a time
+
+
+@final
+@dataclass(frozen=True)
+class Coupled:
+    """C [n m] in double precision and L [n m], C = L Lᵀ, in the precision of the factors."""
+
+    C: Tensor
+    mix: Tensor
+
+    def factors(self, tape: Tape, block: Block, sharing: Sharing, g: Cotangents) -> tuple[Tensor, Tensor]:
+        """S and A of a layer of one kind, from its cotangents s J/√N."""
+        if sharing.direct(tape, block):
+            one = "bias" in block.keys and len(block.keys) > 1  # left out of the rows: it is known
+            f = self._cast(Factors(_weights(tape, block) if one else tape.inputs(block), g.whole(tape, block)))
+            totals = traces(f, self.C, self.mix, one)
+            s = sharing.outputs(tape, block, self._cotangents(tape, block, g))
+            moment = self._inputs(tape, block, sharing)
+            before = _squares(f.g, (0, 1, 2, 4)), _squares(f.a, (0, 1, 3)) + one * f.a.shape[0] * f.a.shape[1]
+        else:
+            totals = traces(self._cast(Factors(tape.inputs(block), g.whole(tape, block))), self.C, self.mix)
+            f = self._cast(sharing.explicit(tape, block, g))
+            plain_s, plain_a = sharing.outputs(tape, block, g), sharing.inputs(tape, block)
+            s = _products(mixed(f.g, self.mix).flatten(0, 2), plain_s.ndim == 3)
+            a = _products(mixed(f.a[None], self.mix).flatten(0, 2), plain_a.total.ndim == 3)
+            moment, before = Moment(a, plain_a.count), (trace(plain_s), trace(plain_a.total))
+        return self._scaled(s.to(self.mix.dtype), moment, before, totals)
+
+    def _cast(self, f: Factors) -> Factors:
+        return Factors(f.a.to(self.mix.dtype), f.g.to(self.mix.dtype))
+
+    def _cotangents(self, tape: Tape, block: Block, g: Cotangents) -> Cotangents:
+        """Those of the uses of a block, mixed: a layer's g are linear in the cotangents of its outputs."""
+        outer = {at: tuple(mixed(t.to(self.mix.dtype), self.mix) for t in g.outer[at]) for at in tape.places(block)}
+        return Cotangents(outer, {})
+
+    def _inputs(self, tape: Tape, block: Block, sharing: Sharing) -> Moment:
+        """Σ_nm C_nm a_n a_mᵀ from the moment of mixed inputs; of a bias, the row and the column are put right."""
+        here = set(tape.places(block))
+        uses = tuple(self._called(use) if at in here else use for at, use in enumerate(tape.uses))
+        moment = sharing.inputs(replace(tape, uses=uses), block)
+        if "bias" not in block.keys:
+            return moment
+        border = moment.total.new_zeros(block.shape[0], block.shape[2])
+        for use in tape.of(block):
+            border += self._border(use, block)
+        moment.total[:, -1, :] = border
+        moment.total[:, :, -1] = border
+        return moment
+
+    def _called(self, use: Use) -> Use:
+        """A use with mixed inputs."""
+        return replace(use, call=use.call.map(lambda x: mixed(single(x).to(self.mix.dtype)[None], self.mix)[0]))
+
+    def _border(self, use: Use, block: Block) -> Tensor:
+        """Σ_nm C_nm Σ_r a_nr 1 [c i], from the inputs of one example Σ_n (C1)_n x_n; its last entry is R·1ᵀC1."""
+        weights = self.C.sum(1).to(self.mix.dtype)
+        n, (c, o, _) = len(weights), block.shape
+        positions = use.shape.numel() // (n * c * o)
+        one = use.call.map(lambda x: _combined(single(x).to(self.mix.dtype), weights))
+        sums = use.rule.input_mean(use.module, block.keys, one)[0] * positions
+        sums[:, -1] = positions * weights.sum()
+        return sums
+
+    def _scaled(
+        self, s: Tensor, moment: Moment, before: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """κS and A.
+
+        A factor that the coupling makes zero (the inputs of a bias, centred) says nothing: a multiple of the identity
+        with the trace that it has without one is taken, which is what a bias has.
+        """
+        rounding = 8 * len(self.mix) * torch.finfo(s.dtype).eps
+        before = before[0].to(s.dtype), before[1].to(s.dtype)
+        s = _kept(s, before[0], rounding)
+        total = _kept(moment.total.to(s.dtype), before[1], rounding)
+        now = trace(s).double() * trace(total).double() * totals[0]
+        κ = totals[1] * before[0].double() * before[1].double() / now
+        # Without any gradient there is nothing to scale.
+        κ = torch.where(now > 0, κ, 1.0).to(s.dtype)
+        return κ.view(-1, *[1] * (s.ndim - 1)) * s, mean(Moment(total, moment.count))
+
+
+def root_of(C: Tensor) -> Tensor:
+    """L [n m] with C = L Lᵀ, regular or not (a centring is singular). Nothing is read back from a GPU.
+
+    There a matrix that has no Cholesky factor is shifted by its rounding; one that has none then is not positive, and
+    its root is NaN, which is reported where factors are checked.
+
+    >>> L = root_of(torch.eye(3).double() - 1 / 3)
+    >>> torch.allclose(L @ L.T, torch.eye(3).double() - 1 / 3)
+    True
+    """
+    factor, failed = torch.linalg.cholesky_ex(C)
+    if C.device.type == "cpu":
+        if not bool(failed):
+            return factor
+        values, vectors = torch.linalg.eigh(C)
+        return vectors * values.clamp(min=0).sqrt()  # rounding below zero is zero
+    shift = len(C) * torch.finfo(C.dtype).eps * C.diagonal().amax()
+    shifted, hopeless = torch.linalg.cholesky_ex(C + shift * torch.eye(len(C), dtype=C.dtype, device=C.device))
+    return torch.where(failed == 0, factor, torch.where(hopeless == 0, shifted, torch.nan))
+
+
+def mixed(t: Tensor, mix: Tensor) -> Tensor:
+    """Σ_n L_nm t_n of t [k n *rest], in the memory format that t has.
+
+    >>> mixed(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]))
+    tensor([[1., 7.]])
+    """
+    if len(mix) == 1:  # of a single example the axis may be left out
+        return t * mix[0, 0]
+    last = t.ndim > 3 and channels_last(t.flatten(0, 1))
+    flat = t.movedim(2, -1) if last else t
+    out = (mix.T @ flat.reshape(*t.shape[:2], -1)).view(flat.shape)
+    return out.movedim(-1, 2) if last else out
+
+
+def traces(f: Factors, C: Tensor, mix: Tensor, one: bool = False) -> tuple[Tensor, Tensor]:
+    """The traces [c] of G at C = 1 and at C = L Lᵀ, in double precision. ``one``: a lacks the 1 of a bias.
+
+    >>> f = Factors(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1, 1))
+    >>> traces(f, torch.ones(2, 2).double(), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))  # 1² + 6² and (1 + 6)²
+    (tensor([37.], dtype=torch.float64), tensor([49.], dtype=torch.float64))
+    """
+    _, _, r, c, o = f.g.shape
+    i = f.a.shape[3]
+    # In double precision a product of pairs costs a few times one of rows, and needs no rows.
+    pairs = c == 1 and (r == 1 or 4 * r**2 * (o + i + 100) < o * i)
+    return _by_pairs(f, C, one) if pairs else _by_rows(f, mix, one)
+
+
+def _by_pairs(f: Factors, C: Tensor, one: bool) -> tuple[Tensor, Tensor]:
+    """From ⟨R_n, R_m⟩ = Σ_rs ⟨a_nr, a_ms⟩⟨g_nr, g_ms⟩, whose sum with C cancels: in double precision."""
+    n, r = f.a.shape[:2]
+    a = f.a[:, :, 0].double().flatten(0, 1)  # [(n r) i]
+    g = f.g[:, :, :, 0].double().permute(1, 2, 0, 3).flatten(2).flatten(0, 1)  # [(n r) (k o)]
+    plain, coupled = C.new_zeros(1), C.new_zeros(1)
+    step = max(1, _PAIRS // (n * r * r))
+    for start in range(0, n, step):
+        part = slice(start * r, (start + step) * r)
+        products = (a @ a[part].T).add_(float(one)).mul_(g @ g[part].T)
+        gram = products.view(n, r, -1, r).sum((1, 3))  # [n m]
+        plain += gram.diagonal(-start).sum()
+        coupled += (gram * C[:, start : start + step]).sum()
+    return plain, coupled.clamp_(min=0)  # a sum of squares; below zero it is rounding
+
+
+def _by_rows(f: Factors, mix: Tensor, one: bool) -> tuple[Tensor, Tensor]:
+    """From the rows of one root after the other, some outputs at a time: squares of what is mixed do not cancel."""
+    n, _, c, i = f.a.shape
+    plain, coupled = (torch.zeros(c, dtype=torch.float64, device=f.a.device) for _ in range(2))
+    a = f.a.permute(0, 2, 1, 3)  # [n c r i]
+    g = f.g.permute(0, 1, 3, 4, 2)  # [k n c o r]
+    step = max(1, _ROWS // (n * c * i))
+
+    def add(rows: Tensor) -> None:  # [n c o i]
+        plain.add_(_squares(rows, (0, 2, 3)))
+        coupled.add_(_squares((mix.T @ rows.reshape(n, -1)).view(rows.shape), (0, 2, 3)))
+
+    for column in g:
+        for part in column.split(step, dim=2):
+            add(part @ a)
+        if one:
+            add(column.sum(3, keepdim=True))
+    return plain, coupled
+
+
+def _weights(tape: Tape, block: Block) -> Tensor:
+    """a [n r c i] without the 1 of a bias."""
+    keys = tuple(key for key in block.keys if key != "bias")
+    parts = [use.rule.inputs(use.module, keys, use.call) for use in tape.of(block)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _squares(t: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Σ t² over these axes."""
+    return torch.linalg.vector_norm(t, dim=axes).square()
+
+
+def _kept(mixed: Tensor, before: Tensor, rounding: float) -> Tensor:
+    """A factor [c d d], or its diagonal [c d]; where all of it is lost, it gets a diagonal. In place."""
+    lost = trace(mixed) <= rounding * before
+    diagonal = mixed if mixed.ndim == 2 else mixed.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_((lost * before / mixed.shape[-1]).unsqueeze(1))
+    return mixed
+
+
+def _combined(x: Tensor, weights: Tensor) -> Tensor:
+    """Σ_n w_n x_n [1 *rest]."""
+    return x * weights[0] if len(weights) == 1 else torch.tensordot(weights, x, 1).unsqueeze(0)
+
+
+def _products(x: Tensor, full: bool) -> Tensor:
+    """Σ_m x xᵀ [c d e] of x [m c d], or its diagonal [c d]."""
+    return torch.einsum("mcd,mce->cde", x, x) if full else x.square().sum(0)
