@@ -68,8 +68,8 @@ class Record:
         """From the columns."""
         names = [field.name for field in fields(Point)]
         rows = zip(*(columns["history"][name] for name in names), strict=True)
-        values = [[math.nan if value is None else value for value in row] for row in rows]
-        history = [Point(**dict(zip(names, row, strict=True))) for row in values]
+        values: list[list[Any]] = [[math.nan if value is None else value for value in row] for row in rows]
+        history = [Point(*row) for row in values]
         return Record(**{**columns, "history": history})
 
     @staticmethod

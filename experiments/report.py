@@ -12,14 +12,16 @@ from typing import Any, final
 from experiments.files import write_json
 from experiments.record import Point, Record
 
-ORDER = ("amari", "sobolev", "independent", "sgd", "adamw")
 TITLES = {
     "amari": "K-FAC (Amari)",
     "sobolev": "Sobolev K-FAC",
     "independent": "Sobolev K-FAC, independent samples",
+    "amari_exact": "K-FAC (Amari), exact damping",
+    "sobolev_exact": "Sobolev K-FAC, exact damping",
     "sgd": "SGD with momentum, tuned",
     "adamw": "AdamW, tuned",
 }
+ORDER = tuple(TITLES)
 
 
 @final

@@ -23,7 +23,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +44,13 @@ from experiments.training import Budget, Job, Setup, Until
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 SCHEDULES: dict[str, Schedule] = {"tenths": TENTHS, "fifths": FIFTHS, "cosine": Cosine()}
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
-FIXED = {"amari": amari, "sobolev": sobolev, "independent": independent}
+FIXED: dict[str, Callable[[], Arm]] = {
+    "amari": amari,
+    "sobolev": sobolev,
+    "independent": independent,
+    "amari_exact": lambda: amari().exactly_damped(),
+    "sobolev_exact": lambda: sobolev().exactly_damped(),
+}
 TUNED = {"sgd": Momentum, "adamw": AdamW}
 RESULTS = Path(__file__).resolve().parent / "results" / "sobolev_cifar"
 
@@ -139,7 +145,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--results", type=Path, default=RESULTS, help="curves, tables and pictures")
     add("--datasets", nargs="+", choices=BENCHMARKS, default=["cifar10"])
     add("--schedules", nargs="+", choices=SCHEDULES, default=["tenths", "fifths"])
-    add("--arms", nargs="+", choices=[*FIXED, *TUNED], default=[*FIXED, *TUNED])
+    add("--arms", nargs="+", choices=[*FIXED, *TUNED], default=["amari", "sobolev", "independent", *TUNED])
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--epochs", type=int, default=50)
     add("--batch", type=int, default=128)

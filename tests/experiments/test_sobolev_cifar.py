@@ -168,6 +168,35 @@ def test_independent_labels_leave_only_the_diagonal_of_the_coupling_and_shared_p
     assert torch.equal(C, D)
 
 
+def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
+    def preset(model: nn.Module) -> Optimizer:
+        metric, c = ng.Fisher(ng.Categorical(), samples=1), arms.Constants()
+        clip, generator = ng.KLClip(c.clip), torch.Generator().manual_seed(0)
+        return ng.SobolevKFAC(
+            *(model, metric, c.lr, c.damping),
+            nu=1.5,
+            lengthscale=20.0,
+            momentum=c.momentum,
+            weight_decay=c.decoupled,
+            step=clip,
+            generator=generator,
+        )
+
+    x, t = torch.randn(16, 5), torch.arange(16) % 3
+    moved = []
+    for make in (lambda model: arms.sobolev().optimizer(model, 0), preset):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+        optimizer = make(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), t).backward()
+            optimizer.step()
+        moved.append([p.detach().clone() for p in model.parameters()])
+    for mine, theirs in zip(*moved, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
+
+
 def test_the_kernel_has_the_lengthscale_and_the_network_input_is_not_scaled() -> None:
     """ERRATA 14: k = (1 + r)e^{−r}, r = ‖x − x'‖/20."""
     x = torch.zeros(2, 3, 32, 32, dtype=torch.float64)
@@ -239,7 +268,13 @@ def test_steps_are_timed_alone_and_in_turns(folder: Path) -> None:
 
 
 def test_every_arm_is_an_optimizer_of_every_model() -> None:
-    for arm in (arms.amari(), arms.sobolev(), arms.independent(), *(found[0] for found in arms.grid().values())):
+    for arm in (
+        arms.amari(),
+        arms.sobolev(),
+        arms.independent(),
+        arms.amari().exactly_damped(),
+        *(found[0] for found in arms.grid().values()),
+    ):
         assert isinstance(arm.optimizer(nn.Linear(3, 10), 0), Optimizer)
         assert arm.numbers()["lr"] > 0
         assert arm.name in report.TITLES
