@@ -86,11 +86,11 @@ def flatness(
     Monte Carlo: ``samples`` random lines through θ0, uniform in coordinates in which S is about round, are cut into
     65 pieces on either side, and a point is drawn in each. Each line gives an unbiased estimate, and together they give
     the standard error. S need not be convex, nor star-shaped: a point behind a gap counts if it can be joined to θ0
-    through other points drawn (``Basin``). Gaps and bridges that are thinner than the distance of the points are not
+    through other points drawn (``Basin``). Gaps, bridges and spikes thinner than the distance of the points are not
     seen. It is for few parameters: the error grows with their number, the faster the less S is an ellipsoid.
 
     ``radius``: refuse an S that reaches farther from θ0, a length in the metric there; by default 2^20 times the
-    distance at which the loss reaches the level. An S that is unbounded is refused.
+    distance at which the loss reaches the level. An S that is seen to be unbounded is refused.
 
     >>> import natgrad as ng
     >>> line = {"w": torch.zeros(1, dtype=torch.float64)}  # y = 3w, L = y²: the interval |w| < 1/3, and |y| < 1

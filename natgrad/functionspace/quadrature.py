@@ -56,7 +56,8 @@ class Quadrature:
         ``measure``: ``Normal`` (Gauss–Hermite), ``Uniform`` (Legendre), ``Gamma`` and ``Exponential`` (Laguerre),
         ``Beta`` (Jacobi); with parameters [d], or as ``Independent``, it is the product measure on R^d.
         ``MultivariateNormal`` and transformed ones (``LogNormal``) are images of these. The nodes have the dtype and
-        device of the measure's parameters; the work is in float64.
+        device of the measure's parameters; the work is in float64. It converges geometrically for analytic functions
+        on an interval, and slowly for a network of tanh under a Gaussian (poles near the line): double ``order``.
 
         >>> rule = Quadrature.of(D.Uniform(-1.0, 1.0), order=2)
         >>> rule.nodes.flatten(), rule.weights
