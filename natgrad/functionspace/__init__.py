@@ -6,6 +6,7 @@ from natgrad.functionspace.flatness import Volume as Volume
 from natgrad.functionspace.flatness import flatness as flatness
 from natgrad.functionspace.kernels import ReproducingKernel as ReproducingKernel
 from natgrad.functionspace.kernels import SobolevKernel as SobolevKernel
+from natgrad.functionspace.lengthscale import Alike as Alike
 from natgrad.functionspace.lengthscale import Lengthscale as Lengthscale
 from natgrad.functionspace.lengthscale import Median as Median
 from natgrad.functionspace.ntk import NTKOperator as NTKOperator

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from natgrad.functionspace.distances import squared_distances
+from natgrad.functionspace.profile import matern
+
+_GRID, _ROUNDS = 32, 5  # lengthscales that are tried at once, and how often the interval between two is taken anew
 
 
 class Lengthscale(ABC):
@@ -45,6 +48,62 @@ class Median(Lengthscale):
         u = squared_distances(x, x)
         median = u.where(u > 0, torch.nan).nanmedian().sqrt()  # every pair is there twice, which moves no median
         return torch.where(median.isnan(), 1.0, median / self.divisor)
+
+
+@final
+@dataclass(frozen=True)
+class Alike(Lengthscale):
+    """ℓ for which the mean of k(‖x_n − x_m‖/ℓ) over all pairs of distinct points is ``value``, k of smoothness ``nu``.
+
+    Measured on every batch it adapts: however the inputs are scaled, spread, or change while features are learned, the
+    kernel matrix stays as far from 1 as it was asked to be. λ_max(K) is at least 1 + (N − 1)·value then, and about that
+    where the points are spread evenly. CIFAR images over 20 have a mean of about 0.1 with ν = 3/2 (ERRATA 14).
+
+    Equal points are left out; where all are equal ℓ = 1. Between ℓ = min d/r and max d/r with k(r) = value the mean
+    passes the value; it is found there to 1e-6 of ℓ by nested grids, and no value is read back from the device.
+
+    >>> x = torch.tensor([[0.0], [1.0], [3.0]])
+    >>> ℓ = Alike(0.3, nu=0.5).of(x)
+    >>> torch.exp(-torch.tensor([1.0, 2.0, 3.0]) / ℓ).mean()
+    tensor(0.3000)
+    """
+
+    value: float = 0.1
+    nu: float = 1.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < 1:
+            raise ValueError(f"Alike(value={self.value}): the mean of a kernel between 0 and 1 lies between 0 and 1")
+        if not (math.isfinite(self.nu) and self.nu > 0):
+            raise ValueError(f"Alike(nu={self.nu}): the smoothness of the kernel is a positive number")
+
+    def of(self, points: Tensor) -> Tensor:
+        x = points.detach()
+        u = squared_distances(x, x)
+        apart = u > 0
+        r = self._radius()
+        low = (u.where(apart, torch.inf).amin().sqrt() / r).log()
+        high = (u.amax().sqrt() / r).log()
+        steps = torch.linspace(0, 1, _GRID, dtype=x.dtype, device=x.device)
+        for _ in range(_ROUNDS):
+            tried = low + (high - low) * steps  # [g], the mean grows along it
+            k = matern(self.nu, u / (2 * tried).exp().view(-1, 1, 1))
+            below = (k.where(apart, 0).sum((1, 2)) < self.value * apart.sum()).sum().clamp(1, _GRID - 1)
+            low, high = tried.gather(0, torch.stack([below - 1, below])).unbind()
+        return torch.where(apart.any(), ((low + high) / 2).exp(), 1.0)
+
+    def _radius(self) -> float:
+        """r with k(r) = value, by bisection."""
+        low, high = 0.0, 1.0
+        while self._profile(high) > self.value:
+            high *= 2
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._profile(middle) > self.value else (low, middle)
+        return high
+
+    def _profile(self, r: float) -> float:
+        return float(matern(self.nu, torch.tensor([r * r], dtype=torch.float64)))
 
 
 @final
