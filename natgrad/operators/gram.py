@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.linalg import smallest
+from natgrad.linalg import check_finite, smallest
 
 
 @final
@@ -32,9 +32,16 @@ class KernelMatrix:
     basis: Tensor | None  # Q; None for 1
 
     @staticmethod
+    def regular(K: Tensor) -> KernelMatrix:
+        """Of a matrix that is known to be regular: nothing is read back from the device."""
+        K = K.double()
+        return KernelMatrix(K, K, torch.linalg.cholesky_ex(K)[0], None)
+
+    @staticmethod
     def of(K: Tensor, eps: float | None = None) -> KernelMatrix:
         """``eps`` is the precision that K is known to, where that is less than its own."""
         K = K.double()
+        check_finite(K, "the kernel matrix of the examples")
         cut = rounding(K, eps)
         factor, info = torch.linalg.cholesky_ex(K)
         if bool((info == 0) & (smallest(factor) > 100 * cut)):
@@ -46,8 +53,12 @@ class KernelMatrix:
 
     def inverse(self) -> Tensor:
         """K⁺."""
-        C = torch.cholesky_inverse(self.root)
-        return C if self.basis is None else self.basis @ C @ self.basis.T
+        half = self.inverse_root()
+        return half @ half.T
+
+    def inverse_root(self) -> Tensor:
+        """Q L⁻ᵀ [n m], whose square K⁺ is."""
+        return self.unwhiten(torch.eye(len(self.whole), dtype=self.whole.dtype, device=self.whole.device)).T
 
     def restrict(self, t: Tensor) -> Tensor:
         """Qᵀt, for t [* n]."""

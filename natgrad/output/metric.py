@@ -21,13 +21,14 @@ _ELEMENTS = 2**22  # of an exact root that is only made to be sampled
 @final
 @dataclass(frozen=True)
 class Coupling:
-    """C [n m], by which a metric couples the examples, and K [n m] with C = K⁻¹ where the metric is made from one.
+    """C [n m], by which a metric couples the examples, and what a metric that is made from a kernel knows besides.
 
-    A structure that knows K solves without its inverse.
+    Then C = K⁻¹, and a structure that knows K solves without it; L with C = L Lᵀ mixes rows, and need not be found.
     """
 
     C: Tensor
     K: Tensor | None = None
+    L: Tensor | None = None
 
 
 class OutputMetric(ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -64,7 +65,7 @@ class Sobolev(OutputMetric):
             raise TypeError(f"Sobolev(base={self.base!r}): the base is a metric on the outputs, such as Euclidean()")
         if isinstance(self.base, Sobolev):
             raise ValueError("Sobolev(base=Sobolev(…)) would couple the examples twice: give the metric inside")
-        self._kernel()  # which checks ν and ℓ
+        _ = self._kernel  # it checks ν and ℓ
         check_features(self.features)
         if isinstance(self.jitter, bool) or not isinstance(self.jitter, (int, float)):
             raise TypeError(f"jitter={self.jitter!r}: give a number, what is added to the diagonal of K")
@@ -97,9 +98,9 @@ class Sobolev(OutputMetric):
         if self.base.coupling(x, n) is not None:
             raise ValueError(f"{self.base!r} couples the examples itself: a Sobolev metric needs a base that does not")
         K = self.gram(x, n)
-        if self.jitter > 8 * n * torch.finfo(K.dtype).eps:  # no eigenvalue is below it: K is regular
-            return Coupling(torch.cholesky_inverse(torch.linalg.cholesky_ex(K)[0]), K)
-        return Coupling(KernelMatrix.of(K).inverse(), K)
+        regular = self.jitter > 8 * n * torch.finfo(K.dtype).eps  # no eigenvalue is below it
+        half = (KernelMatrix.regular(K) if regular else KernelMatrix.of(K)).inverse_root()
+        return Coupling(half @ half.T, K, half)
 
     def gram(self, x: Inputs, n: int) -> Tensor:
         """K [n n] in float64, jitter included, of the inputs of n examples."""
@@ -110,12 +111,15 @@ class Sobolev(OutputMetric):
                     f"the Sobolev metric found {found.shape[0]} points in the inputs of {n} examples: it needs one an "
                     "example, on the first axis. Pass features=, a function of the model's inputs that returns them"
                 )
-            check_finite(found, "the tensor of points of the Sobolev metric")
-            K = self._kernel()(found)
+            if found.device.type == "cpu":  # a GPU is not waited for: there, what is made of them is looked at
+                check_finite(found, "the tensor of points of the Sobolev metric")
+            K = self._kernel(found)
             K.diagonal().add_(self.jitter)
             return K / (1 + self.jitter)
 
+    @cached_property
     def _kernel(self) -> SobolevKernel:
+        """Made once: a lengthscale on a GPU is read back when it is checked."""
         return SobolevKernel(self.nu, self.lengthscale)
 
     def _points(self, x: Inputs) -> Tensor:

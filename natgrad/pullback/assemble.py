@@ -141,7 +141,7 @@ class View:
             metric=self.metric,
             target=batch.target,
             y=y,
-            coupling=None if coupled is None else coupled.C.to(y.device, torch.float64),
+            coupling=None if coupled is None else _double(coupled.C, y),
             layers=blocks,
             memory=self.memory,
             tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
@@ -152,7 +152,8 @@ class View:
             unused=judged.unused,
             verdicts=self.known.verdicts,
             displaced=displaced,
-            K=None if coupled is None or coupled.K is None else coupled.K.to(y.device, torch.float64),
+            K=None if coupled is None else _double(coupled.K, y),
+            L=None if coupled is None else _double(coupled.L, y),
         )
 
     def _tell(self, blocks: Sequence[Block], displaced: Collection[str]) -> None:
@@ -168,6 +169,11 @@ class View:
             message = f"no layer rule covers {names}: in training mode they are seen in evaluation mode"
             if self.known.verdicts.news(message):
                 _log.info(message)
+
+
+def _double(matrix: Tensor | None, y: Tensor) -> Tensor | None:
+    """In double precision, where the outputs are."""
+    return None if matrix is None else matrix.to(y.device, torch.float64)
 
 
 def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:

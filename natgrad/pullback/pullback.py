@@ -59,7 +59,9 @@ class Pullback:
     unused: Mapping[str, Block] = field(default_factory=dict)
     verdicts: Verdicts = field(default_factory=Verdicts)
     displaced: frozenset[str] = frozenset()  # parameters whose rule does not apply, as examples are not in their places
-    K: Tensor | None = None  # [n m], in float64, with C = K⁻¹, of a metric that is made from a kernel
+    # Of a metric that is made from a kernel, in float64: K [n m] with C = K⁻¹, and L [n m] with C = L Lᵀ.
+    K: Tensor | None = None
+    L: Tensor | None = None
 
     @property
     def root(self) -> Tensor:
@@ -84,7 +86,7 @@ class Pullback:
 
     def unmixed(self) -> Pullback:
         """The same examples, each by itself: the rows before a coupling mixes them."""
-        return replace(self, coupling=None, K=None)
+        return replace(self, coupling=None, K=None, L=None)
 
     @property
     def chunk(self) -> int:
@@ -218,7 +220,7 @@ class Pullback:
     def mixing(self) -> Tensor:
         """L [n m] with C = L Lᵀ. Sums of squares of what is mixed by it do not cancel, as products with C do."""
         assert self.coupling is not None
-        return root_of(self.coupling.double()).to(self.y.dtype)
+        return (root_of(self.coupling.double()) if self.L is None else self.L).to(self.y.dtype)
 
     def _coupled(self) -> Iterator[list[Factors]]:
         needed = self.n * self.model.size * self.y.element_size()
