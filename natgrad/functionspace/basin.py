@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.errors import NonFiniteError, SingularMetricError
+from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.geometry import unflatten
 from natgrad.model import map_tensors
 from natgrad.pullback import Pullback
@@ -53,6 +53,7 @@ class Landscape:
 
     def framed(self, generator: torch.Generator) -> Landscape:
         """The same in coordinates in which G is the identity at θ0, or near it, where it is singular at θ0 alone."""
+        self._admit()
         B = self._roots(self.θ0[None])[0]
         if not _regular(B):
             near = torch.randn(8, len(self.θ0), generator=generator, dtype=self.θ0.dtype, device=self.θ0.device)
@@ -70,6 +71,19 @@ class Landscape:
         assert self.frame is not None
         assert self.stretch is not None
         return replace(self, frame=self.frame @ by, stretch=self.stretch @ by)
+
+    def _admit(self) -> None:
+        """Refuse, before anything is allocated, more parameters than rows, and more of both than fit."""
+        pb, p = self.pullback, len(self.θ0)
+        if pb.columns * pb.n < p:
+            self._refuse(pb.columns * pb.n)
+        needed = (pb.columns * pb.n + pb.y.numel()) * p * pb.y.element_size()
+        if needed > pb.memory:
+            raise MemoryBoundError(
+                f"the Jacobian and the rows of the metric for {pb.n} examples and {p:,} parameters need {needed:,} "
+                f"bytes at every point, over {pb.memory:,}: flatness is for small models; give fewer inputs, or freeze "
+                "parameters"
+            )
 
     def _refuse(self, rank: int) -> None:
         raise SingularMetricError(
@@ -130,8 +144,6 @@ class Landscape:
         m, n = y.shape[:2]
         s = root_at(self.pullback.metric, y.flatten(0, 1), self._targets(m), None)
         s = s.reshape(len(s), m, n, -1)
-        if len(s) * n < len(self.θ0):
-            self._refuse(len(s) * n)
         rows = torch.einsum("mndp,kmnd->mknp", J.reshape(m, n, -1, θ.shape[1]), s) / n**0.5
         if self.mixing is not None:
             rows = torch.einsum("nl,mknp->mklp", self.mixing.to(rows.dtype), rows)

@@ -12,7 +12,7 @@ from torch import distributions as D
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.errors import NonFiniteError, SingularMetricError
+from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.functionspace import Flatness, Quadrature, Volume, flatness
 from tests import oracle
 from tests.golden import tensor
@@ -61,7 +61,7 @@ class TestClosedForms:
     @pytest.mark.parametrize("p", [2, 4, 9])
     def test_a_linear_model_has_a_ball_whatever_its_jacobian(self, p: int) -> None:
         J = normal(p + 2, p)
-        found = _at([0.0] * p, 0.3, _squares, lambda params, x: (J @ params["w"])[None])
+        found = _at([0.0] * p, 0.3, _squares, lambda params, x: (J @ params["w"])[None], samples=512)
         _within(found.volume, _ball(p, math.sqrt(0.3)), 3)
         root = float((J.T @ J).det().sqrt())
         _within(found.euclidean, _ball(p, math.sqrt(0.3)) / root, 3)
@@ -113,7 +113,7 @@ class TestClosedForms:
         metric = ng.LossHessian(lambda y, target: 1.5 * (y - target).square().sum())
         y0 = model(x).detach()
         loss = lambda y: (y - y0).square().mean() / 2  # noqa: E731
-        found = flatness(model, x, 0.1, metric, t, loss=loss, generator=_seeded())
+        found = flatness(model, x, 0.1, metric, t, loss=loss, samples=128, generator=_seeded())
         _within(found.volume, 3 * _ball(2, math.sqrt(0.2)), 1)
 
     def test_a_point_where_the_metric_is_singular_alone_does_no_harm(self) -> None:
@@ -261,6 +261,18 @@ class TestRefusals:
     def test_a_direction_in_which_the_loss_does_not_rise(self) -> None:
         with pytest.raises(ValueError, match=r"the basin reaches beyond the radius .* its volume may be infinite"):
             _at([0.0, 0.0], 0.5, lambda y: y[0, 0].square())
+
+    def test_a_basin_that_is_too_long_to_be_fitted(self) -> None:
+        """10³⁰ times as long as wide: the coordinates stretch a few times a round, and there are 32 rounds."""
+        with pytest.raises(ValueError, match="did not fit into an ellipsoid after 32 rounds: it is unbounded"):
+            _at([0.0, 0.0], 0.5, lambda y: y[0, 0].square() + (1e-30 * y[0, 1]).square(), radius=1e40)
+
+    def test_more_than_fits_into_memory(self) -> None:
+        model, x = nn.Linear(300, 300).double(), torch.zeros(400, 300, dtype=torch.float64)
+        with pytest.raises(
+            MemoryBoundError, match=r"90,300 parameters need .* at every point, over .*: flatness is for small"
+        ):
+            flatness(model, x, 0.1, ng.Euclidean())
 
     def test_a_basin_that_is_larger_than_the_radius(self) -> None:
         with pytest.raises(ValueError, match=r"the basin reaches beyond the radius 0\.5 "):
