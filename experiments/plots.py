@@ -7,43 +7,51 @@ from pathlib import Path
 
 from experiments.report import ORDER, TITLES, Group
 
+# Each with the schedule that it has in figures 1 and 2 of 000.
+_PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths"}
+
 
 def draw(found: Sequence[Group], results: Path) -> list[Path]:
-    """A picture for every set of images and schedule: means, and one standard deviation around them."""
-    pairs = dict.fromkeys((group.dataset, group.schedule) for group in found if group.records)
-    return [
-        _picture(
-            [group for group in found if (group.dataset, group.schedule) == pair and group.records],
-            results / f"{pair[0]}-{pair[1]}.svg",
-        )
-        for pair in pairs
-    ]
+    """Means, and one standard deviation around them: a picture for every schedule, and one as the paper has it."""
+    paths = []
+    for dataset in dict.fromkeys(group.dataset for group in found):
+        mine = [group for group in found if group.dataset == dataset and group.records]
+        pictures = {
+            schedule: [group for group in mine if group.schedule == schedule]
+            for schedule in dict.fromkeys(group.schedule for group in mine)
+        }
+        paper = [group for group in mine if _PAPER.get(group.arm) == group.schedule]
+        if len({group.schedule for group in paper}) == 2:
+            pictures["paper"] = paper
+        for name, shown in pictures.items():
+            paths.append(results / f"{dataset}-{name}.svg")
+            _picture(shown, f"VGG16 on {dataset}, schedule: {name}", paths[-1])
+    return paths
 
 
-def _picture(found: Sequence[Group], path: Path) -> Path:
+def _picture(found: Sequence[Group], title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
     for group in found:
         epochs = [float(epoch + 1) for epoch in range(len(group.loss.mean))]
+        label = f"{TITLES[group.arm]}, {group.schedule} ({len(group.records)})"
         for row, curve in enumerate((group.loss, group.accuracy)):
-            for column, x in enumerate((epochs, group.seconds)):
+            for axis, x in zip(axes[row], (epochs, group.seconds), strict=True):
                 colour = f"C{ORDER.index(group.arm)}"
                 low = [m - d for m, d in zip(curve.mean, curve.deviation, strict=True)]
                 high = [m + d for m, d in zip(curve.mean, curve.deviation, strict=True)]
-                axes[row, column].plot(x, curve.mean, color=colour, label=f"{TITLES[group.arm]} ({len(group.records)})")
-                axes[row, column].fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+                axis.plot(x, curve.mean, color=colour, label=label)
+                axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
     alone = all(group.alone is not None for group in found)
-    seconds = "seconds, one run on the device" if alone else "seconds, several runs on the device"
-    for axis, name in zip(axes[1], ("epochs", seconds), strict=True):
-        axis.set_xlabel(name)
+    axes[1, 0].set_xlabel("epochs")
+    axes[1, 1].set_xlabel("seconds, one run on the device" if alone else "seconds, several runs on the device")
     axes[0, 0].set_yscale("log")
     axes[0, 0].set_ylabel("training loss")
     axes[1, 0].set_ylabel("test accuracy, %")
     end = max(group.accuracy.mean[-1] for group in found)
     axes[1, 0].set_ylim(max(0.0, end - 30), min(100.0, end + 2))
     axes[0, 0].legend(fontsize="small", title="mean ± deviation (seeds)")
-    figure.suptitle(f"VGG16 on {found[0].dataset}, schedule {found[0].schedule}")
+    figure.suptitle(title)
     figure.savefig(path, metadata={"Date": None})
-    return path

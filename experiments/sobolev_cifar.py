@@ -13,7 +13,8 @@ K-FAC that is not done); what is worth keeping is in ``--results``, and what is 
 Both schedules of the paper: "tenths", of its baseline, and "fifths", of its Sobolev gradient; "cosine" is ours. A seed
 has the same first weights and the same images in the same order for all arms. Augmentation is the usual: four black
 pixels around the image, a random crop, a random mirror. Training losses are means during an epoch, in training mode.
-What the arms are, and how the paper's weight decay is done here, is in ``experiments/arms.py``.
+What the arms are, and how the paper's weight decay is done here, is in ``experiments/arms.py``. Workers use a GPU in
+turns; with NVIDIA's service for several processes (``nvidia-cuda-mps-control -d``) they run side by side.
 """
 
 from __future__ import annotations

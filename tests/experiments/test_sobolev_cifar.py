@@ -21,6 +21,7 @@ from experiments.arms import FIFTHS, TENTHS, Momentum
 from experiments.cifar import CIFAR10
 from experiments.images import Images
 from experiments.packing import write_pieces
+from experiments.plots import draw
 from experiments.record import Point, Record, load_all
 from experiments.sobolev_cifar import main
 from experiments.training import Budget, Job, Setup, Training, train
@@ -224,6 +225,17 @@ def test_the_summary_has_means_and_sample_deviations_over_seeds(tmp_path: Path) 
         assert found[name]["deviation"] == pytest.approx(values.std(0, ddof=1).tolist(), rel=1e-4)
     again = load_all([tmp_path])
     assert [asdict(p) for p in again[2].history] == [pytest.approx(asdict(p), rel=1e-5) for p in records[2].history]
+
+
+def test_there_is_a_picture_for_every_schedule_and_one_with_those_of_the_paper(tmp_path: Path) -> None:
+    one = [curve(arm, seed, [2.0, 1.0], [0.3, 0.5]) for arm in ("amari", "sobolev") for seed in (0, 1)]
+    records = [*one, *(replace(record, schedule="fifths") for record in one)]
+    (tmp_path / "timing.json").write_text(json.dumps({"seconds_an_epoch": {"amari": 3.0, "sobolev": 3.2}}))
+    found = report.save(records, tmp_path)
+    assert found[0].seconds == [3.0, 6.0]  # of a run alone, where that was measured
+    names = [path.name for path in draw(found, tmp_path)]
+    assert names == ["cifar10-tenths.svg", "cifar10-fifths.svg", "cifar10-paper.svg"]
+    assert all(0 < (tmp_path / name).stat().st_size < 200_000 for name in names)
 
 
 def test_the_command_runs_what_is_not_done_in_several_processes_and_draws_it(folder: Path) -> None:
