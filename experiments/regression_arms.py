@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import process_time
-from typing import ClassVar, TypeVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,10 @@ class Arm(ABC):
     def optimizer(self, model: nn.Module, x: Tensor) -> torch.optim.Optimizer:
         """The optimizer of a model whose training inputs are x [n d]."""
 
+    @abstractmethod
+    def settings(self) -> dict[str, float]:
+        """What was drawn, by name."""
+
     def decay(self, left: float) -> float:
         """The learning rate over the first one, where ``left`` of the time is left."""
         return 1.0
@@ -69,6 +73,9 @@ class AdamW(Arm):
 
     def optimizer(self, model: nn.Module, x: Tensor) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=True)
+
+    def settings(self) -> dict[str, float]:
+        return asdict(self)
 
     def decay(self, left: float) -> float:
         return left
@@ -114,6 +121,9 @@ class GaussNewton(Arm):
     def optimizer(self, model: nn.Module, x: Tensor) -> torch.optim.Optimizer:
         return self.shared.optimizer(model, ng.Euclidean())
 
+    def settings(self) -> dict[str, float]:
+        return asdict(self.shared)
+
 
 @final
 @dataclass(frozen=True)
@@ -139,6 +149,9 @@ class Sobolev(Arm):
         # Measured once, and not on every batch. Of a thousand points the median is known well enough.
         ell = float(Median(divisor=1 / self.scale).of(x[:1000]))
         return self.shared.optimizer(model, ng.Sobolev(nu=self.nu, lengthscale=ell))
+
+    def settings(self) -> dict[str, float]:
+        return {**asdict(self.shared), "nu": self.nu, "scale": self.scale}
 
 
 ARMS: tuple[type[Arm], ...] = (AdamW, GaussNewton, Sobolev)
@@ -222,7 +235,7 @@ class Batches:
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Pair) -> None:
     x, y = batch
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         optimizer.zero_grad()
         loss = 0.5 * (model(x) - y).square().mean()
         loss.backward()

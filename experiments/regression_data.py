@@ -46,7 +46,8 @@ class Problem(ABC):
 class Table(Problem):
     """Rows x [n d] and y [n], and the rows that are for testing in every split, test [splits n].
 
-    A fifth of the other rows is for validation. At most ``rows`` are kept for training.
+    A fifth of the other rows is for validation. At most ``rows`` are kept for training. Gaussian noise of ``noise``
+    times the deviation of the targets is added to theirs, and not to those for testing.
     """
 
     title: str
@@ -54,14 +55,16 @@ class Table(Problem):
     y: Tensor
     test: Tensor
     rows: int = 2000
+    noise: float = 0.0
 
     @property
     def name(self) -> str:
-        return self.title
+        return f"{self.title}, noise {self.noise:g}" if self.noise else self.title
 
     def split(self, number: int) -> Split:
         rest = (~self.test[number]).nonzero().squeeze(1)
-        order = rest[torch.randperm(len(rest), generator=torch.Generator().manual_seed(number))]
+        generator = torch.Generator().manual_seed(number)
+        order = rest[torch.randperm(len(rest), generator=generator)]
         cut = len(order) // 5
         train = order[cut : cut + self.rows]
         y = self.y[:, None]
@@ -70,8 +73,9 @@ class Table(Problem):
         x = (self.x - centre) / torch.where(scale > 0, scale, 1.0)
         mean, unit = y[train].mean(), y[train].std()
         y = (y - mean) / unit
-        parts = [(x[rows], y[rows]) for rows in (train, order[:cut], self.test[number].nonzero().squeeze(1))]
-        return Split(*parts, unit=float(unit))
+        y[order] += self.noise * torch.randn(len(order), 1, generator=generator, dtype=y.dtype)
+        validation, test = order[:cut], self.test[number].nonzero().squeeze(1)
+        return Split((x[train], y[train]), (x[validation], y[validation]), (x[test], y[test]), float(unit))
 
 
 class Surface(ABC):
@@ -148,8 +152,7 @@ def real(path: Path, names: tuple[str, ...]) -> tuple[Table, ...]:
     raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
     with np.load(io.BytesIO(raw)) as arrays:
         if missing := [name for name in names if f"{name}_x" not in arrays]:
-            held = sorted(key[:-2] for key in arrays if key.endswith("_x"))
-            raise ValueError(f"{path.name} holds no set {', '.join(missing)}: it has {', '.join(held)}")
-        return tuple(
-            Table(name, *(torch.from_numpy(arrays[f"{name}_{part}"]) for part in ("x", "y", "test"))) for name in names
-        )
+            there = sorted(key[:-2] for key in arrays if key.endswith("_x"))
+            raise ValueError(f"{path.name} holds no set {', '.join(missing)}: it has {', '.join(there)}")
+        parts = [[torch.from_numpy(arrays[f"{name}_{part}"]) for part in ("x", "y", "test")] for name in names]
+    return tuple(Table(name, x, y, test) for name, (x, y, test) in zip(names, parts, strict=True))

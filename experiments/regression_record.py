@@ -98,13 +98,12 @@ def _contest(record: Record, problem: str) -> dict[str, Any]:
     splits = sorted(set.intersection(*(set(found) for found in runs.values())))
     out: dict[str, Any] = {"splits": len(splits), "arms": {}}
     for arm, found in runs.items():
-        settings = asdict(arm.drawn(record.chosen(problem, arm)))
         errors = [found[s].best().test for s in splits]
         out["arms"][arm.title] = {
             "mean": statistics.mean(errors),
             "deviation": statistics.stdev(errors) if len(errors) > 1 else 0.0,
             "steps": statistics.median(found[s].looks[-1].step for s in splits),
-            "settings": {**settings.pop("shared", {}), **settings},
+            "settings": arm.drawn(record.chosen(problem, arm)).settings(),
         }
     # Sobolev beside another, split by split: the geometric mean of the ratios, and how many are below one.
     for other in (AdamW, GaussNewton):

@@ -25,7 +25,8 @@ from experiments.regression_plots import draw
 from experiments.regression_record import CONTEST, SWEEP, TUNE, Key, Record, summary, tables
 
 REAL = ("concrete", "energy", "yacht", "kin8nm")
-SWEPT = ("energy", "sines, noise 1")
+NOISY = ("concrete", "energy")
+SWEPT = ("energy", "energy, noise 1", "sines, noise 1")
 
 
 @final
@@ -121,7 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     known = (*(Sampled(Sines(), noise) for noise in (0.0, 0.3, 1.0)), Sampled(Checks(), 0.1))
-    problems = (*(real(given.data, REAL) if given.data else ()), *known)
+    sets = real(given.data, REAL) if given.data else ()
+    noisy = (replace(table, noise=1.0) for table in sets if table.title in NOISY)
+    problems = (*sets, *noisy, *known)
     record = Study(problems, SWEPT, given.seconds, given.trials, given.splits, given.points).run(given.out)
     found = summary(record)
     (given.out / "summary.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
