@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.functionspace.distances import squared_distances
 from natgrad.functionspace.profile import matern
 
-_GRID, _ROUNDS = 32, 5  # lengthscales that are tried at once, and how often the interval between two is taken anew
+_GRID, _ROUNDS = 16, 6  # lengthscales that are tried at once, and how often the interval between two is taken anew
 
 
 class Lengthscale(ABC):

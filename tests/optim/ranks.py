@@ -93,6 +93,7 @@ class Case:
     model: Callable[[], nn.Module] = plain
     pieces: int = 1  # micro-batches a step
     closure: bool = False
+    apart: bool = False  # one process sees the shards one after the other: examples are coupled inside of each
 
 
 def _natural(**options: Any) -> Callable[[nn.Module], ng.NaturalGradient]:
@@ -107,6 +108,7 @@ CASES = {
     "kfac_uncovered": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), Uncovered),
     "kfac_accumulated": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), pieces=2),
     "kfac_compiled": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), compiled),
+    "sobolev_kfac": Case(lambda m: ng.SobolevKFAC(m, EXACT, lengthscale=2.0, **SCHEDULE), apart=True),
     "ekfac": Case(lambda m: ng.EKFAC(m, EXACT, 0.2, metric_every=1, inverse_every=1)),
     "ekfac_schedules": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE)),
     "ekfac_uncovered": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Uncovered),
@@ -142,7 +144,8 @@ def train(case: Case, model: nn.Module, opt: ng.NaturalGradient, steps: range, r
 
         def evaluate(x: Tensor = x, t: Tensor = t, span: tuple[int, int] = span, size: int = size) -> Tensor:
             opt.zero_grad()
-            pieces = torch.arange(*span).chunk(case.pieces)
+            spans = SHARDS if case.apart and rank is None else (span,)
+            pieces = [piece for each in spans for piece in torch.arange(*each).chunk(case.pieces)]
             total = torch.zeros((), dtype=torch.float64)
             for at, piece in enumerate(pieces):
                 last = at == len(pieces) - 1
