@@ -117,6 +117,46 @@ def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
         raise ValueError(f"damping={damping:g} overflows in the {precision} of the metric: use less, or a double model")
 
 
+def consecutive(tensors: Sequence[Tensor]) -> Tensor | None:
+    """[b *shape] of tensors of one shape, each without gaps, that follow each other in memory: a view. Else None.
+
+    >>> both = torch.arange(6.0).view(2, 3)
+    >>> consecutive([both[0], both[1]]).shape, consecutive([both[1], both[0]])
+    (torch.Size([2, 3]), None)
+    """
+    first, size = tensors[0], tensors[0].numel()
+    place, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    for at, t in enumerate(tensors):
+        if t.shape != first.shape or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+        if t.storage_offset() != start + at * size or t.untyped_storage().data_ptr() != place:
+            return None
+    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+
+
+def pairing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ ⟨x, y⟩ over pairs of tensors, in few launches where they lie side by side in memory.
+
+    >>> x, y = torch.ones(2, 3), torch.arange(6.0).view(2, 3)
+    >>> pairing([(x[0], y[0]), (x[1], y[1])])
+    tensor(15.)
+    """
+    runs: list[list[tuple[Tensor, Tensor]]] = []
+    for pair in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
+        if not runs or any(consecutive([side[0], side[1]]) is None for side in zip(runs[-1][-1], pair, strict=True)):
+            runs.append([])
+        runs[-1].append(pair)
+    wholes = [tuple(_joined([pair[side] for pair in run]) for side in range(2)) for run in runs]
+    return torch.stack([torch.dot(x.to(y.dtype), y) for x, y in wholes]).sum()
+
+
+def _joined(run: Sequence[Tensor]) -> Tensor:
+    """All numbers of tensors that follow each other."""
+    whole = run[0] if len(run) == 1 else consecutive(run)
+    assert whole is not None
+    return whole.flatten()
+
+
 def gated_add(tensors: Sequence[Tensor], changes: Sequence[Tensor], weight: float, found: Tensor) -> None:
     """Add weight times the changes, unless ``found`` (a number on the GPU) is not zero: one launch, nothing waits."""
     _descend(tensors, changes, -weight, found, decay=0.0)

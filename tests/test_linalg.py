@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError, SingularMetricError
-from natgrad.linalg import check_damping, check_finite, cholesky, symmetric_root
+from natgrad.linalg import check_damping, check_finite, cholesky, consecutive, pairing, symmetric_root
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -95,3 +95,26 @@ def test_damping_is_a_finite_number_that_is_not_negative(damping: float) -> None
     with pytest.raises(ValueError, match="damping must be a finite number ≥ 0, got"):
         check_damping(damping)
     check_damping(0.0)
+
+
+def test_a_pairing_does_not_depend_on_where_the_tensors_lie() -> None:
+    x, y = torch.randn(2, 5, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = (x * y).sum()
+    apart = [(a.clone(), b.clone()) for a, b in zip(x, y, strict=True)]
+    turned = [(a.T, b.T) for a, b in zip(x, y, strict=True)]
+    for pairs in (list(zip(x, y, strict=True)), list(zip(x.flip(0), y.flip(0), strict=True)), apart, turned):
+        torch.testing.assert_close(pairing(pairs), expected)
+    mixed = [(x[0], y[0]), (x[1], apart[1][1]), (x[2], y[2]), (x[3], y[3]), (x[4], y[4])]
+    torch.testing.assert_close(pairing(mixed), expected)
+
+
+def test_tensors_are_consecutive_only_where_nothing_is_between_them() -> None:
+    x = torch.arange(12.0).view(4, 3)
+    found = consecutive([x[1], x[2], x[3]])
+    assert found is not None
+    assert torch.equal(found, x[1:])
+    assert consecutive([x[0], x[2]]) is None
+    assert consecutive([x[0], x[0].clone()]) is None
+    assert consecutive([x[:, 0], x[:, 1]]) is None
+    assert consecutive([x[0], x[1, :2]]) is None
+    assert consecutive([x[0], x[1].double()]) is None

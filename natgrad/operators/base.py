@@ -74,6 +74,10 @@ class Inverse(ABC):
         """ω♯: the vector of the covector."""
         return self.layout.vector(self.solve(self.layout.flatten(ω)))
 
+    def memory(self, ω: Covector) -> dict[str, Tensor]:
+        """Memory for covectors like ω, by name, laid out as ``sharp`` likes them best."""
+        return {name: torch.empty_like(t) for name, t in ω.items()}
+
     def tensors(self) -> dict[str, Tensor]:
         """What it is made of, for ``inverse_from``; of an iterative one, the last solution, to start from."""
         return {}

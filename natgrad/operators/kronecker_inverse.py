@@ -102,13 +102,13 @@ class ProductInverse(LayerInverse):
         left, right = (side[at : at + len(w)] for side in self.stacks[self.groups.index(group)])
         return two_sided(left, w, right, w if spent else None)
 
-    def apply_columns(self, group: tuple[int, ...], at: int, parts: list[Tensor]) -> list[Tensor] | None:
-        left, right = self.stacks[self.groups.index(group)]
-        graph = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-        if left.device.type != "cuda" or graph or not (full(left) and full(right)):
-            return None
-        c = parts[0].shape[0]
-        return two_sided_columns(left[at * c : at * c + c], parts, right[at * c : at * c + c])
+    def by_columns(self, group: tuple[int, ...]) -> bool:
+        return self.kinds[group[0]] == (True, True) and self.stacks[0][0].device.type == "cuda"
+
+    def apply_columns(self, group: tuple[int, ...], first: int, parts: list[Tensor]) -> list[Tensor]:
+        at = first * self.blocks[group[0]].shape[0]
+        left, right = (side[at : at + len(parts[0])] for side in self.stacks[self.groups.index(group)])
+        return two_sided_columns(left, parts, right)
 
     def tensors(self) -> dict[str, Tensor]:
         out = self.below()

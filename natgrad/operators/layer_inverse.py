@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from natgrad.geometry import Covector, Vector
+from natgrad.linalg import consecutive
 from natgrad.operators.base import Inverse, Layout
 from natgrad.operators.factor import room_on, stacked
 from natgrad.operators.subset import REST, Subset
@@ -29,9 +30,13 @@ class LayerInverse(Inverse):
     def apply(self, group: tuple[int, ...], first: int, w: Tensor, spent: bool) -> Tensor:
         """The solution for layers of a group from the first on, w [b·c o i], in the memory of w where that is spent."""
 
-    def apply_columns(self, group: tuple[int, ...], at: int, parts: list[Tensor]) -> list[Tensor] | None:
-        """The same for one layer, whose W has these parts [c o j] side by side; None where that is no quicker."""
-        return None
+    def apply_columns(self, group: tuple[int, ...], first: int, parts: list[Tensor]) -> list[Tensor]:
+        """The same for W that have these parts [b·c o j] side by side."""
+        raise TypeError(f"{type(self).__name__} has no use for columns")  # where ``by_columns`` says so
+
+    def by_columns(self, group: tuple[int, ...]) -> bool:
+        """Whether layers of a group are best solved part by part, without packing them."""
+        return False
 
     @abstractmethod
     def alike(self, b: int) -> object:
@@ -84,11 +89,9 @@ class LayerInverse(Inverse):
             found.update((name, _as(t, like[name])) for name, t in block.unpacked(w).items())
 
         for group, first, last in self._runs:
-            columns = self.blocks[group[first]].columns(ω) if last - first == 1 else None
-            parts = None if columns is None else self.apply_columns(group, first, list(columns.values()))
-            if columns is not None and parts is not None:
-                pairs = zip(columns, parts, strict=True)
-                found.update((name, _as(t.reshape(like[name].shape), like[name])) for name, t in pairs)
+            columns = self._columns(group, first, last, ω)
+            if columns is not None:
+                found.update((name, _as(t.view(like[name].shape), like[name])) for name, t in columns.items())
                 continue
             packed = [self.blocks[b].packed(ω).to(self.layout.dtype) for b in group[first:last]]
             self._solve(group, first, packed, lent, put)
@@ -96,6 +99,41 @@ class LayerInverse(Inverse):
             others = self.rest.sharp(Covector(self.others.named(ω)))
             found.update((name, _as(t, like[name])) for name, t in others.items())
         return Vector({name: found[name] for name in like})
+
+    def memory(self, ω: Covector) -> dict[str, Tensor]:
+        """For covectors like ω, so that layers which are solved at once lie side by side."""
+        found = {name: torch.empty_like(t) for name, t in ω.items()}
+        for group, first, last in self._runs:
+            if last - first == 1 or not self.by_columns(group):
+                continue
+            for names in self._names(group[first:last], ω) or ():
+                alike = [ω[name] for name in names]
+                if all(t.is_contiguous() and t.shape == alike[0].shape for t in alike):
+                    whole = alike[0].new_empty(len(alike), *alike[0].shape)
+                    found.update(zip(names, whole, strict=True))
+        return found
+
+    def _names(self, numbers: Sequence[int], ω: Covector) -> list[tuple[str, ...]] | None:
+        """Of every part of these layers, which lie side by side in W, the names of the parameters."""
+        columns = [self.blocks[b].columns(ω) for b in numbers]
+        if any(own is None or [t.shape for t in own.values()] != _shapes(columns[0]) for own in columns):
+            return None
+        return list(zip(*(own for own in columns if own is not None), strict=True))
+
+    def _columns(self, group: tuple[int, ...], first: int, last: int, ω: Covector) -> dict[str, Tensor] | None:
+        """The solutions by name of layers that are solved part by part; None for layers that are packed."""
+        graph = torch.is_grad_enabled() and any(t.requires_grad for t in ω.values())
+        names = self._names(group[first:last], ω) if self.by_columns(group) and not graph else None
+        if names is None:
+            return None
+        c, o, _ = self.blocks[group[0]].shape
+        parts = [_side_by_side([ω[name].reshape(c, o, -1) for name in own]).to(self.layout.dtype) for own in names]
+        solved = self.apply_columns(group, first, parts)
+        return {
+            name: part
+            for own, whole in zip(names, solved, strict=True)
+            for name, part in zip(own, whole.split(c), strict=True)
+        }
 
     @cached_property
     def _runs(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
@@ -122,6 +160,16 @@ class LayerInverse(Inverse):
         w = self.apply(group, first, w, not graph and w.untyped_storage().data_ptr() not in lent)
         for at, part in enumerate(w.split(self.blocks[group[0]].shape[0]), first):
             put(self.blocks[group[at]], part)
+
+
+def _shapes(columns: dict[str, Tensor] | None) -> list[torch.Size]:
+    return [] if columns is None else [t.shape for t in columns.values()]
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """[b·c o j] of parts [c o j], without a copy where they lie side by side already."""
+    whole = consecutive(parts)
+    return torch.cat(parts) if whole is None else whole.flatten(0, 1)
 
 
 def _as(t: Tensor, like: Tensor) -> Tensor:

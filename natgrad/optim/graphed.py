@@ -121,7 +121,9 @@ class Graphed:
         return groups, places, solve.damping, tuple(t.shape for t in ω.values())
 
     def _record(self, solve: Solves, ω: Covector) -> _Recording | None:
-        gradients = [torch.empty_like(t) for t in ω.values()]
+        assert solve.inverse is not None
+        own = solve.inverse.memory(ω)
+        gradients = [own[name] for name in ω]
         rates = [torch.zeros((), device=self._device) for _ in self._opt.param_groups]
         moves, self._rates = self._opt.moves, []
         moves.recorded = rates
@@ -139,5 +141,4 @@ class Graphed:
         finally:
             moves.recorded = None
             moves.guard.forget()
-        assert solve.inverse is not None
         return _Recording(graph, gradients, rates, found, moves.kept(step), solve.inverse)

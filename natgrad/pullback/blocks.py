@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from natgrad.model import Model
 from natgrad.rules.base import Keys, Rule, trainable
-from natgrad.rules.packing import matrices
 from natgrad.rules.shapes import check_packing
 
 
@@ -124,11 +123,11 @@ class Block:
 
     def columns(self, named: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """The parts [c o j] that lie side by side in W, by their names; None where a rule packs in its own way."""
-        if self.rule is None or (type(self.rule).pack, type(self.rule).unpack) != (Rule.pack, Rule.unpack):
+        if self.rule is None:
             return None
         local = {key: named[name] for key, name in self._named.items()}
-        found = matrices(local, self.rule.groups(self.modules[0], self.keys))
-        if any(part.shape[:2] != self.shape[:2] for part in found.values()):
+        found = self.rule.columns(self.modules[0], local)
+        if found is None or any(part.shape[:2] != self.shape[:2] for part in found.values()):
             return None
         return {self._named[key]: part for key, part in found.items()}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.model import map_tensors
-from natgrad.rules.packing import matrices_shape, pack_matrices, unpack_matrices
+from natgrad.rules.packing import matrices, matrices_shape, pack_matrices, unpack_matrices
 from natgrad.rules.products import symmetric_product
 from natgrad.rules.shapes import check_cotangents, check_inputs
 
@@ -94,6 +94,11 @@ class Rule(ABC):
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         """W [c o i] from the layer's own tensors, by their local names."""
         return pack_matrices(block, self.groups(module, tuple(block)))
+
+    def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """By local name, the parts [c o j] that ``pack`` lays side by side; None where a rule packs in its own way."""
+        usual = (type(self).pack, type(self).unpack) == (Rule.pack, Rule.unpack)
+        return matrices(block, self.groups(module, tuple(block))) if usual else None
 
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
         """The inverse of ``pack``; leading axes before [c o i] are kept."""
@@ -281,20 +286,3 @@ def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
 def single(t: Tensor) -> Tensor:
     """At least single precision: sums of products in half precision lose their small terms."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
-
-
-def homogeneous(x: Tensor, weight: bool, bias: bool) -> Tensor:
-    """ā = (x, 1), along the last axis, as far as weight and bias are trained."""
-    if not weight:
-        return x.new_ones(*x.shape[:-1], 1)
-    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1) if bias else x
-
-
-def bordered(total: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
-    """Σ ā āᵀ [c i+1 i+1] from Σ a aᵀ [c i i], Σ a [c i] and the number of terms."""
-    c, i, _ = total.shape
-    out = total.new_empty(c, i + 1, i + 1)
-    out[:, :i, :i] = total
-    out[:, :i, i] = out[:, i, :i] = sums
-    out[:, i, i] = count
-    return out

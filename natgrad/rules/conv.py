@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from natgrad.rules.base import Call, Keys, Moment, Rule, bordered, homogeneous, plain, single
+from natgrad.rules.base import Call, Keys, Moment, Rule, plain, single
 from natgrad.rules.correlation import patch_moment
 from natgrad.rules.launches import patch_product
+from natgrad.rules.packing import bordered, homogeneous
 from natgrad.rules.patches import Axis, patch_mean, patches, unfolded
 from natgrad.rules.products import output_moment, symmetric_product
 

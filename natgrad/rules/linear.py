@@ -8,8 +8,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from natgrad.rules.base import Call, Keys, Moment, Rule, bordered, homogeneous, plain, single
+from natgrad.rules.base import Call, Keys, Moment, Rule, plain, single
 from natgrad.rules.launches import affine_product
+from natgrad.rules.packing import bordered, homogeneous
 from natgrad.rules.products import symmetric_product
 
 

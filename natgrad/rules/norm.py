@@ -36,7 +36,10 @@ class NormRule(Rule):
         return cast(Tensor, module.weight).numel(), 1, len(keys)
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack([block[key].reshape(-1, 1) for key in _NAMES if key in block], dim=-1)
+        return torch.cat(list(self.columns(module, block).values()), dim=-1)
+
+    def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {key: block[key].reshape(-1, 1, 1) for key in _NAMES if key in block}
 
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
         shape = cast(Tensor, module.weight).shape

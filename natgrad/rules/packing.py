@@ -32,3 +32,20 @@ def unpack_matrices(module: nn.Module, keys: Sequence[str], packed: Tensor) -> d
     parts = packed.split([math.prod(shape[1:]) for shape in shapes], dim=-1)
     lead = packed.shape[:-3]
     return {key: part.reshape(*lead, *shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+
+
+def homogeneous(x: Tensor, weight: bool, bias: bool) -> Tensor:
+    """ā = (x, 1), along the last axis, as far as weight and bias are trained."""
+    if not weight:
+        return x.new_ones(*x.shape[:-1], 1)
+    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1) if bias else x
+
+
+def bordered(total: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
+    """Σ ā āᵀ [c i+1 i+1] from Σ a aᵀ [c i i], Σ a [c i] and the number of terms."""
+    c, i, _ = total.shape
+    out = total.new_empty(c, i + 1, i + 1)
+    out[:, :i, :i] = total
+    out[:, :i, i] = out[:, i, :i] = sums
+    out[:, i, i] = count
+    return out

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry import Vector
+from natgrad.linalg import pairing
 from natgrad.step.base import Proposal, Step, StepRule
 
 _CUT, _CUTS = 4.0, 3  # a step that is too long, or a damping that is most of the model: divided by; and how often
@@ -41,9 +42,8 @@ class KLClip(StepRule):
         v = proposal.sharp(proposal.differential, proposal.damping)
         pairings = []
         for names, _ in proposal.rates:
-            pairs = ((proposal.differential[name].flatten(), v[name].flatten()) for name in names)
-            pairings.append(torch.stack([torch.dot(ω.to(u.dtype), u) for ω, u in pairs]).sum())
-        square = sum(pairing * rate**2 for pairing, (_, rate) in zip(pairings, proposal.rates, strict=True))
+            pairings.append(pairing([(proposal.differential[name], v[name]) for name in names]))
+        square = sum(one * rate**2 for one, (_, rate) in zip(pairings, proposal.rates, strict=True))
         assert isinstance(square, Tensor)
         # Rounding below zero, or a zero gradient: nothing to shorten.
         shrink = torch.where(square > self.radius, (self.radius / square.clamp(min=self.radius)).sqrt(), 1.0)

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import SingularMetricError
+from natgrad.linalg import consecutive
 from natgrad.operators import KroneckerOperator
 from natgrad.operators.factor import by_size, inverse_by_products, inverse_in_place, room, two_sided_columns
 from natgrad.operators.inverting import Task, invert
@@ -147,26 +148,58 @@ def test_inverting_holds_one_matrix_beside_what_is_kept(warm: bool) -> None:
     assert one <= peak(lambda: invert([task], warm)) < 1.1 * one
 
 
-@pytest.mark.parametrize("name", ["mlp_tanh", "conv", "frozen_bias", "frozen_weight"])
-def test_parts_that_are_not_put_side_by_side_have_the_solution_of_those_that_are(name: str) -> None:
-    pb, G = operator_of(name)
+class _Repeated(nn.Module):
+    """Layers of one shape, and normalisations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [module for _ in range(3) for module in (nn.Linear(5, 5), nn.LayerNorm(5), nn.Tanh())]
+        self.layers = nn.Sequential(*layers, nn.Linear(5, 2, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def _repeated() -> tuple[ng.Pullback, KroneckerOperator]:
+    problem = zoo.Problem(_Repeated().double(), normal(7, 5))
+    pb = pull(problem, random_roots(problem))
+    operator = ng.Kronecker().estimate(pb)
+    assert isinstance(operator, KroneckerOperator)
+    return pb, operator
+
+
+@pytest.mark.parametrize("name", [*zoo.IDS, "repeated"])
+def test_layers_that_are_not_packed_have_the_solution_of_those_that_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pb, G = _repeated() if name == "repeated" else operator_of(name)
     ω, inverse = covector(pb), ng.Factored().init(G, 0.1)
-    assert isinstance(inverse, ProductInverse)
+    if not isinstance(inverse, ProductInverse):
+        pytest.skip("no layer has a rule")
     expected = inverse.sharp(ω)
-    for group, (left, right) in zip(inverse.groups, inverse.stacks, strict=True):
-        for at, b in enumerate(group):
-            columns, c = G.blocks[b].columns(ω), G.blocks[b].shape[0]
-            assert columns is not None
-            wider = torch.nn.functional.pad(right[at * c : at * c + c], (0, 3, 0, 3))  # aligned with zeros
-            parts = two_sided_columns(left[at * c : at * c + c], list(columns.values()), wider)
-            for name_, part in zip(columns, parts, strict=True):
-                close(part.reshape(expected[name_].shape), expected[name_])
+    monkeypatch.setattr(ProductInverse, "by_columns", lambda self, group: self.kinds[group[0]] == (True, True))
+    arranged = inverse.memory(ω)
+    assert {key: t.shape for key, t in arranged.items()} == {key: t.shape for key, t in ω.items()}
+    torch._foreach_copy_([arranged[key] for key in ω], list(ω.values()))
+    for given in (ω, ng.Covector(arranged)):
+        found = inverse.sharp(given)
+        for key, right in expected.items():
+            close(found[key], right)
 
 
-def test_a_rule_that_packs_in_its_own_way_has_no_columns() -> None:
-    pb, G = operator_of("tied_embedding")
-    ω = covector(pb)
-    for block in G.blocks:
-        columns = block.columns(ω)
-        if columns is not None:
-            close(torch.cat(list(columns.values()), -1), block.packed(ω))
+def test_memory_puts_the_layers_that_are_solved_at_once_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    pb, G = _repeated()
+    inverse = ng.Factored().init(G, 0.1)
+    monkeypatch.setattr(ProductInverse, "by_columns", lambda self, group: True)
+    own, ω = inverse.memory(covector(pb)), covector(pb)
+    assert set(own) == set(ω)
+    for at, part in ((0, "weight"), (0, "bias"), (1, "weight"), (1, "bias")):
+        assert consecutive([own[f"layers.{3 * b + at}.{part}"] for b in range(3)]) is not None
+
+
+def test_products_with_aligned_factors_are_those_without_what_aligns_them() -> None:
+    left, right = positive(2, 4), positive(2, 5, seed=1)
+    w, pad = normal(2, 4, 5, seed=2), torch.nn.functional.pad
+    parts = two_sided_columns(pad(left, (0, 2, 0, 2)), list(w.split([3, 2], -1)), pad(right, (0, 3, 0, 3)))
+    close(torch.cat(parts, -1), left @ w @ right)

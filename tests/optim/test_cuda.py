@@ -85,13 +85,15 @@ def test_sampled_metrics_have_a_generator_on_the_device() -> None:
 
 
 class _Loop:
-    """K-FAC on a small network with every kind of layer that is recorded, in float64."""
+    """K-FAC on a small network with every kind of layer that is recorded, and layers of one shape."""
 
-    def __init__(self, device: str, **options: Any) -> None:
+    def __init__(self, device: str, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         torch.manual_seed(0)
         layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 6), nn.LayerNorm(6)]
-        self.model = nn.Sequential(*layers, nn.Linear(6, 3)).double().to(device)
-        self.x = torch.randn(16, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device)
+        layers += [nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()]
+        self.model = nn.Sequential(*layers, nn.Linear(6, 3)).to(device, dtype)
+        x = torch.randn(16, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.x = x.to(device, dtype)
         self.t = (torch.arange(16) % 3).to(device)
         metric = ng.Fisher(ng.Categorical())
         self.opt = ng.KFAC(self.model, metric, lr=0.05, weight_decay=0.01, **options)
@@ -113,7 +115,7 @@ class _Loop:
 
 @pytest.mark.parametrize("every", [(1, 1), (1, 4), (2, 6), (5, 5), (100, 100)])
 def test_recorded_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
-    options = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
+    options: dict[str, Any] = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
     here, there = _Loop("cpu", **options), _Loop("cuda", **options)
     # A recorded kernel reads rates and weights in single precision.
     torch.testing.assert_close(there.run(25), here.run(25), rtol=1e-5, atol=1e-7)
@@ -122,24 +124,15 @@ def test_recorded_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
 
 def test_steps_in_single_precision_are_those_of_the_cpu() -> None:
     """There the clip, the momentum and the move are one pass, and layers are not packed."""
-    ends = []
-    for device in ("cpu", "cuda"):
-        loop = _Loop(device, metric_every=2, inverse_every=4, solver=ng.Factored())
-        loop.model.float()
-        loop.x = loop.x.float()
-        loop.opt = ng.KFAC(loop.model, ng.Fisher(ng.Categorical()), lr=0.05, weight_decay=0.01, inverse_every=4)
-        loop.schedule = torch.optim.lr_scheduler.ExponentialLR(loop.opt, 0.97)
-        ends.append(loop.run(25))
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+    options: dict[str, Any] = {"metric_every": 2, "inverse_every": 4, "solver": ng.Factored()}
+    here, there = (_Loop(device, torch.float32, **options).run(25) for device in ("cpu", "cuda"))
+    torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("steps", [3, 12])  # kernel by kernel, and recorded
 def test_a_bad_gradient_changes_nothing_where_clip_and_move_are_one_pass(value: float, steps: int) -> None:
-    loop = _Loop("cuda")
-    loop.model.float()
-    loop.x = loop.x.float()
-    loop.opt = ng.KFAC(loop.model, ng.Fisher(ng.Categorical()), lr=0.05, weight_decay=0.01)
+    loop = _Loop("cuda", torch.float32)
     before = loop.run(steps)
     momentum = [loop.opt.state[p]["momentum"].clone() for p in loop.model.parameters()]
     nn.functional.cross_entropy(loop.model(loop.x), loop.t).backward()
