@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from experiments import packing
 from experiments.cifar import CIFAR10, CIFAR100, Benchmark, cached, pack, read
@@ -52,7 +53,6 @@ def batches(what: Benchmark, of: Images) -> dict[str, bytes]:
 
 def write_strips(folder: Path, of: Images) -> None:
     """Three files of WebP strips."""
-    Image = pytest.importorskip("PIL.Image")
     half = len(of.train.y) // 2
     for name, split in (
         ("train_a", of.train[slice(half)]),
