@@ -9,7 +9,7 @@
 factors  from the model and the batch to the Kronecker factors, one sampled target an example, over forward+backward:
          ours as an optimizer makes them, in the hook on a forward pass; "from nothing" is pullback and estimate
 steps    training steps over those of fused AdamW, a whole cycle of the refreshes in every round; "10 & 100": the
-         factors every ten steps, their inverses every hundred
+         factors every ten steps, their inverses every hundred; sobolev: those of Sobolev K-FAC over those of K-FAC
 memory   peak of a training step in which everything is refreshed, less what is kept for the next (the factors, averaged
          over time, and their inverses), over that of SGD with momentum
 """
@@ -35,6 +35,7 @@ import natgrad as ng
 from benchmarks import contestants as c
 from benchmarks import kfac_peers as peers
 from benchmarks import networks as n
+from benchmarks.coupling import compare
 from benchmarks.harness import Race, machine, peak_memory, settle
 from benchmarks.report import Report, Target, markdown, save, table
 from benchmarks.soap import SOAP
@@ -220,6 +221,11 @@ def steps(report: Report, case: Case) -> None:
             report.targets.append(Target(claim, ratio, bound, True))
 
 
+def sobolev(report: Report, case: Case) -> None:
+    """Steps of Sobolev K-FAC."""
+    compare(report, case.make(report.device), metric, training)
+
+
 def prepare_training(make: Make, optimizer: Callable[[c.Problem], Optimizer], device: torch.device) -> Contestant:
     """A network, its optimizer and six steps, after the same with two examples."""
 
@@ -233,7 +239,7 @@ def prepare_training(make: Make, optimizer: Callable[[c.Problem], Optimizer], de
 def memory(report: Report, case: Case) -> None:
     """All that a training step holds at its peak: parameters, gradients, activations, factors and their inverses."""
     problem = case.make(report.device)
-    contenders = {SGD: _sgd, OURS: _kfac}
+    contenders = {SGD: _sgd, OURS: partial(kfac, metric_every=1, inverse_every=1)}
     peak = {
         name: peak_memory(prepare_training, case.make, optimizer, report.device, device=report.device)
         for name, optimizer in contenders.items()
@@ -249,13 +255,9 @@ def _sgd(problem: c.Problem) -> Optimizer:
     return sgd
 
 
-def _kfac(problem: c.Problem) -> Optimizer:
-    return kfac(problem, 1, 1)
-
-
 def parts() -> dict[str, Callable[[Report, Case], None]]:
     """The sections by name."""
-    return {"factors": factors, "steps": steps, "memory": memory}
+    return {"factors": factors, "steps": steps, "sobolev": sobolev, "memory": memory}
 
 
 def run(report: Report, chosen: list[Case], names: list[str]) -> None:

@@ -90,7 +90,19 @@ def SobolevKFAC(
 
     A = Σ_nm C_nm a_n a_mᵀ/(N R), S = κ Σ_nm C_nm g_n g_mᵀ/N with C = K⁻¹, K the Sobolev kernel of the inputs of the
     batch, and κ the scale that gives A ⊗ S the trace of its block as far as K-FAC has it. Where K = 1 (ℓ small beside
-    all distances, or a batch of one) every step is that of ``KFAC``.
+    all distances, or a batch of one) every step is that of ``KFAC``. A sampled metric shares its samples (ERRATA 10).
+
+    ``lengthscale``: a number, or a rule that adapts as it is measured on every batch: ``Median(divisor=4)`` (the
+    default; about what the paper has, ERRATA 14), or ``Alike(0.1)``, which keeps the mean of the kernel. ``features``
+    is called as the model is, for inputs that are no points (tokens) or say little. ``nu``, ``jitter``: as ``Sobolev``.
+
+    Smooth changes of the function cost less than in K-FAC, down to 1/λ_max(K), and λ_max(K) is up to N: undamped and
+    over-parametrised, outputs move by −lr·K e, which descends for lr < 2/λ_max(K). The clip of ``KLClip``, which bounds
+    the length of a step in its own metric, is what makes the learning rate of K-FAC safe here; with ``step=Fixed()``
+    divide it by λ_max(K) yourself, which is at most the largest row sum of ``Sobolev(…).gram(x, n)``.
+
+    Micro-batches of gradient accumulation, and the batches of several processes, are coupled each by itself, and
+    averaged as those of ``KFAC`` are. Examples that are equal count as one (ERRATA 13).
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
