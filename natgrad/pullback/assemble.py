@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -128,7 +128,7 @@ class View:
         # What the first part of a batch does not use, another may.
         whole = parts[-1][1] == y.shape[0] == tape.y.shape[0]
         judged = self.known.judgements.of(self.model, self.blocks, tape, whole, self.known.verdicts)
-        blocks, tape = spread(self.model, judged.blocks, tape)
+        blocks, tape = spread(self.model, judged.blocks, replace(tape, memo=judged.memo))
         bare = [block for block in blocks if block.rule is None]
         displaced = judged.displaced.intersection(name for block in bare for name in block.names)
         self._tell([block for block in bare if block.names[0] not in judged.unused], displaced)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from typing import Any, final
 
 from natgrad.model import Model, tensors_of
 from natgrad.pullback.blocks import Block
@@ -33,6 +33,7 @@ class Judged:
     displaced: frozenset[str]
     unused: Mapping[str, Block]
     positions: Mapping[str, int]
+    memo: dict[Hashable, Any] = field(default_factory=dict)  # what others have found about such passes
 
     def positions_of(self, blocks: Sequence[Block], tape: Tape) -> dict[str, int]:
         """Of all blocks of a pass that looks like this one."""

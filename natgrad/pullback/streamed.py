@@ -7,7 +7,6 @@ parameters, and an estimate that is held beside its average would be as large ag
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -24,8 +23,6 @@ from natgrad.pullback.sharing import Cotangents, Sharing
 from natgrad.pullback.sink import Collected, Layers, Sink
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Moment
-
-_ROOM = 2**26  # bytes of cotangents that wait on a GPU for kernels that are started together
 
 
 def factors_of(pb: Pullback, blocks: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
@@ -58,8 +55,7 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) 
             for b in layers.in_order(tape, g, numbers):
                 layers.put_outputs(b, tape, g, sink)
 
-        # Kernel by kernel on a GPU: the thread of its backward pass has enough to do.
-        Flow(tape, layers, serve, sys.maxsize if pb.y.device.type == "cuda" else 0).run(pb.root / math.sqrt(pb.n))
+        Flow(tape, layers, serve).run(pb.root / math.sqrt(pb.n))
     sink.flush()
 
 
@@ -84,7 +80,7 @@ def _recorded(pb: Pullback, recordings: Recordings, layers: Layers, sink: Sink) 
             if b not in pure:
                 layers.put_outputs(b, tape, g, sink)
 
-    Flow(tape, layers, serve, _ROOM).run(pb.root / math.sqrt(pb.n))
+    Flow(tape, layers, serve).run(pb.root / math.sqrt(pb.n))
 
 
 @final

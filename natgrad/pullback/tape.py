@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, final
@@ -177,6 +177,7 @@ class Tape:
     y: Tensor
     uses: tuple[Use, ...]
     statistics: Statistics = field(default_factory=Statistics)
+    memo: dict[Hashable, Any] = field(default_factory=dict)  # what was found about passes with a graph like this one
 
     def complete(self, block: Block, counts: Counter[int], misplaced: Collection[int]) -> bool:
         """Whether the recorded uses are all there is of a block, with the examples in their places.
@@ -249,10 +250,7 @@ class Tape:
         return self.y.dtype is torch.float16 or any(use.half for use in self.uses)
 
     def outer(self, s: Tensor, places: Iterable[int] | None = None) -> dict[int, tuple[Tensor, ...]]:
-        """Cotangents [k *output] of the outputs of every use, by its position, for s [k n *out]: one backward pass.
-
-        ``places``: the positions of some of the uses only.
-        """
+        """Cotangents [k *output] of the outputs of uses (``places``: some), by position, for s [k n *out]: one pass."""
         places = range(len(self.uses)) if places is None else list(places)
         slots = [(at, j) for at in places for j, edge in enumerate(self.uses[at].edges) if edge is not None]
         if not slots:

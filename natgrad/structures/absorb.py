@@ -20,7 +20,7 @@ from natgrad.pullback.sink import Sink
 from natgrad.pullback.tied import trace
 from natgrad.rules.base import Moment
 
-_HELD = 2**24  # bytes that wait to be absorbed together on a GPU: small kernels wait for the processor
+_HELD = 2**22  # bytes that wait to be absorbed together on a GPU: small kernels wait for the processor
 _LARGE = 2**20  # numbers
 
 
