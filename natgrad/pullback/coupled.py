@@ -11,6 +11,7 @@ to C = 1, where it is that of K-FAC itself (000 (24)–(25), ERRATA 8): S is mul
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -40,12 +41,10 @@ class Coupled:
     def factors(self, tape: Tape, block: Block, sharing: Sharing, g: Cotangents) -> tuple[Tensor, Tensor]:
         """S and A of a layer of one kind, from its cotangents s J/√N."""
         if sharing.direct(tape, block):
-            one = "bias" in block.keys and len(block.keys) > 1  # left out of the rows: it is known
-            f = self._cast(Factors(_weights(tape, block) if one else tape.inputs(block), g.whole(tape, block)))
-            totals = traces(f, self.C, self.mix, one)
+            totals = self._traces(tape, block, g)
             s = sharing.outputs(tape, block, self._cotangents(tape, block, g))
             moment = self._inputs(tape, block, sharing)
-            before = _squares(f.g, (0, 1, 2, 4)), _squares(f.a, (0, 1, 3)) + one * f.a.shape[0] * f.a.shape[1]
+            before = _squares(g.whole(tape, block), (0, 1, 2, 4)), self._input_squares(tape, block)
         else:
             totals = traces(self._cast(Factors(tape.inputs(block), g.whole(tape, block))), self.C, self.mix)
             f = self._cast(sharing.explicit(tape, block, g))
@@ -54,6 +53,22 @@ class Coupled:
             a = _products(mixed(f.a[None], self.mix).flatten(0, 2), plain_a.total.ndim == 3)
             moment, before = Moment(a, plain_a.count), (trace(plain_s), trace(plain_a.total))
         return self._scaled(s.to(self.mix.dtype), moment, before, totals)
+
+    def _traces(self, tape: Tape, block: Block, g: Cotangents) -> tuple[Tensor, Tensor]:
+        """The traces of G at C = 1 and at C. The 1 of a bias beside a weight is left out of the inputs: it is known."""
+        one = "bias" in block.keys and len(block.keys) > 1
+        keys = tuple(key for key in block.keys if key != "bias" or not one)
+        whole, uses = g.whole(tape, block).to(self.mix.dtype), tape.of(block)
+        if len(uses) == 1 and not _paired(whole, block.shape[2]):
+            outer = g.outer[tape.places(block)[0]][0].to(self.mix.dtype)
+            (use,), sums = uses, _Sums.zero(self.mix, block.shape[0])
+            if all(sums.add(use.rule.gradients(use.module, keys, use.call, column)) for column in outer):
+                for column in whole if one else ():
+                    sums.add(column.sum(1).unsqueeze(-1))
+                return sums.plain, sums.coupled
+        a = [use.rule.inputs(use.module, keys, use.call) for use in uses]
+        f = self._cast(Factors(a[0] if len(a) == 1 else torch.cat(a, dim=1), whole))
+        return traces(f, self.C, self.mix, one)
 
     def _cast(self, f: Factors) -> Factors:
         return Factors(f.a.to(self.mix.dtype), f.g.to(self.mix.dtype))
@@ -70,9 +85,7 @@ class Coupled:
         moment = sharing.inputs(replace(tape, uses=uses), block)
         if "bias" not in block.keys:
             return moment
-        border = moment.total.new_zeros(block.shape[0], block.shape[2])
-        for use in tape.of(block):
-            border += self._border(use, block)
+        border = _total([self._border(use, block) for use in tape.of(block)])
         moment.total[:, -1, :] = border
         moment.total[:, :, -1] = border
         return moment
@@ -84,11 +97,23 @@ class Coupled:
     def _border(self, use: Use, block: Block) -> Tensor:
         """Σ_nm C_nm Σ_r a_nr 1 [c i], from the inputs of one example Σ_n (C1)_n x_n; its last entry is R·1ᵀC1."""
         weights = self.C.sum(1).to(self.mix.dtype)
-        n, (c, o, _) = len(weights), block.shape
-        positions = use.shape.numel() // (n * c * o)
-        one = use.call.map(lambda x: _combined(single(x).to(self.mix.dtype), weights))
+        return self._sum(use, block, lambda x: _combined(x, weights), weights.sum())
+
+    def _input_squares(self, tape: Tape, block: Block) -> Tensor:
+        """Σ_nr |a|² [c], from the inputs of one example Σ_n x_n²."""
+        n = len(self.mix)
+        ones = self.mix.new_ones(n)
+        parts = [self._sum(use, block, lambda x: _combined(x.square(), ones), n) for use in tape.of(block)]
+        return _total(parts).sum(1)
+
+    def _sum(self, use: Use, block: Block, combine: Callable[[Tensor], Tensor], count: Tensor | int) -> Tensor:
+        """Σ_r a [c i] of one example that is combined from all; the last entry of a bias is R times a ``count``."""
+        c, o, _ = block.shape
+        positions = use.shape.numel() // (len(self.mix) * c * o)
+        one = use.call.map(lambda x: combine(single(x).to(self.mix.dtype)))
         sums = use.rule.input_mean(use.module, block.keys, one)[0] * positions
-        sums[:, -1] = positions * weights.sum()
+        if "bias" in block.keys:
+            sums[:, -1] = positions * count
         return sums
 
     def _scaled(
@@ -152,11 +177,13 @@ def traces(f: Factors, C: Tensor, mix: Tensor, one: bool = False) -> tuple[Tenso
     >>> traces(f, torch.ones(2, 2).double(), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))  # 1² + 6² and (1 + 6)²
     (tensor([37.], dtype=torch.float64), tensor([49.], dtype=torch.float64))
     """
-    _, _, r, c, o = f.g.shape
-    i = f.a.shape[3]
-    # In double precision a product of pairs costs a few times one of rows, and needs no rows.
-    pairs = c == 1 and (r == 1 or 4 * r**2 * (o + i + 100) < o * i)
-    return _by_pairs(f, C, one) if pairs else _by_rows(f, mix, one)
+    return _by_pairs(f, C, one) if _paired(f.g, f.a.shape[3]) else _by_rows(f, mix, one)
+
+
+def _paired(g: Tensor, i: int) -> bool:
+    """Whether products of pairs of positions, in double precision, cost less than rows; they need no rows."""
+    _, _, r, c, o = g.shape
+    return c == 1 and (r == 1 or 4 * r**2 * (o + i + 100) < o * i)
 
 
 def _by_pairs(f: Factors, C: Tensor, one: bool) -> tuple[Tensor, Tensor]:
@@ -176,30 +203,45 @@ def _by_pairs(f: Factors, C: Tensor, one: bool) -> tuple[Tensor, Tensor]:
 
 
 def _by_rows(f: Factors, mix: Tensor, one: bool) -> tuple[Tensor, Tensor]:
-    """From the rows of one root after the other, some outputs at a time: squares of what is mixed do not cancel."""
+    """From the rows of one root after the other, some outputs at a time."""
     n, _, c, i = f.a.shape
-    plain, coupled = (torch.zeros(c, dtype=torch.float64, device=f.a.device) for _ in range(2))
     a = f.a.permute(0, 2, 1, 3)  # [n c r i]
     g = f.g.permute(0, 1, 3, 4, 2)  # [k n c o r]
-    step = max(1, _ROWS // (n * c * i))
-
-    def add(rows: Tensor) -> None:  # [n c o i]
-        plain.add_(_squares(rows, (0, 2, 3)))
-        coupled.add_(_squares((mix.T @ rows.reshape(n, -1)).view(rows.shape), (0, 2, 3)))
-
+    step, sums = max(1, _ROWS // (n * c * i)), _Sums.zero(mix, c)
     for column in g:
         for part in column.split(step, dim=2):
-            add(part @ a)
+            sums.add(part @ a)
         if one:
-            add(column.sum(3, keepdim=True))
-    return plain, coupled
+            sums.add(column.sum(3, keepdim=True))
+    return sums.plain, sums.coupled
 
 
-def _weights(tape: Tape, block: Block) -> Tensor:
-    """a [n r c i] without the 1 of a bias."""
-    keys = tuple(key for key in block.keys if key != "bias")
-    parts = [use.rule.inputs(use.module, keys, use.call) for use in tape.of(block)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+@final
+@dataclass(frozen=True)
+class _Sums:
+    """Squares [c] of rows, and of rows that are mixed: they do not cancel, as products with C do."""
+
+    mix: Tensor
+    plain: Tensor
+    coupled: Tensor
+
+    @staticmethod
+    def zero(mix: Tensor, c: int) -> _Sums:
+        plain, coupled = torch.zeros(2, c, dtype=torch.float64, device=mix.device)
+        return _Sums(mix, plain, coupled)
+
+    def add(self, rows: Tensor | None) -> bool:
+        """More of them [n c o i], if there are."""
+        if rows is None:
+            return False
+        self.plain.add_(_squares(rows, (0, 2, 3)))
+        self.coupled.add_(_squares((self.mix.T @ rows.reshape(len(rows), -1)).view(rows.shape), (0, 2, 3)))
+        return True
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """Their sum."""
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
 
 
 def _squares(t: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -159,6 +159,10 @@ class Rule(ABC):
         check_cotangents(self, keys, self.shape(module, keys), g)
         return Moment.of(single(g.flatten(0, 1))).total
 
+    def gradients(self, module: nn.Module, keys: Keys, call: Call, g: Tensor) -> Tensor | None:
+        """Σ_r g aᵀ [n c o i] of every example, from cotangents [*output], if there is a faster way than by a and g."""
+        return None
+
     def _checked(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         """The inputs, with the shape that was promised."""
         a = self.inputs(module, keys, call)

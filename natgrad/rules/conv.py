@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad.rules.base import Call, Keys, Moment, Rule, plain, single
-from natgrad.rules.correlation import patch_moment
+from natgrad.rules.correlation import example_gradients, patch_moment
 from natgrad.rules.launches import patch_product
 from natgrad.rules.packing import bordered, homogeneous
-from natgrad.rules.patches import Axis, patch_mean, patches, unfolded
+from natgrad.rules.patches import Axis, patch_mean, patches
 from natgrad.rules.products import output_moment, symmetric_product
 
 _Conv: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_GRADIENTS = 2**26  # numbers, of the gradients of all examples
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -46,10 +47,7 @@ class ConvRule(Rule):
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         x, axes = _padded(cast(_Conv, module), call.x)
-        c = self.groups(module, keys)
-        if keys == ("weight",) and c == 1 and len(axes) == 2 and x.device.type == "cpu":
-            return unfolded(x, axes)
-        return homogeneous(patches(x, axes, c), "weight" in keys, "bias" in keys)
+        return homogeneous(patches(x, axes, self.groups(module, keys)), "weight" in keys, "bias" in keys)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         return g.flatten(3).unflatten(2, (self.groups(module, keys), -1)).permute(0, 1, 4, 2, 3)
@@ -70,6 +68,14 @@ class ConvRule(Rule):
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         return output_moment(g, self.groups(module, keys))
+
+    def gradients(self, module: nn.Module, keys: Keys, call: Call, g: Tensor) -> Tensor | None:
+        x, axes = _padded(cast(_Conv, module), call.x)
+        numbers = x.shape[0] * cast(_Conv, module).weight.numel()
+        alone = keys == ("weight",) and self.groups(module, keys) == 1 and numbers <= _GRADIENTS
+        if not alone or len(axes) != 2 or x.device.type != "cpu" or x.dtype != torch.float32:
+            return None
+        return example_gradients(x, axes, g).unsqueeze(1)
 
 
 @final

@@ -245,3 +245,28 @@ def _extended(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
     before = min(max(-start, 0), stop - start)
     after = stop - start - before - inside.shape[dim]
     return functional.pad(inside, [0, 0] * (x.ndim - 1 - dim) + [before, after]) if before or after else inside
+
+
+def example_gradients(x: Tensor, axes: Sequence[Axis], g: Tensor) -> Tensor:
+    """Σ_r g[n r o] a[n r i] [n o i] of every example: the weight gradient of a convolution with a group an example.
+
+    >>> x, g, axes = torch.randn(2, 3, 5, 5), torch.randn(2, 4, 4, 4), (Axis(kernel=2),) * 2
+    >>> from natgrad.rules.patches import patches
+    >>> expected = torch.einsum("nor,nri->noi", g.flatten(2), patches(x, axes).squeeze(2))
+    >>> torch.allclose(example_gradients(x, axes, g), expected, atol=1e-5)
+    True
+    """
+    x = padded(x, axes)
+    x = x.narrow(2, 0, _read(axes[0], g.shape[2])).narrow(3, 0, _read(axes[1], g.shape[3]))
+    n, ch, o = x.shape[0], x.shape[1], g.shape[1]
+    stride, dilation = ([axis.stride for axis in axes], [axis.dilation for axis in axes])
+    like = x.new_empty(n * o, ch, *(axis.kernel for axis in axes))
+    wanted = [False, True, False]
+    one, of = g.reshape(1, n * o, *g.shape[2:]), x.reshape(1, n * ch, *x.shape[2:])
+    found = torch.ops.aten.convolution_backward(one, of, like, None, stride, [0, 0], dilation, False, [0, 0], n, wanted)
+    return found[1].view(n, o, -1)
+
+
+def _read(axis: Axis, outputs: int) -> int:
+    """How many inputs, padded, these outputs read."""
+    return (outputs - 1) * axis.stride + axis.span + 1

@@ -61,19 +61,6 @@ def patches(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     return a.reshape(x.shape[0], prod(a.shape[1 : 1 + d]), groups, prod(a.shape[2 + d :]))
 
 
-def unfolded(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """The same patches of two axes and one group, as a view of [n i r], which a processor copies faster.
-
-    >>> x = torch.randn(2, 3, 5, 5)
-    >>> axes = (Axis(kernel=3, before=1, after=1), Axis(kernel=2, stride=2))
-    >>> torch.equal(unfolded(x, axes), patches(x, axes))
-    True
-    """
-    kernel, dilation, stride = zip(*((axis.kernel, axis.dilation, axis.stride) for axis in axes), strict=True)
-    w = functional.unfold(padded(x, axes), kernel, dilation, stride=stride)
-    return w.mT.unsqueeze(2)
-
-
 def patch_mean(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     """ā [n c i] = (1/R) Σ_r a[n r c i], the mean patch of every example, without its patches.
 
