@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Features: TypeAlias = Callable[[Any], Tensor]
 _ELEMENTS = 2**22  # of a temporary of differences [n m d]
@@ -55,8 +56,19 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
     """
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"points in R^{x.shape[1]} and in R^{y.shape[1]}: a kernel compares points of one dimension")
+    if x is y and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        return _among(x)
     dtype = torch.promote_types(x.dtype, y.dtype)
     u: Tensor = _SquaredDistances.apply(x.to(dtype), y.to(dtype))  # type: ignore[no-untyped-call]
+    return u
+
+
+def _among(x: Tensor) -> Tensor:
+    """Of points with one another, each pair once: several times faster on a processor, and without derivatives."""
+    n = x.shape[0]
+    u = x.new_zeros(n, n)
+    row, column = torch.triu_indices(n, n, 1, device=x.device)
+    u[row, column] = u[column, row] = functional.pdist(x).square()
     return u
 
 

@@ -66,3 +66,13 @@ def test_shapes_that_are_no_points_are_refused() -> None:
         points(torch.zeros(3, 0))
     with pytest.raises(ValueError, match=r"points in R\^2 and in R\^3"):
         squared_distances(torch.zeros(1, 2), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7])
+def test_points_among_themselves_are_compared_once_and_alike(n: int) -> None:
+    x = normal(n, 3)
+    with torch.no_grad():
+        u = squared_distances(x, x)
+    close(u, squared_distances(x, x.clone()), 1e-14)
+    assert torch.equal(u, u.T)
+    assert bool((u.diagonal() == 0).all())

@@ -1,0 +1,108 @@
+"""Factors of coupled examples: what is mixed before the moments of a layer is what its patches, mixed, would give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.pullback.coupled import Coupled, mixed, root_of, traces
+from natgrad.pullback.factors import Factors
+from natgrad.pullback.moments import cotangents
+from natgrad.pullback.sharing import Expand
+from tests.optim.tasks import seeded
+from tests.pulled import close, normal
+
+N = 6
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(3, 2), (3,)),
+    "tokens": (lambda: nn.Linear(3, 2), (5, 3)),
+    "conv": (lambda: nn.Conv2d(2, 3, 3, padding=1), (2, 6, 5)),
+    "conv, one axis": (lambda: nn.Conv1d(2, 3, 2), (2, 5)),
+    "conv, three axes": (lambda: nn.Conv3d(1, 2, 2), (1, 3, 3, 3)),
+    "conv, stride and dilation": (lambda: nn.Conv2d(2, 3, (3, 2), (2, 3), (1, 0), (1, 2)), (2, 7, 8)),
+    "conv, same": (lambda: nn.Conv2d(2, 3, (1, 5), padding="same"), (2, 6, 5)),
+    "conv, circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 6, 5)),
+    "conv, groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5)),
+    "conv, one pixel": (lambda: nn.Conv2d(8, 9, 1), (8, 1, 1)),
+    "many channels": (lambda: nn.Conv2d(24, 40, 3, padding=1), (24, 2, 2)),
+}
+SUBSETS: dict[str, tuple[str, ...]] = {"both": (), "weight": ("bias",), "bias": ("weight",)}
+
+
+def coupled_pullback(name: str, frozen: tuple[str, ...], dtype: torch.dtype) -> tuple[ng.Pullback, Coupled]:
+    """A layer at N examples that are coupled by a random C."""
+    make, shape = LAYERS[name]
+    layer = seeded(make).to(dtype)
+    for key in frozen:
+        layer.get_parameter(key).requires_grad_(False)
+    mix = torch.eye(N, dtype=torch.float64) + 0.3 * normal(N, N, seed=5)
+    pb = ng.pullback(layer, normal(N, *shape).to(dtype), ng.Sampled(ng.Euclidean(), 2), generator=torch.Generator())
+    pb = replace(pb, coupling=mix @ mix.T)
+    return pb, Coupled(mix @ mix.T, root_of(mix @ mix.T).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
+@pytest.mark.parametrize("subset", SUBSETS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_factors_are_sums_over_pairs_of_examples_with_the_trace_of_the_rows(
+    name: str, subset: str, dtype: torch.dtype
+) -> None:
+    """A = Σ C a aᵀ/(N R) and S = κ Σ C g gᵀ, from the patches and the rows themselves (000 (24)–(25), ERRATA 8)."""
+    pb, coupled = coupled_pullback(name, SUBSETS[subset], dtype)
+    (block,), tape = pb.layers, pb.tape((0, N))
+    g = cotangents(tape, pb.root / math.sqrt(N))
+    S, A = coupled.factors(tape, block, Expand(), g)
+    a, h, C = tape.inputs(block).double(), g.whole(tape, block).double(), coupled.C
+    assert Expand().direct(tape, block)
+    mean = torch.einsum("nm,nrci,mrcj->cij", C, a, a) / (N * a.shape[1])
+    total = torch.einsum("nm,knrco,kmrcp->cop", C, h, h)
+    R = torch.einsum("knrco,nrci->kncoi", h, a)
+    of = torch.einsum("nm,kncoi,kmcoi->c", C, R, R) / R.square().sum((0, 1, 3, 4))
+    plain = h.square().sum((0, 1, 2, 4)) * a.square().sum((0, 1, 3)) / (N * a.shape[1])
+    now = total.diagonal(dim1=1, dim2=2).sum(1) * mean.diagonal(dim1=1, dim2=2).sum(1)
+    tol = 1e-10 if dtype == torch.float64 else 2e-5
+    close(A.double(), mean, tol)
+    close(S.double(), (of * plain / now).view(-1, 1, 1) * total, tol)
+
+
+@pytest.mark.parametrize("r", [1, 3, 40])
+@pytest.mark.parametrize("one", [False, True])
+def test_traces_are_those_of_the_rows(r: int, one: bool) -> None:
+    f = Factors(normal(N, r, 1, 30), normal(2, N, r, 1, 25, seed=1))
+    mix = normal(N, N, seed=2)
+    a = torch.cat([f.a, f.a.new_ones(N, r, 1, 1)], 3) if one else f.a
+    R = Factors(a, f.g).rows()
+    plain, coupled = traces(f, mix @ mix.T, mix, one)
+    close(plain, R.square().sum().view(1))
+    close(coupled, torch.einsum("nm,knp->kmp", mix, R).square().sum().view(1))
+
+
+@pytest.mark.parametrize("C", [torch.eye(4).double() - 0.25, torch.zeros(3, 3).double(), torch.eye(2).double()])
+def test_a_coupling_has_a_root_whether_it_is_regular_or_not(C: Tensor) -> None:
+    L = root_of(C)
+    close(L @ L.T, C, 1e-14)
+
+
+def test_mixed_inputs_keep_the_memory_format() -> None:
+    x, mix = normal(1, N, 3, 4, 5), normal(N, N, seed=1)
+    lasting = x[0].contiguous(memory_format=torch.channels_last)[None]
+    got = mixed(lasting, mix)
+    close(got, mixed(x, mix), 1e-14)
+    assert got[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_constant_factor_that_a_centring_takes_away_keeps_its_trace() -> None:
+    """Equal inputs, centred, are zero: A is a multiple of 1 then, and S ⊗ A has the trace of the centred rows."""
+    layer = seeded(lambda: nn.Linear(3, 2).double())
+    C = torch.eye(N, dtype=torch.float64) - 1 / N
+    metric: Any = ng.Sampled(ng.Euclidean(), 1)
+    pb = replace(ng.pullback(layer, torch.ones(N, 3).double(), metric), coupling=C)
+    G = ng.Kronecker().estimate(pb)
+    close(G.trace(), ng.Dense().estimate(pb).trace(), 1e-10)
