@@ -7,13 +7,16 @@ makes the moments of a layer makes these. The 1 of a bias becomes Lᵀ1. The sca
 to C = 1, where it is that of K-FAC itself (000 (24)–(25), ERRATA 8): S is multiplied by
 
     κ = (tr G_C / tr S_C tr A_C) / (tr G_1 / tr S_1 tr A_1),   tr G_C = Σ_k Σ_nm C_nm ⟨R_kn, R_km⟩,  R_kn = Σ_r g aᵀ.
+
+Where the rows R_kn of a layer are many numbers, and positions too many for their pairs, both traces of G are estimated
+from the same random signs u and w, 64 of each (Hutchinson 1990): E (uᵀR w)² = ‖R‖², and uᵀR w = Σ_r (g·u)(a·w).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -23,11 +26,12 @@ from natgrad.pullback.factors import Factors
 from natgrad.pullback.sharing import Cotangents, Sharing, mean
 from natgrad.pullback.tape import Tape, Use
 from natgrad.pullback.tied import trace
+from natgrad.pullback.traces import Sums, paired, pairs_pay, squares, traces
 from natgrad.rules.base import Moment, single
 from natgrad.rules.products import channels_last
 
-_ROWS = 2**23  # numbers, of explicit rows at a time: they stay in the cache of a large GPU
-_PAIRS = 2**23  # numbers, of products of pairs of positions at a time
+_PROBED = 2**24  # numbers of rows, from which their squares are estimated
+_PROBES = 64
 
 
 @final
@@ -37,6 +41,24 @@ class Coupled:
 
     C: Tensor
     mix: Tensor
+    memo: dict[Hashable, Any]  # of the tape: what stays where it is from one pass to the next
+
+    @staticmethod
+    def of(C: Tensor, mix: Tensor, memo: dict[Hashable, Any]) -> Coupled:
+        """On a GPU in memory that stays, so that recorded kernels find it there."""
+        if C.device.type != "cuda":
+            return Coupled(C, mix, memo)
+        for key, t in (("C", C), ("L", mix)):
+            if key not in memo or (memo[key].shape, memo[key].dtype) != (t.shape, t.dtype):
+                memo[key] = t.clone()
+            else:
+                memo[key].copy_(t)
+        return Coupled(memo["C"], memo["L"], memo)
+
+    @property
+    def places(self) -> Hashable:
+        """Where recorded kernels read it."""
+        return self.C.data_ptr(), self.mix.data_ptr()
 
     def factors(self, tape: Tape, block: Block, sharing: Sharing, g: Cotangents) -> tuple[Tensor, Tensor]:
         """S and A of a layer of one kind, from its cotangents s J/√N."""
@@ -44,7 +66,7 @@ class Coupled:
             totals = self._traces(tape, block, g)
             s = sharing.outputs(tape, block, self._cotangents(tape, block, g))
             moment = self._inputs(tape, block, sharing)
-            before = _squares(g.whole(tape, block), (0, 1, 2, 4)), self._input_squares(tape, block)
+            before = squares(g.whole(tape, block), (0, 1, 2, 4)), self._input_squares(tape, block)
         else:
             totals = traces(self._cast(Factors(tape.inputs(block), g.whole(tape, block))), self.C, self.mix)
             f = self._cast(sharing.explicit(tape, block, g))
@@ -56,12 +78,14 @@ class Coupled:
 
     def _traces(self, tape: Tape, block: Block, g: Cotangents) -> tuple[Tensor, Tensor]:
         """The traces of G at C = 1 and at C. The 1 of a bias beside a weight is left out of the inputs: it is known."""
+        if self._probed(tape, block):
+            return self._estimated(tape, block, g)
         one = "bias" in block.keys and len(block.keys) > 1
         keys = tuple(key for key in block.keys if key != "bias" or not one)
         whole, uses = g.whole(tape, block).to(self.mix.dtype), tape.of(block)
-        if len(uses) == 1 and not _paired(whole, block.shape[2]):
+        if len(uses) == 1 and not paired(whole, block.shape[2]):
             outer = g.outer[tape.places(block)[0]][0].to(self.mix.dtype)
-            (use,), sums = uses, _Sums.zero(self.mix, block.shape[0])
+            (use,), sums = uses, Sums.zero(self.mix, block.shape[0])
             if all(sums.add(use.rule.gradients(use.module, keys, use.call, column)) for column in outer):
                 for column in whole if one else ():
                     sums.add(column.sum(1).unsqueeze(-1))
@@ -69,6 +93,31 @@ class Coupled:
         a = [use.rule.inputs(use.module, keys, use.call) for use in uses]
         f = self._cast(Factors(a[0] if len(a) == 1 else torch.cat(a, dim=1), whole))
         return traces(f, self.C, self.mix, one)
+
+    def _probed(self, tape: Tape, block: Block) -> bool:
+        """Whether the rows of a layer are too many to be formed, or to be formed of pairs of positions."""
+        (c, o, i), n = block.shape, len(self.mix)
+        if c > 1 or n * o * i < _PROBED or len(tape.places(block)) > 1:
+            return False
+        return not pairs_pay(tape.of(block)[0].shape.numel() // (n * o), o, i)
+
+    def _estimated(self, tape: Tape, block: Block, g: Cotangents) -> tuple[Tensor, Tensor]:
+        """The traces of G at C = 1 and at C, from random signs."""
+        (use,), (_, o, i) = tape.of(block), block.shape
+        u, w = self._signs(o, 1), self._signs(i, 2)
+        a = use.rule.projected(use.module, block.keys, use.call, w)  # [n r p]
+        q = (a * (g.whole(tape, block)[:, :, :, 0].to(u.dtype) @ u)).sum(2)  # [k n p]
+        plain, coupled = (squares(rows, (0, 1, 2)) / _PROBES for rows in (q.double(), (self.mix.T @ q).double()))
+        return plain.view(1), coupled.view(1)
+
+    def _signs(self, size: int, seed: int) -> Tensor:
+        """±1 [size p], always the same: no random stream is moved."""
+        key = ("signs", size, seed, self.mix.dtype)
+        if key not in self.memo:
+            generator = torch.Generator(self.mix.device).manual_seed(seed)
+            bits = torch.randint(2, (size, _PROBES), generator=generator, device=self.mix.device)
+            self.memo[key] = (2 * bits - 1).to(self.mix.dtype)
+        return self.memo[key]
 
     def _cast(self, f: Factors) -> Factors:
         return Factors(f.a.to(self.mix.dtype), f.g.to(self.mix.dtype))
@@ -170,83 +219,9 @@ def mixed(t: Tensor, mix: Tensor) -> Tensor:
     return out.movedim(-1, 2) if last else out
 
 
-def traces(f: Factors, C: Tensor, mix: Tensor, one: bool = False) -> tuple[Tensor, Tensor]:
-    """The traces [c] of G at C = 1 and at C = L Lᵀ, in double precision. ``one``: a lacks the 1 of a bias.
-
-    >>> f = Factors(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1, 1))
-    >>> traces(f, torch.ones(2, 2).double(), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))  # 1² + 6² and (1 + 6)²
-    (tensor([37.], dtype=torch.float64), tensor([49.], dtype=torch.float64))
-    """
-    return _by_pairs(f, C, one) if _paired(f.g, f.a.shape[3]) else _by_rows(f, mix, one)
-
-
-def _paired(g: Tensor, i: int) -> bool:
-    """Whether products of pairs of positions, in double precision, cost less than rows; they need no rows."""
-    _, _, r, c, o = g.shape
-    return c == 1 and (r == 1 or 4 * r**2 * (o + i + 100) < o * i)
-
-
-def _by_pairs(f: Factors, C: Tensor, one: bool) -> tuple[Tensor, Tensor]:
-    """From ⟨R_n, R_m⟩ = Σ_rs ⟨a_nr, a_ms⟩⟨g_nr, g_ms⟩, whose sum with C cancels: in double precision."""
-    n, r = f.a.shape[:2]
-    a = f.a[:, :, 0].double().flatten(0, 1)  # [(n r) i]
-    g = f.g[:, :, :, 0].double().permute(1, 2, 0, 3).flatten(2).flatten(0, 1)  # [(n r) (k o)]
-    plain, coupled = C.new_zeros(1), C.new_zeros(1)
-    step = max(1, _PAIRS // (n * r * r))
-    for start in range(0, n, step):
-        part = slice(start * r, (start + step) * r)
-        products = (a @ a[part].T).add_(float(one)).mul_(g @ g[part].T)
-        gram = products.view(n, r, -1, r).sum((1, 3))  # [n m]
-        plain += gram.diagonal(-start).sum()
-        coupled += (gram * C[:, start : start + step]).sum()
-    return plain, coupled.clamp_(min=0)  # a sum of squares; below zero it is rounding
-
-
-def _by_rows(f: Factors, mix: Tensor, one: bool) -> tuple[Tensor, Tensor]:
-    """From the rows of one root after the other, some outputs at a time."""
-    n, _, c, i = f.a.shape
-    a = f.a.permute(0, 2, 1, 3)  # [n c r i]
-    g = f.g.permute(0, 1, 3, 4, 2)  # [k n c o r]
-    step, sums = max(1, _ROWS // (n * c * i)), _Sums.zero(mix, c)
-    for column in g:
-        for part in column.split(step, dim=2):
-            sums.add(part @ a)
-        if one:
-            sums.add(column.sum(3, keepdim=True))
-    return sums.plain, sums.coupled
-
-
-@final
-@dataclass(frozen=True)
-class _Sums:
-    """Squares [c] of rows, and of rows that are mixed: they do not cancel, as products with C do."""
-
-    mix: Tensor
-    plain: Tensor
-    coupled: Tensor
-
-    @staticmethod
-    def zero(mix: Tensor, c: int) -> _Sums:
-        plain, coupled = torch.zeros(2, c, dtype=torch.float64, device=mix.device)
-        return _Sums(mix, plain, coupled)
-
-    def add(self, rows: Tensor | None) -> bool:
-        """More of them [n c o i], if there are."""
-        if rows is None:
-            return False
-        self.plain.add_(_squares(rows, (0, 2, 3)))
-        self.coupled.add_(_squares((self.mix.T @ rows.reshape(len(rows), -1)).view(rows.shape), (0, 2, 3)))
-        return True
-
-
 def _total(parts: Sequence[Tensor]) -> Tensor:
     """Their sum."""
     return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
-
-
-def _squares(t: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Σ t² over these axes."""
-    return torch.linalg.vector_norm(t, dim=axes).square()
 
 
 def _kept(mixed: Tensor, before: Tensor, rounding: float) -> Tensor:

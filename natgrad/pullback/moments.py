@@ -100,7 +100,13 @@ def _columns(pb: Pullback, tape: Tape) -> int:
 
 def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
     """All examples at once, as the coupling mixes them."""
-    assert pb.coupling is not None
-    tape, coupled = pb.tape((0, pb.n)), Coupled(pb.coupling, pb.mixing())
+    tape = pb.tape((0, pb.n))
+    coupled = coupled_by(pb, tape)
+    assert coupled is not None
     g = cotangents(tape, pb.root / math.sqrt(pb.n))
     return [coupled.factors(tape, block, sharing, g) for block in layers]
+
+
+def coupled_by(pb: Pullback, tape: Tape) -> Coupled | None:
+    """What couples the examples of a pass, if something does."""
+    return None if pb.coupling is None else Coupled.of(pb.coupling, pb.mixing(), tape.memo)

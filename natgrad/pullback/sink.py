@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.pullback.blocks import Block
+from natgrad.pullback.coupled import Coupled
 from natgrad.pullback.moments import check_inputs, check_outputs
 from natgrad.pullback.recorded import Weight
 from natgrad.pullback.sharing import Cotangents, Sharing, mean
@@ -71,26 +72,34 @@ class Collected(Sink):
 @final
 @dataclass(frozen=True)
 class Layers:
-    """The layers, and what becomes of their positions."""
+    """The layers, what becomes of their positions, and what couples the examples."""
 
     blocks: tuple[Block, ...]
     sharing: Sharing
     dtype: torch.dtype
+    coupled: Coupled | None = None
+
+    def late(self, b: int) -> bool:
+        """Whether A depends on cotangents: that of a tied weight does, and with a coupling both have one scale."""
+        return self.coupled is not None or bool(self.blocks[b].facets)
+
+    @property
+    def places(self) -> Hashable:
+        """Where recorded kernels read what is not of the pass."""
+        return None if self.coupled is None else self.coupled.places
 
     def put_inputs(self, b: int, tape: Tape, sink: Sink) -> None:
-        """A, unless it depends on cotangents: that of a tied weight does."""
-        block = self.blocks[b]
-        if not block.facets:
-            sink.inputs(b, self._moment(block, tape))
+        """A, unless it is late."""
+        if not self.late(b):
+            sink.inputs(b, self._moment(self.blocks[b], tape))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: Sink) -> None:
-        """S and, of a tied weight, A."""
+        """S and, where it is late, A."""
         block = self.blocks[b]
-        if not block.facets:
+        if not self.late(b):
             sink.outputs(b, self._product(block, tape, g))
             return
-        pairs = [(self._product(kind, tape, g), mean(self._moment(kind, tape))) for kind in block.kinds]
-        s, a = joined(block, pairs)
+        s, a = joined(block, [self._pair(kind, tape, g) for kind in block.kinds])
         sink.outputs(b, s)
         sink.inputs(b, Moment(a, 1))
 
@@ -103,6 +112,14 @@ class Layers:
                 left[at] -= 1
                 if not left[at]:
                     g.forget(at)
+
+    def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Tensor]:
+        if self.coupled is None:
+            return self._product(kind, tape, g), mean(self._moment(kind, tape))
+        s, a = self.coupled.factors(tape, kind, self.sharing, g)
+        check_outputs(kind, s)
+        check_inputs(kind, a)
+        return s.to(self.dtype), a.to(self.dtype)
 
     def _moment(self, kind: Block, tape: Tape) -> Moment:
         moment = self.sharing.inputs(tape, kind)

@@ -16,7 +16,7 @@ from torch import Tensor
 from natgrad.model import tensors_of
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.flow import Flow
-from natgrad.pullback.moments import second_moments, whole
+from natgrad.pullback.moments import coupled_by, second_moments, whole
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.recorded import Recordings, Weight
 from natgrad.pullback.sharing import Cotangents, Sharing
@@ -40,14 +40,17 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) 
     """
     if not blocks:
         return
-    if pb.coupling is not None or not whole(pb):
+    if pb.coupling is None and not whole(pb):
         for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
             sink.outputs(b, s)
             sink.inputs(b, Moment(a, 1))
-    elif pb.recordings is not None and sink.places is not None:
-        _recorded(pb, pb.recordings, Layers(tuple(blocks), sharing, pb.y.dtype), sink)
+        sink.flush()
+        return
+    tape = pb.tape(pb.parts[0])
+    layers = Layers(tuple(blocks), sharing, pb.y.dtype, coupled_by(pb, tape))
+    if pb.recordings is not None and sink.places is not None:
+        _recorded(pb, pb.recordings, layers, sink)
     else:
-        tape, layers = pb.tape(pb.parts[0]), Layers(tuple(blocks), sharing, pb.y.dtype)
         for b in range(len(blocks)):
             layers.put_inputs(b, tape, sink)
 
@@ -69,7 +72,7 @@ def _recorded(pb: Pullback, recordings: Recordings, layers: Layers, sink: Sink) 
     rules = [[kind.rule for kind in block.kinds] for block in layers.blocks]
     pure = {b for b, own in enumerate(rules) if all(rule is not None and rule.pure for rule in own)}
     recorded = _Recorded(recordings, layers, tape, sink)
-    recorded.inputs([b for b in sorted(pure) if not layers.blocks[b].facets])
+    recorded.inputs([b for b in sorted(pure) if not layers.late(b)])
     for b in range(len(rules)):
         if b not in pure:
             layers.put_inputs(b, tape, sink)
@@ -106,19 +109,19 @@ class _Recorded:
         self.recordings.run(self._called(places), self._what("A", numbers, places), compute, self.sink.weight)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
-        """S of these layers and, of tied weights, A."""
+        """S of these layers and, where it is late, A."""
         places = self._places(numbers)
-        tied = self._places([b for b in numbers if self.layers.blocks[b].facets])
+        late = self._places([b for b in numbers if self.layers.late(b)])
 
         def compute(sources: Sequence[Tensor], weight: Weight) -> None:
             supply = iter(sources)
-            here, into = self._reading(tied, supply), self.sink.weighted(weight)
+            here, into = self._reading(late, supply), self.sink.weighted(weight)
             own = Cotangents({at: tuple(next(supply) for _ in g.outer[at]) for at in places}, {})
             for b in numbers:
                 self.layers.put_outputs(b, here, own, into)
             into.flush()
 
-        sources = [*self._called(tied), *(t for at in places for t in g.outer[at])]
+        sources = [*self._called(late), *(t for at in places for t in g.outer[at])]
         self.recordings.run(sources, self._what("S", numbers, places), compute, self.sink.weight)
 
     def _places(self, numbers: Sequence[int]) -> list[int]:
@@ -146,6 +149,7 @@ class _Recorded:
         return (
             side,
             self.layers.sharing,
+            self.layers.places,
             tuple(self.layers.blocks[b].names for b in numbers),
             tuple(use.call.training for use in uses),
             tuple(t.data_ptr() for t in buffers),

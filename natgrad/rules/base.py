@@ -163,6 +163,10 @@ class Rule(ABC):
         """Σ_r g aᵀ [n c o i] of every example, from cotangents [*output], if there is a faster way than by a and g."""
         return None
 
+    def projected(self, module: nn.Module, keys: Keys, call: Call, w: Tensor) -> Tensor:
+        """a·w [n r p] for w [i p], of a layer that is one group."""
+        return self.inputs(module, keys, call)[:, :, 0].to(w.dtype) @ w
+
     def _checked(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         """The inputs, with the shape that was promised."""
         a = self.inputs(module, keys, call)

@@ -69,6 +69,15 @@ class ConvRule(Rule):
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         return output_moment(g, self.groups(module, keys))
 
+    def projected(self, module: nn.Module, keys: Keys, call: Call, w: Tensor) -> Tensor:
+        layer = cast(_Conv, module)
+        if "weight" not in keys or layer.groups > 1:
+            return super().projected(module, keys, call, w)
+        size = layer.weight[0].numel()
+        filters = w[:size].T.reshape(-1, *layer.weight.shape[1:])
+        out = layer._conv_forward(_batched(layer, call.x).to(w.dtype), filters, None).flatten(2).transpose(1, 2)
+        return out + w[size] if "bias" in keys else out
+
     def gradients(self, module: nn.Module, keys: Keys, call: Call, g: Tensor) -> Tensor | None:
         x, axes = _padded(cast(_Conv, module), call.x)
         numbers = x.shape[0] * cast(_Conv, module).weight.numel()

@@ -1,5 +1,6 @@
 """On a GPU: a bad step changes nothing without waiting for the device, and is reported by the next."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ def test_a_bad_gradient_changes_nothing_where_clip_and_move_are_one_pass(value: 
 
 
 def test_cotangents_that_are_used_on_the_way_have_the_factors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("natgrad.pullback.flow._ROOM", 0)
+    monkeypatch.setattr(importlib.import_module("natgrad.pullback.flow"), "_ROOM", 0)
     options: dict[str, Any] = {"metric_every": 1, "inverse_every": 1, "solver": ng.Factored()}
     metric = ng.Fisher(ng.Categorical(), samples=1)
     found = []
@@ -166,6 +167,19 @@ def test_a_recorded_step_waits_for_nothing() -> None:
     loop.run(45)
     with no_waiting():
         loop.go(20)
+
+
+@pytest.mark.parametrize("every", [(1, 3), (2, 4)])
+def test_recorded_sobolev_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        loop = _Loop(device)
+        options: dict[str, Any] = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
+        metric = ng.Fisher(ng.Categorical())
+        loop.opt = ng.SobolevKFAC(loop.model, metric, lr=0.05, lengthscale=4.0, **options)
+        loop.schedule = torch.optim.lr_scheduler.ExponentialLR(loop.opt, 0.97)
+        ends.append(loop.run(25))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-5)
 
 
 def test_newton_follows_a_metric_that_moves_and_ends_at_the_inverse_of_one_that_rests() -> None:
