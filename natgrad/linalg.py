@@ -135,28 +135,41 @@ def consecutive(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def pairing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Σ ⟨x, y⟩ over pairs of tensors, in few launches where they lie side by side in memory.
+    """Σ ⟨x, y⟩ over pairs of tensors; on a GPU in few launches where the y lie side by side in one piece of memory.
+
+    The order of the sum does not depend on where the x lie, or that piece: a run that is resumed has the same bits.
 
     >>> x, y = torch.ones(2, 3), torch.arange(6.0).view(2, 3)
     >>> pairing([(x[0], y[0]), (x[1], y[1])])
     tensor(15.)
     """
-    if pairs[0][0].device.type != "cuda":  # launches cost nothing, and a sum must not depend on where its numbers lie
-        return torch.stack([torch.dot(x.flatten().to(y.dtype), y.flatten()) for x, y in pairs]).sum()
-    runs: list[list[tuple[Tensor, Tensor]]] = []
-    for pair in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
-        if not runs or any(consecutive([side[0], side[1]]) is None for side in zip(runs[-1][-1], pair, strict=True)):
-            runs.append([])
-        runs[-1].append(pair)
-    wholes = [tuple(_joined([pair[side] for pair in run]) for side in range(2)) for run in runs]
+    runs = [[pair] for pair in pairs] if pairs[0][1].device.type == "cpu" else side_by_side(pairs)
+    wholes = ((_joined([x for x, _ in run]), _joined([y for _, y in run])) for run in runs)
     return torch.stack([torch.dot(x.to(y.dtype), y) for x, y in wholes]).sum()
 
 
+def side_by_side(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """The pairs, in runs whose second tensors are ``consecutive``."""
+    pieces: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for pair in pairs:
+        pieces.setdefault(pair[1].untyped_storage().data_ptr(), []).append(pair)
+    runs: list[list[tuple[Tensor, Tensor]]] = []
+    for piece in pieces.values():
+        last: Tensor | None = None
+        for pair in sorted(piece, key=lambda pair: pair[1].storage_offset()):
+            if last is None or pair[0].shape != pair[1].shape or consecutive([last, pair[1]]) is None:
+                runs.append([])
+            runs[-1].append(pair)
+            last = pair[1]
+    return runs
+
+
 def _joined(run: Sequence[Tensor]) -> Tensor:
-    """All numbers of tensors that follow each other."""
-    whole = run[0] if len(run) == 1 else consecutive(run)
-    assert whole is not None
-    return whole.flatten()
+    """All numbers of tensors of one shape, one after the other."""
+    if len(run) == 1:
+        return run[0].flatten()
+    whole = consecutive(run)
+    return torch.stack(list(run)).flatten() if whole is None else whole.flatten()
 
 
 def gated_add(tensors: Sequence[Tensor], changes: Sequence[Tensor], weight: float, found: Tensor) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError, SingularMetricError
-from natgrad.linalg import check_damping, check_finite, cholesky, consecutive, pairing, symmetric_root
+from natgrad.linalg import check_damping, check_finite, cholesky, consecutive, pairing, side_by_side, symmetric_root
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -102,10 +102,15 @@ def test_a_pairing_does_not_depend_on_where_the_tensors_lie() -> None:
     expected = (x * y).sum()
     apart = [(a.clone(), b.clone()) for a, b in zip(x, y, strict=True)]
     turned = [(a.T, b.T) for a, b in zip(x, y, strict=True)]
-    for pairs in (list(zip(x, y, strict=True)), list(zip(x.flip(0), y.flip(0), strict=True)), apart, turned):
-        torch.testing.assert_close(pairing(pairs), expected)
+    both = list(zip(x, y, strict=True))
+    copied = [(a.clone(), b) for a, b in both]
     mixed = [(x[0], y[0]), (x[1], apart[1][1]), (x[2], y[2]), (x[3], y[3]), (x[4], y[4])]
-    torch.testing.assert_close(pairing(mixed), expected)
+    for pairs in (both, both[::-1], apart, turned, copied, mixed):
+        torch.testing.assert_close(pairing(pairs), expected)
+        runs = side_by_side(pairs)
+        assert sum(map(len, runs)) == 5
+        close(sum(((a * b).sum() for run in runs for a, b in run), torch.zeros(()).double()), expected)
+    assert [len(side_by_side(pairs)) for pairs in (both, both[::-1], apart, copied, mixed)] == [1, 1, 5, 1, 3]
 
 
 def test_tensors_are_consecutive_only_where_nothing_is_between_them() -> None:

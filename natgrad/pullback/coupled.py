@@ -105,8 +105,9 @@ class Coupled:
         """The traces of G at C = 1 and at C, from random signs."""
         (use,), (_, o, i) = tape.of(block), block.shape
         u, w = self._signs(o, 1), self._signs(i, 2)
-        a = use.rule.projected(use.module, block.keys, use.call, w)  # [n r p]
-        q = (a * (g.whole(tape, block)[:, :, :, 0].to(u.dtype) @ u)).sum(2)  # [k n p]
+        a = use.rule.projected(use.module, block.keys, use.call, w).mT  # [n p r]
+        h = g.whole(tape, block)[:, :, :, 0].to(u.dtype).mT  # [k n o r]
+        q = (a * (u.T @ h)).sum(-1)  # [k n p]; a product in this order copies neither images nor sequences
         plain, coupled = (squares(rows, (0, 1, 2)) / _PROBES for rows in (q.double(), (self.mix.T @ q).double()))
         return plain.view(1), coupled.view(1)
 
