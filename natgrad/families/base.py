@@ -34,6 +34,10 @@ class Family(ABC):
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         """∇_y log p(t | y) [k n *out] at targets t drawn from the model itself; their mean is 0, their covariance F."""
 
+    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor | None:
+        """Σ_d ε_kd s_d [k n *out] over the columns of the root, ε ~ N(0, 1) the same for all n, if it needs no root."""
+        return None
+
     @abstractmethod
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         """KL(p_y ‖ p_y2) [n], in nats, summed over the terms."""
@@ -46,6 +50,11 @@ def check_terms(family: Family, y: Tensor, smallest: int, meaning: str) -> None:
             f"{type(family).__name__} needs {meaning} on the last axis, outputs [n … {smallest} or more], "
             f"got outputs of shape {tuple(y.shape)}"
         )
+
+
+def drawn_once(y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+    """ε [k 1 *out], standard normal: a number for every column of a root with as many columns as outputs."""
+    return torch.randn(samples, 1, *y.shape[1:], generator=generator, dtype=y.dtype, device=y.device)
 
 
 def diagonal_root(y: Tensor, information: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.families.base import Family, diagonal_root, over_terms
+from natgrad.families.base import Family, diagonal_root, drawn_once, over_terms
 
 
 @final
@@ -54,6 +54,9 @@ class Gaussian(Family):
         μ, log_σ = self._split(y)
         z = torch.randn(samples, *μ.shape, generator=generator, dtype=y.dtype, device=y.device)
         return torch.cat([z * (-log_σ).exp(), z.square() - 1], dim=-1)
+
+    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        return drawn_once(y, samples, generator) * self._information(y).sqrt()
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         (μ, log_σ), (μ2, log_σ2) = self._split(y), self._split(y2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from natgrad.families.base import Family, by_terms, check_terms, diagonal_root, over_terms
+from natgrad.families.base import Family, by_terms, check_terms, diagonal_root, drawn_once, over_terms
 
 
 @final
@@ -43,6 +43,11 @@ class Categorical(Family):
         p = y.softmax(-1)
         t = _drawn(p, samples, generator)
         return torch.zeros(samples, *y.shape, dtype=y.dtype, device=y.device).scatter_(-1, t, 1.0).sub_(p)
+
+    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        p = y.softmax(-1)
+        combined = drawn_once(y, samples, generator) * p.sqrt()
+        return combined - p * combined.sum(-1, keepdim=True)
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         log_p, log_q = y.log_softmax(-1), y2.log_softmax(-1)
@@ -91,6 +96,9 @@ class Bernoulli(Family):
         p = y.sigmoid()
         return torch.bernoulli(p.expand(samples, *p.shape), generator=generator) - p
 
+    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        return drawn_once(y, samples, generator) * self._information(y).sqrt()
+
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         # log(1 + e^y) is log Z; KL(p_y ‖ p_y2) is its Bregman divergence at (y2, y) (ERRATA 35).
         return over_terms(F.softplus(y2) - F.softplus(y) - y.sigmoid() * (y2 - y))
@@ -124,6 +132,9 @@ class Poisson(Family):
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         rate = y.exp()
         return torch.poisson(rate.expand(samples, *rate.shape), generator=generator) - rate
+
+    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        return drawn_once(y, samples, generator) * y.exp().sqrt()
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         return over_terms(y2.exp() - y.exp() - y.exp() * (y2 - y))

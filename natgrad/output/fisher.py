@@ -60,8 +60,14 @@ class Fisher(OutputMetric):
 
     def shared_root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         """Targets belong to one example: what examples share is a random combination of the columns of the root."""
-        exact = replace(self, samples=None)
-        return exact.root(y) if self.samples is None else Sampled(exact, self.samples).shared_root(y, None, generator)
+        if self.samples is None:
+            return self.root(y)
+        family, w = self._at(y)
+        generator = generator or fresh_generator(y.device)
+        found = family.shared(y, self.samples, generator)
+        if found is None:
+            return Sampled(replace(self, samples=None), self.samples).shared_root(y, None, generator)
+        return found * (w / self.samples) ** 0.5
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         family, w = self._at(y)

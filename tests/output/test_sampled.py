@@ -145,3 +145,15 @@ def test_a_sampled_metric_keeps_flat_and_divergence_of_the_exact_one() -> None:
         assert sampled.coupling(None, 4) is None
         close(sampled.flat(y, u, t), exact.flat(y, u, t), 0.0)
         close(sampled.divergence(y + u, y, t), exact.divergence(y + u, y, t), 0.0)
+
+
+@pytest.mark.parametrize("family", [ng.Categorical(), ng.Bernoulli(), ng.Poisson(), ng.Gaussian(), ng.Gaussian(None)])
+@pytest.mark.parametrize("shape", [(4, 6), (3, 5, 2)])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_samples_that_the_examples_share_are_combinations_of_the_columns_of_the_root(
+    family: Any, shape: tuple[int, ...], reduction: Any
+) -> None:
+    """Without the root, whose columns are as many as the outputs, and with the same draws."""
+    y, exact = normal(*shape), ng.Fisher(family, reduction=reduction)
+    got = ng.Fisher(family, 3, reduction).shared_root(y, None, torch.Generator().manual_seed(1))
+    close(got, ng.Sampled(exact, 3).shared_root(y, None, torch.Generator().manual_seed(1)), 1e-14)
