@@ -76,3 +76,9 @@ def test_points_among_themselves_are_compared_once_and_alike(n: int) -> None:
     close(u, squared_distances(x, x.clone()), 1e-14)
     assert torch.equal(u, u.T)
     assert bool((u.diagonal() == 0).all())
+
+
+def test_a_point_that_is_not_finite_is_at_no_distance_from_itself() -> None:
+    x = torch.tensor([[0.0], [torch.inf], [torch.nan]])
+    with torch.no_grad():
+        assert squared_distances(x, x).diagonal().isnan().tolist() == [False, True, True]
