@@ -247,8 +247,9 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Pair) -> No
 def _look(model: nn.Module, split: Split, step: int, seconds: float) -> Look:
     with torch.no_grad():
         errors = [float((model(x) - y).square().mean().sqrt()) for x, y in (split.validation, split.test)]
-    validation, test = (split.unit * e if math.isfinite(e) else math.inf for e in errors)
-    return Look(step, seconds, validation, test)
+    # As the record will keep it: a study that is resumed must choose as one that is not.
+    validation, test = (float(f"{split.unit * e:.5g}") if math.isfinite(e) else math.inf for e in errors)
+    return Look(step, float(f"{seconds:.5g}"), validation, test)
 
 
 def _point(trial: int) -> list[float]:

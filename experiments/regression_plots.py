@@ -16,22 +16,22 @@ COLOURS = ("tab:gray", "tab:blue", "tab:red")
 
 
 def draw(record: Record, found: dict[str, Any], folder: Path) -> list[Path]:
-    """Error against seconds, and error against ν and ℓ, as .svg."""
-    with matplotlib.rc_context({"svg.hashsalt": "natgrad", "font.size": 8}):
+    """Error against seconds, and error against ν and ℓ."""
+    with matplotlib.rc_context({"font.size": 8}):
         figures = {"contest": _contest(record), "sweep": _sweep(found["sweep"])}
         paths = []
         for name, figure in figures.items():
-            paths.append(folder / f"{name}.svg")
-            figure.savefig(paths[-1], metadata={"Date": None})
+            paths.append(folder / f"{name}.png")
+            figure.savefig(paths[-1], dpi=88)
     return paths
 
 
 def _contest(record: Record) -> Figure:
     """The test error where validation has been best so far, a panel a problem; the median and range of the splits."""
     problems = record.problems(CONTEST)
-    columns = min(3, len(problems))
+    columns = min(4, len(problems))
     rows = -(-len(problems) // columns)
-    figure = Figure(figsize=(3 * columns, 2.1 * rows), layout="constrained")
+    figure = Figure(figsize=(2.6 * columns, 2 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for ax, problem in zip(axes, problems, strict=False):
         for arm, colour in zip(ARMS, COLOURS, strict=True):

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from experiments.regression_arms import ARMS, LENGTHSCALES, SMOOTHNESS, AdamW, Arm, GaussNewton, Look, Result, Sobolev
 
-TUNE, CONTEST, SWEEP = "tune", "contest", "sweep"
+TUNE, CONTEST, MATCHED, SWEEP, CONFIRM = "tune", "contest", "matched", "sweep", "confirm"
 
 
 @final
@@ -43,7 +43,7 @@ class Record:
         lines = []
         for key, result in self.cells.items():
             looks = result.looks if key.stage == CONTEST else (result.best(), result.looks[-1])
-            columns = {name: [_short(getattr(look, name)) for look in looks] for name in Look.__dataclass_fields__}
+            columns = {name: [_finite(getattr(look, name)) for look in looks] for name in Look.__dataclass_fields__}
             lines.append(json.dumps({**asdict(key), **columns, "failure": result.failure}, ensure_ascii=False))
         head = f'{{"seconds": {json.dumps(self.seconds)}, "machine": {json.dumps(self.machine)}, "cells": [\n'
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,9 +66,17 @@ class Record:
         trials = {key: r for key, r in self.cells.items() if _is(key, TUNE, problem, arm)}
         return min(trials, key=lambda key: trials[key].best().validation).trial
 
-    def contest(self, problem: str, arm: type[Arm]) -> dict[int, Result]:
+    def swept(self, problem: str) -> tuple[float, float]:
+        """ν and ℓ of the sweep with the smallest mean of validation errors."""
+        errors: dict[tuple[float, float], list[float]] = {}
+        for key, result in self.cells.items():
+            if _is(key, SWEEP, problem, Sobolev):
+                errors.setdefault((key.nu, key.scale), []).append(result.best().validation)
+        return min(errors, key=lambda at: statistics.mean(errors[at]))
+
+    def contest(self, problem: str, arm: type[Arm], stage: str = CONTEST) -> dict[int, Result]:
         """The runs that count, by split."""
-        return {key.split: r for key, r in self.cells.items() if _is(key, CONTEST, problem, arm)}
+        return {key.split: r for key, r in self.cells.items() if _is(key, stage, problem, arm)}
 
     def problems(self, stage: str) -> list[str]:
         """Those that have runs of this stage."""
@@ -79,18 +87,20 @@ def _is(key: Key, stage: str, problem: str, arm: type[Arm]) -> bool:
     return (key.stage, key.problem, key.arm) == (stage, problem, arm.title)
 
 
-def _short(number: float) -> float | None:
-    return float(f"{number:.5g}") if math.isfinite(number) else None
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def summary(record: Record) -> dict[str, Any]:
     """Everything the page says: test errors where validation was best, mean and deviation (n − 1) over the splits."""
     contest = {problem: _contest(record, problem) for problem in record.problems(CONTEST)}
     sweep = {problem: _sweep(record, problem) for problem in record.problems(SWEEP)}
+    confirm = {problem: _confirm(record, problem) for problem in record.problems(CONFIRM)}
     failures = [{**asdict(key), "failure": r.failure} for key, r in record.cells.items() if r.failure]
     spent = sum(result.looks[-1].seconds for result in record.cells.values())
     head = {"seconds": record.seconds, "runs": len(record.cells), "minutes": round(spent / 60, 1)}
-    return {**head, "machine": record.machine, "contest": contest, "sweep": sweep, "failures": failures}
+    found = {"contest": contest, "sweep": sweep, "confirm": confirm, "failures": failures}
+    return {**head, "machine": record.machine, **found}
 
 
 def _contest(record: Record, problem: str) -> dict[str, Any]:
@@ -112,8 +122,11 @@ def _contest(record: Record, problem: str) -> dict[str, Any]:
     steps = {s: min(runs[arm][s].looks[-1].step for arm in (Sobolev, GaussNewton)) for s in splits}
     pairs = [(runs[Sobolev][s].best(steps[s]).test, runs[GaussNewton][s].best(steps[s]).test) for s in splits]
     out["over Gauss–Newton, as many steps"] = _paired(pairs)
-    pairs = [(runs[Sobolev][s].looks[-1].test, runs[GaussNewton][s].looks[-1].test) for s in splits]
-    out["over Gauss–Newton, at the end"] = _paired(pairs)
+    matched = record.contest(problem, GaussNewton, MATCHED)
+    pairs = [(runs[Sobolev][s].best().test, matched[s].best().test) for s in splits]
+    out["over Gauss–Newton, same settings"] = _paired(pairs)
+    pairs = [(runs[Sobolev][s].looks[-1].test, matched[s].looks[-1].test) for s in splits]
+    out["over Gauss–Newton, same settings, at the end"] = _paired(pairs)
     return out
 
 
@@ -132,13 +145,29 @@ def _sweep(record: Record, problem: str) -> dict[str, Any]:
     return {"nu": SMOOTHNESS, "scale": LENGTHSCALES, "test": grid, "Gauss–Newton": mean(0.0, 0.0, GaussNewton)}
 
 
+def _confirm(record: Record, problem: str) -> dict[str, Any]:
+    runs = {arm: record.contest(problem, arm, CONFIRM) for arm in (GaussNewton, Sobolev)}
+    pairs = [(result.best().test, runs[GaussNewton][s].best().test) for s, result in runs[Sobolev].items()]
+    ends = [(result.looks[-1].test, runs[GaussNewton][s].looks[-1].test) for s, result in runs[Sobolev].items()]
+    nu, scale = record.swept(problem)
+    means = {arm.title: statistics.mean(result.best().test for result in found.values()) for arm, found in runs.items()}
+    return {
+        "nu": nu,
+        "scale": scale,
+        **means,
+        "over": _paired(pairs),
+        "at the end": _paired(ends),
+        "splits": len(pairs),
+    }
+
+
 def _at(key: Key, nu: float, scale: float) -> bool:
     return (key.nu, key.scale) == (nu, scale)
 
 
 def tables(found: dict[str, Any]) -> list[str]:
-    """The tables of the page, as Markdown: the contest, the steps behind it, and a sweep a problem."""
-    return [_errors(found["contest"]), _steps(found["contest"]), *_sweeps(found["sweep"])]
+    """The tables of the page, as Markdown: the contest, the steps behind it, a sweep a problem, its choice."""
+    return [_errors(found["contest"]), _steps(found["contest"]), *_sweeps(found["sweep"]), _confirmed(found["confirm"])]
 
 
 def _errors(contest: dict[str, Any]) -> str:
@@ -154,7 +183,7 @@ def _errors(contest: dict[str, Any]) -> str:
 
 
 def _steps(contest: dict[str, Any]) -> str:
-    beside = ("as many steps", "at the end")
+    beside = ("as many steps", "same settings", "same settings, at the end")
     head = ["problem", *(f"steps, {arm.title}" for arm in ARMS), *beside, "ν", "ℓ / median"]
     rows = []
     for problem, cell in contest.items():
@@ -173,6 +202,23 @@ def _sweeps(sweep: dict[str, Any]) -> list[str]:
         rows = [[f"{nu:g}", *(f"{e:.3g}" for e in errors)] for nu, errors in zip(cell["nu"], cell["test"], strict=True)]
         out.append(_markdown(head, rows))
     return out
+
+
+def _confirmed(confirm: dict[str, Any]) -> str:
+    head = ["problem", "ν", "ℓ / median", GaussNewton.title, Sobolev.title, "over", "won", "over, at the end", "won"]
+    rows = []
+    for problem, cell in confirm.items():
+        row = [
+            problem,
+            f"{cell['nu']:g}",
+            f"{cell['scale']:g}",
+            f"{cell['Gauss–Newton']:.3g}",
+            f"{cell['Sobolev']:.3g}",
+        ]
+        for over in (cell["over"], cell["at the end"]):
+            row += [f"{over['ratio']:.2f} ± {over['ratio'] * over['error']:.2f}", f"{over['won']} of {cell['splits']}"]
+        rows.append(row)
+    return _markdown(head, rows)
 
 
 def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

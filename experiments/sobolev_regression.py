@@ -22,7 +22,7 @@ import torch
 from experiments.regression_arms import ARMS, LENGTHSCALES, SMOOTHNESS, Arm, GaussNewton, Result, Sobolev, train
 from experiments.regression_data import Checks, Problem, Sampled, Sines, real
 from experiments.regression_plots import draw
-from experiments.regression_record import CONTEST, SWEEP, TUNE, Key, Record, summary, tables
+from experiments.regression_record import CONFIRM, CONTEST, MATCHED, SWEEP, TUNE, Key, Record, summary, tables
 
 REAL = ("concrete", "energy", "yacht", "kin8nm")
 NOISY = ("concrete", "energy")
@@ -57,6 +57,14 @@ class Study:
                     trial = record.chosen(problem.name, arm)
                     yield problem, Key(CONTEST, problem.name, arm.title, trial, split), arm.drawn(trial)
 
+    def matched(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
+        """Gauss–Newton with what was best for Sobolev: then only the metric differs, and not the luck of the trials."""
+        for split in range(self.splits):
+            for problem in self.problems:
+                trial = record.chosen(problem.name, Sobolev)
+                key = Key(MATCHED, problem.name, GaussNewton.title, trial, split)
+                yield problem, key, GaussNewton(Sobolev.drawn(trial).shared)
+
     def sweep(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
         """Sobolev with every ν and ℓ, and Gauss–Newton, all with the other settings that were best for Sobolev."""
         for problem in (p for p in self.problems if p.name in self.swept):
@@ -70,6 +78,17 @@ class Study:
                         at = replace(key, arm=Sobolev.title, nu=nu, scale=scale)
                         yield problem, at, replace(best, nu=nu, scale=scale)
 
+    def confirm(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
+        """The ν and ℓ that validated best in the sweep, and Gauss–Newton, on splits that nothing was chosen on."""
+        for split in range(self.points, self.points + self.splits):
+            for problem in (p for p in self.problems if p.name in self.swept):
+                trial = record.chosen(problem.name, Sobolev)
+                nu, scale = record.swept(problem.name)
+                arm = replace(Sobolev.drawn(trial), nu=nu, scale=scale)
+                key = Key(CONFIRM, problem.name, GaussNewton.title, trial, split)
+                yield problem, key, GaussNewton(arm.shared)
+                yield problem, replace(key, arm=Sobolev.title, nu=nu, scale=scale), arm
+
     def run(self, folder: Path) -> Record:
         """All runs that the record in the folder does not hold yet."""
         path = folder / "record.json"
@@ -82,7 +101,9 @@ class Study:
         self._warm()
         self._fill(record, self.tuning(), path)
         self._fill(record, self.contest(record), path)
+        self._fill(record, self.matched(record), path)
         self._fill(record, self.sweep(record), path)
+        self._fill(record, self.confirm(record), path)
         return record
 
     def _fill(self, record: Record, cells: Iterator[tuple[Problem, Key, Arm]], path: Path) -> None:
