@@ -30,7 +30,7 @@ from natgrad.pullback.traces import Sums, paired, pairs_pay, squares, traces
 from natgrad.rules.base import Moment, single
 from natgrad.rules.products import channels_last
 
-_PROBED = 2**24  # numbers of rows, from which their squares are estimated
+_PROBED = 2**21  # numbers of rows, or of the inputs that they are made of, from which their squares are estimated
 _PROBES = 64
 
 
@@ -97,9 +97,10 @@ class Coupled:
     def _probed(self, tape: Tape, block: Block) -> bool:
         """Whether the rows of a layer are too many to be formed, or to be formed of pairs of positions."""
         (c, o, i), n = block.shape, len(self.mix)
-        if c > 1 or n * o * i < _PROBED or len(tape.places(block)) > 1:
+        if c > 1 or len(tape.places(block)) > 1:
             return False
-        return not pairs_pay(tape.of(block)[0].shape.numel() // (n * o), o, i)
+        r = tape.of(block)[0].shape.numel() // (n * o)
+        return n * i * max(o, r) >= _PROBED and not pairs_pay(r, o, i)
 
     def _estimated(self, tape: Tape, block: Block, g: Cotangents) -> tuple[Tensor, Tensor]:
         """The traces of G at C = 1 and at C, from random signs."""
