@@ -253,7 +253,7 @@ class Keeper:
             recorder.uses = []  # they hold the graph
         with self._numbered():  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
-            self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])]))
+            self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs()))
 
     def _end(self) -> Recorder:
         """The pass is not watched any longer."""

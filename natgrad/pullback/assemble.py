@@ -114,11 +114,14 @@ class View:
         tape, parts = forward(self.model, self.blocks, batch.x, chunk_bytes(self.memory))
         return self.assemble(batch, tape, parts)
 
-    def assemble(self, batch: Batch, tape: Tape, parts: list[Part]) -> Pullback:
-        """The pullback from a forward pass that has been run already, as by an optimizer's hook."""
+    def assemble(self, batch: Batch, tape: Tape, parts: list[Part], fleeting: bool = False) -> Pullback:
+        """The pullback from a forward pass that has been run already, as by an optimizer's hook.
+
+        ``fleeting``: it is used up at once.
+        """
         # Under autocast outputs and cotangents come in half precision: what is made of them is kept in single, at
         # least. A copy: the outputs are the user's, who may go on to change them in place.
-        y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32), copy=True)
+        y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32), copy=not fleeting)
         if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
             with torch.no_grad():
                 y = torch.cat([self.model(None, examples(batch.x, part, parts[-1][1])) for part in parts]).to(y.dtype)

@@ -43,8 +43,8 @@ class Sink(ABC):
         """A = total/count of the layer number b; the total may be overwritten."""
 
     @abstractmethod
-    def outputs(self, b: int, s: Tensor) -> None:
-        """S of the layer number b; it may be overwritten."""
+    def outputs(self, b: int, total: Tensor, count: int) -> None:
+        """S = total/count of the layer number b; the total may be overwritten."""
 
     def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
         """Nothing is held back any longer."""
@@ -61,8 +61,8 @@ class Collected(Sink):
     def inputs(self, b: int, moment: Moment) -> None:
         self.right[b] = mean(moment)
 
-    def outputs(self, b: int, s: Tensor) -> None:
-        self.left[b] = s
+    def outputs(self, b: int, total: Tensor, count: int) -> None:
+        self.left[b] = total.div_(count)
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """After the stream."""
@@ -72,11 +72,15 @@ class Collected(Sink):
 @final
 @dataclass(frozen=True)
 class Layers:
-    """The layers, what becomes of their positions, and what couples the examples."""
+    """The layers, what becomes of their positions, and what couples the n examples.
+
+    Cotangents are those of the root itself: products of them are divided by n where they are used.
+    """
 
     blocks: tuple[Block, ...]
     sharing: Sharing
     dtype: torch.dtype
+    n: int
     coupled: Coupled | None = None
 
     def late(self, b: int) -> bool:
@@ -97,10 +101,10 @@ class Layers:
         """S and, where it is late, A."""
         block = self.blocks[b]
         if not self.late(b):
-            sink.outputs(b, self._product(block, tape, g))
+            sink.outputs(b, self._product(block, tape, g), self.n)
             return
         s, a = joined(block, [self._pair(kind, tape, g) for kind in block.kinds])
-        sink.outputs(b, s)
+        sink.outputs(b, s, 1)
         sink.inputs(b, Moment(a, 1))
 
     def in_order(self, tape: Tape, g: Cotangents, numbers: Iterable[int]) -> Iterable[int]:
@@ -115,11 +119,11 @@ class Layers:
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Tensor]:
         if self.coupled is None:
-            return self._product(kind, tape, g), mean(self._moment(kind, tape))
+            return self._product(kind, tape, g).div_(self.n), mean(self._moment(kind, tape))
         s, a = self.coupled.factors(tape, kind, self.sharing, g)
         check_outputs(kind, s)
         check_inputs(kind, a)
-        return s.to(self.dtype), a.to(self.dtype)
+        return s.to(self.dtype).div_(self.n), a.to(self.dtype)
 
     def _moment(self, kind: Block, tape: Tape) -> Moment:
         moment = self.sharing.inputs(tape, kind)

@@ -6,7 +6,6 @@ parameters, and an estimate that is held beside its average would be as large ag
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -42,12 +41,12 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) 
         return
     if pb.coupling is None and not whole(pb):
         for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
-            sink.outputs(b, s)
+            sink.outputs(b, s, 1)
             sink.inputs(b, Moment(a, 1))
         sink.flush()
         return
     tape = pb.tape(pb.parts[0])
-    layers = Layers(tuple(blocks), sharing, pb.y.dtype, coupled_by(pb, tape))
+    layers = Layers(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape))
     if pb.recordings is not None and sink.places is not None:
         _recorded(pb, pb.recordings, layers, sink)
     else:
@@ -58,7 +57,7 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) 
             for b in layers.in_order(tape, g, numbers):
                 layers.put_outputs(b, tape, g, sink)
 
-        Flow(tape, layers, serve).run(pb.root / math.sqrt(pb.n))
+        Flow(tape, layers, serve).run(pb.root)
     sink.flush()
 
 
@@ -83,7 +82,7 @@ def _recorded(pb: Pullback, recordings: Recordings, layers: Layers, sink: Sink) 
             if b not in pure:
                 layers.put_outputs(b, tape, g, sink)
 
-    Flow(tape, layers, serve).run(pb.root / math.sqrt(pb.n))
+    Flow(tape, layers, serve).run(pb.root)
 
 
 @final
@@ -149,6 +148,7 @@ class _Recorded:
         return (
             side,
             self.layers.sharing,
+            self.layers.n,
             self.layers.places,
             tuple(self.layers.blocks[b].names for b in numbers),
             tuple(use.call.training for use in uses),

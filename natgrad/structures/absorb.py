@@ -55,8 +55,8 @@ class Absorb(Sink):
         assert not isinstance(moment.count, Tensor)
         self._put(b, self.average.right[self.numbers[b]], moment.total, moment.count)
 
-    def outputs(self, b: int, s: Tensor) -> None:
-        self._put(b, self.average.left[self.numbers[b]], s, 1)
+    def outputs(self, b: int, total: Tensor, count: int) -> None:
+        self._put(b, self.average.left[self.numbers[b]], total, count)
 
     def _put(self, b: int, factor: Tensor, total: Tensor, count: int) -> None:
         number, count = self.numbers[b], max(count, 1)

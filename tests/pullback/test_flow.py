@@ -21,7 +21,7 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
     pb = pull(problem, random_roots(problem, k=1))
     blocks = [block for block in pb.layers if block.rule is not None]
     expected = factors_of(pb, blocks, Expand())
-    layers, sink, tape = Layers(tuple(blocks), Expand(), pb.y.dtype), Collected(len(blocks)), pb.tape(pb.parts[0])
+    layers, sink, tape = Layers(tuple(blocks), Expand(), pb.y.dtype, pb.n), Collected(len(blocks)), pb.tape(pb.parts[0])
     calls: list[list[int]] = []
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
@@ -31,7 +31,7 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
 
     for b in range(len(blocks)):
         layers.put_inputs(b, tape, sink)
-    Flow(tape, layers, serve, room).run(pb.root / pb.n**0.5)
+    Flow(tape, layers, serve, room).run(pb.root)
     assert sorted(b for numbers in calls for b in numbers) == list(range(len(blocks)))
     for (s, a), (right_s, right_a) in zip(sink.pairs(), expected, strict=True):
         close(s, right_s)
@@ -41,7 +41,7 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
 def test_what_has_been_used_is_forgotten_before_the_rest_is_made() -> None:
     problem = zoo.Problem(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).double(), normal(4, 8))
     pb = pull(problem, random_roots(problem, k=1))
-    layers, tape = Layers(tuple(pb.layers), Expand(), torch.float64), pb.tape(pb.parts[0])
+    layers, tape = Layers(tuple(pb.layers), Expand(), torch.float64, pb.n), pb.tape(pb.parts[0])
     most = 0
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
