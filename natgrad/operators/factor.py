@@ -11,9 +11,11 @@ from torch import Tensor
 
 from natgrad.errors import FactorisationError
 from natgrad.linalg import refuse_singular
+from natgrad.operators.triangular import gram_of_upper, invert_upper
 
 Factor: TypeAlias = Tensor  # [c d d], or [c d] where it is diagonal
 _ALIGNED = 8  # numbers
+_LARGE = 1024  # rows, from which the many small kernels of a triangular solve cost more than products
 _BATCHED = {"cuda": 1024, "cpu": 256}  # above these sizes one matrix at a time is as fast, and takes less memory
 _ROOM = {"cuda": 2**24, "cpu": 2**22}  # bytes of a stack of matrices that are worked on at once
 
@@ -169,10 +171,13 @@ def inverse_in_place(M: Tensor) -> tuple[Tensor, Tensor]:
     return M, good
 
 
-def inverse_by_products(M: Tensor) -> tuple[Tensor, Tensor]:
-    """L⁻ᵀL⁻¹: one triangular solve, in the memory of a unit matrix, and a product in place of a second solve."""
+def inverse_by_products(M: Tensor, large: int = _LARGE) -> tuple[Tensor, Tensor]:
+    """L⁻ᵀL⁻¹: L⁻¹ by a solve in the memory of a unit matrix or, of one ``large`` matrix, by products; and a product."""
     stack = M[0] if M.shape[0] == 1 else M  # a batch of one would go to slower routines
     lower, info = _cholesky_in_place(stack)
+    if stack.ndim == 2 and stack.shape[-1] >= large:
+        invert_upper(stack)  # whose rows are the columns of L
+        return gram_of_upper(stack).unsqueeze(0), (info == 0).view(-1)
     root = torch.zeros_like(stack)
     root.diagonal(dim1=-2, dim2=-1).fill_(1.0)
     torch.linalg.solve_triangular(lower, root, upper=False, out=root)

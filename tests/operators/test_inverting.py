@@ -16,6 +16,7 @@ from natgrad.operators import KroneckerOperator
 from natgrad.operators.factor import by_size, inverse_by_products, inverse_in_place, room, two_sided_columns
 from natgrad.operators.inverting import Task, invert
 from natgrad.operators.kronecker_inverse import ProductInverse
+from natgrad.operators.triangular import gram_of_upper, invert_upper
 from tests import zoo
 from tests.memory import peak
 from tests.pulled import close, covector, normal, pull, random_roots
@@ -203,3 +204,25 @@ def test_products_with_aligned_factors_are_those_without_what_aligns_them() -> N
     w, pad = normal(2, 4, 5, seed=2), torch.nn.functional.pad
     parts = two_sided_columns(pad(left, (0, 2, 0, 2)), list(w.split([3, 2], -1)), pad(right, (0, 3, 0, 3)))
     close(torch.cat(parts, -1), left @ w @ right)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 8, 13, 16, 37, 60])
+@pytest.mark.parametrize("leaf", [1, 4, 5, 64])
+def test_an_upper_matrix_is_inverted_by_products_of_its_blocks(d: int, leaf: int) -> None:
+    U = torch.linalg.cholesky(positive(1, d)[0]).mT.contiguous()
+    V = torch.nn.functional.pad(U, (0, 3))[:, :d]  # rows that are longer in memory
+    invert_upper(V, leaf)
+    close(U @ V, torch.eye(d, dtype=torch.float64))
+    close(V.tril(-1), torch.zeros(d, d, dtype=torch.float64))
+    close(gram_of_upper(V.contiguous()), torch.linalg.inv(U.mT @ U))
+
+
+@pytest.mark.parametrize("d", [5, 130, 300])
+def test_a_large_matrix_is_inverted_without_a_solve(d: int) -> None:
+    M = positive(1, d)
+    found, good = inverse_by_products(M.clone(), large=2)
+    assert bool(good.all())
+    close(found, torch.linalg.inv(M), 1e-9)
+    bad = M.clone()
+    bad[0, 0, 0] = -1.0
+    assert not bool(inverse_by_products(bad, large=2)[1].any())
