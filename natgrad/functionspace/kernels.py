@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.functionspace.distances import Features, check_features, points, squared_distances
-from natgrad.functionspace.lengthscale import Lengthscale, Measured, check_lengthscale
+from natgrad.functionspace.lengthscale import Alike, Lengthscale, Measured, check_lengthscale
 from natgrad.functionspace.profile import matern
 
 
@@ -67,6 +67,7 @@ class SobolevKernel(ReproducingKernel):
     def __post_init__(self) -> None:
         check_smoothness(self.nu)
         check_lengthscale(self.lengthscale)
+        self._check_alike()
         check_features(self.features)
 
     def __call__(self, x: Any, y: Any = None) -> Tensor:
@@ -105,6 +106,13 @@ class SobolevKernel(ReproducingKernel):
             )
         half = dimension / 2
         return math.lgamma(self.nu) - half * math.log(4 * math.pi) - math.lgamma(self.nu + half)
+
+    def _check_alike(self) -> None:
+        if isinstance(self.lengthscale, Alike) and self.lengthscale.nu != self.nu:
+            raise ValueError(
+                f"lengthscale={self.lengthscale!r} keeps the mean of a kernel of another smoothness than ν = "
+                f"{self.nu:g}: give Alike({self.lengthscale.value:g}, nu={self.nu:g})"
+            )
 
     def _constant(self, x: Tensor) -> float:
         if self.normalised:

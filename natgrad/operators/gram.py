@@ -33,20 +33,24 @@ class KernelMatrix:
 
     @staticmethod
     def regular(K: Tensor) -> KernelMatrix:
-        """Of a matrix that is known to be regular: nothing is read back from the device."""
+        """Of a matrix that is known to be regular: nothing is read back from the device. One that is not has NaN."""
         K = K.double()
-        return KernelMatrix(K, K, torch.linalg.cholesky_ex(K)[0], None)
+        return KernelMatrix(K, K, root_or_nan(K), None)
 
     @staticmethod
     def of(K: Tensor, eps: float | None = None) -> KernelMatrix:
         """``eps`` is the precision that K is known to, where that is less than its own."""
-        K = K.double()
         check_finite(K, "the kernel matrix of the examples")
-        cut = rounding(K, eps)
+        K, cut = K.double(), rounding(K, eps)
         factor, info = torch.linalg.cholesky_ex(K)
         if bool((info == 0) & (smallest(factor) > 100 * cut)):
             return KernelMatrix(K, K, factor, None)
         values, vectors = torch.linalg.eigh(K)
+        if bool(values[0] < -100 * cut):
+            raise ValueError(
+                f"the kernel matrix of the examples has the eigenvalue {float(values[0]):.3g}: that of a kernel has "
+                "none below zero. Give k(x, y) that is symmetric and positive definite, in the precision of its dtype"
+            )
         seen = values > cut
         values = torch.where(seen, values, 1.0)
         return KernelMatrix(K, values.diag(), values.sqrt().diag(), vectors * seen)
@@ -87,6 +91,16 @@ class KernelMatrix:
         k = gram.shape[0] // n
         left = torch.einsum("nt,knj->ktj", self.basis, gram.view(k, n, k * n)).reshape(k * n, k, n)
         return (left @ self.basis).view_as(gram)
+
+
+def root_or_nan(matrix: Tensor) -> Tensor:
+    """Its Cholesky factor, or NaN where there is none, which is reported wherever steps are checked. No value is read.
+
+    >>> root_or_nan(torch.tensor([[4.0]])), root_or_nan(torch.tensor([[-4.0]]))
+    (tensor([[2.]]), tensor([[nan]]))
+    """
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    return torch.where(failed == 0, factor, torch.nan)
 
 
 def rounding(K: Tensor, eps: float | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from natgrad.linalg import check_finite
 from natgrad.operators.base import Inverse, Layout
-from natgrad.operators.gram import KernelMatrix
+from natgrad.operators.gram import KernelMatrix, root_or_nan
 
 if TYPE_CHECKING:
     from natgrad.operators.kernel import KernelOperator
@@ -46,7 +46,7 @@ class PushThrough:
         # refinement with B itself takes out again what was added.
         diagonal = matrix.diagonal()
         diagonal.add_(matrix.shape[0] * torch.finfo(matrix.dtype).eps * diagonal.amax())
-        return PushThrough(double, K, damping, torch.linalg.cholesky_ex(matrix)[0])
+        return PushThrough(double, K, damping, root_or_nan(matrix))
 
     def solve(self, v: Tensor) -> Tensor:
         """(λK + BBᵀ)⁻¹v [k n], of what K sees of v [k n]."""

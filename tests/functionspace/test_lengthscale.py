@@ -1,8 +1,11 @@
 """Lengthscales that are measured on the points: what they promise, whatever the points are."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 
+import natgrad as ng
 from natgrad.functionspace import Alike, Median, SobolevKernel
 from tests.pulled import close, normal
 
@@ -49,3 +52,8 @@ def test_a_mean_that_no_kernel_has_is_refused(value: float) -> None:
 def test_a_smoothness_that_is_not_positive_is_refused(nu: float) -> None:
     with pytest.raises(ValueError, match="the smoothness of the kernel is a positive number"):
         Alike(nu=nu)
+
+
+def test_a_rule_that_keeps_the_mean_of_another_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"another smoothness than ν = 2.5: give Alike\(0.1, nu=2.5\)"):
+        ng.Sobolev(nu=2.5, lengthscale=Alike(0.1))

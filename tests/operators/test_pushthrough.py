@@ -1,5 +1,7 @@
 """A kernel matrix that may be singular, and the push-through form that never inverts it (ERRATA 13)."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,9 +82,24 @@ def test_a_regular_matrix_keeps_its_coordinates_and_a_singular_one_those_that_it
 def test_a_matrix_of_less_precision_has_less_rank() -> None:
     K = gram(torch.tensor([[0.0], [1.0], [1.0 + 1e-4]], dtype=torch.float64))
     assert KernelMatrix.of(K).basis is None
-    basis = KernelMatrix.of(K, torch.finfo(torch.float32).eps).basis
-    assert basis is not None
-    assert int(torch.linalg.matrix_rank(basis)) == 2
+    for known in (KernelMatrix.of(K, torch.finfo(torch.float32).eps), KernelMatrix.of(K.float())):
+        assert known.basis is not None
+        assert int(torch.linalg.matrix_rank(known.basis)) == 2
+
+
+def test_a_matrix_with_an_eigenvalue_below_zero_is_no_kernel_and_is_refused() -> None:
+    K = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"has the eigenvalue -1: .* Give k\(x, y\) that is symmetric and positive"):
+        KernelMatrix.of(K)
+    KernelMatrix.of(gram(normal(40, 2) / 1e4))  # rounding below zero is zero
+
+
+def test_what_has_no_factor_is_nan_and_not_a_wrong_number() -> None:
+    """On a GPU nothing is read back: NaN is what steps are checked for."""
+    K = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
+    assert bool(KernelMatrix.regular(K).inverse_root().isnan().any())
+    dual = PushThrough.of(operator(torch.zeros(1, 2, 3, dtype=torch.float64)), KernelMatrix.regular(K), 0.1)
+    assert bool(dual.solve(normal(1, 2)).isnan().any())
 
 
 # (λK + BBᵀ)⁻¹
