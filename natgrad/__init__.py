@@ -11,6 +11,7 @@ from natgrad import invariance as invariance
 from natgrad import mirror as mirror
 from natgrad import operators as operators
 from natgrad import rules as rules
+from natgrad import vi as vi
 from natgrad.diagnose import Diagnosis as Diagnosis
 from natgrad.diagnose import diagnose as diagnose
 from natgrad.families import Bernoulli as Bernoulli

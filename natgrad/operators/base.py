@@ -74,6 +74,26 @@ class Inverse(ABC):
         """ω♯: the vector of the covector."""
         return self.layout.vector(self.solve(self.layout.flatten(ω)))
 
+    @property
+    def noise(self) -> int:
+        """q: how many numbers of white noise ``coloured`` takes."""
+        return self.layout.size
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        """T ξ [s p] of white noise ξ [s q], for a root T of this inverse, T Tᵀ = (G + λ)⁻¹, which is its covariance."""
+        self.refuse_root()
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        """Tᵀω [s q] of covectors ω [s p], for the same root: ‖Tᵀω‖² = ωᵀ(G + λ)⁻¹ω."""
+        self.refuse_root()
+
+    def refuse_root(self) -> NoReturn:
+        """Raise the error of an inverse that has no root."""
+        raise IncompatibleError(
+            f"{type(self).__name__} has no root to draw Gaussian samples with: use Cholesky(), or CG() for Implicit, "
+            "with damping > 0 and a metric that does not couple the examples"
+        )
+
     def memory(self, ω: Covector) -> dict[str, Tensor]:
         """Memory for covectors like ω, by name, laid out as ``sharp`` likes them best."""
         return {name: torch.empty_like(t) for name, t in ω.items()}

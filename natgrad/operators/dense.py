@@ -143,6 +143,21 @@ class CholeskyInverse(Inverse):
             v[index] = torch.cholesky_solve(ω[index].unsqueeze(-1), factor).squeeze(-1)
         return v
 
+    def coloured(self, ξ: Tensor) -> Tensor:
+        return self._through(ξ, upper=True)
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        return self._through(ω, upper=False)
+
+    def _through(self, t: Tensor, upper: bool) -> Tensor:
+        """L⁻ᵀ t or L⁻¹ t of every block, for t [s p]."""
+        out = torch.empty_like(t)
+        for index, factor in zip(self.indices, self.factors, strict=True):
+            own = t[:, index].permute(1, 2, 0)  # [b d s]
+            solved = torch.linalg.solve_triangular(factor.mT if upper else factor, own, upper=upper)
+            out[:, index] = solved.permute(2, 0, 1)
+        return out
+
     def tensors(self) -> dict[str, Tensor]:
         return {f"{_CHOLESKY}{at}": factor for at, factor in enumerate(self.factors)}
 

@@ -80,5 +80,11 @@ class ScaleInverse(Inverse):
     def solve(self, ω: Tensor) -> Tensor:
         return self.scale * ω
 
+    def coloured(self, ξ: Tensor) -> Tensor:
+        return self.scale.sqrt() * ξ
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        return self.scale.sqrt() * ω
+
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.scale}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -38,6 +39,31 @@ class ImplicitOperator(Operator):
             pulled = linear.pull((pullback.output_flat(pushed) * weight).to(linear.y.dtype))
             parts.append(torch.cat([t.reshape(-1) for t in pulled.values()]).to(v.dtype))
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    @property
+    def columns(self) -> int:
+        """K·N: the columns of the root Rᵀ of G = RᵀR."""
+        return sum(pullback.columns * pullback.n for _, pullback, _ in self.terms)
+
+    def push_root(self, v: Tensor) -> Tensor:
+        """R v [(k n)], where a row of R is J_nᵀs_kn √(w/N)."""
+        named, parts = unflatten(v, self.layout.like), []
+        for weight, pullback, linear in self.terms:
+            pushed = linear.push(named).to(pullback.y.dtype)
+            s = pullback.root
+            t = torch.einsum("knd,nd->kn", s.reshape(*s.shape[:2], -1), pushed.reshape(pullback.n, -1))
+            parts.append(t.flatten() * math.sqrt(weight / pullback.n))
+        return torch.cat(parts)
+
+    def pull_root(self, t: Tensor) -> Tensor:
+        """Rᵀ t [p] for t [(k n)]."""
+        total = t.new_zeros(self.layout.size)
+        sizes = [pullback.columns * pullback.n for _, pullback, _ in self.terms]
+        for (weight, pullback, linear), own in zip(self.terms, t.split(sizes), strict=True):
+            u = torch.einsum("kn...,kn->n...", pullback.root, own.view(-1, pullback.n)) * math.sqrt(weight / pullback.n)
+            pulled = linear.pull(u.to(linear.y.dtype))
+            total += torch.cat([g.reshape(-1) for g in pulled.values()]).to(t.dtype)
+        return total
 
     def diagonal(self) -> Tensor:
         return torch.stack([weight * pullback.square() for weight, pullback, _ in self.terms]).sum(0)

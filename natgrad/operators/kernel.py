@@ -169,6 +169,27 @@ class WoodburyInverse(Inverse):
         # For ω in the range of G, the usual case, nearly all of it cancels in the difference above: refine.
         return _refined(self._apply, self.kernel, ω, self.damping)
 
+    @property
+    def noise(self) -> int:
+        return self.layout.size + self.factor.shape[0]
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂)."""
+        own, pulled = ξ.split([self.layout.size, self.factor.shape[0]], dim=1)
+        shape = self.kernel.factors[0].g.shape[:2]
+
+        def one(a: Tensor, b: Tensor) -> Tensor:
+            return self.solve(a * math.sqrt(self.damping) + self.kernel.pull(b.view(shape)))
+
+        return torch.func.vmap(one)(own, pulled)
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        def one(own: Tensor) -> Tensor:
+            v = self.solve(own)
+            return torch.cat([v * math.sqrt(self.damping), self.kernel.push(v).flatten()])
+
+        return torch.func.vmap(one)(ω)
+
     def _apply(self, ω: Tensor) -> Tensor:
         t = self.kernel.push(ω)
         inner = torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)

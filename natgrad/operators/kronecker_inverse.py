@@ -143,6 +143,33 @@ class SpectralInverse(LayerInverse):
         turned = turned.mul_(self.scales[b]) if spent or turned is not w else turned * self.scales[b]
         return rotated_back(q, turned, p)
 
+    @property
+    def noise(self) -> int:
+        return sum(self._sizes)
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        """Q (√d ⊙ Z) Pᵀ of every layer."""
+        *parts, below = ξ.split(self._sizes, dim=1)
+        out = ξ.new_empty(len(ξ), self.layout.size)
+        for block, q, p, d, z in zip(self.blocks, self.left, self.right, self.scales, parts, strict=True):
+            block.unpack(rotated_back(q, z.view(-1, *block.shape) * d.sqrt(), p), out)
+        if self.rest is not None and self.others is not None:
+            self.others.put(self.rest.coloured(below), out)
+        return out
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        """√d ⊙ QᵀWP of every layer."""
+        sides = zip(self.blocks, self.left, self.right, self.scales, strict=True)
+        parts = [(rotated(q, block.pack(ω), p) * d.sqrt()).flatten(1) for block, q, p, d in sides]
+        if self.rest is not None and self.others is not None:
+            parts.append(self.rest.whitened(self.others.take(ω)))
+        return torch.cat(parts, dim=1)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Numbers of white noise for every layer, and for the other parameters."""
+        return [block.size for block in self.blocks] + [0 if self.rest is None else self.rest.noise]
+
     def tensors(self) -> dict[str, Tensor]:
         out = self.below()
         for block, q, p, d in zip(self.blocks, self.left, self.right, self.scales, strict=True):

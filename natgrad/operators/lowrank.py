@@ -106,6 +106,25 @@ class LowRankInverse(Inverse):
         inner = torch.cholesky_solve((self.root.T @ scaled).unsqueeze(-1), self.factor).squeeze(-1)
         return scaled - self.scale * (self.root @ inner)
 
+    @property
+    def noise(self) -> int:
+        return sum(self.root.shape)
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        """(E + BBᵀ)⁻¹(√E ξ₁ + B ξ₂)."""
+        own, low = ξ.split(list(self.root.shape), dim=1)
+        return self._solved(own * self.scale.rsqrt() + low @ self.root.T)
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        v = self._solved(ω)
+        return torch.cat([v * self.scale.rsqrt(), v @ self.root], dim=1)
+
+    def _solved(self, ω: Tensor) -> Tensor:
+        """``solve`` of every row of ω [s p]."""
+        scaled = self.scale * ω
+        inner = torch.cholesky_solve((scaled @ self.root).T, self.factor).T
+        return scaled - self.scale * (inner @ self.root.T)
+
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.scale, "root": self.root, "factor": self.factor}
 

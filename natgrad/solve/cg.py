@@ -114,6 +114,38 @@ class CGInverse(Inverse):
         self.guess = v.detach()
         return v
 
+    @property
+    def noise(self) -> int:
+        return self.layout.size + self._implicit().columns
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂), one solve a sample."""
+        G = self._implicit()
+        own, pulled = ξ.split([self.layout.size, G.columns], dim=1)
+        pairs = zip(own, pulled, strict=True)
+        return torch.stack([self._converged(math.sqrt(self.damping) * a + G.pull_root(b)) for a, b in pairs])
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        G = self._implicit()
+        solved = [self._converged(row) for row in ω]
+        return torch.stack([torch.cat([math.sqrt(self.damping) * v, G.push_root(v)]) for v in solved])
+
+    def _implicit(self) -> ImplicitOperator:
+        G = self.operator
+        if not isinstance(G, ImplicitOperator) or any(pullback.coupling is not None for _, pullback, _ in G.terms):
+            self.refuse_root()
+        return G
+
+    def _converged(self, ω: Tensor) -> Tensor:
+        """The solution, which a covariance is made of: one that is not there is not taken for it."""
+        v = self.solve(ω)
+        if self.report is not None and not self.report.converged:
+            raise SingularMetricError(
+                f"conjugate gradients did not reach tol={self.solver.tol:g} ({self.report.reason}, residual "
+                f"{self.report.residual:.3g}): raise the damping, or give CG(tol=…, max_steps=…, preconditioner=…)"
+            )
+        return v
+
     def _scaled(self, ω: Tensor, guess: Tensor | None) -> Tensor:
         scale = float(torch.linalg.vector_norm(ω))
         v, r = self._start(ω, guess)

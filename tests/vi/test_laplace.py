@@ -1,0 +1,234 @@
+"""The Laplace approximation against dense linear algebra, for every structure."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import natgrad as ng
+from tests import kronecker_oracle, oracle
+from tests.optim.tasks import seeded
+from tests.zoo import mlp
+
+DOUBLE = torch.float64
+
+
+class Scaled(nn.Module):
+    """Two layers, and a parameter that no layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp(3, 4, 2)
+        self.scale = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 2]."""
+        return self.inner(x) * self.scale
+
+
+def _problem(build: Callable[[], nn.Module] = Scaled) -> tuple[nn.Module, Tensor]:
+    return seeded(lambda: (build().double(), torch.randn(7, 3, dtype=DOUBLE)))
+
+
+def _kfac(model: nn.Module, x: Tensor, G: Tensor) -> Tensor:
+    layers = kronecker_oracle.layers(model, x, oracle.hellinger_roots(model(x)))
+    return kronecker_oracle.kfac(layers, "expand", G)
+
+
+def _ekfac(model: nn.Module, x: Tensor, G: Tensor) -> Tensor:
+    layers = kronecker_oracle.layers(model, x, oracle.hellinger_roots(model(x)))
+    bases = [tuple(torch.linalg.eigh(factor)[1] for factor in layer.factors("expand", None)) for layer in layers]
+    return kronecker_oracle.ekfac(layers, bases, G)
+
+
+def _blocks(model: nn.Module, x: Tensor, G: Tensor) -> Tensor:
+    return oracle.block_diagonal(G, oracle.layer_blocks(model).values())
+
+
+KEPT: dict[str, tuple[ng.structures.Structure, Callable[[nn.Module, Tensor, Tensor], Tensor]]] = {
+    "dense": (ng.Dense(), lambda model, x, G: G),
+    "kernel": (ng.Kernel(), lambda model, x, G: G),
+    "implicit": (ng.Implicit(), lambda model, x, G: G),
+    "blocks": (ng.BlockDense(), _blocks),
+    "diagonal": (ng.Diagonal(), lambda model, x, G: oracle.diagonal(G)),
+    "low rank": (ng.LowRank(3), lambda model, x, G: oracle.low_rank(G, 3)),
+    "kronecker": (ng.Kronecker(), _kfac),
+    "eigen": (ng.EigenKronecker(), _ekfac),
+}
+δ = 0.7
+
+
+def _oracle(kept: str) -> tuple[ng.vi.Laplace, Tensor, nn.Module, Tensor]:
+    """The approximation, and its precision N·G + δ [P P] from the oracle."""
+    model, x = _problem()
+    structure, keep = KEPT[kept]
+    G = oracle.dense(oracle.module_jacobian(model, x), oracle.categorical(model(x)))
+    precision = len(x) * keep(model, x, G).detach() + δ * torch.eye(len(G), dtype=DOUBLE)
+    return ng.vi.Laplace(model, x, ng.Fisher(ng.Categorical()), structure, δ), precision, model, x
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_samples_have_the_inverse_of_n_g_plus_the_prior_precision_as_covariance(kept: str) -> None:
+    posterior, precision, model, _ = _oracle(kept)
+    T = posterior.coloured(torch.eye(posterior.inverse.noise, dtype=DOUBLE)).T  # T of θ = θ* + T ξ
+    torch.testing.assert_close(T @ T.T, torch.linalg.inv(precision), rtol=0, atol=1e-10)
+    torch.testing.assert_close(posterior.covariance(), torch.linalg.inv(precision), rtol=0, atol=1e-10)
+    drawn = posterior.sample(5, torch.Generator().manual_seed(3))
+    ξ = torch.randn(5, posterior.inverse.noise, dtype=DOUBLE, generator=torch.Generator().manual_seed(3))
+    flat = torch.cat([t.flatten(1) for t in drawn.values()], dim=1)
+    torch.testing.assert_close(flat, oracle.flatten(model.parameters()) + ξ @ T.T, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_the_linearised_predictive_covariance_is_j_sigma_j(kept: str) -> None:
+    posterior, precision, model, x = _oracle(kept)
+    points = x[:3] + 0.5
+    J = oracle.module_jacobian(model, points)
+    found = posterior.predictive(points)
+    expected = J @ torch.linalg.inv(precision) @ J.mT
+    torch.testing.assert_close(found.covariance, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found.variance, expected.diagonal(dim1=1, dim2=2), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found.mean, model(points).detach(), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kept", [kept for kept in KEPT if kept != "implicit"])
+def test_the_evidence_is_that_of_the_gaussian_integral(kept: str) -> None:
+    posterior, precision, model, _ = _oracle(kept)
+    θ = oracle.flatten(model.parameters())
+    occam = 0.5 * len(θ) * math.log(δ) - 0.5 * δ * θ @ θ - 0.5 * torch.logdet(precision)
+    torch.testing.assert_close(posterior.log_marginal_likelihood(-3.0), occam - 3.0, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("kept", [kept for kept in KEPT if kept != "implicit"])
+def test_the_tuned_prior_precision_maximises_the_evidence(kept: str) -> None:
+    posterior, precision, model, _ = _oracle(kept)
+    tuned = posterior.tuned()
+    curvature = precision - δ * torch.eye(len(precision), dtype=DOUBLE)
+    λ, θ = torch.linalg.eigvalsh(curvature), oracle.flatten(model.parameters())
+    γ = (λ / (λ + tuned.prior_precision)).sum()  # stationary: δ‖θ‖² = γ, MacKay (1992)
+    assert float(tuned.prior_precision * θ @ θ) == pytest.approx(float(γ), rel=1e-6)
+    assert float(tuned.log_marginal_likelihood(0.0)) > float(posterior.log_marginal_likelihood(0.0))
+    assert posterior.prior_precision == δ
+
+
+def _regression(n: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    """x [n 3], targets [n 2] and the features [n 4] with the homogeneous 1."""
+    x, t = seeded(lambda: (torch.randn(n, 3, dtype=DOUBLE), torch.randn(n, 2, dtype=DOUBLE)), seed=5)
+    return x, t, torch.cat([x, torch.ones(n, 1, dtype=DOUBLE)], dim=1)
+
+
+def _at_the_mode(Φ: Tensor, t: Tensor, σ: float) -> tuple[nn.Linear, Tensor]:
+    """A linear model at the mean of its posterior, and the posterior covariance of every output's weights [4 4]."""
+    covariance = torch.linalg.inv(Φ.T @ Φ / σ**2 + δ * torch.eye(4, dtype=DOUBLE))
+    W = (covariance @ Φ.T @ t / σ**2).T  # [2 4]
+    model = nn.Linear(3, 2).double()
+    model.load_state_dict({"weight": W[:, :3], "bias": W[:, 3]})
+    return model, covariance
+
+
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.BlockDense(), ng.Kernel(), ng.Kronecker(), ng.EigenKronecker()])
+def test_laplace_is_exact_for_bayesian_linear_regression(structure: ng.structures.Structure) -> None:
+    """Posterior, predictive variance and evidence in closed form (Bishop 2006, (3.53), (3.59); (2.115))."""
+    σ, (x, t, Φ) = 0.3, _regression()
+    model, covariance = _at_the_mode(Φ, t, σ)
+    posterior = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(scale=σ)), structure, δ)
+    order = [0, 1, 2, 6, 3, 4, 5, 7]  # (weight, bias) by outputs
+    exact = torch.block_diag(covariance, covariance)
+    torch.testing.assert_close(posterior.covariance()[order][:, order], exact, rtol=0, atol=1e-10)
+    var = posterior.predictive(x).variance
+    torch.testing.assert_close(var[:, 0], ((Φ @ covariance) * Φ).sum(1), rtol=0, atol=1e-10)
+    ll = torch.distributions.Normal(model(x), σ).log_prob(t).sum()
+    marginal = torch.distributions.MultivariateNormal(
+        torch.zeros(len(x), dtype=DOUBLE), σ**2 * torch.eye(len(x), dtype=DOUBLE) + Φ @ Φ.T / δ
+    )
+    torch.testing.assert_close(
+        posterior.log_marginal_likelihood(ll), marginal.log_prob(t.T).sum(), rtol=1e-10, atol=1e-10
+    )
+
+
+SCALINGS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[float, int], float]]] = {
+    "sum": (lambda y, t: (y - t).square().sum() / (2 * 0.3**2), lambda c, N: c),
+    "mean": (lambda y, t: (y - t).square().sum(1).mean() / (2 * 0.3**2), lambda c, N: N * c),
+    "MSELoss": (F.mse_loss, lambda c, N: N * c * 2 / (2 * 0.3**2)),
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_the_prior_precision_of_a_regularised_loss_is_as_documented(kind: str) -> None:
+    """With that δ the minimum of loss + (c/2)‖θ‖² is the mean of the exact posterior."""
+    (loss, precision), c, (x, t, Φ) = SCALINGS[kind], 0.05, _regression()
+
+    def regularised(θ: Tensor) -> Tensor:
+        return loss(Φ @ θ.view(2, 4).T, t) + 0.5 * c * θ.square().sum()
+
+    zero = torch.zeros(8, dtype=DOUBLE)
+    H, g = torch.func.hessian(regularised)(zero), torch.func.grad(regularised)(zero)
+    W = -torch.linalg.solve(H, g).view(2, 4)  # a quadratic: one Newton step
+    prior = precision(c, len(x))
+    exact = torch.linalg.inv(Φ.T @ Φ / 0.3**2 + prior * torch.eye(4, dtype=DOUBLE))
+    torch.testing.assert_close(W, (exact @ Φ.T @ t / 0.3**2).T, rtol=0, atol=1e-10)
+    model = nn.Linear(3, 2).double()
+    posterior = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(scale=0.3)), prior_precision=prior)
+    found = posterior.covariance()[[0, 1, 2, 6]][:, [0, 1, 2, 6]]
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kept", [kept for kept in KEPT if kept not in ("low rank", "kronecker", "eigen")])
+def test_a_loader_gives_the_posterior_of_all_its_examples(kept: str) -> None:
+    posterior, _, model, x = _oracle(kept)
+    loader = DataLoader(TensorDataset(x), batch_size=3)  # 3, 3 and 1
+    batched = ng.vi.Laplace(model, loader, ng.Fisher(ng.Categorical()), KEPT[kept][0], δ)
+    assert batched.examples == len(x)
+    torch.testing.assert_close(batched.covariance(), posterior.covariance(), rtol=0, atol=1e-10)
+
+
+def test_a_loader_of_pairs_brings_the_targets_of_a_metric_that_needs_them() -> None:
+    model, x = _problem()
+    t = torch.arange(7) % 2
+    metric = ng.Empirical(F.cross_entropy)
+    whole = ng.vi.Laplace(model, x, metric, target=t)
+    pairs: DataLoader[Any] = DataLoader(TensorDataset(x, t), batch_size=4)
+    torch.testing.assert_close(ng.vi.Laplace(model, pairs, metric).covariance(), whole.covariance(), rtol=0, atol=1e-10)
+
+
+def test_sampled_outputs_approach_the_linearised_predictive() -> None:
+    """A linear model is its own linearisation: 4000 samples, four standard errors."""
+    x, t, Φ = _regression()
+    model, _ = _at_the_mode(Φ, t, 0.3)
+    posterior = ng.vi.Laplace(model, x, ng.Fisher(ng.Gaussian(scale=0.3)), ng.Kronecker(), δ)
+    y = posterior.outputs(x, 4000, torch.Generator().manual_seed(0))
+    exact = posterior.predictive(x)
+    assert y.shape == (4000, 12, 2)
+    error = (y.mean(0) - exact.mean).abs() / (exact.variance / 4000).sqrt()
+    assert float(error.max()) < 4
+    torch.testing.assert_close(y.var(0), exact.variance, rtol=4 * math.sqrt(2 / 4000), atol=0)
+
+
+def test_samples_leave_the_global_random_stream_and_the_model_alone() -> None:
+    posterior, _, model, x = _oracle("dense")
+    state, before = torch.random.get_rng_state(), oracle.flatten(model.parameters())
+    posterior.sample(2)
+    posterior.outputs(x, 2)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(oracle.flatten(model.parameters()), before)
+
+
+def test_a_prior_can_be_exchanged_without_estimating_again() -> None:
+    posterior, precision, *_ = _oracle("dense")
+    other = posterior.with_prior(3.0)
+    exact = torch.linalg.inv(precision + (3.0 - δ) * torch.eye(len(precision), dtype=DOUBLE))
+    torch.testing.assert_close(other.covariance(), exact, rtol=0, atol=1e-10)
+    assert other.operator is posterior.operator
+
+
+def test_single_precision_is_single_precision() -> None:
+    model, x = _problem()
+    model.float()
+    posterior = ng.vi.Laplace(model, x.float(), ng.Fisher(ng.Categorical()), ng.Kronecker(), δ)
+    assert {t.dtype for t in posterior.sample(2).values()} == {torch.float32}
+    assert posterior.predictive(x.float()).covariance.dtype is torch.float32
