@@ -1,4 +1,4 @@
-"""Discrete output families, in their natural parameters: categorical, Bernoulli, Poisson."""
+"""Coins and counts, in their natural parameters: Bernoulli and Poisson."""
 
 from __future__ import annotations
 
@@ -7,121 +7,105 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch import distributions as D
+from torch.distributions import constraints as C
 from torch.nn import functional as F
 
-from natgrad.families.base import Family, by_terms, check_terms, diagonal_root, drawn_once, over_terms
+from natgrad.families.base import diagonal_root, drawn_once, over_terms
+from natgrad.families.domain import Domain, Interval
+from natgrad.families.expected import expected_log_factorial
+from natgrad.families.exponential import OneParameter, expect
 
 
 @final
 @dataclass(frozen=True)
-class Categorical(Family):
-    """Softmax of logits y [n *terms c]: F = diag p − p pᵀ a term, singular along the constant vector (ERRATA 34).
-
-    Root: √p_k (e_k − p), one column a class, the rows of the Hellinger embedding 2√p (ERRATA 12).
-
-    >>> Categorical().flat(torch.zeros(1, 2), torch.tensor([[1.0, 1.0]]))
-    tensor([[0., 0.]])
-    """
-
-    def check(self, y: Tensor) -> None:
-        check_terms(self, y, 2, "the logits of the classes")
-
-    def terms(self, y: Tensor) -> int:
-        return y.shape[1:-1].numel()
-
-    def flat(self, y: Tensor, u: Tensor) -> Tensor:
-        p = y.softmax(-1)
-        return p * (u - (p * u).sum(-1, keepdim=True))
-
-    def root(self, y: Tensor) -> Tensor:
-        p = y.softmax(-1)
-        centred = torch.eye(y.shape[-1], dtype=y.dtype, device=y.device) - p.unsqueeze(-2)  # [n *terms k c]
-        columns = p.sqrt().unsqueeze(-1) * centred
-        return by_terms(columns.movedim(-2, 0))
-
-    def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        p = y.softmax(-1)
-        t = _drawn(p, samples, generator)
-        return torch.zeros(samples, *y.shape, dtype=y.dtype, device=y.device).scatter_(-1, t, 1.0).sub_(p)
-
-    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        p = y.softmax(-1)
-        combined = drawn_once(y, samples, generator) * p.sqrt()
-        return combined - p * combined.sum(-1, keepdim=True)
-
-    def kl(self, y: Tensor, y2: Tensor) -> Tensor:
-        log_p, log_q = y.log_softmax(-1), y2.log_softmax(-1)
-        return over_terms((log_p.exp() * (log_p - log_q)).sum(-1))
-
-
-def _drawn(p: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-    """t [k n *terms 1] with probabilities p [n *terms c].
-
-    As ``torch.multinomial``, which looks at its argument first, so that a GPU waits. What is not finite is not refused
-    here: it stays so in the scores.
-    """
-    if p.device.type == "cpu":  # numbers are dear: one a term, and the class where the sum of p exceeds it
-        u = torch.rand(samples, *p.shape[:-1], 1, dtype=torch.float64, generator=generator)
-        below = p.cumsum(-1, dtype=torch.float64)
-        # Rounded probabilities do not sum to 1: what is missing would be drawn as the last class, though it had p = 0.
-        return (below[..., :-1] <= u * below[..., -1:]).sum(-1, keepdim=True)
-    # Of independent events with rates p the first is t with probability p_t. It needs no sum, which depends on its
-    # order, and fewer launches.
-    waiting = torch.empty(samples, *p.shape, dtype=p.dtype, device=p.device).exponential_(generator=generator)
-    return (p / waiting).argmax(-1, keepdim=True)
-
-
-@final
-@dataclass(frozen=True)
-class Bernoulli(Family):
+class Bernoulli(OneParameter):
     """Log-odds y [n *terms]: F = p(1 − p), p = σ(y) (002 section 4).
+
+    As a distribution: x in {0, 1}, t(x) = x, log Z = log(1 + e^η), ξ = p (ERRATA 37).
 
     >>> Bernoulli().flat(torch.zeros(1, 1), torch.ones(1, 1))
     tensor([[0.2500]])
     """
 
+    # As an output family
+
     def check(self, y: Tensor) -> None:
         """Every shape [n *terms] fits."""
 
-    def terms(self, y: Tensor) -> int:
-        return y.shape[1:].numel()
-
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
-        return self._information(y) * u
+        return self._variance(y) * u
 
     def root(self, y: Tensor) -> Tensor:
-        return diagonal_root(y, self._information(y))
+        return diagonal_root(y, self._variance(y))
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         p = y.sigmoid()
         return torch.bernoulli(p.expand(samples, *p.shape), generator=generator) - p
 
     def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        return drawn_once(y, samples, generator) * self._information(y).sqrt()
+        return drawn_once(y, samples, generator) * self._variance(y).sqrt()
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         # log(1 + e^y) is log Z; KL(p_y ‖ p_y2) is its Bregman divergence at (y2, y) (ERRATA 35).
         return over_terms(F.softplus(y2) - F.softplus(y) - y.sigmoid() * (y2 - y))
 
-    @staticmethod
-    def _information(y: Tensor) -> Tensor:
-        return y.sigmoid() * (-y).sigmoid()
+    # As a distribution
+
+    @property
+    def natural_domain(self) -> Domain:
+        return Interval()
+
+    @property
+    def mean_domain(self) -> Domain:
+        return Interval(0.0, 1.0)
+
+    @property
+    def support(self) -> C.Constraint:
+        return C.boolean
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def distribution(self, eta: Tensor) -> D.Distribution:
+        return D.Bernoulli(logits=self._inside(eta, self.natural_domain, "eta"))
+
+    def from_distribution(self, d: D.Distribution) -> Tensor:
+        expect(self, d, D.Bernoulli)
+        assert isinstance(d, D.Bernoulli)
+        return d.logits
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return F.softplus(eta)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return eta.sigmoid()
+
+    def _natural(self, xi: Tensor) -> Tensor:
+        return xi.logit()
+
+    def _variance(self, eta: Tensor) -> Tensor:
+        return eta.sigmoid() * (-eta).sigmoid()
+
+    def _expected_log_base(self, eta: Tensor) -> Tensor:
+        return torch.zeros_like(eta)
 
 
 @final
 @dataclass(frozen=True)
-class Poisson(Family):
+class Poisson(OneParameter):
     """Log-rates y [n *terms]: F = e^y (002 section 4).
+
+    As a distribution: t(x) = x, h(x) = 1/x!, log Z = e^η, ξ = e^η.
 
     >>> Poisson().kl(torch.zeros(1, 1), torch.zeros(1, 1))
     tensor([0.])
     """
 
+    # As an output family
+
     def check(self, y: Tensor) -> None:
         """Every shape [n *terms] fits."""
-
-    def terms(self, y: Tensor) -> int:
-        return y.shape[1:].numel()
 
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
         return y.exp() * u
@@ -138,3 +122,44 @@ class Poisson(Family):
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         return over_terms(y2.exp() - y.exp() - y.exp() * (y2 - y))
+
+    # As a distribution
+
+    @property
+    def natural_domain(self) -> Domain:
+        return Interval()
+
+    @property
+    def mean_domain(self) -> Domain:
+        return Interval(0.0)
+
+    @property
+    def support(self) -> C.Constraint:
+        return C.nonnegative_integer
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -torch.lgamma(x + 1)
+
+    def distribution(self, eta: Tensor) -> D.Distribution:
+        return D.Poisson(self._inside(eta, self.natural_domain, "eta").exp())
+
+    def from_distribution(self, d: D.Distribution) -> Tensor:
+        expect(self, d, D.Poisson)
+        assert isinstance(d, D.Poisson)
+        return d.rate.log()
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return eta.exp()
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return eta.exp()
+
+    def _natural(self, xi: Tensor) -> Tensor:
+        return xi.log()
+
+    def _variance(self, eta: Tensor) -> Tensor:
+        return eta.exp()
+
+    def _expected_log_base(self, eta: Tensor) -> Tensor:
+        rate = eta.exp()
+        return -expected_log_factorial(lambda w: -rate.unsqueeze(-1) * w, rate)

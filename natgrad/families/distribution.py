@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import final
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributions import (
 )
 
 from natgrad.families.base import Family, over_terms
+from natgrad.families.seeded import seeded
 from natgrad.linalg import symmetric_root
 
 _TOGETHER = 8  # samples whose scores are computed in one backward pass; its cost is their number squared
@@ -88,15 +88,7 @@ class FromDistribution(Family):
         return root.transpose(0, 1).reshape(d, *y.shape)
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        seed = _seed(generator)
-        # torch.distributions draw from the global stream only: borrow it, and give it back as it was. Seed no other:
-        # torch.manual_seed would move the streams of every device.
-        devices = [y.device] if y.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.default_generator.manual_seed(seed)
-            for device in devices:
-                with torch.cuda.device(device):
-                    torch.cuda.manual_seed(seed)
+        with seeded(generator, y.device):
             t = self.build(y.detach()).sample((samples,))
         return torch.cat([self._scores_at(y, part, _each) for part in t.split(_TOGETHER)])
 
@@ -142,13 +134,6 @@ class FromDistribution(Family):
         except NotImplementedError:
             return False
         return True
-
-
-def _seed(generator: torch.Generator) -> int:
-    """A number from where the generator stands, which moves on. None is drawn and read, for which a GPU would wait."""
-    stands = bytes(generator.get_state().tolist())
-    torch.rand((), generator=generator, device=generator.device)
-    return int.from_bytes(blake2b(stands, digest_size=7).digest(), "little")
 
 
 def _each(log_p: Tensor) -> Tensor:

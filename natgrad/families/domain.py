@@ -1,0 +1,267 @@
+"""Where the parameters of a family may lie: open convex sets of points, with the way to their boundary."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import DomainError
+
+_BISECTIONS = 64
+_ROUNDING = 1024  # units in the last place that the sum of a simplex may be off
+
+
+class Domain(ABC):
+    """{x : g_s(x) > 0 for all s} with concave g: an open convex set, batched.
+
+    ``contains``, ``margin`` and ``reach`` return tensors [*batch] and never wait for a GPU; ``check`` looks, and raises.
+    """
+
+    @abstractmethod
+    def slacks(self, x: Tensor) -> Tensor:
+        """g(x) [*batch s], concave: all are positive inside, and one is 0 on the boundary."""
+
+    @abstractmethod
+    def check(self, x: Tensor, what: str) -> None:
+        """Refuse a point outside by its entry and its bound."""
+
+    def contains(self, x: Tensor) -> Tensor:
+        """Whether each point is inside [*batch], of booleans."""
+        g = self.slacks(x)
+        return (g > 0).all(-1) & ~g.isnan().any(-1)
+
+    def margin(self, x: Tensor) -> Tensor:
+        """The radius [*batch] of a ball around x that is inside: min_s g_s/‖∇g_s‖; negative outside.
+
+        It is the distance to the boundary where that is flat, and never more: g(y) ≤ g(x) + ⟨∇g(x), y − x⟩.
+        """
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            g = self.slacks(leaf)
+            slopes = [torch.autograd.grad(g[..., s].sum(), leaf, retain_graph=True)[0] for s in range(g.shape[-1])]
+        norms = torch.stack([slope.norm(dim=-1) for slope in slopes], -1)
+        return (g.detach() / norms).amin(-1)
+
+    def reach(self, x: Tensor, v: Tensor) -> Tensor:
+        """The longest t [*batch] such that x + s v is inside for 0 ≤ s < t: infinite where v never leaves."""
+        near = torch.zeros(torch.broadcast_shapes(self._batch(x), self._batch(v)), dtype=x.dtype, device=x.device)
+        far = torch.ones_like(near)  # of u = t/(1 + t)
+        largest = 1 / torch.finfo(x.dtype).eps
+        for _ in range(_BISECTIONS):
+            middle = 0.5 * (near + far)
+            inside = self.contains(x + self._along(middle / (1 - middle), v))
+            near, far = torch.where(inside, middle, near), torch.where(inside, far, middle)
+        t = near / (1 - near)
+        return torch.where(t < largest, t, math.inf)
+
+    def _batch(self, x: Tensor) -> torch.Size:
+        return x.shape[:-1]
+
+    def _along(self, t: Tensor, v: Tensor) -> Tensor:
+        return t.unsqueeze(-1) * v
+
+
+@final
+@dataclass(frozen=True)
+class Box(Domain):
+    """lower_p < x_p < upper_p: bounds for the entries of the last axis, or one for all of them.
+
+    >>> Box((-1.0, -math.inf), (math.inf, 0.0)).check(torch.tensor([1.0, 2.0]), "eta")
+    Traceback (most recent call last):
+    ...
+    natgrad.errors.DomainError: eta[1] = 2 must be below 0: start inside, or take shorter steps (see reach)
+    >>> Box((0.0,)).reach(torch.tensor([1.0, 3.0]), torch.tensor([-2.0, 1.0]))
+    tensor(0.5000)
+    """
+
+    lower: tuple[float, ...] = (-math.inf,)
+    upper: tuple[float, ...] = (math.inf,)
+
+    def slacks(self, x: Tensor) -> Tensor:
+        lower, upper = self._bounds(x)
+        return torch.cat([x - lower, upper - x], -1)
+
+    def contains(self, x: Tensor) -> Tensor:
+        lower, upper = self._bounds(x)
+        return ((x > lower) & (x < upper) & x.isfinite()).all(-1)
+
+    def margin(self, x: Tensor) -> Tensor:
+        return self.slacks(x).amin(-1)
+
+    def reach(self, x: Tensor, v: Tensor) -> Tensor:
+        lower, upper = self._bounds(x)
+        return _steps(x, v, lower, upper).amin(-1)
+
+    def check(self, x: Tensor, what: str) -> None:
+        lower, upper = self._bounds(x)
+        _check_box(x, lower.expand(x.shape), upper.expand(x.shape), what)
+
+    def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_tensor(self.lower), x.new_tensor(self.upper)
+
+
+@final
+@dataclass(frozen=True)
+class Interval(Domain):
+    """lower < x < upper for points that are numbers [*batch].
+
+    >>> Interval(0.0, 1.0).margin(torch.tensor([0.25, 0.9, 2.0]))
+    tensor([ 0.2500,  0.1000, -1.0000])
+    """
+
+    lower: float = -math.inf
+    upper: float = math.inf
+
+    def slacks(self, x: Tensor) -> Tensor:
+        return torch.stack([x - self.lower, self.upper - x], -1)
+
+    def contains(self, x: Tensor) -> Tensor:
+        return (x > self.lower) & (x < self.upper) & x.isfinite()
+
+    def margin(self, x: Tensor) -> Tensor:
+        return torch.minimum(x - self.lower, self.upper - x)
+
+    def reach(self, x: Tensor, v: Tensor) -> Tensor:
+        return _steps(x, v, torch.full_like(x, self.lower), torch.full_like(x, self.upper))
+
+    def check(self, x: Tensor, what: str) -> None:
+        _check_box(x, torch.full_like(x, self.lower), torch.full_like(x, self.upper), what)
+
+
+@final
+@dataclass(frozen=True)
+class Simplex(Domain):
+    """x_p > 0 with Σ_p x_p = 1 over the last axis: flat, with tangent vectors that sum to 0."""
+
+    def slacks(self, x: Tensor) -> Tensor:
+        return x
+
+    def contains(self, x: Tensor) -> Tensor:
+        return (x > 0).all(-1) & self._sums(x)
+
+    def margin(self, x: Tensor) -> Tensor:
+        c = x.shape[-1]
+        return x.amin(-1) * (c / max(c - 1, 1)) ** 0.5  # within the plane of the simplex
+
+    def reach(self, x: Tensor, v: Tensor) -> Tensor:
+        return _steps(x, v, torch.zeros_like(x), torch.full_like(x, math.inf)).amin(-1)
+
+    def check(self, x: Tensor, what: str) -> None:
+        _check_box(x, torch.zeros_like(x), torch.ones_like(x), what)
+        if not bool(self._sums(x).all()):
+            at = _first(~self._sums(x))
+            raise DomainError(
+                f"{what}{entry(at)} sums to {float(x[at].detach().sum()):.6g} over its last axis, and probabilities "
+                "sum to 1: divide it by its sum"
+            )
+
+    @staticmethod
+    def _sums(x: Tensor) -> Tensor:
+        return (x.sum(-1) - 1).abs() <= _ROUNDING * torch.finfo(x.dtype).eps
+
+
+@final
+@dataclass(frozen=True)
+class Concave(Domain):
+    """{x : g(x) > 0} for given concave g(x) → [*batch s], and what each says in words."""
+
+    function: Callable[[Tensor], Tensor]
+    words: tuple[str, ...]
+
+    def slacks(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+    def check(self, x: Tensor, what: str) -> None:
+        check_finite(x, what)
+        g = self.slacks(x.detach())
+        wrong = ~(g > 0)
+        if bool(wrong.any()):
+            *at, s = _first(wrong)
+            raise DomainError(
+                f"{what}{entry(tuple(at))} must satisfy {self.words[s]}, and breaks it by {float(-g[(*at, s)]):.6g}: "
+                "start inside, or take shorter steps (see reach)"
+            )
+
+
+@final
+@dataclass(frozen=True)
+class Cone(Domain):
+    """{x : A(x) is positive definite} for an affine map x ↦ A(x) [*batch d d], symmetric, that keeps Frobenius norms."""
+
+    matrix: Callable[[Tensor], Tensor]
+    word: str
+
+    def slacks(self, x: Tensor) -> Tensor:
+        return torch.linalg.eigvalsh(self.matrix(x))[..., :1]
+
+    def contains(self, x: Tensor) -> Tensor:
+        _, info = torch.linalg.cholesky_ex(self.matrix(x))
+        return (info == 0) & x.isfinite().all(-1)
+
+    def margin(self, x: Tensor) -> Tensor:
+        return self.slacks(x)[..., 0]
+
+    def reach(self, x: Tensor, v: Tensor) -> Tensor:
+        """A + tV is singular first where t = −1/λ_min(L⁻¹VL⁻ᵀ), A = LLᵀ."""
+        A = self.matrix(x)
+        V = self.matrix(x + v) - A
+        L, _ = torch.linalg.cholesky_ex(A)
+        left = torch.linalg.solve_triangular(L, V, upper=False)
+        whitened = torch.linalg.solve_triangular(L, left.mT, upper=False)
+        least = torch.linalg.eigvalsh(0.5 * (whitened + whitened.mT))[..., 0]
+        return torch.where(least < 0, -1 / least, math.inf)
+
+    def check(self, x: Tensor, what: str) -> None:
+        check_finite(x, what)
+        _, info = torch.linalg.cholesky_ex(self.matrix(x.detach()))
+        refuse_indefinite(self.matrix(x.detach()), info, what, self.word)
+
+
+def refuse_indefinite(A: Tensor, info: Tensor, what: str, word: str) -> None:
+    """Raise if a Cholesky factorisation of A [*batch d d] stopped, by the report of ``cholesky_ex``."""
+    if bool((info != 0).any()):
+        at = _first(info != 0)
+        least = float(torch.linalg.eigvalsh(A[at])[0])
+        raise DomainError(
+            f"{what}{entry(at)}: {word} must be positive definite, and has the eigenvalue {least:.6g}: start inside, or "
+            "take shorter steps (see reach)"
+        )
+
+
+def check_finite(x: Tensor, what: str) -> None:
+    """Refuse NaN and infinity by entry."""
+    if not bool(x.isfinite().all()):
+        at = _first(~x.isfinite())
+        raise DomainError(f"{what}{entry(at)} = {float(x[at]):.6g} must be finite")
+
+
+def entry(at: tuple[int, ...]) -> str:
+    """[i, j] of an index, nothing of an empty one."""
+    return f"[{', '.join(map(str, at))}]" if at else ""
+
+
+def _first(wrong: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in wrong.nonzero()[0])
+
+
+def _check_box(x: Tensor, lower: Tensor, upper: Tensor, what: str) -> None:
+    check_finite(x, what)
+    for wrong, side, bounds in ((x <= lower, "above", lower), (x >= upper, "below", upper)):
+        if bool(wrong.any()):
+            at = _first(wrong)
+            raise DomainError(
+                f"{what}{entry(at)} = {float(x[at]):.6g} must be {side} {float(bounds[at]):g}: start inside, or take "
+                "shorter steps (see reach)"
+            )
+
+
+def _steps(x: Tensor, v: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+    """The step at which each entry meets its bound."""
+    room = torch.where(v < 0, lower - x, upper - x)
+    return torch.where(v == 0, math.inf, room / v)

@@ -1,0 +1,291 @@
+"""Exponential families: two charts, the convex function between them, and the information in both."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.distributions.constraints import Constraint
+
+from natgrad.errors import DomainError
+from natgrad.families.base import Family, by_terms, over_terms
+from natgrad.families.domain import Domain, entry
+from natgrad.families.information import Information, Scalar
+from natgrad.families.seeded import seeded
+from natgrad.linalg import symmetric_root
+
+_ROUNDING = 256  # units in the last place
+
+
+class ExponentialFamily(Family):
+    """p(x | η) = h(x) exp(⟨η, t(x)⟩ − log Z(η)) (002 (11)).
+
+    Natural parameters η and mean parameters ξ = E t(x) = ∇log Z(η) (002 (13)) are two charts of the same family. A point
+    of either chart is one tensor [*batch p], and [*batch] where one number is the parameter (``axes`` = 0); sizes come
+    from its shape, and what is computed of it has shape [*batch]. Data are [*batch *event], as in torch.distributions.
+
+    As an output family the outputs y [n *terms p] are natural parameters, and ``kl`` sums over the terms.
+
+    On a CPU a point outside its domain raises a DomainError. A GPU is not waited for, except by ``check``, ``fit``,
+    ``distribution`` and the Newton iterations of ``natural``.
+    """
+
+    # The family itself
+
+    @property
+    def axes(self) -> int:
+        """How many trailing axes make one point: 1, or 0 where the parameter is one number."""
+        return 1
+
+    @property
+    @abstractmethod
+    def natural_domain(self) -> Domain:
+        """Where η may lie."""
+
+    @property
+    @abstractmethod
+    def mean_domain(self) -> Domain:
+        """Where ξ may lie: the inside of the convex hull of the values of t."""
+
+    @property
+    @abstractmethod
+    def support(self) -> Constraint:
+        """Where x may lie."""
+
+    @abstractmethod
+    def statistics(self, x: Tensor) -> Tensor:
+        """t(x), of the shape of a point."""
+
+    @abstractmethod
+    def log_base(self, x: Tensor) -> Tensor:
+        """log h(x) [*batch], the base measure."""
+
+    @abstractmethod
+    def distribution(self, eta: Tensor) -> Distribution:
+        """The same as a ``torch.distributions`` object."""
+
+    @abstractmethod
+    def from_distribution(self, d: Distribution) -> Tensor:
+        """η of a ``torch.distributions`` object of this family."""
+
+    @abstractmethod
+    def _width(self, p: int) -> str:
+        """What the last axis of a point must hold, if p entries are wrong; nothing if they are right."""
+
+    @abstractmethod
+    def _log_partition(self, eta: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _mean(self, eta: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _natural(self, xi: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _fisher(self, eta: Tensor) -> Information: ...
+
+    @abstractmethod
+    def _expected_log_base(self, eta: Tensor) -> Tensor:
+        """E log h(x) [*batch]."""
+
+    # Charts
+
+    def log_partition(self, eta: Tensor) -> Tensor:
+        """log Z(η) = log ∫ h(x) exp⟨η, t(x)⟩ dx [*batch] (002 (12)), convex and smooth."""
+        return self._log_partition(self._inside(eta, self.natural_domain, "eta"))
+
+    def mean(self, eta: Tensor) -> Tensor:
+        """ξ = ∇log Z(η) = E t(x) (002 (13))."""
+        return self._mean(self._inside(eta, self.natural_domain, "eta"))
+
+    def natural(self, xi: Tensor) -> Tensor:
+        """η with ∇log Z(η) = ξ, differentiable; the gradient of the conjugate of log Z."""
+        return self._natural(self._inside(xi, self.mean_domain, "xi"))
+
+    def fisher(self, eta: Tensor) -> Information:
+        """F_η = Cov t = ∇²log Z = ∂ξ/∂η (002 (16)–(19))."""
+        return self._fisher(self._inside(eta, self.natural_domain, "eta"))
+
+    def fisher_mean(self, xi: Tensor) -> Information:
+        """F_ξ = ∂η/∂ξ = F_η⁻¹, at the same distribution (002 (19))."""
+        return self._fisher(self.natural(xi)).inverse()
+
+    # Divergence, entropy, density
+
+    def bregman(self, eta: Tensor, eta2: Tensor) -> Tensor:
+        """D(η, η') = log Z(η) − log Z(η') − ⟨ξ', η − η'⟩ = KL(p_η' ‖ p_η) [*batch]: the order turns (ERRATA 35)."""
+        self._alike(eta, eta2, "eta2")
+        here, there, slope, δ = self.log_partition(eta2), self.log_partition(eta), self._mean(eta2), eta - eta2
+        plain = there - here - self.pair(slope, δ)
+        # Where the difference is lost in rounding, half of D(η, η') + D(η', η) is not, and does not differ.
+        both = self.pair(self._mean(eta) - slope, δ)
+        lost = _ROUNDING * torch.finfo(plain.dtype).eps * (here.abs() + there.abs())
+        return torch.where((plain - 0.5 * both).abs() <= lost, 0.5 * both, plain)
+
+    def kl(self, eta: Tensor, eta2: Tensor) -> Tensor:
+        """KL(p_η ‖ p_η') = D(η', η), in nats: [] of one point, [n] of points [n *terms p], summed over the terms."""
+        return over_terms(self.bregman(eta2, eta))
+
+    def entropy(self, eta: Tensor) -> Tensor:
+        """H = log Z − ⟨η, ξ⟩ − E log h [*batch], in nats."""
+        log_Z = self.log_partition(eta)
+        return log_Z - self.pair(eta, self._mean(eta)) - self._expected_log_base(eta)
+
+    def log_prob(self, eta: Tensor, x: Tensor) -> Tensor:
+        """log p(x | η) = ⟨η, t(x)⟩ − log Z(η) + log h(x) [*batch]; x may have more batch axes in front."""
+        log_Z = self.log_partition(eta)
+        self.check_data(x)
+        t = self.statistics(x)
+        self._alike(eta, t, "the data")
+        return self.pair(eta, t) - log_Z + self.log_base(x)
+
+    def pair(self, eta: Tensor, xi: Tensor) -> Tensor:
+        """⟨η, ξ⟩ [*batch]."""
+        return (eta * xi).sum(-1) if self.axes else eta * xi
+
+    # Samples and data
+
+    def sample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
+        """x [*shape *batch *event], without a gradient."""
+        with torch.no_grad(), seeded(generator, eta.device):
+            return self.distribution(eta).sample(torch.Size(shape))
+
+    def rsample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
+        """x [*shape *batch *event], with the gradient of the draw with respect to η, where x can be reparametrised."""
+        d = self.distribution(eta)
+        if not d.has_rsample:
+            raise TypeError(
+                f"draws of {type(self).__name__} cannot be differentiated: use sample, and the score t(x) − ξ"
+            )
+        with seeded(generator, eta.device):
+            return d.rsample(torch.Size(shape))
+
+    def fit(self, x: Tensor) -> Tensor:
+        """η̂ of maximum likelihood: ξ̂ is the mean of t(x) over the first axis of x (002 (15), ERRATA 33)."""
+        self.check_data(x)
+        xi = self.statistics(x).mean(0)
+        try:
+            self.mean_domain.check(xi, "the mean of t")
+            return self._natural(xi)
+        except DomainError as error:
+            n = len(x)
+            raise DomainError(
+                f"{type(self).__name__} cannot be fitted to {n} {'datum' if n == 1 else 'data'}: the likelihood has no "
+                f"maximum inside the family ({error}). Give more data, or start from a prior and step towards the mean"
+            ) from error
+
+    # Domain
+
+    def contains(self, eta: Tensor) -> Tensor:
+        """Whether η is in the domain [*batch], of booleans."""
+        return self.natural_domain.contains(eta)
+
+    def margin(self, eta: Tensor) -> Tensor:
+        """The distance of η to the boundary of the domain [*batch]: negative outside, infinite if there is none."""
+        return self.natural_domain.margin(eta)
+
+    def reach(self, eta: Tensor, direction: Tensor) -> Tensor:
+        """The longest step t [*batch] for which η + s·direction is in the domain for all 0 ≤ s < t."""
+        return self.natural_domain.reach(eta, direction)
+
+    def check_data(self, x: Tensor) -> None:
+        """Refuse data outside the support by entry; a GPU is not waited for."""
+        if x.device.type == "cuda" or torch._C._are_functorch_transforms_active():
+            return
+        wrong = ~self.support.check(x)
+        if bool(wrong.any()):
+            at = tuple(int(i) for i in wrong.nonzero()[0])
+            value = f" = {float(x[at]):.6g}" if x[at].ndim == 0 else ""
+            raise ValueError(
+                f"x{entry(at)}{value} lies outside the support of {type(self).__name__}, {self.support}: remove it, or "
+                "choose another family"
+            )
+
+    # As an output family
+
+    def check(self, y: Tensor) -> None:
+        """Refuse outputs that are not natural parameters [n *terms p]."""
+        if y.ndim < 1 + self.axes:
+            raise ValueError(f"{type(self).__name__} needs outputs [n … p], got outputs of shape {tuple(y.shape)}")
+        self._check_shape(y, "the outputs")
+        self.natural_domain.check(y, f"{type(self).__name__}: y")
+
+    def terms(self, y: Tensor) -> int:
+        return y.shape[1 : y.ndim - self.axes].numel()
+
+    def flat(self, y: Tensor, u: Tensor) -> Tensor:
+        return self._fisher(y).flat(u)
+
+    def root(self, y: Tensor) -> Tensor:
+        F = self._fisher(y).dense()
+        p = F.shape[-1]
+        root = symmetric_root(F.reshape(-1, p, p), "the Fisher metric is indefinite").view(F.shape)
+        columns = by_terms(root.movedim(-1, 0))
+        return columns if self.axes else columns.squeeze(-1)
+
+    def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        return self.statistics(self.sample(y, (samples,), generator)) - self._mean(y)
+
+    # Checks
+
+    def _inside(self, point: Tensor, domain: Domain, what: str) -> Tensor:
+        self._check_shape(point, what)
+        if point.device.type != "cuda" and not torch._C._are_functorch_transforms_active():
+            domain.check(point, f"{type(self).__name__}: {what}")
+        return point
+
+    def _check_shape(self, point: Tensor, what: str) -> None:
+        name = type(self).__name__
+        if not point.is_floating_point():
+            raise TypeError(f"{what} of {name} must be floating-point numbers, got {point.dtype}")
+        if self.axes and point.ndim == 0:
+            raise ValueError(f"{what} of {name} must have its entries on the last axis, [*batch p], got one number")
+        wrong = self._width(point.shape[-1]) if self.axes else ""
+        if wrong:
+            raise ValueError(f"{what} of {name} must have {wrong} on the last axis, got shape {tuple(point.shape)}")
+
+    def _alike(self, eta: Tensor, other: Tensor, what: str) -> None:
+        """Refuse a second point whose batch does not broadcast, or whose entries are others."""
+        mine, theirs = eta.shape[: eta.ndim - self.axes], other.shape[: other.ndim - self.axes]
+        try:
+            torch.broadcast_shapes(mine, theirs)
+        except RuntimeError:
+            raise ValueError(
+                f"eta of {type(self).__name__} has the batch {tuple(mine)} and {what} has {tuple(theirs)}, which do not "
+                "broadcast: give them the same batch, or 1 where one is shared"
+            ) from None
+        if self.axes and eta.shape[-1] != other.shape[-1]:
+            raise ValueError(
+                f"eta of {type(self).__name__} has {eta.shape[-1]} entries on the last axis and {what} has "
+                f"{other.shape[-1]}: they must be of one size"
+            )
+
+
+class OneParameter(ExponentialFamily):
+    """A family whose parameter and whose sufficient statistic are one number: points are [*batch], and so are data."""
+
+    @property
+    def axes(self) -> int:
+        return 0
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return x
+
+    @abstractmethod
+    def _variance(self, eta: Tensor) -> Tensor:
+        """Var t = F [*batch]."""
+
+    def _fisher(self, eta: Tensor) -> Information:
+        return Scalar(self._variance(eta))
+
+    def _width(self, p: int) -> str:
+        return ""
+
+
+def expect(family: ExponentialFamily, d: Distribution, *kinds: type[Distribution]) -> None:
+    """Refuse a distribution that is not of the family."""
+    if not isinstance(d, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{type(family).__name__}.from_distribution needs a {names}, got {type(d).__name__}")
