@@ -10,8 +10,7 @@ factors  from the model and the batch to the Kronecker factors, one sampled targ
          ours as an optimizer makes them, in the hook on a forward pass; "from nothing" is pullback and estimate
 steps    training steps over those of fused AdamW, a whole cycle of the refreshes in every round; "10 & 100": the
          factors every ten steps, their inverses every hundred; sobolev: those of Sobolev K-FAC over those of K-FAC
-memory   peak of a training step in which everything is refreshed, less what is kept for the next (the factors, averaged
-         over time, and their inverses), over that of SGD with momentum
+memory   peak of a training step that refreshes everything, less the averaged factors and inverses it keeps, over SGD's
 """
 
 from __future__ import annotations
