@@ -29,6 +29,7 @@ from natgrad.natural import natural_gradient as natural_gradient
 from natgrad.natural import sharp as sharp
 from natgrad.optim import EKFAC as EKFAC
 from natgrad.optim import KFAC as KFAC
+from natgrad.optim import MirrorDescent as MirrorDescent
 from natgrad.optim import NaturalGradient as NaturalGradient
 from natgrad.optim import SobolevKFAC as SobolevKFAC
 from natgrad.output import Bregman as Bregman

@@ -1,5 +1,12 @@
 """Mirror descent, and the Riemannian descents of paper 000, appendix F: steps with a promise that is checked."""
 
+from natgrad.mirror.boundary import Boundary as Boundary
+from natgrad.mirror.boundary import Forbid as Forbid
+from natgrad.mirror.boundary import Shorten as Shorten
+from natgrad.mirror.charts import Chart as Chart
+from natgrad.mirror.charts import MeanChart as MeanChart
+from natgrad.mirror.charts import NaturalChart as NaturalChart
+from natgrad.mirror.charts import in_other_chart as in_other_chart
 from natgrad.mirror.descent import MirrorDescent as MirrorDescent
 from natgrad.mirror.descent import PrimalDescent as PrimalDescent
 from natgrad.mirror.descent import in_dual_chart as in_dual_chart
@@ -11,13 +18,22 @@ from natgrad.mirror.entropies import BinaryEntropy as BinaryEntropy
 from natgrad.mirror.entropies import LogBarrier as LogBarrier
 from natgrad.mirror.entropies import NegativeEntropy as NegativeEntropy
 from natgrad.mirror.entropies import SimplexEntropy as SimplexEntropy
+from natgrad.mirror.families import Descent as Descent
+from natgrad.mirror.families import Mirror as Mirror
+from natgrad.mirror.families import Move as Move
+from natgrad.mirror.families import Natural as Natural
+from natgrad.mirror.families import mirror_step as mirror_step
+from natgrad.mirror.families import natural_gradient as natural_gradient
+from natgrad.mirror.families import natural_step as natural_step
 from natgrad.mirror.legendre import Convex as Convex
+from natgrad.mirror.member import Member as Member
 from natgrad.mirror.metrics import HessianMetric as HessianMetric
 from natgrad.mirror.metrics import InnerProduct as InnerProduct
 from natgrad.mirror.metrics import MatrixMetric as MatrixMetric
 from natgrad.mirror.metrics import PulledBack as PulledBack
 from natgrad.mirror.metrics import RiemannianMetric as RiemannianMetric
 from natgrad.mirror.metrics import compatibility as compatibility
+from natgrad.mirror.online import Online as Online
 from natgrad.mirror.potentials import Conjugate as Conjugate
 from natgrad.mirror.potentials import Potential as Potential
 from natgrad.mirror.potentials import Quadratic as Quadratic

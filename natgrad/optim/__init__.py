@@ -1,6 +1,7 @@
 """Optimizers."""
 
 from natgrad.optim.diagnostics import Diagnostics as Diagnostics
+from natgrad.optim.mirror import MirrorDescent as MirrorDescent
 from natgrad.optim.optimizer import NaturalGradient as NaturalGradient
 from natgrad.optim.plan import Plan as Plan
 from natgrad.optim.presets import EKFAC as EKFAC

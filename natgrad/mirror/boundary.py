@@ -1,0 +1,68 @@
+"""What becomes of a step that would leave the domain of a family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.families.domain import Domain
+
+
+class Boundary(ABC):
+    """How much of a step v from x is taken, where x + v may lie outside."""
+
+    @abstractmethod
+    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
+        """t [*batch], at most 1, such that x + t v is inside."""
+
+
+@final
+@dataclass(frozen=True)
+class Shorten(Boundary):
+    """Take a share of the way to the boundary, every member of a batch by itself.
+
+    The boundary is looked for only when a step has left, as the way to it costs more than a look (an eigenvalue problem
+    where the look is a Cholesky factorisation); whether one has is one boolean that is read from the device.
+
+    >>> from natgrad.families.domain import Interval
+    >>> x, v = torch.tensor([1.0, 1.0]), torch.tensor([-4.0, -0.5])
+    >>> Shorten(0.5).share(Interval(0.0), x, v, "x")  # ½ of ¼, and the whole step
+    tensor([0.1250, 1.0000])
+    """
+
+    of_the_way: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.of_the_way < 1:
+            raise ValueError(
+                f"Shorten({self.of_the_way!r}) must be between 0 and 1: the share of the way to the boundary that is "
+                "taken, and on the boundary there is no distribution"
+            )
+
+    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
+        whole = domain.contains(x + v)
+        t = torch.ones_like(whole, dtype=x.dtype)
+        if bool(whole.all()):
+            return t
+        t = torch.where(whole, t, (self.of_the_way * domain.reach(x, v)).clamp(max=1.0))
+        # So close to the boundary that the sum is rounded onto it: stay, which is reported as no step at all.
+        return torch.where(domain.contains(x + spread(t, x) * v), t, 0.0)
+
+
+@final
+@dataclass(frozen=True)
+class Forbid(Boundary):
+    """Raise a DomainError that names the entry and the bound."""
+
+    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
+        domain.check(x + v, what)
+        return torch.ones_like(domain.contains(x), dtype=x.dtype)
+
+
+def spread(t: Tensor, x: Tensor) -> Tensor:
+    """A number a member, t [*batch], for points x [*batch *point]."""
+    return t.reshape(t.shape + (1,) * (x.ndim - t.ndim))
