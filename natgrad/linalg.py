@@ -137,7 +137,8 @@ def consecutive(tensors: Sequence[Tensor]) -> Tensor | None:
 def pairing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Σ ⟨x, y⟩ over pairs of tensors; on a GPU in few launches where the y lie side by side in one piece of memory.
 
-    The order of the sum does not depend on where the x lie, or that piece: a run that is resumed has the same bits.
+    At least in single precision: sums in half precision soon leave its range. The order of the sum does not depend on
+    where the x lie, or that piece: a run that is resumed has the same bits.
 
     >>> x, y = torch.ones(2, 3), torch.arange(6.0).view(2, 3)
     >>> pairing([(x[0], y[0]), (x[1], y[1])])
@@ -145,7 +146,8 @@ def pairing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """
     runs = [[pair] for pair in pairs] if pairs[0][1].device.type == "cpu" else side_by_side(pairs)
     wholes = ((_joined([x for x, _ in run]), _joined([y for _, y in run])) for run in runs)
-    return torch.stack([torch.dot(x.to(y.dtype), y) for x, y in wholes]).sum()
+    precise = ((x, y.to(torch.promote_types(y.dtype, torch.float32))) for x, y in wholes)
+    return torch.stack([torch.dot(x.to(y.dtype), y) for x, y in precise]).sum()
 
 
 def side_by_side(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:

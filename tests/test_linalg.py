@@ -113,6 +113,14 @@ def test_a_pairing_does_not_depend_on_where_the_tensors_lie() -> None:
     assert [len(side_by_side(pairs)) for pairs in (both, both[::-1], apart, copied, mixed)] == [1, 1, 5, 1, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_pairing_of_half_precision_is_a_sum_in_single(dtype: torch.dtype) -> None:
+    x, y = torch.full((1000,), 1e3, dtype=dtype), torch.full((1000,), 1e3, dtype=dtype)
+    found = pairing([(x, y), (x.float(), y)])
+    assert found.dtype is torch.float32
+    close(found, 2 * (x.float() @ y.float()))  # float16 ends at 65504
+
+
 def test_tensors_are_consecutive_only_where_nothing_is_between_them() -> None:
     x = torch.arange(12.0).view(4, 3)
     found = consecutive([x[1], x[2], x[3]])

@@ -129,10 +129,10 @@ class Graphed:
         moves.recorded = rates
         graph = torch.cuda.CUDAGraph()
         try:
-            with recording(graph):
+            with recording(graph, self._device):
                 step = self._opt.propose(solve, Covector(dict(zip(ω, gradients, strict=True))), None, None)
                 moves.guard.look(step.numbers)
-                moves.apply(step, solve.velocity)
+                moves.apply(step, solve.left(step))
                 found = moves.guard.found
         except RuntimeError as error:  # something in the step cannot be recorded: a structure, or a rule of the user
             _log.info("the step cannot be recorded as a CUDA graph (%s): it is made kernel by kernel", error)

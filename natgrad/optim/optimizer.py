@@ -193,7 +193,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if step is None:
             step = self.propose(solve, ω, closure, value)
             self.moves.guard.check(step.numbers, "the step", self.keeper.step)
-            self.moves.apply(step, solve.velocity)
+            self.moves.apply(step, solve.left(step))
         else:
             self.moves.guard.send("the step", self.keeper.step)
         self._put(solve)

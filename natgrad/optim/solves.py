@@ -13,8 +13,9 @@ from natgrad.errors import FactorisationError, NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Operator
 from natgrad.optim.groups import common_damping
+from natgrad.pullback.roots import unrounded
 from natgrad.solve.base import Solver
-from natgrad.step.base import Ahead, Along
+from natgrad.step.base import Ahead, Along, Step
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
@@ -31,17 +32,18 @@ class Solves:
         # A copy: an iterative inverse remembers its last solution, and the step may yet fail.
         self.inverse, self.damping = copy.copy(opt.inverse), opt.inverse_damping
         self.outdated = opt.outdated or refreshed or opt.inverse_damping != damping
-        self.velocity: Vector | None = None
+        self._way: Along | Ahead | None = None  # the last move that was asked for
         self.inverted = opt.keeper.inverted
         if self._due(damping):
             self.operator = self._renewed(operator)
 
     def sharp(self, ω: Covector, damping: float) -> Vector:
-        """(G + λ)⁻¹ω."""
-        if self._due(damping):
-            self._invert(damping)
-        assert self.inverse is not None
-        v = self.opt.solver.sharp(self.inverse, ω)
+        """(G + λ)⁻¹ω, in the precision of the metric: under autocast, too."""
+        with unrounded(self.opt.keeper.model.example.device):
+            if self._due(damping):
+                self._invert(damping)
+            assert self.inverse is not None
+            v = self.opt.solver.sharp(self.inverse, ω)
         # A copy where the inverse remembers its solutions: v is ours to change.
         return self.opt.moves.at_rest(v.map(torch.clone) if self.inverse.remembers else v)
 
@@ -59,24 +61,40 @@ class Solves:
             begun = {name: state[p]["momentum"] for name, p in pairs if "momentum" in state.get(p, {})} if μ else {}
             if begun:
                 torch._foreach_add_([v[name] for name in begun], list(begun.values()), alpha=μ)
-        self.velocity = v
-        return Along(v, self.opt.moves.rates())
+        self._way = way = Along(v, self.opt.moves.rates())
+        return way
 
     def ahead(self, v: Vector, shrink: Tensor, sign: Tensor) -> Ahead | None:
         """−lr·(μm + shrink·v), to be made in one pass over momentum and parameters; None where there is none.
 
-        That is on a GPU, where all that moves has a momentum, and not in double precision: ``shrink`` is in single.
+        That is on a GPU, where all that moves has a momentum.
+        """
+        return self.rolling(v, shrink, sign) if shrink.device.type == "cuda" else None
+
+    def rolling(self, v: Vector, shrink: Tensor, sign: Tensor) -> Ahead | None:
+        """The same on any device.
+
+        Not in double precision, as ``shrink`` is in single, and not in float16, where μm + v may be beyond its range
+        though v is not: the sum must be looked at before it is used.
         """
         moves, params, state = self.opt.moves, self.opt.keeper.model.params, self.opt.state
-        if shrink.device.type != "cuda" or moves.resting:
+        if moves.resting:
             return None
         persistence = {name: group.options["momentum"] for group in moves.groups for name in group.names}
         if any("momentum" not in state.get(p, {}) for p in params.values()) or not all(persistence.values()):
             return None
-        if len(persistence) < len(v) or torch.float64 in {t.dtype for t in v.values()}:
+        if len(persistence) < len(v) or not {t.dtype for t in v.values()}.isdisjoint({torch.float64, torch.float16}):
             return None
         momentum = Vector({name: state[p]["momentum"] for name, p in params.items()})
-        return Ahead(v, shrink.float(), sign.float(), momentum, moves.rates(), persistence)
+        self._way = way = Ahead(v, shrink.float(), sign.float(), momentum, moves.rates(), persistence)
+        return way
+
+    def left(self, step: Step) -> Vector | None:
+        """The velocity that the step leaves as momentum; None where there is none, or the step makes it itself.
+
+        A constraint may have put another move in the place of one that was to be made in one pass.
+        """
+        return None if self._way is None or isinstance(step.way, Ahead) else self._way.velocity
 
     def direction(self, ω: Covector, damping: float) -> Vector:
         """−lr·(μm + (G + λ)⁻¹ω)."""
@@ -86,7 +104,9 @@ class Solves:
         """−(G + λ)⁻¹Γ♭(δ, δ)."""
         assert self.inverse is not None
         # A copy: the next gradient is like the last one, and must not be solved from here.
-        v = self.opt.solver.sharp(copy.copy(self.inverse), self.opt.keeper.asked.christoffel(δ))
+        bent = self.opt.keeper.asked.christoffel(δ)
+        with unrounded(self.opt.keeper.model.example.device):
+            v = self.opt.solver.sharp(copy.copy(self.inverse), bent)
         return -self.opt.moves.at_rest(v)
 
     @property
@@ -104,7 +124,8 @@ class Solves:
 
     def _renewed(self, operator: Operator) -> Operator:
         try:
-            return self.opt.solver.renewed(operator)
+            with unrounded(self.opt.keeper.model.example.device):
+                return self.opt.solver.renewed(operator)
         except FactorisationError as error:
             self._keep_the_last(error)
             return operator

@@ -81,7 +81,7 @@ class Recordings:
             self._weight = torch.ones((), device=sources[0].device)
         graph = torch.cuda.CUDAGraph()
         try:
-            with recording(graph, self._pool):
+            with recording(graph, sources[0].device, self._pool):
                 compute(sources, self._weight)
         except RuntimeError as error:  # something in it waits for the device
             _log.info("second moments cannot be recorded as a CUDA graph (%s): kernel by kernel instead", error)
@@ -93,20 +93,21 @@ class Recordings:
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-    """The kernels inside are recorded and not run.
+def recording(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None) -> Iterator[None]:
+    """The kernels inside, on tensors of the device, are recorded and not run.
 
     As ``torch.cuda.graph``, and on its stream: every other one would have 32 MB of its own for matrix products. But the
     allocator's free memory is left to it: torch would give it back to the device, and the addresses of the next steps
-    would be others.
+    would be others. That stream is on the device that was the current one when torch made it: on another one the
+    kernels would run, and nothing would be recorded.
     """
-    stream = torch.cuda.graph(graph).capture_stream
-    assert stream is not None
-    stream.wait_stream(torch.cuda.current_stream())
+    shared = torch.cuda.graph(graph).capture_stream
+    stream = shared if shared is not None and shared.device == device else torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield
         finally:
             graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream(device).wait_stream(stream)

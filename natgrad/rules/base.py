@@ -96,7 +96,9 @@ class Rule(ABC):
         return pack_matrices(block, self.groups(module, tuple(block)))
 
     def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """By local name, the parts [c o j] that ``pack`` lays side by side; None where a rule packs in its own way."""
+        """By local name, the parts [c o j] that ``pack`` lays side by side, each a reshape of its tensor; None where a
+        rule packs in its own way.
+        """
         usual = (type(self).pack, type(self).unpack) == (Rule.pack, Rule.unpack)
         return matrices(block, self.groups(module, tuple(block))) if usual else None
 

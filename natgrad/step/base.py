@@ -172,10 +172,15 @@ class Ahead:
     rates: Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
     persistence: Mapping[str, float]  # μ, by the name of the parameter
 
+    @property
+    def velocity(self) -> Vector:
+        """μm + shrink·v, in memory of its own; before the pass."""
+        made = {name: t * self.persistence[name] + self.v[name] * self.shrink for name, t in self.momentum.items()}
+        return Vector(made)
+
     def displacement(self) -> Vector:
         """δ, in memory of its own."""
-        scaled = {name: t * self.persistence[name] + self.v[name] * self.shrink for name, t in self.momentum.items()}
-        return Along(Vector(scaled), self.rates).displacement()
+        return Along(self.velocity, self.rates).displacement()
 
     def made(self) -> Along:
         """After the pass: the move along the momentum, as it is then."""

@@ -40,6 +40,8 @@ class KLClip(StepRule):
 
     def take(self, proposal: Proposal) -> Step:
         v = proposal.sharp(proposal.differential, proposal.damping)
+        if not proposal.rates:  # all parameters rest
+            return proposal.plain(v)
         pairings = []
         for names, _ in proposal.rates:
             pairings.append(pairing([(proposal.differential[name], v[name]) for name in names]))

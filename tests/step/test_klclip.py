@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import natgrad as ng
 from tests import oracle
@@ -60,6 +61,28 @@ def test_a_zero_gradient_is_not_clipped_to_something_that_is_no_number() -> None
     (0 * of.loss()).backward()
     opt.step()
     close(of.theta(), θ)
+
+
+class _Heads(nn.Module):
+    """Two heads, one of which is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_a_step_in_which_all_parameters_rest_changes_none() -> None:
+    model = _Heads()
+    opt = ng.KFAC(model, ng.Euclidean(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(4, 3))
+    for p in model.other.parameters():  # a gradient without a metric, and a metric without a gradient
+        p.grad = torch.ones_like(p)
+    opt.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("radius", [0.0, -1.0, math.nan])
