@@ -12,3 +12,5 @@ from natgrad.families.distribution import FromDistribution as FromDistribution
 from natgrad.families.exponential import ExponentialFamily as ExponentialFamily
 from natgrad.families.exponential import OneParameter as OneParameter
 from natgrad.families.information import Information as Information
+from natgrad.families.masked import Mask as Mask
+from natgrad.families.masked import Masked as Masked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ class Family(ABC):
 
     The Fisher metric in the chart y is F = E[∇log p ∇log pᵀ], targets drawn from the model (002 (8), 004 (19)).
     """
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the target of a batch says something about its outputs that they do not say, as a mask does."""
+        return False
+
+    def given(self, target: Any) -> Family:
+        """The family of the outputs of a batch with this target."""
+        return self
 
     @abstractmethod
     def check(self, y: Tensor) -> None:

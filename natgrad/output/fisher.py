@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from natgrad.families import Family, FromDistribution
+from natgrad.families import Family, FromDistribution, Masked
 from natgrad.output.metric import OutputMetric, Reduction, Sampled, check_samples, fresh_generator, weight
 
 
@@ -22,6 +22,7 @@ class Fisher(OutputMetric):
     ``family``: an output family, or a function from the outputs to a ``torch.distributions`` distribution.
     ``samples``: None for the exact metric; k to draw k targets an example from the model, s = ∇log p(t)/√k.
     ``reduction="mean"`` divides by the number of terms (tokens, pixels) of an example.
+    Of a ``Masked`` family (invalid actions, padded steps) the target is the mask of the batch.
 
     >>> from natgrad.families import Categorical
     >>> Fisher(Categorical()).root(torch.zeros(4, 3)).shape
@@ -41,17 +42,33 @@ class Fisher(OutputMetric):
             raise TypeError(f"Fisher takes a family or a function to a distribution, got {type(self.family).__name__}")
         check_samples(self.samples)
         weight(self.reduction, 1)
+        if isinstance(self.family, Masked) and self.reduction == "mean":
+            raise ValueError(
+                'Fisher(Masked(…), reduction="mean") would count padded steps: leave reduction="sum", and give weights '
+                "as the mask, Mask(steps=valid / valid.sum(1, keepdim=True))"
+            )
+
+    @property
+    def needs_target(self) -> bool:
+        return isinstance(self.family, Family) and self.family.needs_target
+
+    def check_target(self, target: Any) -> None:
+        if self.needs_target and target is None:
+            raise ValueError(
+                f"{self.family!r} needs the mask of the batch: pass target=Mask(steps=…, actions=…) (in a training "
+                "loop: opt.refresh(x, mask) before opt.step())"
+            )
 
     @property
     def exact(self) -> bool:
         return self.samples is None
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        family, w = self._at(y)
+        family, w = self._at(y, target)
         return family.flat(y, u) * w
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        family, w = self._at(y)
+        family, w = self._at(y, target)
         if self.samples is None:
             return family.root(y) * w**0.5
         generator = generator or fresh_generator(y.device)
@@ -61,23 +78,30 @@ class Fisher(OutputMetric):
     def shared_root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         """Targets belong to one example: what examples share is a random combination of the columns of the root."""
         if self.samples is None:
-            return self.root(y)
-        family, w = self._at(y)
+            return self.root(y, target)
+        family, w = self._at(y, target)
         generator = generator or fresh_generator(y.device)
         found = family.shared(y, self.samples, generator)
         if found is None:
-            return Sampled(replace(self, samples=None), self.samples).shared_root(y, None, generator)
+            return Sampled(replace(self, samples=None), self.samples).shared_root(y, target, generator)
         return found * (w / self.samples) ** 0.5
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        family, w = self._at(y)
+        family, w = self._at(y, target)
         return family.kl(y0, y) * w
 
     def terms(self, y: Tensor) -> int:
-        """How many terms (tokens, pixels) an example of the outputs has."""
-        return self._at(y)[0].terms(y)
+        """How many terms (tokens, pixels) an example of the outputs has, masked ones among them."""
+        family = self._family
+        if not family.needs_target:
+            family.check(y)
+        return family.terms(y)
 
-    def _at(self, y: Tensor) -> tuple[Family, float]:
-        family = self.family if isinstance(self.family, Family) else FromDistribution(self.family)
+    @property
+    def _family(self) -> Family:
+        return self.family if isinstance(self.family, Family) else FromDistribution(self.family)
+
+    def _at(self, y: Tensor, target: Any) -> tuple[Family, float]:
+        family = self._family.given(target)
         family.check(y)
         return family, weight(self.reduction, family.terms(y))
