@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -81,7 +82,7 @@ class Alike(Lengthscale):
         x = points.detach()
         u = squared_distances(x, x)
         apart = u > 0
-        r = self._radius()
+        r = self._radius
         low = (u.where(apart, torch.inf).amin().sqrt() / r).log()
         high = (u.amax().sqrt() / r).log()
         steps = torch.linspace(0, 1, _GRID, dtype=x.dtype, device=x.device)
@@ -92,8 +93,9 @@ class Alike(Lengthscale):
             low, high = tried.gather(0, torch.stack([below - 1, below])).unbind()
         return torch.where(apart.any(), ((low + high) / 2).exp(), 1.0)
 
+    @cached_property
     def _radius(self) -> float:
-        """r with k(r) = value, by bisection."""
+        """r with k(r) = value, by bisection; the points do not matter to it."""
         low, high = 0.0, 1.0
         while self._profile(high) > self.value:
             high *= 2
