@@ -35,23 +35,35 @@ class Point:
 
 @final
 @dataclass(frozen=True)
-class Record:
-    """One run: which it is, with which settings, on what machine, its curve, and whether it is over."""
+class Name:
+    """Which run.
+
+    >>> Name("cifar10", "tenths", "sobolev", 0).key
+    'cifar10-tenths-sobolev-0'
+    """
 
     dataset: str
     schedule: str
     arm: str
     seed: int
+
+    @property
+    def key(self) -> str:
+        """That of its files."""
+        return f"{self.dataset}-{self.schedule}-{self.arm}-{self.seed}"
+
+
+@final
+@dataclass(frozen=True)
+class Record:
+    """One run: which it is, with which settings, on what machine, its curve, and whether it is over."""
+
+    name: Name
     settings: dict[str, Any]
     machine: dict[str, Any]
     history: list[Point]
     finished: bool
     diverged: bool
-
-    @property
-    def key(self) -> str:
-        """Its name, which is that of its files."""
-        return f"{self.dataset}-{self.schedule}-{self.arm}-{self.seed}"
 
     def save(self, path: Path) -> None:
         """As JSON, a line a column of the curve; what is not a number is null."""
@@ -61,7 +73,8 @@ class Record:
         """The curve by quantity, with six digits."""
         points = [asdict(point) for point in self.history]
         history = {field.name: [_rounded(point[field.name]) for point in points] for field in fields(Point)}
-        return {**asdict(self), "history": history}
+        rest = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
+        return {**asdict(self.name), **rest, "history": history}
 
     @staticmethod
     def of(columns: dict[str, Any]) -> Record:
@@ -69,8 +82,9 @@ class Record:
         names = [field.name for field in fields(Point)]
         rows = zip(*(columns["history"][name] for name in names), strict=True)
         values: list[list[Any]] = [[math.nan if value is None else value for value in row] for row in rows]
-        history = [Point(*row) for row in values]
-        return Record(**{**columns, "history": history})
+        rest = {**columns, "history": [Point(*row) for row in values]}
+        name = Name(**{field.name: rest.pop(field.name) for field in fields(Name)})
+        return Record(name, **rest)
 
     @staticmethod
     def load(path: Path) -> Record:
@@ -91,7 +105,7 @@ def load_all(folders: Iterable[Path]) -> list[Record]:
         path = folder / "runs.json"
         saved = [Record.of(columns) for columns in json.loads(path.read_text())] if path.exists() else []
         for record in (*saved, *(Record.load(path) for path in sorted((folder / "runs").glob("*.json")))):
-            other = found.get(record.key)
+            other = found.get(record.name.key)
             if other is None or (record.finished, len(record.history)) >= (other.finished, len(other.history)):
-                found[record.key] = record
+                found[record.name.key] = record
     return [found[key] for key in sorted(found)]

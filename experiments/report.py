@@ -84,7 +84,7 @@ class Group:
     def columns(self) -> dict[str, Any]:
         """For the file."""
         return {
-            "seeds": [record.seed for record in self.records],
+            "seeds": [record.name.seed for record in self.records],
             "diverged": self.diverged,
             "settings": self.records[0].settings if self.records else {},
             "workers": sorted({point.workers for record in self.records for point in record.history}),
@@ -117,15 +117,20 @@ def groups(records: Sequence[Record], timing: Path) -> list[Group]:
     """All finished runs, by images, schedule and optimizer."""
     alone = json.loads(timing.read_text())["seconds_an_epoch"] if timing.exists() else {}
     done = [record for record in records if record.finished]
-    keys = {(record.dataset, record.schedule, record.arm) for record in done}
+    keys = {_group(record) for record in done}
     found = []
     for dataset, schedule, arm in sorted(
         keys, key=lambda key: (key[0], key[1] != "tenths", key[1], ORDER.index(key[2]))
     ):
-        mine = [record for record in done if (record.dataset, record.schedule, record.arm) == (dataset, schedule, arm)]
+        mine = [record for record in done if _group(record) == (dataset, schedule, arm)]
         kept = tuple(record for record in mine if not record.diverged)
         found.append(Group(dataset, schedule, arm, kept, len(mine) - len(kept), alone.get(arm)))
     return found
+
+
+def _group(record: Record) -> tuple[str, str, str]:
+    """All of its name but the seed."""
+    return record.name.dataset, record.name.schedule, record.name.arm
 
 
 def table(found: Sequence[Group]) -> str:

@@ -85,7 +85,7 @@ def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -
         place.images(what)  # decoded once, before several processes want them
     records = perform_all([task for group in tasks.values() for task in group], setup.workers, budget)
     for what, name in wanted:
-        mine = [r for r in records if (r.dataset, r.arm) == (what.name, name) and r.finished]
+        mine = [r for r in records if (r.name.dataset, r.name.arm) == (what.name, name) and r.finished]
         if len(mine) < len(candidates[name]):
             print(f"{name} on {what.name}: {len(mine)} of {len(candidates[name])} trials are done, run --tune again")
             continue
@@ -96,7 +96,7 @@ def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -
 
 def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
     """All runs that are not done, the first seed of everything first."""
-    known = {record.key: record for record in load_all([args.results, args.out]) if record.finished}
+    known = {record.name.key: record for record in load_all([args.results, args.out]) if record.finished}
     tasks = []
     for seed in args.seeds:
         for what in (BENCHMARKS[name] for name in args.datasets):

@@ -17,7 +17,7 @@ from benchmarks.harness import machine
 from experiments.arms import Arm, Schedule
 from experiments.files import replaced
 from experiments.images import Feed, Images, Scale
-from experiments.record import Point, Record
+from experiments.record import Name, Point, Record
 from experiments.vgg import vgg16
 from natgrad.errors import NonFiniteError
 
@@ -35,9 +35,14 @@ class Job:
     seed: int
 
     @property
+    def name(self) -> Name:
+        """As it is written down."""
+        return Name(self.dataset, self.schedule.name, self.arm.name, self.seed)
+
+    @property
     def key(self) -> str:
-        """Its name, which is that of its files."""
-        return f"{self.dataset}-{self.schedule.name}-{self.arm.name}-{self.seed}"
+        """That of its files."""
+        return self.name.key
 
 
 @final
@@ -170,10 +175,7 @@ class Training:
         """What is known."""
         job, setup = self.job, self.setup
         return Record(
-            dataset=job.dataset,
-            schedule=job.schedule.name,
-            arm=job.arm.name,
-            seed=job.seed,
+            job.name,
             settings=setup.settings(job),
             machine=setup.describe(),
             history=list(self.history),

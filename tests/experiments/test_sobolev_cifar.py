@@ -22,7 +22,7 @@ from experiments.cifar import CIFAR10
 from experiments.images import Images
 from experiments.packing import write_pieces
 from experiments.plots import draw
-from experiments.record import Point, Record, load_all
+from experiments.record import Name, Point, Record, load_all
 from experiments.sobolev_cifar import main
 from experiments.training import Budget, Job, Setup, Training, train
 from tests.experiments.test_cifar import images
@@ -211,7 +211,7 @@ def curve(arm: str, seed: int, losses: list[float], accuracies: list[float]) -> 
     """A finished run with these numbers."""
     pairs = enumerate(zip(losses, accuracies, strict=True))
     history = [Point(e + 1, loss, loss, accuracy, 2.0 * (e + 1), 4) for e, (loss, accuracy) in pairs]
-    return Record("cifar10", "tenths", arm, seed, {}, {}, history, finished=True, diverged=False)
+    return Record(Name("cifar10", "tenths", arm, seed), {}, {}, history, finished=True, diverged=False)
 
 
 def test_the_summary_has_means_and_sample_deviations_over_seeds(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_the_summary_has_means_and_sample_deviations_over_seeds(tmp_path: Path) 
 
 def test_there_is_a_picture_for_every_schedule_and_one_with_those_of_the_paper(tmp_path: Path) -> None:
     one = [curve(arm, seed, [2.0, 1.0], [0.3, 0.5]) for arm in ("amari", "sobolev") for seed in (0, 1)]
-    records = [*one, *(replace(record, schedule="fifths") for record in one)]
+    records = [*one, *(replace(record, name=replace(record.name, schedule="fifths")) for record in one)]
     (tmp_path / "timing.json").write_text(json.dumps({"seconds_an_epoch": {"amari": 3.0, "sobolev": 3.2}}))
     found = report.save(records, tmp_path)
     assert found[0].seconds == [3.0, 6.0]  # of a run alone, where that was measured
