@@ -57,8 +57,9 @@ class Coupled:
 
     @property
     def places(self) -> Hashable:
-        """Where recorded kernels read it."""
-        return self.C.data_ptr(), self.mix.data_ptr()
+        """Where recorded kernels read it, and what is kept beside it, which may be forgotten and made anew elsewhere."""
+        kept = ((key, t.data_ptr()) for key, t in self.memo.items() if isinstance(t, Tensor))
+        return self.C.data_ptr(), self.mix.data_ptr(), tuple(kept)
 
     def factors(self, tape: Tape, block: Block, sharing: Sharing, g: Cotangents) -> tuple[Tensor, Tensor]:
         """S and A of a layer of one kind, from its cotangents s J/√N."""

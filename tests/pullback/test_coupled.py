@@ -146,3 +146,14 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
     close(S, Expand().outputs(tape, block, g))
     moment = Expand().inputs(tape, block)
     close(A, moment.total / moment.count)
+
+
+def test_recorded_kernels_know_where_the_signs_lie_that_they_read() -> None:
+    C = torch.eye(2)
+    memos: tuple[dict[Hashable, Any], dict[Hashable, Any]] = ({}, {})
+    here, there = (Coupled(C, C, memo) for memo in memos)
+    assert here.places == there.places
+    first = here._signs(3, 1)
+    assert here.places != there.places
+    assert torch.equal(there._signs(3, 1), first)
+    assert here.places != there.places  # the same numbers, elsewhere
