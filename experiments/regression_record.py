@@ -30,7 +30,7 @@ class Key:
 
 
 @final
-@dataclass
+@dataclass(frozen=True)
 class Record:
     """All that is known so far, and the seconds of a run."""
 
