@@ -57,7 +57,7 @@ class Coupled:
 
     @property
     def places(self) -> Hashable:
-        """Where recorded kernels read it, and what is kept beside it, which may be forgotten and made anew elsewhere."""
+        """Where recorded kernels read it, and all that is kept beside it, which may be made anew elsewhere."""
         kept = ((key, t.data_ptr()) for key, t in self.memo.items() if isinstance(t, Tensor))
         return self.C.data_ptr(), self.mix.data_ptr(), tuple(kept)
 
