@@ -26,8 +26,8 @@ class Categorical(ExponentialFamily):
     Root: √p_k (e_k − p), one column a class, the rows of the Hellinger embedding 2√p (ERRATA 12).
 
     As a distribution: x one-hot [*batch c], t(x) = x, log Z = log Σ exp η, ξ = p. The natural parameters are
-    log-probabilities up to a constant, not log-odds, and ``natural`` returns those of zero mean. ``minimal=True``: log-odds
-    against the last class [*batch c−1], in which F is regular.
+    log-probabilities up to a constant, not log-odds, and ``natural`` returns those of zero mean. ``minimal=True``:
+    log-odds against the last class [*batch c−1], in which F is regular.
 
     >>> Categorical().flat(torch.zeros(1, 2), torch.tensor([[1.0, 1.0]]))
     tensor([[0., 0.]])
@@ -88,6 +88,9 @@ class Categorical(ExponentialFamily):
 
     def log_base(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x[..., 0])
+
+    def event_shape(self, p: int) -> tuple[int, ...]:
+        return (p + self.minimal,)
 
     def log_prob(self, eta: Tensor, x: Tensor) -> Tensor:
         """As of every family; classes may be given by their numbers, integers [*batch], too."""

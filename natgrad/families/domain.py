@@ -14,13 +14,14 @@ from torch import Tensor
 from natgrad.errors import DomainError
 
 _BISECTIONS = 64
-_ROUNDING = 1024  # units in the last place that the sum of a simplex may be off
+ROUNDING = 64  # units in the last place that tell the inside from the boundary
+_SUM = 1024  # units in the last place that the sum of a simplex may be off
 
 
 class Domain(ABC):
     """{x : g_s(x) > 0 for all s} with concave g: an open convex set, batched.
 
-    ``contains``, ``margin`` and ``reach`` return tensors [*batch] and never wait for a GPU; ``check`` looks, and raises.
+    ``contains``, ``margin`` and ``reach`` return tensors [*batch] and do not wait for a GPU; ``check`` does.
     """
 
     @abstractmethod
@@ -60,6 +61,10 @@ class Domain(ABC):
         t = near / (1 - near)
         return torch.where(t < largest, t, math.inf)
 
+    def edge(self, x: Tensor) -> Tensor:
+        """Whether a point of the closure is on the boundary to rounding [*batch], where that is curved."""
+        return torch.zeros_like(self.contains(x))
+
     def _batch(self, x: Tensor) -> torch.Size:
         return x.shape[:-1]
 
@@ -96,14 +101,19 @@ class Box(Domain):
 
     def reach(self, x: Tensor, v: Tensor) -> Tensor:
         lower, upper = self._bounds(x)
-        return _steps(x, v, lower, upper).amin(-1)
+        return steps(x, v, lower, upper).amin(-1)
 
     def check(self, x: Tensor, what: str) -> None:
         lower, upper = self._bounds(x)
-        _check_box(x, lower.expand(x.shape), upper.expand(x.shape), what)
+        check_box(x, lower.expand(x.shape), upper.expand(x.shape), what)
 
     def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.new_tensor(self.lower), x.new_tensor(self.upper)
+        return self._filled(x, self.lower), self._filled(x, self.upper)
+
+    @staticmethod
+    def _filled(x: Tensor, bounds: tuple[float, ...]) -> Tensor:
+        """[p] or [1]; filled on the device, so that nothing is copied to a GPU."""
+        return torch.stack([torch.full((), bound, dtype=x.dtype, device=x.device) for bound in bounds])
 
 
 @final
@@ -128,10 +138,10 @@ class Interval(Domain):
         return torch.minimum(x - self.lower, self.upper - x)
 
     def reach(self, x: Tensor, v: Tensor) -> Tensor:
-        return _steps(x, v, torch.full_like(x, self.lower), torch.full_like(x, self.upper))
+        return steps(x, v, torch.full_like(x, self.lower), torch.full_like(x, self.upper))
 
     def check(self, x: Tensor, what: str) -> None:
-        _check_box(x, torch.full_like(x, self.lower), torch.full_like(x, self.upper), what)
+        check_box(x, torch.full_like(x, self.lower), torch.full_like(x, self.upper), what)
 
 
 @final
@@ -150,12 +160,12 @@ class Simplex(Domain):
         return x.amin(-1) * (c / max(c - 1, 1)) ** 0.5  # within the plane of the simplex
 
     def reach(self, x: Tensor, v: Tensor) -> Tensor:
-        return _steps(x, v, torch.zeros_like(x), torch.full_like(x, math.inf)).amin(-1)
+        return steps(x, v, torch.zeros_like(x), torch.full_like(x, math.inf)).amin(-1)
 
     def check(self, x: Tensor, what: str) -> None:
-        _check_box(x, torch.zeros_like(x), torch.ones_like(x), what)
+        check_box(x, torch.zeros_like(x), torch.ones_like(x), what)
         if not bool(self._sums(x).all()):
-            at = _first(~self._sums(x))
+            at = first(~self._sums(x))
             raise DomainError(
                 f"{what}{entry(at)} sums to {float(x[at].detach().sum()):.6g} over its last axis, and probabilities "
                 "sum to 1: divide it by its sum"
@@ -163,13 +173,13 @@ class Simplex(Domain):
 
     @staticmethod
     def _sums(x: Tensor) -> Tensor:
-        return (x.sum(-1) - 1).abs() <= _ROUNDING * torch.finfo(x.dtype).eps
+        return (x.sum(-1) - 1).abs() <= _SUM * torch.finfo(x.dtype).eps
 
 
 @final
 @dataclass(frozen=True)
 class Concave(Domain):
-    """{x : g(x) > 0} for given concave g(x) → [*batch s], and what each says in words."""
+    """{x : g(x) > 0} for given concave g(x) → [*batch s], without a scale, and what each says in words."""
 
     function: Callable[[Tensor], Tensor]
     words: tuple[str, ...]
@@ -177,67 +187,25 @@ class Concave(Domain):
     def slacks(self, x: Tensor) -> Tensor:
         return self.function(x)
 
+    def edge(self, x: Tensor) -> Tensor:
+        return (self.slacks(x) <= ROUNDING * torch.finfo(x.dtype).eps).any(-1)
+
     def check(self, x: Tensor, what: str) -> None:
         check_finite(x, what)
         g = self.slacks(x.detach())
         wrong = ~(g > 0)
         if bool(wrong.any()):
-            *at, s = _first(wrong)
+            *at, s = first(wrong)
             raise DomainError(
                 f"{what}{entry(tuple(at))} must satisfy {self.words[s]}, and breaks it by {float(-g[(*at, s)]):.6g}: "
                 "start inside, or take shorter steps (see reach)"
             )
 
 
-@final
-@dataclass(frozen=True)
-class Cone(Domain):
-    """{x : A(x) is positive definite} for an affine map x ↦ A(x) [*batch d d], symmetric, that keeps Frobenius norms."""
-
-    matrix: Callable[[Tensor], Tensor]
-    word: str
-
-    def slacks(self, x: Tensor) -> Tensor:
-        return torch.linalg.eigvalsh(self.matrix(x))[..., :1]
-
-    def contains(self, x: Tensor) -> Tensor:
-        _, info = torch.linalg.cholesky_ex(self.matrix(x))
-        return (info == 0) & x.isfinite().all(-1)
-
-    def margin(self, x: Tensor) -> Tensor:
-        return self.slacks(x)[..., 0]
-
-    def reach(self, x: Tensor, v: Tensor) -> Tensor:
-        """A + tV is singular first where t = −1/λ_min(L⁻¹VL⁻ᵀ), A = LLᵀ."""
-        A = self.matrix(x)
-        V = self.matrix(x + v) - A
-        L, _ = torch.linalg.cholesky_ex(A)
-        left = torch.linalg.solve_triangular(L, V, upper=False)
-        whitened = torch.linalg.solve_triangular(L, left.mT, upper=False)
-        least = torch.linalg.eigvalsh(0.5 * (whitened + whitened.mT))[..., 0]
-        return torch.where(least < 0, -1 / least, math.inf)
-
-    def check(self, x: Tensor, what: str) -> None:
-        check_finite(x, what)
-        _, info = torch.linalg.cholesky_ex(self.matrix(x.detach()))
-        refuse_indefinite(self.matrix(x.detach()), info, what, self.word)
-
-
-def refuse_indefinite(A: Tensor, info: Tensor, what: str, word: str) -> None:
-    """Raise if a Cholesky factorisation of A [*batch d d] stopped, by the report of ``cholesky_ex``."""
-    if bool((info != 0).any()):
-        at = _first(info != 0)
-        least = float(torch.linalg.eigvalsh(A[at])[0])
-        raise DomainError(
-            f"{what}{entry(at)}: {word} must be positive definite, and has the eigenvalue {least:.6g}: start inside, or "
-            "take shorter steps (see reach)"
-        )
-
-
 def check_finite(x: Tensor, what: str) -> None:
     """Refuse NaN and infinity by entry."""
     if not bool(x.isfinite().all()):
-        at = _first(~x.isfinite())
+        at = first(~x.isfinite())
         raise DomainError(f"{what}{entry(at)} = {float(x[at]):.6g} must be finite")
 
 
@@ -246,22 +214,24 @@ def entry(at: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, at))}]" if at else ""
 
 
-def _first(wrong: Tensor) -> tuple[int, ...]:
+def first(wrong: Tensor) -> tuple[int, ...]:
+    """The index of the first that is wrong."""
     return tuple(int(i) for i in wrong.nonzero()[0])
 
 
-def _check_box(x: Tensor, lower: Tensor, upper: Tensor, what: str) -> None:
+def check_box(x: Tensor, lower: Tensor, upper: Tensor, what: str) -> None:
+    """Refuse what is not finite, or not between its bounds, which have the shape of x."""
     check_finite(x, what)
     for wrong, side, bounds in ((x <= lower, "above", lower), (x >= upper, "below", upper)):
         if bool(wrong.any()):
-            at = _first(wrong)
+            at = first(wrong)
             raise DomainError(
                 f"{what}{entry(at)} = {float(x[at]):.6g} must be {side} {float(bounds[at]):g}: start inside, or take "
                 "shorter steps (see reach)"
             )
 
 
-def _steps(x: Tensor, v: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+def steps(x: Tensor, v: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """The step at which each entry meets its bound."""
     room = torch.where(v < 0, lower - x, upper - x)
     return torch.where(v == 0, math.inf, room / v)

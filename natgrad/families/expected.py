@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -39,9 +38,9 @@ def expected_log_factorial(log_generating: Callable[[Tensor], Tensor], mean: Ten
 
 
 def expected_log(log_laplace: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """E log x of positive x with E e^{−sx} = exp log_laplace(s), of mean about 1 (Frullani): ∫ (e^{−s} − E e^{−sx}) ds/s.
+    """E log x of x > 0 with E e^{−sx} = exp log_laplace(s) and mean about 1: ∫ (e^{−s} − E e^{−sx}) ds/s (Frullani).
 
-    >>> expected_log(lambda s: -s * math.e, torch.zeros((), dtype=torch.float64))
+    >>> expected_log(lambda s: -s * 2.718281828459045, torch.zeros((), dtype=torch.float64))
     tensor(1., dtype=torch.float64)
     """
     return _integrated(lambda s: (-s).exp() - log_laplace(s).exp(), like)

@@ -22,9 +22,10 @@ _ROUNDING = 256  # units in the last place
 class ExponentialFamily(Family):
     """p(x | η) = h(x) exp(⟨η, t(x)⟩ − log Z(η)) (002 (11)).
 
-    Natural parameters η and mean parameters ξ = E t(x) = ∇log Z(η) (002 (13)) are two charts of the same family. A point
-    of either chart is one tensor [*batch p], and [*batch] where one number is the parameter (``axes`` = 0); sizes come
-    from its shape, and what is computed of it has shape [*batch]. Data are [*batch *event], as in torch.distributions.
+    Natural parameters η and mean parameters ξ = E t(x) = ∇log Z(η) (002 (13)) are two charts of the same family. A
+    point of either chart is one tensor [*batch p], and [*batch] where one number is the parameter (``axes`` = 0); sizes
+    come from its shape, and what is computed of it has shape [*batch]. Data are [*batch *event], as in
+    torch.distributions.
 
     As an output family the outputs y [n *terms p] are natural parameters, and ``kl`` sums over the terms.
 
@@ -69,6 +70,10 @@ class ExponentialFamily(Family):
     @abstractmethod
     def from_distribution(self, d: Distribution) -> Tensor:
         """η of a ``torch.distributions`` object of this family."""
+
+    def event_shape(self, p: int) -> tuple[int, ...]:
+        """The shape of one datum, of a point with p entries."""
+        return ()
 
     @abstractmethod
     def _width(self, p: int) -> str:
@@ -168,6 +173,8 @@ class ExponentialFamily(Family):
         xi = self.statistics(x).mean(0)
         try:
             self.mean_domain.check(xi, "the mean of t")
+            if bool(self.mean_domain.edge(xi).any()):
+                raise DomainError("the mean of t is on the boundary, as of data that are all the same")
             return self._natural(xi)
         except DomainError as error:
             n = len(x)
@@ -253,8 +260,8 @@ class ExponentialFamily(Family):
             torch.broadcast_shapes(mine, theirs)
         except RuntimeError:
             raise ValueError(
-                f"eta of {type(self).__name__} has the batch {tuple(mine)} and {what} has {tuple(theirs)}, which do not "
-                "broadcast: give them the same batch, or 1 where one is shared"
+                f"eta of {type(self).__name__} has the batch {tuple(mine)} and {what} has {tuple(theirs)}, which do "
+                "not broadcast: give them the same batch, or 1 where one is shared"
             ) from None
         if self.axes and eta.shape[-1] != other.shape[-1]:
             raise ValueError(

@@ -24,7 +24,8 @@ def solved(family: ExponentialFamily, xi: Tensor, start: Tensor) -> Tensor:
     """
     with torch.no_grad():
         eta = _newton(family, xi.detach(), start.detach())
-    return _Implicit.apply(xi, eta, family)
+    found: Tensor = _Implicit.apply(xi, eta, family)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _newton(family: ExponentialFamily, xi: Tensor, eta: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def _newton(family: ExponentialFamily, xi: Tensor, eta: Tensor) -> Tensor:
 
 
 def _halved(family: ExponentialFamily, xi: Tensor, eta: Tensor, δ: Tensor, t: Tensor, near: Tensor) -> Tensor:
-    """The step, shortened where the function does not fall; near the minimum its values are rounding, and are not asked."""
+    """The step, halved until the function falls; near the minimum its values are rounding, and are not asked."""
     here = family._log_partition(eta) - family.pair(xi, eta)
     slope = family.pair(family._mean(eta) - xi, δ)
     for _ in range(_HALVINGS):

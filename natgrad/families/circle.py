@@ -1,0 +1,104 @@
+"""Angles: the von Mises family."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch import distributions as D
+from torch.distributions import constraints as C
+
+from natgrad.families.domain import Box, Concave, Domain
+from natgrad.families.exponential import ExponentialFamily, expect
+from natgrad.families.information import Information, Matrix
+from natgrad.families.inverse import solved
+
+_SMALL = 1e-3  # κ² below which four terms of a series are exact in float64
+
+
+@final
+@dataclass(frozen=True)
+class VonMises(ExponentialFamily):
+    """exp(κ cos(x − μ))/(2π I₀(κ)): t = (cos x, sin x), η = κ (cos μ, sin μ), any point [*batch 2] of the plane.
+
+    log Z = log 2π + log I₀(‖η‖), ξ = A(κ) η/κ with A = I₁/I₀, F = A/κ (1 − uuᵀ) + A' uuᵀ with u = η/κ.
+
+    >>> VonMises().mean(torch.zeros(2))
+    tensor([0., 0.])
+    """
+
+    @property
+    def natural_domain(self) -> Domain:
+        return Box()
+
+    @property
+    def mean_domain(self) -> Domain:
+        return Concave(lambda xi: 1 - xi.norm(dim=-1, keepdim=True), ("a mean resultant length below 1",))
+
+    @property
+    def support(self) -> C.Constraint:
+        return C.real
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return torch.stack([x.cos(), x.sin()], -1)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def distribution(self, eta: Tensor) -> D.Distribution:
+        eta = self._inside(eta, self.natural_domain, "eta")
+        # torch wants κ > 0; the smallest number is as uniform as 0.
+        κ = eta.norm(dim=-1).clamp(min=torch.finfo(eta.dtype).tiny)
+        return D.VonMises(torch.atan2(eta[..., 1], eta[..., 0]), κ)
+
+    def from_distribution(self, d: D.Distribution) -> Tensor:
+        expect(self, d, D.VonMises)
+        assert isinstance(d, D.VonMises)
+        return torch.stack([d.concentration * d.loc.cos(), d.concentration * d.loc.sin()], -1)
+
+    def _width(self, p: int) -> str:
+        return "" if p == 2 else "κ (cos μ, sin μ), 2 entries,"
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        q, κ = _squared(eta)
+        large = torch.special.i0e(κ).log() + κ
+        small = q / 4 - q.square() / 64 + q**3 / 576 - 11 * q**4 / 49152
+        return math.log(2 * math.pi) + torch.where(q < _SMALL, small, large)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return _ratio(eta).unsqueeze(-1) * eta
+
+    def _natural(self, xi: Tensor) -> Tensor:
+        R2 = xi.square().sum(-1, keepdim=True)
+        return solved(self, xi, xi * (2 - R2) / (1 - R2))
+
+    def _fisher(self, eta: Tensor) -> Information:
+        q, κ = _squared(eta)
+        a = _ratio(eta)
+        # (A' − A/κ)/κ² = (1 − A² − 2A/κ)/κ², by its series near 0
+        large = (1 - a.square() * κ.square() - 2 * a) / κ.square()
+        small = -1 / 8 + q / 24 - 11 * q.square() / 1024 + 19 * q**3 / 7680
+        bend = torch.where(q < _SMALL, small, large)
+        eye = torch.eye(2, dtype=eta.dtype, device=eta.device)
+        outer = eta.unsqueeze(-1) * eta.unsqueeze(-2)
+        return Matrix(a[..., None, None] * eye + bend[..., None, None] * outer)
+
+    def _expected_log_base(self, eta: Tensor) -> Tensor:
+        return torch.zeros_like(eta[..., 0])
+
+
+def _squared(eta: Tensor) -> tuple[Tensor, Tensor]:
+    """κ², and κ where it is not small; 1 elsewhere, so that nothing is divided by 0."""
+    q = eta.square().sum(-1)
+    return q, torch.where(q < _SMALL, torch.ones_like(q), q).sqrt()
+
+
+def _ratio(eta: Tensor) -> Tensor:
+    """A(κ)/κ."""
+    q, κ = _squared(eta)
+    large = torch.special.i1e(κ) / (torch.special.i0e(κ) * κ)
+    small = 1 / 2 - q / 16 + q.square() / 96 - 11 * q**3 / 6144
+    return torch.where(q < _SMALL, small, large)
