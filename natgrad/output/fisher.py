@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from natgrad.families import Family, FromDistribution, Masked
+from natgrad.families import Family, FromDistribution
+from natgrad.families.masked import Masked
 from natgrad.output.metric import OutputMetric, Reduction, Sampled, check_samples, fresh_generator, weight
 
 
