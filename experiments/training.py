@@ -86,7 +86,8 @@ class Training:
         torch.manual_seed(job.seed)
         self.job, self.setup = job, setup
         model = vgg16(images.classes, setup.width).to(device)
-        self.model = model.to(memory_format=setup.layout)  # type: ignore[call-overload]  # torch does not type it
+        # The layout is that of images: weights stay as they are, so that no optimizer copies gradients to pack them.
+        self.model = model
         self.optimizer = job.arm.optimizer(self.model, job.seed)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         scale = Scale.of(images.train)
