@@ -5,7 +5,18 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError, SingularMetricError
-from natgrad.linalg import check_damping, check_finite, cholesky, consecutive, pairing, side_by_side, symmetric_root
+from natgrad.linalg import (
+    check_damping,
+    check_finite,
+    cholesky,
+    consecutive,
+    gated_add,
+    gated_lerp,
+    gated_momentum,
+    pairing,
+    side_by_side,
+    symmetric_root,
+)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -119,6 +130,30 @@ def test_a_pairing_of_half_precision_is_a_sum_in_single(dtype: torch.dtype) -> N
     found = pairing([(x, y), (x.float(), y)])
     assert found.dtype is torch.float32
     close(found, 2 * (x.float() @ y.float()))  # float16 ends at 65504
+
+
+def test_gated_sums_do_not_depend_on_memory_formats_and_precisions() -> None:
+    """As torch's fused kernels would: they read memory as it lies, of one precision."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, 2, 2), (2, 3, 2, 2), (5,)]
+    xs, ys, ms = ([torch.randn(shape, generator=generator).double() for shape in shapes] for _ in range(3))
+    for of in (xs, ms):
+        of[0] = of[0].contiguous(memory_format=torch.channels_last)
+        of[2] = of[2].float()
+    ys[1], ys[2] = ys[1].contiguous(memory_format=torch.channels_last), ys[2].float()
+    added, lerped, rolled = ([x.clone() for x in xs] for _ in range(3))
+    good, two = torch.zeros(()), torch.full((), 2.0)
+    gated_add(added, ys, 0.5, good)
+    gated_lerp(lerped, ys, 0.25, 4, good)
+    momenta = [m.clone() for m in ms]
+    gated_momentum(rolled, [y.clone() for y in ys], momenta, 0.1, 0.5, two, good)
+    for at, (x, y, m) in enumerate(zip(xs, ys, ms, strict=True)):
+        torch.testing.assert_close(added[at], x + 0.5 * y)
+        torch.testing.assert_close(lerped[at], 0.75 * x + 0.25 * y / 4)
+        torch.testing.assert_close(momenta[at], 0.5 * m + y / 2)
+        torch.testing.assert_close(rolled[at], x - 0.1 * (0.5 * m + y / 2))
+    gated_add(added, [torch.full_like(y, torch.nan) for y in ys], 1.0, torch.ones(()))
+    assert all(t.isfinite().all() for t in added)
 
 
 def test_tensors_are_consecutive_only_where_nothing_is_between_them() -> None:

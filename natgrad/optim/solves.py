@@ -86,6 +86,8 @@ class Solves:
         if len(persistence) < len(v) or not {t.dtype for t in v.values()}.isdisjoint({torch.float64, torch.float16}):
             return None
         momentum = Vector({name: state[p]["momentum"] for name, p in params.items()})
+        if any(momentum[name].stride() != p.stride() for name, p in params.items()):  # as loaded into another format
+            return None
         self._way = way = Ahead(v, shrink.float(), sign.float(), momentum, moves.rates(), persistence)
         return way
 

@@ -140,3 +140,29 @@ def test_parameters_without_momentum_or_at_rest_are_not_moved_in_one_pass(ahead:
             model[0].weight.grad = None
         opt.step()
     assert made[-3:] == [False, True, False]
+
+
+def test_a_checkpoint_of_another_memory_format_goes_on_as_in_its_own(ahead: Callable[[], list[bool]]) -> None:
+    def made(last: bool) -> tuple[nn.Module, ng.NaturalGradient]:
+        format = torch.channels_last if last else torch.contiguous_format
+        model = seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)))
+        model = model.to(memory_format=format)  # type: ignore[call-overload]
+        return model, ng.KFAC(model, ng.Euclidean(), lr=0.05)
+
+    def step(model: nn.Module, opt: ng.NaturalGradient) -> None:
+        opt.zero_grad()
+        model(torch.arange(64.0).view(2, 2, 4, 4) / 64).square().mean().backward()
+        opt.step()
+
+    (model, opt), (other, again) = made(False), made(True)
+    seen = ahead()
+    for _ in range(2):
+        step(model, opt)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(opt.state_dict())
+    for _ in range(2):
+        step(model, opt)
+        step(other, again)
+    assert seen == [False, True, True, False, True, False]
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q, p)
