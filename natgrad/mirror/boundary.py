@@ -12,12 +12,26 @@ from torch import Tensor
 from natgrad.families.domain import Domain
 
 
+@final
+@dataclass(frozen=True)
+class Taken:
+    """What was taken of a step: where it leads, which share of it that is [*batch], and where the whole would lead."""
+
+    point: Tensor
+    share: Tensor
+    aim: Tensor
+
+
 class Boundary(ABC):
     """How much of a step v from x is taken, where x + v may lie outside."""
 
     @abstractmethod
+    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
+        """x + t v, inside, with 0 ≤ t ≤ 1 for every member of the batch."""
+
     def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
-        """t [*batch], at most 1, such that x + t v is inside."""
+        """t [*batch] alone."""
+        return self.take(domain, x, v, what).share
 
 
 @final
@@ -30,7 +44,7 @@ class Shorten(Boundary):
 
     >>> from natgrad.families.domain import Interval
     >>> x, v = torch.tensor([1.0, 1.0]), torch.tensor([-4.0, -0.5])
-    >>> Shorten(0.5).share(Interval(0.0), x, v, "x")  # ½ of ¼, and the whole step
+    >>> Shorten(0.5).take(Interval(0.0), x, v, "x").share  # ½ of ¼, and the whole step
     tensor([0.1250, 1.0000])
     """
 
@@ -43,14 +57,16 @@ class Shorten(Boundary):
                 "taken, and on the boundary there is no distribution"
             )
 
-    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
-        whole = domain.contains(x + v)
+    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
+        aim = x + v
+        whole = domain.contains(aim)
         t = torch.ones_like(whole, dtype=x.dtype)
         if bool(whole.all()):
-            return t
+            return Taken(aim, t, aim)
         t = torch.where(whole, t, (self.of_the_way * domain.reach(x, v)).clamp(max=1.0))
         # So close to the boundary that the sum is rounded onto it: stay, which is reported as no step at all.
-        return torch.where(domain.contains(x + spread(t, x) * v), t, 0.0)
+        t = torch.where(domain.contains(x + spread(t, x) * v), t, 0.0)
+        return Taken(x + spread(t, x) * v, t, aim)
 
 
 @final
@@ -58,9 +74,10 @@ class Shorten(Boundary):
 class Forbid(Boundary):
     """Raise a DomainError that names the entry and the bound."""
 
-    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
-        domain.check(x + v, what)
-        return torch.ones_like(domain.contains(x), dtype=x.dtype)
+    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
+        aim = x + v
+        domain.check(aim, what)
+        return Taken(aim, torch.ones_like(domain.contains(aim), dtype=x.dtype), aim)
 
 
 def spread(t: Tensor, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from natgrad.errors import DomainError
 from natgrad.families.domain import entry
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.mirror.boundary import Boundary, Shorten, spread
+from natgrad.mirror.boundary import Boundary, Shorten
 from natgrad.mirror.charts import Chart
 
 _WHOLE = Shorten()
@@ -91,9 +91,9 @@ def mirror_step(
     """
     _alike(x, ω, chart)
     other = chart.other
-    z, v = chart.across(family, x), -lr * ω
-    t = boundary.share(other.domain(family), z, v, f"{other.symbol} of {type(family).__name__}, at ")
-    return Move(family, other, other.across(family, z + spread(t, z) * v), t, z + v)
+    what = f"{other.symbol} of {type(family).__name__}, at "
+    taken = boundary.take(other.domain(family), chart.across(family, x), -lr * ω, what)
+    return Move(family, other, other.across(family, taken.point), taken.share, taken.aim)
 
 
 def natural_step(
@@ -103,9 +103,9 @@ def natural_step(
 
     It is ``mirror_step`` from the other chart, where the gradient F⁻¹ω is plain.
     """
-    v = -lr * natural_gradient(family, x, ω, chart)
-    t = boundary.share(chart.domain(family), x, v, f"{chart.symbol} of {type(family).__name__}, at ")
-    return Move(family, chart, x + spread(t, x) * v, t, x + v)
+    what = f"{chart.symbol} of {type(family).__name__}, at "
+    taken = boundary.take(chart.domain(family), x, -lr * natural_gradient(family, x, ω, chart), what)
+    return Move(family, chart, taken.point, taken.share, taken.aim)
 
 
 class Descent(ABC):

@@ -224,9 +224,8 @@ def inverted(operator: Operator) -> DenseOperator:
     return DenseOperator(operator.layout, torch.cholesky_inverse(factor) * scale.outer(scale))
 
 
-def scaled_cholesky(G: Tensor) -> tuple[Tensor, Tensor]:
+def scaled_cholesky(G: Tensor, what: str = "the Hessian of the potential") -> tuple[Tensor, Tensor]:
     """L and s with L Lᵀ = diag(s) G diag(s), whose diagonal is 1: coordinates of different units are not singular."""
-    what = "the Hessian of the potential"
     if bool((G.diagonal() > 0).all()):
         scale = G.diagonal().rsqrt()
         return cholesky(G * scale.outer(scale), 0.0, what), scale

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from natgrad.errors import DomainError, NatgradError
 from natgrad.mirror.metrics import InnerProduct
+from natgrad.mirror.potentials import scaled_cholesky
 
 _STEPS, _HALVINGS = 200, 60
 
@@ -77,6 +78,7 @@ class Box(Region):
 
     def step(self, g: InnerProduct, x: Tensor, ω: Tensor, α: float) -> tuple[Tensor, Tensor]:
         M, linear = α * g.dense(), ω.reshape(-1)
+        scaled_cholesky(M, "the metric in a box")  # raises where m has no minimum, or more than one
         low, high = (self.lower - x).reshape(-1), (self.upper - x).reshape(-1)
         d = torch.zeros_like(low)
         scale = 64 * torch.finfo(x.dtype).eps * (1 + float(linear.abs().max()))
