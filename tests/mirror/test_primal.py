@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.errors import DomainError, GuaranteeError, NonFiniteError
+from natgrad.errors import DomainError, GuaranteeError, NonFiniteError, SingularMetricError
 from natgrad.mirror import Box, Doubling, HessianMetric, MatrixMetric, PrimalDescent, Report
 from tests.golden import agrees, golden, tensor
 from tests.mirror.cases import MATRIX, close, gradient, objective
@@ -271,3 +271,10 @@ def test_a_box_names_what_is_outside() -> None:
         Box(torch.ones(3), torch.ones(3))
     with pytest.raises(ValueError, match=r"x has shape \(2,\) and the box \(3,\)"):
         box.check(torch.zeros(2))
+
+
+@pytest.mark.parametrize(("last", "what"), [(-1.0, "indefinite"), (0.0, "singular")])
+def test_a_metric_that_is_not_positive_has_no_step_in_a_box(last: float, what: str) -> None:
+    metric = MatrixMetric(lambda x: torch.diag(tensor([1.0, 1.0, last])))
+    with pytest.raises(SingularMetricError, match=rf"the metric in a box is {what} at damping 0: rank 2 of 3"):
+        PrimalDescent(metric, 4.0, region=Box(START - 1, START + 1)).grad(bowl, START)
