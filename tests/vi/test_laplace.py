@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import natgrad as ng
+from natgrad.model import Model
 from tests import kronecker_oracle, oracle
 from tests.optim.tasks import seeded
-from tests.zoo import mlp
+from tests.zoo import case, mlp
 
 DOUBLE = torch.float64
 
@@ -232,3 +233,20 @@ def test_single_precision_is_single_precision() -> None:
     posterior = ng.vi.Laplace(model, x.float(), ng.Fisher(ng.Categorical()), ng.Kronecker(), δ)
     assert {t.dtype for t in posterior.sample(2).values()} == {torch.float32}
     assert posterior.predictive(x.float()).covariance.dtype is torch.float32
+
+
+SHARED = ["conv", "tied_weights", "layer_norm", "attention", "tied_embedding", "sequence", "frozen_bias", "dict_output"]
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker(), ng.Kernel(), ng.Implicit()])
+def test_layers_of_every_kind_are_drawn_and_predicted(name: str, structure: ng.structures.Structure) -> None:
+    problem = case(name).make()
+    model = Model.of(problem.model, problem.params, problem.output)
+    posterior = ng.vi.Laplace(model, problem.x, ng.Euclidean(), structure, δ)
+    G = posterior.operator.dense()  # the tests of the structures compare it with the oracle
+    Σ = torch.linalg.inv(problem.n_examples * G + δ * torch.eye(len(G), dtype=DOUBLE))
+    T = posterior.coloured(torch.eye(posterior.inverse.noise, dtype=DOUBLE)).T
+    torch.testing.assert_close(T @ T.T, Σ, rtol=0, atol=1e-9)
+    J = problem.jacobian()
+    torch.testing.assert_close(posterior.predictive(problem.x).covariance, J @ Σ @ J.mT, rtol=0, atol=1e-8)
