@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -201,49 +201,42 @@ def gated_momentum(
     found: Tensor,
 ) -> None:
     """m ← μm + v/divisor, x ← x − rate·m, as ``gated_add``: one pass over all three. The directions are used up."""
-    for xs, vs, ms in _alike(tensors, directions, momenta):
-        torch._fused_sgd_(
-            xs,
-            vs,
-            ms,
-            weight_decay=0.0,
-            momentum=persistence,
-            lr=rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-            grad_scale=divisor,
-            found_inf=found,
-        )
+    torch._fused_sgd_(
+        list(tensors),
+        _alike(directions, tensors),
+        list(momenta),
+        weight_decay=0.0,
+        momentum=persistence,
+        lr=rate,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        grad_scale=divisor,
+        found_inf=found,
+    )
 
 
 def _descend(
     tensors: Sequence[Tensor], others: Sequence[Tensor], rate: float | Tensor, found: Tensor, decay: float
 ) -> None:
     """x − rate·y or, with a decay, x − rate·(decay·x − y): torch's fused descent, or ascent."""
-    for xs, ys in _alike(tensors, others):
-        torch._fused_sgd_(
-            xs,
-            ys,
-            [],
-            weight_decay=decay,
-            momentum=0.0,
-            lr=rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=decay > 0,
-            is_first_step=False,
-            found_inf=found,
-        )
+    torch._fused_sgd_(
+        list(tensors),
+        _alike(others, tensors),
+        [],
+        weight_decay=decay,
+        momentum=0.0,
+        lr=rate,
+        dampening=0.0,
+        nesterov=False,
+        maximize=decay > 0,
+        is_first_step=False,
+        found_inf=found,
+    )
 
 
-def _alike(
-    tensors: Sequence[Tensor], others: Sequence[Tensor], *more: Sequence[Tensor]
-) -> Iterator[list[list[Tensor]]]:
-    """The lists, as fused kernels want them: of one precision at a time, and others in the memory format of tensors."""
+def _alike(others: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The others, in the memory formats of the tensors: a fused kernel reads them side by side."""
     pairs = zip(tensors, others, strict=True)
-    laid = [y if y.stride() == x.stride() else torch.empty_like(x).copy_(y) for x, y in pairs]
-    kinds = [x.dtype for x in tensors]
-    for kind in dict.fromkeys(kinds):
-        yield [[t for t, own in zip(of, kinds, strict=True) if own is kind] for of in (tensors, laid, *more)]
+    return [y if y.stride() == x.stride() else torch.empty_like(x).copy_(y) for x, y in pairs]

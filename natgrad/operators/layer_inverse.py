@@ -108,7 +108,7 @@ class LayerInverse(Inverse):
                 continue
             for names in self._names(group[first:last], ω) or ():
                 alike = [ω[name] for name in names]
-                if all(t.is_contiguous() and (t.shape, t.dtype) == (alike[0].shape, alike[0].dtype) for t in alike):
+                if all(t.is_contiguous() and t.shape == alike[0].shape for t in alike):
                     whole = alike[0].new_empty(len(alike), *alike[0].shape)
                     found.update(zip(names, whole, strict=True))
         return found

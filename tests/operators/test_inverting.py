@@ -199,15 +199,6 @@ def test_memory_puts_the_layers_that_are_solved_at_once_side_by_side(monkeypatch
         assert consecutive([own[f"layers.{3 * b + at}.{part}"] for b in range(3)]) is not None
 
 
-def test_memory_has_the_precision_of_every_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    pb, G = _repeated()
-    inverse, ω = ng.Factored().init(G, 0.1), dict(covector(pb))
-    monkeypatch.setattr(ProductInverse, "by_columns", lambda self, group: True)
-    ω["layers.0.weight"] = ω["layers.0.weight"].bfloat16()
-    own = inverse.memory(ng.Covector(ω))
-    assert {key: t.dtype for key, t in own.items()} == {key: t.dtype for key, t in ω.items()}
-
-
 def test_products_with_aligned_factors_are_those_without_what_aligns_them() -> None:
     left, right = positive(2, 4), positive(2, 5, seed=1)
     w, pad = normal(2, 4, 5, seed=2), torch.nn.functional.pad
