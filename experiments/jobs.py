@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -66,20 +66,37 @@ def perform(task: Task, budget: Budget) -> Record | None:
 
 def perform_all(tasks: Sequence[Task], workers: int, budget: Budget) -> list[Record]:
     """As many at once as there are workers; a run that fails stops no other, and is told in the end."""
-    if workers == 1:
-        return [record for task in tasks if (record := perform(task, budget)) is not None]
     found, failed = [], []
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = [(task, pool.submit(perform, task, budget)) for task in tasks]
-        for task, future in futures:
-            error = future.exception()
-            if error is not None:
-                failed.append(f"{task.job.key}: " + "".join(traceback.format_exception(error)))
-            elif (record := future.result()) is not None:
-                found.append(record)
+    for task, outcome in _alone(tasks, budget) if workers == 1 else _together(tasks, workers, budget):
+        if isinstance(outcome, BaseException):
+            failed.append(f"{task.job.key}: " + "".join(traceback.format_exception(outcome)))
+        elif outcome is not None:
+            found.append(outcome)
     if failed:
         raise SystemExit("\n".join([f"{len(failed)} of {len(tasks)} runs failed", *failed]))
     return found
+
+
+def _alone(tasks: Sequence[Task], budget: Budget) -> Iterator[tuple[Task, Record | Exception | None]]:
+    """One after the other, in this process."""
+    return ((task, _attempted(task, budget)) for task in tasks)
+
+
+def _attempted(task: Task, budget: Budget) -> Record | Exception | None:
+    try:
+        return perform(task, budget)
+    except Exception as error:
+        return error
+
+
+def _together(
+    tasks: Sequence[Task], workers: int, budget: Budget
+) -> Iterator[tuple[Task, Record | BaseException | None]]:
+    """In so many processes."""
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for task, future in [(task, pool.submit(perform, task, budget)) for task in tasks]:
+            error = future.exception()
+            yield task, future.result() if error is None else error
 
 
 def trials(what: Benchmark, arms: Sequence[Arm], schedule: Schedule, setup: Setup, place: Place) -> list[Task]:

@@ -140,6 +140,25 @@ def test_labels_of_another_set_are_refused(tmp_path: Path) -> None:
         read(tmp_path, CIFAR10)
 
 
+def test_images_and_labels_that_do_not_match_in_number_are_refused(tmp_path: Path) -> None:
+    whole = images(CIFAR10)
+    write_strips(tmp_path, Images("cifar10", 10, whole.train, Split(whole.test.x, whole.test.y)))
+    path = next(tmp_path.glob("*test*"))
+    with np.load(path) as file:
+        kept = dict(file)
+    with path.open("wb") as damaged:
+        np.savez(damaged, **{**kept, "y": kept["y"][:-1]})
+    with pytest.raises(ValueError, match=r"cifar10: 6 images with 5 labels: the file is damaged, copy it again"):
+        read(tmp_path, CIFAR10)
+
+
+def test_a_piece_that_is_too_large_for_its_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "LIMIT", 10)
+    part = images(CIFAR10).test
+    with pytest.raises(ValueError, match=r"20000 images of cifar10_test need \d+ bytes, more than 10: pack fewer"):
+        packing.write_pieces(tmp_path, "cifar10_test", part.x.numpy(), part.y.numpy())
+
+
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.functionspace import NTKOperator, PushforwardMetric, layer_ntks, ntk
-from natgrad.functionspace.gram import cross_gram
+from natgrad.functionspace.gram import Layer, cross_gram
 from natgrad.pullback import Factors
 from tests import memory, oracle, zoo
 from tests.golden import agrees, golden, tensor
@@ -102,6 +102,17 @@ def test_the_cross_gram_of_factors_is_that_of_their_rows(shape: Any, other: Any,
     right = Factors(normal(m, s, c, i, seed=2), normal(l, m, s, c, o, seed=3))
     close(cross_gram(left, right, limit), left.rows().flatten(0, 1) @ right.rows().flatten(0, 1).T)
     close(cross_gram(left, left, limit), left.gram())
+
+
+def test_a_layer_that_is_packed_in_another_way_at_other_points_has_the_same_gram() -> None:
+    """As a bias of one example may be: then rows are compared in the order of the parameters."""
+    rows = ng.Kernel().estimate(ng.pullback(nn.Linear(3, 2).double(), normal(4, 3), ng.Euclidean()))
+    R = rows.rows()  # [(k n) p]
+    (block,) = rows.blocks
+    plain = Layer((block.without_rule(),), (Factors.of_rows(R.view(2, 4, -1)),))
+    ruled = Layer((block,), rows.factors)
+    close(ruled.gram(plain), R @ R.T)
+    close(plain.gram(ruled), R @ R.T)
 
 
 def test_a_step_of_gradient_descent_moves_the_outputs_by_the_kernel_times_the_error() -> None:
