@@ -104,7 +104,7 @@ def _paths(ax: Axes) -> None:
         ax.plot(*zip(*path, strict=True), "o-", color=colour, ms=2.5, lw=1, label=title)
     ax.plot(*GOAL, "*", color="black", ms=9)
     ax.set(xlabel="μ", ylabel="σ", title="the same loss, four ways to step", ylim=(0, None))
-    ax.legend(fontsize=6.5, loc="upper right")
+    ax.legend(fontsize=6.5, loc="lower left")
 
 
 def _descents() -> list[tuple[str, str, list[tuple[float, float]]]]:
