@@ -186,12 +186,7 @@ def _rest(
 def _values(log_density: LogDensity, z: Tensor, family: ExponentialFamily, eta: Tensor) -> Tensor:
     """ℓ(z) [s *batch], checked."""
     values = log_density(z)
-    expected = (z.shape[0], *eta.shape[: eta.ndim - family.axes])
-    if values.shape != expected:
-        raise ValueError(
-            f"the log-density must return one number for every sample, {expected}, for z of shape {tuple(z.shape)}; it "
-            f"returned {tuple(values.shape)}: sum over the data, and over nothing else"
-        )
+    check_shape(values, (z.shape[0], *eta.shape[: eta.ndim - family.axes]), z)
     if values.device.type != "cuda" and not bool(values.isfinite().all()):
         s = int((~values.isfinite().flatten(1).all(1) if values.ndim > 1 else ~values.isfinite()).nonzero()[0, 0])
         raise NonFiniteError(
@@ -199,6 +194,15 @@ def _values(log_density: LogDensity, z: Tensor, family: ExponentialFamily, eta: 
             "its support. Nothing was changed"
         )
     return values
+
+
+def check_shape(values: Tensor, shape: tuple[int, ...], z: Tensor) -> None:
+    """Refuse values of a log-density that are not one number for every sample and every member of the batch."""
+    if values.shape != shape:
+        raise ValueError(
+            f"the log-density must return one number for every sample, {tuple(shape)}, for z of shape {tuple(z.shape)}; "
+            f"it returned {tuple(values.shape)}: sum over the data, and over nothing else"
+        )
 
 
 def _check_samples(estimator: Estimator, samples: int, least: int) -> None:

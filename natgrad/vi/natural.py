@@ -13,7 +13,7 @@ from natgrad.families.exponential import ExponentialFamily
 from natgrad.mirror.boundary import Boundary, Shorten, spread
 from natgrad.mirror.charts import NaturalChart
 from natgrad.mirror.families import Move
-from natgrad.vi.gradients import Estimator, LogDensity, Regression, expected
+from natgrad.vi.gradients import Estimator, LogDensity, Regression, check_shape, expected
 from natgrad.vi.step import check_rate
 
 _SHORTEN = Shorten()
@@ -112,7 +112,11 @@ class Posterior:
         """ℓ, against the base measure: a prior of the family brings its own."""
         assert self.log_density is not None
         values = self.log_density(z)
-        return values if self.prior is not None else values - self.family.log_base(z)
+        if self.prior is not None:
+            return values
+        base = self.family.log_base(z)
+        check_shape(values, base.shape, z)
+        return values - base
 
 
 class Schedule(ABC):
