@@ -121,8 +121,11 @@ def root_at(
     metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None, check: bool = True
 ) -> Tensor:
     """s [k n *out] at y [n *out], of the right shape and, where that may be looked at, finite."""
+    before = 0 if y.is_inference() else y._version
     with torch.no_grad(), unrounded(y.device):
         root = metric.root(y, target, generator).detach()
+    if not y.is_inference() and y._version != before:
+        raise ValueError(f"{metric!r}.root has changed the outputs of the model in place: let it work on y.clone()")
     if root.shape[1:] != y.shape:
         raise ValueError(
             f"{metric!r}.root must be [k n *out] with [n *out] = {tuple(y.shape)}, got {tuple(root.shape)}"

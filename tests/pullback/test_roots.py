@@ -48,6 +48,21 @@ class Ragged(ng.OutputMetric):
         raise AssertionError("nobody asks for it here")
 
 
+@final
+@dataclass(frozen=True)
+class Centring(ng.OutputMetric):
+    """The Euclidean metric, with a root that works in place, as it must not."""
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return u
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return ng.Euclidean().root(y.sub_(y.mean()))
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        raise AssertionError("nobody asks for it here")
+
+
 def language_model() -> tuple[nn.Module, Tensor]:
     """40 tokens of 200 classes: the exact root of one example has 8000 · 8000 numbers."""
     torch.manual_seed(0)
@@ -175,3 +190,11 @@ def test_a_root_is_not_cut_where_examples_influence_each_other() -> None:
     assert len(pb.parts) == 1
     with pytest.raises(BatchStatisticsError, match="influence each other"):
         pb.square()
+
+
+def test_a_root_that_changes_the_outputs_in_place_is_refused() -> None:
+    """They are those that the loss is computed from."""
+    model, x = zoo.mlp(3, 4, 3), torch.ones(6, 3)
+    ng.KFAC(model, Centring())
+    with pytest.raises(ValueError, match=r"Centring\(\)\.root has changed the outputs .* in place: .* y\.clone\(\)"):
+        model(x)
