@@ -90,8 +90,8 @@ def SobolevKFAC(
 
     A = Σ_nm C_nm a_n a_mᵀ/(N R), S = κ Σ_nm C_nm g_n g_mᵀ/N with C = K⁻¹, K the Sobolev kernel of the inputs of the
     batch, and κ the scale that gives A ⊗ S the trace of its block as far as K-FAC has it (in large layers estimated,
-    from random signs that stay the same). Where K = 1 (ℓ small beside all distances, or a batch of one) every step is that
-    of ``KFAC``. A sampled metric shares its samples (ERRATA 10).
+    from random signs that stay the same). Where K = 1 (ℓ small beside all distances, or a batch of one) every step is
+    that of ``KFAC``. A sampled metric shares its samples (ERRATA 10).
 
     ``lengthscale``: a number, or a rule that adapts as it is measured on every batch: ``Median(divisor=4)`` (the
     default; about what the paper has, ERRATA 14), or ``Alike(0.1)``, which keeps the mean of the kernel. ``features``
