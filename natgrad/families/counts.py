@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from natgrad.families.domain import Domain, Interval
 from natgrad.families.expected import expected_log_factorial
 from natgrad.families.exponential import OneParameter, expect
+from natgrad.families.special import log1mexp
 
 
 @final
@@ -188,14 +189,6 @@ class Geometric(OneParameter):
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return torch.zeros_like(eta)
-
-
-def log1mexp(eta: Tensor) -> Tensor:
-    """log(1 − e^η) of η < 0, precise at both ends."""
-    near = eta > -math.log(2)
-    small = torch.where(near, eta, torch.full_like(eta, -0.5))  # each branch sees numbers that do not overflow it
-    large = torch.where(near, torch.full_like(eta, -1.0), eta)
-    return torch.where(near, torch.log(-torch.expm1(small)), torch.log1p(-large.exp()))
 
 
 def _same_count(family: Binomial | NegativeBinomial, mine: float, theirs: Tensor) -> None:

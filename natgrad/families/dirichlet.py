@@ -14,6 +14,7 @@ from natgrad.families.domain import Box, Concave, Domain
 from natgrad.families.exponential import ExponentialFamily, expect
 from natgrad.families.information import Downdated, Information
 from natgrad.families.inverse import solved
+from natgrad.families.special import trigamma
 
 
 @final
@@ -139,7 +140,7 @@ def _expected_logs(α: Tensor) -> Tensor:
 
 
 def _information(α: Tensor) -> Information:
-    a, c = torch.polygamma(1, α), torch.polygamma(1, α.sum(-1))
+    a, c = trigamma(α), trigamma(α.sum(-1))
     return Downdated(a, torch.ones_like(a), c, 1 - c * a.reciprocal().sum(-1))
 
 

@@ -34,20 +34,19 @@ class Domain(ABC):
 
     def contains(self, x: Tensor) -> Tensor:
         """Whether each point is inside [*batch], of booleans."""
-        g = self.slacks(x)
-        return (g > 0).all(-1) & ~g.isnan().any(-1)
+        return (self.slacks(x) > 0).all(-1) & x.isfinite().all(-1)
 
     def margin(self, x: Tensor) -> Tensor:
-        """The radius [*batch] of a ball around x that is inside: min_s g_s/‖∇g_s‖; negative outside.
+        """The radius [*batch] of a ball around x that is inside, 1/√Σ_p r_p⁻²; negative outside.
 
-        It is the distance to the boundary where that is flat, and never more: g(y) ≤ g(x) + ⟨∇g(x), y − x⟩.
+        r_p is the way to the boundary along ± axis p: the hull of these points is inside, and the ball inside the hull.
+        Never more than the distance to the boundary; domains that know that return it.
         """
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            g = self.slacks(leaf)
-            slopes = [torch.autograd.grad(g[..., s].sum(), leaf, retain_graph=True)[0] for s in range(g.shape[-1])]
-        norms = torch.stack([slope.norm(dim=-1) for slope in slopes], -1)
-        return (g.detach() / norms).amin(-1)
+        p = x.shape[-1]
+        axes = torch.eye(p, dtype=x.dtype, device=x.device).view(p, *[1] * (x.ndim - 1), p).expand(p, *x.shape)
+        r = torch.minimum(self.reach(x, axes), self.reach(x, -axes))
+        radius = r.square().reciprocal().sum(0).rsqrt()
+        return torch.where(self.contains(x), radius, self.slacks(x).amin(-1).clamp(max=0.0))
 
     def reach(self, x: Tensor, v: Tensor) -> Tensor:
         """The longest t [*batch] such that x + s v is inside for 0 ≤ s < t: infinite where v never leaves."""
@@ -179,7 +178,7 @@ class Simplex(Domain):
 @final
 @dataclass(frozen=True)
 class Concave(Domain):
-    """{x : g(x) > 0} for given concave g(x) → [*batch s], without a scale, and what each says in words."""
+    """{x : g(x) > 0} for given concave g(x) → [*batch s], the last without a scale, and what each says in words."""
 
     function: Callable[[Tensor], Tensor]
     words: tuple[str, ...]
@@ -188,7 +187,7 @@ class Concave(Domain):
         return self.function(x)
 
     def edge(self, x: Tensor) -> Tensor:
-        return (self.slacks(x) <= ROUNDING * torch.finfo(x.dtype).eps).any(-1)
+        return self.slacks(x)[..., -1] <= ROUNDING * torch.finfo(x.dtype).eps
 
     def check(self, x: Tensor, what: str) -> None:
         check_finite(x, what)
@@ -206,7 +205,7 @@ def check_finite(x: Tensor, what: str) -> None:
     """Refuse NaN and infinity by entry."""
     if not bool(x.isfinite().all()):
         at = first(~x.isfinite())
-        raise DomainError(f"{what}{entry(at)} = {float(x[at]):.6g} must be finite")
+        raise DomainError(f"{what}{entry(at)} = {float(x[at].detach()):.6g} must be finite")
 
 
 def entry(at: tuple[int, ...]) -> str:
@@ -226,8 +225,8 @@ def check_box(x: Tensor, lower: Tensor, upper: Tensor, what: str) -> None:
         if bool(wrong.any()):
             at = first(wrong)
             raise DomainError(
-                f"{what}{entry(at)} = {float(x[at]):.6g} must be {side} {float(bounds[at]):g}: start inside, or take "
-                "shorter steps (see reach)"
+                f"{what}{entry(at)} = {float(x[at].detach()):.6g} must be {side} {float(bounds[at]):g}: start inside, "
+                "or take shorter steps (see reach)"
             )
 
 

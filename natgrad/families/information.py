@@ -107,7 +107,8 @@ class Matrix(Information):
         s = self.matrix.diagonal(dim1=-2, dim2=-1).rsqrt()
         scaled = s.unsqueeze(-1) * self.matrix * s.unsqueeze(-2)
         right = (s * w).unsqueeze(-1)
-        return s * torch.linalg.solve(scaled, right).squeeze(-1)
+        found, _ = torch.linalg.solve_ex(scaled, right)  # which does not wait for a GPU
+        return s * found.squeeze(-1)
 
     def dense(self) -> Tensor:
         return self.matrix

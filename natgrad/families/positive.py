@@ -15,6 +15,7 @@ from natgrad.families.domain import Box, Concave, Domain, Interval
 from natgrad.families.exponential import ExponentialFamily, OneParameter, expect
 from natgrad.families.information import Information, Matrix
 from natgrad.families.inverse import solved
+from natgrad.families.special import trigamma
 
 _EULER = 0.5772156649015329
 
@@ -239,7 +240,7 @@ class Gamma(ExponentialFamily):
     def _fisher(self, eta: Tensor) -> Information:
         α, β = _shape_and_rate(eta)
         scale = 1 / β
-        rows = [torch.stack([torch.polygamma(1, α), scale], -1), torch.stack([scale, α * scale.square()], -1)]
+        rows = [torch.stack([trigamma(α), scale], -1), torch.stack([scale, α * scale.square()], -1)]
         return Matrix(torch.stack(rows, -2))
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:

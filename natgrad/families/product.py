@@ -43,7 +43,7 @@ class ProductDistribution(D.Distribution):
     def log_prob(self, value: Tensor) -> Tensor:
         parts = value.split(self.sizes, -1)
         found = [
-            block.log_prob(part.reshape(*part.shape[:-1], *block.event_shape))
+            block.log_prob(part.reshape((*part.shape[:-1], *block.event_shape)))
             for block, part in zip(self.blocks, parts, strict=True)
         ]
         return torch.stack(torch.broadcast_tensors(*found)).sum(0)
@@ -108,6 +108,14 @@ class Product(ExponentialFamily):
         paired = zip(blocks, self.families, strict=True)
         return ProductDistribution([D.Independent(b, 1) if f.axes == 0 else b for b, f in paired])
 
+    def sample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
+        parts = self._parts(self._inside(eta, self.natural_domain, "eta"))
+        return self._flat([family.sample(part, shape, generator) for family, part in parts])
+
+    def rsample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
+        parts = self._parts(self._inside(eta, self.natural_domain, "eta"))
+        return self._flat([family.rsample(part, shape, generator) for family, part in parts])
+
     def from_distribution(self, d: D.Distribution) -> Tensor:
         expect(self, d, ProductDistribution)
         assert isinstance(d, ProductDistribution)
@@ -143,6 +151,11 @@ class Product(ExponentialFamily):
         pairs = zip(self.families, self.sizes, strict=True)
         return [family.event_shape(size) if family.axes else (size,) for family, size in pairs]
 
+    def _flat(self, draws: list[Tensor]) -> Tensor:
+        """Draws [*batch *event] of the blocks → [*batch e]."""
+        pairs = zip(draws, self._events(), strict=True)
+        return torch.cat([x.reshape(*x.shape[: x.ndim - len(event)], -1) for x, event in pairs], -1)
+
     def _data(self, x: Tensor) -> list[tuple[ExponentialFamily, Tensor]]:
         events = self._events()
         sizes = [prod(event) for event in events]
@@ -151,7 +164,7 @@ class Product(ExponentialFamily):
                 f"the data of Product must have {' + '.join(map(str, sizes))} entries on the last axis, those of its "
                 f"blocks side by side, got shape {tuple(x.shape)}"
             )
-        parts = [part.reshape(*x.shape[:-1], *event) for part, event in zip(x.split(sizes, -1), events, strict=True)]
+        parts = [part.reshape((*x.shape[:-1], *event)) for part, event in zip(x.split(sizes, -1), events, strict=True)]
         return list(zip(self.families, parts, strict=True))
 
 

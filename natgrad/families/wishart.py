@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 from torch import distributions as D
-from torch.distributions import constraints as C
+from torch.distributions import constraints
 
 from natgrad.families.domain import Box, Concave, Domain
 from natgrad.families.exponential import ExponentialFamily, expect
@@ -18,6 +18,7 @@ from natgrad.families.information import Information
 from natgrad.families.inverse import solved
 from natgrad.families.packing import factored, side, square, symmetric
 from natgrad.families.regions import Cone, Parts
+from natgrad.families.special import trigamma
 
 
 @final
@@ -43,8 +44,8 @@ class Wishart(ExponentialFamily):
         )
 
     @property
-    def support(self) -> C.Constraint:
-        return C.positive_definite
+    def support(self) -> constraints.Constraint:
+        return constraints.positive_definite
 
     def statistics(self, x: Tensor) -> Tensor:
         log_det = torch.linalg.slogdet(x).logabsdet.unsqueeze(-1)
@@ -66,6 +67,24 @@ class Wishart(ExponentialFamily):
         Λ = d.precision_matrix
         a = 0.5 * (d.df - Λ.shape[-1] - 1)
         return torch.cat([a.unsqueeze(-1), Λ.flatten(-2)], -1)
+
+    def rsample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
+        """Bartlett: X = CCᵀ, C = L⁻ᵀA for V⁻¹ = LLᵀ; A lower triangular, normal below χ of ν, ν − 1, … degrees.
+
+        torch draws every sample again that is not singular, and warns: not by ``D.Wishart``.
+        """
+        ν, _, L = self._parts(self._inside(eta, self.natural_domain, "eta"))
+        d = L.shape[-1]
+        half = _halves(ν, d).expand(*shape, *ν.shape, d)
+        χ = (2 * torch._standard_gamma(half, generator=generator)).sqrt()
+        z = torch.randn(*half.shape, d, dtype=L.dtype, device=L.device, generator=generator)
+        A = z.tril(-1) + torch.diag_embed(χ)
+        C = torch.linalg.solve_triangular(L.mT.expand(A.shape), A, upper=True)
+        return C @ C.mT
+
+    def sample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
+        with torch.no_grad():
+            return self.rsample(eta, shape, generator)
 
     def _width(self, p: int) -> str:
         return "" if p > 1 and side(p - 1, 0) else "(½(ν − d − 1), vec V⁻¹), 1 + d² entries,"
@@ -100,7 +119,7 @@ class Wishart(ExponentialFamily):
 
     def _fisher(self, eta: Tensor) -> Information:
         ν, Λ, L = self._parts(eta)
-        return WishartInformation(ν, torch.polygamma(1, _halves(ν, Λ.shape[-1])).sum(-1), Λ, L)
+        return WishartInformation(ν, trigamma(_halves(ν, Λ.shape[-1])).sum(-1), Λ, L)
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return torch.zeros_like(eta[..., 0])

@@ -1,0 +1,104 @@
+"""Domains: what is inside, how far the boundary is, and the longest step that stays inside."""
+
+import math
+
+import pytest
+import torch
+
+from natgrad import families as f
+from natgrad.errors import DomainError
+from natgrad.families.domain import Box, Concave, Domain, Interval, Simplex
+from natgrad.families.regions import Cone, Parts, SecondHalf
+from tests.families.members import MEMBERS, Member
+from tests.output.table import close, normal
+
+every_family = pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS.keys())
+
+
+def agrees_with_contains(domain: Domain, x: torch.Tensor, v: torch.Tensor, axes: int) -> None:
+    """Points at 0.999 of the reach are inside, those at 1.001 outside; where it is infinite, far points are inside."""
+    t = domain.reach(x, v)
+    assert bool((t > 0).all())
+    wide = t.unsqueeze(-1) if axes else t
+    finite = t.isfinite()
+    assert bool(domain.contains(x + 0.999 * wide.clamp(max=1e6) * v).all())
+    assert not bool(domain.contains(x + 1.001 * wide.clamp(max=1e6) * v)[finite].any())
+
+
+@every_family
+def test_the_reach_ends_at_the_boundary_of_the_natural_domain(member: Member) -> None:
+    family = member.family
+    assert bool(family.contains(member.eta).all())
+    for seed in range(4):
+        agrees_with_contains(family.natural_domain, member.eta, normal(*member.eta.shape, seed=seed), family.axes)
+        close(
+            family.reach(member.eta, normal(*member.eta.shape, seed=seed)),
+            family.natural_domain.reach(member.eta, normal(*member.eta.shape, seed=seed)),
+        )
+
+
+@every_family
+def test_the_reach_ends_at_the_boundary_of_the_mean_domain(member: Member) -> None:
+    family = member.family
+    xi = family.mean(member.eta)
+    for seed in range(4):
+        v = family.fisher(member.eta).flat(normal(*member.eta.shape, seed=seed))  # a tangent vector of the chart
+        agrees_with_contains(family.mean_domain, xi, v, family.axes)
+
+
+@every_family
+def test_the_margin_is_the_radius_of_a_ball_inside(member: Member) -> None:
+    """Of both domains; a step of 0.999 of it in any direction stays inside."""
+    family = member.family
+    for domain, x in ((family.natural_domain, member.eta), (family.mean_domain, family.mean(member.eta))):
+        radius = domain.margin(x).clamp(max=1e3)
+        assert bool((radius > 0).all())
+        for seed in range(6):
+            v = normal(*x.shape, seed=seed)
+            if isinstance(domain, Simplex):
+                v = v - v.mean(-1, keepdim=True)
+            unit = v / (v.norm(dim=-1, keepdim=True) if family.axes else v.abs())
+            wide = radius.unsqueeze(-1) if family.axes else radius
+            assert bool(domain.contains(x + 0.999 * wide * unit).all())
+
+
+def test_the_margin_of_a_precision_is_its_distance_to_a_singular_matrix() -> None:
+    member = MEMBERS["gaussian"]
+    Λ = member.family.information_form(member.eta)[1]  # type: ignore[attr-defined]
+    close(member.family.margin(member.eta), torch.linalg.eigvalsh(Λ)[..., 0])
+
+
+def test_the_margin_is_negative_outside() -> None:
+    assert float(Interval(0.0).margin(torch.tensor(-2.0))) == -2.0
+    assert float(Box((0.0,)).margin(torch.tensor([1.0, -2.0]))) == -2.0
+    assert float(SecondHalf().margin(torch.tensor([1.0, -2.0]))) == -2.0
+    assert float(f.FullGaussian().margin(torch.tensor([0.0, -3.0]))) == -3.0
+
+
+def test_a_domain_without_a_boundary_has_an_infinite_margin() -> None:
+    assert float(f.Poisson().margin(torch.tensor(3.0))) == math.inf
+    assert float(f.VonMises().margin(torch.zeros(2))) == math.inf
+    assert float(f.VonMises().reach(torch.zeros(2), torch.ones(2))) == math.inf
+
+
+def test_parts_are_inside_if_each_of_them_is() -> None:
+    parts = Parts((Interval(0.0), Box((0.0, -1.0))), (2, -1))
+    x = torch.tensor([[1.0, 2.0, 3.0, 0.0], [1.0, -2.0, 3.0, 0.0], [1.0, 2.0, 3.0, -2.0]])
+    assert parts.contains(x).tolist() == [True, False, False]
+    assert parts.margin(x).tolist() == [1.0, -2.0, -1.0]
+    assert parts.reach(x[:1], torch.tensor([[-1.0, 1.0, -6.0, 0.0]])).tolist() == [0.5]
+    close(parts.slacks(x).amin(-1), parts.margin(x))
+    with pytest.raises(DomainError, match=r"x, part 0, at \[1, 1\] = -2 must be above 0"):
+        parts.check(x, "x")
+
+
+def test_a_point_that_is_not_a_number_is_not_inside() -> None:
+    nan = torch.tensor([math.nan, 1.0])
+    for domain in (Box(), SecondHalf(), Simplex(), Concave(lambda x: x[..., :1], ("x above 0",))):
+        assert not bool(domain.contains(nan))
+        with pytest.raises(DomainError, match=r"x\[0\] = nan must be finite"):
+            domain.check(nan, "x")
+    assert not bool(Interval().contains(torch.tensor(math.inf)))
+    cone = Cone(lambda x: torch.diag_embed(x), "the diagonal")
+    with pytest.raises(DomainError, match=r"x\[0\] = nan must be finite"):
+        cone.check(nan, "x")
