@@ -27,7 +27,7 @@ import natgrad as ng
 from natgrad.errors import DomainError
 from natgrad.families import ExponentialFamily
 
-RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 class Problem(ABC):

@@ -42,10 +42,12 @@ class GaussianInformation(Information):
 
     def sharp(self, w: Tensor) -> Tensor:
         d = self.h.shape[-1]
-        δμ = w[..., :d].unsqueeze(-1)
-        outer = δμ @ self.μ.mT
-        δΛ = self.Λ @ (2 * square(w[..., d:]) + outer + outer.mT) @ self.Λ
-        return joined((self.Λ @ δμ + δΛ @ self.μ).squeeze(-1), δΛ)
+        W, h = w[..., d:].unflatten(-1, (d, d)), self.h.unsqueeze(-1)
+        Λδμ = self.Λ @ w[..., :d].unsqueeze(-1)
+        # Λ(W + Wᵀ + δμ μᵀ + μ δμᵀ)Λ, where Λμ = h: what has rank two is added when the large products are done.
+        pair = torch.cat([Λδμ, h], -1) @ torch.cat([h, Λδμ], -1).mT
+        δΛ = self.Λ @ (W + W.mT) @ self.Λ + pair
+        return joined((Λδμ + δΛ @ self.μ).squeeze(-1), δΛ)
 
     def dense(self) -> Tensor:
         d = self.h.shape[-1]
