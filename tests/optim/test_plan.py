@@ -195,6 +195,7 @@ def test_a_plan_runs_nothing_and_draws_nothing() -> None:
 
 def test_strict_refuses_by_name_at_the_first_pass_what_no_rule_covers() -> None:
     model = Mixed()
-    ng.KFAC(model, FISHER, strict=True)
+    opt = ng.KFAC(model, FISHER, strict=True)  # held: one that is forgotten looks at nothing
     with pytest.raises(ng.errors.UncoveredError, match=r"no layer rule covers mix, and strict=True.*rules=\[…\]"):
         model(torch.randint(50, (4, 7)))
+    assert opt.last is None

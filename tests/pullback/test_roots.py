@@ -195,6 +195,7 @@ def test_a_root_is_not_cut_where_examples_influence_each_other() -> None:
 def test_a_root_that_changes_the_outputs_in_place_is_refused() -> None:
     """They are those that the loss is computed from."""
     model, x = zoo.mlp(3, 4, 3), torch.ones(6, 3)
-    ng.KFAC(model, Centring())
+    opt = ng.KFAC(model, Centring())
     with pytest.raises(ValueError, match=r"Centring\(\)\.root has changed the outputs .* in place: .* y\.clone\(\)"):
         model(x)
+    assert opt.last is None
