@@ -208,7 +208,7 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
         return C.real_vector
 
     def statistics(self, x: Tensor) -> Tensor:
-        return -0.5 * (x - self.m).square()
+        return -0.5 * (x - self.m.to(x)).square()
 
     def log_base(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x[..., 0])
@@ -218,12 +218,12 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
 
     def distribution(self, eta: Tensor) -> D.Distribution:
         eta = self._inside(eta, self.natural_domain, "eta")
-        return D.Independent(D.Normal(self.m.expand_as(eta), eta.rsqrt()), 1)
+        return D.Independent(D.Normal(self.m.to(eta).expand_as(eta), eta.rsqrt()), 1)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         base = _independent(self, d, D.Normal)
         assert isinstance(base, D.Normal)
-        if not bool((base.loc == self.m).all()):
+        if not bool((base.loc == self.m.to(base.loc)).all()):
             raise ValueError(
                 "DiagonalGaussianKnownMean cannot hold a distribution with another mean: make a family with that mean, "
                 "or use DiagonalGaussian"

@@ -142,6 +142,7 @@ class ExponentialFamily(Family):
         """log p(x | η) = ⟨η, t(x)⟩ − log Z(η) + log h(x) [*batch]; x may have more batch axes in front."""
         log_Z = self.log_partition(eta)
         self.check_data(x)
+        x = x if x.is_floating_point() else x.to(eta.dtype)
         t = self.statistics(x)
         self._alike(eta, t, "the data")
         return self.pair(eta, t) - log_Z + self.log_base(x)
@@ -170,7 +171,7 @@ class ExponentialFamily(Family):
     def fit(self, x: Tensor) -> Tensor:
         """η̂ of maximum likelihood: ξ̂ is the mean of t(x) over the first axis of x (002 (15), ERRATA 33)."""
         self.check_data(x)
-        xi = self.statistics(x).mean(0)
+        xi = self.statistics(x if x.is_floating_point() else x.to(torch.get_default_dtype())).mean(0)
         try:
             self.mean_domain.check(xi, "the mean of t")
             if bool(self.mean_domain.edge(xi).any()):

@@ -144,7 +144,7 @@ class GaussianKnownMean(ExponentialFamily):
         return C.real_vector
 
     def statistics(self, x: Tensor) -> Tensor:
-        e = x - self.m
+        e = x - self.m.to(x)
         return (-0.5 * e.unsqueeze(-1) * e.unsqueeze(-2)).flatten(-2)
 
     def log_base(self, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class GaussianKnownMean(ExponentialFamily):
     def from_distribution(self, d: D.Distribution) -> Tensor:
         expect(self, d, D.MultivariateNormal)
         assert isinstance(d, D.MultivariateNormal)
-        if not bool((d.loc == self.m).all()):
+        if not bool((d.loc == self.m.to(d.loc)).all()):
             raise ValueError(
                 "GaussianKnownMean cannot hold a distribution with another mean: make a family with that mean, or use "
                 "FullGaussian"
@@ -232,19 +232,19 @@ class GaussianKnownCovariance(ExponentialFamily):
         return x
 
     def log_base(self, x: Tensor) -> Tensor:
-        white = torch.linalg.solve_triangular(self._L, x.unsqueeze(-1), upper=False)
+        white = torch.linalg.solve_triangular(self._L.to(x), x.unsqueeze(-1), upper=False)
         return -0.5 * white.square().sum((-2, -1))
 
     def event_shape(self, p: int) -> tuple[int, ...]:
         return (p,)
 
     def distribution(self, eta: Tensor) -> D.Distribution:
-        return D.MultivariateNormal(self.mean(eta), scale_tril=self._L)
+        return D.MultivariateNormal(self.mean(eta), scale_tril=self._L.to(eta))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         expect(self, d, D.MultivariateNormal)
         assert isinstance(d, D.MultivariateNormal)
-        if not torch.allclose(d.covariance_matrix, self.Σ):
+        if not torch.allclose(d.covariance_matrix, self.Σ.to(d.loc)):
             raise ValueError(
                 "GaussianKnownCovariance cannot hold a distribution with another covariance: make a family with that "
                 "one, or use FullGaussian"
@@ -256,17 +256,17 @@ class GaussianKnownCovariance(ExponentialFamily):
         return "" if p == d else f"as many entries as the covariance has rows, {d},"
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        log_det = self._L.diagonal().log().sum()
+        log_det = self._L.to(eta).diagonal().log().sum()
         return 0.5 * (eta.shape[-1] * math.log(2 * math.pi) + self.pair(eta, self._mean(eta))) + log_det
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return eta @ symmetric(self.Σ)
+        return eta @ symmetric(self.Σ).to(eta)
 
     def _natural(self, xi: Tensor) -> Tensor:
-        return torch.cholesky_solve(xi.unsqueeze(-1), self._L).squeeze(-1)
+        return torch.cholesky_solve(xi.unsqueeze(-1), self._L.to(xi)).squeeze(-1)
 
     def _fisher(self, eta: Tensor) -> Information:
-        return Matrix(symmetric(self.Σ).expand(*eta.shape, eta.shape[-1]))
+        return Matrix(symmetric(self.Σ).to(eta).expand(*eta.shape, eta.shape[-1]))
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return -0.5 * (eta.shape[-1] + self.pair(eta, self._mean(eta)))

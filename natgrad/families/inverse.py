@@ -20,10 +20,10 @@ def solved(family: ExponentialFamily, xi: Tensor, start: Tensor) -> Tensor:
     """η with ∇log Z(η) = ξ, from a start inside the domain; ∂η/∂ξ = F⁻¹ by the implicit function theorem.
 
     η minimises the convex log Z(η) − ⟨ξ, η⟩. Newton steps −F⁻¹(∇log Z − ξ) are kept to nine tenths of the way to the
-    boundary and halved until the function falls, every point of a batch by itself.
+    boundary and halved until the function falls, every point of a batch by itself, in double precision.
     """
     with torch.no_grad():
-        eta = _newton(family, xi.detach(), start.detach())
+        eta = _newton(family, xi.detach().double(), start.detach().double()).to(xi.dtype)
     found: Tensor = _Implicit.apply(xi, eta, family)  # type: ignore[no-untyped-call]
     return found
 

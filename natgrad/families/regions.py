@@ -113,7 +113,7 @@ class Parts(Domain):
 
     def check(self, x: Tensor, what: str) -> None:
         for k, (domain, part) in enumerate(self._parts(x)):
-            domain.check(part, f"{what}, part {k}, at ")
+            domain.check(part, f"{what} (part {k})")
 
     def edge(self, x: Tensor) -> Tensor:
         found = [domain.edge(part) for domain, part in self._parts(x)]

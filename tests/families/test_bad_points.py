@@ -27,8 +27,8 @@ OUTSIDE: list[tuple[f.ExponentialFamily, Tensor, str]] = [
         t([[1.0], [-1.0]]),
         r"GaussianKnownMean: eta\[1\]: the precision matrix must",
     ),
-    (f.Wishart(), t([-2.0, 1.0]), r"Wishart: eta, part 0, at \[0\] = -2 must be above -1"),
-    (f.Wishart(), t([1.0, -1.0]), r"Wishart: eta, part 1, at : the inverse scale matrix V⁻¹ must be positive definite"),
+    (f.Wishart(), t([-2.0, 1.0]), r"Wishart: eta \(part 0\)\[0\] = -2 must be above -1"),
+    (f.Wishart(), t([1.0, -1.0]), r"Wishart: eta \(part 1\): the inverse scale matrix V⁻¹ must be positive definite"),
     (f.Poisson(), t(math.inf), r"Poisson: eta = inf must be finite"),
     (f.FullGaussian(), t([0.0, math.nan]), r"the precision matrix\[0, 0\] = nan must be finite"),
 ]

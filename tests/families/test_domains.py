@@ -88,7 +88,7 @@ def test_parts_are_inside_if_each_of_them_is() -> None:
     assert parts.margin(x).tolist() == [1.0, -2.0, -1.0]
     assert parts.reach(x[:1], torch.tensor([[-1.0, 1.0, -6.0, 0.0]])).tolist() == [0.5]
     close(parts.slacks(x).amin(-1), parts.margin(x))
-    with pytest.raises(DomainError, match=r"x, part 0, at \[1, 1\] = -2 must be above 0"):
+    with pytest.raises(DomainError, match=r"x \(part 0\)\[1, 1\] = -2 must be above 0"):
         parts.check(x, "x")
 
 

@@ -215,13 +215,14 @@ def test_as_an_output_family_its_root_is_that_of_the_information(member: Member)
 
 
 @every_family
-def test_single_precision_stays_single(member: Member) -> None:
-    family = member.family
-    if isinstance(family, (ng.families.GaussianKnownCovariance, ng.families.GaussianKnownMean)):
-        return  # what is known has a precision of its own
-    η = member.eta.float()
-    for value in (family.log_partition(η), family.mean(η), family.kl(η, η), family.sample(η).float()):
-        assert value.dtype == torch.float32
+def test_single_precision_stays_single_and_close(member: Member) -> None:
+    family, η = member.family, member.eta.float()
+    x = family.sample(η, (), torch.Generator().manual_seed(0))
+    xi = family.mean(η)
+    values = (family.log_partition(η), xi, family.natural(xi), family.kl(η, η), family.entropy(η), x)
+    assert {value.dtype for value in (*values, family.log_prob(η, x), family.fisher(η).flat(η))} == {torch.float32}
+    close(family.mean(family.natural(xi)), xi, 1e-4)
+    close(family.log_partition(η).double(), family.log_partition(member.eta), 1e-4)
 
 
 @every_family

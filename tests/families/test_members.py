@@ -144,6 +144,17 @@ def test_classes_may_be_given_by_their_numbers() -> None:
         close(family.log_prob(η, classes), family.log_prob(η, hot), 1e-12)
 
 
+def test_counts_may_be_integers() -> None:
+    """They are as precise as the parameters, and not in the default precision of torch."""
+    x = torch.tensor([0, 3, 50])
+    for family, value in ((f.Poisson(), 1.3), (f.Geometric(), -0.3), (f.NegativeBinomial(2.5), -0.3)):
+        η = torch.tensor(value, dtype=torch.float64)
+        found = family.log_prob(η, x)
+        assert found.dtype == torch.float64
+        close(found, family.log_prob(η, x.double()), 1e-14)
+        close(family.fit(x), family.fit(x.float()), 1e-6)
+
+
 def test_reparametrised_draws_have_the_gradient_of_the_mean() -> None:
     """∂ E x/∂η by single draws agrees with the information: E of t = x, five standard errors."""
     family, count = f.GaussianKnownCovariance(definite(d=2, seed=1)), 4000
