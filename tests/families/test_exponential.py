@@ -210,6 +210,8 @@ def test_as_an_output_family_its_root_is_that_of_the_information(member: Member)
     u = normal(*y.shape, seed=3)
     close(family.flat(y, u).flatten(1), (expected @ u.flatten(1).unsqueeze(-1)).squeeze(-1), 1e-8)
     close(ng.Fisher(family).flat(y, u), family.flat(y, u), 1e-12)
+    divergence = family.bregman(member.eta2, member.eta) + family.bregman(member.eta, member.eta2)
+    close(family.kl(y, y.flip(1)), divergence, 1e-10)  # summed over the two terms
     scores = family.scores(y, 3, torch.Generator().manual_seed(0))
     assert scores.shape == (3, *y.shape)
 
