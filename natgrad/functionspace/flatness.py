@@ -60,6 +60,7 @@ class Flatness:
     radius: float  # the distance from θ0 of the farthest point found, a length in the pullback metric at θ0
     fraction: float  # of the points that were drawn, how many are in the basin
     elsewhere: float  # of the points drawn below the level, how many no path was found to: other basins, or missed
+    heaviest: float  # the share of one line in the volume, at most: where it is many times 1/samples, doubt the errors
 
 
 def flatness(
@@ -87,7 +88,8 @@ def flatness(
     65 pieces on either side, and a point is drawn in each. Each line gives an unbiased estimate, and together they give
     the standard error. S need not be convex, nor star-shaped: a point behind a gap counts if it can be joined to θ0
     through other points drawn (``Basin``). Gaps, bridges and spikes thinner than the distance of the points are not
-    seen. It is for few parameters: the error grows with their number, the faster the less S is an ellipsoid.
+    seen. It is for few parameters: the error grows with their number, the faster the less S is an ellipsoid. Where S
+    has long arms that few lines meet, the standard error knows nothing of what all lines missed: see ``heaviest``.
 
     ``radius``: refuse an S that reaches farther from θ0, a length in the metric there; by default 2^20 times the
     distance at which the loss reaches the level. An S that is seen to be unbounded is refused.
@@ -247,20 +249,28 @@ class _Drawn:
             radius=self.length,
             fraction=int(self.inside.sum()) / self.inside.numel(),
             elsewhere=(below - int(self.inside.sum())) / max(below, 1),
+            heaviest=self._heaviest(form),
         )
 
     def _volume(self, form: Tensor) -> Volume:
         """∫ v dη = |S^{p−1}| E_u ∫ v r^{p−1} dr, for log v [u j] at the points: one number a line, their mean."""
-        p = self.η.shape[-1]
-        terms = form + (p - 1) * self.r.double().log() + self.width.double().log()  # [u j]
-        lines = torch.stack(terms.chunk(2), dim=1).flatten(1)  # [line (side j)]
+        p, lines = self.η.shape[-1], self._lines(form)
         largest = lines.max()
         if bool(largest == -math.inf):
             return Volume(-math.inf, 0.0)
-        values = (lines - largest).exp().sum(1) / 2
+        values = (lines - largest).exp() / 2
         mean, error = values.mean(), values.std() / len(values) ** 0.5
         sphere = math.log(2) + p / 2 * math.log(math.pi) - math.lgamma(p / 2)
         return Volume(float(largest + mean.log()) + sphere, float(error / mean))
+
+    def _heaviest(self, form: Tensor) -> float:
+        lines = self._lines(form)
+        return float(lines.softmax(0).max()) if bool(lines.max() > -math.inf) else 0.0  # of no volume
+
+    def _lines(self, form: Tensor) -> Tensor:
+        """log Σ v r^{p−1} dr [line] over both sides."""
+        terms = form + (self.η.shape[-1] - 1) * self.r.double().log() + self.width.double().log()  # [u j]
+        return torch.stack(terms.chunk(2), dim=1).flatten(1).logsumexp(1)
 
 
 def _check(epsilon: float, samples: int, radius: float | None, metric: OutputMetric) -> None:
