@@ -39,6 +39,9 @@ class Categorical(ExponentialFamily):
 
     # As an output family
 
+    def __repr__(self) -> str:
+        return "Categorical(minimal=True)" if self.minimal else "Categorical()"
+
     def check(self, y: Tensor) -> None:
         if self.minimal:
             check_terms(self, y, 1, "the log-odds of the classes against the last")
