@@ -92,6 +92,11 @@ class MirrorDescent(torch.optim.Optimizer):
         super().add_param_group(group)
         self._members.update({id(member.point): member for member in members})
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an optimizer is not copied: copy the members, make a new optimizer for them, and load_state_dict"
+        )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every member that has a gradient. Returns the loss of the closure, if there is one."""
@@ -129,7 +134,7 @@ class MirrorDescent(torch.optim.Optimizer):
             self._guard.check({name: ω}, "the gradient", self._steps)
         velocity = None
         if group["momentum"]:
-            old = self.state[member.point].get(_VELOCITY)
+            old = self.state.get(member.point, {}).get(_VELOCITY)
             velocity = ω = ω.clone() if old is None else group["momentum"] * old + ω
         move = self.descent.move(member.family, x, ω, group["lr"], member.chart, self.boundary)
         if velocity is not None:

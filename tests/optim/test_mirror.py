@@ -172,6 +172,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     _same(before, (a.state_dict(), b.state_dict(), opt.state_dict()))
 
 
+def test_a_first_step_that_fails_leaves_no_trace_and_an_optimizer_is_not_copied() -> None:
+    member = gamma()
+    opt = ng.MirrorDescent([member], momentum=0.9)
+    before = copy.deepcopy(opt.state_dict())
+    member.point.grad = t(float("nan"), 0.0)
+    with pytest.raises(NonFiniteError):
+        opt.step()
+    _same(before, opt.state_dict())
+    with pytest.raises(TypeError, match="an optimizer is not copied: copy the members"):
+        copy.deepcopy(opt)
+
+
 def test_a_forbidden_step_changes_nothing() -> None:
     a, b = gamma(CHARTS[1]), gamma(CHARTS[1])
     opt = ng.MirrorDescent([a, b], lr=1.0, boundary=Forbid())
