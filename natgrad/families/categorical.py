@@ -37,10 +37,10 @@ class Categorical(ExponentialFamily):
 
     minimal: bool = False
 
-    # As an output family
-
     def __repr__(self) -> str:
         return "Categorical(minimal=True)" if self.minimal else "Categorical()"
+
+    # As an output family
 
     def check(self, y: Tensor) -> None:
         if self.minimal:
