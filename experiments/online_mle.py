@@ -140,7 +140,7 @@ class Mirror(Arm):
 @final
 @dataclass(frozen=True)
 class Plain(Arm):
-    """An optimizer of torch in the coordinates u, its rate falling as k^−power."""
+    """An optimizer of torch in the coordinates u, its rate falling as k^−power from where its first data end."""
 
     optimizer: type[torch.optim.SGD] | type[torch.optim.Adam]
     lr: float
@@ -150,7 +150,7 @@ class Plain(Arm):
         eta = problem.family.fit(problem.data(stream.x[: stream.first]))
         u = problem.free(eta).requires_grad_()
         opt = self.optimizer([u], lr=self.lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: (1 + k) ** -self.power)
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: (1 + k / stream.first) ** -self.power)
         for x in stream.x[stream.first :]:
             opt.zero_grad()
             (-problem.family.log_prob(problem.natural(u), problem.data(x))).sum().backward()
@@ -195,7 +195,8 @@ def curves(problem: Problem, stream: Stream, rates: tuple[float, ...]) -> list[C
         for power in (0.0, 0.5, 1.0):
             for lr in rates:
                 error = measure(problem, Plain(kind, lr, power), stream)
-                tried.append(Curve(problem.title, kind.__name__, f"lr = {lr:g} k^−{power:g}", looks, error))
+                settings = f"lr = {lr:g} (k/{stream.first})^−{power:g}"
+                tried.append(Curve(problem.title, kind.__name__, settings, looks, error))
         best.append(min(tried, key=lambda curve: curve.error[-1]))
     return best
 

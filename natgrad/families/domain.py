@@ -201,9 +201,18 @@ class Concave(Domain):
             )
 
 
+def all_finite(x: Tensor) -> Tensor:
+    """Whether all entries of the last axis are finite [*batch]: as ``isfinite``, in fewer passes over large points.
+
+    >>> all_finite(torch.tensor([[1.0, 3e38, 3e38], [0.0, math.inf, 1.0], [math.nan, 0.0, 1.0]]))
+    tensor([ True, False, False])
+    """
+    return (0 * x).sum(-1) == 0
+
+
 def check_finite(x: Tensor, what: str) -> None:
     """Refuse NaN and infinity by entry."""
-    if not bool(x.isfinite().all()):
+    if not bool(all_finite(x.detach().reshape(-1))):
         at = first(~x.isfinite())
         raise DomainError(f"{what}{entry(at)} = {float(x[at].detach()):.6g} must be finite")
 

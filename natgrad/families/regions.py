@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import DomainError
-from natgrad.families.domain import ROUNDING, Domain, check_box, check_finite, entry, first, steps
+from natgrad.families.domain import ROUNDING, Domain, all_finite, check_box, check_finite, entry, first, steps
 
 
 @final
@@ -57,7 +57,7 @@ class Cone(Domain):
 
     def contains(self, x: Tensor) -> Tensor:
         _, info = torch.linalg.cholesky_ex(self.matrix(x))
-        return (info == 0) & x.isfinite().all(-1)
+        return (info == 0) & all_finite(x)
 
     def margin(self, x: Tensor) -> Tensor:
         return self.slacks(x)[..., 0] / self.stretch

@@ -10,7 +10,8 @@ import torch
 from experiments import charts, online_mle
 from experiments.online_mle import Curve, Gamma, Gaussian, Mirror, Plain, Stream
 
-RECORD = Path(__file__).parents[2] / "experiments" / "results" / "online_mle" / "record.json"
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "experiments" / "results" / "online_mle" / "record.json"
 
 
 def test_mirror_descent_is_the_batch_estimate_and_beats_sgd_and_adam() -> None:
@@ -39,6 +40,12 @@ def test_the_record_says_that_mirror_descent_meets_the_bound() -> None:
     for curve in curves:
         met = abs(curve.error[-1] - 1) < 0.15
         assert met == (curve.arm == "mirror descent")
+
+
+def test_the_table_of_the_page_is_the_record() -> None:
+    page = (ROOT / "docs" / "charts.md").read_text()
+    for curve in (Curve(**curve) for curve in json.loads(RECORD.read_text())):
+        assert f"| {curve.problem} | {curve.arm} | {curve.settings} | {curve.error[-1]:.2f} |" in page
 
 
 def test_the_figures_are_drawn_and_small(tmp_path: Path) -> None:
