@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.errors import MemoryBoundError
 from natgrad.functionspace.gram import gram
 from natgrad.functionspace.kernels import ReproducingKernel
 from natgrad.functionspace.ntk import Points, check_size, ntk
@@ -41,12 +42,13 @@ class Spectrum:
 
     @staticmethod
     def of(square: Tensor, mixing: Tensor | None, eps: float) -> Spectrum:
-        """From U Uᵀ [(k n) (l m)] and M [n t].
+        """From U Uᵀ [(k n) (l m)] in double precision, of U that is known to ``eps``, and M [n t].
 
         M is as ill-conditioned as a kernel matrix, and would hide what U Uᵀ says of the rank: the range is found first.
         """
         squares, W = torch.linalg.eigh(square)
-        seen = squares > 8 * len(squares) * eps * squares[-1]
+        rounding = 8 * len(squares)
+        seen = squares > max((rounding * eps) ** 2, rounding * torch.finfo(square.dtype).eps) * squares[-1]
         ρ, W = squares[seen].sqrt(), W[:, seen]
         inner = W * ρ  # [(k n) e], the coordinates of an orthonormal basis
         if mixing is not None:
@@ -84,6 +86,7 @@ class TangentFrame:
         torch.Size([6])
         """
         check_slots(pullback=(pb, Pullback))
+        _admit(pb)
         mixing = None
         if pb.K is not None:
             mixing = _whitening(KernelMatrix.of(pb.K))
@@ -124,9 +127,14 @@ class TangentFrame:
     def spectrum(self) -> Spectrum:
         """That of the pulled-back metric."""
         with torch.no_grad():
-            square = self.rows.gram().double()
+            square = self.exact.gram()
             check_finite(square, "the Gram matrix of the tangent space")
             return Spectrum.of(square, self.mixing, torch.finfo(self.rows.layout.dtype).eps)
+
+    @cached_property
+    def exact(self) -> KernelOperator:
+        """The rows in double precision: products of single ones would hide all that is below the root of their eps."""
+        return self.rows.to(torch.float64)
 
     def coordinates(self, v: Tensor) -> Tensor:
         """ξ(v) [(k t)], of a function with the values v [n *out] at the points."""
@@ -143,8 +151,8 @@ class TangentFrame:
 
     def combine(self, t: Tensor) -> Vector:
         """Uᵀt, a vector of the parameters, for t of k n numbers."""
-        t = t.reshape(self.root.shape[:2]).to(self.rows.layout.dtype)
-        return self.rows.layout.vector(self.rows.pull(t))
+        pulled = self.exact.pull(t.reshape(self.root.shape[:2]).double())
+        return self.rows.layout.vector(pulled.to(self.rows.layout.dtype))
 
     def along(self, x: Inputs) -> Tensor:
         """J_x d_e [m d e]: how the outputs at any points x move along the eigenvectors of the pulled-back metric."""
@@ -153,8 +161,20 @@ class TangentFrame:
         k, n = self.root.shape[:2]
         check_size(d * m * k * n * 8, (m, n), self.memory)
         with torch.no_grad(), unrounded(self.root.device):
-            inner = gram(rows, self.rows).double() * math.sqrt(m)  # J_x Uᵀ
+            inner = gram(rows.to(torch.float64), self.exact) * math.sqrt(m)  # J_x Uᵀ
             return (inner @ self.spectrum.directions).view(d, m, -1).transpose(0, 1)
+
+
+def _admit(pb: Pullback) -> None:
+    """Refuse rows that do not fit beside their copy in double precision; ``Kernel`` refuses those that need none."""
+    size = pb.y.element_size()
+    needed = Kernel().elements(pb.unmixed()) * (size + 8)
+    if size < 8 and needed > pb.memory:
+        raise MemoryBoundError(
+            f"the tangent space of {pb.n} points with {pb.columns} outputs and {pb.model.size:,} parameters needs "
+            f"{needed:,} bytes, in double precision too, over the bound memory={pb.memory:,}: take fewer points, or "
+            "raise memory= of the pullback"
+        )
 
 
 def _whitening(K: KernelMatrix) -> Tensor:

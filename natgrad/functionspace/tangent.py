@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.functionspace.kernels import ReproducingKernel
+from natgrad.functionspace.projection import Spectrum
 from natgrad.functionspace.rkhs import differentiated
 from natgrad.geometry import Vector
 from natgrad.linalg import check_damping, check_finite
@@ -88,39 +90,33 @@ class TangentSpace:
         check_finite(v, "the function to project")
         values = v.reshape(n, -1).T.double()  # [k n]
         dual = self._damped(values, damping) if damping > 0 else self._undamped(values)
-        return self.rows.layout.vector(self.rows.pull(dual.to(self.rows.layout.dtype)) * math.sqrt(n))
+        return self.rows.layout.vector((self._exact.pull(dual) * math.sqrt(n)).to(self.rows.layout.dtype))
+
+    @cached_property
+    def _exact(self) -> KernelOperator:
+        """The rows in double precision: products of single ones would hide all that is below the root of their eps."""
+        return self.rows.to(torch.float64)
 
     def _damped(self, v: Tensor, damping: float) -> Tensor:
         """z [k n] with w = Jᵀz; the rows are J/√n."""
         n = self.K.shape[0]
-        return PushThrough.of(self.rows, KernelMatrix.of(self.K, self._eps), damping / n).solve(v) / n
+        return PushThrough.of(self._exact, KernelMatrix.of(self.K, self._eps), damping / n).solve(v) / n
 
     def _undamped(self, v: Tensor) -> Tensor:
         """z [k n] with w = Jᵀz, for v [k n]."""
         k, n = v.shape
-        K, gram = self.K.double(), self.rows.gram().double() * n
-        if self._regular(gram):  # J w = v has a solution, which is at distance zero in any norm
-            return self._solve(gram, v)
+        K, gram = self.K.double(), self._exact.gram() * n
+        values, vectors = torch.linalg.eigh(gram)
+        if bool(values[0] > max((k * n * self._eps) ** 2, k * n * torch.finfo(gram.dtype).eps) * values[-1]):
+            # J w = v has a solution, which is at distance zero in any norm.
+            return (vectors @ (vectors.T @ v.reshape(-1) / values)).view(k, n)
         # In coordinates in which the norm is the Euclidean one: v = L t, K = L Lᵀ, without what K does not see.
         values, vectors = torch.linalg.eigh(K)
-        seen = values > self._cut(values)
+        seen = values > n * self._eps * values[-1]
         back = vectors[:, seen] / values[seen].sqrt()  # L⁺ᵀ [n t]
-        inner = torch.einsum("nt,knlm,mu->ktlu", back, gram.view(k, n, k, n), back)
-        return self._solve(inner.flatten(2).flatten(0, 1), v @ back) @ back.T
-
-    def _solve(self, matrix: Tensor, right: Tensor) -> Tensor:
-        """The least solution of a symmetric positive system, in the shape of the right side."""
-        values, vectors = torch.linalg.eigh(matrix)
-        inverse = torch.where(values > self._cut(values), values, torch.inf).reciprocal()
-        return (vectors @ (inverse * (vectors.T @ right.reshape(-1)))).view_as(right)
-
-    def _regular(self, gram: Tensor) -> bool:
-        values = torch.linalg.eigvalsh(gram)
-        return bool(values[0] > self._cut(values))
-
-    def _cut(self, values: Tensor) -> Tensor:
-        """What is zero to the precision of the model and of the kernel."""
-        return values.numel() * self._eps * values[-1]
+        spectrum = Spectrum.of(gram, back, self._eps)
+        inside = spectrum.images.T @ (v @ back).reshape(-1)
+        return (spectrum.directions @ (inside / spectrum.values.sqrt())).view(k, n)
 
     @property
     def _eps(self) -> float:

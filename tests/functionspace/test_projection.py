@@ -143,6 +143,25 @@ def test_single_precision_and_outputs_without_a_dimension_have_a_kernel() -> Non
         assert TangentKernel(frame).project(torch.ones(6))["0.weight"].dtype == torch.float32
 
 
+@EVERY
+def test_in_single_precision_the_tangent_space_has_all_of_its_dimensions(metric: ng.OutputMetric) -> None:
+    """Products of rows are taken in double precision: in single, what is below √eps of the largest would be lost."""
+    model, x, y = network(4), normal(8, 2), normal(3, 2, seed=1)
+    exact = framed(model, x, metric)
+    frame = framed(network(4).float(), x.float(), metric)
+    assert frame.spectrum.values.shape == exact.spectrum.values.shape
+    for damping in (0.0, 1e-2):
+        found, expected = TangentKernel(frame, damping)(x.float()).double(), TangentKernel(exact, damping)(x)
+        assert (found - expected).norm() < 1e-3 * expected.norm()
+    assert (TangentKernel(frame, 1e-2)(y.float()) - TangentKernel(exact, 1e-2)(y)).norm() < 1e-4
+
+
+def test_rows_that_do_not_fit_in_double_precision_are_refused() -> None:
+    pb = ng.pullback(network().float(), normal(8, 2).float(), ng.Euclidean(), memory=8_000)
+    with pytest.raises(MemoryBoundError, match=r"the tangent space of 8 points .* in double precision too, over the"):
+        TangentFrame.of(pb)
+
+
 # The projection
 
 

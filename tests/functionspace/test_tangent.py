@@ -169,6 +169,19 @@ def test_outputs_without_a_dimension_and_single_precision_are_projected() -> Non
     close(ng.pushforward(model, x, w), KERNEL(x).sum(1), 1e-3)
 
 
+@pytest.mark.parametrize("hidden", [3, 40])  # fewer parameters than outputs, and more
+@pytest.mark.parametrize("damping", [0.0, 1e-2])
+def test_the_projection_in_single_precision_is_near_that_in_double(hidden: int, damping: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, 2)).double()
+    x, v = normal(20, 2).float().double(), normal(20, 2, seed=1).float().double()
+    exact = TangentSpace.of(model, x, SobolevKernel(1.5, 1.3)).project(v, damping)
+    single = TangentSpace.of(model.float(), x.float(), SobolevKernel(1.5, 1.3)).project(v.float(), damping)
+    J = oracle.module_jacobian(model.double(), x).flatten(0, 1)
+    moved, expected = (J @ torch.cat([t.double().reshape(-1) for t in w.values()]) for w in (single, exact))
+    assert (moved - expected).norm() < 1e-2 * expected.norm()
+
+
 def test_pure_functions_have_tangent_spaces() -> None:
     x = normal(3, 2)
     params = {"w": normal(2, seed=3)}
