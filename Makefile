@@ -28,6 +28,7 @@ bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/kfac.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/gaussian.py
 
 clean:  ## remove the virtual environment, caches and results
 	rm -rf $(VENV) build dist natgrad-demo .mypy_cache .pytest_cache .ruff_cache
