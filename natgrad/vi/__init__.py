@@ -35,6 +35,7 @@ from natgrad.vi.gradients import Score as Score
 from natgrad.vi.laplace import Laplace as Laplace
 from natgrad.vi.laplace import Predictive as Predictive
 from natgrad.vi.latent import LatentGaussian as LatentGaussian
+from natgrad.vi.learn import learn as learn
 from natgrad.vi.likelihoods import BernoulliLogit as BernoulliLogit
 from natgrad.vi.likelihoods import GaussianNoise as GaussianNoise
 from natgrad.vi.likelihoods import Likelihood as Likelihood
@@ -48,4 +49,7 @@ from natgrad.vi.natural import Fit as Fit
 from natgrad.vi.natural import Posterior as Posterior
 from natgrad.vi.natural import Schedule as Schedule
 from natgrad.vi.natural import fit as fit
+from natgrad.vi.network import Prior as Prior
+from natgrad.vi.network import Rates as Rates
+from natgrad.vi.network import VariationalNetwork as VariationalNetwork
 from natgrad.vi.step import Step as Step

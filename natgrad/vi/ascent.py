@@ -44,10 +44,17 @@ def ascend(
     >>> ascent.elbo[-1] > ascent.elbo[0] and len(ascent.steps) < 20
     True
     """
-    check_rate(rate)
     model.check(x, y)
-    search = _Search(model, model.project(x), y, rate)
-    belief = model.belief
+    return ascend_at(model, model.project(x), y, rate, tolerance, steps)
+
+
+@torch.no_grad()
+def ascend_at(
+    model: LatentGaussian, at: Projection, y: Tensor, rate: float = 1.0, tolerance: float = 1e-3, steps: int = 100
+) -> Ascent:
+    """As ``ascend``, at a projection that was kept."""
+    check_rate(rate)
+    search, belief = _Search(model, at, y, rate), model.belief
     here = search.state(belief)
     bounds, taken = [here.bound], []
     for _ in range(steps):

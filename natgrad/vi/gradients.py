@@ -200,7 +200,7 @@ def check_shape(values: Tensor, shape: tuple[int, ...], z: Tensor) -> None:
     """Refuse values of a log-density that are not one number for every sample and every member of the batch."""
     if values.shape != shape:
         raise ValueError(
-            f"the log-density must return one number for every sample, {tuple(shape)}, for z of shape {tuple(z.shape)}; "
+            f"the log-density must return one number for every sample, {tuple(shape)}, for z {tuple(z.shape)}; "
             f"it returned {tuple(values.shape)}: sum over the data, and over nothing else"
         )
 

@@ -1,0 +1,182 @@
+"""Cases and contestants of the benchmark of sparse Gaussian processes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from benchmarks.peers import installed
+
+JITTER = 1e-8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A data set with its model; ``learned``: whether the hyperparameters are learned, too."""
+
+    name: str
+    x: Tensor
+    y: Tensor
+    labels: bool
+    learned: bool
+    lengthscale: float
+    inducing: int
+
+    def likelihood(self) -> ng.vi.Likelihood:
+        return ng.vi.BernoulliLogit() if self.labels else ng.vi.GaussianNoise(0.1)
+
+    def model(self) -> ng.vi.SparseGP:
+        kernel = ng.vi.SquaredExponential(self.lengthscale)
+        gp = ng.vi.SparseGP(kernel, self.likelihood(), self.x[: self.inducing], jitter=JITTER)
+        gp.inducing.requires_grad_(False)
+        if not self.learned:
+            gp.requires_grad_(False)
+        return gp
+
+
+def cases(n: int, inducing: int) -> list[Case]:
+    """Regression and classification in two dimensions, with hyperparameters that are given and that are learned."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.rand(n, 2, generator=g, dtype=torch.float64)
+    f = (6 * x[:, 0]).sin() * (4 * x[:, 1]).cos() + x[:, 0]
+    y = f + 0.3 * torch.randn(n, generator=g, dtype=torch.float64)
+    t = (torch.rand(n, generator=g, dtype=torch.float64) < torch.sigmoid(4 * f)).double()
+    out = []
+    for learned, how in ((False, "given"), (True, "learned")):
+        for labels, kind in ((False, "regression"), (True, "classification")):
+            name, data = f"{kind}, hyperparameters {how}", t if labels else y
+            out.append(Case(name, x, data, labels, learned, 1.0 if learned else 0.3, inducing))
+    return out
+
+
+class Steps(ABC):
+    """A contestant at work."""
+
+    @abstractmethod
+    def run(self, count: int) -> list[float]:
+        """Take this many steps, or fewer where it ends by itself; the bound after each."""
+
+
+class Contestant(ABC):
+    """A way to maximise the bound, with its settings; ``limit``: how many steps it is allowed."""
+
+    limit: int
+    label: str
+
+    @abstractmethod
+    def start(self, case: Case) -> Steps: ...
+
+
+@final
+@dataclass(frozen=True)
+class Adam(Contestant):
+    """Adam on the mean and the Cholesky factor of the covariance, in whitened coordinates, and on hyperparameters.
+
+    It has the same model and the same code as ours. With given hyperparameters, the projection is computed once.
+    """
+
+    lr: float
+    limit: int = 1500
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return f"lr {self.lr:g}"
+
+    @staticmethod
+    def candidates() -> list[Contestant]:
+        return [Adam(lr) for lr in (0.1, 0.03, 0.01)]
+
+    def start(self, case: Case) -> Steps:
+        return _AdamSteps(case, self.lr)
+
+
+@final
+class _AdamSteps(Steps):
+    def __init__(self, case: Case, lr: float) -> None:
+        self.case, self.gp = case, case.model()
+        m = case.inducing
+        self.μ, self.L = torch.zeros(m).requires_grad_(), torch.eye(m).requires_grad_()
+        self.hyper = [p for p in self.gp.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam([self.μ, self.L, *self.hyper], lr=lr)
+        self.kept = None if case.learned else self.gp.project(case.x)
+
+    def run(self, count: int) -> list[float]:
+        bounds = []
+        for _ in range(count):
+            loss = -self._bound()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            bounds.append(-float(loss.detach()))
+        return bounds
+
+    def _bound(self) -> Tensor:
+        at = self.kept or self.gp.project(self.case.x)
+        L = self.L.tril()
+        half = at.a @ L
+        kl = 0.5 * (L.square().sum() + self.μ.square().sum() - len(L)) - L.diagonal().abs().log().sum()
+        v = at.r + half.square().sum(1)
+        return self.gp.likelihood.expected(self.case.y, at.a @ self.μ, v).sum() - kl
+
+
+@final
+@dataclass(frozen=True)
+class Natural(Contestant):
+    """``ascend`` where hyperparameters are given, ``learn`` where they are learned."""
+
+    limit: int = 40
+    label: str = "steps of size 1"
+
+    @staticmethod
+    def candidates(case: Case) -> list[Contestant]:
+        return [Natural()]
+
+    def start(self, case: Case) -> Steps:
+        return _NaturalSteps(case)
+
+
+@final
+class _NaturalSteps(Steps):
+    def __init__(self, case: Case) -> None:
+        self.case, self.gp = case, case.model()
+
+    def run(self, count: int) -> list[float]:
+        x, y = self.case.x, self.case.y
+        if not self.case.learned:
+            return list(ng.vi.ascend(self.gp, x, y, tolerance=1e-4, steps=count).elbo[1:])
+        bounds = ng.vi.learn(self.gp, x, y, steps=count, tolerance=1e-2)
+        return [max(bounds[: k + 1]) for k in range(len(bounds))]
+
+
+@final
+@dataclass(frozen=True)
+class Peer(Contestant):
+    """GPyTorch: ``NaturalVariationalDistribution`` with ``NGD`` and, for hyperparameters, Adam, as in its tutorial."""
+
+    lr: float
+    hyper_lr: float = 0.0
+    limit: int = 100
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return f"lr {self.lr:g}" + (f", Adam {self.hyper_lr:g}" if self.hyper_lr else "")
+
+    @staticmethod
+    def installed() -> bool:
+        return bool(installed("gpytorch"))
+
+    @staticmethod
+    def candidates(case: Case) -> list[Contestant]:
+        if not case.learned:
+            return [Peer(lr) for lr in (1.0, 0.5, 0.1)]
+        return [Peer(lr, hyper, 600) for lr in (1.0, 0.1) for hyper in (0.1, 0.03)]
+
+    def start(self, case: Case) -> Steps:
+        from benchmarks.gp_peer import start
+
+        return start(case, self.lr, self.hyper_lr, JITTER)

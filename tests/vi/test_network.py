@@ -1,0 +1,223 @@
+"""Bayesian neural networks: exact for linear models, against dense oracles elsewhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
+
+N, δ = 30, 0.7
+
+
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _regression() -> tuple[Tensor, Tensor]:
+    x = torch.randn(N, 3, generator=_generator(), dtype=torch.float64)
+    return x, x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.3
+
+
+def _squared(y: Tensor, t: Tensor) -> Tensor:
+    return 0.5 * (y - t).square().sum(1).mean()
+
+
+def _linear(structure: ng.structures.Structure, rates: ng.vi.Rates, **options: int) -> ng.vi.VariationalNetwork:
+    model = nn.Linear(3, 1).double()
+    prior = ng.vi.Prior(precision=δ, examples=N)
+    metric = ng.Fisher(ng.Gaussian())
+    return ng.vi.VariationalNetwork(model, metric, structure, prior, rates, generator=_generator(), **options)
+
+
+def _exact() -> tuple[Tensor, Tensor]:
+    """Bayesian linear regression in the order (weight, bias)."""
+    x, t = _regression()
+    X = torch.cat([x, torch.ones(N, 1, dtype=torch.float64)], 1)
+    Λ = X.T @ X + δ * torch.eye(4, dtype=torch.float64)
+    return torch.linalg.solve(Λ, X.T @ t).squeeze(1), Λ
+
+
+def _mean(net: ng.vi.VariationalNetwork) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in net.model.params.values()])
+
+
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.BlockDense(), ng.Kronecker()], ids=lambda s: type(s).__name__)
+def test_one_step_of_size_one_is_the_exact_posterior_of_a_linear_model(structure: ng.structures.Structure) -> None:
+    """One layer with a Gaussian likelihood: G = 1 ⊗ E[aaᵀ], which K-FAC has without error."""
+    x, t = _regression()
+    net = _linear(structure, ng.vi.Rates(1.0, 1.0))
+    μ, Λ = _exact()
+    for _ in range(2):  # at the mean, and from samples: both are exact
+        net.step(x, t, _squared)
+        torch.testing.assert_close(_mean(net), μ, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            N * net.operator.dense() + δ * torch.eye(4, dtype=torch.float64), Λ, rtol=1e-10, atol=1e-10
+        )
+
+
+def test_draws_have_the_mean_and_the_covariance_of_the_posterior() -> None:
+    x, t = _regression()
+    net = _linear(ng.Kronecker(), ng.vi.Rates(1.0, 1.0))
+    net.step(x, t, _squared)
+    μ, Λ = _exact()
+    drawn = net.sample(40_000, _generator(1))
+    flat = torch.cat([t.flatten(1) for t in drawn.values()], 1)
+    torch.testing.assert_close(flat.mean(0), μ, rtol=0, atol=0.01)
+    torch.testing.assert_close(flat.T.cov(), torch.linalg.inv(Λ), rtol=0, atol=0.002)
+
+
+def test_the_bound_of_a_linear_model_is_its_evidence() -> None:
+    x, t = _regression()
+    net = _linear(ng.Dense(), ng.vi.Rates(1.0, 1.0))
+    net.step(x, t, _squared)
+    X = torch.cat([x, torch.ones(N, 1, dtype=torch.float64)], 1)
+    marginal = torch.distributions.MultivariateNormal(
+        torch.zeros(N, dtype=torch.float64), torch.eye(N, dtype=torch.float64) + X @ X.T / δ
+    )
+    constant = 0.5 * N * math.log(2 * math.pi)  # which the loss leaves out
+    found = net.elbo(x, t, _squared, samples=4000) - constant
+    torch.testing.assert_close(found, marginal.log_prob(t.squeeze(1)), rtol=0, atol=0.15)
+
+
+def test_the_diagonal_posterior_of_a_linear_model_has_the_exact_mean_and_the_diagonal_of_the_precision() -> None:
+    x, t = _regression()
+    net = _linear(ng.Diagonal(), ng.vi.Rates(0.5, 0.5))
+    for _ in range(150):
+        net.step(x, t, _squared)
+    μ, Λ = _exact()
+    torch.testing.assert_close(_mean(net), μ, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(N * net.operator.diagonal() + δ, Λ.diagonal(), rtol=1e-10, atol=1e-10)
+
+
+def test_the_first_step_of_a_network_is_the_damped_gauss_newton_step_of_the_posterior() -> None:
+    """Dense oracle: Jacobians by torch.func, softmax Fisher in closed form."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, _ = _regression()
+    t = (x[:, 0] > 0).long()
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    θ = torch.cat([p.flatten() for p in params.values()])
+
+    def outputs(flat: Tensor) -> Tensor:
+        parts = flat.split([p.numel() for p in params.values()])
+        named = {name: part.view_as(p) for (name, p), part in zip(params.items(), parts, strict=True)}
+        return torch.func.functional_call(model, named, (x,))
+
+    J = torch.func.jacrev(outputs)(θ)  # [n c p]
+    p = outputs(θ).softmax(1)
+    H = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+    G = torch.einsum("ncp,ncd,ndq->pq", J, H, J) / N
+    slope = torch.func.grad(lambda flat: F.cross_entropy(outputs(flat), t))(θ)
+    expected = θ - 0.3 * torch.linalg.solve(G + δ / N * torch.eye(len(θ), dtype=torch.float64), slope + δ / N * θ)
+    prior = ng.vi.Prior(δ, N)
+    net = ng.vi.VariationalNetwork(model, ng.Fisher(ng.Categorical()), ng.Dense(), prior, ng.vi.Rates(0.3, 0.1))
+    net.step(x, t, F.cross_entropy)
+    torch.testing.assert_close(_mean(net), expected.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_averages_the_metric_and_the_gradient_over_pairs_of_samples() -> None:
+    """Dense oracle with the same noise: Λ ← (1 − β)Λ + β mean, μ ← μ − α Λ⁻¹(…)."""
+    x, _ = _regression()
+    t = (x[:, 0] > 0).long()
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2).double()
+    metric, prior = ng.Fisher(ng.Categorical()), ng.vi.Prior(δ, N)
+    net = ng.vi.VariationalNetwork(model, metric, ng.Dense(), prior, ng.vi.Rates(0.4, 0.25), 2, _generator())
+    net.step(x, t, F.cross_entropy)
+    μ, G = _mean(net), net.operator.dense()
+    state = net.generator.get_state()
+    ξ = torch.randn(2, 8, generator=torch.Generator().set_state(state), dtype=torch.float64)
+    ε = net.inverse.coloured(ξ) / math.sqrt(N)
+    a = torch.cat([x, torch.ones(N, 1, dtype=torch.float64)], 1)
+    total, slopes = torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)
+    for θ in (μ + ε[0], μ - ε[0], μ + ε[1], μ - ε[1]):
+        W = torch.cat([θ[:6].view(2, 3), θ[6:].unsqueeze(1)], 1)
+        p = (a @ W.T).softmax(1)
+        H = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+        order = [0, 1, 2, 4, 5, 6, 3, 7]  # (output, input) → weight first, then bias
+        total += torch.einsum("ncd,ni,nj->cidj", H, a, a).reshape(8, 8)[order][:, order] / N / 4
+        residual = p - F.one_hot(t, 2)
+        slopes += torch.einsum("nc,ni->ci", residual, a).reshape(8)[order] / N / 4
+    expected_G = 0.75 * G + 0.25 * total
+    expected = μ - 0.4 * torch.linalg.solve(expected_G + δ / N * torch.eye(8, dtype=torch.float64), slopes + δ / N * μ)
+    net.step(x, t, F.cross_entropy)
+    torch.testing.assert_close(net.operator.dense(), expected_G, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(_mean(net), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("metric", "structure", "steps"),
+    [
+        (ng.Empirical(lambda y, t: F.cross_entropy(y, t, reduction="none")), ng.Diagonal(), 300),
+        (ng.Fisher(ng.Categorical()), ng.Kronecker(), 120),
+    ],
+    ids=["VOGN", "noisy K-FAC"],
+)
+def test_a_network_learns_and_is_less_certain_away_from_its_data(
+    metric: ng.output.OutputMetric, structure: ng.structures.Structure, steps: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(100, 2, generator=_generator())
+    t = (x[:, 0] * x[:, 1] > 0).long()
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2))
+    net = ng.vi.VariationalNetwork(model, metric, structure, ng.vi.Prior(0.5, 100), generator=_generator())
+    for _ in range(10):
+        net.step(x, t, F.cross_entropy)
+    early = float(net.elbo(x, t, F.cross_entropy))
+    for _ in range(steps):
+        net.step(x, t, F.cross_entropy)
+    assert float(net.elbo(x, t, F.cross_entropy)) > early + 20
+    predicted = net.outputs(x, 30).softmax(-1).mean(0)
+    assert float((predicted.argmax(1) == t).double().mean()) > 0.85
+    logits = net.outputs(torch.cat([x, 20 * x]), 60)
+    spread = (logits[..., 1] - logits[..., 0]).std(0)
+    assert float(spread[100:].mean()) > 1.2 * float(spread[:100].mean())
+
+
+class TestBadInput:
+    def test_numbers_that_make_no_sense_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"Prior\(precision=…\) must be positive"):
+            ng.vi.Prior(0.0, 3)
+        with pytest.raises(ValueError, match=r"Prior\(examples=…\) is the number of all training examples"):
+            ng.vi.Prior(1.0, 0)
+        with pytest.raises(ValueError, match=r"rate=2.0 must lie in \(0, 1\]"):
+            ng.vi.Rates(mean=2.0)
+        with pytest.raises(ValueError, match="needs one pair of samples or more, got 0"):
+            _linear(ng.Dense(), ng.vi.Rates(), pairs=0)
+
+    def test_there_is_nothing_to_draw_from_before_the_first_step(self) -> None:
+        with pytest.raises(NatgradError, match="there is no posterior before the first step"):
+            _linear(ng.Dense(), ng.vi.Rates()).sample(1)
+
+    def test_a_batch_that_is_not_finite_leaves_all_as_it_was(self) -> None:
+        x, t = _regression()
+        net = _linear(ng.Dense(), ng.vi.Rates())
+        net.step(x, t, _squared)
+        μ, G = _mean(net), net.operator.dense()
+        with pytest.raises(NonFiniteError, match="the loss is NaN or infinity at a sample of q"):
+            net.step(x, t * math.nan, _squared)
+        assert torch.equal(_mean(net), μ)
+        assert torch.equal(net.operator.dense(), G)
+
+    def test_a_loss_that_is_not_one_number_is_refused(self) -> None:
+        x, t = _regression()
+        with pytest.raises(ValueError, match="must be one number, the mean over the batch"):
+            _linear(ng.Dense(), ng.vi.Rates()).step(x, t, lambda y, t: (y - t).square())
+
+    def test_a_structure_that_cannot_be_inverted_is_refused(self) -> None:
+        x, t = _regression()
+        with pytest.raises(IncompatibleError, match="does not work with ImplicitOperator"):
+            _linear(ng.Implicit(), ng.vi.Rates()).step(x, t, _squared)
+
+    def test_no_draws_are_refused(self) -> None:
+        x, t = _regression()
+        net = _linear(ng.Dense(), ng.vi.Rates())
+        net.step(x, t, _squared)
+        with pytest.raises(ValueError, match="needs a count ≥ 1, got 0"):
+            net.sample(0)
