@@ -17,7 +17,6 @@ from natgrad.families.discrete import Poisson as Poisson
 from natgrad.families.distribution import FromDistribution as FromDistribution
 from natgrad.families.domain import Domain as Domain
 from natgrad.families.exponential import ExponentialFamily as ExponentialFamily
-from natgrad.families.exponential import OneParameter as OneParameter
 from natgrad.families.gaussian import FullGaussian as FullGaussian
 from natgrad.families.gaussian import GaussianKnownCovariance as GaussianKnownCovariance
 from natgrad.families.gaussian import GaussianKnownMean as GaussianKnownMean

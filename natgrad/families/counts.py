@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 from natgrad.families.domain import Domain, Interval
 from natgrad.families.expected import expected_log_factorial
-from natgrad.families.exponential import OneParameter, expect
+from natgrad.families.exponential import ExponentialFamily, expect
+from natgrad.families.information import Information, Scalar
 from natgrad.families.special import log1mexp
 
 
 @final
 @dataclass(frozen=True)
-class Binomial(OneParameter):
+class Binomial(ExponentialFamily):
     """Successes x of ``total_count`` = m coins: t = x, h = m!/(x! (m − x)!), η the log-odds, log Z = m log(1 + e^η).
 
     >>> Binomial(4).mean(torch.tensor(0.0))
@@ -32,6 +33,10 @@ class Binomial(OneParameter):
     def __post_init__(self) -> None:
         if self.total_count < 1:
             raise ValueError(f"Binomial(total_count=…) must be 1 or more, got {self.total_count}")
+
+    @property
+    def axes(self) -> int:
+        return 0
 
     @property
     def natural_domain(self) -> Domain:
@@ -66,8 +71,8 @@ class Binomial(OneParameter):
     def _natural(self, xi: Tensor) -> Tensor:
         return xi.log() - (self.total_count - xi).log()
 
-    def _variance(self, eta: Tensor) -> Tensor:
-        return self.total_count * eta.sigmoid() * (-eta).sigmoid()
+    def _fisher(self, eta: Tensor) -> Information:
+        return Scalar(self.total_count * eta.sigmoid() * (-eta).sigmoid())
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         m = self.total_count
@@ -79,7 +84,7 @@ class Binomial(OneParameter):
 
 @final
 @dataclass(frozen=True)
-class NegativeBinomial(OneParameter):
+class NegativeBinomial(ExponentialFamily):
     """Γ(x + r)/(x! Γ(r)) e^{ηx} (1 − e^η)^r: successes, of probability e^η, before ``total_count`` = r > 0 failures.
 
     t = x, log Z = −r log(1 − e^η), η < 0.
@@ -93,6 +98,10 @@ class NegativeBinomial(OneParameter):
     def __post_init__(self) -> None:
         if not self.total_count > 0:
             raise ValueError(f"NegativeBinomial(total_count=…) must be positive, got {self.total_count}")
+
+    @property
+    def axes(self) -> int:
+        return 0
 
     @property
     def natural_domain(self) -> Domain:
@@ -128,9 +137,9 @@ class NegativeBinomial(OneParameter):
     def _natural(self, xi: Tensor) -> Tensor:
         return -torch.log1p(self.total_count / xi)
 
-    def _variance(self, eta: Tensor) -> Tensor:
+    def _fisher(self, eta: Tensor) -> Information:
         odds = 1 / torch.expm1(-eta)
-        return self.total_count * odds * (1 + odds)
+        return Scalar(self.total_count * odds * (1 + odds))
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         odds, r = 1 / torch.expm1(-eta), self.total_count
@@ -144,12 +153,16 @@ class NegativeBinomial(OneParameter):
 
 @final
 @dataclass(frozen=True)
-class Geometric(OneParameter):
+class Geometric(ExponentialFamily):
     """e^{ηx} (1 − e^η): failures x, of probability e^η, before the first success. t = x, log Z = −log(1 − e^η), η < 0.
 
     >>> Geometric().natural(torch.tensor(1.0))
     tensor(-0.6931)
     """
+
+    @property
+    def axes(self) -> int:
+        return 0
 
     @property
     def natural_domain(self) -> Domain:
@@ -183,9 +196,9 @@ class Geometric(OneParameter):
     def _natural(self, xi: Tensor) -> Tensor:
         return -torch.log1p(1 / xi)
 
-    def _variance(self, eta: Tensor) -> Tensor:
+    def _fisher(self, eta: Tensor) -> Information:
         odds = 1 / torch.expm1(-eta)
-        return odds * (1 + odds)
+        return Scalar(odds * (1 + odds))
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return torch.zeros_like(eta)

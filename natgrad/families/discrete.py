@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from natgrad.families.base import diagonal_root, drawn_once, over_terms
 from natgrad.families.domain import Domain, Interval
 from natgrad.families.expected import expected_log_factorial
-from natgrad.families.exponential import OneParameter, expect
+from natgrad.families.exponential import ExponentialFamily, expect
+from natgrad.families.information import Information, Scalar
 
 
 @final
 @dataclass(frozen=True)
-class Bernoulli(OneParameter):
+class Bernoulli(ExponentialFamily):
     """Log-odds y [n *terms]: F = p(1 − p), p = σ(y) (002 section 4).
 
     As a distribution: x in {0, 1}, t(x) = x, log Z = log(1 + e^η), ξ = p (ERRATA 37).
@@ -51,6 +52,10 @@ class Bernoulli(OneParameter):
         return over_terms(F.softplus(y2) - F.softplus(y) - y.sigmoid() * (y2 - y))
 
     # As a distribution
+
+    @property
+    def axes(self) -> int:
+        return 0
 
     @property
     def natural_domain(self) -> Domain:
@@ -87,13 +92,16 @@ class Bernoulli(OneParameter):
     def _variance(self, eta: Tensor) -> Tensor:
         return eta.sigmoid() * (-eta).sigmoid()
 
+    def _fisher(self, eta: Tensor) -> Information:
+        return Scalar(self._variance(eta))
+
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return torch.zeros_like(eta)
 
 
 @final
 @dataclass(frozen=True)
-class Poisson(OneParameter):
+class Poisson(ExponentialFamily):
     """Log-rates y [n *terms]: F = e^y (002 section 4).
 
     As a distribution: t(x) = x, h(x) = 1/x!, log Z = e^η, ξ = e^η.
@@ -124,6 +132,10 @@ class Poisson(OneParameter):
         return over_terms(y2.exp() - y.exp() - y.exp() * (y2 - y))
 
     # As a distribution
+
+    @property
+    def axes(self) -> int:
+        return 0
 
     @property
     def natural_domain(self) -> Domain:
@@ -159,6 +171,9 @@ class Poisson(OneParameter):
 
     def _variance(self, eta: Tensor) -> Tensor:
         return eta.exp()
+
+    def _fisher(self, eta: Tensor) -> Information:
+        return Scalar(self._variance(eta))
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         rate = eta.exp()

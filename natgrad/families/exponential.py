@@ -12,7 +12,7 @@ from torch.distributions.constraints import Constraint
 from natgrad.errors import DomainError
 from natgrad.families.base import Family, by_terms, over_terms
 from natgrad.families.domain import Domain, entry
-from natgrad.families.information import Information, Scalar
+from natgrad.families.information import Information
 from natgrad.families.seeded import seeded
 from natgrad.linalg import symmetric_root
 
@@ -55,9 +55,9 @@ class ExponentialFamily(Family):
     def support(self) -> Constraint:
         """Where x may lie."""
 
-    @abstractmethod
     def statistics(self, x: Tensor) -> Tensor:
-        """t(x), of the shape of a point."""
+        """t(x), of the shape of a point: the datum itself, if a family does not say otherwise."""
+        return x
 
     @abstractmethod
     def log_base(self, x: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ class ExponentialFamily(Family):
         """The shape of one datum, of a point with p entries."""
         return ()
 
-    @abstractmethod
     def _width(self, p: int) -> str:
         """What the last axis of a point must hold, if p entries are wrong; nothing if they are right."""
+        return ""
 
     @abstractmethod
     def _log_partition(self, eta: Tensor) -> Tensor: ...
@@ -269,27 +269,6 @@ class ExponentialFamily(Family):
                 f"eta of {type(self).__name__} has {eta.shape[-1]} entries on the last axis and {what} has "
                 f"{other.shape[-1]}: they must be of one size"
             )
-
-
-class OneParameter(ExponentialFamily):
-    """A family whose parameter and whose sufficient statistic are one number: points are [*batch], and so are data."""
-
-    @property
-    def axes(self) -> int:
-        return 0
-
-    def statistics(self, x: Tensor) -> Tensor:
-        return x
-
-    @abstractmethod
-    def _variance(self, eta: Tensor) -> Tensor:
-        """Var t = F [*batch]."""
-
-    def _fisher(self, eta: Tensor) -> Information:
-        return Scalar(self._variance(eta))
-
-    def _width(self, p: int) -> str:
-        return ""
 
 
 def expect(family: ExponentialFamily, d: Distribution, *kinds: type[Distribution]) -> None:

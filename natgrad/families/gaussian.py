@@ -228,9 +228,6 @@ class GaussianKnownCovariance(ExponentialFamily):
     def _L(self) -> Tensor:
         return factored(symmetric(self.Σ), "GaussianKnownCovariance", "the covariance Σ")
 
-    def statistics(self, x: Tensor) -> Tensor:
-        return x
-
     def log_base(self, x: Tensor) -> Tensor:
         white = torch.linalg.solve_triangular(self._L.to(x), x.unsqueeze(-1), upper=False)
         return -0.5 * white.square().sum((-2, -1))

@@ -12,8 +12,8 @@ from torch import distributions as D
 from torch.distributions import constraints as C
 
 from natgrad.families.domain import Box, Concave, Domain, Interval
-from natgrad.families.exponential import ExponentialFamily, OneParameter, expect
-from natgrad.families.information import Information, Matrix
+from natgrad.families.exponential import ExponentialFamily, expect
+from natgrad.families.information import Information, Matrix, Scalar
 from natgrad.families.inverse import solved
 from natgrad.families.special import trigamma
 
@@ -22,12 +22,16 @@ _EULER = 0.5772156649015329
 
 @final
 @dataclass(frozen=True)
-class Exponential(OneParameter):
+class Exponential(ExponentialFamily):
     """−η e^{ηx}, x > 0: t = x, log Z = −log(−η), η = −rate.
 
     >>> Exponential().mean(torch.tensor(-2.0))
     tensor(0.5000)
     """
+
+    @property
+    def axes(self) -> int:
+        return 0
 
     @property
     def natural_domain(self) -> Domain:
@@ -61,8 +65,8 @@ class Exponential(OneParameter):
     def _natural(self, xi: Tensor) -> Tensor:
         return -1 / xi
 
-    def _variance(self, eta: Tensor) -> Tensor:
-        return eta.square().reciprocal()
+    def _fisher(self, eta: Tensor) -> Information:
+        return Scalar(eta.square().reciprocal())
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return torch.zeros_like(eta)
@@ -70,7 +74,7 @@ class Exponential(OneParameter):
 
 @final
 @dataclass(frozen=True)
-class Laplace(OneParameter):
+class Laplace(ExponentialFamily):
     """½(−η) e^{η|x − c|} with known ``centre`` c: t = |x − c|, log Z = log 2 − log(−η), η = −1/scale.
 
     >>> Laplace(1.0).log_prob(torch.tensor(-2.0), torch.tensor(1.0))
@@ -78,6 +82,10 @@ class Laplace(OneParameter):
     """
 
     centre: float = 0.0
+
+    @property
+    def axes(self) -> int:
+        return 0
 
     @property
     def natural_domain(self) -> Domain:
@@ -116,8 +124,8 @@ class Laplace(OneParameter):
     def _natural(self, xi: Tensor) -> Tensor:
         return -1 / xi
 
-    def _variance(self, eta: Tensor) -> Tensor:
-        return eta.square().reciprocal()
+    def _fisher(self, eta: Tensor) -> Information:
+        return Scalar(eta.square().reciprocal())
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return torch.zeros_like(eta)
@@ -125,7 +133,7 @@ class Laplace(OneParameter):
 
 @final
 @dataclass(frozen=True)
-class Weibull(OneParameter):
+class Weibull(ExponentialFamily):
     """Known ``shape`` k: t = xᵏ is exponential, h = k xᵏ⁻¹, log Z = −log(−η), η = −scale⁻ᵏ.
 
     >>> Weibull(2.0).mean(torch.tensor(-0.25))
@@ -137,6 +145,10 @@ class Weibull(OneParameter):
     def __post_init__(self) -> None:
         if not self.shape > 0:
             raise ValueError(f"Weibull(shape=…) must be positive, got {self.shape}")
+
+    @property
+    def axes(self) -> int:
+        return 0
 
     @property
     def natural_domain(self) -> Domain:
@@ -175,8 +187,8 @@ class Weibull(OneParameter):
     def _natural(self, xi: Tensor) -> Tensor:
         return -1 / xi
 
-    def _variance(self, eta: Tensor) -> Tensor:
-        return eta.square().reciprocal()
+    def _fisher(self, eta: Tensor) -> Information:
+        return Scalar(eta.square().reciprocal())
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         log_x = -((-eta).log() + _EULER) / self.shape
