@@ -97,7 +97,8 @@ class Regression(Sampled):
     """The coefficients of the least-squares fit of ℓ by t: F and Cov(t, ℓ) from the same samples (Salimans 2013).
 
     Exact where ℓ is linear in t (a conjugate model), with as few samples as t has independent entries and one more.
-    Else its bias is of order 1/samples, and its noise far below that of ``Score``.
+    Else its bias is of order 1/samples, and its noise far below that of ``Score``. In directions of t in which all
+    samples agree (a class that was never drawn) nothing is learned, and the gradient is that of the control.
 
     >>> from natgrad.families import Poisson
     >>> at, zero = torch.tensor(0.0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)

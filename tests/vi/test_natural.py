@@ -109,6 +109,14 @@ def test_fit_finds_the_member_of_least_divergence() -> None:
     assert -0.05 < here < 0  # −KL(q ‖ p), as p is normalised
 
 
+def test_what_the_samples_do_not_show_stays_as_it_is() -> None:
+    """A class that is never drawn keeps its logit; the others move."""
+    categorical = ng.families.Categorical(minimal=True)
+    posterior = ng.vi.Posterior(categorical, lambda z: z @ _double(1.0, 2.0, 0.0))
+    eta = _double(0.5, -60.0)
+    torch.testing.assert_close(posterior.step(eta, generator=_generator()).point, _double(1.0, -60.0))
+
+
 def test_the_random_stream_of_the_user_is_not_moved() -> None:
     posterior = ng.vi.Posterior(ng.families.Gamma(), lambda z: -z)
     before = torch.random.get_rng_state()
