@@ -13,6 +13,8 @@ import natgrad as ng
 from benchmarks.peers import installed
 
 JITTER = 1e-8
+BUDGET = 1500  # steps that every contestant may take
+RATES = tuple((lr, hyper) for lr in (1.0, 0.1) for hyper in (0.1, 0.03))  # of q, and of hyperparameters
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Adam(Contestant):
     """
 
     lr: float
-    limit: int = 1500
+    limit: int = BUDGET
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -155,6 +157,54 @@ class _NaturalSteps(Steps):
 
 @final
 @dataclass(frozen=True)
+class NaturalAdam(Contestant):
+    """Our steps of q with Adam for the hyperparameters, in the loop and with the rates that the peer has.
+
+    Beside ``Natural``, which has L-BFGS, it tells what the step itself does from what the optimizer of the
+    hyperparameters does.
+    """
+
+    lr: float
+    hyper_lr: float
+    limit: int = BUDGET
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return f"lr {self.lr:g}, Adam {self.hyper_lr:g}"
+
+    @staticmethod
+    def candidates(case: Case) -> list[Contestant]:
+        return [NaturalAdam(lr, hyper) for lr, hyper in RATES]
+
+    def start(self, case: Case) -> Steps:
+        return _NaturalAdamSteps(case, self.lr, self.hyper_lr)
+
+
+@final
+class _NaturalAdamSteps(Steps):
+    def __init__(self, case: Case, lr: float, hyper_lr: float) -> None:
+        self.case, self.gp, self.lr = case, case.model(), lr
+        self.optimizer = torch.optim.Adam([p for p in self.gp.parameters() if p.requires_grad], lr=hyper_lr)
+
+    def run(self, count: int) -> list[float]:
+        bounds, y = [], self.case.y
+        for _ in range(count):
+            at, belief = self.gp.project(self.case.x), self.gp.belief
+            μ, v, kl = belief.marginals(at)
+            bound = self.gp.likelihood.expected(y, μ, v).sum() - kl
+            self.optimizer.zero_grad()
+            (-bound).backward()
+            with torch.no_grad():
+                self.gp.assume(belief.moved(self.gp.target(at, y, μ, v), self.lr))
+            self.optimizer.step()
+            bounds.append(float(bound.detach()))
+        with torch.no_grad():
+            last = float(self.gp.elbo(self.case.x, y))
+        return [*bounds[1:], last]
+
+
+@final
+@dataclass(frozen=True)
 class Peer(Contestant):
     """GPyTorch: ``NaturalVariationalDistribution`` with ``NGD`` and, for hyperparameters, Adam, as in its tutorial."""
 
@@ -174,7 +224,7 @@ class Peer(Contestant):
     def candidates(case: Case) -> list[Contestant]:
         if not case.learned:
             return [Peer(lr) for lr in (1.0, 0.5, 0.1)]
-        return [Peer(lr, hyper, 600) for lr in (1.0, 0.1) for hyper in (0.1, 0.03)]
+        return [Peer(lr, hyper, BUDGET) for lr, hyper in RATES]
 
     def start(self, case: Case) -> Steps:
         from benchmarks.gp_peer import start

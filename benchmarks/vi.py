@@ -1,9 +1,13 @@
 """Sparse Gaussian processes: natural-gradient steps beside Adam and beside GPyTorch's, in one run on one machine.
 
-Every contestant maximises the same bound, and has its best step size of a few. Time is what it takes to come within 0.1
-nat of the bound where Adam ends; Adam's own time is the whole of its run and, beside it, until it was within 0.1 nat of
-its end for good. Run with ``python benchmarks/vi.py``; GPyTorch takes part if it is installed, and the table says so if
-it is not.
+Every contestant maximises the same bound, has 1500 steps if it needs them, and its best rates of a few. Time is what it
+takes to come within 0.1 nat of the bound where the best run of Adam ends, and to stay there, set-up included.
+
+Where hyperparameters are learned, ours are moved by L-BFGS (``learn``) and GPyTorch's by Adam, as in its tutorial. A
+third contestant has our steps and Adam, so that the two differences can be told apart. Where they are given, ours and
+Adam compute the projection on the inducing points once, and GPyTorch in every step.
+
+Run with ``python benchmarks/vi.py``. GPyTorch takes part if it is installed; the table says so if it is not.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,11 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.gp_cases import Adam, Case, Contestant, Natural, Peer, Steps, cases
+from benchmarks.gp_cases import Adam, Case, Contestant, Natural, NaturalAdam, Peer, Steps, cases
 from benchmarks.harness import Race, machine, race, settle
 from benchmarks.report import Target, verdicts
 
 NEAR = 0.1  # nats
+OURS, MATCHED, PEER = "natgrad", "natgrad, hyperparameters by Adam", "GPyTorch"
+ADAM, WHOLE = "Adam", "Adam, all steps"
 
 
 @dataclass(frozen=True)
@@ -43,38 +49,43 @@ class Run:
         return last if last <= len(self.elbo) else None
 
 
-def best(candidates: Sequence[Contestant], case: Case, target: float | None) -> Run:
-    """The candidate with the highest bound at the end or, with a target, the one that is there in the fewest steps."""
-    runs = [Run(c, tuple(c.start(case).run(c.limit))) for c in candidates]
-    if target is None:
-        return max(runs, key=lambda run: run.elbo[-1])
+def tried(candidates: Sequence[Contestant], case: Case) -> list[Run]:
+    """Every candidate on a case, with all the steps that it may take."""
+    return [Run(c, tuple(c.start(case).run(c.limit))) for c in candidates]
+
+
+def soonest(runs: Sequence[Run], target: float) -> Run:
+    """The run that is at the target in the fewest steps or, where none gets there, that ends highest."""
     return min(runs, key=lambda run: (run.steps_to(target) or 10**9, -run.elbo[-1]))
 
 
 def compare(case: Case, rounds: int) -> dict[str, Any]:
     """All contestants on one case: their bounds, their steps to the target, and their times."""
-    adam = best(Adam.candidates(), case, None)
+    of_adam = tried(Adam.candidates(), case)
+    adam = max(of_adam, key=lambda run: run.elbo[-1])
     target = adam.elbo[-1] - NEAR
-    runs: dict[str, Run] = {"natgrad": best(Natural.candidates(case), case, target)}
+    runs = {ADAM: soonest(of_adam, target), OURS: soonest(tried(Natural.candidates(case), case), target)}
+    if case.learned:
+        runs[MATCHED] = soonest(tried(NaturalAdam.candidates(case), case), target)
     if Peer.installed():
-        runs["GPyTorch"] = best(Peer.candidates(case), case, target)
-    counts: dict[str, int] = {"Adam": adam.contestant.limit, "Adam, to its end within 0.1": adam.steps_to(target) or 0}
-    for name, run in runs.items():
-        found = run.steps_to(target)
-        if found is None and name == "natgrad":
-            raise AssertionError(f"{case.name}: natgrad ends at {run.elbo[-1]:.3f}, below {target:.3f}")
-        counts[name] = found or run.contestant.limit  # a peer that does not get there has the time that it had
-    entries = {name: _timed({**runs, "Adam": adam}.get(name, adam).contestant, case, k) for name, k in counts.items()}
+        runs[PEER] = soonest(tried(Peer.candidates(case), case), target)
+    if runs[OURS].steps_to(target) is None:
+        raise AssertionError(f"{case.name}: {OURS} ends at {runs[OURS].elbo[-1]:.3f}, below {target:.3f}")
+    # A contestant that does not get there has the time of all its steps, and "reached" says so.
+    counts = {name: run.steps_to(target) or run.contestant.limit for name, run in runs.items()}
+    entries = {name: _timed(run.contestant, case, counts[name]) for name, run in runs.items()}
+    entries[WHOLE] = _timed(adam.contestant, case, adam.contestant.limit)
     result = race(entries, rounds, torch.device("cpu"), warmup=1)
     return {
         "case": case.name,
+        "learned": case.learned,
         "adam_elbo": adam.elbo[-1],
-        "settings": {name: run.contestant.label for name, run in {**runs, "Adam": adam}.items()},
-        "elbo": {name: run.elbo[counts[name] - 1] for name, run in runs.items()},
+        "settings": {name: run.contestant.label for name, run in {**runs, WHOLE: adam}.items()},
+        "elbo": {name: run.elbo[min(counts[name], len(run.elbo)) - 1] for name, run in runs.items()},
         "reached": {name: run.steps_to(target) is not None for name, run in runs.items()},
-        "steps": counts,
-        "seconds": {name: result.time(name).median for name in counts},
-        "ratios": _ratios(result, counts),
+        "steps": {**counts, WHOLE: adam.contestant.limit},
+        "seconds": {name: result.time(name).median for name in entries},
+        "ratios": {ours: _ratios(result, ours) for ours in (OURS, MATCHED) if ours in entries},
     }
 
 
@@ -87,18 +98,22 @@ def _timed(contestant: Contestant, case: Case, count: int) -> Callable[[], Any]:
     return once
 
 
-def _ratios(result: Race, counts: Mapping[str, int]) -> dict[str, float]:
-    return {name: result.ratio("natgrad", name).median for name in counts if name != "natgrad"}
+def _ratios(result: Race, ours: str) -> dict[str, float]:
+    return {name: result.ratio(ours, name).median for name in result.seconds if name not in (OURS, MATCHED)}
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """The ratios that were promised."""
+    """The ratios that were promised. Adam's time ends where it is near its end, which is the harder of the two.
+
+    Where hyperparameters are learned the peer is met with its own optimizer for them: like with like.
+    """
     targets = []
     for row in rows:
-        ratios = row["ratios"]
-        targets.append(Target(f"{row['case']}: time over Adam's", ratios["Adam"], 0.1, True))
-        if "GPyTorch" in ratios:
-            targets.append(Target(f"{row['case']}: time over GPyTorch's", ratios["GPyTorch"], 0.5, True))
+        like = row["ratios"][MATCHED if row["learned"] else OURS]
+        targets.append(Target(f"{row['case']}: time over Adam's", row["ratios"][OURS][ADAM], 0.1, True))
+        if PEER in like:
+            note = "" if row["reached"][PEER] else "the peer did not get there: its time is that of all its steps"
+            targets.append(Target(f"{row['case']}: time over GPyTorch's", like[PEER], 0.5, True, note))
     return targets
 
 
@@ -134,7 +149,7 @@ def main() -> None:
         "peers": {"gpytorch": _version("gpytorch")},
         "seconds": round(time.perf_counter() - start),
         "rows": rows,
-        "targets": [{"claim": t.claim, "measured": t.measured, "bound": t.bound, "met": t.met} for t in targets],
+        "targets": [{**asdict(t), "met": t.met} for t in targets],
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -72,7 +72,8 @@ class LatentGaussian(nn.Module, ABC):
         Λ  ← (1 − ρ) Λ  + ρ (1 + Σ_n (−2v̇_n) a_n a_nᵀ)
         Λμ ← (1 − ρ) Λμ + ρ Σ_n (ġ_n − 2v̇_n μ_n) a_n
 
-    For Gaussian noise ρ = 1 is the optimum, whatever q was.
+    For Gaussian noise ρ = 1 is the optimum, whatever q was. A step looks at its data and at its factorisations, and so
+    waits for the device.
     """
 
     def __init__(self, likelihood: Likelihood, like: Tensor) -> None:
