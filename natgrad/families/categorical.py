@@ -13,9 +13,10 @@ from torch.distributions import constraints as C
 from torch.nn import functional as F
 
 from natgrad.families.base import by_terms, check_terms, drawn_once, over_terms
-from natgrad.families.domain import Box, Concave, Domain, Simplex
+from natgrad.families.domain import Box, Domain, Simplex, entry, first
 from natgrad.families.exponential import ExponentialFamily, expect
 from natgrad.families.information import Centred, Downdated, Information
+from natgrad.families.regions import Corner
 
 
 @final
@@ -69,6 +70,7 @@ class Categorical(ExponentialFamily):
         return self._kept(combined - p * combined.sum(-1, keepdim=True))
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
+        self._alike(y, y2, "y2")
         log_p, log_q = self._full(y).log_softmax(-1), self._full(y2).log_softmax(-1)
         return over_terms((log_p.exp() * (log_p - log_q)).sum(-1))
 
@@ -80,7 +82,7 @@ class Categorical(ExponentialFamily):
 
     @property
     def mean_domain(self) -> Domain:
-        return Concave(_minimal_slacks, ("all probabilities above 0", "a sum below 1")) if self.minimal else Simplex()
+        return Corner() if self.minimal else Simplex()
 
     @property
     def support(self) -> C.Constraint:
@@ -97,8 +99,9 @@ class Categorical(ExponentialFamily):
 
     def log_prob(self, eta: Tensor, x: Tensor) -> Tensor:
         """As of every family; classes may be given by their numbers, integers [*batch], too."""
-        classes = eta.shape[-1] + self.minimal
-        return super().log_prob(eta, x if x.is_floating_point() else F.one_hot(x, classes).to(eta.dtype))
+        if x.is_floating_point() or x.dtype is torch.bool:
+            return super().log_prob(eta, x)
+        return super().log_prob(eta, _one_hot(x, eta.shape[-1] + self.minimal).to(eta.dtype))
 
     def distribution(self, eta: Tensor) -> Distribution:
         return OneHotCategorical(logits=self._full(self._inside(eta, self.natural_domain, "eta")))
@@ -141,8 +144,16 @@ class Categorical(ExponentialFamily):
         return x[..., :-1] if self.minimal else x
 
 
-def _minimal_slacks(xi: Tensor) -> Tensor:
-    return torch.stack([xi.amin(-1), 1 - xi.sum(-1)], -1)
+def _one_hot(x: Tensor, classes: int) -> Tensor:
+    """[*batch c] of numbers; a GPU is not waited for, and a number that is no class has no 1."""
+    if x.device.type != "cuda" and not torch._C._are_functorch_transforms_active():
+        wrong = (x < 0) | (x >= classes)
+        if bool(wrong.any()):
+            at = first(wrong)
+            raise ValueError(
+                f"x{entry(at)} = {int(x[at])} is not one of the {classes} classes of Categorical: count them from 0"
+            )
+    return x.unsqueeze(-1) == torch.arange(classes, device=x.device)
 
 
 def _drawn(p: Tensor, samples: int, generator: torch.Generator) -> Tensor:

@@ -13,10 +13,11 @@ from torch.distributions import constraints as C
 
 from natgrad.families.domain import Box, Concave, Domain
 from natgrad.families.exponential import ExponentialFamily, expect
-from natgrad.families.information import Information, Matrix
+from natgrad.families.information import Information, Polar
 from natgrad.families.inverse import solved
 
 _SMALL = 1e-3  # κ² below which four terms of a series are exact in float64
+_LARGE = 100.0  # κ above which 1 − A² − A/κ cancels more than a series leaves out
 
 
 @final
@@ -65,7 +66,8 @@ class VonMises(ExponentialFamily):
     def _log_partition(self, eta: Tensor) -> Tensor:
         q, κ = _squared(eta)
         large = torch.special.i0e(κ).log() + κ
-        small = q / 4 - q.square() / 64 + q**3 / 576 - 11 * q**4 / 49152
+        s = q.clamp(max=_SMALL)
+        small = s / 4 - s.square() / 64 + s**3 / 576 - 11 * s**4 / 49152
         return math.log(2 * math.pi) + torch.where(q < _SMALL, small, large)
 
     def _mean(self, eta: Tensor) -> Tensor:
@@ -76,15 +78,9 @@ class VonMises(ExponentialFamily):
         return solved(self, xi, xi * (2 - R2) / (1 - R2))
 
     def _fisher(self, eta: Tensor) -> Information:
-        q, κ = _squared(eta)
-        a = _ratio(eta)
-        # (A' − A/κ)/κ² = (1 − A² − 2A/κ)/κ², by its series near 0
-        large = (1 - a.square() * κ.square() - 2 * a) / κ.square()
-        small = -1 / 8 + q / 24 - 11 * q.square() / 1024 + 19 * q**3 / 7680
-        bend = torch.where(q < _SMALL, small, large)
-        eye = torch.eye(2, dtype=eta.dtype, device=eta.device)
-        outer = eta.unsqueeze(-1) * eta.unsqueeze(-2)
-        return Matrix(a[..., None, None] * eye + bend[..., None, None] * outer)
+        η = eta.double()
+        length = torch.where((η == 0).all(-1), 1.0, η.square().sum(-1)).sqrt().unsqueeze(-1)  # at 0 all ways are alike
+        return Polar((η / length).to(eta), _ratio(η).to(eta), _slope(η).to(eta))
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return torch.zeros_like(eta[..., 0])
@@ -100,5 +96,17 @@ def _ratio(eta: Tensor) -> Tensor:
     """A(κ)/κ."""
     q, κ = _squared(eta)
     large = torch.special.i1e(κ) / (torch.special.i0e(κ) * κ)
-    small = 1 / 2 - q / 16 + q.square() / 96 - 11 * q**3 / 6144
+    s = q.clamp(max=_SMALL)
+    small = 1 / 2 - s / 16 + s.square() / 96 - 11 * s**3 / 6144
     return torch.where(q < _SMALL, small, large)
+
+
+def _slope(eta: Tensor) -> Tensor:
+    """A'(κ) = 1 − A² − A/κ, by series at both ends."""
+    q, κ = _squared(eta)
+    s, u = q.clamp(max=_SMALL), 1 / κ.clamp(min=_LARGE)
+    small = 1 / 2 - 3 * s / 16 + 5 * s.square() / 96 - 77 * s**3 / 6144
+    a = _ratio(eta)
+    middle = 1 - a.square() * κ.square() - a
+    series = 1 / 2 + u * (1 / 4 + u * (3 / 8 + u * (25 / 32 + u * (65 / 32 + u * 3219 / 512))))
+    return torch.where(q < _SMALL, small, torch.where(κ < _LARGE, middle, u.square() * series))

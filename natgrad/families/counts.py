@@ -13,7 +13,7 @@ from torch.distributions import constraints as C
 from torch.nn import functional as F
 
 from natgrad.families.domain import Domain, Interval
-from natgrad.families.expected import expected_log_factorial
+from natgrad.families.expected import expected_log, expected_log_factorial
 from natgrad.families.exponential import ExponentialFamily, expect
 from natgrad.families.information import Information, Scalar
 from natgrad.families.special import log1mexp
@@ -31,8 +31,8 @@ class Binomial(ExponentialFamily):
     total_count: int
 
     def __post_init__(self) -> None:
-        if self.total_count < 1:
-            raise ValueError(f"Binomial(total_count=…) must be 1 or more, got {self.total_count}")
+        if not isinstance(self.total_count, int) or self.total_count < 1:
+            raise ValueError(f"Binomial(total_count=…) must be an integer, 1 or more, got {self.total_count}")
 
     @property
     def axes(self) -> int:
@@ -96,8 +96,8 @@ class NegativeBinomial(ExponentialFamily):
     total_count: float
 
     def __post_init__(self) -> None:
-        if not self.total_count > 0:
-            raise ValueError(f"NegativeBinomial(total_count=…) must be positive, got {self.total_count}")
+        if not 0 < self.total_count < math.inf:
+            raise ValueError(f"NegativeBinomial(total_count=…) must be positive and finite, got {self.total_count}")
 
     @property
     def axes(self) -> int:
@@ -147,7 +147,9 @@ class NegativeBinomial(ExponentialFamily):
         def log_generating(w: Tensor) -> Tensor:
             return -r * torch.log1p(odds.unsqueeze(-1) * w)
 
-        above = expected_log_factorial(log_generating, r * odds, r - 1)
+        # log Γ(x + r) = log Γ(x + r + 1) − log(x + r): the integral of the left side ends late if r is small.
+        above = expected_log_factorial(log_generating, r * odds, r)
+        above = above - expected_log(lambda s: log_generating(-torch.expm1(-s)) - r * s, odds)
         return above - expected_log_factorial(log_generating, r * odds) - math.lgamma(r)
 
 

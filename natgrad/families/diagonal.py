@@ -15,6 +15,7 @@ from natgrad.families.domain import Box, Concave, Domain
 from natgrad.families.exponential import ExponentialFamily, expect
 from natgrad.families.information import Diagonal, Information
 from natgrad.families.regions import SecondHalf
+from natgrad.families.shapes import broadcast, check_event, check_vector
 
 
 @final
@@ -76,11 +77,12 @@ class DiagonalGaussian(ExponentialFamily):
 
     def from_covariance(self, μ: Tensor, variance: Tensor) -> Tensor:
         """η of the covariance form (μ, σ²)."""
+        μ, variance = broadcast("DiagonalGaussian", μ, variance, 1)
         return torch.cat([μ / variance, variance.reciprocal()], -1)
 
     def from_information(self, h: Tensor, λ: Tensor) -> Tensor:
         """η of the information form (h, λ)."""
-        return torch.cat([h, λ], -1)
+        return torch.cat(broadcast("DiagonalGaussian", h, λ, 1), -1)
 
     def covariance_form(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """(μ, σ²)."""
@@ -195,6 +197,9 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
 
     m: Tensor
 
+    def __post_init__(self) -> None:
+        check_vector(self.m, "DiagonalGaussianKnownMean(m)")
+
     @property
     def natural_domain(self) -> Domain:
         return Box((0.0,))
@@ -208,6 +213,7 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
         return C.real_vector
 
     def statistics(self, x: Tensor) -> Tensor:
+        check_event("DiagonalGaussianKnownMean", tuple(self.m.shape), x)
         return -0.5 * (x - self.m.to(x)).square()
 
     def log_base(self, x: Tensor) -> Tensor:
@@ -253,11 +259,16 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
 def _least_variance(xi: Tensor) -> Tensor:
     μ, m = xi.chunk(2, -1)
     square = -2 * m
-    return torch.stack([square.amin(-1), (1 - μ.square() / square).amin(-1)], -1)
+    return torch.cat([square, 1 - μ.square() / square], -1)
 
 
 def _independent(family: ExponentialFamily, d: D.Distribution, kind: type[D.Distribution]) -> D.Distribution:
     """The base of Independent(kind, 1)."""
+    if isinstance(d, kind):
+        raise TypeError(
+            f"{type(family).__name__}.from_distribution needs to know which axis holds the numbers of one datum: wrap "
+            f"it, Independent({kind.__name__}(…), 1)"
+        )
     base = d.base_dist if isinstance(d, D.Independent) and d.reinterpreted_batch_ndims == 1 else d
     expect(family, base, kind)
     return base

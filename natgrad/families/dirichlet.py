@@ -112,6 +112,10 @@ class Beta(ExponentialFamily):
         assert isinstance(d, D.Beta)
         return torch.stack([d.concentration1, d.concentration0], -1) - 1
 
+    def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        """Of x and of 1 − x as they were drawn: the difference of a draw that rounds to 1 has no logarithm."""
+        return Dirichlet().scores(y, samples, generator)
+
     def _width(self, p: int) -> str:
         return "" if p == 2 else "(a − 1, b − 1), 2 entries,"
 

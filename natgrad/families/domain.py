@@ -64,6 +64,10 @@ class Domain(ABC):
         """Whether a point of the closure is on the boundary to rounding [*batch], where that is curved."""
         return torch.zeros_like(self.contains(x))
 
+    def clear(self, x: Tensor) -> Tensor:
+        """Whether each point is inside, and rounding cannot have put it there [*batch]."""
+        return self.contains(x) & ~self.edge(x)
+
     def _batch(self, x: Tensor) -> torch.Size:
         return x.shape[:-1]
 
@@ -162,7 +166,7 @@ class Simplex(Domain):
         return steps(x, v, torch.zeros_like(x), torch.full_like(x, math.inf)).amin(-1)
 
     def check(self, x: Tensor, what: str) -> None:
-        check_box(x, torch.zeros_like(x), torch.ones_like(x), what)
+        check_box(x, torch.zeros_like(x), torch.full_like(x, math.inf), what)  # rounding may make one of them 1
         if not bool(self._sums(x).all()):
             at = first(~self._sums(x))
             raise DomainError(
@@ -178,7 +182,11 @@ class Simplex(Domain):
 @final
 @dataclass(frozen=True)
 class Concave(Domain):
-    """{x : g(x) > 0} for given concave g(x) → [*batch s], the last without a scale, and what each says in words."""
+    """{x : g(x) > 0} for given concave g(x) → [*batch s], and what they say in words.
+
+    Every word is for as many of the g, one after the other: one, or one for each of several entries. Those of the last
+    word have no scale.
+    """
 
     function: Callable[[Tensor], Tensor]
     words: tuple[str, ...]
@@ -187,7 +195,8 @@ class Concave(Domain):
         return self.function(x)
 
     def edge(self, x: Tensor) -> Tensor:
-        return self.slacks(x)[..., -1] <= ROUNDING * torch.finfo(x.dtype).eps
+        g = self.slacks(x)
+        return g[..., -(g.shape[-1] // len(self.words)) :].amin(-1) <= ROUNDING * torch.finfo(x.dtype).eps
 
     def check(self, x: Tensor, what: str) -> None:
         check_finite(x, what)
@@ -195,8 +204,10 @@ class Concave(Domain):
         wrong = ~(g > 0)
         if bool(wrong.any()):
             *at, s = first(wrong)
+            each = g.shape[-1] // len(self.words)
+            where = entry((*at, s % each) if each > 1 else tuple(at))
             raise DomainError(
-                f"{what}{entry(tuple(at))} must satisfy {self.words[s]}, and breaks it by {float(-g[(*at, s)]):.6g}: "
+                f"{what}{where} must satisfy {self.words[s // each]}, and breaks it by {0 - float(g[(*at, s)]):.6g}: "
                 "start inside, or take shorter steps (see reach)"
             )
 

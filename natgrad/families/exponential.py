@@ -11,9 +11,10 @@ from torch.distributions.constraints import Constraint
 
 from natgrad.errors import DomainError
 from natgrad.families.base import Family, by_terms, over_terms
-from natgrad.families.domain import Domain, entry
+from natgrad.families.domain import Domain, check_finite, entry, first
 from natgrad.families.information import Information
 from natgrad.families.seeded import seeded
+from natgrad.families.shapes import check_alike, check_event, check_event_axes
 from natgrad.linalg import symmetric_root
 
 _ROUNDING = 256  # units in the last place
@@ -29,7 +30,7 @@ class ExponentialFamily(Family):
 
     As an output family the outputs y [n *terms p] are natural parameters, and ``kl`` sums over the terms.
 
-    On a CPU a point outside its domain raises a DomainError. A GPU is not waited for, except by ``check``, ``fit``,
+    On a CPU a point outside its domain raises a DomainError. A GPU is not waited for, except by ``fit``,
     ``distribution`` and the Newton iterations of ``natural``.
     """
 
@@ -122,7 +123,13 @@ class ExponentialFamily(Family):
     def bregman(self, eta: Tensor, eta2: Tensor) -> Tensor:
         """D(η, η') = log Z(η) − log Z(η') − ⟨ξ', η − η'⟩ = KL(p_η' ‖ p_η) [*batch]: the order turns (ERRATA 35)."""
         self._alike(eta, eta2, "eta2")
-        here, there, slope, δ = self.log_partition(eta2), self.log_partition(eta), self._mean(eta2), eta - eta2
+        for point, what in ((eta, "eta"), (eta2, "eta2")):
+            self._inside(point, self.natural_domain, what)
+        return self._bregman(eta, eta2)
+
+    def _bregman(self, eta: Tensor, eta2: Tensor) -> Tensor:
+        here, there = self._log_partition(eta2), self._log_partition(eta)
+        slope, δ = self._mean(eta2), eta - eta2
         plain = there - here - self.pair(slope, δ)
         # Where the difference is lost in rounding, half of D(η, η') + D(η', η) is not, and does not differ.
         both = self.pair(self._mean(eta) - slope, δ)
@@ -134,17 +141,20 @@ class ExponentialFamily(Family):
         return over_terms(self.bregman(eta2, eta))
 
     def entropy(self, eta: Tensor) -> Tensor:
-        """H = log Z − ⟨η, ξ⟩ − E log h [*batch], in nats."""
-        log_Z = self.log_partition(eta)
-        return log_Z - self.pair(eta, self._mean(eta)) - self._expected_log_base(eta)
+        """H = log Z − ⟨η, ξ⟩ − E log h [*batch], in nats; in double precision, for these are large and cancel."""
+        η = self._inside(eta, self.natural_domain, "eta").double()
+        H = self._log_partition(η) - self.pair(η, self._mean(η)) - self._expected_log_base(η)
+        return H.to(eta.dtype)
 
     def log_prob(self, eta: Tensor, x: Tensor) -> Tensor:
         """log p(x | η) = ⟨η, t(x)⟩ − log Z(η) + log h(x) [*batch]; x may have more batch axes in front."""
         log_Z = self.log_partition(eta)
         self.check_data(x)
+        check_event(type(self).__name__, self.event_shape(eta.shape[-1]) if self.axes else (), x)
         x = x if x.is_floating_point() else x.to(eta.dtype)
         t = self.statistics(x)
         self._alike(eta, t, "the data")
+        t = torch.where((eta == 0) & t.isinf(), torch.zeros_like(t), t)  # x⁰ is 1 where log x is not finite, too
         return self.pair(eta, t) - log_Z + self.log_base(x)
 
     def pair(self, eta: Tensor, xi: Tensor) -> Tensor:
@@ -155,6 +165,9 @@ class ExponentialFamily(Family):
 
     def sample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
         """x [*shape *batch *event], without a gradient."""
+        if eta.numel() == 0:  # of which torch makes no distributions
+            batch = self.log_partition(eta).shape
+            return eta.new_empty(*shape, *batch, *(self.event_shape(eta.shape[-1]) if self.axes else ()))
         with torch.no_grad(), seeded(generator, eta.device):
             return self.distribution(eta).sample(torch.Size(shape))
 
@@ -171,6 +184,8 @@ class ExponentialFamily(Family):
     def fit(self, x: Tensor) -> Tensor:
         """η̂ of maximum likelihood: ξ̂ is the mean of t(x) over the first axis of x (002 (15), ERRATA 33)."""
         self.check_data(x)
+        if x.ndim == self.support.event_dim:
+            raise ValueError(f"{type(self).__name__}.fit needs data along the first axis, [n *event], got one datum")
         xi = self.statistics(x if x.is_floating_point() else x.to(torch.get_default_dtype())).mean(0)
         try:
             self.mean_domain.check(xi, "the mean of t")
@@ -188,23 +203,30 @@ class ExponentialFamily(Family):
 
     def contains(self, eta: Tensor) -> Tensor:
         """Whether η is in the domain [*batch], of booleans."""
+        self._check_shape(eta, "eta")
         return self.natural_domain.contains(eta)
 
     def margin(self, eta: Tensor) -> Tensor:
         """The distance of η to the boundary of the domain [*batch]: negative outside, infinite if there is none."""
+        self._check_shape(eta, "eta")
         return self.natural_domain.margin(eta)
 
     def reach(self, eta: Tensor, direction: Tensor) -> Tensor:
         """The longest step t [*batch] for which η + s·direction is in the domain for all 0 ≤ s < t."""
+        self._check_shape(eta, "eta")
+        self._check_shape(direction, "the direction")
+        self._alike(eta, direction, "the direction")
         return self.natural_domain.reach(eta, direction)
 
     def check_data(self, x: Tensor) -> None:
         """Refuse data outside the support by entry; a GPU is not waited for."""
-        if x.device.type == "cuda" or torch._C._are_functorch_transforms_active():
+        check_event_axes(type(self).__name__, self.support.event_dim, x)
+        if x.device.type == "cuda" or torch._C._are_functorch_transforms_active() or x.numel() == 0:
             return
+        check_finite(x, f"{type(self).__name__}: x")
         wrong = ~self.support.check(x)
         if bool(wrong.any()):
-            at = tuple(int(i) for i in wrong.nonzero()[0])
+            at = first(wrong)
             value = f" = {float(x[at]):.6g}" if x[at].ndim == 0 else ""
             raise ValueError(
                 f"x{entry(at)}{value} lies outside the support of {type(self).__name__}, {self.support}: remove it, or "
@@ -217,8 +239,7 @@ class ExponentialFamily(Family):
         """Refuse outputs that are not natural parameters [n *terms p]."""
         if y.ndim < 1 + self.axes:
             raise ValueError(f"{type(self).__name__} needs outputs [n … p], got outputs of shape {tuple(y.shape)}")
-        self._check_shape(y, "the outputs")
-        self.natural_domain.check(y, f"{type(self).__name__}: y")
+        self._inside(y, self.natural_domain, "y")
 
     def terms(self, y: Tensor) -> int:
         return y.shape[1 : y.ndim - self.axes].numel()
@@ -255,20 +276,7 @@ class ExponentialFamily(Family):
             raise ValueError(f"{what} of {name} must have {wrong} on the last axis, got shape {tuple(point.shape)}")
 
     def _alike(self, eta: Tensor, other: Tensor, what: str) -> None:
-        """Refuse a second point whose batch does not broadcast, or whose entries are others."""
-        mine, theirs = eta.shape[: eta.ndim - self.axes], other.shape[: other.ndim - self.axes]
-        try:
-            torch.broadcast_shapes(mine, theirs)
-        except RuntimeError:
-            raise ValueError(
-                f"eta of {type(self).__name__} has the batch {tuple(mine)} and {what} has {tuple(theirs)}, which do "
-                "not broadcast: give them the same batch, or 1 where one is shared"
-            ) from None
-        if self.axes and eta.shape[-1] != other.shape[-1]:
-            raise ValueError(
-                f"eta of {type(self).__name__} has {eta.shape[-1]} entries on the last axis and {what} has "
-                f"{other.shape[-1]}: they must be of one size"
-            )
+        check_alike(type(self).__name__, self.axes, eta, other, what)
 
 
 def expect(family: ExponentialFamily, d: Distribution, *kinds: type[Distribution]) -> None:

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.domain import Box, Domain
+from natgrad.families.domain import Box, Domain, check_finite
 from natgrad.families.exponential import ExponentialFamily, expect
 from natgrad.families.gaussian_information import GaussianInformation, PrecisionInformation
 from natgrad.families.information import Information, Matrix
-from natgrad.families.packing import factored, joined, moment_matrix, side, square, symmetric
+from natgrad.families.packing import factored, joined, looked_at, moment_matrix, side, square, symmetric
 from natgrad.families.regions import Cone
+from natgrad.families.shapes import broadcast, check_event, check_vector
 
 
 @final
@@ -58,12 +59,14 @@ class FullGaussian(ExponentialFamily):
 
     def from_covariance(self, μ: Tensor, Σ: Tensor) -> Tensor:
         """η of the covariance form (μ, Σ)."""
+        μ, Σ = broadcast("FullGaussian", μ, Σ, 2)
         L = factored(symmetric(Σ), "FullGaussian", "the covariance")
         Λ = torch.cholesky_inverse(L)
         return joined((Λ @ μ.unsqueeze(-1)).squeeze(-1), Λ)
 
     def from_information(self, h: Tensor, Λ: Tensor) -> Tensor:
         """η of the information form (h, Λ)."""
+        h, Λ = broadcast("FullGaussian", h, Λ, 2)
         return joined(h, symmetric(Λ))
 
     def covariance_form(self, eta: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,6 +97,8 @@ class FullGaussian(ExponentialFamily):
 
     def _factored(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         h, Λ = _split(eta)
+        if looked_at(h):
+            check_finite(h.detach(), "FullGaussian: eta")
         return h, factored(Λ, "FullGaussian: eta", "the precision matrix")
 
     def _log_partition(self, eta: Tensor) -> Tensor:
@@ -131,6 +136,9 @@ class GaussianKnownMean(ExponentialFamily):
 
     m: Tensor
 
+    def __post_init__(self) -> None:
+        check_vector(self.m, "GaussianKnownMean(m)")
+
     @property
     def natural_domain(self) -> Domain:
         return Cone(square, "the precision matrix")
@@ -144,6 +152,7 @@ class GaussianKnownMean(ExponentialFamily):
         return C.real_vector
 
     def statistics(self, x: Tensor) -> Tensor:
+        check_event("GaussianKnownMean", tuple(self.m.shape), x)
         e = x - self.m.to(x)
         return (-0.5 * e.unsqueeze(-1) * e.unsqueeze(-2)).flatten(-2)
 
@@ -210,6 +219,11 @@ class GaussianKnownCovariance(ExponentialFamily):
     Σ: Tensor
 
     def __post_init__(self) -> None:
+        if self.Σ.ndim != 2 or self.Σ.shape[0] != self.Σ.shape[1] or not self.Σ.is_floating_point():
+            raise ValueError(
+                f"GaussianKnownCovariance(Σ) must be one matrix [d d] of floating-point numbers, got {self.Σ.dtype} "
+                f"of shape {tuple(self.Σ.shape)}"
+            )
         _ = self._L
 
     @property

@@ -33,6 +33,10 @@ class GaussianInformation(Information):
     def μ(self) -> Tensor:
         return torch.cholesky_solve(self.h.unsqueeze(-1), self.L)
 
+    @property
+    def divides(self) -> bool:
+        return False
+
     def flat(self, v: Tensor) -> Tensor:
         d = self.h.shape[-1]
         δΛ = square(v[..., d:])
@@ -65,6 +69,10 @@ class PrecisionInformation(Information):
     @cached_property
     def Σ(self) -> Tensor:
         return torch.cholesky_inverse(self.L)
+
+    @property
+    def divides(self) -> bool:
+        return False
 
     def flat(self, v: Tensor) -> Tensor:
         return (0.5 * self.Σ @ square(v) @ self.Σ).flatten(-2)

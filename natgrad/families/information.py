@@ -29,6 +29,11 @@ class Information(ABC):
     def dense(self) -> Tensor:
         """F as matrices [*batch p q]; of a one-parameter family [*batch 1 1]."""
 
+    @property
+    def divides(self) -> bool:
+        """Whether ♯ divides by what may be rounded to 0: no, where it is products with what the chart holds."""
+        return True
+
     def inverse(self) -> Information:
         """F⁻¹, the information in the other chart."""
         return Inverted(self)
@@ -133,6 +138,33 @@ class Downdated(Information):
 
     def dense(self) -> Tensor:
         return torch.diag_embed(self.a) - self.c[..., None, None] * self.u.unsqueeze(-1) * self.u.unsqueeze(-2)
+
+
+@final
+@dataclass(frozen=True)
+class Polar(Information):
+    """a (1 − uuᵀ) + b uuᵀ with unit vectors u [*batch p]: a across, b along, which may be of very different sizes.
+
+    >>> Polar(torch.tensor([1.0, 0.0]), torch.tensor(2.0), torch.tensor(4.0)).sharp(torch.ones(2))
+    tensor([0.2500, 0.5000])
+    """
+
+    u: Tensor
+    a: Tensor
+    b: Tensor
+
+    def flat(self, v: Tensor) -> Tensor:
+        along = (self.u * v).sum(-1, keepdim=True) * self.u
+        return self.a.unsqueeze(-1) * (v - along) + self.b.unsqueeze(-1) * along
+
+    def sharp(self, w: Tensor) -> Tensor:
+        along = (self.u * w).sum(-1, keepdim=True) * self.u
+        return (w - along) / self.a.unsqueeze(-1) + along / self.b.unsqueeze(-1)
+
+    def dense(self) -> Tensor:
+        eye = torch.eye(self.u.shape[-1], dtype=self.u.dtype, device=self.u.device)
+        along = self.u.unsqueeze(-1) * self.u.unsqueeze(-2)
+        return self.a[..., None, None] * (eye - along) + self.b[..., None, None] * along
 
 
 @final

@@ -71,7 +71,9 @@ class InverseGaussian(ExponentialFamily):
 
     @property
     def mean_domain(self) -> Domain:
-        return Concave(_slacks, ("E x above 0", "E 1/x above 1/E x (Jensen; equal if all data are the same)"))
+        return Concave(
+            _slacks, ("E x above 0", "E 1/x above 0", "E 1/x above 1/E x (Jensen; equal if all data are the same)")
+        )
 
     @property
     def support(self) -> C.Constraint:
@@ -129,4 +131,4 @@ def _mean_and_shape(eta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slacks(xi: Tensor) -> Tensor:
-    return torch.stack([xi[..., 0], 1 - xi.prod(-1).reciprocal()], -1)
+    return torch.stack([xi[..., 0], xi[..., 1], 1 - xi.prod(-1).reciprocal()], -1)

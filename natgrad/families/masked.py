@@ -32,9 +32,9 @@ class Masked(Family):
 
     The mask is the target of the batch: ``pullback(policy, x, Fisher(Masked(family)), target=mask)``, and
     ``opt.refresh(x, mask)`` before ``opt.step()``. What is masked has no length in the metric, and outputs there may be
-    anything finite. Examples are averaged over all n, whatever their steps: for the mean over the steps that are there,
-    give weights ``valid * n / valid.sum()``. ``actions`` are for ``Categorical``: F is that of the softmax over the
-    possible ones.
+    anything finite that is in the domain of the family. Examples are averaged over all n, whatever their steps: for the
+    mean over the steps that are there, give weights ``valid * n / valid.sum()``. ``actions`` are for ``Categorical``: F
+    is that of the softmax over the possible ones.
 
     >>> family = Masked(Categorical(), Mask(actions=torch.tensor([[True, True, False]])))
     >>> family.flat(torch.zeros(1, 3), torch.tensor([[1.0, 0.0, 5.0]]))

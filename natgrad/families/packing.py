@@ -44,9 +44,14 @@ def moment_matrix(μ: Tensor, m: Tensor) -> Tensor:
     return torch.cat([top, torch.cat([μ.unsqueeze(-1), -2 * m], -1)], -2)
 
 
+def looked_at(x: Tensor) -> bool:
+    """Whether values may be read: a GPU is not waited for, and a transform of functions has none."""
+    return x.device.type != "cuda" and not torch._C._are_functorch_transforms_active()
+
+
 def factored(A: Tensor, what: str, word: str) -> Tensor:
     """L with LLᵀ = A [*batch d d]. On a CPU an indefinite or infinite A raises; a GPU is not waited for."""
-    watched = A.device.type != "cuda" and not torch._C._are_functorch_transforms_active()
+    watched = looked_at(A)
     if watched:
         check_finite(A.detach(), f"{what}: {word}")
     L, info = torch.linalg.cholesky_ex(A)

@@ -83,6 +83,10 @@ class Laplace(ExponentialFamily):
 
     centre: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.centre):
+            raise ValueError(f"Laplace(centre=…) must be finite, got {self.centre}")
+
     @property
     def axes(self) -> int:
         return 0
@@ -143,8 +147,8 @@ class Weibull(ExponentialFamily):
     shape: float
 
     def __post_init__(self) -> None:
-        if not self.shape > 0:
-            raise ValueError(f"Weibull(shape=…) must be positive, got {self.shape}")
+        if not 0 < self.shape < math.inf:
+            raise ValueError(f"Weibull(shape=…) must be positive and finite, got {self.shape}")
 
     @property
     def axes(self) -> int:

@@ -70,9 +70,9 @@ class Product(ExponentialFamily):
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.families) != len(self.sizes) or not self.families:
+        if len(self.families) != len(self.sizes) or not self.families or min(self.sizes) < 1:
             raise ValueError(
-                f"Product needs a size for every family, got {len(self.families)} families and {len(self.sizes)} sizes"
+                f"Product needs a size ≥ 1 for every family, got {len(self.families)} families and sizes {self.sizes}"
             )
 
     @property

@@ -13,6 +13,8 @@ from torch import Tensor
 from natgrad.errors import DomainError
 from natgrad.families.domain import ROUNDING, Domain, all_finite, check_box, check_finite, entry, first, steps
 
+_PIVOT = 8  # units in the last place that tell a pivot from 0
+
 
 @final
 @dataclass(frozen=True)
@@ -37,6 +39,36 @@ class SecondHalf(Domain):
         lower = torch.full_like(x, -math.inf)
         lower.chunk(2, -1)[1].zero_()
         return lower, torch.full_like(x, math.inf)
+
+
+@final
+@dataclass(frozen=True)
+class Corner(Domain):
+    """x_p > 0 with Σ_p x_p < 1 over the last axis: the probabilities of all classes but one.
+
+    >>> Corner().margin(torch.tensor([0.25, 0.5]))  # to the plane of the sum, 0.25/√2
+    tensor(0.1768)
+    """
+
+    def slacks(self, x: Tensor) -> Tensor:
+        return torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1)
+
+    def margin(self, x: Tensor) -> Tensor:
+        return torch.minimum(x.amin(-1), (1 - x.sum(-1)) / x.shape[-1] ** 0.5)
+
+    def reach(self, x: Tensor, v: Tensor) -> Tensor:
+        left, along = self.slacks(x), torch.cat([v, -v.sum(-1, keepdim=True)], -1)
+        return steps(left, along, torch.zeros_like(left), torch.full_like(left, math.inf)).amin(-1)
+
+    def check(self, x: Tensor, what: str) -> None:
+        check_box(x, torch.zeros_like(x), torch.full_like(x, math.inf), what)
+        over = ~(x.detach().sum(-1) < 1)
+        if bool(over.any()):
+            at = first(over)
+            raise DomainError(
+                f"{what}{entry(at)} sums to {float(x[at].detach().sum()):.6g} over its last axis, and must leave "
+                "something below 1 for the last class"
+            )
 
 
 @final
@@ -84,6 +116,14 @@ class Cone(Domain):
         least = torch.linalg.eigvalsh(s.unsqueeze(-1) * A * s.unsqueeze(-2))[..., 0]
         return ~(least > ROUNDING * A.shape[-1] * torch.finfo(x.dtype).eps)
 
+    def clear(self, x: Tensor) -> Tensor:
+        """By the pivots of A over its diagonal, 1 − R² of a variable given those before it: one factorisation."""
+        A = self.matrix(x)
+        L, info = torch.linalg.cholesky_ex(A)
+        pivots = L.diagonal(dim1=-2, dim2=-1).square()
+        told = pivots > _PIVOT * torch.finfo(x.dtype).eps * A.diagonal(dim1=-2, dim2=-1)
+        return (info == 0) & told.all(-1) & all_finite(x)
+
 
 @final
 @dataclass(frozen=True)
@@ -118,6 +158,10 @@ class Parts(Domain):
     def edge(self, x: Tensor) -> Tensor:
         found = [domain.edge(part) for domain, part in self._parts(x)]
         return torch.stack([c if c.ndim < x.ndim else c.any(-1) for c in found]).any(0)
+
+    def clear(self, x: Tensor) -> Tensor:
+        found = [domain.clear(part) for domain, part in self._parts(x)]
+        return torch.stack([c if c.ndim < x.ndim else c.all(-1) for c in found]).all(0)
 
     def _parts(self, x: Tensor) -> list[tuple[Domain, Tensor]]:
         left = x.shape[-1] - sum(size for size in self.sizes if size > 0)

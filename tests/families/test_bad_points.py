@@ -30,6 +30,7 @@ OUTSIDE: list[tuple[f.ExponentialFamily, Tensor, str]] = [
     (f.Wishart(), t([-2.0, 1.0]), r"Wishart: eta \(part 0\)\[0\] = -2 must be above -1"),
     (f.Wishart(), t([1.0, -1.0]), r"Wishart: eta \(part 1\): the inverse scale matrix V⁻¹ must be positive definite"),
     (f.Poisson(), t(math.inf), r"Poisson: eta = inf must be finite"),
+    (f.FullGaussian(), t([math.nan, 1.0]), r"FullGaussian: eta\[0\] = nan must be finite"),
     (f.FullGaussian(), t([0.0, math.nan]), r"the precision matrix\[0, 0\] = nan must be finite"),
 ]
 OUTSIDE_MEANS: list[tuple[f.ExponentialFamily, Tensor, str]] = [
@@ -37,7 +38,9 @@ OUTSIDE_MEANS: list[tuple[f.ExponentialFamily, Tensor, str]] = [
     (f.Binomial(3), t(3.0), r"Binomial: xi = 3 must be below 3"),
     (f.Categorical(), t([0.5, 0.6]), r"Categorical: xi sums to 1.1 over its last axis, and probabilities sum to 1"),
     (f.Categorical(), t([1.5, -0.5]), r"Categorical: xi\[1\] = -0.5 must be above 0"),
-    (f.Categorical(minimal=True), t([0.6, 0.6]), r"must satisfy a sum below 1, and breaks it by 0.2"),
+    (f.Categorical(minimal=True), t([0.6, 0.6]), r"xi sums to 1.2 over its last axis, and must leave something"),
+    (f.Categorical(minimal=True), t([0.6, -0.1]), r"Categorical: xi\[1\] = -0.1 must be above 0"),
+    (f.DiagonalGaussian(), t([[0.0, 3.0, -1.0, -1.0]]), r"DiagonalGaussian: xi\[0, 1\] must satisfy variances"),
     (f.Gamma(), t([[0.0, 2.0], [1.0, 2.0]]), r"Gamma: xi\[1\] must satisfy E log x below log E x \(Jensen"),
     (f.Dirichlet(), t([-0.1, -0.1]), r"must satisfy Σ exp E log x below 1"),
     (f.InverseGaussian(), t([2.0, 0.4]), r"must satisfy E 1/x above 1/E x"),
@@ -52,6 +55,15 @@ SUPPORT: list[tuple[f.ExponentialFamily, Tensor, Tensor, str]] = [
     (f.Binomial(2), t([0.0, 0.0]), t([1.0, 3.0]), r"x\[1\] = 3 lies outside the support of Binomial"),
     (f.Gamma(), t([1.0, -1.0]), t(-1.0), r"x = -1 lies outside the support of Gamma"),
     (f.Bernoulli(), t(0.0), t(0.5), r"outside the support of Bernoulli"),
+    (f.VonMises(), t([1.0, 0.0]), t([0.0, math.inf]), r"VonMises: x\[1\] = inf must be finite"),
+    (f.Gamma(), t([1.0, -1.0]), t(math.nan), r"Gamma: x = nan must be finite"),
+    (
+        f.Categorical(),
+        t([0.0, 0.0]),
+        t([0, 2]),
+        r"x\[1\] = 2 is not one of the 2 classes of Categorical: count them from",
+    ),
+    (f.Categorical(minimal=True), t([0.0]), t(-1), r"x = -1 is not one of the 2 classes of Categorical"),
     (f.Dirichlet(), t([0.0, 0.0]), t([[0.5, 0.5], [0.5, 0.6]]), r"x\[1\] lies outside the support of Dirichlet"),
     (
         f.Product((f.Gamma(), f.Poisson()), (2, 1)),
@@ -178,15 +190,23 @@ def test_points_that_are_no_points_are_refused() -> None:
 
 
 def test_families_refuse_what_they_are_built_from() -> None:
-    with pytest.raises(ValueError, match=r"Binomial\(total_count=…\) must be 1 or more, got 0"):
+    with pytest.raises(ValueError, match=r"Binomial\(total_count=…\) must be an integer, 1 or more, got 0"):
         f.Binomial(0)
-    with pytest.raises(ValueError, match=r"NegativeBinomial\(total_count=…\) must be positive, got 0"):
+    with pytest.raises(ValueError, match=r"Binomial\(total_count=…\) must be an integer, 1 or more, got 2.5"):
+        f.Binomial(2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"NegativeBinomial\(total_count=…\) must be positive and finite, got inf"):
+        f.NegativeBinomial(math.inf)
+    with pytest.raises(ValueError, match=r"Weibull\(shape=…\) must be positive and finite, got inf"):
+        f.Weibull(math.inf)
+    with pytest.raises(ValueError, match=r"Laplace\(centre=…\) must be finite, got nan"):
+        f.Laplace(math.nan)
+    with pytest.raises(ValueError, match=r"NegativeBinomial\(total_count=…\) must be positive and finite, got 0"):
         f.NegativeBinomial(0.0)
-    with pytest.raises(ValueError, match=r"Weibull\(shape=…\) must be positive, got -1"):
+    with pytest.raises(ValueError, match=r"Weibull\(shape=…\) must be positive and finite, got -1"):
         f.Weibull(-1.0)
     with pytest.raises(DomainError, match=r"GaussianKnownCovariance: the covariance Σ must be positive definite"):
         f.GaussianKnownCovariance(-torch.eye(2))
-    with pytest.raises(ValueError, match=r"Product needs a size for every family, got 1 families and 2 sizes"):
+    with pytest.raises(ValueError, match=r"Product needs a size ≥ 1 for every family, got 1 families and .* \(2, 2\)"):
         f.Product((f.Gamma(),), (2, 2))
 
 

@@ -1,0 +1,114 @@
+"""Far points and both ends of the precision: numbers by mpmath with 40 digits, or by theory."""
+
+import math
+
+import pytest
+import torch
+
+import natgrad as ng
+from natgrad import families as f
+from tests.output.table import close
+
+DOUBLE = torch.float64
+# κ, and A'(κ) = 1 − A² − A/κ
+SLOPES = [(1e-9, 0.5), (0.03, 0.4998312921783656), (0.0317, 0.49981163570623929), (30.0, 0.00056531304166817765)]
+SLOPES += [(300.0, 5.5648614354286154e-06), (1e4, 5.0002500375078146e-09), (1e6, 5.00000250000375e-13)]
+
+
+@pytest.mark.parametrize(("κ", "slope"), SLOPES)
+def test_the_information_of_angles_is_precise_and_positive_however_concentrated(κ: float, slope: float) -> None:
+    for dtype, tol in ((DOUBLE, 1e-9), (torch.float32, 1e-5)):
+        F = f.VonMises().fisher(torch.tensor([0.6 * κ, -0.8 * κ], dtype=dtype))
+        u = torch.tensor([0.6, -0.8], dtype=dtype)
+        assert float(u @ F.flat(u)) == pytest.approx(slope, rel=tol * max(1, κ / 1e3))
+        assert float(u @ F.sharp(u)) == pytest.approx(1 / slope, rel=tol)
+
+
+def test_the_gradient_of_log_z_of_concentrated_angles_is_finite_in_single_precision() -> None:
+    η = torch.tensor([3e7, 0.0], requires_grad=True)
+    (g,) = torch.autograd.grad(f.VonMises().log_partition(η), η)
+    close(g, torch.tensor([1.0, 0.0]), 1e-6)
+
+
+# Rate of Poisson, and its entropy
+RATES = [
+    (1e-6, 1.4815510904537816e-5),
+    (100.0, 3.7206860722602589),
+    (1e6, 8.3266937288534348),
+    (1e8, 10.629278904347522),
+]
+
+
+@pytest.mark.parametrize(("rate", "entropy"), RATES)
+def test_the_entropy_of_many_counts_does_not_cancel(rate: float, entropy: float) -> None:
+    for dtype, tol in ((DOUBLE, 1e-8), (torch.float32, 1e-5)):
+        found = f.Poisson().entropy(torch.tensor(math.log(rate), dtype=dtype))
+        assert float(found) == pytest.approx(entropy, rel=tol)
+
+
+def test_the_entropy_of_counts_has_no_step_where_the_series_begins() -> None:
+    η = torch.tensor([math.log(1e4) - 1e-9, math.log(1e4) + 1e-9], dtype=DOUBLE, requires_grad=True)
+    H = f.Poisson().entropy(η)
+    assert float(H.detach().diff()) == pytest.approx(1e-9, abs=1e-9)
+    (g,) = torch.autograd.grad(H.sum(), η)
+    assert g.tolist() == pytest.approx([0.5, 0.5], abs=1e-4)
+
+
+@pytest.mark.parametrize("r", [0.001, 0.1, 0.9])
+def test_the_entropy_of_rare_successes_is_the_sum_over_their_support(r: float) -> None:
+    η = torch.tensor([-5.0, -0.1], dtype=DOUBLE)
+    log_p = f.NegativeBinomial(r).log_prob(η, torch.arange(0.0, 4000.0, dtype=DOUBLE).unsqueeze(-1))
+    close(f.NegativeBinomial(r).entropy(η), -(log_p.exp() * log_p).sum(0), 1e-10)
+
+
+def test_a_density_at_the_end_of_its_support_is_that_of_torch() -> None:
+    """x⁰ = 1 at x = 0, where log x is not finite."""
+    x, η = torch.tensor([0.0, 1.0, 0.3], dtype=DOUBLE), torch.tensor([0.0, 1.5], dtype=DOUBLE)
+    close(f.Beta().log_prob(η, x), f.Beta().distribution(η).log_prob(x))
+    corner, α = torch.tensor([0.0, 0.4, 0.6], dtype=DOUBLE), torch.tensor([0.0, 1.5, 0.0], dtype=DOUBLE)
+    close(f.Dirichlet().log_prob(α, corner), f.Dirichlet().distribution(α).log_prob(corner))
+    assert float(f.Beta().log_prob(torch.tensor([1.0, 0.0]), torch.tensor(0.0))) == -math.inf
+
+
+def test_scores_of_draws_that_round_to_one_have_no_mean() -> None:
+    """log(1 − x) is not that of the rounded x: five standard errors, which log1p(−x) misses by far."""
+    y, family, count = torch.full((1, 2), -0.9), f.Beta(), 20_000
+    scores = family.scores(y, count, torch.Generator().manual_seed(0)).double()
+    assert bool((scores.mean(0).abs() <= 5 * scores.std(0) / count**0.5).all())
+    rounded = (family.statistics(family.sample(y, (count,))) - family.mean(y)).double()
+    assert not bool((rounded.mean(0).abs() <= 5 * rounded.std(0) / count**0.5).all())
+
+
+def test_a_probability_that_rounds_to_one_leads_back() -> None:
+    """p = (1, e⁻⁴⁰) in both precisions: the logarithms know what the sum does not."""
+    for dtype in (torch.float32, DOUBLE):
+        η = torch.tensor([20.0, -20.0], dtype=dtype)
+        close(f.Categorical().natural(f.Categorical().mean(η)), η, 1e-6)
+
+
+@pytest.mark.parametrize("family", [f.Bernoulli(), f.Poisson(), f.Gamma(), f.FullGaussian()])
+def test_kl_of_near_points_in_single_precision_is_half_the_squared_length(family: f.ExponentialFamily) -> None:
+    """Of outputs [n *point]: a trust region asks for it."""
+    η = torch.tensor([[2.0]]) if family.axes == 0 else torch.tensor([[5.0, -2.0]])
+    η = torch.tensor([[5.0, 2.0]]) if isinstance(family, f.FullGaussian) else η
+    v = 1e-4 * torch.ones_like(η)
+    length = family.pair(v.double(), family.fisher(η.double()).flat(v.double()))
+    assert float(family.kl(η, η + v)) == pytest.approx(0.5 * float(length.sum()), rel=1e-2)
+
+
+@pytest.mark.parametrize("backtracking", [ng.Backtracking(), ng.Backtracking(tries=1)])
+def test_a_trial_step_whose_outputs_leave_the_family_is_shortened_or_refused(backtracking: ng.Backtracking) -> None:
+    """Rates −η of exponential waiting times become negative at a full step; no step with KL > δ is taken."""
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    torch.nn.init.constant_(model.weight, -1.0)
+    x, radius = torch.ones(3, 1, dtype=DOUBLE), 4.0
+    opt = ng.NaturalGradient(model, ng.Fisher(f.Exponential()), step=ng.TrustRegion(radius, backtracking))
+    (-model(x).mean()).backward()  # towards 0, the boundary
+    opt.step()
+    after = model(x).detach()
+    assert opt.last is not None
+    assert bool((after < 0).all())
+    assert opt.last.accepted == (backtracking.tries > 1)
+    assert float(f.Exponential().kl(-torch.ones_like(after), after).mean()) <= radius
+    if not opt.last.accepted:
+        assert opt.last.reason == "divergence inf over radius 4 after 1 tries"
