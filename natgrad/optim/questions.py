@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from natgrad.errors import BatchStatisticsError
+from natgrad.errors import BatchStatisticsError, DomainError
 from natgrad.geometry import Covector, Vector
 from natgrad.model import evaluating, tensors_of, without_chance
 from natgrad.optim.distributed import World
@@ -36,11 +37,15 @@ class Questions:
         return Covector(dict(zip(own, self.world.mean_of(list(own.values()), self._examples), strict=True)))
 
     def divergence(self, params: Mapping[str, Tensor]) -> float:
-        """Mean divergence of the outputs at other parameters from the outputs now."""
+        """Mean divergence of the outputs at other parameters from the outputs now; infinite outside their domain."""
         model, x = self.batch.model, self.batch.x
         with torch.no_grad(), self._separable():
             y0, y = model(None, x), model(params, x)
-            return float(self._mean(self.metric.divergence(y, y0, self.batch.target).mean()))
+            try:
+                own = self.metric.divergence(y, y0, self.batch.target).mean()
+            except DomainError:  # the outputs have left the family: no distribution is there, and none is near
+                own = y0.new_tensor(math.inf)
+            return float(self._mean(own))
 
     def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
         """⟨v, G w⟩ [v w] with the exact metric, on a part of the batch.
