@@ -131,10 +131,11 @@ class ExponentialFamily(Family):
         here, there = self._log_partition(eta2), self._log_partition(eta)
         slope, δ = self._mean(eta2), eta - eta2
         plain = there - here - self.pair(slope, δ)
-        # Where the difference is lost in rounding, half of D(η, η') + D(η', η) is not, and does not differ.
-        both = self.pair(self._mean(eta) - slope, δ)
+        # Where the difference is lost in rounding, Simpson's rule for ∫₀¹ ⟨ξ(η' + sδ) − ξ', δ⟩ ds is not.
+        middle = self.pair(self._mean(eta2 + 0.5 * δ) - slope, δ)
+        near = (4 * middle + self.pair(self._mean(eta) - slope, δ)) / 6
         lost = _ROUNDING * torch.finfo(plain.dtype).eps * (here.abs() + there.abs())
-        return torch.where((plain - 0.5 * both).abs() <= lost, 0.5 * both, plain)
+        return torch.where((plain - near).abs() <= lost, near, plain)
 
     def kl(self, eta: Tensor, eta2: Tensor) -> Tensor:
         """KL(p_η ‖ p_η') = D(η', η), in nats: [] of one point, [n] of points [n *terms p], summed over the terms."""

@@ -112,3 +112,20 @@ def test_a_trial_step_whose_outputs_leave_the_family_is_shortened_or_refused(bac
     assert float(f.Exponential().kl(-torch.ones_like(after), after).mean()) <= radius
     if not opt.last.accepted:
         assert opt.last.reason == "divergence inf over radius 4 after 1 tries"
+
+
+# η and η2 of Gamma, and KL(p_η ‖ p_η2)
+STEPS = [
+    ([1.0, -3.0], [1.0002, -2.9999], 2.06760561348e-8),
+    ([-0.75, -5.0], [-0.74, -4.9], 0.0010916370693),
+    ([-0.75, -5.0], [-0.7, -4.5], 0.0257563014862),
+    ([63.0, -0.5], [64.0, -0.51], 0.000662070303754),
+]
+
+
+@pytest.mark.parametrize(("here", "there", "kl"), STEPS)
+def test_kl_of_short_and_long_steps_is_precise(here: list[float], there: list[float], kl: float) -> None:
+    """Neither the difference of log Z, which is lost in rounding, nor half the squared length alone would be."""
+    for dtype, tol in ((DOUBLE, 1e-7), (torch.float32, 5e-3)):
+        found = f.Gamma().kl(torch.tensor(here, dtype=dtype), torch.tensor(there, dtype=dtype))
+        assert float(found) == pytest.approx(kl, rel=tol)
