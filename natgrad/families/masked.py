@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.families.base import Family, over_terms
 from natgrad.families.categorical import Categorical
+from natgrad.families.domain import first
 
 _BELOW = 2000.0  # under the lowest possible logit: e^−2000 is 0 in every precision
 
@@ -134,6 +135,8 @@ def _check_mask(mask: Mask, family: Family) -> None:
             f"the mask of Masked({family!r}) must be a Mask(steps=…, actions=…), got {type(mask).__name__}: pass "
             "target=Mask(…), or opt.refresh(x, Mask(…))"
         )
+    if any(part is not None and not isinstance(part, Tensor) for part in mask):
+        raise TypeError("Mask(steps=…, actions=…) takes tensors, as torch.tensor([[True, False]])")
     if mask.actions is None:
         return
     if not isinstance(family, Categorical) or family.minimal:
@@ -143,13 +146,19 @@ def _check_mask(mask: Mask, family: Family) -> None:
 
 
 def _check_steps(steps: Tensor, terms: int, y: Tensor) -> None:
-    if steps.shape != y.shape[: steps.ndim] or terms % max(1, steps[0].numel()):
+    if steps.shape != y.shape[: steps.ndim] or terms % max(1, steps.shape[1:].numel()):
         raise ValueError(
             f"Mask(steps=…) must be [n *terms], one number a term, and not within one: got shape {tuple(steps.shape)} "
             f"for outputs of shape {tuple(y.shape)} with {terms} terms an example"
         )
-    if steps.dtype is not torch.bool and steps.device.type == "cpu" and not bool((steps >= 0).all()):
-        raise ValueError(f"Mask(steps=…) are weights ≥ 0, got {float(steps.min()):.3g}: a metric is not negative")
+    if steps.dtype is torch.bool or steps.device.type != "cpu":
+        return
+    wrong = ~((steps >= 0) & steps.isfinite())
+    if bool(wrong.any()):
+        at = first(wrong)
+        raise ValueError(
+            f"Mask(steps=…) are finite weights ≥ 0, got {float(steps[at]):.3g} at {at}: a metric is not negative"
+        )
 
 
 def _check_actions(actions: Tensor, steps: Tensor | None, y: Tensor) -> None:

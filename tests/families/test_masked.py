@@ -198,7 +198,9 @@ def _at(mask: Any, family: ng.families.Family | None = None) -> Callable[[], Any
         (_at(Mask(actions=YES & (torch.arange(3) != 1)[:, None])), ValueError, r"no action is possible at \(0, 1\)"),
         (_at(Mask(steps=YES)), ValueError, r"one number a term, and not within one: got shape \(2, 3, 4\)"),
         (_at(Mask(steps=YES[:, :2, 0])), ValueError, r"must be \[n \*terms\].* got shape \(2, 2\)"),
-        (_at(Mask(steps=-Y[..., 0] - 1)), ValueError, "are weights ≥ 0, got -1: a metric is not negative"),
+        (_at(Mask(steps=-Y[..., 0] - 1)), ValueError, r"are finite weights ≥ 0, got -1 at \(0, 0\): a metric is not"),
+        (_at(Mask(steps=Y[..., 0] / 0)), ValueError, "are finite weights ≥ 0, got nan"),
+        (_at(Mask(steps=[[True]])), TypeError, "takes tensors, as torch.tensor"),  # type: ignore[arg-type]
         (
             lambda: ng.pullback(_policy()[0], _policy()[1], ng.Fisher(Masked(ng.Categorical()))),
             ValueError,
