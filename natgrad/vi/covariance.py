@@ -45,7 +45,11 @@ class Stationary(Covariance):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         scale = self.log_lengthscale.exp()
-        return self.log_variance.exp() * self.profile(squared_distances(points(x) / scale, points(y) / scale))
+        if self.log_lengthscale.ndim == 0:  # one scale for all: its gradient needs none of the coordinates
+            u = squared_distances(points(x), points(y)) / scale.square()
+        else:
+            u = squared_distances(points(x) / scale, points(y) / scale)
+        return self.log_variance.exp() * self.profile(u)
 
     def variance(self, x: Tensor) -> Tensor:
         return self.log_variance.exp().expand(x.shape[0])
