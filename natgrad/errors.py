@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 
 class NatgradError(Exception):
     """Base of the errors that are about mathematics or data, not about a wrong call."""
@@ -37,6 +39,14 @@ class BatchStatisticsError(NatgradError):
 
 class DomainError(NatgradError, ValueError):
     """A point lies outside the domain of a convex function: the message names the entry and the bound."""
+
+
+class UnsolvedError(NatgradError):
+    """No natural parameters were found; ``found`` [*batch] tells of which members they were."""
+
+    def __init__(self, message: str, found: Tensor) -> None:
+        super().__init__(message)
+        self.found = found
 
 
 class GuaranteeError(NatgradError):

@@ -64,9 +64,9 @@ class Domain(ABC):
         """Whether a point of the closure is on the boundary to rounding [*batch], where that is curved."""
         return torch.zeros_like(self.contains(x))
 
-    def clear(self, x: Tensor) -> Tensor:
-        """Whether each point is inside, and rounding cannot have put it there [*batch]."""
-        return self.contains(x) & ~self.edge(x)
+    def clear(self, x: Tensor, units: int) -> Tensor:
+        """Whether each point is inside and stays there if it moves by so many units in the last place [*batch]."""
+        return self.contains(x) & self.contains(x * (1 + units * torch.finfo(x.dtype).eps))
 
     def _batch(self, x: Tensor) -> torch.Size:
         return x.shape[:-1]
@@ -195,8 +195,11 @@ class Concave(Domain):
         return self.function(x)
 
     def edge(self, x: Tensor) -> Tensor:
-        g = self.slacks(x)
-        return g[..., -(g.shape[-1] // len(self.words)) :].amin(-1) <= ROUNDING * torch.finfo(x.dtype).eps
+        return self._last(self.slacks(x)).amin(-1) <= ROUNDING * torch.finfo(x.dtype).eps
+
+    def clear(self, x: Tensor, units: int) -> Tensor:
+        least = self._last(self.slacks(x)).amin(-1)
+        return self.contains(x) & (least > units * torch.finfo(x.dtype).eps)
 
     def check(self, x: Tensor, what: str) -> None:
         check_finite(x, what)
@@ -210,6 +213,10 @@ class Concave(Domain):
                 f"{what}{where} must satisfy {self.words[s // each]}, and breaks it by {0 - float(g[(*at, s)]):.6g}: "
                 "start inside, or take shorter steps (see reach)"
             )
+
+    def _last(self, g: Tensor) -> Tensor:
+        """Those of the last word."""
+        return g[..., -(g.shape[-1] // len(self.words)) :]
 
 
 def all_finite(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from natgrad.errors import NatgradError
+from natgrad.errors import UnsolvedError
 from natgrad.families.exponential import ExponentialFamily
 
 _STEPS = 200
@@ -35,18 +35,20 @@ def _newton(family: ExponentialFamily, xi: Tensor, eta: Tensor) -> Tensor:
         δ = -family._fisher(eta).sharp(residual)
         decrement = -family.pair(residual, δ)
         t = (0.9 * family.reach(eta, δ)).clamp(max=1.0)
-        near = decrement.abs() < _QUADRATIC
-        if bool(near.all()):
-            if left == 0:
-                return eta
+        near, lost = decrement.abs() < _QUADRATIC, decrement.isnan()
+        if bool((near | lost).all()):
+            if left == 0 or bool(lost.any()):
+                break
             left -= 1
-        eta = eta + _halved(family, xi, eta, δ, torch.where(near, t, t * ~decrement.isnan()), near)
-        if bool(eta.isnan().any()):
-            break
-    raise NatgradError(
-        f"no natural parameters of {type(family).__name__} were found for these mean parameters in {_STEPS} Newton "
-        "steps: they lie too near the boundary of their domain for this precision. Use float64, or moments of more data"
-    )
+        eta = eta + _halved(family, xi, eta, δ, t, near | lost)
+    if not bool(near.all()):
+        raise UnsolvedError(
+            f"no natural parameters of {type(family).__name__} were found for these mean parameters in {_STEPS} Newton "
+            "steps: they lie too near the boundary of their domain for this precision. Use float64, or moments of more "
+            "data",
+            near,
+        )
+    return eta
 
 
 def _halved(family: ExponentialFamily, xi: Tensor, eta: Tensor, δ: Tensor, t: Tensor, near: Tensor) -> Tensor:

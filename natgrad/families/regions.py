@@ -13,8 +13,6 @@ from torch import Tensor
 from natgrad.errors import DomainError
 from natgrad.families.domain import ROUNDING, Domain, all_finite, check_box, check_finite, entry, first, steps
 
-_PIVOT = 8  # units in the last place that tell a pivot from 0
-
 
 @final
 @dataclass(frozen=True)
@@ -116,12 +114,12 @@ class Cone(Domain):
         least = torch.linalg.eigvalsh(s.unsqueeze(-1) * A * s.unsqueeze(-2))[..., 0]
         return ~(least > ROUNDING * A.shape[-1] * torch.finfo(x.dtype).eps)
 
-    def clear(self, x: Tensor) -> Tensor:
+    def clear(self, x: Tensor, units: int) -> Tensor:
         """By the pivots of A over its diagonal, 1 − R² of a variable given those before it: one factorisation."""
         A = self.matrix(x)
         L, info = torch.linalg.cholesky_ex(A)
         pivots = L.diagonal(dim1=-2, dim2=-1).square()
-        told = pivots > _PIVOT * torch.finfo(x.dtype).eps * A.diagonal(dim1=-2, dim2=-1)
+        told = pivots > units * torch.finfo(x.dtype).eps * A.diagonal(dim1=-2, dim2=-1)
         return (info == 0) & told.all(-1) & all_finite(x)
 
 
@@ -159,8 +157,8 @@ class Parts(Domain):
         found = [domain.edge(part) for domain, part in self._parts(x)]
         return torch.stack([c if c.ndim < x.ndim else c.any(-1) for c in found]).any(0)
 
-    def clear(self, x: Tensor) -> Tensor:
-        found = [domain.clear(part) for domain, part in self._parts(x)]
+    def clear(self, x: Tensor, units: int) -> Tensor:
+        found = [domain.clear(part, units) for domain, part in self._parts(x)]
         return torch.stack([c if c.ndim < x.ndim else c.all(-1) for c in found]).all(0)
 
     def _parts(self, x: Tensor) -> list[tuple[Domain, Tensor]]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor
 
+from natgrad.errors import DomainError
 from natgrad.families.domain import Domain
+
+_DOUBLINGS, _BISECTIONS = 11, 10  # of the exponent e of 2⁻ᵉ: down to 2⁻²⁰⁴⁸, and to a factor of 2
 
 
 @final
@@ -28,6 +32,10 @@ class Boundary(ABC):
     @abstractmethod
     def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
         """x + t v, inside, with 0 ≤ t ≤ 1 for every member of the batch."""
+
+    @abstractmethod
+    def retreat(self, taken: Taken, x: Tensor, v: Tensor, held: Callable[[Tensor], Tensor], what: str) -> Taken:
+        """Less of a step, where the other chart cannot hold what was taken: ``held`` tells of points [*batch]."""
 
     def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
         """t [*batch] alone."""
@@ -68,6 +76,27 @@ class Shorten(Boundary):
         t = torch.where(domain.contains(x + spread(t, x) * v), t, 0.0)
         return Taken(x + spread(t, x) * v, t, aim)
 
+    def retreat(self, taken: Taken, x: Tensor, v: Tensor, held: Callable[[Tensor], Tensor], what: str) -> Taken:
+        """The share is halved until the point is held, up to a factor of 2; where none is, the member stays."""
+
+        def shared(e: Tensor) -> Tensor:
+            return taken.share * torch.exp2(-e)
+
+        def fine(e: Tensor) -> Tensor:
+            return held(x + spread(shared(e), x) * v) | (shared(e) == 0)
+
+        kept = held(taken.point)
+        low, high = torch.zeros_like(taken.share), torch.ones_like(taken.share)
+        for _ in range(_DOUBLINGS):
+            good = fine(high) | kept
+            low, high = torch.where(good, low, high), torch.where(good, high, 2 * high)
+        for _ in range(_BISECTIONS):
+            middle = 0.5 * (low + high)
+            good = fine(middle)
+            low, high = torch.where(good, low, middle), torch.where(good, middle, high)
+        t = torch.where(kept, taken.share, shared(high))
+        return replace(taken, point=x + spread(t, x) * v, share=t)
+
 
 @final
 @dataclass(frozen=True)
@@ -78,6 +107,9 @@ class Forbid(Boundary):
         aim = x + v
         domain.check(aim, what)
         return Taken(aim, torch.ones_like(domain.contains(aim), dtype=x.dtype), aim)
+
+    def retreat(self, taken: Taken, x: Tensor, v: Tensor, held: Callable[[Tensor], Tensor], what: str) -> Taken:
+        raise DomainError(f"{what}: take shorter steps (a smaller lr), or let Shorten() do it")
 
 
 def spread(t: Tensor, x: Tensor) -> Tensor:

@@ -12,18 +12,21 @@ and either is a step of natural gradient in the chart that moves: F_ξ⁻¹∇_�
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
-from natgrad.errors import DomainError
-from natgrad.families.domain import entry
+from natgrad.errors import NatgradError, NonFiniteError, UnsolvedError
+from natgrad.families.domain import all_finite, entry, first
 from natgrad.families.exponential import ExponentialFamily
-from natgrad.mirror.boundary import Boundary, Shorten
+from natgrad.mirror.boundary import Boundary, Shorten, Taken, spread
 from natgrad.mirror.charts import Chart
 
 _WHOLE = Shorten()
+_NEAR, _FAR = 4, 2**16  # units in the last place from the boundary: where points are lost, and where none can be
 
 
 @final
@@ -52,15 +55,9 @@ class Move:
         return tuple(self._reason(tuple(map(int, at))) for at in self.shortened.nonzero().tolist())
 
     def _reason(self, at: tuple[int, ...]) -> str:
-        what = f"{self.moved.symbol} of {type(self.family).__name__}{entry(at)}, at "
-        outside = ""
-        try:
-            self.moved.domain(self.family).check(self.aim[at], what)
-        except DomainError as error:
-            outside = str(error).split(": start inside")[0]
         return (
-            f"{float(self.share[at]):.3g} of the step was taken, as the whole would leave the domain ({outside}): take "
-            "shorter steps (a smaller lr)"
+            f"{float(self.share[at]):.3g} of the step was taken, as the whole would leave the domain "
+            f"({_outside(self.family, self.moved, self.aim[at], entry(at))}): take shorter steps (a smaller lr)"
         )
 
 
@@ -90,10 +87,9 @@ def mirror_step(
     tensor(0.3679)
     """
     _alike(x, ω, chart)
-    other = chart.other
-    what = f"{other.symbol} of {type(family).__name__}, at "
-    taken = boundary.take(other.domain(family), chart.across(family, x), -lr * ω, what)
-    return Move(family, other, other.across(family, taken.point), taken.share, taken.aim)
+    taken, point = _taken(family, chart.other, chart.across(family, x), -lr * ω, boundary, x)
+    stays = (spread(taken.share, x) == 0) & taken.point.isfinite()
+    return Move(family, chart.other, torch.where(stays, x, point), taken.share, taken.aim)
 
 
 def natural_step(
@@ -103,8 +99,11 @@ def natural_step(
 
     It is ``mirror_step`` from the other chart, where the gradient F⁻¹ω is plain.
     """
-    what = f"{chart.symbol} of {type(family).__name__}, at "
-    taken = boundary.take(chart.domain(family), x, -lr * natural_gradient(family, x, ω, chart), what)
+    _alike(x, ω, chart)
+    F = chart.fisher(family, x)
+    v = -lr * F.sharp(ω)
+    # Where F⁻¹ divides, it must be told from 0 at the next step too; products alone need no look from the other side.
+    taken = _taken(family, chart, x, v, boundary, None)[0] if F.divides else _inside(family, chart, x, v, boundary)
     return Move(family, chart, taken.point, taken.share, taken.aim)
 
 
@@ -138,6 +137,82 @@ class Natural(Descent):
         self, family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary
     ) -> Move:
         return natural_step(family, x, ω, lr, chart, boundary)
+
+
+def _taken(
+    family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary, stored: Tensor | None
+) -> tuple[Taken, Tensor]:
+    """What is taken of a step in a chart, and its point in the other, from where there is a way back.
+
+    A large η is inside its domain where ξ is rounded onto the boundary of its own, a probability of 1: no step would
+    lead back. Points that are not far from either boundary are taken there and back to see. Two booleans are read from
+    the device. ``stored``: the start in the other chart, where x was made from it.
+    """
+    here, there = moved.domain(family), moved.other.domain(family)
+    _check_step(family, moved, v)
+    aim = x + v
+    if bool(here.clear(aim, _FAR).all()):
+        with suppress(UnsolvedError):
+            point = moved.across(family, aim)
+            if bool(there.clear(point, _FAR).all()):
+                return Taken(aim, x.new_ones(x.shape[: x.ndim - family.axes]), aim), point
+
+    def returns(y: Tensor) -> Tensor:
+        across, found = _crossed(family, moved, y, here.clear(y, _NEAR))
+        back, again = _crossed(family, moved.other, across, there.clear(across, _NEAR) & found)
+        return again & here.contains(back)
+
+    # Who starts where there is no way back is only kept in the domain.
+    start = _crossed(family, moved, x, here.contains(x))[0] if stored is None else stored
+    lost = ~(here.contains(x) & there.contains(start))
+    taken = boundary.take(here, x, v, _of(family, moved))
+    wrong = ~returns(taken.point) & ~lost
+    if bool(wrong.any()):
+        why = _outside(family, moved, taken.point[first(wrong)], entry(first(wrong)))
+        taken = boundary.retreat(taken, x, v, lambda y: returns(y) | (lost & here.contains(y)), why)
+    return taken, _crossed(family, moved, taken.point, taken.share > 0)[0]
+
+
+def _crossed(family: ExponentialFamily, chart: Chart, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+    """The other coordinates of the members that are inside, and of which they were found [*batch]."""
+    nowhere = torch.full_like(x, torch.nan)
+    if not bool(inside.any()):
+        return nowhere, inside
+    try:
+        return nowhere.masked_scatter(spread(inside, x), chart.across(family, x[inside])), inside
+    except UnsolvedError as error:
+        found = inside.clone()
+        found[inside] = error.found
+    return _crossed(family, chart, x, found)
+
+
+def _inside(family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary) -> Taken:
+    _check_step(family, moved, v)
+    return boundary.take(moved.domain(family), x, v, _of(family, moved))
+
+
+def _check_step(family: ExponentialFamily, moved: Chart, v: Tensor) -> None:
+    """Refuse a step that is not finite; a GPU is not waited for, and shows it in the point."""
+    if v.device.type != "cuda" and not bool(all_finite(v.reshape(-1))):
+        at = first(~v.isfinite())
+        raise NonFiniteError(
+            f"the step in {moved.symbol} of {type(family).__name__} is {float(v[at])} at {entry(at)}: its gradient is "
+            f"not finite, or too large for {v.dtype}. Nothing was changed"
+        )
+
+
+def _outside(family: ExponentialFamily, moved: Chart, aim: Tensor, at: str) -> str:
+    """Which bound a step breaks: of the chart that it moves in, or of the other, as far as this precision can tell."""
+    try:
+        moved.domain(family).check(aim, _of(family, moved, at))
+        moved.other.domain(family).check(moved.across(family, aim), _of(family, moved.other, at))
+    except NatgradError as error:
+        return str(error).split(": start inside")[0]
+    return f"{moved.other.symbol} of {type(family).__name__}{at} is on its boundary, to the rounding of {aim.dtype}"
+
+
+def _of(family: ExponentialFamily, chart: Chart, at: str = "") -> str:
+    return f"{chart.symbol} of {type(family).__name__}{at}{', at ' if family.axes else ''}"
 
 
 def _alike(x: Tensor, ω: Tensor, chart: Chart) -> None:
