@@ -34,8 +34,9 @@ def _newton(family: ExponentialFamily, xi: Tensor, eta: Tensor) -> Tensor:
         residual = family._mean(eta) - xi
         δ = -family._fisher(eta).sharp(residual)
         decrement = -family.pair(residual, δ)
-        t = (0.9 * family.reach(eta, δ)).clamp(max=1.0)
         near, lost = decrement.abs() < _QUADRATIC, decrement.isnan()
+        δ = torch.where(lost.unsqueeze(-1) if family.axes else lost, 0.0, δ)  # such a member stays, and is named below
+        t = (0.9 * family.reach(eta, δ)).clamp(max=1.0)
         if bool((near | lost).all()):
             if left == 0 or bool(lost.any()):
                 break

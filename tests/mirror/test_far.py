@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.errors import DomainError, NonFiniteError
+from natgrad.errors import DomainError, NonFiniteError, UnsolvedError
 from natgrad.mirror import Forbid, MeanChart, Member, Mirror, Natural, NaturalChart, mirror_step, natural_step
 from tests.mirror.members import CASES, Case, t
 
@@ -93,3 +93,13 @@ def test_negative_moments_are_outside_an_inverse_gaussian() -> None:
     assert not bool(family.mean_domain.contains(t(2.0, -3.0)))
     with pytest.raises(DomainError, match="E 1/x above 0"):
         family.natural(t(2.0, -3.0))
+
+
+def test_newton_names_the_members_that_it_did_not_find_and_finds_the_others() -> None:
+    """ξ of a beta distribution with a + b = 10¹⁷ is told from the boundary by less than rounding."""
+    family = ng.families.Beta()
+    good = family.mean(t(1.2, 2.1))
+    far = t(0.5, 0.5).log() - 4e-16
+    with pytest.raises(UnsolvedError, match="too near the boundary of their domain for this precision") as caught:
+        family.natural(torch.stack([good, far]))
+    assert caught.value.found.tolist() == [True, False]
