@@ -1,6 +1,6 @@
 """The figures of the page on charts: the Bregman divergence of log Z, and mirror descent (002 figure 4, section 4.1).
 
-    python -m experiments.charts docs/figures
+python -m experiments.charts docs/figures
 """
 
 from __future__ import annotations
