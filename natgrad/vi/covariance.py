@@ -44,12 +44,14 @@ class Stationary(Covariance):
         """k at squared distances u; k(0) = 1."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        scale = self.log_lengthscale.exp()
         if self.log_lengthscale.ndim == 0:  # one scale for all: its gradient needs none of the coordinates
-            u = squared_distances(points(x), points(y)) / scale.square()
-        else:
-            u = squared_distances(points(x) / scale, points(y) / scale)
-        return self.log_variance.exp() * self.profile(u)
+            return self.scaled(squared_distances(points(x), points(y)), (-2 * self.log_lengthscale).exp())
+        scale = self.log_lengthscale.exp()
+        return self.scaled(squared_distances(points(x) / scale, points(y) / scale), torch.ones_like(self.log_variance))
+
+    def scaled(self, u: Tensor, factor: Tensor) -> Tensor:
+        """σ² k(factor·u) at squared distances u."""
+        return self.log_variance.exp() * self.profile(factor * u)
 
     def variance(self, x: Tensor) -> Tensor:
         return self.log_variance.exp().expand(x.shape[0])
@@ -60,12 +62,15 @@ class SquaredExponential(Stationary):
     """σ² exp(−‖x − y‖²/2ℓ²).
 
     >>> k = SquaredExponential(lengthscale=2.0)
-    >>> k(torch.tensor([[0.0]]), torch.tensor([[0.0], [2.0]]))
-    tensor([[1.0000, 0.6065]], grad_fn=<MulBackward0>)
+    >>> k(torch.tensor([[0.0]]), torch.tensor([[0.0], [2.0]])).detach()
+    tensor([[1.0000, 0.6065]])
     """
 
     def profile(self, u: Tensor) -> Tensor:
         return (-0.5 * u).exp()
+
+    def scaled(self, u: Tensor, factor: Tensor) -> Tensor:
+        return (u * (-0.5 * factor)).add_(self.log_variance).exp_()  # in one piece of memory
 
 
 @final
