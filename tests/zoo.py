@@ -92,8 +92,8 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def _deep_relu() -> Problem:
-    layers = [nn.Linear(3, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 3)]
-    return Problem(nn.Sequential(*layers), _x(8, 3))
+    first, second = nn.ReLU(inplace=True), nn.ReLU(inplace=True)
+    return Problem(nn.Sequential(nn.Linear(3, 5), first, nn.Linear(5, 4), second, nn.Linear(4, 3)), _x(8, 3))
 
 
 def _frozen(*names: str) -> Problem:
@@ -287,16 +287,14 @@ def between(
     """A layer on n examples of this shape between two others, so that its inputs and cotangents are not special."""
 
     def made() -> Problem:
-        size = torch.Size(shape).numel()
-        layers = [nn.Linear(size, size), nn.Unflatten(1, shape), build(), nn.Tanh(), nn.Flatten(), nn.Linear(size, 2)]
-        model = nn.Sequential(*layers)
+        d, layer = torch.Size(shape).numel(), build()
+        model = nn.Sequential(nn.Linear(d, d), nn.Unflatten(1, shape), layer, nn.Tanh(), nn.Flatten(), nn.Linear(d, 2))
         for key, p in model.named_parameters():
             p.requires_grad_(key not in frozen)
-        return Problem(model, _x(n, size))
+        return Problem(model, _x(n, d))
 
     return Case(name, made).make()
 
 
 def case(name: str) -> Case:
-    """The case of this name."""
     return ZOO[IDS.index(name)]

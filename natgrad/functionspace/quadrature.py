@@ -12,7 +12,7 @@ from torch import distributions as D
 from natgrad.errors import MemoryBoundError
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs
-from natgrad.output.metric import Euclidean, OutputMetric
+from natgrad.output.metric import Euclidean, OnBase, OutputMetric
 
 _NODES = 2**12  # of a product rule: a coupling of them has n² entries
 
@@ -86,7 +86,7 @@ class Quadrature:
 
 @final
 @dataclass(frozen=True)
-class Weighted(OutputMetric):
+class Weighted(OnBase):
     """Σ_n w_n h_n in place of the mean (1/N) Σ_n h_n, for one batch of N examples with weights w [n], Σ w_n = 1.
 
     The weights are a coupling C = N diag(w). It has N² entries, and with it every structure sees them; the factors of
@@ -106,22 +106,8 @@ class Weighted(OutputMetric):
             raise TypeError(f"Weighted(base={self.base!r}): the base is a metric on the outputs, such as Euclidean()")
         _check_weights(self.weights)
 
-    @property
-    def exact(self) -> bool:
-        return self.base.exact
-
-    @property
-    def needs_target(self) -> bool:
-        return self.base.needs_target
-
-    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        return self.base.flat(y, u, target)
-
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         return self.base.root(y, target, generator)
-
-    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        return self.base.divergence(y, y0, target)
 
     def coupling(self, x: Inputs, n: int) -> Tensor:
         if n != len(self.weights):

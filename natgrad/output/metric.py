@@ -92,6 +92,26 @@ class OutputMetric(ABC):
             )
 
 
+class OnBase(OutputMetric):
+    """A metric that is made of another, ``base``, and couples its examples; an example by itself sees the base."""
+
+    base: OutputMetric
+
+    @property
+    def exact(self) -> bool:
+        return self.base.exact
+
+    @property
+    def needs_target(self) -> bool:
+        return self.base.needs_target
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return self.base.flat(y, u, target)
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        return self.base.divergence(y, y0, target)
+
+
 @final
 @dataclass(frozen=True)
 class Euclidean(OutputMetric):

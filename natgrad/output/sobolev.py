@@ -17,12 +17,12 @@ from natgrad.functionspace.lengthscale import Lengthscale
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs, arguments
 from natgrad.operators.gram import KernelMatrix
-from natgrad.output.metric import Coupling, Euclidean, OutputMetric
+from natgrad.output.metric import Coupling, Euclidean, OnBase, OutputMetric
 
 
 @final
 @dataclass(frozen=True)
-class Sobolev(OutputMetric):
+class Sobolev(OnBase):
     """The norm of H_s, s = d + 2ν, in place of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ (000 (22); ERRATA 8–13).
 
     K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's own inputs, k(0) = 1. For R = ∂φ_k of the outputs
@@ -74,22 +74,8 @@ class Sobolev(OutputMetric):
                 f"jitter={self.jitter!r} must be finite and not negative: it is added to the diagonal of K"
             )
 
-    @property
-    def exact(self) -> bool:
-        return self.base.exact
-
-    @property
-    def needs_target(self) -> bool:
-        return self.base.needs_target
-
-    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        return self.base.flat(y, u, target)
-
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         return self.base.shared_root(y, target, generator)
-
-    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        return self.base.divergence(y, y0, target)
 
     def coupling(self, x: Inputs, n: int) -> Tensor:
         return self.coupled(x, n).C
