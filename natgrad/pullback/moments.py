@@ -11,7 +11,7 @@ from torch import Tensor
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.coupled import Coupled
 from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged
+from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged, mean
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import joined
 from natgrad.rules.base import Moment, Replayed
@@ -104,7 +104,8 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tu
     coupled = coupled_by(pb, tape)
     assert coupled is not None
     g = cotangents(tape, pb.root / math.sqrt(pb.n))
-    return [coupled.factors(tape, block, sharing, g) for block in layers]
+    found = (coupled.factors(tape, block, sharing, g) for block in layers)
+    return [(s, mean(moment)) for s, moment in found]
 
 
 def coupled_by(pb: Pullback, tape: Tape) -> Coupled | None:

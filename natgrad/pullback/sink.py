@@ -103,7 +103,13 @@ class Layers:
         if not self.late(b):
             sink.outputs(b, self._product(block, tape, g), self.n)
             return
-        s, a = joined(block, [self._pair(kind, tape, g) for kind in block.kinds])
+        pairs = [self._pair(kind, tape, g) for kind in block.kinds]
+        if not block.facets:
+            ((s, moment),) = pairs
+            sink.outputs(b, s, self.n)
+            sink.inputs(b, moment)
+            return
+        s, a = joined(block, [(s.div_(self.n), mean(moment)) for s, moment in pairs])
         sink.outputs(b, s, 1)
         sink.inputs(b, Moment(a, 1))
 
@@ -117,13 +123,14 @@ class Layers:
                 if not left[at]:
                     g.forget(at)
 
-    def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Tensor]:
+    def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
+        """n S and A."""
         if self.coupled is None:
-            return self._product(kind, tape, g).div_(self.n), mean(self._moment(kind, tape))
-        s, a = self.coupled.factors(tape, kind, self.sharing, g)
+            return self._product(kind, tape, g), self._moment(kind, tape)
+        s, moment = self.coupled.factors(tape, kind, self.sharing, g)
         check_outputs(kind, s)
-        check_inputs(kind, a)
-        return s.to(self.dtype).div_(self.n), a.to(self.dtype)
+        check_inputs(kind, moment.total)
+        return s.to(self.dtype), Moment(moment.total.to(self.dtype), moment.count)
 
     def _moment(self, kind: Block, tape: Tape) -> Moment:
         moment = self.sharing.inputs(tape, kind)

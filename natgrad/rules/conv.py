@@ -75,7 +75,10 @@ class ConvRule(Rule):
             return super().projected(module, keys, call, w)
         size = layer.weight[0].numel()
         filters = w[:size].T.reshape(-1, *layer.weight.shape[1:])
-        out = layer._conv_forward(_batched(layer, call.x).to(w.dtype), filters, None).flatten(2).transpose(1, 2)
+        x = _batched(layer, call.x).to(w.dtype)
+        if x.ndim == 4 and x.device.type == "cuda":  # the fast kernels want it so, and what comes out is wanted so
+            x = x.contiguous(memory_format=torch.channels_last)
+        out = layer._conv_forward(x, filters, None).flatten(2).transpose(1, 2)
         return out + w[size] if "bias" in keys else out
 
     def gradients(self, module: nn.Module, keys: Keys, call: Call, g: Tensor) -> Tensor | None:

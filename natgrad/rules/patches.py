@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from natgrad.rules.products import channels_last, widened
 
+_FEW = 2  # examples
+
 
 @final
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ def patch_mean(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     True
     """
     s = widened(x)
-    if len(x) == 1 and x.device.type == "cuda":  # few numbers, and few launches
-        return patch_sum(x, axes, groups).unsqueeze(0) / positions(x, axes)
+    if len(x) <= _FEW and x.device.type == "cuda":  # few numbers, and few launches
+        return _window_sums(s, axes).view(len(x), groups, -1) / positions(x, axes)
     for axis in axes:  # the axis at place 2 leaves, its kernel goes to the end
         s = s.movedim(2, -1) @ _reads(axis, s.shape[2], s)
     return s.flatten(1).unflatten(1, (groups, -1)) / positions(x, axes)
@@ -83,8 +85,13 @@ def patch_sum(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     """Σ_{n,r} a[n r c i] as [c i], from the sum of the examples."""
     x = widened(x)
     total = x.movedim(1, -1).sum(0).movedim(-1, 0) if channels_last(x) else x.sum(0)
-    w = windows(padded(total.unsqueeze(0), axes), axes)  # [1 (c ch) *out *kernel]
-    return w.sum(tuple(range(2, 2 + len(axes)))).reshape(groups, -1)
+    return _window_sums(total.unsqueeze(0), axes).view(groups, -1)
+
+
+def _window_sums(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """[n (c ch) *kernel]: sums over the positions, of every place of a kernel."""
+    w = windows(padded(x, axes), axes)  # [n (c ch) *out *kernel]
+    return w.sum(tuple(range(2, 2 + len(axes)))).contiguous()
 
 
 def positions(x: Tensor, axes: Sequence[Axis]) -> int:

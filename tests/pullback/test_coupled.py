@@ -17,6 +17,7 @@ from natgrad.pullback.coupled import Coupled, mixed, root_of
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.moments import cotangents
 from natgrad.pullback.sharing import Expand
+from natgrad.pullback.sharing import mean as mean_of
 from natgrad.pullback.traces import traces
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal
@@ -60,7 +61,8 @@ def test_factors_are_sums_over_pairs_of_examples_with_the_trace_of_the_rows(
     pb, coupled = coupled_pullback(name, SUBSETS[subset], dtype)
     (block,), tape = pb.layers, pb.tape((0, N))
     g = cotangents(tape, pb.root / math.sqrt(N))
-    S, A = coupled.factors(tape, block, Expand(), g)
+    S, moment = coupled.factors(tape, block, Expand(), g)
+    A = mean_of(moment)
     a, h, C = tape.inputs(block).double(), g.whole(tape, block).double(), coupled.C
     assert Expand().direct(tape, block)
     mean = torch.einsum("nm,nrci,mrcj->cij", C, a, a) / (N * a.shape[1])
@@ -142,10 +144,9 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
     drawn = torch.stack(found)
     assert bool(((drawn.mean(0) - exact).abs() <= 3 * drawn.std(0) / 40**0.5).all())
     eye = torch.eye(N, dtype=torch.float64)
-    S, A = replace(coupled, C=eye, mix=eye).factors(tape, block, Expand(), g)
+    S, A = Coupled.of(eye, eye, coupled.memo).factors(tape, block, Expand(), g)
     close(S, Expand().outputs(tape, block, g))
-    moment = Expand().inputs(tape, block)
-    close(A, moment.total / moment.count)
+    close(mean_of(A), mean_of(Expand().inputs(tape, block)))
 
 
 def test_recorded_kernels_know_where_the_signs_lie_that_they_read() -> None:
