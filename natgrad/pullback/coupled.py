@@ -27,8 +27,7 @@ from natgrad.pullback.sharing import Cotangents, Sharing
 from natgrad.pullback.tape import Tape, Use
 from natgrad.pullback.tied import trace
 from natgrad.pullback.traces import Sums, paired, pairs_pay, squares, traces
-from natgrad.rules.base import Moment, single
-from natgrad.rules.products import channels_last
+from natgrad.rules.base import Call, Moment, single
 
 _PROBED = 2**21  # numbers of rows, or of the inputs that they are made of, from which their squares are estimated
 _PROBES = 64
@@ -79,6 +78,8 @@ class Coupled:
             s = sharing.outputs(tape, block, self._cotangents(tape, block, g))
             moment, inputs = self._inputs(tape, block, sharing)
             before = squares(g.whole(tape, block), (0, 1, 2, 4)), inputs
+        elif (x := self._entries(tape, block, sharing)) is not None:
+            return self._scaled(*self._entrywise(x, g.whole(tape, block).squeeze(4), "bias" in block.keys))
         else:
             totals = traces(self._cast(Factors(tape.inputs(block), g.whole(tape, block))), self.C, self.mix)
             f = self._cast(sharing.explicit(tape, block, g))
@@ -175,12 +176,38 @@ class Coupled:
 
         call, (c, o, _) = use.call.map(mix), block.shape
         positions = use.shape.numel() // (self.n * c * o)
-        means = [use.rule.input_mean(use.module, block.keys, use.call.map(lambda _, x=x: x)) for x in few]
+        means = [use.rule.input_mean(use.module, block.keys, _called(use, x)) for x in few]
         sums = (means[0] if len(means) == 1 else torch.cat(means)) * positions
         if "bias" in block.keys:
             sums[0, :, -1] = positions * self.rows[-1].sum()
             sums[1, :, -1] = positions * self.n
         return replace(use, call=call), sums
+
+    def _entries(self, tape: Tape, block: Block, sharing: Sharing) -> Tensor | None:
+        """x̂ [n r c] of a layer whose groups are entries, called once, whose positions count by themselves."""
+        uses = tape.of(block)
+        if len(uses) > 1 or not sharing.expands(block):
+            return None
+        x = uses[0].rule.entries(uses[0].module, block.keys, uses[0].call)
+        return None if x is None else x.to(self.rows.dtype)
+
+    def _entrywise(
+        self, x: Tensor, g: Tensor, bias: bool
+    ) -> tuple[Tensor, Moment, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """S and A of entries z = γ x̂ + β, their traces at C = 1, and those of G, from x̂ [n r c] and g [k n r c]."""
+        g, (n, r, c) = g.to(x.dtype), x.shape
+        mixed_x, mixed_g = mixed(x[None], self.rows)[0], mixed(g, self.rows[:-1])
+        total, norms, sums = squares(mixed_x[:-1], (0, 1)), squares(x, (0, 1)), Sums.zero(self.mix, c)
+        if bias:
+            corner = (r * self.rows[-1].sum()).expand(c)
+            border = mixed_x[-1].sum(0)
+            total, norms = torch.stack([total, border, border, corner], dim=-1), norms + n * r
+        for column in g:
+            sums.add((column * x).sum(1)[:, :, None, None])
+            if bias:
+                sums.add(column.sum(1)[:, :, None, None])
+        s, before = squares(mixed_g, (0, 1, 2)).view(c, 1, 1), squares(g, (0, 1, 2))
+        return s, Moment(total.view(c, 1 + bias, 1 + bias), n * r), (before, norms), (sums.plain, sums.coupled)
 
     def _scaled(
         self, s: Tensor, moment: Moment, before: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor]
@@ -222,17 +249,22 @@ def root_of(C: Tensor) -> Tensor:
 
 
 def mixed(t: Tensor, rows: Tensor) -> Tensor:
-    """Σ_n rows_mn t_n of t [k n *rest], in the memory format that t has.
+    """Σ_n rows_mn t_n of t [k n *rest], in the order in which t lies in memory.
 
     >>> mixed(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [1.0, 3.0]]))
     tensor([[1., 7.]])
     """
     if rows.numel() == 1:  # of a single example the axis may be left out
         return t * rows[0, 0]
-    last = t.ndim > 3 and channels_last(t.flatten(0, 1))
-    flat = t.movedim(2, -1) if last else t
+    order = sorted(range(2, t.ndim), key=t.stride, reverse=True)
+    flat = t.permute(0, 1, *order)
     out = (rows @ flat.reshape(*t.shape[:2], -1)).view(t.shape[0], len(rows), *flat.shape[2:])
-    return out.movedim(-1, 2) if last else out
+    return out.permute(0, 1, *(2 + order.index(axis) for axis in range(2, t.ndim)))
+
+
+def _called(use: Use, x: Tensor) -> Call:
+    """The call of a use with another tensor."""
+    return use.call.map(lambda _: x)
 
 
 def _kept(factor: Tensor, before: Tensor, rounding: float) -> Tensor:

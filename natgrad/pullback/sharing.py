@@ -83,8 +83,12 @@ class Sharing(ABC):
         """The a [n r c i] and g [k n r c o] whose second moments these are."""
 
     @abstractmethod
+    def expands(self, block: Block) -> bool:
+        """Whether both are whole moments of positions that count by themselves."""
+
     def direct(self, tape: Tape, block: Block) -> bool:
-        """Whether both are moments of what is linear in the inputs and cotangents of the calls (``Rule.linear``)."""
+        """Whether, besides, they are of what is linear in the inputs and cotangents of the calls (``Rule.linear``)."""
+        return self.expands(block) and all(use.rule.linear for use in tape.of(block))
 
 
 @final
@@ -167,8 +171,8 @@ class Expand(Sharing):
     def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
         return Factors(tape.inputs(block), g.whole(tape, block))
 
-    def direct(self, tape: Tape, block: Block) -> bool:
-        return all(use.rule.linear for use in tape.of(block))
+    def expands(self, block: Block) -> bool:
+        return True
 
 
 @final
@@ -191,7 +195,7 @@ class Reduce(Sharing):
     def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
         return Factors(self._mean(tape, block), self._total(tape, block, g))
 
-    def direct(self, tape: Tape, block: Block) -> bool:
+    def expands(self, block: Block) -> bool:
         return False  # means and sums over positions are few numbers
 
     def _mean(self, tape: Tape, block: Block) -> Tensor:
@@ -234,5 +238,5 @@ class Largest(Sharing):
     def explicit(self, tape: Tape, block: Block, g: Cotangents) -> Factors:
         return self.sharing.explicit(tape, block, g)
 
-    def direct(self, tape: Tape, block: Block) -> bool:
-        return max(block.shape[1:]) <= self.size and self.sharing.direct(tape, block)
+    def expands(self, block: Block) -> bool:
+        return max(block.shape[1:]) <= self.size and self.sharing.expands(block)

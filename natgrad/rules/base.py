@@ -153,16 +153,17 @@ class Rule(ABC):
         return single(self._checked(module, keys, call)).mean(1)
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        """Σ_knr g gᵀ [c o p] from cotangents [k *output] of the module's output.
-
-        In memory of its own, no view and not kept elsewhere: sums and averages are made in it.
-        """
+        """Σ_knr g gᵀ [c o p] from cotangents [k *output], in memory of its own, no view: averages are made in it."""
         g = self.cotangents(module, keys, g)
         check_cotangents(self, keys, self.shape(module, keys), g)
         return Moment.of(single(g.flatten(0, 1))).total
 
     def gradients(self, module: nn.Module, keys: Keys, call: Call, g: Tensor) -> Tensor | None:
         """Σ_r g aᵀ [n c o i] of every example, from cotangents [*output], if there is a faster way than by a and g."""
+        return None
+
+    def entries(self, module: nn.Module, keys: Keys, call: Call) -> Tensor | None:
+        """x̂ [n r c] of a layer z = γ x̂ + β, or γ x̂, whose groups c are its entries; None of another layer."""
         return None
 
     def projected(self, module: nn.Module, keys: Keys, call: Call, w: Tensor) -> Tensor:

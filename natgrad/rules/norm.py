@@ -32,6 +32,16 @@ class NormRule(Rule):
     def pure(self) -> bool:
         return True
 
+    @abstractmethod
+    def normal(self, module: nn.Module, call: Call) -> Tensor:
+        """x̂ [n r c]."""
+
+    def entries(self, module: nn.Module, keys: Keys, call: Call) -> Tensor | None:
+        return self.normal(module, call) if "weight" in keys else None
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        return _homogeneous(self.normal(module, call), keys)
+
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return cast(Tensor, module.weight).numel(), 1, len(keys)
 
@@ -54,9 +64,8 @@ class TrailingNormRule(NormRule):
     def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
         """x̂, without γ and β."""
 
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        x = self._positions(module, single(call.x))
-        return _homogeneous(self.normalised(module, x).flatten(2), keys)
+    def normal(self, module: nn.Module, call: Call) -> Tensor:
+        return self.normalised(module, self._positions(module, single(call.x))).flatten(2)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         parts = self._positions(module, g.flatten(0, 1))
@@ -127,12 +136,11 @@ class ChannelNormRule(NormRule):
     def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """μ and σ², [n c] or [c], from those of every example and channel [n c]."""
 
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+    def normal(self, module: nn.Module, call: Call) -> Tensor:
         x = self._batched(module, single(call.x))
         x = x.reshape(*x.shape[:2], -1)  # [n c r]
         scale, shift = self._affine(module, call, *mean_and_variance(x, [2]))
-        a = x * scale.unsqueeze(-1) + shift.unsqueeze(-1)
-        return _homogeneous(a.transpose(1, 2), keys)
+        return torch.addcmul(shift.unsqueeze(-1), x, scale.unsqueeze(-1)).transpose(1, 2)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         g = self._roots(module, g)
