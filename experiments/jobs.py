@@ -1,22 +1,19 @@
-"""Many runs, several at once, each in the next process that is free; and the choice of settings by such runs."""
+"""Many runs, several at once, each in the next process that is free."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
-from experiments.arms import Arm, Schedule
 from experiments.cifar import Benchmark, cached
 from experiments.images import Images
 from experiments.record import Record
 from experiments.training import Budget, Job, Setup, train
-
-TUNING_SEED = 1000  # which no run that is reported has
 
 
 @final
@@ -97,29 +94,3 @@ def _together(
         for task, future in [(task, pool.submit(perform, task, budget)) for task in tasks]:
             error = future.exception()
             yield task, future.result() if error is None else error
-
-
-def trials(what: Benchmark, arms: Sequence[Arm], schedule: Schedule, setup: Setup, place: Place) -> list[Task]:
-    """Short runs of all candidates on a part of the training images, each in a folder of its own."""
-    job = [Job(what.name, schedule, arm, TUNING_SEED) for arm in arms]
-    names = ["-".join(f"{value:g}" for value in arm.numbers().values()) for arm in arms]
-    return [Task(j, setup, what, replace(place, out=place.out / name)) for j, name in zip(job, names, strict=True)]
-
-
-def chosen(records: Sequence[Record], schedule: Schedule, setup: Setup) -> dict[str, Any]:
-    """The candidate that recognises most of the images that were held out, and what the others do."""
-    tried = [
-        {
-            **record.settings["arm"],
-            "accuracy": None if record.diverged else record.history[-1].test_accuracy,
-            "train_loss": None if record.diverged else record.history[-1].train_loss,
-        }
-        for record in records
-    ]
-    best = max(tried, key=lambda one: -1.0 if one["accuracy"] is None else one["accuracy"])
-    return {
-        "chosen": {"lr": best["lr"], "weight_decay": best["weight_decay"]},
-        "epochs": setup.epochs,
-        "schedule": schedule.name,
-        "tried": tried,
-    }

@@ -36,10 +36,11 @@ from experiments import report, timing
 from experiments.arms import FIFTHS, TENTHS, AdamW, Arm, Cosine, Momentum, Schedule, amari, grid, independent, sobolev
 from experiments.cifar import CIFAR10, CIFAR100, Benchmark, pack
 from experiments.files import write_json
-from experiments.jobs import Place, Task, chosen, perform_all, trials
+from experiments.jobs import Place, Task, perform_all
 from experiments.plots import draw
 from experiments.record import Record, load_all
 from experiments.training import Budget, Job, Setup, Until
+from experiments.tuning import Round, Tuning
 
 # The names of the command line: the one place where names are looked up.
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
@@ -69,29 +70,11 @@ def arm(name: str, what: Benchmark, results: Path) -> Arm:
 
 def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
     """Choose, on training images that are held out, and write the choice down."""
-    setup, schedule = replace(setup, epochs=args.tune_epochs), SCHEDULES[args.schedules[0]]
+    rounds = Round(args.tune_epochs), Round(args.final_epochs, args.finalists)
     place = replace(place, out=args.out / "tuning", held_out=args.held_out)
-    candidates = {name: arms for name, arms in grid().items() if name in args.arms}
-    path = args.results / "tuned.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    wanted = [
-        (what, name)
-        for what in (BENCHMARKS[name] for name in args.datasets)
-        for name in candidates
-        if name not in found.get(what.name, {})
-    ]
-    tasks = {(what, name): trials(what, candidates[name], schedule, setup, place) for what, name in wanted}
-    for what in dict.fromkeys(what for what, _ in wanted):
-        place.images(what)  # decoded once, before several processes want them
-    records = perform_all([task for group in tasks.values() for task in group], setup.workers, budget)
-    for what, name in wanted:
-        mine = [r for r in records if (r.name.dataset, r.name.arm) == (what.name, name) and r.finished]
-        if len(mine) < len(candidates[name]):
-            print(f"{name} on {what.name}: {len(mine)} of {len(candidates[name])} trials are done, run --tune again")
-            continue
-        found.setdefault(what.name, {})[name] = chosen(mine, schedule, setup)
-        write_json(path, found)
-        print(f"{name} on {what.name}: {found[what.name][name]['chosen']}")
+    tuning = Tuning(rounds, SCHEDULES[args.schedules[0]], setup, place, args.results / "tuned.json")
+    grids = {name: arms for name, arms in grid().items() if name in args.arms}
+    tuning.tune(grids, [BENCHMARKS[name] for name in args.datasets], budget)
 
 
 def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
@@ -158,7 +141,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=math.inf, help="no epoch is begun that would end later")
     add("--save-every", type=int, default=1, help="epochs between two states")
     add("--rounds", type=int, default=5, help="of --time, a hundred steps each")
-    add("--tune-epochs", type=int, default=10)
+    add("--tune-epochs", type=int, default=4, help="of all candidates")
+    add("--finalists", type=int, default=3, help="candidates that --tune chooses from in the end")
+    add("--final-epochs", type=int, default=12, help="of these")
     add("--held-out", type=int, default=5000, help="training images that --tune chooses by")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tune", action="store_true", help="choose learning rate and weight decay of SGD and AdamW")

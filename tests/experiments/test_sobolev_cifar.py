@@ -252,19 +252,27 @@ def test_the_command_runs_what_is_not_done_in_several_processes_and_draws_it(fol
         main([*places, *TINY, "--batch", "16", "--arms", "amari", "--seeds", "0"])
 
 
+def key(settings: dict[str, float]) -> tuple[float, float]:
+    return settings["lr"], settings["weight_decay"]
+
+
 def test_sgd_and_adamw_are_tuned_on_images_that_are_held_out_before_they_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
     with pytest.raises(SystemExit, match="sgd has not been tuned on cifar10: run --tune first"):
         main([*places, *TINY, "--arms", "sgd"])
-    main([*places, *TINY, "--arms", "sgd", "--tune", "--tune-epochs", "1", "--held-out", "20", "--seconds", "0"])
+    tuning = ["--arms", "sgd", "--tune", "--tune-epochs", "1", "--finalists", "2", "--final-epochs", "2"]
+    main([*places, *TINY, *tuning, "--held-out", "20", "--seconds", "0"])
     assert "sgd on cifar10: 0 of 9 trials are done, run --tune again" in capsys.readouterr().out
-    main([*places, *TINY, "--arms", "sgd", "--tune", "--tune-epochs", "1", "--held-out", "20"])
+    main([*places, *TINY, *tuning, "--held-out", "20"])
+    main([*places, *TINY, *tuning, "--held-out", "20"])  # there is nothing left to do
     best = json.loads((folder / "results" / "tuned.json").read_text())["cifar10"]["sgd"]
-    tried = {(one["lr"], one["weight_decay"]): one["accuracy"] for one in best["tried"]}
-    assert len(tried) == 9
-    assert tried[best["chosen"]["lr"], best["chosen"]["weight_decay"]] == max(tried.values())
+    every, finals = ({key(one): one["accuracy"] for one in done["tried"]} for done in best["rounds"])
+    assert [done["epochs"] for done in best["rounds"]] == [1, 2]
+    assert len(every) == 9
+    assert sorted(every[one] for one in finals) == sorted(every.values())[-2:]
+    assert finals[key(best["chosen"])] == max(finals.values())
     main([*places, *TINY, "--arms", "sgd", "--seeds", "0"])
     (record,) = load_all([folder / "results"])
     assert record.settings["arm"] == best["chosen"]
