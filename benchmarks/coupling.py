@@ -19,7 +19,7 @@ Metric = Callable[[Problem], ng.OutputMetric]
 EVERY = {"metric_every": 10, "inverse_every": 100}
 
 
-def compare(report: Report, problem: Problem, metric: Metric, training: Training) -> None:
+def compare(report: Report, problem: Problem, metric: Metric, training: Training, bound: float | None) -> None:
     """Steps with the factors every ten, their inverses every hundred; tokens have no kernel, and are left out."""
     if not problem.x.is_floating_point():
         return
@@ -34,6 +34,8 @@ def compare(report: Report, problem: Problem, metric: Metric, training: Training
 
     entries = {name: training(problem, made, length) for name, made in ((plain, kfac), (coupled, sobolev))}
     section, counts = f"Sobolev K-FAC: {problem.name}", dict.fromkeys(entries, length)
-    result = report.race(section, entries, plain, max(1, report.rounds // 2), counts, warmup=1)
-    claim = f"Sobolev K-FAC step, 10 & 100, over K-FAC, {problem.name}"
-    report.targets.append(Target(claim, result.ratio(coupled, plain).median, 1.1, True))
+    rounds, warmup = report.cycles
+    result = report.race(section, entries, plain, rounds, counts, warmup)
+    if bound is not None:
+        claim = f"Sobolev K-FAC step, 10 & 100, over K-FAC, {problem.name}"
+        report.targets.append(Target(claim, result.ratio(coupled, plain).median, bound, True))

@@ -142,13 +142,25 @@ def _status(status: Path, key: str) -> int:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers depend on, and nothing that names the machine."""
-    return {
+    found = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
     }
+    return found | {"microseconds_a_launch": _launch(device)} if device.type == "cuda" else found
+
+
+def _launch(device: torch.device, count: int = 2000) -> float:
+    """What the processor takes to start a kernel that does next to nothing: the median of five times ``count``."""
+    x, times = torch.zeros(1, device=device), []
+    for _ in range(6):
+        start = now(device)
+        for _ in range(count):
+            x.add_(1.0)
+        times.append((now(device) - start) / count * 1e6)
+    return round(sorted(times[1:])[2], 2)
 
 
 def _processor() -> str:

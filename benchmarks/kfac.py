@@ -51,13 +51,14 @@ class Case:
     """A network and what is asked of it; None and nothing where no bound was set.
 
     ``factors``: their time over forward+backward. ``margin``: the fastest peer's over ours. ``steps``: time over AdamW,
-    by how often the factors and their inverses are refreshed.
+    by how often the factors and their inverses are refreshed. ``sobolev``: steps of Sobolev K-FAC over those of K-FAC.
     """
 
     make: Make
     factors: float | None = None
     margin: float = 1.0
     steps: Mapping[tuple[int, int], float | None] = field(default_factory=dict)
+    sobolev: float | None = None
 
 
 def cases(device: torch.device) -> list[Case]:
@@ -65,8 +66,8 @@ def cases(device: torch.device) -> list[Case]:
     if device.type == "cuda":
         return [
             Case(partial(n.autoencoder, 1000), 1.2, steps={(10, 100): 1.25, (1, 10): 3.0}),
-            Case(partial(n.vgg, 128), 1.3, steps={(10, 100): 1.25, (1, 10): 4.0}),
-            Case(partial(n.vgg, 128, norm=nn.BatchNorm2d), steps={(10, 100): None}),
+            Case(partial(n.vgg, 128), 1.3, steps={(10, 100): 1.25, (1, 10): 4.0}, sobolev=1.1),
+            Case(partial(n.vgg, 128, norm=nn.BatchNorm2d), steps={(10, 100): None}, sobolev=1.1),
             Case(partial(n.gpt, 32, 256), 1.1, steps={(10, 100): 1.15, (1, 10): 2.5}),
         ]
     free: dict[tuple[int, int], float | None] = {(10, 100): None, (1, 10): None}
@@ -211,7 +212,8 @@ def steps(report: Report, case: Case) -> None:
         entries |= {f"{name} K-FAC, {label}": contestant for name, contestant in able.items()}
         count |= dict.fromkeys((f"{name} K-FAC, {label}" for name in (OURS, *able)), length)
         failures |= {f"{name} K-FAC, {label}": error for name, error in errors.items()}
-    result = report.race(section, entries, ADAMW, max(1, report.rounds // 2), count, warmup=1)
+    rounds, warmup = report.cycles
+    result = report.race(section, entries, ADAMW, rounds, count, warmup)
     for every, bound in case.steps.items():
         if bound is not None:
             label = f"{every[0]} & {every[1]}"
@@ -222,7 +224,7 @@ def steps(report: Report, case: Case) -> None:
 
 def sobolev(report: Report, case: Case) -> None:
     """Steps of Sobolev K-FAC."""
-    compare(report, case.make(report.device), metric, training)
+    compare(report, case.make(report.device), metric, training, case.sobolev)
 
 
 def prepare_training(make: Make, optimizer: Callable[[c.Problem], Optimizer], device: torch.device) -> Contestant:
@@ -273,7 +275,7 @@ def main() -> None:
     """Run what was asked for, print the table, save the numbers."""
     parser = argparse.ArgumentParser(description="K-FAC in ratios, in one run.")
     parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda (tf32)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns that every contestant takes; half for steps")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of every contestant; half for steps on cpu")
     parser.add_argument("--section", choices=parts(), action="append", help="a part; may be given more than once")
     parser.add_argument("--quick", action="store_true", help="tiny networks and one round, to see that it runs")
     parser.add_argument("--markdown", action="store_true", help="print the tables of the saved file and stop")
@@ -289,8 +291,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     start, report = time.perf_counter(), Report(device, 1 if args.quick else args.rounds)
     run(report, tiny() if args.quick else cases(device), args.section or list(parts()))
-    seconds = time.perf_counter() - start
-    save(report, path, seconds, keep=args.section is not None)
+    save(report, path, seconds := time.perf_counter() - start, keep=args.section is not None)
     print(table(report))
     print(f"\n{seconds:.0f} s; torch {torch.__version__}, {machine(device)['device']}")
 

@@ -51,6 +51,14 @@ class Report:
     checks: dict[str, float] = field(default_factory=dict)
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
 
+    @property
+    def cycles(self) -> tuple[int, int]:
+        """Rounds of those who are timed over a whole cycle of refreshes, and rounds that are not counted.
+
+        On a GPU there are more: recordings have to be made, and what starts the kernels is a noisy neighbour.
+        """
+        return (self.rounds, 2) if self.device.type == "cuda" else (max(1, self.rounds // 2), 1)
+
     def race(
         self,
         section: str,

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from natgrad.errors import NonFiniteError, SingularMetricError
 
+_SMALL = 2**14  # numbers
+
 
 def symmetric_root(h: Tensor, failure: str) -> Tensor:
     """h^½ [n d e] of positive semi-definite h; eigenvalues negative beyond rounding raise."""
@@ -145,9 +147,25 @@ def pairing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     tensor(15.)
     """
     runs = [[pair] for pair in pairs] if pairs[0][1].device.type == "cpu" else side_by_side(pairs)
-    wholes = ((_joined([x for x, _ in run]), _joined([y for _, y in run])) for run in runs)
+    wholes = [(_joined([x for x, _ in run]), _joined([y for _, y in run])) for run in runs]
+    if wholes[0][1].device.type != "cpu":
+        wholes = _few(wholes)
     precise = ((x, y.to(torch.promote_types(y.dtype, torch.float32))) for x, y in wholes)
     return torch.stack([torch.dot(x.to(y.dtype), y) for x, y in precise]).sum()
+
+
+def _few(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The small ones of these pairs of vectors (biases, scales) end to end: a launch costs more than their copies.
+
+    >>> [x.tolist() for x, _ in _few([(torch.zeros(1), torch.ones(1)), (torch.ones(2), torch.ones(2))])]
+    [[0.0, 1.0, 1.0]]
+    """
+    kinds = {t.dtype for pair in pairs for t in pair}
+    small = [pair for pair in pairs if pair[0].numel() <= _SMALL]
+    if len(small) < 2 or len(kinds) > 1:
+        return list(pairs)
+    together = torch.cat([x for x, _ in small]), torch.cat([y for _, y in small])
+    return [*(pair for pair in pairs if pair[0].numel() > _SMALL), together]
 
 
 def side_by_side(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:

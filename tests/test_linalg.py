@@ -6,6 +6,7 @@ from torch import Tensor
 
 from natgrad.errors import NonFiniteError, SingularMetricError
 from natgrad.linalg import (
+    _few,
     check_damping,
     check_finite,
     cholesky,
@@ -122,6 +123,16 @@ def test_a_pairing_does_not_depend_on_where_the_tensors_lie() -> None:
         assert sum(map(len, runs)) == 5
         close(sum(((a * b).sum() for run in runs for a, b in run), torch.zeros(()).double()), expected)
     assert [len(side_by_side(pairs)) for pairs in (both, both[::-1], apart, copied, mixed)] == [1, 1, 5, 1, 3]
+
+
+def test_small_vectors_are_paired_end_to_end_and_large_ones_by_themselves() -> None:
+    sizes = (3, 20_000, 1, 5)
+    pairs = [(normal(size, seed=at), normal(size, seed=at + 9)) for at, size in enumerate(sizes)]
+    few = _few(pairs)
+    assert [len(x) for x, _ in few] == [20_000, 9]
+    close(sum((x @ y for x, y in few), torch.zeros(()).double()), pairing(pairs), 1e-12)
+    assert _few(pairs[:2]) == pairs[:2]
+    assert len(_few([*pairs, (torch.ones(2), torch.ones(2))])) == 5  # of two precisions: none is cast
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

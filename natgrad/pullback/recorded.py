@@ -8,7 +8,7 @@ the whole computation, in one launch. Where the addresses differ, the kernels ar
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +39,8 @@ class Recordings:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, _Recording] = {}
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._count: Counter[Hashable] = Counter()  # of what is computed, how often it was recorded
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()  # patterns without one, and how often they came
         self._pool: Any = None  # a handle of torch's
         self._possible = True
         self._weight: Tensor | None = None  # read by all recordings
@@ -55,8 +56,10 @@ class Recordings:
         small = sum(t.numel() * t.element_size() for t in sources) <= _SMALL
         key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
         found = self._kept.get(key)
-        if found is None and key in self._seen and len(self._kept) < _KEPT:
+        # To record takes as long as several computations: the more patterns there are, the later another one pays.
+        if found is None and self._seen.get(key, 0) > self._count[what] and len(self._kept) < _KEPT:
             found = self._record(key, sources, compute, small)
+            self._count[what] += 1
         if found is None or self._weight is None:
             compute(sources, weight)
             self._remember(key)
@@ -68,7 +71,7 @@ class Recordings:
 
     def _remember(self, key: Hashable) -> None:
         """What came once may come again."""
-        self._seen[key] = None
+        self._seen[key] = self._seen.pop(key, 0) + 1
         if len(self._seen) > _SEEN:
             self._seen.popitem(last=False)
 

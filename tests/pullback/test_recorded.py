@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from natgrad.pullback.recorded import recording
+from natgrad.pullback.recorded import Recordings, _Recording, recording
 
 
 @dataclass
@@ -75,3 +75,28 @@ def test_a_recording_that_raises_is_ended(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeError, match="waits"), recording(graph, torch.device("cuda", 0)):  # type: ignore[arg-type]
         raise RuntimeError("it waits for the device")
     assert graph.ended
+
+
+def test_the_more_patterns_are_recorded_the_later_another_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where addresses are never the same again, recordings would cost more than they save."""
+    done: list[str] = []
+
+    @dataclass
+    class Replayed:
+        def replay(self) -> None:
+            done.append("replay")
+
+    def record(self: Recordings, key: Any, *_: Any) -> _Recording:
+        done.append("record")
+        self._weight = torch.ones(())
+        self._kept[key] = _Recording(Replayed(), [])  # type: ignore[arg-type]
+        return self._kept[key]
+
+    monkeypatch.setattr(Recordings, "_record", record)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    recordings, patterns = Recordings(), [torch.zeros(2**21) for _ in range(3)]
+    for pattern in patterns:
+        for _ in range(5):
+            recordings.run([pattern], "S", lambda *_: done.append("compute"), 0.5)
+    expected = [["compute"] * (1 + at) + ["record"] + ["replay"] * (4 - at) for at in range(3)]
+    assert done == [what for one in expected for what in one]
