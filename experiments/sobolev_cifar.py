@@ -143,7 +143,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="of --time, a hundred steps each")
     add("--tune-epochs", type=int, default=4, help="of all candidates")
     add("--finalists", type=int, default=3, help="candidates that --tune chooses from in the end")
-    add("--final-epochs", type=int, default=12, help="of these")
+    add("--final-epochs", type=int, default=10, help="of these")
     add("--held-out", type=int, default=5000, help="training images that --tune chooses by")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tune", action="store_true", help="choose learning rate and weight decay of SGD and AdamW")
