@@ -142,18 +142,17 @@ def _status(status: Path, key: str) -> int:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers depend on, and nothing that names the machine."""
-    found = {
+    return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
     }
-    return found | {"microseconds_a_launch": _launch(device)} if device.type == "cuda" else found
 
 
-def _launch(device: torch.device, count: int = 2000) -> float:
-    """What the processor takes to start a kernel that does next to nothing: the median of five times ``count``."""
+def launch_time(device: torch.device, count: int = 2000) -> float:
+    """Microseconds that the processor takes to start a kernel which does next to nothing: of five times the median."""
     x, times = torch.zeros(1, device=device), []
     for _ in range(6):
         start = now(device)

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,64 +34,16 @@ from torch import Tensor, nn
 import natgrad as ng
 from benchmarks import contestants as c
 from benchmarks import kfac_peers as peers
-from benchmarks import networks as n
 from benchmarks.coupling import compare
 from benchmarks.harness import Race, machine, peak_memory, settle
+from benchmarks.kfac_cases import Case, Make, cases, tiny
 from benchmarks.report import Report, Target, markdown, save, table
 from benchmarks.soap import SOAP
 
 OURS, FROM_NOTHING = "natgrad", "natgrad, from nothing"
 UNIT, ADAMW, SGD = "forward+backward", "AdamW, fused", "SGD with momentum, fused"
 Contestant = Callable[[], Any]
-Make = Callable[[torch.device], c.Problem]
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A network and what is asked of it; None and nothing where no bound was set.
-
-    ``factors``: their time over forward+backward. ``margin``: the fastest peer's over ours. ``steps``: time over AdamW,
-    by how often the factors and their inverses are refreshed. ``sobolev``: steps of Sobolev K-FAC over those of K-FAC.
-    """
-
-    make: Make
-    factors: float | None = None
-    margin: float = 1.0
-    steps: Mapping[tuple[int, int], float | None] = field(default_factory=dict)
-    sobolev: float | None = None
-
-
-def cases(device: torch.device) -> list[Case]:
-    """The networks of a device, as large as it likes them."""
-    if device.type == "cuda":
-        return [
-            Case(partial(n.autoencoder, 1000), 1.2, steps={(10, 100): 1.25, (1, 10): 3.0}),
-            Case(partial(n.vgg, 128), 1.3, steps={(10, 100): 1.25, (1, 10): 4.0}, sobolev=1.1),
-            Case(partial(n.vgg, 128, norm=nn.BatchNorm2d), steps={(10, 100): None}, sobolev=1.1),
-            Case(partial(n.gpt, 32, 256), 1.1, steps={(10, 100): 1.15, (1, 10): 2.5}),
-        ]
-    free: dict[tuple[int, int], float | None] = {(10, 100): None, (1, 10): None}
-    return [
-        Case(partial(c.mlp, (784, 1000, 1000, 10), 512), 1.5, steps=free),
-        Case(partial(n.lenet, 256), 1.3),
-        Case(partial(c.resnet, 16, 128), 1.9, margin=2.0, steps=free),
-        Case(partial(c.resnet, 16, 128, blocks=3), 1.9, margin=2.0),
-        Case(partial(n.transformer, 16, 64), 1.5, steps=free),
-        Case(partial(n.rnn, 128, 20)),
-    ]
-
-
-def tiny() -> list[Case]:
-    """The same kinds of networks at sizes that run in a moment."""
-    every: dict[tuple[int, int], float | None] = {(1, 2): 100.0}
-    return [
-        Case(partial(n.autoencoder, 8, widths=(6, 5, 3)), 100.0, steps=every),
-        Case(partial(n.lenet, 4, pixels=16), 100.0),
-        Case(partial(n.vgg, 4, plan=(3, 0, 4, 0), pixels=8), 100.0),
-        Case(partial(n.gpt, 2, 5, layers=1, width=12, vocabulary=7), 100.0, steps=every),
-        Case(partial(n.rnn, 4, 3, i=3, width=4), 100.0),
-    ]
 
 
 def metric(problem: c.Problem) -> ng.Fisher:
@@ -208,9 +161,12 @@ def steps(report: Report, case: Case) -> None:
     for every in case.steps:
         label, length = f"{every[0]} & {every[1]}", max(every[1], plain)
         entries[f"{OURS} K-FAC, {label}"] = training(problem, kfac(problem, *every), length)
-        able, errors = peers.runnable(peers.steps(*every, length), problem)
+        able, errors = peers.runnable(peers.steps(*every, every[1]), problem)
         entries |= {f"{name} K-FAC, {label}": contestant for name, contestant in able.items()}
-        count |= dict.fromkeys((f"{name} K-FAC, {label}" for name in (OURS, *able)), length)
+        count |= {
+            f"{OURS} K-FAC, {label}": length,
+            **dict.fromkeys((f"{name} K-FAC, {label}" for name in able), every[1]),
+        }
         failures |= {f"{name} K-FAC, {label}": error for name, error in errors.items()}
     rounds, warmup = report.cycles
     result = report.race(section, entries, ADAMW, rounds, count, warmup)
@@ -261,12 +217,13 @@ def parts() -> dict[str, Callable[[Report, Case], None]]:
     return {"factors": factors, "steps": steps, "sobolev": sobolev, "memory": memory}
 
 
-def run(report: Report, chosen: list[Case], names: list[str]) -> None:
-    """Section by section, network by network."""
+def run(report: Report, chosen: list[Case], names: list[str], done: Callable[[], Any] = lambda: None) -> None:
+    """Section by section, network by network; ``done`` is called after each: a run may be cut off."""
     for name in names:
         for case in chosen:
             if name == "factors" or case.steps:
                 parts()[name](report, case)
+                done()
                 if report.device.type == "cuda":
                     torch.cuda.empty_cache()
 
@@ -290,10 +247,11 @@ def main() -> None:
     settle()
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     start, report = time.perf_counter(), Report(device, 1 if args.quick else args.rounds)
-    run(report, tiny() if args.quick else cases(device), args.section or list(parts()))
-    save(report, path, seconds := time.perf_counter() - start, keep=args.section is not None)
+    before = json.loads(path.read_text()) if args.section and path.exists() else None
+    chosen = tiny() if args.quick else cases(device)
+    run(report, chosen, args.section or list(parts()), lambda: save(report, path, time.perf_counter() - start, before))
     print(table(report))
-    print(f"\n{seconds:.0f} s; torch {torch.__version__}, {machine(device)['device']}")
+    print(f"\n{time.perf_counter() - start:.0f} s; torch {torch.__version__}, {machine(device)['device']}")
 
 
 if __name__ == "__main__":

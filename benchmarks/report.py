@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import Race, Spread, disagreement, machine, race
+from benchmarks.harness import Race, Spread, disagreement, launch_time, machine, race
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     checks: dict[str, float] = field(default_factory=dict)
+    launches: dict[str, float] = field(default_factory=dict)  # microseconds of one, on a GPU, when a section was timed
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
@@ -69,6 +70,8 @@ class Report:
         warmup: int = 2,
     ) -> Race:
         """Time the entries and add a row each; the unit is one of them. ``steps`` are counted in a call of an entry."""
+        if self.device.type == "cuda":
+            self.launches[section] = launch_time(self.device)
         result = race(entries, rounds, self.device, warmup).each(steps or {})
         for name in entries:
             self.rows.append(Row(section, name, result.time(name), result.ratio(name, unit), unit))
@@ -113,8 +116,8 @@ def verdicts(targets: list[Target]) -> list[str]:
     return lines
 
 
-def save(report: Report, path: Path, seconds: float, keep: bool = False) -> None:
-    """The report as JSON; ``keep`` leaves what the file says of other sections, if the same machine wrote it."""
+def save(report: Report, path: Path, seconds: float, before: Mapping[str, Any] | None = None) -> None:
+    """The report as JSON; what a file said ``before`` of other sections is kept, if such a machine wrote it."""
     content: dict[str, Any] = {
         "machine": machine(report.device),
         "peers": peers.versions(),
@@ -122,15 +125,16 @@ def save(report: Report, path: Path, seconds: float, keep: bool = False) -> None
         "rows": [asdict(row) for row in report.rows],
         "targets": [{**asdict(t), "met": t.met} for t in report.targets],
         "disagreement": report.checks,
+        "microseconds_a_launch": report.launches,
         "failures": {section: errors for section, errors in report.failures.items() if errors},
     }
-    if keep and path.exists():
-        content = _merged(json.loads(path.read_text()), content)
+    if before is not None:
+        content = _merged(before, content)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def _merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The new content with those rows and claims of the old that it does not replace."""
     if old["machine"] != new["machine"]:
         raise ValueError(f"the file is of another machine ({old['machine']['device']}): run all sections, or --output")
@@ -140,7 +144,7 @@ def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         for item in [item for item in old[part] if item[key] not in again] + new[part]:
             groups[item[key]].append(item)
         new[part] = [item for group in groups.values() for item in group]
-    for part in ("disagreement", "failures"):
+    for part in ("disagreement", "failures", "microseconds_a_launch"):
         new[part] = {**old.get(part, {}), **new[part]}
     return {**new, "seconds": old["seconds"] + new["seconds"]}
 
