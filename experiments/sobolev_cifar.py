@@ -63,7 +63,7 @@ def arm(name: str, what: Benchmark, results: Path) -> Arm:
         return FIXED[name]()
     path = results / "tuned.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    if name not in found.get(what.name, {}):
+    if "chosen" not in found.get(what.name, {}).get(name, {}):
         raise SystemExit(f"{name} has not been tuned on {what.name}: run --tune first, or leave it out of --arms")
     return TUNED[name](**found[what.name][name]["chosen"])
 

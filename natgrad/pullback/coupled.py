@@ -68,8 +68,8 @@ class Coupled:
 
     @property
     def mix(self) -> Tensor:
-        """L [n m]."""
-        return self.rows[:-1].T
+        """Lᵀ [m n]."""
+        return self.rows[:-1]
 
     def factors(self, tape: Tape, block: Block, sharing: Sharing, g: Cotangents) -> tuple[Tensor, Moment]:
         """S and A of a layer of one kind, from its cotangents s J/√N."""
@@ -77,15 +77,15 @@ class Coupled:
             totals = self._traces(tape, block, g)
             s = sharing.outputs(tape, block, self._cotangents(tape, block, g))
             moment, inputs = self._inputs(tape, block, sharing)
-            before = squares(g.whole(tape, block), (0, 1, 2, 4)), inputs
+            before = squares(single(g.whole(tape, block)), (0, 1, 2, 4)), inputs
         elif (x := self._entries(tape, block, sharing)) is not None:
             return self._scaled(*self._entrywise(x, g.whole(tape, block).squeeze(4), "bias" in block.keys))
         else:
-            totals = traces(self._cast(Factors(tape.inputs(block), g.whole(tape, block))), self.C, self.mix)
+            totals = traces(self._cast(Factors(tape.inputs(block), g.whole(tape, block))), self.C, self.mix.T)
             f = self._cast(sharing.explicit(tape, block, g))
             plain_s, plain_a = sharing.outputs(tape, block, g), sharing.inputs(tape, block)
-            s = _products(mixed(f.g, self.rows[:-1]).flatten(0, 2), plain_s.ndim == 3)
-            a = _products(mixed(f.a[None], self.rows[:-1]).flatten(0, 2), plain_a.total.ndim == 3)
+            s = _products(mixed(f.g, self.mix).flatten(0, 2), plain_s.ndim == 3)
+            a = _products(mixed(f.a[None], self.mix).flatten(0, 2), plain_a.total.ndim == 3)
             moment, before = Moment(a, plain_a.count), (trace(plain_s), trace(plain_a.total))
         return self._scaled(s.to(self.rows.dtype), moment, before, totals)
 
@@ -98,14 +98,14 @@ class Coupled:
         whole, uses = g.whole(tape, block).to(self.rows.dtype), tape.of(block)
         if len(uses) == 1 and not paired(whole, block.shape[2]):
             outer = g.outer[tape.places(block)[0]][0].to(self.rows.dtype)
-            (use,), sums = uses, Sums.zero(self.mix, block.shape[0])
+            (use,), sums = uses, Sums.zero(self.mix.T, block.shape[0])
             if all(sums.add(use.rule.gradients(use.module, keys, use.call, column)) for column in outer):
                 for column in whole if one else ():
                     sums.add(column.sum(1).unsqueeze(-1))
                 return sums.plain, sums.coupled
         a = [use.rule.inputs(use.module, keys, use.call) for use in uses]
         f = self._cast(Factors(a[0] if len(a) == 1 else torch.cat(a, dim=1), whole))
-        return traces(f, self.C, self.mix, one)
+        return traces(f, self.C, self.mix.T, one)
 
     def _probed(self, tape: Tape, block: Block) -> bool:
         """Whether the rows of a layer are too many to be formed, or to be formed of pairs of positions."""
@@ -120,9 +120,10 @@ class Coupled:
         (use,), (_, o, i) = tape.of(block), block.shape
         u, w = self._signs(o, 1), self._signs(i, 2)
         a = use.rule.projected(use.module, block.keys, use.call, w)  # [n r p]
+        # Images may be copied for it: one large product is faster than one an image.
         h = g.whole(tape, block)[:, :, :, 0].to(u.dtype) @ u  # [k n r p]
         q = h.mul_(a).sum(2)  # [k n p]
-        both = torch.cat([q, self.rows[:-1] @ q]).double().square_().view(2, -1).sum(1) / _PROBES
+        both = torch.cat([q, self.mix @ q]).double().square_().view(2, -1).sum(1) / _PROBES
         return both[:1], both[1:]
 
     def _signs(self, size: int, seed: int) -> Tensor:
@@ -139,7 +140,7 @@ class Coupled:
 
     def _cotangents(self, tape: Tape, block: Block, g: Cotangents) -> Cotangents:
         """Those of the uses of a block, mixed: a layer's g are linear in the cotangents of its outputs."""
-        mix, places = self.rows[:-1], tape.places(block)
+        mix, places = self.mix, tape.places(block)
         return Cotangents({at: tuple(mixed(t.to(mix.dtype), mix) for t in g.outer[at]) for at in places}, {})
 
     def _inputs(self, tape: Tape, block: Block, sharing: Sharing) -> tuple[Moment, Tensor]:
@@ -163,32 +164,26 @@ class Coupled:
 
         The last entry of a bias is R·1ᵀC1, and R·n.
         """
-        few: list[Tensor] = []
-
-        def mix(x: Tensor) -> Tensor:
-            x = single(x).to(self.rows.dtype)
-            if self.n == 1:  # the axis may be left out
-                few.extend([x * self.rows[1], x.square()])
-                return x * self.rows[0]
+        x, (c, o, _) = single(use.call.x).to(self.rows.dtype), block.shape
+        if self.n == 1:  # its axis may be left out
+            mixed_x, sums_of = x * self.rows[0], [x * self.rows[1], x.square()]
+        else:
             made = mixed(x[None], self.rows)[0]
-            few.append(torch.cat([made[-1:], squares(x, (0,)).unsqueeze(0)]))
-            return made[:-1]
-
-        call, (c, o, _) = use.call.map(mix), block.shape
+            mixed_x, sums_of = made[:-1], [torch.cat([made[-1:], squares(x, (0,)).unsqueeze(0)])]
         positions = use.shape.numel() // (self.n * c * o)
-        means = [use.rule.input_mean(use.module, block.keys, _called(use, x)) for x in few]
+        means = [use.rule.input_mean(use.module, block.keys, _called(use, t)) for t in sums_of]
         sums = (means[0] if len(means) == 1 else torch.cat(means)) * positions
         if "bias" in block.keys:
             sums[0, :, -1] = positions * self.rows[-1].sum()
             sums[1, :, -1] = positions * self.n
-        return replace(use, call=call), sums
+        return replace(use, call=_called(use, mixed_x)), sums
 
     def _entries(self, tape: Tape, block: Block, sharing: Sharing) -> Tensor | None:
         """x̂ [n r c] of a layer whose groups are entries, called once, whose positions count by themselves."""
         uses = tape.of(block)
         if len(uses) > 1 or not sharing.expands(block):
             return None
-        x = uses[0].rule.entries(uses[0].module, block.keys, uses[0].call)
+        x = uses[0].rule.normalised_entries(uses[0].module, block.keys, uses[0].call)
         return None if x is None else x.to(self.rows.dtype)
 
     def _entrywise(
@@ -196,8 +191,8 @@ class Coupled:
     ) -> tuple[Tensor, Moment, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """S and A of entries z = γ x̂ + β, their traces at C = 1, and those of G, from x̂ [n r c] and g [k n r c]."""
         g, (n, r, c) = g.to(x.dtype), x.shape
-        mixed_x, mixed_g = mixed(x[None], self.rows)[0], mixed(g, self.rows[:-1])
-        total, norms, sums = squares(mixed_x[:-1], (0, 1)), squares(x, (0, 1)), Sums.zero(self.mix, c)
+        mixed_x, mixed_g = mixed(x[None], self.rows)[0], mixed(g, self.mix)
+        total, norms, sums = squares(mixed_x[:-1], (0, 1)), squares(x, (0, 1)), Sums.zero(self.mix.T, c)
         if bias:
             corner = (r * self.rows[-1].sum()).expand(c)
             border = mixed_x[-1].sum(0)
@@ -249,12 +244,12 @@ def root_of(C: Tensor) -> Tensor:
 
 
 def mixed(t: Tensor, rows: Tensor) -> Tensor:
-    """Σ_n rows_mn t_n of t [k n *rest], in the order in which t lies in memory.
+    """Σ_n rows_mn t_n of t [k n *rest], in the order that t has in memory. Of one row and one example, t [k *rest].
 
     >>> mixed(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [1.0, 3.0]]))
     tensor([[1., 7.]])
     """
-    if rows.numel() == 1:  # of a single example the axis may be left out
+    if rows.numel() == 1:  # where the axis may be left out
         return t * rows[0, 0]
     order = sorted(range(2, t.ndim), key=t.stride, reverse=True)
     flat = t.permute(0, 1, *order)

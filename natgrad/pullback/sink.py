@@ -104,7 +104,7 @@ class Layers:
             sink.outputs(b, self._product(block, tape, g), self.n)
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
-        if not block.facets:
+        if not block.facets:  # with their counts, by which the sink divides where it averages
             ((s, moment),) = pairs
             sink.outputs(b, s, self.n)
             sink.inputs(b, moment)

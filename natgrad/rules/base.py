@@ -162,7 +162,7 @@ class Rule(ABC):
         """Σ_r g aᵀ [n c o i] of every example, from cotangents [*output], if there is a faster way than by a and g."""
         return None
 
-    def entries(self, module: nn.Module, keys: Keys, call: Call) -> Tensor | None:
+    def normalised_entries(self, module: nn.Module, keys: Keys, call: Call) -> Tensor | None:
         """x̂ [n r c] of a layer z = γ x̂ + β, or γ x̂, whose groups c are its entries; None of another layer."""
         return None
 

@@ -36,7 +36,7 @@ class NormRule(Rule):
     def normal(self, module: nn.Module, call: Call) -> Tensor:
         """x̂ [n r c]."""
 
-    def entries(self, module: nn.Module, keys: Keys, call: Call) -> Tensor | None:
+    def normalised_entries(self, module: nn.Module, keys: Keys, call: Call) -> Tensor | None:
         return self.normal(module, call) if "weight" in keys else None
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:

@@ -20,11 +20,13 @@ from experiments import arms, report
 from experiments.arms import FIFTHS, TENTHS, Momentum
 from experiments.cifar import CIFAR10
 from experiments.images import Images
+from experiments.jobs import Place
 from experiments.packing import write_pieces
 from experiments.plots import draw
 from experiments.record import Name, Point, Record, load_all
 from experiments.sobolev_cifar import main
 from experiments.training import Budget, Job, Setup, Training, train
+from experiments.tuning import Round, Tuning
 from tests.experiments.test_cifar import images
 
 SETUP = Setup(epochs=2, batch=32, width=2)
@@ -276,6 +278,41 @@ def test_sgd_and_adamw_are_tuned_on_images_that_are_held_out_before_they_run(
     main([*places, *TINY, "--arms", "sgd", "--seeds", "0"])
     (record,) = load_all([folder / "results"])
     assert record.settings["arm"] == best["chosen"]
+
+
+@final
+@dataclass(frozen=True)
+class Trials(Budget):
+    """Time for so many of them."""
+
+    out: Path
+    count: int
+
+    def allows(self, seconds: float) -> bool:
+        return len(list(self.out.rglob("runs/*.json"))) < self.count
+
+
+def test_a_tuning_that_was_stopped_goes_on_with_the_trials_that_are_left(folder: Path) -> None:
+    place = Place(folder / "data", folder / "out", folder / "tuning", held_out=20)
+    path = folder / "results" / "tuned.json"
+    setup = Setup(batch=32, width=2, device="cpu")
+    tuning = Tuning((Round(1), Round(2, candidates=2)), arms.TENTHS, setup, place, path)
+    grids = {"sgd": arms.grid()["sgd"]}
+    tuning.tune(grids, [CIFAR10], Trials(place.out, 6))
+    first = {p: p.stat().st_mtime_ns for p in place.out.rglob("runs/*.json")}
+    assert len(first) == 6
+    assert not path.exists()
+    tuning.tune(grids, [CIFAR10], Trials(place.out, 9))
+    assert first.items() <= {p: p.stat().st_mtime_ns for p in place.out.rglob("runs/*.json")}.items()
+    assert len(json.loads(path.read_text())["cifar10"]["sgd"]["rounds"]) == 1
+    with pytest.raises(
+        SystemExit, match="sgd has not been tuned on cifar10"
+    ):  # there is no choice before the last round
+        main(["--data", f"{folder}/data", "--results", f"{folder}/results", *TINY, "--arms", "sgd"])
+    tuning.tune(grids, [CIFAR10], Ample())
+    assert "chosen" in json.loads(path.read_text())["cifar10"]["sgd"]
+    with pytest.raises(SystemExit, match=r"settings of sgd that were found with the schedule tenths.*move it away"):
+        replace(tuning, schedule=arms.FIFTHS).tune(grids, [CIFAR10], Ample())
 
 
 def test_steps_are_timed_alone_and_in_turns(folder: Path) -> None:

@@ -20,7 +20,7 @@ from natgrad.pullback.sharing import Expand
 from natgrad.pullback.sharing import mean as mean_of
 from natgrad.pullback.traces import traces
 from tests.optim.tasks import seeded
-from tests.pulled import close, normal
+from tests.pulled import Rooted, close, normal
 
 N = 6
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -85,6 +85,17 @@ def test_factors_are_sums_over_pairs_of_examples_with_the_trace_of_the_rows(
     tol = 1e-10 if dtype == torch.float64 else 2e-5
     close(A.double(), mean, tol)
     close(S.double(), (of * plain / now).view(-1, 1, 1) * total, tol)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_examples_that_nothing_couples_have_the_factors_of_no_coupling_under_autocast(dtype: torch.dtype) -> None:
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval(), nn.Tanh(), nn.Flatten(), nn.Linear(64, 4)]
+    model, x, s = seeded(lambda: nn.Sequential(*layers)), normal(N, 3, 6, 6).float(), normal(1, N, 4, seed=1).float()
+    with torch.autocast("cpu", dtype=dtype):
+        pb = ng.pullback(model, x, Rooted(s))
+        plain, coupled = (ng.Kronecker().estimate(p) for p in (pb, replace(pb, coupling=torch.eye(N).double())))
+    for name, factor in plain.tensors().items():
+        torch.testing.assert_close(coupled.tensors()[name], factor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("r", [1, 3, 40])
