@@ -2,8 +2,9 @@
 
 A contestant starts from the model and the batch and returns the factors it made. Libraries leave hooks behind, so each
 has a copy of the model to itself. They are given sequences as rows of independent outputs, which all of them can take.
-What a library cannot do it says when it runs: ``runnable`` keeps its words. Libraries disagree on factors of scale, so
-only the shape of their input covariances is checked before they are timed.
+KAISA and singd have no samples: they take the gradients of the training loss, as their users do. What a library cannot
+do it says when it runs: ``runnable`` keeps its words. Libraries disagree on factors of scale, so only the shape of
+their input covariances is checked before they are timed.
 """
 
 from __future__ import annotations
@@ -11,42 +12,34 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, final
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import natgrad as ng
-from benchmarks.contestants import Problem
+from benchmarks.contestants import Problem, gradient
+from benchmarks.kfac_peer_steps import Make, Rows, flat_targets, gaussian, kaisa, layers_of, steps, terms
 from benchmarks.peers import OneBatch, installed
 
+__all__ = ["Make", "factors", "input_covariances", "runnable", "same_inputs", "steps"]
+
 Factors: TypeAlias = Callable[[], list[Tensor]]
-Make: TypeAlias = Callable[[Problem], Callable[[], Any]]
-
-
-@final
-class Rows(nn.Module):
-    """The same outputs as a matrix [n·r c]."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = copy.deepcopy(model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n …] to [n·r c]."""
-        return self.model(x).flatten(0, -2)
 
 
 def factors() -> dict[str, Make]:
     """How each of them makes the factors."""
     makers = {
-        "curvlinops": ("curvlinops", _curvlinops),
-        "asdl": ("asdl", _asdl),
-        "nngeometry": ("nngeometry", _nngeometry),
-        "BackPACK": ("backpack", _backpack),
+        "curvlinops": (installed("curvlinops"), _curvlinops),
+        "asdl": (installed("asdl"), _asdl),
+        "nngeometry": (installed("nngeometry"), _nngeometry),
+        "BackPACK": (installed("backpack"), _backpack),
+        "KAISA": (kaisa(), _kaisa),
+        "kronfluence": (installed("kronfluence.analyzer"), _kronfluence),
+        "singd": (installed("singd.optim.optimizer"), _singd),
     }
-    return {name: make for name, (library, make) in makers.items() if installed(library)}
+    return {name: make for name, (library, make) in makers.items() if library}
 
 
 def runnable(
@@ -85,7 +78,7 @@ def input_covariances(problem: Problem) -> list[Tensor]:
         a = a.flatten(0, -2)
         sums[layer] = a.T @ a + sums.get(layer, a.new_zeros(()))
 
-    layers = _layers(own)
+    layers = layers_of(own)
     for layer in layers:
         layer.register_forward_hook(see)
     with torch.no_grad():
@@ -107,22 +100,10 @@ def same_inputs(problem: Problem) -> Callable[[list[Tensor]], str | None]:
     return check
 
 
-def _gaussian(problem: Problem) -> bool:
-    return isinstance(problem.family, ng.Gaussian)
-
-
-def _flat_targets(problem: Problem) -> Tensor:
-    return problem.t.flatten(0, -2) if _gaussian(problem) else problem.t.flatten()
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-
-
 def _curvlinops(problem: Problem) -> Factors:
     own = Rows(problem.model)
-    params = [p for layer in _layers(own) for p in layer.parameters()]
-    data, loss = [(problem.x, _flat_targets(problem))], nn.MSELoss() if _gaussian(problem) else nn.CrossEntropyLoss()
+    params = [p for layer in layers_of(own) for p in layer.parameters()]
+    data, loss = [(problem.x, flat_targets(problem))], nn.MSELoss() if gaussian(problem) else nn.CrossEntropyLoss()
 
     def contestant() -> list[Tensor]:
         operator = installed("curvlinops").KFACLinearOperator(
@@ -145,21 +126,21 @@ def _curvlinops(problem: Problem) -> Factors:
 
 def _asdl(problem: Problem) -> Factors:
     library, own = installed("asdl"), Rows(problem.model)
-    kind = "mse" if _gaussian(problem) else "cross_entropy"
+    kind = "mse" if gaussian(problem) else "cross_entropy"
     config = library.FisherConfig("fisher_mc", ["kron"], loss_type=kind, data_size=len(problem.x))
 
     def contestant() -> list[Tensor]:
         maker = library.get_fisher_maker(own, config)
         maker.setup_model_call(own, problem.x)
         maker.forward_and_backward()
-        made: list[Any] = [layer.fisher.kron for layer in _layers(own)]
+        made: list[Any] = [layer.fisher.kron for layer in layers_of(own)]
         return [kron.A for kron in made] + [kron.B for kron in made]
 
     return contestant
 
 
 def _nngeometry(problem: Problem) -> Factors:
-    if _gaussian(problem):
+    if gaussian(problem):
         raise ValueError("FIM_MonteCarlo samples classes only")
     metrics, pspace = installed("nngeometry.metrics"), installed("nngeometry.object.pspace")
     own = Rows(problem.model) if problem.t.ndim > 1 else copy.deepcopy(problem.model)
@@ -176,45 +157,68 @@ def _nngeometry(problem: Problem) -> Factors:
 def _backpack(problem: Problem) -> Factors:
     library, extension = installed("backpack"), installed("backpack.extensions").KFAC(mc_samples=1)
     own = library.extend(copy.deepcopy(problem.model))
-    loss = library.extend(nn.MSELoss() if _gaussian(problem) else nn.CrossEntropyLoss())
+    loss = library.extend(nn.MSELoss() if gaussian(problem) else nn.CrossEntropyLoss())
     t = problem.t
 
     def contestant() -> list[Tensor]:
         own.zero_grad()
         with library.backpack(extension):
             loss(own(problem.x), t).backward()
-        weights: list[Any] = [layer.weight for layer in _layers(own)]
+        weights: list[Any] = [layer.weight for layer in layers_of(own)]
         made = [w.kfac for w in weights]
         return [kfac[1] for kfac in made] + [kfac[0] for kfac in made]
 
     return contestant
 
 
-def steps(metric_every: int, inverse_every: int, count: int) -> dict[str, Make]:
-    """K-FAC training steps, that many in a call."""
+def _kaisa(problem: Problem) -> Factors:
+    own = replace(problem, model=copy.deepcopy(problem.model))
+    # A layer may be used more than once: its uses are one batch only if the average is made after the backward pass.
+    made = kaisa().KFACPreconditioner(own.model, update_factors_in_hook=False)
+    layers: list[Any] = [layer for _, layer in made._layers.values()]
+    passes = gradient(own)
 
-    def asdl(problem: Problem) -> Callable[[], Any]:
-        library, own = installed("asdl"), Rows(problem.model)
-        config = library.PreconditioningConfig(
-            data_size=len(problem.x),
-            damping=1e-2,
-            ema_decay=0.05,
-            curvature_upd_interval=metric_every,
-            preconditioner_upd_interval=inverse_every,
-        )
-        kind = "mse" if _gaussian(problem) else "cross_entropy"
-        maker = library.KfacGradientMaker(own, config, loss_type=kind)
-        optimizer = torch.optim.SGD(own.parameters(), lr=1e-4, momentum=0.9, fused=True)
-        t, loss = _flat_targets(problem), nn.functional.mse_loss if _gaussian(problem) else nn.functional.cross_entropy
+    def contestant() -> list[Tensor]:
+        passes()
+        for layer in layers:  # as its step does, with nothing of the past
+            layer.update_a_factor(alpha=0.0)
+            layer.update_g_factor(alpha=0.0)
+        return [layer.a_factor for layer in layers] + [layer.g_factor for layer in layers]
 
-        def contestant() -> None:
-            for _ in range(count):
-                optimizer.zero_grad()
-                y = maker.setup_model_call(own, problem.x)
-                maker.setup_loss_call(loss, y, t)
-                maker.forward_and_backward()
-                optimizer.step()
+    return contestant
 
-        return contestant
 
-    return {"asdl": asdl} if installed("asdl") else {}
+def _kronfluence(problem: Problem) -> Factors:
+    """The passes of its ``fit_covariance_matrices_with_loader``, without the loader and the way to the processor."""
+    tracking, tools = installed("kronfluence.module.tracked_module"), installed("kronfluence.module.utils")
+    constants = installed("kronfluence.utils.constants")
+    names = (constants.ACTIVATION_COVARIANCE_MATRIX_NAME, constants.GRADIENT_COVARIANCE_MATRIX_NAME)
+    own = installed("kronfluence.analyzer").prepare_model(Rows(problem.model), None).to(problem.x.device)
+
+    def contestant() -> list[Tensor]:
+        tools.set_mode(own, tracking.ModuleMode.COVARIANCE, release_memory=True)
+        y = own(problem.x)
+        if gaussian(problem):
+            loss = (y - torch.normal(y.detach(), 1.0)).square().sum() / 2
+        else:
+            sampled = torch.multinomial(y.detach().softmax(-1), 1).squeeze(-1)
+            loss = nn.functional.cross_entropy(y, sampled, reduction="sum")
+        loss.backward()
+        return [factor for name in names for factor in tools.load_factors(own, name, cpu=False).values()]
+
+    return contestant
+
+
+def _singd(problem: Problem) -> Factors:
+    own = replace(problem, model=copy.deepcopy(problem.model))
+    made = installed("singd.optim.optimizer").SINGD(own.model, T=1, loss_average=terms(own), warn_unsupported=False)
+    passes = gradient(own)
+
+    def contestant() -> list[Tensor]:
+        passes()
+        found = [[sums[name].to_dense() for name in made.module_names.values()] for sums in (made.H_Ks, made.H_Cs)]
+        made.H_Ks.clear()  # the next batch is not added to this one
+        made.H_Cs.clear()
+        return found[0] + found[1]
+
+    return contestant

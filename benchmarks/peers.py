@@ -73,6 +73,7 @@ def diagonals(model: nn.Module, x: Tensor, sampled: bool) -> dict[str, Contestan
 def versions() -> dict[str, str]:
     """The versions of the peers that are here."""
     packages = {"curvlinops-for-pytorch", "backpack-for-pytorch", "nngeometry", "asdfghjkl"}
+    packages |= {"kfac-pytorch", "kronfluence", "singd"}
     return {d.name: d.version for d in distributions() if d.name in packages}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import contestants as c
-from benchmarks import contests, curves, kfac, networks, training
+from benchmarks import contests, curves, kfac, kfac_cases, networks, training
 from benchmarks import kfac_peers as peers
 from benchmarks.harness import Race
 from benchmarks.report import Report, Target, markdown, save, table
@@ -39,12 +39,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_the_networks_have_the_sizes_of_the_literature(make: kfac.Make, size: int) -> None:
+def test_the_networks_have_the_sizes_of_the_literature(make: kfac_cases.Make, size: int) -> None:
     assert make(CPU).size == size
 
 
-@pytest.mark.parametrize("case", kfac.tiny(), ids=lambda case: case.make.func.__name__)
-def test_every_network_learns_its_batch(case: kfac.Case) -> None:
+@pytest.mark.parametrize("case", kfac_cases.tiny(), ids=lambda case: case.make.func.__name__)
+def test_every_network_learns_its_batch(case: kfac_cases.Case) -> None:
     problem = case.make(CPU)
     before = float(problem.loss(problem.model(problem.x), problem.t))
     kfac.training(problem, kfac.sgd, 1)()
@@ -56,8 +56,8 @@ def test_every_network_learns_its_batch(case: kfac.Case) -> None:
     assert float(problem.loss(problem.model(problem.x), problem.t)) < before
 
 
-@pytest.mark.parametrize("case", kfac.tiny(), ids=lambda case: case.make.func.__name__)
-def test_peers_that_run_have_the_input_covariances_of_the_network(case: kfac.Case) -> None:
+@pytest.mark.parametrize("case", kfac_cases.tiny(), ids=lambda case: case.make.func.__name__)
+def test_peers_that_run_have_the_input_covariances_of_the_network(case: kfac_cases.Case) -> None:
     problem = case.make(CPU)
     able, errors = peers.runnable(peers.factors(), problem, peers.same_inputs(problem))
     assert able.keys() | errors.keys() == peers.factors().keys()
@@ -122,8 +122,7 @@ def test_soap_turns_with_the_coordinates_of_a_matrix() -> None:
 def test_a_tiny_run_makes_a_table_a_file_and_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kfac, "peak_memory", lambda prepare, *args, device: (prepare(*args)(), 2**20)[1])
     report, path = Report(CPU, rounds=1), tmp_path / "kfac.json"
-    kfac.run(report, kfac.tiny(), list(kfac.parts()))
-    save(report, path, seconds=1.0)
+    kfac.run(report, kfac_cases.tiny(), list(kfac.parts()), lambda: save(report, path, seconds=1.0))
     saved = json.loads(path.read_text())
     assert {"factors", "K-FAC step", "peak memory"} <= {
         t["claim"].partition(",")[0].split(" o")[0] for t in saved["targets"]
@@ -134,19 +133,18 @@ def test_a_tiny_run_makes_a_table_a_file_and_markdown(tmp_path: Path, monkeypatc
 
 def test_a_section_that_is_run_again_replaces_itself_alone(tmp_path: Path) -> None:
     path = tmp_path / "kfac.json"
-    for sections, keep in (("ab", False), ("b", True)):
+    for sections, again in (("ab", False), ("b", True)):
         report = Report(CPU, rounds=1)
         for section in sections:
             report.race(section, {"unit": lambda: None, "other": lambda: None}, "unit", 1)
-            report.targets.append(Target(f"claim {section}", float(keep), 1.0, True))
-        save(report, path, 1.0, keep)
+            report.targets.append(Target(f"claim {section}", float(again), 1.0, True))
+        save(report, path, 1.0, json.loads(path.read_text()) if again else None)
     saved = json.loads(path.read_text())
     assert [row["section"] for row in saved["rows"]] == ["a", "a", "b", "b"]
     assert [t["measured"] for t in saved["targets"]] == [0.0, 1.0]
     saved["machine"]["device"] = "another"
-    path.write_text(json.dumps(saved))
     with pytest.raises(ValueError, match=r"the file is of another machine \(another\)"):
-        save(Report(CPU, rounds=1), path, 1.0, keep=True)
+        save(Report(CPU, rounds=1), path, 1.0, saved)
 
 
 def curve(contender: str, *losses: float, seed: int = 0) -> curves.Run:
