@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from natgrad.rules.base import Call, Keys, Moment, Rule, plain, single
 from natgrad.rules.launches import affine_product
-from natgrad.rules.packing import homogeneous, put_border
+from natgrad.rules.packing import bordered, homogeneous
 from natgrad.rules.products import symmetric_product
 
 
@@ -53,11 +53,8 @@ class LinearRule(Rule):
             return Moment(x.new_full((1, 1, 1), count), count)
         if "bias" in keys and x.device.type == "cuda":
             return Moment(affine_product(x).unsqueeze(0), count)
-        if "bias" not in keys:
-            return Moment(symmetric_product(x).unsqueeze(0), count)
-        total = x.new_empty(1, x.shape[1] + 1, x.shape[1] + 1)
-        symmetric_product(x, into=total[0, :-1, :-1])
-        return Moment(put_border(total, x.sum(0, keepdim=True), count), count)
+        total = symmetric_product(x).unsqueeze(0)
+        return Moment(bordered(total, x.sum(0, keepdim=True), count) if "bias" in keys else total, count)
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         return symmetric_product(single(g.reshape(-1, g.shape[-1]))).unsqueeze(0)

@@ -46,11 +46,6 @@ def bordered(total: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
     c, i, _ = total.shape
     out = total.new_empty(c, i + 1, i + 1)
     out[:, :i, :i] = total
-    return put_border(out, sums, count)
-
-
-def put_border(out: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
-    """The last row and column of Σ ā āᵀ [c i+1 i+1], the rest of which is there."""
-    out[:, :-1, -1] = out[:, -1, :-1] = sums
-    out[:, -1, -1] = count
+    out[:, :i, i] = out[:, i, :i] = sums
+    out[:, i, i] = count
     return out

@@ -7,15 +7,13 @@ from torch import Tensor
 
 _WIDE = 1024  # columns, from which a product on a GPU is worth its panels
 _WORK = 2**33  # products of numbers, likewise
-_TILE = 128  # columns that a GPU multiplies as one, and that a processor does not divide further
-_STEP = 32  # columns, of which a half has a multiple
+_TILE = 128  # columns that a GPU multiplies as one
 
 
-def symmetric_product(x: Tensor, into: Tensor | None = None) -> Tensor:
+def symmetric_product(x: Tensor) -> Tensor:
     """xᵀx [*b d d] of x [*b m d], symmetric to the last bit. Both factors of 004 (37) are made of it.
 
-    Half precision is summed in float32: squares and long sums leave its range and its precision. ``into``: memory for
-    it, a part of a larger matrix perhaps.
+    Half precision is summed in float32: squares and long sums leave its range and its precision.
 
     >>> symmetric_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[10., 14.],
@@ -23,35 +21,19 @@ def symmetric_product(x: Tensor, into: Tensor | None = None) -> Tensor:
     """
     x = widened(x)
     d = x.shape[-1]
+    width = _panel(x)
     if x.device.type == "cuda":  # launches to symmetrise would show; what inverts it reads one triangle, or symmetrises
-        made = panel_product(x, x.new_empty(d, d)) if x.ndim == 2 and d >= _WIDE else x.mT @ x
-    elif _small(x):
-        made = _symmetrised(x.mT @ x)
-    else:
-        out = x.new_empty(*x.shape[:-2], d, d) if into is None else into
-        _by_halves(x, out)
-        return out
-    return made if into is None else into.copy_(made)
-
-
-def _small(x: Tensor) -> bool:
-    """Whether all of a product costs less than its upper half by several: found on one thread of a processor."""
-    m, d = x.shape[-2:]
-    return d <= _TILE or m * d * d < 2**26
-
-
-def _by_halves(x: Tensor, out: Tensor) -> None:
-    """xᵀx of those of two halves of x and of one product of both, mirrored: no torch function reaches BLAS' syrk."""
-    if _small(x):
-        out.copy_(_symmetrised(x.mT @ x))
-        return
-    half = max(_STEP, round(x.shape[-1] / (2 * _STEP)) * _STEP)
-    left, right = x[..., :half], x[..., half:]
-    _by_halves(left, out[..., :half, :half])
-    _by_halves(right, out[..., half:, half:])
-    between = left.mT @ right
-    out[..., :half, half:] = between
-    out[..., half:, :half] = between.mT.contiguous()  # torch transposes a whole matrix faster than a part
+        return panel_product(x, x.new_empty(d, d)) if x.ndim == 2 and d >= _WIDE else x.mT @ x
+    if width >= d:
+        return _symmetrised(x.mT @ x)
+    out = x.new_empty(*x.shape[:-2], d, d)
+    for start in range(0, d, width):
+        stop = min(start + width, d)
+        torch.matmul(x[..., start:stop].mT, x[..., start:], out=out[..., start:stop, start:])
+        corner = out[..., start:stop, start:stop]
+        corner.copy_(_symmetrised(corner))
+        out[..., stop:, start:stop] = out[..., start:stop, stop:].mT
+    return out
 
 
 def panel_product(x: Tensor, out: Tensor) -> Tensor:
@@ -106,3 +88,15 @@ def widened(x: Tensor) -> Tensor:
 def _symmetrised(square: Tensor) -> Tensor:
     """BLAS may sum (i, j) and (j, i) in different orders; addition commutes, so this is symmetric exactly."""
     return (square + square.mT).mul_(0.5)
+
+
+def _panel(x: Tensor) -> int:
+    """How many rows of xᵀx to compute at a time, each from its diagonal on.
+
+    No torch function reaches BLAS' syrk. Panels skip most of the lower triangle, which pays for wide matrices; for
+    narrow ones, and on a GPU, where one launch is better than many, the full product wins.
+    """
+    m, d = x.shape[-2:]
+    if x.device.type != "cpu" or d < 128 or m * d * d < 2**26:
+        return d
+    return 96 if d <= 512 else 128
