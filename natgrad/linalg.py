@@ -146,26 +146,22 @@ def pairing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     >>> pairing([(x[0], y[0]), (x[1], y[1])])
     tensor(15.)
     """
-    runs = [[pair] for pair in pairs] if pairs[0][1].device.type == "cpu" else side_by_side(pairs)
-    wholes = [(_joined([x for x, _ in run]), _joined([y for _, y in run])) for run in runs]
-    if wholes[0][1].device.type != "cpu":
-        wholes = _few(wholes)
+    runs = [[pair] for pair in pairs] if pairs[0][1].device.type == "cpu" else _few(side_by_side(pairs))
+    wholes = ((_joined([x for x, _ in run]), _joined([y for _, y in run])) for run in runs)
     precise = ((x, y.to(torch.promote_types(y.dtype, torch.float32))) for x, y in wholes)
     return torch.stack([torch.dot(x.to(y.dtype), y) for x, y in precise]).sum()
 
 
-def _few(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The small ones of these pairs of vectors (biases, scales) end to end: a launch costs more than their copies.
+def _few(runs: Sequence[list[tuple[Tensor, Tensor]]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """The runs, the small ones among them (biases, scales) as one: a launch costs more than their copies.
 
-    >>> [x.tolist() for x, _ in _few([(torch.zeros(1), torch.ones(1)), (torch.ones(2), torch.ones(2))])]
-    [[0.0, 1.0, 1.0]]
+    >>> [len(run) for run in _few([[(torch.zeros(1), torch.ones(1))], [(torch.ones(2), torch.ones(2))]])]
+    [2]
     """
-    kinds = {t.dtype for pair in pairs for t in pair}
-    small = [pair for pair in pairs if pair[0].numel() <= _SMALL]
-    if len(small) < 2 or len(kinds) > 1:
-        return list(pairs)
-    together = torch.cat([x for x, _ in small]), torch.cat([y for _, y in small])
-    return [*(pair for pair in pairs if pair[0].numel() > _SMALL), together]
+    sizes = [sum(y.numel() for _, y in run) for run in runs]
+    small = [pair for run, size in zip(runs, sizes, strict=True) if size <= _SMALL for pair in run]
+    large = [run for run, size in zip(runs, sizes, strict=True) if size > _SMALL]
+    return [*large, small] if small else large
 
 
 def side_by_side(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
@@ -185,11 +181,11 @@ def side_by_side(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tens
 
 
 def _joined(run: Sequence[Tensor]) -> Tensor:
-    """All numbers of tensors of one shape, one after the other."""
+    """All numbers of tensors, one after the other."""
     if len(run) == 1:
         return run[0].flatten()
     whole = consecutive(run)
-    return torch.stack(list(run)).flatten() if whole is None else whole.flatten()
+    return torch.cat([t.flatten() for t in run]) if whole is None else whole.flatten()
 
 
 def gated_add(tensors: Sequence[Tensor], changes: Sequence[Tensor], weight: float, found: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from natgrad.errors import NonFiniteError, SingularMetricError
 from natgrad.linalg import (
     _few,
+    _joined,
     check_damping,
     check_finite,
     cholesky,
@@ -126,13 +127,13 @@ def test_a_pairing_does_not_depend_on_where_the_tensors_lie() -> None:
 
 
 def test_small_vectors_are_paired_end_to_end_and_large_ones_by_themselves() -> None:
-    sizes = (3, 20_000, 1, 5)
-    pairs = [(normal(size, seed=at), normal(size, seed=at + 9)) for at, size in enumerate(sizes)]
-    few = _few(pairs)
-    assert [len(x) for x, _ in few] == [20_000, 9]
-    close(sum((x @ y for x, y in few), torch.zeros(()).double()), pairing(pairs), 1e-12)
-    assert _few(pairs[:2]) == pairs[:2]
-    assert len(_few([*pairs, (torch.ones(2), torch.ones(2))])) == 5  # of two precisions: none is cast
+    shapes = ((3,), (100, 200), (1, 1), (2, 3))
+    pairs = [(normal(*shape, seed=at), normal(*shape, seed=at + 9)) for at, shape in enumerate(shapes)]
+    runs = _few([[pair] for pair in pairs])
+    assert [len(run) for run in runs] == [1, 3]
+    dots = (_joined([x for x, _ in run]) @ _joined([y for _, y in run]) for run in runs)
+    close(sum(dots, torch.zeros(()).double()), pairing(pairs), 1e-12)
+    assert _few([[pairs[1]]]) == [[pairs[1]]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
