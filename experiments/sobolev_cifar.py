@@ -1,6 +1,6 @@
 """Sobolev K-FAC against K-FAC, SGD and AdamW: VGG16 on CIFAR-10 and CIFAR-100 (000 §6.3 and App. D; ERRATA 10, 14).
 
-    python experiments/sobolev_cifar.py --data DATA --tune             # choose learning rates for SGD and AdamW
+    python experiments/sobolev_cifar.py --data DATA --tune             # choose rates for SGD and AdamW, in two rounds
     python experiments/sobolev_cifar.py --data DATA --time             # milliseconds of a step, alone
     python experiments/sobolev_cifar.py --data DATA --workers 4        # all runs that are not done
     python experiments/sobolev_cifar.py --data DATA --seconds 540      # … for nine minutes; the same command goes on
