@@ -12,6 +12,7 @@ from torch import distributions as D
 from torch.distributions import constraints as C
 from torch.nn import functional as F
 
+from natgrad.families.decaying import Decaying
 from natgrad.families.domain import Domain, Interval
 from natgrad.families.expected import expected_log, expected_log_factorial
 from natgrad.families.exponential import ExponentialFamily, expect
@@ -84,7 +85,7 @@ class Binomial(ExponentialFamily):
 
 @final
 @dataclass(frozen=True)
-class NegativeBinomial(ExponentialFamily):
+class NegativeBinomial(Decaying):
     """Γ(x + r)/(x! Γ(r)) e^{ηx} (1 − e^η)^r: successes, of probability e^η, before ``total_count`` = r > 0 failures.
 
     t = x, log Z = −r log(1 − e^η), η < 0.
@@ -98,18 +99,6 @@ class NegativeBinomial(ExponentialFamily):
     def __post_init__(self) -> None:
         if not 0 < self.total_count < math.inf:
             raise ValueError(f"NegativeBinomial(total_count=…) must be positive and finite, got {self.total_count}")
-
-    @property
-    def axes(self) -> int:
-        return 0
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Interval(upper=0.0)
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Interval(0.0)
 
     @property
     def support(self) -> C.Constraint:
@@ -155,24 +144,12 @@ class NegativeBinomial(ExponentialFamily):
 
 @final
 @dataclass(frozen=True)
-class Geometric(ExponentialFamily):
+class Geometric(Decaying):
     """e^{ηx} (1 − e^η): failures x, of probability e^η, before the first success. t = x, log Z = −log(1 − e^η), η < 0.
 
     >>> Geometric().natural(torch.tensor(1.0))
     tensor(-0.6931)
     """
-
-    @property
-    def axes(self) -> int:
-        return 0
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Interval(upper=0.0)
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Interval(0.0)
 
     @property
     def support(self) -> C.Constraint:

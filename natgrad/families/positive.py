@@ -11,9 +11,10 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.domain import Box, Concave, Domain, Interval
+from natgrad.families.decaying import ExponentialStatistic
+from natgrad.families.domain import Box, Concave, Domain
 from natgrad.families.exponential import ExponentialFamily, expect
-from natgrad.families.information import Information, Matrix, Scalar
+from natgrad.families.information import Information, Matrix
 from natgrad.families.inverse import solved
 from natgrad.families.special import trigamma
 
@@ -22,24 +23,12 @@ _EULER = 0.5772156649015329
 
 @final
 @dataclass(frozen=True)
-class Exponential(ExponentialFamily):
+class Exponential(ExponentialStatistic):
     """−η e^{ηx}, x > 0: t = x, log Z = −log(−η), η = −rate.
 
     >>> Exponential().mean(torch.tensor(-2.0))
     tensor(0.5000)
     """
-
-    @property
-    def axes(self) -> int:
-        return 0
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Interval(upper=0.0)
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Interval(0.0)
 
     @property
     def support(self) -> C.Constraint:
@@ -56,25 +45,13 @@ class Exponential(ExponentialFamily):
         assert isinstance(d, D.Exponential)
         return -d.rate
 
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return -(-eta).log()
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return -1 / eta
-
-    def _natural(self, xi: Tensor) -> Tensor:
-        return -1 / xi
-
-    def _fisher(self, eta: Tensor) -> Information:
-        return Scalar(eta.square().reciprocal())
-
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return torch.zeros_like(eta)
 
 
 @final
 @dataclass(frozen=True)
-class Laplace(ExponentialFamily):
+class Laplace(ExponentialStatistic):
     """½(−η) e^{η|x − c|} with known ``centre`` c: t = |x − c|, log Z = log 2 − log(−η), η = −1/scale.
 
     >>> Laplace(1.0).log_prob(torch.tensor(-2.0), torch.tensor(1.0))
@@ -86,18 +63,6 @@ class Laplace(ExponentialFamily):
     def __post_init__(self) -> None:
         if not math.isfinite(self.centre):
             raise ValueError(f"Laplace(centre=…) must be finite, got {self.centre}")
-
-    @property
-    def axes(self) -> int:
-        return 0
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Interval(upper=0.0)
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Interval(0.0)
 
     @property
     def support(self) -> C.Constraint:
@@ -120,16 +85,7 @@ class Laplace(ExponentialFamily):
         return -1 / d.scale
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        return math.log(2) - (-eta).log()
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return -1 / eta
-
-    def _natural(self, xi: Tensor) -> Tensor:
-        return -1 / xi
-
-    def _fisher(self, eta: Tensor) -> Information:
-        return Scalar(eta.square().reciprocal())
+        return math.log(2) + super()._log_partition(eta)
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return torch.zeros_like(eta)
@@ -137,7 +93,7 @@ class Laplace(ExponentialFamily):
 
 @final
 @dataclass(frozen=True)
-class Weibull(ExponentialFamily):
+class Weibull(ExponentialStatistic):
     """Known ``shape`` k: t = xᵏ is exponential, h = k xᵏ⁻¹, log Z = −log(−η), η = −scale⁻ᵏ.
 
     >>> Weibull(2.0).mean(torch.tensor(-0.25))
@@ -149,18 +105,6 @@ class Weibull(ExponentialFamily):
     def __post_init__(self) -> None:
         if not 0 < self.shape < math.inf:
             raise ValueError(f"Weibull(shape=…) must be positive and finite, got {self.shape}")
-
-    @property
-    def axes(self) -> int:
-        return 0
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Interval(upper=0.0)
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Interval(0.0)
 
     @property
     def support(self) -> C.Constraint:
@@ -181,18 +125,6 @@ class Weibull(ExponentialFamily):
         assert isinstance(d, D.Weibull)
         _same(self, "shape", self.shape, d.concentration)
         return -d.scale.pow(-self.shape)
-
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return -(-eta).log()
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return -1 / eta
-
-    def _natural(self, xi: Tensor) -> Tensor:
-        return -1 / xi
-
-    def _fisher(self, eta: Tensor) -> Information:
-        return Scalar(eta.square().reciprocal())
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         log_x = -((-eta).log() + _EULER) / self.shape
