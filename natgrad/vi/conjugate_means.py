@@ -44,10 +44,9 @@ class GaussianMean(Conjugate):
         return each.sum(0)
 
 
-@final
 @dataclass(frozen=True)
-class DiagonalGaussianMean(Conjugate):
-    """x [d] ~ N(z, diag σ²) with known ``variance`` σ² [d] or one for all, t = (z, −½z²): λ = (Σ x/σ², n/σ²)."""
+class DiagonalMean(Conjugate):
+    """Coordinates by themselves, around a mean z [d], with known ``variance`` σ² [d] or one for all; t = (z, −½z²)."""
 
     variance: float | Tensor
 
@@ -57,6 +56,12 @@ class DiagonalGaussianMean(Conjugate):
     @property
     def family(self) -> DiagonalGaussian:
         return DiagonalGaussian()
+
+
+@final
+@dataclass(frozen=True)
+class DiagonalGaussianMean(DiagonalMean):
+    """x [d] ~ N(z, diag σ²): λ = (Σ x/σ², n/σ²)."""
 
     @property
     def support(self) -> Constraint:
@@ -68,17 +73,8 @@ class DiagonalGaussianMean(Conjugate):
 
 @final
 @dataclass(frozen=True)
-class LogNormalMean(Conjugate):
+class LogNormalMean(DiagonalMean):
     """log x [d] ~ N(z, diag σ²) with known ``variance`` of the logarithms."""
-
-    variance: float | Tensor
-
-    def __post_init__(self) -> None:
-        check_positive(self, "variance", self.variance)
-
-    @property
-    def family(self) -> DiagonalGaussian:
-        return DiagonalGaussian()
 
     @property
     def support(self) -> Constraint:
