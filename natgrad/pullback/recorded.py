@@ -8,7 +8,7 @@ the whole computation, in one launch. Where the addresses differ, the kernels ar
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,8 +38,7 @@ class Recordings:
     """Recordings by the addresses, shapes and strides of what they read."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, _Recording] = {}
-        self._count: Counter[Hashable] = Counter()  # of what is computed, how often it was recorded
+        self._kept: dict[tuple[Hashable, Hashable], _Recording] = {}  # by what is computed, and where it is read
         self._seen: OrderedDict[Hashable, int] = OrderedDict()  # patterns without one, and how often they came
         self._pool: Any = None  # a handle of torch's
         self._possible = True
@@ -57,9 +56,8 @@ class Recordings:
         key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
         found = self._kept.get(key)
         # To record takes as long as several computations: the more patterns there are, the later another one pays.
-        if found is None and self._seen.get(key, 0) > self._count[what] and len(self._kept) < _KEPT:
+        if found is None and len(self._kept) < _KEPT and self._seen.get(key, 0) > self._recorded(what):
             found = self._record(key, sources, compute, small)
-            self._count[what] += 1
         if found is None or self._weight is None:
             compute(sources, weight)
             self._remember(key)
@@ -69,13 +67,19 @@ class Recordings:
         self._weight.fill_(weight)
         found.graph.replay()
 
+    def _recorded(self, what: Hashable) -> int:
+        """How many patterns of this computation are recorded."""
+        return sum(kind == what for kind, _ in self._kept)
+
     def _remember(self, key: Hashable) -> None:
         """What came once may come again."""
         self._seen[key] = self._seen.pop(key, 0) + 1
         if len(self._seen) > _SEEN:
             self._seen.popitem(last=False)
 
-    def _record(self, key: Hashable, sources: Sequence[Tensor], compute: Compute, copied: bool) -> _Recording | None:
+    def _record(
+        self, key: tuple[Hashable, Hashable], sources: Sequence[Tensor], compute: Compute, copied: bool
+    ) -> _Recording | None:
         """All recordings share their memory: only one is replayed at a time."""
         sources = [t.clone() for t in sources] if copied else sources
         if self._pool is None:
