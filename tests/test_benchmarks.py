@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 import natgrad as ng
 from benchmarks import contestants as c
 from benchmarks import core, peers
-from benchmarks.harness import Race, Spread, disagreement, peak_memory, race
+from benchmarks.harness import Race, Spread, disagreement, launch_time, peak_memory, race
 from tests import oracle
 
 CPU = torch.device("cpu")
@@ -138,3 +138,13 @@ def test_a_tiny_run_makes_a_table_and_a_file(tmp_path: Path, monkeypatch: pytest
     assert all(isinstance(t["met"], bool) for t in saved["targets"])
     assert max(saved["disagreement"].values()) < 1e-4
     assert all(row.contestant in core.table(report) for row in report.rows)
+
+
+def test_cycles_are_timed_more_often_on_a_gpu_where_recordings_must_be_made_first() -> None:
+    assert core.Report(torch.device("cuda"), rounds=7).cycles == (7, 2)
+    assert core.Report(CPU, rounds=7).cycles == (3, 1)
+    assert core.Report(CPU, rounds=1).cycles == (1, 1)
+
+
+def test_the_time_of_a_launch_is_in_microseconds() -> None:
+    assert 0.01 < launch_time(CPU, count=200) < 1000

@@ -77,3 +77,15 @@ def test_the_training_of_the_readme_is_what_was_measured(name: str) -> None:
     from benchmarks.curves import Record, markdown
 
     assert markdown(Record.load(ROOT / "benchmarks" / "results" / name)) in (ROOT / "README.md").read_text()
+
+
+def test_what_the_readme_says_beside_the_tables_was_printed_by_scripts() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    timing = json.loads((ROOT / "experiments" / "results" / "sobolev_cifar" / "timing.json").read_text())
+    assert f"has printed {timing['over_amari']['sobolev']['median']:.2f} since" in readme
+    rows = json.loads((ROOT / "benchmarks" / "results" / "kfac.json").read_text())["rows"]
+    steps = {
+        r["contestant"]: r["ratio"]["median"] for r in rows if r["section"].startswith("training step: transformer")
+    }
+    kaisa, ours = (steps[f"{name} K-FAC, 10 & 100"] for name in ("KAISA", "natgrad"))
+    assert f"(transformer block, 10 & 100: {kaisa:.2f} times AdamW's, ours {ours:.2f})" in readme

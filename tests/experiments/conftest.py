@@ -1,0 +1,36 @@
+"""Pictures for the experiments, in memory and in files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.cifar import CIFAR10
+from experiments.images import Images
+from experiments.packing import write_pieces
+from tests.experiments.test_cifar import images
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """A run chooses threads and convolutions for its whole process."""
+    threads, fastest = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = fastest
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Images:
+    return images(CIFAR10, 64)
+
+
+@pytest.fixture
+def folder(pictures: Images, tmp_path: Path) -> Path:
+    """The pictures in files."""
+    for split, part in (("train", pictures.train), ("test", pictures.test)):
+        write_pieces(tmp_path / "data", f"cifar10_{split}", part.x.numpy(), part.y.numpy())
+    return tmp_path
