@@ -17,15 +17,10 @@ from natgrad.families.inverse import solved
 from natgrad.families.special import trigamma
 
 
-@final
-@dataclass(frozen=True)
-class Dirichlet(ExponentialFamily):
-    """x on the simplex [*batch c]: t = log x, η = α − 1, log Z = Σ log Γ(α_c) − log Γ(Σ α_c).
+class LogProportions(ExponentialFamily):
+    """t are the logarithms of proportions, η = α − 1, log Z = Σ log Γ(α_c) − log Γ(Σ α_c), h = 1.
 
     F = diag ψ'(α) − ψ'(Σα) 11ᵀ.
-
-    >>> Dirichlet().mean(torch.zeros(2))
-    tensor([-1.0000, -1.0000])
     """
 
     @property
@@ -34,7 +29,37 @@ class Dirichlet(ExponentialFamily):
 
     @property
     def mean_domain(self) -> Domain:
-        return _mean_domain()
+        words = "Σ exp E log x below 1 (Jensen; equal if all data are the same)"
+        return Concave(lambda xi: -xi.logsumexp(-1, keepdim=True), (words,))
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        α = eta + 1
+        return torch.lgamma(α).sum(-1) - torch.lgamma(α.sum(-1))
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        α = eta + 1
+        return torch.digamma(α) - torch.digamma(α.sum(-1, keepdim=True))
+
+    def _natural(self, xi: Tensor) -> Tensor:
+        return solved(self, xi, _start(xi))
+
+    def _fisher(self, eta: Tensor) -> Information:
+        α = eta + 1
+        a, c = trigamma(α), trigamma(α.sum(-1))
+        return Downdated(a, torch.ones_like(a), c, 1 - c * a.reciprocal().sum(-1))
+
+    def _expected_log_base(self, eta: Tensor) -> Tensor:
+        return torch.zeros_like(eta[..., 0])
+
+
+@final
+@dataclass(frozen=True)
+class Dirichlet(LogProportions):
+    """x on the simplex [*batch c]: t = log x, η = α − 1.
+
+    >>> Dirichlet().mean(torch.zeros(2))
+    tensor([-1.0000, -1.0000])
+    """
 
     @property
     def support(self) -> C.Constraint:
@@ -60,38 +85,15 @@ class Dirichlet(ExponentialFamily):
     def _width(self, p: int) -> str:
         return "" if p >= 2 else "α − 1 of the classes, 2 entries or more,"
 
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return _log_beta(eta + 1)
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return _expected_logs(eta + 1)
-
-    def _natural(self, xi: Tensor) -> Tensor:
-        return solved(self, xi, _start(xi))
-
-    def _fisher(self, eta: Tensor) -> Information:
-        return _information(eta + 1)
-
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta[..., 0])
-
 
 @final
 @dataclass(frozen=True)
-class Beta(ExponentialFamily):
+class Beta(LogProportions):
     """x in (0, 1): t = (log x, log(1 − x)), η = (a − 1, b − 1); the Dirichlet family of (x, 1 − x), points [*batch 2].
 
     >>> Beta().mean(torch.zeros(2))
     tensor([-1.0000, -1.0000])
     """
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Box((-1.0,))
-
-    @property
-    def mean_domain(self) -> Domain:
-        return _mean_domain()
 
     @property
     def support(self) -> C.Constraint:
@@ -118,39 +120,6 @@ class Beta(ExponentialFamily):
 
     def _width(self, p: int) -> str:
         return "" if p == 2 else "(a − 1, b − 1), 2 entries,"
-
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return _log_beta(eta + 1)
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return _expected_logs(eta + 1)
-
-    def _natural(self, xi: Tensor) -> Tensor:
-        return solved(self, xi, _start(xi))
-
-    def _fisher(self, eta: Tensor) -> Information:
-        return _information(eta + 1)
-
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta[..., 0])
-
-
-def _log_beta(α: Tensor) -> Tensor:
-    return torch.lgamma(α).sum(-1) - torch.lgamma(α.sum(-1))
-
-
-def _expected_logs(α: Tensor) -> Tensor:
-    return torch.digamma(α) - torch.digamma(α.sum(-1, keepdim=True))
-
-
-def _information(α: Tensor) -> Information:
-    a, c = trigamma(α), trigamma(α.sum(-1))
-    return Downdated(a, torch.ones_like(a), c, 1 - c * a.reciprocal().sum(-1))
-
-
-def _mean_domain() -> Domain:
-    words = "Σ exp E log x below 1 (Jensen; equal if all data are the same)"
-    return Concave(lambda xi: -xi.logsumexp(-1, keepdim=True), (words,))
 
 
 def _start(xi: Tensor) -> Tensor:
