@@ -2,7 +2,7 @@
 
     make bench
     python benchmarks/kfac.py                           # on the processor, one thread
-    python benchmarks/kfac.py --device cuda             # tf32
+    python benchmarks/kfac.py --device cuda             # matrix products "medium": tf32, factors in bfloat16
     python benchmarks/kfac.py --section factors         # one part: the other parts of the file stay as they are
     python benchmarks/kfac.py --markdown                # print the tables of the file
 
@@ -40,7 +40,7 @@ from benchmarks.kfac_cases import Case, Make, cases, tiny
 from benchmarks.report import Report, Target, markdown, save, table
 from benchmarks.soap import SOAP
 
-OURS, FROM_NOTHING = "natgrad", "natgrad, from nothing"
+OURS, OURS_TF32, FROM_NOTHING = "natgrad", "natgrad, all in tf32", "natgrad, from nothing"
 UNIT, ADAMW, SGD = "forward+backward", "AdamW, fused", "SGD with momentum, fused"
 Contestant = Callable[[], Any]
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -125,7 +125,10 @@ def factors(report: Report, case: Case) -> None:
     if wrong := check(inputs_of(problem)):
         raise AssertionError(f"{section}: {wrong}")
     others, report.failures[section] = peers.runnable(peers.factors(), problem, check)
-    result = _in_turns(report, section, {UNIT: c.gradient(problem), OURS: hooked(problem), **others})
+    mine = {OURS: hooked(problem)}
+    if report.device.type == "cuda":
+        mine[OURS_TF32] = _in_tf32(hooked(problem))
+    result = _in_turns(report, section, {UNIT: c.gradient(problem), **mine, **others})
     # A race of its own: what it leaves in the allocator of a GPU would move what the others find there.
     alone = {UNIT: c.gradient(problem), FROM_NOTHING: lambda: estimate(problem)}
     _in_turns(report, f"K-FAC factors from nothing: {problem.name}", alone)
@@ -135,6 +138,17 @@ def factors(report: Report, case: Case) -> None:
     if best := report.fastest_peer(result, OURS, others):
         claim = f"the fastest peer's factors over natgrad's, {problem.name}"
         report.targets.append(Target(claim, best[1], case.margin, False, best[0]))
+
+
+def _in_tf32(contestant: Contestant) -> Contestant:
+    """The same where matrix products may not be in bfloat16."""
+
+    def run() -> None:
+        torch.set_float32_matmul_precision("high")
+        contestant()
+        torch.set_float32_matmul_precision("medium")
+
+    return run
 
 
 def _in_turns(report: Report, section: str, entries: dict[str, Contestant]) -> Race:
@@ -231,7 +245,7 @@ def run(report: Report, chosen: list[Case], names: list[str], done: Callable[[],
 def main() -> None:
     """Run what was asked for, print the table, save the numbers."""
     parser = argparse.ArgumentParser(description="K-FAC in ratios, in one run.")
-    parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda (tf32)")
+    parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every contestant; half for steps on cpu")
     parser.add_argument("--section", choices=parts(), action="append", help="a part; may be given more than once")
     parser.add_argument("--quick", action="store_true", help="tiny networks and one round, to see that it runs")
@@ -245,7 +259,7 @@ def main() -> None:
         print(markdown(path))
         return
     settle()
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+    torch.set_float32_matmul_precision("medium" if device.type == "cuda" else "highest")
     start, report = time.perf_counter(), Report(device, 1 if args.quick else args.rounds)
     before = json.loads(path.read_text()) if args.section and path.exists() else None
     chosen = tiny() if args.quick else cases(device)

@@ -26,7 +26,8 @@ from natgrad.pullback.cut import LEAF, SAME, Cut
 from natgrad.pullback.graph import nodes
 from natgrad.pullback.order import FORK, ordered
 from natgrad.pullback.tape import Tape, Use
-from natgrad.rules.base import Call, Keys, Moment, Rule, single
+from natgrad.rules.base import Call, Keys, Moment, Rule
+from natgrad.rules.precision import single
 
 _UNARY = frozenset(
     f"{name}Backward0"

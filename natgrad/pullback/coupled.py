@@ -27,7 +27,8 @@ from natgrad.pullback.sharing import Cotangents, Sharing
 from natgrad.pullback.tape import Tape, Use
 from natgrad.pullback.tied import trace
 from natgrad.pullback.traces import Sums, paired, pairs_pay, squares, traces
-from natgrad.rules.base import Call, Moment, single
+from natgrad.rules.base import Call, Moment
+from natgrad.rules.precision import single
 
 _PROBED = 2**21  # numbers of rows, or of the inputs that they are made of, from which their squares are estimated
 _PROBES = 64

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from natgrad.pullback.axes import Axis
-from natgrad.rules.base import single
+from natgrad.rules.precision import single
 
 LEAF = "torch::autograd::AccumulateGrad"
 # Of a tensor without examples these keep the order of the elements, and all of them.

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
+from natgrad.rules.precision import bfloat16_allowed
+
 Weight: TypeAlias = float | Tensor
 Compute: TypeAlias = Callable[[Sequence[Tensor], Weight], None]
 
@@ -53,6 +55,7 @@ class Recordings:
             compute(sources, weight)
             return
         small = sum(t.numel() * t.element_size() for t in sources) <= _SMALL
+        what = what, bfloat16_allowed()
         key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
         found = self._kept.get(key)
         # To record takes as long as several computations: the more patterns there are, the later another one pays.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from natgrad.rules.base import single
+from natgrad.rules.precision import single
 from natgrad.vjp import vjp
 
 _LARGEST = 6  # the largest number of a root is brought to 2⁵ … 2⁶: Jacobians up to 10³ do not overflow

@@ -20,7 +20,8 @@ from torch import Tensor
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.tape import Tape
-from natgrad.rules.base import Moment, Replayed, single
+from natgrad.rules.base import Moment, Replayed
+from natgrad.rules.precision import single
 
 
 @final

@@ -17,8 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import BatchStatisticsError
-from natgrad.rules.base import Call, plain, single
+from natgrad.rules.base import Call, plain
 from natgrad.rules.norm import batch_statistics, mean_and_variance
+from natgrad.rules.precision import single
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

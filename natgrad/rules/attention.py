@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from natgrad.rules.base import Call, Keys, Replayable, Replayed, plain, single, trainable
+from natgrad.rules.base import Call, Keys, Replayable, Replayed, plain, trainable
 from natgrad.rules.matrices import argument, own, weight_and_bias
+from natgrad.rules.precision import single
 from natgrad.rules.replay import GraphReplay
 
 _IN, _OUT = ("in_proj_weight", "in_proj_bias"), ("out_proj.weight", "out_proj.bias")

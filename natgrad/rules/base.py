@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.model import map_tensors
 from natgrad.rules.packing import matrices, matrices_shape, pack_matrices, unpack_matrices
+from natgrad.rules.precision import single
 from natgrad.rules.products import symmetric_product
 from natgrad.rules.shapes import check_cotangents, check_inputs
 
@@ -292,8 +293,3 @@ def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
     Pruning, spectral norm and the like leave the type, and put other parameters or another forward in.
     """
     return type(module) is kind and module._parameters.keys() <= set(names) and "forward" not in vars(module)
-
-
-def single(t: Tensor) -> Tensor:
-    """At least single precision: sums of products in half precision lose their small terms."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from natgrad.rules.base import Call, Keys, Moment, Rule, plain, single
+from natgrad.rules.base import Call, Keys, Moment, Rule, plain
 from natgrad.rules.correlation import example_gradients, patch_moment
 from natgrad.rules.launches import patch_product
 from natgrad.rules.packing import bordered, homogeneous
 from natgrad.rules.patches import Axis, patch_mean, patches
+from natgrad.rules.precision import single
 from natgrad.rules.products import output_moment, symmetric_product
 
 _Conv: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -58,7 +59,7 @@ class ConvRule(Rule):
         if "weight" not in keys:
             return Moment(single(x).new_full((c, 1, 1), count), count)
         if c == 1 and x.device.type == "cuda":
-            return Moment(patch_product(single(x), axes, "bias" in keys).unsqueeze(0), count)
+            return Moment(patch_product(x, axes, "bias" in keys).unsqueeze(0), count)
         found = patch_moment(x, axes, c)
         return Moment(bordered(found.products, found.sums, count) if "bias" in keys else found.products, count)
 
@@ -136,10 +137,10 @@ class TransposedConvRule(Rule):
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         layer = cast(_Transposed, module)
         if keys == ("bias",):
-            return symmetric_product(single(g.flatten(3).transpose(2, 3).reshape(-1, g.shape[2]))).unsqueeze(0)
+            return symmetric_product(g.flatten(3).transpose(2, 3).reshape(-1, g.shape[2])).unsqueeze(0)
         read, axes = _read(layer, g.flatten(0, 1))
         if layer.groups == 1 and g.device.type == "cuda":
-            return patch_product(single(read), axes, bias=False).unsqueeze(0)
+            return patch_product(read, axes, bias=False).unsqueeze(0)
         return patch_moment(read, axes, layer.groups).products
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
-from natgrad.rules.products import channels_last, output_moment, symmetric_product, widened
+from natgrad.rules.precision import single
+from natgrad.rules.products import channels_last, output_moment, symmetric_product
 
 
 class PatchMoment(NamedTuple):
@@ -49,7 +50,7 @@ def patch_moment(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> PatchMomen
     >>> torch.allclose(moment.products, torch.einsum("nrci,nrcj->cij", a, a)), moment.positions
     (True, 64)
     """
-    x = widened(x)
+    x = single(x)
     return PatchMoment(_moment(x, axes, groups), patch_sum(x, axes, groups), positions(x, axes))
 
 

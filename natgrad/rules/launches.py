@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
-from natgrad.rules.products import panel_product
+from natgrad.rules.precision import in_half, multiplied, multiply, multiply_add, summed
+from natgrad.rules.products import column_sums, panel_product
 from natgrad.rules.strips import strip_product
 
 _SMALL = 2**21  # numbers
@@ -31,13 +32,27 @@ def affine_product(x: Tensor) -> Tensor:
             [ 4.,  6.,  2.]])
     """
     m, i = x.shape
+    if in_half(x):  # tensor cores read half precision along either axis
+        return _affine_half(x)
     if x.numel() <= _SMALL:  # a copy with ones takes less than three launches
         rows = _rows(x, i, _fitting(i + 1) - i, m)
         rows[:i, :m].copy_(x.T)
         return (rows @ rows.T)[: i + 1, : i + 1]
+    x = x.to(multiplied(x))
     out = _square(x, i + 1)
     panel_product(x, out[:i, :i])
-    return _bordered(out, x.new_ones(1, m) @ x, m)
+    return _bordered(out, column_sums(x).unsqueeze(0), m)
+
+
+def _affine_half(x: Tensor) -> Tensor:
+    """The same in half precision, from one copy with columns of ones."""
+    m, i = x.shape
+    rows = x.new_empty(m, _fitting(i + 1), dtype=multiplied(x))
+    rows[:, :i].copy_(x)
+    rows[:, i:].fill_(1.0)
+    out = _square(rows, rows.shape[1])
+    multiply(rows.T, rows, out)
+    return out[: i + 1, : i + 1]
 
 
 def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
@@ -61,7 +76,8 @@ def _strips_pay(x: Tensor, axes: Sequence[Axis]) -> bool:
     """
     if axes[0].stride > 1 or axes[0].kernel == 1:
         return False
-    tensor_cores = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tensor_cores = tf32 or in_half(x)
     few, work = (3 * 2**10, 2**33) if tensor_cores else (3 * 2**7, 2**30)
     width = x.shape[1] * prod(axis.kernel for axis in axes)
     return width**2 * (x.shape[0] * positions(x, axes) - few) > work
@@ -71,7 +87,7 @@ def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
     """The same where the first stride is 1: a third of the patches and of the products, but more passes over them."""
     A = strip_product(x, axes)
     side, width = A.shape[: A.ndim // 2], x.shape[1] * prod(axis.kernel for axis in axes)
-    out = x.new_empty(width + bias, width + bias)
+    out = A.new_empty(width + bias, width + bias)
     out[:width, :width].unflatten(1, side).unflatten(0, side).copy_(A)
     return _bordered(out, patch_sum(x, axes), x.shape[0] * positions(x, axes)) if bias else out
 
@@ -92,15 +108,18 @@ def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int =
         rows = _rows(x, width, inner.shape[0] - width, examples * count)
         places = rows[:width, : examples * count].unflatten(1, part.shape[1 + d :]).unflatten(0, part.shape[: 1 + d])
         places.copy_(part)
-        inner.addmm_(rows, rows.T, beta=float(place > 0))
+        if place:
+            multiply_add(inner, rows, rows.T, inner)
+        else:
+            multiply(rows, rows.T, inner)
     if bias and alone:
         _bordered(out, patch_sum(x, axes), x.shape[0] * count)
     return out[: width + bias, : width + bias]
 
 
 def _rows(x: Tensor, width: int, ones: int, count: int) -> Tensor:
-    """Room for ``width`` rows of ``count`` numbers, with ``ones`` rows of ones after them, and zeros after each."""
-    out = x.new_empty(width + ones, _fitting(count))
+    """Room for ``width`` rows of ``count`` numbers, as they are multiplied, with ``ones`` rows of ones, and zeros."""
+    out = x.new_empty(width + ones, _fitting(count), dtype=multiplied(x))
     if ones:
         out[width:].fill_(1.0)
     if out.shape[1] > count:
@@ -109,8 +128,8 @@ def _rows(x: Tensor, width: int, ones: int, count: int) -> Tensor:
 
 
 def _square(x: Tensor, size: int) -> Tensor:
-    """Room for a matrix of this size, whose rows start at multiples of a vector."""
-    return x.new_empty(size, _fitting(size))[:, :size]
+    """Room for a matrix of this size, sums of products of x, whose rows start at multiples of a vector."""
+    return x.new_empty(size, _fitting(size), dtype=summed(multiplied(x)))[:, :size]
 
 
 def _fitting(size: int) -> int:

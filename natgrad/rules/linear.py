@@ -8,9 +8,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from natgrad.rules.base import Call, Keys, Moment, Rule, plain, single
+from natgrad.rules.base import Call, Keys, Moment, Rule, plain
 from natgrad.rules.launches import affine_product
 from natgrad.rules.packing import bordered, homogeneous
+from natgrad.rules.precision import single
 from natgrad.rules.products import symmetric_product
 
 
@@ -47,14 +48,14 @@ class LinearRule(Rule):
         return torch.cat([part.reshape(part.shape[0], -1, part.shape[-1]) for part in g], dim=1)
 
     def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        x = single(call.x.reshape(-1, call.x.shape[-1]))
+        x = call.x.reshape(-1, call.x.shape[-1])
         count = x.shape[0]
         if "weight" not in keys:
-            return Moment(x.new_full((1, 1, 1), count), count)
+            return Moment(single(x).new_full((1, 1, 1), count), count)
         if "bias" in keys and x.device.type == "cuda":
             return Moment(affine_product(x).unsqueeze(0), count)
         total = symmetric_product(x).unsqueeze(0)
-        return Moment(bordered(total, x.sum(0, keepdim=True), count) if "bias" in keys else total, count)
+        return Moment(bordered(total, single(x).sum(0, keepdim=True), count) if "bias" in keys else total, count)
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return symmetric_product(single(g.reshape(-1, g.shape[-1]))).unsqueeze(0)
+        return symmetric_product(g.reshape(-1, g.shape[-1])).unsqueeze(0)

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from natgrad.rules.base import Call, Keys, Replayable, single
+from natgrad.rules.base import Call, Keys, Replayable
+from natgrad.rules.precision import single
 
 
 def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[str, Replayable]:

@@ -18,7 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from natgrad.errors import BatchStatisticsError
-from natgrad.rules.base import Call, Keys, Moment, Rule, plain, single
+from natgrad.rules.base import Call, Keys, Moment, Rule, plain
+from natgrad.rules.precision import single
+from natgrad.rules.products import column_squares, column_sums
 
 _NAMES = ("weight", "bias")
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -76,7 +78,7 @@ class TrailingNormRule(NormRule):
         if "weight" not in keys:
             return Moment(x.new_full((x[0].numel(), 1, 1), x.shape[0]), x.shape[0])
         a = self.normalised(module, x).flatten(1)
-        return Moment(_second(a.square().sum(0), a.sum(0), x.shape[0], keys), x.shape[0])
+        return Moment(_second(column_squares(a), column_sums(a), x.shape[0], keys), x.shape[0])
 
     def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         x = self._positions(module, single(call.x))
@@ -84,7 +86,7 @@ class TrailingNormRule(NormRule):
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         parts = self._positions(module, single(g.flatten(0, 1)))
-        return parts.flatten(0, 1).flatten(1).square().sum(0).view(-1, 1, 1)
+        return column_squares(parts.flatten(0, 1).flatten(1)).view(-1, 1, 1)
 
     def _positions(self, module: nn.Module, x: Tensor) -> Tensor:
         """x [n r *shape]."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.rules.products import channels_last, widened
+from natgrad.rules.precision import single
+from natgrad.rules.products import channels_last
 
 _FEW = 2  # examples
 
@@ -73,7 +74,7 @@ def patch_mean(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     >>> torch.allclose(patch_mean(x, axes), patches(x, axes).mean(1))
     True
     """
-    s = widened(x)
+    s = single(x)
     if len(x) <= _FEW and x.device.type == "cuda":  # few numbers, and few launches
         return _window_sums(s, axes).view(len(x), groups, -1) / positions(x, axes)
     for axis in axes:  # the axis at place 2 leaves, its kernel goes to the end
@@ -83,7 +84,7 @@ def patch_mean(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
 
 def patch_sum(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     """Σ_{n,r} a[n r c i] as [c i], from the sum of the examples."""
-    x = widened(x)
+    x = single(x)
     total = x.movedim(1, -1).sum(0).movedim(-1, 0) if channels_last(x) else x.sum(0)
     return _window_sums(total.unsqueeze(0), axes).view(groups, -1)
 

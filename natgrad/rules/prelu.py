@@ -7,7 +7,8 @@ from typing import cast, final
 
 from torch import Tensor, nn
 
-from natgrad.rules.base import Call, Keys, Moment, Rule, plain, single
+from natgrad.rules.base import Call, Keys, Moment, Rule, plain
+from natgrad.rules.precision import single
 
 
 @final

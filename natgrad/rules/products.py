@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.rules.precision import multiplied, multiply, single, summed
+
 _WIDE = 1024  # columns, from which a product on a GPU is worth its panels
 _WORK = 2**33  # products of numbers, likewise
 _TILE = 128  # columns that a GPU multiplies as one
@@ -13,17 +15,18 @@ _TILE = 128  # columns that a GPU multiplies as one
 def symmetric_product(x: Tensor) -> Tensor:
     """xᵀx [*b d d] of x [*b m d], symmetric to the last bit. Both factors of 004 (37) are made of it.
 
-    Half precision is summed in float32: squares and long sums leave its range and its precision.
+    Half precision is summed in float32: squares and long sums leave its range and its precision. On a GPU float32 may
+    be multiplied in bfloat16 (``natgrad.rules.precision``).
 
     >>> symmetric_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[10., 14.],
             [14., 20.]])
     """
-    x = widened(x)
+    x = x.to(multiplied(x))
     d = x.shape[-1]
+    if x.device.type == "cuda":
+        return _on_gpu(x)
     width = _panel(x)
-    if x.device.type == "cuda":  # launches to symmetrise would show; what inverts it reads one triangle, or symmetrises
-        return panel_product(x, x.new_empty(d, d)) if x.ndim == 2 and d >= _WIDE else x.mT @ x
     if width >= d:
         return _symmetrised(x.mT @ x)
     out = x.new_empty(*x.shape[:-2], d, d)
@@ -36,18 +39,32 @@ def symmetric_product(x: Tensor) -> Tensor:
     return out
 
 
+def _on_gpu(x: Tensor) -> Tensor:
+    """Launches to symmetrise would show; what inverts it reads one triangle, or symmetrises."""
+    d, wider = x.shape[-1], summed(x.dtype)
+    if x.ndim == 2:
+        return panel_product(x, x.new_empty(d, d, dtype=wider))
+    if x.dtype == wider:
+        return x.mT @ x
+    stack = x.flatten(0, -3)
+    return torch.bmm(stack.mT, stack, out_dtype=wider).unflatten(0, x.shape[:-2])
+
+
 def panel_product(x: Tensor, out: Tensor) -> Tensor:
     """xᵀx of x [m d] into ``out`` [d d], for a GPU: of wide matrices, three panels from their diagonals on, mirrored.
+
+    In half precision products are so fast that to mirror them would take longer.
 
     >>> panel_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(2, 2))
     tensor([[10., 14.],
             [14., 20.]])
     """
     m, d = x.shape
-    width = d if d < _WIDE or m * d**2 < _WORK else -(-d // (3 * _TILE)) * _TILE
+    whole = d < _WIDE or m * d**2 < _WORK or x.dtype != out.dtype
+    width = d if whole else -(-d // (3 * _TILE)) * _TILE
     for start in range(0, d, max(1, width)):
         stop = min(start + width, d)
-        torch.mm(x[:, start:stop].T, x[:, start:], out=out[start:stop, start:])
+        multiply(x[:, start:stop].T, x[:, start:], out[start:stop, start:])
         if stop < d:
             out[stop:, start:stop].copy_(out[start:stop, stop:].T)
     return out
@@ -68,21 +85,34 @@ def output_moment(g: Tensor, groups: int = 1) -> Tensor:
     elif pixels == 1:
         rows = flat.flatten(1)
     elif 4 * flat.shape[1] <= pixels * groups:  # one small product an image costs less than to bring them together
-        images = widened(flat).flatten(2).unflatten(1, (groups, -1))
+        images = single(flat).flatten(2).unflatten(1, (groups, -1))
         return _symmetrised((images @ images.mT).sum(0))
     else:
         rows = flat.transpose(0, 1).flatten(1).mT  # a copy of whole images, which is cheaper than one of single pixels
     return symmetric_product(rows.unflatten(-1, (groups, -1)).transpose(0, 1))
 
 
+def column_squares(x: Tensor) -> Tensor:
+    """Σ_m x² [d] of x [m d]; on a GPU in one pass.
+
+    >>> column_squares(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([10., 20.])
+    """
+    return torch.linalg.vector_norm(x, dim=0).square() if x.device.type == "cuda" else x.square().sum(0)
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Σ_m x [d] of x [m d]; a GPU has a faster way than its sums of columns, in full precision too.
+
+    >>> column_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([4., 6.])
+    """
+    return torch.mv(x.mT, x.new_ones(x.shape[0])) if x.device.type == "cuda" else x.sum(0)
+
+
 def channels_last(x: Tensor) -> bool:
     """Whether x [n ch *spatial] lies in memory as [n *spatial ch], and not as it is written."""
     return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
-
-
-def widened(x: Tensor) -> Tensor:
-    """x in the precision its products are summed in."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _symmetrised(square: Tensor) -> Tensor:

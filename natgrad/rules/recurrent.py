@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from natgrad.rules.base import Call, Keys, Replay, Replayed, plain, single, trainable
+from natgrad.rules.base import Call, Keys, Replay, Replayed, plain, trainable
 from natgrad.rules.cells import Direction, Unrolled
 from natgrad.rules.matrices import argument
 from natgrad.rules.packed import Places
+from natgrad.rules.precision import single
 from natgrad.rules.units import State
 
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import final
 
-import torch
 from torch import Tensor
 
 from natgrad.rules.patches import Axis, padded, windows
+from natgrad.rules.precision import multiplied, multiply, multiply_add, summed
 
 _STRIPS = 2**25  # numbers; of strips at a time
 _ROUND = 8  # times the span: so many strips, and cuBLAS is faster for one round number of them and some zeros
@@ -86,12 +86,12 @@ def strip_product(x: Tensor, axes: Sequence[Axis], limit: int = _STRIPS) -> Tens
 def strips(x: Tensor, rest: Sequence[Axis], zeros: int = 0) -> Tensor:
     """f [(ch w) p (n r')] of x [n ch p *others], whose axes from the second on are read as ``rest`` says.
 
-    ``zeros`` strips of zeros come after the others.
+    ``zeros`` strips of zeros come after the others. They have the type in which they are multiplied.
     """
     d, size, axes = len(rest), x.shape[2], (Axis(1), *rest)
     w = windows(padded(x, axes), axes)  # [n ch p *out 1 *kernel], a view
     w = w.permute(1, *range(3 + d, 4 + 2 * d), 2, 0, *range(3, 3 + d))
-    f = x.new_empty(prod(w.shape[: 2 + d]), size + zeros, prod(w.shape[3 + d :]))
+    f = x.new_empty(prod(w.shape[: 2 + d]), size + zeros, prod(w.shape[3 + d :]), dtype=multiplied(x))
     f[:, size:].zero_()
     f[:, :size].unflatten(2, w.shape[3 + d :]).unflatten(0, w.shape[: 2 + d]).copy_(w)
     return f
@@ -104,13 +104,13 @@ def _products(x: Tensor, axis: Axis, rest: Sequence[Axis]) -> Tensor:
     f = strips(x, rest, zeros)
     m, _, q = f.shape
     rows = f.flatten(1)
-    A = f.new_empty(axis.kernel, axis.kernel, m, m)
+    A = f.new_empty(axis.kernel, axis.kernel, m, m, dtype=summed(f.dtype))
     for shift in range(axis.kernel):
         spans = [Span.of(axis, size, u, u + shift) for u in range(axis.kernel - shift)]
         longest = max(range(len(spans)), key=lambda u: spans[u].count)
         base = A[longest, longest + shift]
         end = size if zeros and spans[longest].stop == size - shift * axis.dilation else spans[longest].stop
-        torch.mm(*_factors(rows, q, replace(spans[longest], stop=end)), out=base)
+        multiply(*_factors(rows, q, replace(spans[longest], stop=end)), base)
         for u, span in enumerate(spans):
             if u != longest:
                 _moved(A[u, u + shift], base, span, spans[longest], rows, q)
@@ -123,12 +123,12 @@ def _moved(out: Tensor, base: Tensor, span: Span, longest: Span, rows: Tensor, q
     """Σ_p f(p) f(p + shift)ᵀ over a span, from the sum over the longest where that is less work."""
     parts = span.beyond(longest)
     if sum(part.count for part, _ in parts) > span.count:
-        torch.mm(*_factors(rows, q, span), out=out)
+        multiply(*_factors(rows, q, span), out)
         return
     if not parts:
         out.copy_(base)
     for part, sign in parts:
-        torch.addmm(base, *_factors(rows, q, part), alpha=sign, out=out)
+        multiply_add(base, *_factors(rows, q, part), out, sign)
         base = out
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -20,8 +21,10 @@ from natgrad.pullback.sink import Sink
 from natgrad.pullback.tied import trace
 from natgrad.rules.base import Moment
 
-_HELD = 2**22  # bytes that wait to be absorbed together on a GPU: small kernels wait for the processor
+_HELD = 2**22  # bytes that wait to be absorbed together on a GPU, at least: a launch of few takes as long as of many
+_PART = 8  # or this part of all factors
 _LARGE = 2**20  # numbers
+_LAUNCH = 320 * 2**16  # numbers that torch's fused kernels take in one launch
 
 
 @final
@@ -58,6 +61,11 @@ class Absorb(Sink):
     def outputs(self, b: int, total: Tensor, count: int) -> None:
         self._put(b, self.average.left[self.numbers[b]], total, count)
 
+    @cached_property
+    def _most(self) -> int:
+        """Bytes that may wait."""
+        return max(_HELD, sum(factor.nbytes for factor in (*self.average.left, *self.average.right)) // _PART)
+
     def _put(self, b: int, factor: Tensor, total: Tensor, count: int) -> None:
         number, count = self.numbers[b], max(count, 1)
         assert factor.shape == total.shape
@@ -65,7 +73,7 @@ class Absorb(Sink):
         if factor.device.type == "cuda":
             self._held.append(Held.of(factor, total, self._weight if known else 1.0, count))
             self._bytes += total.numel() * total.element_size()
-            if self._bytes > _HELD:
+            if self._bytes > self._most:
                 self.flush()
             return
         # Second moments are finite where their diagonals are.
@@ -122,7 +130,25 @@ def absorb_together(held: Sequence[Held]) -> None:
     found = _not_finite(held)
     for key in dict.fromkeys((id(one.weight), one.count) for one in held):
         alike = [one for one in held if (id(one.weight), one.count) == key]
-        gated_lerp([one.factor for one in alike], [one.total for one in alike], alike[0].weight, key[1], found)
+        for launch in _launches(alike):
+            factors, totals = zip(*launch, strict=True)
+            gated_lerp(factors, totals, alike[0].weight, key[1], found)
+
+
+def _launches(held: Sequence[Held], most: int = _LAUNCH) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Factors and totals that are averaged at once: a large one in equal parts, as a small rest would take as long.
+
+    >>> x = torch.zeros(5)
+    >>> [[len(part) for part, _ in launch] for launch in _launches([Held(x, x, None, 1.0, 1)], most=4)]
+    [[3], [2]]
+    """
+    small = [(one.factor, one.total) for one in held if len(one.factor) <= most]
+    if small:
+        yield small
+    for one in held:
+        if len(one.factor) > most:
+            pieces = -(-len(one.factor) // most)
+            yield from ([pair] for pair in zip(one.factor.chunk(pieces), one.total.chunk(pieces), strict=True))
 
 
 def _padded(factor: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """On a GPU: the two factors of every layer are those of the CPU, without waiting."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -131,3 +131,72 @@ def test_an_estimate_on_a_gpu_is_that_of_the_cpu(training: bool) -> None:
         found.append(factors | {name: p.detach().cpu() for name, p in there.named_parameters()})
     for key, t in found[0].items():
         close(found[1][key], t, 1e-9)
+
+
+@pytest.fixture
+def bfloat16() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def _moments(layer: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
+    """Every A and S of a layer."""
+    rule, found = next(rule for rule in RULES if rule.covers(layer)), []
+    for keys in rule.layers(layer):
+        found += [rule.input_moment(layer, keys, Call((x,), {})).total, rule.output_moment(layer, keys, g)]
+    return found
+
+
+def _inputs(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A layer of ``WIDE``, its inputs and two cotangents, in double precision on the CPU."""
+    build, shape = WIDE[kind]
+    layer, x = build().double(), normal(5, *shape)
+    return layer, x, normal(2, *layer(x).shape, seed=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", WIDE)
+def test_half_precision_is_multiplied_as_it_is_and_summed_in_single(kind: str, dtype: torch.dtype) -> None:
+    layer, x, g = _inputs(kind)
+    x, g = x.to(dtype), g.to(dtype)
+    expected = _moments(layer, x.double(), g.double())
+    mine = _moments(copy.deepcopy(layer).to("cuda", dtype), x.cuda(), g.cuda())
+    for t, right in zip(mine, expected, strict=True):
+        assert t.dtype == torch.float32
+        # nothing is rounded before the sum; borders of strips are differences of sums
+        assert (t.cpu() - right).abs().max() < 1e-5 * right.abs().max()
+
+
+@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.usefixtures("bfloat16")
+def test_single_precision_is_rounded_to_bfloat16_where_torch_was_told_that_it_may_be(kind: str) -> None:
+    layer, x, g = _inputs(kind)
+    mine = _moments(copy.deepcopy(layer).to("cuda", torch.float32), x.float().cuda(), g.float().cuda())
+    for t, right in zip(mine, _moments(layer, x, g), strict=True):
+        assert t.dtype == torch.float32
+        # 2⁻⁹ of every term at most, and of both of its factors
+        assert (t.cpu() - right).abs().max() < 2**-8 * right.abs().max()
+
+
+@pytest.mark.usefixtures("bfloat16")
+def test_a_recording_is_of_one_precision() -> None:
+    layer = nn.Linear(64, 8).cuda()
+    opt = ng.KFAC(layer, ng.Fisher(ng.Categorical()), lr=0.0, metric_every=1, decay=0.0)
+    x = normal(40, 64).float().cuda()
+
+    def moment() -> Tensor:
+        for _ in range(4):
+            opt.zero_grad()
+            nn.functional.cross_entropy(layer(x), torch.zeros(40, dtype=torch.long, device="cuda")).backward()
+            opt.step()
+        return next(A.clone() for name, A in opt.state_dict()["natgrad"]["operator"].items() if name.endswith("/A"))
+
+    rounded = moment()
+    torch.set_float32_matmul_precision("highest")
+    exact = moment()
+    inputs = torch.cat([x, x.new_ones(40, 1)], 1).double()
+    right = (inputs.mT @ inputs / 40).cpu()
+    assert (exact.squeeze(0).cpu() - right).abs().max() < 1e-5 * right.abs().max()
+    assert (rounded.squeeze(0).cpu() - right).abs().max() > 1e-4 * right.abs().max()

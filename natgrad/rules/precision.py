@@ -1,0 +1,82 @@
+"""The precisions of second moments: the one in which numbers are multiplied, and the one in which they are summed.
+
+The product of two numbers in half precision is exact in single precision, and is summed in it: tensor cores read half
+precision and lose nothing. Numbers in single precision are multiplied as such (on a GPU as torch's switches say, with
+tf32 or without), unless ``torch.set_float32_matmul_precision("medium")`` allows bfloat16: torch itself makes no use of
+that on a GPU, the moments here do. A moment is a mean over a batch, with more noise than the rounding of its terms.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def single(t: Tensor) -> Tensor:
+    """At least single precision: sums of products in half precision lose their small terms."""
+    return t.float() if t.dtype in _HALF else t
+
+
+def multiplied(x: Tensor) -> torch.dtype:
+    """The type in which the entries of x are multiplied with one another.
+
+    >>> multiplied(torch.zeros(2)), multiplied(torch.zeros(2, dtype=torch.bfloat16))
+    (torch.float32, torch.float32)
+    """
+    if x.device.type != "cuda":
+        return torch.float32 if x.dtype in _HALF else x.dtype
+    return torch.bfloat16 if x.dtype == torch.float32 and bfloat16_allowed() else x.dtype
+
+
+def in_half(x: Tensor) -> bool:
+    """Whether products of x are sums of products in half precision."""
+    return multiplied(x) in _HALF
+
+
+def summed(dtype: torch.dtype) -> torch.dtype:
+    """The type of a sum of products of such numbers."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def bfloat16_allowed() -> bool:
+    """Whether the user has said so, with ``torch.set_float32_matmul_precision``.
+
+    >>> bfloat16_allowed()
+    False
+    """
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return False
+    try:
+        return torch.get_float32_matmul_precision() == "medium"
+    except RuntimeError:  # torch's newer switches were used, and torch refuses to put them in the older words
+        return False
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a b of matrices into ``out``, which may have a wider type.
+
+    >>> out = torch.empty(1, 1)
+    >>> multiply(torch.ones(1, 3), torch.ones(3, 1), out)
+    >>> out
+    tensor([[3.]])
+    """
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out.dtype, out=out)
+
+
+def multiply_add(base: Tensor, a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+    """base + alpha a b into ``out``, likewise; the base may be ``out``.
+
+    >>> out = torch.ones(1, 1)
+    >>> multiply_add(out, torch.ones(1, 3), torch.ones(3, 1), out, alpha=-1.0)
+    >>> out
+    tensor([[-2.]])
+    """
+    if a.dtype == out.dtype:
+        torch.addmm(base, a, b, alpha=alpha, out=out)
+    else:
+        torch.addmm(base, a, b, out.dtype, alpha=alpha, out=out)
