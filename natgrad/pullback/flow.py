@@ -33,7 +33,11 @@ class Flow:
         self.tape, self.layers, self.serve = tape, layers, serve
         self._all = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
         self.room = room if room is not None else max(_ROOM, self._all // 4) if tape.y.device.type == "cuda" else 0
-        self._left: list[int] = list(range(len(layers.blocks)))  # the numbers of the layers that were not served
+        self._left = dict.fromkeys(range(len(layers.blocks)))  # the numbers of the layers that were not served
+        self._layers_of: dict[int, list[int]] = {}  # by the positions of their uses
+        for b, block in enumerate(layers.blocks):
+            for at in tape.places(block):
+                self._layers_of.setdefault(at, []).append(b)
         self._served: set[int] = set()  # positions of uses
         self._waiting: dict[int, tuple[Tensor, ...]] = {}  # by the positions of their uses
         self._bytes = 0
@@ -45,7 +49,7 @@ class Flow:
         alone = s.shape[0] == 1 and not tape.half and self._all > self.room
         early = self._early() if alone else ()
         handles = [self._hooked(at) for at in early]
-        wanted = {at for b in self._left for at in tape.places(self.layers.blocks[b])}.difference(early)
+        wanted = self._layers_of.keys() - set(early)
         try:
             outer = tape.outer(s, sorted(wanted))
         finally:
@@ -56,7 +60,7 @@ class Flow:
         for at in self._served.symmetric_difference(early).difference(outer):  # no way leads there
             outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
         inner = {at: tape.inner(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
-        self.serve(self._left, Cotangents(outer, inner))
+        self.serve(list(self._left), Cotangents(outer, inner))
 
     def _hooked(self, at: int) -> RemovableHandle:
         (edge,) = self.tape.uses[at].edges
@@ -73,11 +77,12 @@ class Flow:
         return edge.node.register_prehook(hook)
 
     def _serve_waiting(self) -> None:
-        blocks, waiting = self.layers.blocks, self._waiting
-        numbers = [b for b in self._left if not waiting.keys().isdisjoint(self.tape.places(blocks[b]))]
+        waiting = self._waiting
+        numbers = sorted({b for at in waiting for b in self._layers_of[at]})
         self._waiting, self._bytes = {}, 0
         self._served.update(waiting)
-        self._left = [b for b in self._left if b not in numbers]
+        for b in numbers:
+            del self._left[b]
         self.serve(numbers, Cotangents(waiting, {}))
 
     def _early(self) -> Sequence[int]:

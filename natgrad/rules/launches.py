@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
-from natgrad.rules.precision import in_half, multiplied, multiply, multiply_add, summed
+from natgrad.rules.precision import in_half, multiplied, multiply, multiply_add, single, summed
 from natgrad.rules.products import column_sums, panel_product
 from natgrad.rules.strips import strip_product
 
@@ -32,27 +32,20 @@ def affine_product(x: Tensor) -> Tensor:
             [ 4.,  6.,  2.]])
     """
     m, i = x.shape
-    if in_half(x):  # tensor cores read half precision along either axis
-        return _affine_half(x)
     if x.numel() <= _SMALL:  # a copy with ones takes less than three launches
         rows = _rows(x, i, _fitting(i + 1) - i, m)
         rows[:i, :m].copy_(x.T)
-        return (rows @ rows.T)[: i + 1, : i + 1]
-    x = x.to(multiplied(x))
+        return _product(rows)[: i + 1, : i + 1]
     out = _square(x, i + 1)
-    panel_product(x, out[:i, :i])
-    return _bordered(out, column_sums(x).unsqueeze(0), m)
+    panel_product(x.to(multiplied(x)), out[:i, :i])
+    return _bordered(out, column_sums(single(x)).unsqueeze(0), m)
 
 
-def _affine_half(x: Tensor) -> Tensor:
-    """The same in half precision, from one copy with columns of ones."""
-    m, i = x.shape
-    rows = x.new_empty(m, _fitting(i + 1), dtype=multiplied(x))
-    rows[:, :i].copy_(x)
-    rows[:, i:].fill_(1.0)
-    out = _square(rows, rows.shape[1])
-    multiply(rows.T, rows, out)
-    return out[: i + 1, : i + 1]
+def _product(rows: Tensor) -> Tensor:
+    """rows rowsᵀ."""
+    out = _square(rows, rows.shape[0])
+    multiply(rows, rows.T, out)
+    return out
 
 
 def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
@@ -100,7 +93,7 @@ def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int =
     d, w = len(axes), windows(padded(x, axes), axes)  # [n ch *out *kernel], a view
     w = w.permute(1, *range(2 + d, 2 + 2 * d), 0, *range(2, 2 + d))  # [ch *kernel n *out]
     width, count = prod(w.shape[: 1 + d]), prod(w.shape[2 + d :])
-    alone = width**2 * x.shape[0] * count > work
+    alone = width**2 * x.shape[0] * count > (4 * work if in_half(x) else work)
     out = _square(x, width + bias if alone else _fitting(width + bias))
     inner = out[:width, :width] if alone else out
     for place, part in enumerate(w.split(max(1, limit // (width * max(1, count))), 1 + d)):

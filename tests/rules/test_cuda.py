@@ -165,8 +165,8 @@ def test_half_precision_is_multiplied_as_it_is_and_summed_in_single(kind: str, d
     mine = _moments(copy.deepcopy(layer).to("cuda", dtype), x.cuda(), g.cuda())
     for t, right in zip(mine, expected, strict=True):
         assert t.dtype == torch.float32
-        # nothing is rounded before the sum; borders of strips are differences of sums
-        assert (t.cpu() - right).abs().max() < 1e-5 * right.abs().max()
+        # nothing is rounded before the sum, in which tensor cores truncate; rounded terms would be off by 2⁻⁹
+        assert (t.cpu() - right).abs().max() < 1e-4 * right.abs().max()
 
 
 @pytest.mark.parametrize("kind", WIDE)
