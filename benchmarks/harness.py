@@ -142,12 +142,14 @@ def _status(status: Path, key: str) -> int:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers depend on, and nothing that names the machine."""
+    on_gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.system(),
+        **({"matmul": torch.get_float32_matmul_precision()} if on_gpu else {}),
     }
 
 

@@ -58,7 +58,7 @@ class Report:
 
         On a GPU there are more: recordings have to be made, and what starts the kernels is a noisy neighbour.
         """
-        return (self.rounds, 2) if self.device.type == "cuda" else (max(1, self.rounds // 2), 1)
+        return (self.rounds, 4) if self.device.type == "cuda" else (max(1, self.rounds // 2), 1)
 
     def race(
         self,
