@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,24 +38,61 @@ class Spread:
 
 @dataclass(frozen=True)
 class Race:
-    """Seconds of every contestant, a number a round."""
+    """Seconds of every contestant, a number a round, and those of the ``unit``, one of them, in the same rounds."""
 
+    unit: str
     seconds: dict[str, list[float]]
+    beside: dict[str, list[float]]
 
     def time(self, name: str) -> Spread:
         return Spread.of(self.seconds[name])
 
+    def in_units(self, name: str) -> list[float]:
+        """Time over the unit's in the same round: what slows the machine down slows both."""
+        return [a / b for a, b in zip(self.seconds[name], self.beside[name], strict=True)]
+
     def ratio(self, name: str, over: str) -> Spread:
-        """Time of one over the other in the same round: what slows the machine down slows both."""
-        return Spread.of([a / b for a, b in zip(self.seconds[name], self.seconds[over], strict=True)])
+        """Time of one over the other, of each in units."""
+        if over == self.unit:
+            return Spread.of(self.in_units(name))
+        if name == self.unit:
+            return Spread.of([1 / r for r in self.in_units(over)])
+        return Spread.of([a / b for a, b in zip(self.in_units(name), self.in_units(over), strict=True)])
 
     def each(self, steps: Mapping[str, int]) -> Race:
         """The time of one step, for contestants that take several in a call."""
-        return Race({name: [s / steps.get(name, 1) for s in seconds] for name, seconds in self.seconds.items()})
+        own = {name: [s / steps.get(name, 1) for s in seconds] for name, seconds in self.seconds.items()}
+        return Race(self.unit, own, {name: [s / steps.get(self.unit, 1) for s in u] for name, u in self.beside.items()})
 
 
-def race(contestants: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device, warmup: int = 2) -> Race:
+Contestants: TypeAlias = Mapping[str, Callable[[], Any]]
+
+
+def race(contestants: Contestants, unit: str, rounds: int, device: torch.device, warmup: int = 2) -> Race:
     """Run the contestants in turn, after some rounds that are not counted."""
+    seconds = _rounds(contestants, rounds, device, warmup)
+    return Race(unit, seconds, dict.fromkeys(seconds, seconds[unit]))
+
+
+def duels(contestants: Contestants, unit: str, rounds: int, device: torch.device, warmup: int = 2) -> Race:
+    """The same, but every contestant takes turns with the unit alone.
+
+    What runs on a GPU finds the memory that others have left. A training loop finds its own, in the same places again
+    and again, and so do two that alternate; among many, every round would be a first one.
+    """
+    seconds: dict[str, list[float]] = {}
+    beside: dict[str, list[float]] = {}
+    for name in [name for name in contestants if name != unit] or [unit]:
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing, where there is no GPU
+        two = _rounds({unit: contestants[unit], name: contestants[name]}, rounds, device, warmup)
+        seconds |= {unit: [*seconds.get(unit, []), *two[unit]], name: two[name]}
+        beside[name] = two[unit]
+    return Race(unit, seconds, beside | {unit: seconds[unit]})
+
+
+def _rounds(contestants: Contestants, rounds: int, device: torch.device, warmup: int) -> dict[str, list[float]]:
+    """Seconds of each, which take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(-warmup, rounds):
         for name, contestant in contestants.items():
@@ -65,7 +102,7 @@ def race(contestants: Mapping[str, Callable[[], Any]], rounds: int, device: torc
                 seconds[name].append(now(device) - start)
             else:
                 now(device)
-    return Race(seconds)
+    return seconds
 
 
 def now(device: torch.device) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import Race, Spread, disagreement, launch_time, machine, race
+from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, machine, race
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Report:
         """Time the entries and add a row each; the unit is one of them. ``steps`` are counted in a call of an entry."""
         if self.device.type == "cuda":
             self.launches[section] = launch_time(self.device)
-        result = race(entries, rounds, self.device, warmup).each(steps or {})
+        compare = duels if self.device.type == "cuda" else race
+        result = compare(entries, unit, rounds, self.device, warmup).each(steps or {})
         for name in entries:
             self.rows.append(Row(section, name, result.time(name), result.ratio(name, unit), unit))
         return result

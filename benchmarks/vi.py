@@ -80,7 +80,7 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
     counts = {name: run.steps_to(target) or run.contestant.limit for name, run in runs.items()}
     entries = {name: _timed(run.contestant, case, counts[name]) for name, run in runs.items()}
     entries[WHOLE] = _timed(adam.contestant, case, adam.contestant.limit)
-    result = race(entries, rounds, torch.device("cpu"), warmup=1)
+    result = race(entries, ADAM, rounds, torch.device("cpu"), warmup=1)
     return {
         "case": case.name,
         "learned": case.learned,

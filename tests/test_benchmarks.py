@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 import natgrad as ng
 from benchmarks import contestants as c
 from benchmarks import core, peers
-from benchmarks.harness import Race, Spread, disagreement, launch_time, peak_memory, race
+from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, peak_memory, race
 from tests import oracle
 
 CPU = torch.device("cpu")
@@ -98,15 +99,35 @@ def test_both_damped_steps_are_the_solution_of_the_oracle() -> None:
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    result = Race({"a": [2.0, 20.0, 4.0], "b": [1.0, 10.0, 1.0]})
+    one = [1.0, 10.0, 1.0]
+    result = Race("b", {"a": [2.0, 20.0, 4.0], "b": one}, {"a": one, "b": one})
     assert result.ratio("a", "b") == Spread(2.0, 2.0, 3.0)
     assert result.time("b").median == 1.0
 
 
+def test_two_that_never_met_are_compared_in_units() -> None:
+    slow, fast = [1.0, 2.0], [10.0, 10.0]
+    result = Race("unit", {"a": [3.0, 6.0], "b": [60.0, 60.0]}, {"a": slow, "b": fast}).each({"b": 2, "unit": 10})
+    assert result.time("b").median == 30
+    assert result.ratio("a", "b").median == pytest.approx(1.0)
+    assert result.in_units("a") == pytest.approx([30.0, 30.0])
+
+
 def test_contestants_take_turns() -> None:
     order: list[str] = []
-    race({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, device=CPU, warmup=1)
-    assert order == ["a", "b"] * 3
+    contestants = {name: partial(order.append, name) for name in ("a", "b", "c")}
+    race(contestants, "a", rounds=2, device=CPU, warmup=1)
+    assert order == ["a", "b", "c"] * 3
+
+
+def test_on_a_gpu_everyone_takes_turns_with_the_unit_alone() -> None:
+    order: list[str] = []
+    contestants = {name: partial(order.append, name) for name in ("a", "b", "c")}
+    result = duels(contestants, "a", rounds=2, device=CPU, warmup=1)
+    assert order == ["a", "b"] * 3 + ["a", "c"] * 3
+    assert {name: len(seconds) for name, seconds in result.seconds.items()} == {"a": 4, "b": 2, "c": 2}
+    assert result.ratio("a", "a").median == 1
+    assert duels({"a": list}, "a", rounds=2, device=CPU).ratio("a", "a").median == 1
 
 
 def test_different_things_are_not_timed() -> None:

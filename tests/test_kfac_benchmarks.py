@@ -81,7 +81,8 @@ def test_a_peer_that_fails_is_listed_with_its_error() -> None:
 
 
 def test_times_of_several_steps_are_divided_by_their_number() -> None:
-    assert Race({"a": [6.0], "b": [2.0]}).each({"a": 3}).seconds == {"a": [2.0], "b": [2.0]}
+    race = Race("b", {"a": [6.0], "b": [2.0]}, {"a": [2.0], "b": [2.0]}).each({"a": 3})
+    assert race.seconds == {"a": [2.0], "b": [2.0]}
 
 
 def test_soap_in_the_basis_of_a_vector_is_adam() -> None:
