@@ -24,6 +24,15 @@ TITLES = {
 ORDER = tuple(TITLES)
 
 
+def before_decay(epochs: int) -> int:
+    """The last epoch, from 0, before the paper's schedules first decay: 40 % of them.
+
+    >>> before_decay(50)
+    19
+    """
+    return max(0, round(0.4 * epochs) - 1)
+
+
 @final
 @dataclass(frozen=True)
 class Curve:
@@ -101,7 +110,7 @@ class Group:
             return f"{name} (all {self.diverged} diverged) | – | – | – | – | – |"
         name += f" ({self.diverged} diverged)" if self.diverged else ""
         loss, accuracy = self.loss, self.accuracy
-        early = max(0, round(0.4 * len(loss.mean)) - 1)  # before the first decay of the paper's schedules
+        early = before_decay(len(loss.mean))
         best = [100 * max(point.test_accuracy for point in record.history) for record in self.records]
         cells = [
             f"{loss.mean[early]:.3f} ± {loss.deviation[early]:.3f}",

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from experiments import report, timing
+from experiments import pairs, report, timing
 from experiments.arms import FIFTHS, TENTHS, AdamW, Arm, Cosine, Momentum, Schedule, amari, grid, independent, sobolev
 from experiments.cifar import CIFAR10, CIFAR100, Benchmark, pack
 from experiments.files import write_json
@@ -105,9 +105,10 @@ def is_done(job: Job, setup: Setup, known: Mapping[str, Record]) -> bool:
 
 
 def summarise(args: argparse.Namespace) -> None:
-    """All that is known into the folder of results, and the table."""
+    """All that is known into the folder of results, and the tables."""
     found = report.save(load_all([args.results, args.out]), args.results)
-    print(report.table(found))
+    pairs.save(found, args.results)
+    print(report.table(found), pairs.table(found), pairs.reached(found), sep="\n\n")
 
 
 def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
