@@ -161,10 +161,15 @@ class Pair:
         one, other = ({run.name.seed: quantity.of(run) for run in group.records} for group in (self.first, self.second))
         return Paired(tuple(one[seed] - other[seed] for seed in self.seeds))
 
+    def of_second(self, quantity: Quantity) -> float:
+        """The mean of what is taken away, to know whether a difference is large."""
+        runs = (run for run in self.second.records if run.name.seed in self.seeds)
+        return float(f"{statistics.fmean(map(quantity.of, runs)):.5g}")
+
     def columns(self) -> dict[str, Any]:
         """For the file."""
         names = {"dataset": self.first.dataset, "first": [self.first.arm, self.first.schedule]}
-        found = {quantity.name: self.paired(quantity).columns() for quantity in QUANTITIES}
+        found = {q.name: {**self.paired(q).columns(), "of_second": self.of_second(q)} for q in QUANTITIES}
         return {**names, "second": [self.second.arm, self.second.schedule], "seeds": self.seeds, **found}
 
     def row(self) -> str:

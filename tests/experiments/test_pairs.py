@@ -65,6 +65,7 @@ def test_runs_are_paired_by_seed_and_seeds_that_one_has_not_are_left_out(tmp_pat
     assert found["seeds"] == [1, 2]
     assert found["loss_at_end"]["differences"] == pytest.approx([0.0, 0.1])
     assert found["test_accuracy"]["differences"] == pytest.approx([10.0, 20.0])
+    assert found["test_accuracy"]["of_second"] == 50.0
     assert found["loss_until_40"]["differences"] == found["loss_at_40"]["differences"] == [-1.0, -1.0]
     assert "| +15.00 ± 7.07 (t 3.0, p 0.2) |" in (tmp_path / "pairs.md").read_text()
 
