@@ -23,7 +23,7 @@ def measured(arms: Sequence[Arm], setup: Setup, images: Images, rounds: int = 3)
     trainings = {arm.name: Training(Job(images.name, TENTHS, arm, 0), setup, part) for arm in arms}
     steps = {name: training.feed.steps for name, training in trainings.items()}
     calls = {name: training.steps for name, training in trainings.items()}
-    found = race(calls, rounds, torch.device(setup.device), warmup=2).each(steps)
+    found = race(calls, arms[0].name, rounds, torch.device(setup.device), warmup=2).each(steps)
     epoch = len(images.train.y) // setup.batch
     return {
         "machine": setup.describe(),
