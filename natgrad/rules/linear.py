@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from natgrad.rules.base import Call, Keys, Moment, Rule, plain
 from natgrad.rules.launches import affine_product
-from natgrad.rules.packing import bordered, homogeneous
+from natgrad.rules.packing import homogeneous
 from natgrad.rules.precision import single
-from natgrad.rules.products import symmetric_product
+from natgrad.rules.products import affine_moment, symmetric_product
 
 
 @final
@@ -52,10 +52,9 @@ class LinearRule(Rule):
         count = x.shape[0]
         if "weight" not in keys:
             return Moment(single(x).new_full((1, 1, 1), count), count)
-        if "bias" in keys and x.device.type == "cuda":
-            return Moment(affine_product(x).unsqueeze(0), count)
-        total = symmetric_product(x).unsqueeze(0)
-        return Moment(bordered(total, single(x).sum(0, keepdim=True), count) if "bias" in keys else total, count)
+        if "bias" not in keys:
+            return Moment(symmetric_product(x).unsqueeze(0), count)
+        return Moment((affine_product if x.device.type == "cuda" else affine_moment)(x).unsqueeze(0), count)
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
         return symmetric_product(g.reshape(-1, g.shape[-1])).unsqueeze(0)

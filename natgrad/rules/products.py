@@ -24,18 +24,38 @@ def symmetric_product(x: Tensor) -> Tensor:
     """
     x = x.to(multiplied(x))
     d = x.shape[-1]
-    if x.device.type == "cuda":
-        return _on_gpu(x)
-    width = _panel(x)
+    return _on_gpu(x) if x.device.type == "cuda" else _on_cpu(x, x.new_empty(*x.shape[:-2], d, d))
+
+
+def affine_moment(x: Tensor) -> Tensor:
+    """Σ x̄ x̄ᵀ [i+1 i+1] of x [m i] with x̄ = (x, 1), for a processor: the product is written where it belongs.
+
+    >>> affine_moment(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[10., 14.,  4.],
+            [14., 20.,  6.],
+            [ 4.,  6.,  2.]])
+    """
+    x = single(x)
+    m, i = x.shape
+    out = x.new_empty(i + 1, i + 1)
+    _on_cpu(x, out[:i, :i])
+    out[:i, i] = out[i, :i] = x.sum(0)
+    out[i, i] = m
+    return out
+
+
+def _on_cpu(x: Tensor, out: Tensor) -> Tensor:
+    """xᵀx into ``out``, panel by panel, each from its diagonal on, and mirrored."""
+    d, width = x.shape[-1], _panel(x)
     if width >= d:
-        return _symmetrised(x.mT @ x)
-    out = x.new_empty(*x.shape[:-2], d, d)
+        square = x.mT @ x
+        return torch.add(square, square.mT, out=out).mul_(0.5)  # see ``_symmetrised``
     for start in range(0, d, width):
         stop = min(start + width, d)
         torch.matmul(x[..., start:stop].mT, x[..., start:], out=out[..., start:stop, start:])
         corner = out[..., start:stop, start:stop]
         corner.copy_(_symmetrised(corner))
-        out[..., stop:, start:stop] = out[..., start:stop, stop:].mT
+        out[..., start:stop, :start] = out[..., :start, start:stop].mT  # rows are written, which pages like
     return out
 
 
@@ -124,9 +144,7 @@ def _panel(x: Tensor) -> int:
     """How many rows of xᵀx to compute at a time, each from its diagonal on.
 
     No torch function reaches BLAS' syrk. Panels skip most of the lower triangle, which pays for wide matrices; for
-    narrow ones, and on a GPU, where one launch is better than many, the full product wins.
+    narrow ones the full product wins.
     """
     m, d = x.shape[-2:]
-    if x.device.type != "cpu" or d < 128 or m * d * d < 2**26:
-        return d
-    return 96 if d <= 512 else 128
+    return d if d < 128 or m * d * d < 2**26 else 96
