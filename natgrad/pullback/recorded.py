@@ -24,6 +24,7 @@ Compute: TypeAlias = Callable[[Sequence[Tensor], Weight], None]
 
 _log = logging.getLogger("natgrad")
 _KEPT = 64  # recordings; a loop has few patterns of addresses, or none
+_PRICE = 4  # computations, in whose time one is recorded
 _SMALL = 2**22  # bytes that are copied rather than recognised
 _SEEN = 64  # patterns that are remembered
 
@@ -36,12 +37,32 @@ class _Recording:
 
 
 @final
+@dataclass
+class _Account:
+    """Of all recordings of one computation: how many were made, and how often they have been replayed."""
+
+    made: int = 0
+    replayed: int = 0
+
+    @property
+    def paid(self) -> bool:
+        """Whether those that were made have saved as much time as they took."""
+        return self.replayed >= _PRICE * self.made
+
+
+@final
 class Recordings:
-    """Recordings by the addresses, shapes and strides of what they read."""
+    """Recordings by the addresses, shapes and strides of what they read.
+
+    A pattern of addresses that comes for the second time is recorded, if the recordings before have been worth it:
+    where addresses are never the same again, there is no third.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Hashable, Hashable], _Recording] = {}  # by what is computed, and where it is read
-        self._seen: OrderedDict[Hashable, int] = OrderedDict()  # patterns without one, and how often they came
+        # By what is computed, and where it is read; the one that was not replayed for longest is first.
+        self._kept: OrderedDict[tuple[Hashable, Hashable], _Recording] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()  # patterns without one
+        self._accounts: dict[Hashable, _Account] = {}  # by what is computed
         self._pool: Any = None  # a handle of torch's
         self._possible = True
         self._weight: Tensor | None = None  # read by all recordings
@@ -58,25 +79,25 @@ class Recordings:
         what = what, bfloat16_allowed()
         key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
         found = self._kept.get(key)
-        # To record takes as long as several computations: the more patterns there are, the later another one pays.
-        if found is None and len(self._kept) < _KEPT and self._seen.get(key, 0) > self._recorded(what):
+        account = self._accounts.setdefault(what, _Account())
+        if found is None and key in self._seen and account.paid:
             found = self._record(key, sources, compute, small)
+            account.made += found is not None
         if found is None or self._weight is None:
             compute(sources, weight)
             self._remember(key)
             return
+        account.replayed += 1
+        self._kept.move_to_end(key)
         if small:
             torch._foreach_copy_(found.sources, list(sources))
         self._weight.fill_(weight)
         found.graph.replay()
 
-    def _recorded(self, what: Hashable) -> int:
-        """How many patterns of this computation are recorded."""
-        return sum(kind == what for kind, _ in self._kept)
-
     def _remember(self, key: Hashable) -> None:
         """What came once may come again."""
-        self._seen[key] = self._seen.pop(key, 0) + 1
+        self._seen[key] = None
+        self._seen.move_to_end(key)
         if len(self._seen) > _SEEN:
             self._seen.popitem(last=False)
 
@@ -99,6 +120,8 @@ class Recordings:
             return None
         # What lies in the user's memory is not held: it is recognised by its address.
         self._kept[key] = _Recording(graph, list(sources) if copied else [])
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
         return self._kept[key]
 
 

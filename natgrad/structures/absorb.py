@@ -162,6 +162,6 @@ def _not_finite(held: Sequence[Held]) -> Tensor:
     whole = [one.total for one in held if one.sign is None]
     if whole:
         torch._amp_foreach_non_finite_check_and_unscale_(whole, found, torch.ones_like(found))
+    signs = [one.sign.flatten() for one in held if one.sign is not None]
     # NaN and infinity times zero are NaN, and NaN is not zero.
-    signs = [one.sign.sum().to(found.dtype) * 0 for one in held if one.sign is not None]
-    return torch.stack([found, *signs]).sum().ne(0).to(found.dtype) if signs else found
+    return torch.cat(signs).mul_(0).sum().add(found).ne(0).to(found.dtype) if signs else found

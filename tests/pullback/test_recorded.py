@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from natgrad.pullback.recorded import Recordings, _Recording, recording
+from natgrad.pullback.recorded import Recordings, recording
 
 
 @dataclass
@@ -77,26 +78,62 @@ def test_a_recording_that_raises_is_ended(monkeypatch: pytest.MonkeyPatch) -> No
     assert graph.ended
 
 
-def test_the_more_patterns_are_recorded_the_later_another_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where addresses are never the same again, recordings would cost more than they save."""
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What recordings do, which are pretended."""
     done: list[str] = []
 
     @dataclass
     class Replayed:
+        def capture_begin(self, **_: Any) -> None:
+            done.append("record")
+
+        def capture_end(self) -> None:
+            assert done.pop() == "compute"  # the kernels, which are recorded and not run
+
         def replay(self) -> None:
             done.append("replay")
 
-    def record(self: Recordings, key: Any, *_: Any) -> _Recording:
-        done.append("record")
-        self._weight = torch.ones(())
-        self._kept[key] = _Recording(Replayed(), [])  # type: ignore[arg-type]
-        return self._kept[key]
-
-    monkeypatch.setattr(Recordings, "_record", record)
+    _pretend(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    recordings, patterns = Recordings(), [torch.zeros(2**21) for _ in range(3)]
+    return done
+
+
+def _run(recordings: Recordings, pattern: Tensor, done: list[str]) -> None:
+    recordings.run([pattern], "S", lambda *_: done.append("compute"), 0.5)
+
+
+def _patterns(count: int) -> list[Tensor]:
+    """Of addresses; each is too large to be copied."""
+    whole = torch.zeros(2**21 + count)
+    return [whole[at : at + 2**21] for at in range(count)]
+
+
+def test_a_pattern_that_comes_again_is_recorded_and_replayed(done: list[str]) -> None:
+    recordings = Recordings()
+    for pattern in _patterns(3):
+        for _ in range(6):
+            _run(recordings, pattern, done)
+    assert done == 3 * ["compute", "record", *5 * ["replay"]]
+
+
+def test_recordings_that_are_not_replayed_are_not_made_again(done: list[str]) -> None:
+    """Where addresses are never the same again, they would cost more than they save."""
+    recordings = Recordings()
+    for pattern in _patterns(8):
+        for _ in range(2):
+            _run(recordings, pattern, done)
+    assert done == ["compute", "record", "replay", *14 * ["compute"]]
+
+
+def test_the_recording_that_was_not_replayed_for_longest_makes_room(done: list[str]) -> None:
+    recordings, patterns = Recordings(), _patterns(65)
     for pattern in patterns:
-        for _ in range(5):
-            recordings.run([pattern], "S", lambda *_: done.append("compute"), 0.5)
-    expected = [["compute"] * (1 + at) + ["record"] + ["replay"] * (4 - at) for at in range(3)]
-    assert done == [what for one in expected for what in one]
+        for _ in range(6):
+            _run(recordings, pattern, done)
+    done.clear()
+    _run(recordings, patterns[1], done)
+    _run(recordings, patterns[0], done)
+    assert done == ["replay", "compute"]
