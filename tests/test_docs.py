@@ -55,10 +55,14 @@ def test_the_measured_numbers_of_the_readme_are_those_the_benchmark_printed() ->
     assert dict(rows) == printed
 
 
-@pytest.mark.parametrize("name", ["kfac.json", "kfac-cuda.json", "training.json", "training-cuda.json"])
+@pytest.mark.parametrize(
+    "name", ["kfac.json", "kfac-cuda.json", "kfac-cuda-many.json", "training.json", "training-cuda.json"]
+)
 def test_the_numbers_of_kfac_in_the_readme_are_those_the_benchmark_printed(name: str) -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-    section = (ROOT / "README.md").read_text().split(f"benchmarks/results/{name}")[1].split("benchmarks/results/")[0]
+    results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    section = (
+        (ROOT / "README.md").read_text().split(f"benchmarks/results/{name}.json")[1].split("benchmarks/results/")[0]
+    )
     rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([≤≥] [\d.]+)(, not met)? \|$", section, re.MULTILINE)
     printed = [
         (
@@ -70,6 +74,14 @@ def test_the_numbers_of_kfac_in_the_readme_are_those_the_benchmark_printed(name:
         for t in results["targets"]
     ]
     assert rows == printed
+
+
+def test_the_factors_of_other_libraries_on_a_gpu_are_those_the_benchmark_printed() -> None:
+    from benchmarks.report import markdown
+
+    tables = markdown(ROOT / "benchmarks" / "results" / "kfac-cuda-many.json").split("\n\n")
+    (factors,) = (table for table in tables if table.startswith("| K-FAC factors, one sample |"))
+    assert factors in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["training.json", "training-cuda.json"])
