@@ -55,14 +55,11 @@ def test_the_measured_numbers_of_the_readme_are_those_the_benchmark_printed() ->
     assert dict(rows) == printed
 
 
-@pytest.mark.parametrize(
-    "name", ["kfac.json", "kfac-cuda.json", "kfac-cuda-many.json", "training.json", "training-cuda.json"]
-)
+@pytest.mark.parametrize("name", ["kfac", "kfac-cuda", "kfac-cuda-many", "training", "training-cuda"])
 def test_the_numbers_of_kfac_in_the_readme_are_those_the_benchmark_printed(name: str) -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    section = (
-        (ROOT / "README.md").read_text().split(f"benchmarks/results/{name}.json")[1].split("benchmarks/results/")[0]
-    )
+    path = f"benchmarks/results/{name}.json"
+    results = json.loads((ROOT / path).read_text())
+    section = (ROOT / "README.md").read_text().split(path)[1].split("benchmarks/results/")[0]
     rows = re.findall(r"^\| (.+) \| ([\d.]+) \| ([≤≥] [\d.]+)(, not met)? \|$", section, re.MULTILINE)
     printed = [
         (
