@@ -17,7 +17,7 @@ from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.broadcast import spread
 from natgrad.pullback.finite import check_outputs
 from natgrad.pullback.judged import Judgements
-from natgrad.pullback.parts import Part, check_inputs, chunk_bytes, examples, forward
+from natgrad.pullback.parts import Part, check_inputs, examples, forward, pass_bytes
 from natgrad.pullback.pullback import MEMORY, Pullback
 from natgrad.pullback.recorded import Recordings
 from natgrad.pullback.roots import Root
@@ -111,7 +111,8 @@ class View:
         if self.deferred:
             tape = record(self.model, self.blocks, batch.x)
             return self.assemble(batch, tape, [(0, tape.y.shape[0])])
-        tape, parts = forward(self.model, self.blocks, batch.x, chunk_bytes(self.memory))
+        bound = pass_bytes(self.memory, self.model.example.device)
+        tape, parts = forward(self.model, self.blocks, batch.x, bound)
         return self.assemble(batch, tape, parts)
 
     def assemble(self, batch: Batch, tape: Tape, parts: list[Part], fleeting: bool = False) -> Pullback:

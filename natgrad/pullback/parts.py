@@ -47,6 +47,15 @@ def chunk_bytes(memory: int) -> int:
     return max(1, min(memory // 8, 2**28))
 
 
+def pass_bytes(memory: int, device: torch.device) -> int:
+    """What the activations of a pass may occupy: half of the bound on a GPU, which is slow where a batch is cut.
+
+    >>> pass_bytes(2**32, torch.device("cpu")) == 2**28, pass_bytes(2**32, torch.device("cuda")) == 2**31
+    (True, True)
+    """
+    return chunk_bytes(memory) if device.type == "cpu" else max(1, memory // 2)
+
+
 def separable(x: Inputs, n: int) -> bool:
     """Whether every input has the n examples on its first axis, so that a range of them can be taken."""
     tensors = tensors_of(x)
