@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.rules.products import output_moment, panel_product, symmetric_product
+from natgrad.rules.products import (
+    affine_moment,
+    column_squares,
+    column_sums,
+    output_moment,
+    panel_product,
+    symmetric_product,
+)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -24,6 +31,20 @@ def test_the_symmetric_product_is_the_product_and_symmetric_to_the_last_bit(shap
     A = symmetric_product(x)
     close(A, torch.einsum("...mi,...mj->...ij", x, x))
     assert torch.equal(A, A.mT)
+
+
+@pytest.mark.parametrize(("m", "i"), [(1, 1), (5, 3), (0, 3), (4, 0), (700, 320), (512, 577)])
+def test_the_affine_moment_is_the_product_with_ones_and_symmetric_to_the_last_bit(m: int, i: int) -> None:
+    x = normal(m, i)
+    A, ones = affine_moment(x), torch.cat([x, x.new_ones(m, 1)], 1)
+    close(A, ones.T @ ones)
+    assert torch.equal(A, A.mT)
+
+
+def test_sums_over_columns_are_those_of_the_matrix() -> None:
+    x = normal(7, 3)
+    close(column_sums(x), x.sum(0))
+    close(column_squares(x), (x * x).sum(0))
 
 
 @pytest.mark.parametrize(("m", "d"), [(1, 1), (0, 3), (5, 0), (9, 1030), (8300, 1025)])

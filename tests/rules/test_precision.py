@@ -1,0 +1,78 @@
+"""In which types second moments are multiplied and summed, on a processor and, as far as can be told here, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from natgrad.rules.precision import bfloat16_allowed, in_half, multiplied, multiply, multiply_add, single, summed
+
+
+@dataclass(frozen=True)
+class _There:
+    """As much of a tensor on a GPU as is asked for."""
+
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """What the test sets is set back."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_precision_is_summed_in_single(half: torch.dtype) -> None:
+    assert summed(half) is torch.float32
+    assert single(torch.zeros(2, dtype=half)).dtype is torch.float32
+    assert summed(torch.float64) is torch.float64
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_precision_is_multiplied_as_it_is_on_a_gpu_and_widened_on_a_processor(half: torch.dtype) -> None:
+    there, here = _There(half), torch.zeros(2, dtype=half)
+    assert multiplied(there) is half  # type: ignore[arg-type]
+    assert in_half(there)  # type: ignore[arg-type]
+    assert multiplied(here) is torch.float32
+    assert not in_half(here)
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.parametrize(("setting", "found"), [("highest", False), ("high", False), ("medium", True)])
+def test_single_precision_is_rounded_only_where_torch_was_told_that_it_may_be(setting: str, found: bool) -> None:
+    torch.set_float32_matmul_precision(setting)
+    assert bfloat16_allowed() is found
+    assert multiplied(_There(torch.float32)) is (torch.bfloat16 if found else torch.float32)  # type: ignore[arg-type]
+    assert multiplied(_There(torch.float64)) is torch.float64  # type: ignore[arg-type]
+    assert multiplied(torch.zeros(2)) is torch.float32  # torch itself does so on a processor, where it can
+
+
+@pytest.mark.usefixtures("precision")
+def test_the_newer_switches_of_torch_do_not_stand_in_the_way() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert not bfloat16_allowed()
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_products_go_where_they_belong() -> None:
+    a, b = torch.randn(3, 5, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    out = torch.zeros(5, 6, dtype=torch.float64)[:3, :4]
+    multiply(a, b, out)
+    torch.testing.assert_close(out, a @ b)
+    multiply_add(out, a, b, out, alpha=-3.0)
+    torch.testing.assert_close(out, -2 * a @ b)
