@@ -30,6 +30,7 @@ def draw(found: Sequence[Group], results: Path) -> list[Path]:
 
 
 def _picture(found: Sequence[Group], title: str, path: Path) -> None:
+    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -54,4 +55,5 @@ def _picture(found: Sequence[Group], title: str, path: Path) -> None:
     axes[1, 0].set_ylim(max(0.0, end - 30), min(100.0, end + 2))
     axes[0, 0].legend(fontsize="small", title="mean ± deviation (seeds)")
     figure.suptitle(title)
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "natgrad"}):  # the same picture is the same file
+        figure.savefig(path, metadata={"Date": None})
