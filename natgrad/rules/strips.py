@@ -66,6 +66,7 @@ def strip_product(x: Tensor, axes: Sequence[Axis], limit: int = _STRIPS) -> Tens
 
     Examples are taken so few at a time that their strips are no more than ``limit`` numbers, if it can be.
 
+    >>> import torch
     >>> strip_product(torch.arange(4.0).reshape(1, 1, 4), (Axis(kernel=2),)).squeeze()
     tensor([[ 5.,  8.],
             [ 8., 14.]])
