@@ -194,5 +194,7 @@ def _read(layer: _Transposed, g: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:
 
 
 def _output_sizes(layer: _Transposed, call: Call) -> torch.Size:
+    """From a call with one example, in the type of the weight: under autocast the input may have another one."""
+    one = call.map(lambda t: _batched(layer, t)[:1].to(layer.weight.dtype))
     with torch.no_grad():
-        return torch.Size(layer(*(t[:1] if isinstance(t, Tensor) else t for t in call.args), **call.kwargs).shape[2:])
+        return torch.Size(layer(*one.args, **one.kwargs).shape[2:])

@@ -112,6 +112,17 @@ def test_moments_are_those_of_inputs_and_cotangents(kind: str, dtype: torch.dtyp
         close(found.double(), torch.einsum("knrco,knrcp->cop", canonical, canonical), tolerance)
 
 
+def test_a_transposed_convolution_after_another_layer_has_factors_under_autocast() -> None:
+    """Its input is in half precision there, its weight and bias are not."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ConvTranspose2d(2, 3, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        pb = ng.pullback(model, normal(5, 1, 3, 3).float(), ng.Euclidean())
+        factors = ng.Kronecker(strict=True).estimate(pb).tensors()
+    ones = [t for t in factors.values() if t.numel() == 1 and float(t) == 1.0]  # A of its bias, per position
+    assert ones
+    assert all(t.dtype == torch.float32 and bool(torch.isfinite(t).all()) for t in factors.values())
+
+
 def _alike(moment: Moment, a: Tensor, tolerance: float) -> None:
     assert moment.count == a.shape[0] * a.shape[1]
     close(moment.total.double(), torch.einsum("nrci,nrcj->cij", a, a), tolerance)
