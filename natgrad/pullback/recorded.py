@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from natgrad.rules.precision import bfloat16_allowed
+from natgrad.rules.precision import switches
 
 Weight: TypeAlias = float | Tensor
 Compute: TypeAlias = Callable[[Sequence[Tensor], Weight], None]
@@ -55,13 +55,14 @@ class Recordings:
     """Recordings by the addresses, shapes and strides of what they read.
 
     A pattern of addresses that comes for the second time is recorded, if the recordings before have been worth it:
-    where addresses are never the same again, there is no third.
+    where addresses are never the same again, there is no third. If they have not, it is recorded when it has come as
+    often as that costs: a loop may settle on other addresses than those it began with.
     """
 
     def __init__(self) -> None:
         # By what is computed, and where it is read; the one that was not replayed for longest is first.
         self._kept: OrderedDict[tuple[Hashable, Hashable], _Recording] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()  # patterns without one
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()  # patterns without one, and how often they came
         self._accounts: dict[Hashable, _Account] = {}  # by what is computed
         self._pool: Any = None  # a handle of torch's
         self._possible = True
@@ -76,11 +77,11 @@ class Recordings:
             compute(sources, weight)
             return
         small = sum(t.numel() * t.element_size() for t in sources) <= _SMALL
-        what = what, bfloat16_allowed()
+        what = what, switches()
         key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
         found = self._kept.get(key)
         account = self._accounts.setdefault(what, _Account())
-        if found is None and key in self._seen and account.paid:
+        if found is None and self._seen.get(key, 0) >= (1 if account.paid else _PRICE):
             found = self._record(key, sources, compute, small)
             account.made += found is not None
         if found is None or self._weight is None:
@@ -96,8 +97,7 @@ class Recordings:
 
     def _remember(self, key: Hashable) -> None:
         """What came once may come again."""
-        self._seen[key] = None
-        self._seen.move_to_end(key)
+        self._seen[key] = self._seen.pop(key, 0) + 1
         if len(self._seen) > _SEEN:
             self._seen.popitem(last=False)
 

@@ -27,6 +27,8 @@ def multiplied(x: Tensor) -> torch.dtype:
     """
     if x.device.type != "cuda":
         return torch.float32 if x.dtype in _HALF else x.dtype
+    if x.dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
+        return torch.float32  # torch would sum in float16, and refuses to write such sums in float32
     return torch.bfloat16 if x.dtype == torch.float32 and bfloat16_allowed() else x.dtype
 
 
@@ -52,6 +54,12 @@ def bfloat16_allowed() -> bool:
         return torch.get_float32_matmul_precision() == "medium"
     except RuntimeError:  # torch's newer switches were used, and torch refuses to put them in the older words
         return False
+
+
+def switches() -> tuple[str, bool, bool]:
+    """What torch was told about products of matrices on a GPU: under other switches they are other computations."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision, matmul.allow_fp16_accumulation, bfloat16_allowed()
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:

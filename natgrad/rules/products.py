@@ -13,10 +13,10 @@ _TILE = 128  # columns that a GPU multiplies as one
 
 
 def symmetric_product(x: Tensor) -> Tensor:
-    """xᵀx [*b d d] of x [*b m d], symmetric to the last bit. Both factors of 004 (37) are made of it.
+    """xᵀx [*b d d] of x [*b m d]. Both factors of 004 (37) are made of it.
 
-    Half precision is summed in float32: squares and long sums leave its range and its precision. On a GPU float32 may
-    be multiplied in bfloat16 (``natgrad.rules.precision``).
+    Symmetric to the last bit, but on a GPU up to rounding. Half precision is summed in float32: squares and long sums
+    leave its range and its precision. On a GPU float32 may be multiplied in bfloat16 (``natgrad.rules.precision``).
 
     >>> symmetric_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[10., 14.],

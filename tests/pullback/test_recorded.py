@@ -128,6 +128,30 @@ def test_recordings_that_are_not_replayed_are_not_made_again(done: list[str]) ->
     assert done == ["compute", "record", "replay", *14 * ["compute"]]
 
 
+def test_a_loop_that_settles_elsewhere_is_recorded_there_too(done: list[str]) -> None:
+    """Though the recording of its beginning was not worth it: after as many computations as another one costs."""
+    recordings, (beginning, settled) = Recordings(), _patterns(2)
+    for pattern in (beginning, beginning, *6 * [settled]):
+        _run(recordings, pattern, done)
+    assert done == ["compute", "record", "replay", *4 * ["compute"], "record", *2 * ["replay"]]
+
+
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+@pytest.mark.parametrize("after", ["highest", "high", "medium"])
+def test_what_was_recorded_in_one_precision_is_not_replayed_in_another(
+    before: str, after: str, done: list[str]
+) -> None:
+    precision = torch.get_float32_matmul_precision()
+    recordings, (pattern,) = Recordings(), _patterns(1)
+    try:
+        for setting in (before, before, after):
+            torch.set_float32_matmul_precision(setting)
+            _run(recordings, pattern, done)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert done == ["compute", "record", "replay", "replay" if after == before else "compute"]
+
+
 def test_the_recording_that_was_not_replayed_for_longest_makes_room(done: list[str]) -> None:
     recordings, patterns = Recordings(), _patterns(65)
     for pattern in patterns:

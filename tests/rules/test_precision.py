@@ -49,6 +49,16 @@ def test_half_precision_is_multiplied_as_it_is_on_a_gpu_and_widened_on_a_process
     assert not in_half(here)
 
 
+def test_where_torch_may_sum_in_float16_it_is_widened_for_torch_would_refuse() -> None:
+    before = torch.backends.cuda.matmul.allow_fp16_accumulation
+    try:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = True
+        assert multiplied(_There(torch.float16)) is torch.float32  # type: ignore[arg-type]
+        assert multiplied(_There(torch.bfloat16)) is torch.bfloat16  # type: ignore[arg-type]
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = before
+
+
 @pytest.mark.usefixtures("precision")
 @pytest.mark.parametrize(("setting", "found"), [("highest", False), ("high", False), ("medium", True)])
 def test_single_precision_is_rounded_only_where_torch_was_told_that_it_may_be(setting: str, found: bool) -> None:
