@@ -36,8 +36,8 @@ def affine_product(x: Tensor) -> Tensor:
         rows = _rows(x, i, _fitting(i + 1) - i, m)
         rows[:i, :m].copy_(x.T)
         return _product(rows)[: i + 1, : i + 1]
-    out = _square(x, i + 1)
-    panel_product(x.to(multiplied(x)), out[:i, :i])
+    out, x = _square(x, i + 1), x.to(multiplied(x))
+    panel_product(x, out[:i, :i])
     return _bordered(out, column_sums(single(x)).unsqueeze(0), m)
 
 
@@ -82,7 +82,7 @@ def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
     side, width = A.shape[: A.ndim // 2], x.shape[1] * prod(axis.kernel for axis in axes)
     out = A.new_empty(width + bias, width + bias)
     out[:width, :width].unflatten(1, side).unflatten(0, side).copy_(A)
-    return _bordered(out, patch_sum(x, axes), x.shape[0] * positions(x, axes)) if bias else out
+    return _bordered(out, _sums(x, axes), x.shape[0] * positions(x, axes)) if bias else out
 
 
 def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int = _COPY, work: int = _WORK) -> Tensor:
@@ -106,7 +106,7 @@ def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int =
         else:
             multiply(rows, rows.T, inner)
     if bias and alone:
-        _bordered(out, patch_sum(x, axes), x.shape[0] * count)
+        _bordered(out, _sums(x, axes), x.shape[0] * count)
     return out[: width + bias, : width + bias]
 
 
@@ -127,6 +127,11 @@ def _square(x: Tensor, size: int) -> Tensor:
 
 def _fitting(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _sums(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Of patches as they are multiplied: beside the products of others they would make a matrix with λ < 0."""
+    return patch_sum(x.to(multiplied(x)), axes)
 
 
 def _bordered(out: Tensor, sums: Tensor, count: int) -> Tensor:

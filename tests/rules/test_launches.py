@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from natgrad.rules import launches, products
+from natgrad.rules import strips as strips_module
 from natgrad.rules.launches import affine_product, patch_product, product_by_patches, product_by_strips
 from natgrad.rules.patches import Axis
 from natgrad.rules.strips import Span, strip_product, strips
@@ -106,3 +108,34 @@ def test_the_affine_product_is_that_with_a_column_of_ones(m: int, i: int) -> Non
 def test_rows_of_a_product_start_at_multiples_of_a_vector() -> None:
     x, axes = normal(2, 3, 6, 6), (Axis(3, 1, 1, 1, 1),) * 2
     assert product_by_patches(x, axes, True).stride(0) == 32
+
+
+@pytest.fixture
+def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU where single precision may be multiplied in bfloat16, and is summed in single."""
+
+    def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+        assert a.dtype == b.dtype == torch.bfloat16
+        out.copy_(a.float() @ b.float())
+
+    def multiply_add(base: Tensor, a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        out.copy_(base + alpha * (a.float() @ b.float()))
+
+    for module in (launches, strips_module, products):
+        for name, pretended in (("multiply", multiply), ("multiply_add", multiply_add)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, pretended)
+        monkeypatch.setattr(module, "multiplied", lambda _: torch.bfloat16)
+
+
+@pytest.mark.usefixtures("rounded")
+def test_a_moment_of_rounded_inputs_has_no_negative_eigenvalue() -> None:
+    """Where inputs are constant, as at the borders of pictures, sums that were not rounded would make one."""
+    axes, x = (Axis(3),) * 2, torch.full((6, 2, 30, 9), -0.4242)
+    found = [product_by_strips(x, axes, True), product_by_patches(x, axes, True)]
+    found += [product_by_patches(x, axes, True, work=0), affine_product(torch.full((2**19, 5), -0.4242))]
+    for A in found:
+        assert A.dtype == torch.float32
+        assert float(A[0, 0] / A[-1, -1]) == pytest.approx(0.4242**2, rel=2**-8)
+        λ = torch.linalg.eigvalsh(A.double())
+        assert λ[0] > -1e-5 * λ[-1]
