@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
-from natgrad.rules.precision import in_half, multiplied, multiply, multiply_add, single, summed
+from natgrad.rules.precision import in_half, multiplied, multiply, multiply_add, summed
 from natgrad.rules.products import column_sums, panel_product
 from natgrad.rules.strips import strip_product
 
@@ -38,7 +38,7 @@ def affine_product(x: Tensor) -> Tensor:
         return _product(rows)[: i + 1, : i + 1]
     out, x = _square(x, i + 1), x.to(multiplied(x))
     panel_product(x, out[:i, :i])
-    return _bordered(out, column_sums(single(x)).unsqueeze(0), m)
+    return _bordered(out, column_sums(x).unsqueeze(0), m)
 
 
 def _product(rows: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ _HELD = 2**22  # bytes that wait to be absorbed together on a GPU, at least: a l
 _PART = 8  # or this part of all factors
 _LARGE = 2**20  # numbers
 _LAUNCH = 320 * 2**16  # numbers that torch's fused kernels take in one launch
+_VECTOR = 4  # numbers that they read at once, where a tensor starts at such a multiple
 
 
 @final
@@ -138,17 +139,22 @@ def absorb_together(held: Sequence[Held]) -> None:
 def _launches(held: Sequence[Held], most: int = _LAUNCH) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Factors and totals that are averaged at once: a large one in equal parts, as a small rest would take as long.
 
-    >>> x = torch.zeros(5)
-    >>> [[len(part) for part, _ in launch] for launch in _launches([Held(x, x, None, 1.0, 1)], most=4)]
-    [[3], [2]]
+    >>> x = torch.zeros(22)
+    >>> [[len(part) for part, _ in launch] for launch in _launches([Held(x, x, None, 1.0, 1)], most=16)]
+    [[12], [10]]
     """
     small = [(one.factor, one.total) for one in held if len(one.factor) <= most]
     if small:
         yield small
     for one in held:
         if len(one.factor) > most:
-            pieces = -(-len(one.factor) // most)
-            yield from ([pair] for pair in zip(one.factor.chunk(pieces), one.total.chunk(pieces), strict=True))
+            size = _divided(_divided(len(one.factor), _divided(len(one.factor), most)), _VECTOR) * _VECTOR
+            yield from ([pair] for pair in zip(one.factor.split(size), one.total.split(size), strict=True))
+
+
+def _divided(count: int, by: int) -> int:
+    """Rounded up."""
+    return -(-count // by)
 
 
 def _padded(factor: Tensor) -> bool:
