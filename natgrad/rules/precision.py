@@ -2,7 +2,7 @@
 
 The product of two numbers in half precision is exact in single precision, and is summed in it: tensor cores are given
 what a network computed in half precision as it is. Numbers in single precision are multiplied as such (in tf32 or not,
-as torch was told), unless ``torch.set_float32_matmul_precision("medium")`` allows bfloat16: torch itself makes no use of
+as torch was told), unless ``torch.set_float32_matmul_precision("medium")`` allows bfloat16: torch makes no use of
 that on a GPU, the moments here do. A moment is a mean over a batch, with more noise than the rounding of its terms.
 """
 
