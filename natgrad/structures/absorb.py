@@ -96,7 +96,7 @@ class Absorb(Sink):
 def laid_out(factor: Tensor) -> Tensor:
     """On a GPU, with rows that begin at whole vectors, as those of estimates: an average meets them without a copy."""
     if factor.ndim != 3 or factor.shape[0] != 1 or not factor.is_contiguous():
-        return factor if _padded(factor) else factor.contiguous()
+        return factor if _padded(factor) and factor.device.type == "cuda" else factor.contiguous()
     wider = aligned(factor)
     return factor if wider is factor else wider[:, : factor.shape[1], : factor.shape[2]]
 
