@@ -88,9 +88,11 @@ def panel_product(x: Tensor, out: Tensor) -> Tensor:
             [14., 20.]])
     """
     m, d = x.shape
-    whole = d < _WIDE or m * d**2 < _WORK or x.dtype != out.dtype
-    width = d if whole else -(-d // (3 * _TILE)) * _TILE
-    for start in range(0, d, max(1, width)):
+    if d < _WIDE or m * d**2 < _WORK or x.dtype != out.dtype:
+        multiply(x.T, x, out)
+        return out
+    width = -(-d // (3 * _TILE)) * _TILE
+    for start in range(0, d, width):
         stop = min(start + width, d)
         multiply(x[:, start:stop].T, x[:, start:], out[start:stop, start:])
         if stop < d:
