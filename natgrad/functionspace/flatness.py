@@ -111,8 +111,7 @@ def flatness(
         basin = Basin(landscape, _level(lowest, epsilon))
         scale = _scale(basin, math.sqrt(2 * epsilon), generator)
         limit = scale * 2.0**_DOUBLINGS if radius is None else radius
-        basin = _fitted(basin, scale, limit, generator)
-        return _reached(basin, 2.0, samples, limit, generator).flatness()
+        return _reached(_fitted(basin, scale, limit, generator), 2.0, samples, limit, generator).flatness()
 
 
 def _landscape(

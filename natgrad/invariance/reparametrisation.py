@@ -66,10 +66,7 @@ def reparametrisation(
     """
     base = Model.of(model, params)
     θ = {name: p.detach() for name, p in base.params.items()}
-    ξ = {name: p.detach() for name, p in f(dict(θ)).items()}
-    if {n: p.shape for n, p in ξ.items()} != {n: p.shape for n, p in θ.items()}:
-        raise ValueError("f must map the parameters to parameters with the same names and shapes")
-    ξ = {name: ξ[name] for name in θ}
+    ξ = _image(f, θ)
     jacobian = _jacobian(f, θ)
     φ = Model(lambda p, inputs: base(p, inputs), ξ)
     ψ = Model(lambda p, inputs: base(f(dict(p)), inputs), θ)
@@ -87,6 +84,19 @@ def reparametrisation(
         on_model=on_model,
         on_parameters=(v_ξ, pushed),
     )
+
+
+def _image(f: Callable[[Point], Point], θ: Point) -> dict[str, Tensor]:
+    """ξ = f(θ), with the names and shapes of θ."""
+    ξ = {name: p.detach() for name, p in f(dict(θ)).items()}
+    names = [*θ, *(name for name in ξ if name not in θ)]
+    wrong = [name for name in names if name not in ξ or name not in θ or ξ[name].shape != θ[name].shape]
+    if wrong:
+        raise ValueError(
+            f"f must map the parameters to parameters with the same names and shapes, and does not for "
+            f"{', '.join(wrong)}: return a tensor like the one that came in for every name, and no other"
+        )
+    return {name: ξ[name] for name in θ}
 
 
 def _jacobian(f: Callable[[Point], Point], θ: Point) -> Tensor:

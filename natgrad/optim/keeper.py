@@ -18,7 +18,7 @@ from natgrad.operators.base import Operator
 from natgrad.optim.distributed import Alone, World
 from natgrad.optim.mass import Mass
 from natgrad.optim.nested import nested
-from natgrad.optim.notices import Notices
+from natgrad.optim.notices import NEEDS_TARGET, NOTHING_SEEN, Notices
 from natgrad.optim.parameters import Parameters
 from natgrad.optim.questions import Questions
 from natgrad.pullback import Pullback
@@ -145,7 +145,7 @@ class Keeper:
     def asked(self) -> Questions:
         """What a step rule may ask of the batch of this step."""
         if self.batch is None:
-            raise NatgradError(_NOTHING_SEEN)
+            raise NatgradError(NOTHING_SEEN)
         return Questions(self.batch, self.metric, self.world)
 
     def agreed(self, loss: float) -> float:
@@ -158,7 +158,7 @@ class Keeper:
     def candidate(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
         if self.due and not self.renewed:
-            raise NatgradError(_NEEDS_TARGET if self.metric.needs_target else _NOTHING_SEEN)
+            raise NatgradError(NEEDS_TARGET if self.metric.needs_target else NOTHING_SEEN)
         if self.fresh is None:
             assert self.average is not None
             return self.average, self.absorbed
@@ -293,8 +293,3 @@ class Keeper:
         # The first one is looked at on a GPU, too: there is no average yet that it could be kept out of (``merged``).
         estimate = estimate.finite(wait=like is None) if self.world.size == 1 else estimate
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / (self._examples + pb.n))
-
-
-_NOTHING_SEEN = "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) \
-outside torch.no_grad(), or opt.refresh(x) where the forward pass is opaque"
-_NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"

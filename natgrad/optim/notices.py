@@ -1,4 +1,4 @@
-"""What an optimizer says in the log, once: passes and outputs that are probably not what their author meant."""
+"""What an optimizer says of passes: why a metric is missing and, in the log and once, what its author hardly meant."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from torch import Tensor
 
 from natgrad.output import Fisher, OutputMetric
 
+NOTHING_SEEN = (
+    "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) outside "
+    "torch.no_grad(), or opt.refresh(x) where the forward pass is opaque"
+)
+NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
 _log = logging.getLogger("natgrad")
 _MODES = (
     "between two steps the metric saw a forward pass in evaluation mode beside one in training mode: call the model "

@@ -66,9 +66,8 @@ def exponential(
 ) -> dict[str, Tensor]:
     """Exp_θ(v): the end of the geodesic that leaves θ with velocity v, after unit time (003 (2.6), ERRATA 42).
 
-    θ″ = −G⁻¹Γ♭(θ′, θ′), integrated by the classical Runge–Kutta rule with ``steps`` steps; each evaluation solves with
-    the dense metric, so this is for small models. The natural gradient step to first order is θ + v, to second
-    order ``GeodesicCorrected``.
+    θ″ = −G⁻¹Γ♭(θ′, θ′), integrated by the classical Runge–Kutta rule with ``steps`` steps; each solves with the dense
+    metric: for small models. The natural gradient step to first order is θ + v, to second ``GeodesicCorrected``.
 
     >>> import natgrad as ng
     >>> f = lambda θ, x: torch.stack([θ["r"] * θ["a"].cos(), θ["r"] * θ["a"].sin()])[None]
