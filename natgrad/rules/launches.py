@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from natgrad.rules.packing import put_border
 from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
 from natgrad.rules.precision import in_half, multiplied, multiply, multiply_add, summed
 from natgrad.rules.products import column_sums, panel_product
@@ -38,7 +39,7 @@ def affine_product(x: Tensor) -> Tensor:
         return _product(rows)[: i + 1, : i + 1]
     out, x = _square(x, i + 1), x.to(multiplied(x))
     panel_product(x, out[:i, :i])
-    return _bordered(out, column_sums(x).unsqueeze(0), m)
+    return put_border(out, column_sums(x), m)
 
 
 def _product(rows: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
     side, width = A.shape[: A.ndim // 2], x.shape[1] * prod(axis.kernel for axis in axes)
     out = A.new_empty(width + bias, width + bias)
     out[:width, :width].unflatten(1, side).unflatten(0, side).copy_(A)
-    return _bordered(out, _sums(x, axes), x.shape[0] * positions(x, axes)) if bias else out
+    return put_border(out, _sums(x, axes), x.shape[0] * positions(x, axes)) if bias else out
 
 
 def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int = _COPY, work: int = _WORK) -> Tensor:
@@ -106,7 +107,7 @@ def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int =
         else:
             multiply(rows, rows.T, inner)
     if bias and alone:
-        _bordered(out, _sums(x, axes), x.shape[0] * count)
+        put_border(out, _sums(x, axes), x.shape[0] * count)
     return out[: width + bias, : width + bias]
 
 
@@ -131,13 +132,4 @@ def _fitting(size: int) -> int:
 
 def _sums(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     """Of patches as they are multiplied: beside the products of others they would make a matrix with λ < 0."""
-    return patch_sum(x.to(multiplied(x)), axes)
-
-
-def _bordered(out: Tensor, sums: Tensor, count: int) -> Tensor:
-    """The row and column of the homogeneous coordinate, from the sums [1 i] of all others."""
-    i = out.shape[0] - 1
-    out[i:, :i].copy_(sums)
-    out[:i, i:].copy_(sums.T)
-    out[i:, i:].fill_(count)
-    return out
+    return patch_sum(x.to(multiplied(x)), axes).squeeze(0)

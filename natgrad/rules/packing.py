@@ -46,6 +46,19 @@ def bordered(total: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
     c, i, _ = total.shape
     out = total.new_empty(c, i + 1, i + 1)
     out[:, :i, :i] = total
-    out[:, :i, i] = out[:, i, :i] = sums
-    out[:, i, i] = count
+    return put_border(out, sums, count)
+
+
+def put_border(out: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
+    """The last row and column of Σ ā āᵀ [*c i+1 i+1], the rest of which is there, from Σ a [*c i]; nothing waits.
+
+    >>> put_border(torch.zeros(3, 3), torch.tensor([4.0, 6.0]), 2)
+    tensor([[0., 0., 4.],
+            [0., 0., 6.],
+            [4., 6., 2.]])
+    """
+    out[..., :-1, -1].copy_(sums)
+    out[..., -1, :-1].copy_(sums)
+    corner = out[..., -1, -1]
+    corner.copy_(count) if isinstance(count, Tensor) else corner.fill_(count)
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.rules.packing import put_border
 from natgrad.rules.precision import multiplied, multiply, single, summed
 
 _WIDE = 1024  # columns, from which a product on a GPU is worth its panels
@@ -40,9 +41,7 @@ def affine_moment(x: Tensor) -> Tensor:
     m, i = x.shape
     out = x.new_empty(i + 1, i + 1)
     _on_cpu(x, out[:i, :i])
-    out[:i, i] = out[i, :i] = x.sum(0)
-    out[i, i] = m
-    return out
+    return put_border(out, x.sum(0), m)
 
 
 def _room(x: Tensor) -> Tensor:
