@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from scipy import stats
+
 from experiments.files import write_json
 from experiments.record import Record
-from experiments.report import ORDER, TITLES, Group, before_decay
+from experiments.report import ORDER, PAPER, TITLES, Group, before_decay
 
 # The first less the second, with one schedule.
 _SAME = (
@@ -25,40 +27,25 @@ _SAME = (
     ("amari", "sgd"),
     ("amari", "adamw"),
 )
-# As figures 1 and 2 of 000 compare them.
-_PAPER = ((("sobolev", "fifths"), ("amari", "tenths")), (("independent", "fifths"), ("amari", "tenths")))
 _RIVALS = ("amari", "sgd", "adamw")  # whose ends are to be reached
 
 
 def two_sided(t: float, degrees: int) -> float:
-    """P(|T| ≥ |t|) of Student's distribution, in closed form (Abramowitz & Stegun 26.7.3, 26.7.4).
+    """P(|T| ≥ |t|) of Student's distribution.
 
     >>> round(two_sided(4.303, 2), 4), round(two_sided(12.706, 1), 4)
     (0.05, 0.05)
     """
-    θ = math.atan(abs(t) / math.sqrt(degrees))
-    term = total = math.cos(θ) if degrees % 2 else 1.0
-    for j in range(2 + degrees % 2, degrees - 1, 2):
-        term *= (j - 1) / j * math.cos(θ) ** 2
-        total += term
-    if degrees % 2:
-        return 1 - 2 / math.pi * (θ + (math.sin(θ) * total if degrees > 1 else 0.0))
-    return 1 - math.sin(θ) * total
+    return float(2 * stats.t.sf(abs(t), degrees))
 
 
 def critical(level: float, degrees: int) -> float:
-    """The t that |T| exceeds with this probability, by bisection.
+    """The t that |T| exceeds with this probability.
 
     >>> round(critical(0.05, 2), 3)
     4.303
     """
-    low, high = 0.0, 1.0
-    while two_sided(high, degrees) > level:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if two_sided(middle, degrees) > level else (low, middle)
-    return high
+    return float(stats.t.isf(level / 2, degrees))
 
 
 @final
@@ -186,7 +173,8 @@ def pairs(found: Sequence[Group]) -> list[Pair]:
     schedules = dict.fromkeys((dataset, schedule) for dataset, schedule, _ in known)
     keys = [((d, s, one), (d, s, other)) for d, s in schedules for one, other in _SAME]
     for d in dict.fromkeys(group.dataset for group in found):
-        keys += [((d, s, one), (d, r, other)) for (one, s), (other, r) in _PAPER]
+        base = (d, PAPER["amari"], "amari")
+        keys += [((d, schedule, arm), base) for arm, schedule in PAPER.items() if arm != "amari"]
     both = (Pair(known[one], known[other]) for one, other in keys if one in known and other in known)
     return [pair for pair in both if len(pair.seeds) > 1]
 

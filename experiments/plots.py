@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.report import ORDER, TITLES, Group
-
-# Each with the schedule that it has in figures 1 and 2 of 000.
-_PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths"}
+from experiments.report import ORDER, PAPER, TITLES, Group
 
 
 def draw(found: Sequence[Group], results: Path) -> list[Path]:
@@ -20,7 +17,7 @@ def draw(found: Sequence[Group], results: Path) -> list[Path]:
             schedule: [group for group in mine if group.schedule == schedule]
             for schedule in dict.fromkeys(group.schedule for group in mine)
         }
-        paper = [group for group in mine if _PAPER.get(group.arm) == group.schedule]
+        paper = [group for group in mine if PAPER.get(group.arm) == group.schedule]
         if len({group.schedule for group in paper}) == 2:
             pictures["paper"] = paper
         for name, shown in pictures.items():

@@ -22,6 +22,8 @@ TITLES = {
     "adamw": "AdamW, tuned",
 }
 ORDER = tuple(TITLES)
+# Each with the schedule that it has in figures 1 and 2 of 000.
+PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths"}
 
 
 def before_decay(epochs: int) -> int:
