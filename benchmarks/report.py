@@ -145,7 +145,7 @@ def _merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         for item in [item for item in old[part] if item[key] not in again] + new[part]:
             groups[item[key]].append(item)
         new[part] = [item for group in groups.values() for item in group]
-    for part in ("disagreement", "failures", "microseconds_a_launch"):
+    for part in ("peers", "disagreement", "failures", "microseconds_a_launch"):
         new[part] = {**old.get(part, {}), **new[part]}
     return {**new, "seconds": old["seconds"] + new["seconds"]}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from natgrad.rules.packing import put_border
 from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
-from natgrad.rules.precision import in_half, multiplied, multiply, multiply_add, summed
+from natgrad.rules.precision import in_half, multiply, multiply_add, rounded, summed
 from natgrad.rules.products import column_sums, panel_product
 from natgrad.rules.strips import strip_product
 
@@ -33,11 +33,12 @@ def affine_product(x: Tensor) -> Tensor:
             [ 4.,  6.,  2.]])
     """
     m, i = x.shape
+    x = rounded(x, m * i**2)
     if x.numel() <= _SMALL:  # a copy with ones takes less than three launches
         rows = _rows(x, i, _fitting(i + 1) - i, m)
         rows[:i, :m].copy_(x.T)
         return _product(rows)[: i + 1, : i + 1]
-    out, x = _square(x, i + 1), x.to(multiplied(x))
+    out = _square(x, i + 1)
     panel_product(x, out[:i, :i])
     return put_border(out, column_sums(x), m)
 
@@ -60,7 +61,14 @@ def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
             [ 8., 14.,  6.],
             [ 3.,  6.,  3.]])
     """
+    count, width = _size(x, axes)
+    x = rounded(x, count * width**2)
     return product_by_strips(x, axes, bias) if _strips_pay(x, axes) else product_by_patches(x, axes, bias)
+
+
+def _size(x: Tensor, axes: Sequence[Axis]) -> tuple[int, int]:
+    """How many patches there are, and how many numbers in one."""
+    return x.shape[0] * positions(x, axes), x.shape[1] * prod(axis.kernel for axis in axes)
 
 
 def _strips_pay(x: Tensor, axes: Sequence[Axis]) -> bool:
@@ -73,17 +81,17 @@ def _strips_pay(x: Tensor, axes: Sequence[Axis]) -> bool:
     tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     tensor_cores = tf32 or in_half(x)
     few, work = (3 * 2**10, 2**33) if tensor_cores else (3 * 2**7, 2**30)
-    width = x.shape[1] * prod(axis.kernel for axis in axes)
-    return width**2 * (x.shape[0] * positions(x, axes) - few) > work
+    count, width = _size(x, axes)
+    return width**2 * (count - few) > work
 
 
 def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
     """The same where the first stride is 1: a third of the patches and of the products, but more passes over them."""
-    A = strip_product(x, axes)
-    side, width = A.shape[: A.ndim // 2], x.shape[1] * prod(axis.kernel for axis in axes)
+    A, (count, width) = strip_product(x, axes), _size(x, axes)
+    side = A.shape[: A.ndim // 2]
     out = A.new_empty(width + bias, width + bias)
     out[:width, :width].unflatten(1, side).unflatten(0, side).copy_(A)
-    return put_border(out, _sums(x, axes), x.shape[0] * positions(x, axes)) if bias else out
+    return put_border(out, patch_sum(x, axes).squeeze(0), count) if bias else out
 
 
 def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int = _COPY, work: int = _WORK) -> Tensor:
@@ -107,13 +115,13 @@ def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int =
         else:
             multiply(rows, rows.T, inner)
     if bias and alone:
-        put_border(out, _sums(x, axes), x.shape[0] * count)
+        put_border(out, patch_sum(x, axes).squeeze(0), x.shape[0] * count)
     return out[: width + bias, : width + bias]
 
 
 def _rows(x: Tensor, width: int, ones: int, count: int) -> Tensor:
-    """Room for ``width`` rows of ``count`` numbers, as they are multiplied, with ``ones`` rows of ones, and zeros."""
-    out = x.new_empty(width + ones, _fitting(count), dtype=multiplied(x))
+    """Room for ``width`` rows of ``count`` numbers, with ``ones`` rows of ones, and zeros."""
+    out = x.new_empty(width + ones, _fitting(count))
     if ones:
         out[width:].fill_(1.0)
     if out.shape[1] > count:
@@ -123,13 +131,8 @@ def _rows(x: Tensor, width: int, ones: int, count: int) -> Tensor:
 
 def _square(x: Tensor, size: int) -> Tensor:
     """Room for a matrix of this size, sums of products of x, whose rows start at multiples of a vector."""
-    return x.new_empty(size, _fitting(size), dtype=summed(multiplied(x)))[:, :size]
+    return x.new_empty(size, _fitting(size), dtype=summed(x.dtype))[:, :size]
 
 
 def _fitting(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
-
-
-def _sums(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Of patches as they are multiplied: beside the products of others they would make a matrix with λ < 0."""
-    return patch_sum(x.to(multiplied(x)), axes).squeeze(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from natgrad.rules.precision import single
+from natgrad.rules.precision import single, summed
 from natgrad.rules.products import channels_last
 
 _FEW = 2  # examples
@@ -84,8 +84,8 @@ def patch_mean(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
 
 def patch_sum(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
     """Σ_{n,r} a[n r c i] as [c i], from the sum of the examples."""
-    x = single(x)
-    total = x.movedim(1, -1).sum(0).movedim(-1, 0) if channels_last(x) else x.sum(0)
+    wide = summed(x.dtype)
+    total = x.movedim(1, -1).sum(0, dtype=wide).movedim(-1, 0) if channels_last(x) else x.sum(0, dtype=wide)
     return _window_sums(total.unsqueeze(0), axes).view(groups, -1)
 
 

@@ -3,7 +3,8 @@
 The product of two numbers in half precision is exact in single precision, and is summed in it: tensor cores are given
 what a network computed in half precision as it is. Numbers in single precision are multiplied as such (in tf32 or not,
 as torch was told), unless ``torch.set_float32_matmul_precision("medium")`` allows bfloat16: torch makes no use of
-that on a GPU, the moments here do. A moment is a mean over a batch, with more noise than the rounding of its terms.
+that on a GPU, the moments here do, where there is so much to multiply that it pays to round. A moment is a mean over a
+batch, with more noise than the rounding of its terms.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 _HALF = (torch.float16, torch.bfloat16)
+_WORK = 2**33  # products of numbers, from which on an H200 they take longer in tf32 than to round in bfloat16
 
 
 def single(t: Tensor) -> Tensor:
@@ -19,22 +21,31 @@ def single(t: Tensor) -> Tensor:
     return t.float() if t.dtype in _HALF else t
 
 
-def multiplied(x: Tensor) -> torch.dtype:
-    """The type in which the entries of x are multiplied with one another.
+def multiplied(x: Tensor, work: int) -> torch.dtype:
+    """The type in which the entries of x are multiplied with one another, in so many products.
 
-    >>> multiplied(torch.zeros(2)), multiplied(torch.zeros(2, dtype=torch.bfloat16))
+    >>> multiplied(torch.zeros(2), 4), multiplied(torch.zeros(2, dtype=torch.bfloat16), 4)
     (torch.float32, torch.float32)
     """
     if x.device.type != "cuda":
         return torch.float32 if x.dtype in _HALF else x.dtype
     if x.dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         return torch.float32  # torch would sum in float16, and refuses to write such sums in float32
-    return torch.bfloat16 if x.dtype == torch.float32 and bfloat16_allowed() else x.dtype
+    return torch.bfloat16 if x.dtype == torch.float32 and work >= _WORK and bfloat16_allowed() else x.dtype
+
+
+def rounded(x: Tensor, work: int) -> Tensor:
+    """x in that type. All that is summed beside its products is of these numbers too, or a moment would have λ < 0.
+
+    >>> rounded(torch.ones(2, dtype=torch.bfloat16), 4)
+    tensor([1., 1.])
+    """
+    return x.to(multiplied(x, work))
 
 
 def in_half(x: Tensor) -> bool:
     """Whether products of x are sums of products in half precision."""
-    return multiplied(x) in _HALF
+    return x.dtype in _HALF
 
 
 def summed(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from natgrad.rules.packing import put_border
-from natgrad.rules.precision import multiplied, multiply, single, summed
+from natgrad.rules.precision import multiply, rounded, single, summed
 
 _WIDE = 1024  # columns, from which a product on a GPU is worth its panels
 _WORK = 2**33  # products of numbers, likewise
@@ -25,7 +25,7 @@ def symmetric_product(x: Tensor) -> Tensor:
     tensor([[10., 14.],
             [14., 20.]])
     """
-    x = x.to(multiplied(x))
+    x = rounded(x, x.numel() * x.shape[-1])
     return _on_gpu(x) if x.device.type == "cuda" else _on_cpu(x, _room(x))
 
 

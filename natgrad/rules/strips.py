@@ -21,7 +21,7 @@ from typing import final
 from torch import Tensor
 
 from natgrad.rules.patches import Axis, padded, windows
-from natgrad.rules.precision import multiplied, multiply, multiply_add, summed
+from natgrad.rules.precision import multiply, multiply_add, summed
 
 _STRIPS = 2**25  # numbers; of strips at a time
 _ROUND = 8  # times the span: so many strips, and cuBLAS is faster for one round number of them and some zeros
@@ -87,12 +87,12 @@ def strip_product(x: Tensor, axes: Sequence[Axis], limit: int = _STRIPS) -> Tens
 def strips(x: Tensor, rest: Sequence[Axis], zeros: int = 0) -> Tensor:
     """f [(ch w) p (n r')] of x [n ch p *others], whose axes from the second on are read as ``rest`` says.
 
-    ``zeros`` strips of zeros come after the others. They have the type in which they are multiplied.
+    ``zeros`` strips of zeros come after the others.
     """
     d, size, axes = len(rest), x.shape[2], (Axis(1), *rest)
     w = windows(padded(x, axes), axes)  # [n ch p *out 1 *kernel], a view
     w = w.permute(1, *range(3 + d, 4 + 2 * d), 2, 0, *range(3, 3 + d))
-    f = x.new_empty(prod(w.shape[: 2 + d]), size + zeros, prod(w.shape[3 + d :]), dtype=multiplied(x))
+    f = x.new_empty(prod(w.shape[: 2 + d]), size + zeros, prod(w.shape[3 + d :]))
     f[:, size:].zero_()
     f[:, :size].unflatten(2, w.shape[3 + d :]).unflatten(0, w.shape[: 2 + d]).copy_(w)
     return f

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.rules import RULES, Call
+from natgrad.rules.products import symmetric_product
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal
 from tests.waiting import no_waiting
@@ -169,36 +170,50 @@ def test_half_precision_is_multiplied_as_it_is_and_summed_in_single(kind: str, d
         assert (t.cpu() - right).abs().max() < 1e-4 * right.abs().max()
 
 
-@pytest.mark.parametrize("kind", WIDE)
+# So large that it pays to round.
+LARGE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(1024, 3), (8192, 1024)),
+    "linear of few examples": (lambda: nn.Linear(4096, 3), (512, 4096)),
+    "linear without bias": (lambda: nn.Linear(1024, 3, bias=False), (8192, 1024)),
+    "patches": (lambda: nn.Conv2d(512, 3, 3, padding=1), (407, 512, 1, 1)),
+    "strips": (lambda: nn.Conv2d(64, 3, 3, padding=1), (26, 64, 36, 37)),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
 @pytest.mark.usefixtures("bfloat16")
 def test_single_precision_is_rounded_to_bfloat16_where_torch_was_told_that_it_may_be(kind: str) -> None:
-    layer, x, g = _inputs(kind)
-    mine = _moments(copy.deepcopy(layer).to("cuda", torch.float32), x.float().cuda(), g.float().cuda())
-    for t, right in zip(mine, _moments(layer, x, g), strict=True):
+    build, shape = LARGE[kind]
+    layer, x = build().cuda(), normal(*shape).float().cuda()
+    g = normal(1, *layer(x).shape, seed=1).float().cuda()
+    for t, right in zip(_moments(layer, x, g), _moments(layer.double(), x.double(), g.double()), strict=True):
         assert t.dtype == torch.float32
         # 2⁻⁹ of every term at most, and of both of its factors
-        assert (t.cpu() - right).abs().max() < 2**-8 * right.abs().max()
-        if kind == "linear":  # and it was; where the terms are many, their errors cancel
-            assert (t.cpu() - right).abs().max() > 1e-4 * right.abs().max()
+        assert (t - right).abs().max() < 2**-8 * right.abs().max()
+
+
+@pytest.mark.usefixtures("bfloat16")
+def test_few_numbers_are_not_rounded_to_bfloat16() -> None:
+    x = torch.full((1000, 700), 1.0 + 2**-9, device="cuda")  # which bfloat16 has not, but tf32
+    for much, found in ((x, 1.0 + 2**-9), (torch.cat([x] * 20), 1.0)):
+        assert float(symmetric_product(much)[0, 0] / much.shape[0]) == pytest.approx(found**2, rel=1e-3)
 
 
 @pytest.mark.usefixtures("bfloat16")
 def test_a_recording_is_of_one_precision() -> None:
-    layer = nn.Linear(64, 8).cuda()
+    layer, n = nn.Linear(1024, 8).cuda(), 8192
     opt = ng.KFAC(layer, ng.Fisher(ng.Categorical()), lr=0.0, metric_every=1, decay=0.0)
-    x = normal(40, 64).float().cuda()
+    x = torch.full((n, 1024), 1.0 + 2**-9, device="cuda")
 
-    def moment() -> Tensor:
+    def moment() -> float:
         for _ in range(4):
             opt.zero_grad()
-            nn.functional.cross_entropy(layer(x), torch.zeros(40, dtype=torch.long, device="cuda")).backward()
+            nn.functional.cross_entropy(layer(x), torch.zeros(n, dtype=torch.long, device="cuda")).backward()
             opt.step()
-        return next(A.clone() for name, A in opt.state_dict()["natgrad"]["operator"].items() if name.endswith("/A"))
+        return next(
+            float(A.flatten()[0]) for name, A in opt.state_dict()["natgrad"]["operator"].items() if name.endswith("/A")
+        )
 
-    rounded = moment()
+    assert moment() == pytest.approx(1.0, rel=1e-3)
     torch.set_float32_matmul_precision("highest")
-    exact = moment()
-    inputs = torch.cat([x, x.new_ones(40, 1)], 1).double()
-    right = (inputs.mT @ inputs / 40).cpu()
-    assert (exact.squeeze(0).cpu() - right).abs().max() < 1e-5 * right.abs().max()
-    assert (rounded.squeeze(0).cpu() - right).abs().max() > 1e-4 * right.abs().max()
+    assert moment() == pytest.approx((1.0 + 2**-9) ** 2, rel=1e-3)

@@ -111,7 +111,7 @@ def test_rows_of_a_product_start_at_multiples_of_a_vector() -> None:
 
 
 @pytest.fixture
-def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU where single precision may be multiplied in bfloat16, and is summed in single."""
 
     def multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -125,15 +125,15 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, pretended in (("multiply", multiply), ("multiply_add", multiply_add)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, pretended)
-        monkeypatch.setattr(module, "multiplied", lambda _: torch.bfloat16)
+    monkeypatch.setattr(launches, "rounded", lambda x, work: x.bfloat16())
 
 
-@pytest.mark.usefixtures("rounded")
+@pytest.mark.usefixtures("tensor_cores")
 def test_a_moment_of_rounded_inputs_has_no_negative_eigenvalue() -> None:
     """Where inputs are constant, as at the borders of pictures, sums that were not rounded would make one."""
     axes, x = (Axis(3),) * 2, torch.full((6, 2, 30, 9), -0.4242)
-    found = [product_by_strips(x, axes, True), product_by_patches(x, axes, True)]
-    found += [product_by_patches(x, axes, True, work=0), affine_product(torch.full((2**19, 5), -0.4242))]
+    found = [patch_product(x, axes, True), product_by_strips(x.bfloat16(), axes, True)]
+    found += [product_by_patches(x.bfloat16(), axes, True, work=0), affine_product(torch.full((2**19, 5), -0.4242))]
     for A in found:
         assert A.dtype == torch.float32
         assert float(A[0, 0] / A[-1, -1]) == pytest.approx(0.4242**2, rel=2**-8)

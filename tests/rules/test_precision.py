@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from natgrad.rules.precision import bfloat16_allowed, in_half, multiplied, multiply, multiply_add, single, summed
+from natgrad.rules.precision import (
+    bfloat16_allowed,
+    in_half,
+    multiplied,
+    multiply,
+    multiply_add,
+    rounded,
+    single,
+    summed,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ def precision() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
+MUCH = 2**33  # products
 HALVES = [torch.float16, torch.bfloat16]
 
 
@@ -43,30 +53,35 @@ def test_half_precision_is_summed_in_single(half: torch.dtype) -> None:
 @pytest.mark.parametrize("half", HALVES)
 def test_half_precision_is_multiplied_as_it_is_on_a_gpu_and_widened_on_a_processor(half: torch.dtype) -> None:
     there, here = _There(half), torch.zeros(2, dtype=half)
-    assert multiplied(there) is half  # type: ignore[arg-type]
+    for work in (1, MUCH):
+        assert multiplied(there, work) is half  # type: ignore[arg-type]
+        assert multiplied(here, work) is torch.float32
     assert in_half(there)  # type: ignore[arg-type]
-    assert multiplied(here) is torch.float32
-    assert not in_half(here)
+    assert not in_half(rounded(here, 1))
 
 
 def test_where_torch_may_sum_in_float16_it_is_widened_for_torch_would_refuse() -> None:
     before = torch.backends.cuda.matmul.allow_fp16_accumulation
     try:
         torch.backends.cuda.matmul.allow_fp16_accumulation = True
-        assert multiplied(_There(torch.float16)) is torch.float32  # type: ignore[arg-type]
-        assert multiplied(_There(torch.bfloat16)) is torch.bfloat16  # type: ignore[arg-type]
+        assert multiplied(_There(torch.float16), 1) is torch.float32  # type: ignore[arg-type]
+        assert multiplied(_There(torch.bfloat16), 1) is torch.bfloat16  # type: ignore[arg-type]
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = before
 
 
 @pytest.mark.usefixtures("precision")
 @pytest.mark.parametrize(("setting", "found"), [("highest", False), ("high", False), ("medium", True)])
-def test_single_precision_is_rounded_only_where_torch_was_told_that_it_may_be(setting: str, found: bool) -> None:
+def test_single_precision_is_rounded_only_where_it_pays_and_torch_was_told_that_it_may_be(
+    setting: str, found: bool
+) -> None:
     torch.set_float32_matmul_precision(setting)
     assert bfloat16_allowed() is found
-    assert multiplied(_There(torch.float32)) is (torch.bfloat16 if found else torch.float32)  # type: ignore[arg-type]
-    assert multiplied(_There(torch.float64)) is torch.float64  # type: ignore[arg-type]
-    assert multiplied(torch.zeros(2)) is torch.float32  # torch itself does so on a processor, where it can
+    there = _There(torch.float32)
+    assert multiplied(there, MUCH) is (torch.bfloat16 if found else torch.float32)  # type: ignore[arg-type]
+    assert multiplied(there, MUCH - 1) is torch.float32  # type: ignore[arg-type]
+    assert multiplied(_There(torch.float64), MUCH) is torch.float64  # type: ignore[arg-type]
+    assert multiplied(torch.zeros(2), MUCH) is torch.float32  # torch itself does so on a processor, where it can
 
 
 @pytest.mark.usefixtures("precision")
