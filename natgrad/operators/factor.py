@@ -72,7 +72,8 @@ def two_sided(left: Factor, w: Tensor, right: Factor, out: Tensor | None = None)
 def two_sided_columns(left: Tensor, parts: Sequence[Tensor], right: Tensor) -> list[Tensor]:
     """L W R part by part, for the W [c o i] whose parts [c o j] lie side by side, without putting them there.
 
-    Left and right may be aligned, with zeros.
+    Left and right may be aligned, with zeros. R is symmetric, and is read by its rows: tensor cores want both factors
+    contiguous along the index that is summed.
 
     >>> L, W, R = torch.eye(2)[None], torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), 2 * torch.eye(2)[None]
     >>> two_sided_columns(L, W.split(1, -1), R)[1]
@@ -86,7 +87,7 @@ def two_sided_columns(left: Tensor, parts: Sequence[Tensor], right: Tensor) -> l
         spans.append(slice(at, at := at + part.shape[-1]))
         torch.bmm(left[:, :o, :o], part.to(left.dtype), out=half[..., spans[-1]])
     half[..., at:].zero_()
-    return [torch.bmm(half, right[..., span]) for span in spans]
+    return [torch.bmm(half, right[:, span].mT) for span in spans]
 
 
 def room(factor: Factor) -> int:

@@ -13,9 +13,15 @@ from torch import Tensor
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import consecutive
 from natgrad.operators.base import Inverse, Layout
-from natgrad.operators.factor import room_on, stacked
+from natgrad.operators.factor import stacked
 from natgrad.operators.subset import REST, Subset
 from natgrad.pullback.blocks import Block
+
+
+_ROOM = {
+    "cuda": 2**26,
+    "cpu": 2**22,
+}  # bytes of layers that are solved at once; a product of few leaves a GPU half idle
 
 
 class LayerInverse(Inverse):
@@ -141,7 +147,8 @@ class LayerInverse(Inverse):
         out: list[tuple[tuple[int, ...], int, int]] = []
         for group in self.groups:
             block = self.blocks[group[0]]
-            several = max(1, room_on(block.device) // (block.size * self.layout.dtype.itemsize))
+            room = _ROOM.get(block.device.type, _ROOM["cuda"])
+            several = max(1, room // (block.size * self.layout.dtype.itemsize))
             out += [(group, at, min(at + several, len(group))) for at in range(0, len(group), several)]
         return tuple(out)
 

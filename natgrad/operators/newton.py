@@ -58,7 +58,8 @@ class Newton:
     def refreshed(self, M: Tensor, last: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """X [b d d] from M + shift, shift [b], and the last inverse, and the norm of E before the last step [b].
 
-        Two matrices are held beside the last inverse; E = 1 − XM is made some rows at a time.
+        Two matrices are held beside the last inverse; E = 1 − XM is made some rows at a time. M and X are symmetric, and
+        are read by their rows: tensor cores want both factors contiguous along the index that is summed.
         """
         d, X, norm = M.shape[-1], last, M.new_zeros(len(M))
         made, spare = (aligned_memory(M) for _ in range(2))
@@ -67,9 +68,9 @@ class Newton:
             norm = torch.zeros_like(norm)
             for at in range(*rows):
                 own = X[:, at : at + rows[2]]
-                E = own @ M if shift is None else torch.baddbmm(own * shift[:, None, None], own, M)
+                E = own @ M.mT if shift is None else torch.baddbmm(own * shift[:, None, None], own, M.mT)
                 E.neg_().diagonal(at, -2, -1).add_(1.0)
-                torch.baddbmm(own, E, X, out=made[:, at : at + rows[2]])
+                torch.baddbmm(own, E, X.mT, out=made[:, at : at + rows[2]])
                 norm = norm + E.square_().sum((-2, -1))
             X, made, spare = made, spare, made
         return torch.add(X, X.mT, out=made).mul_(0.5), norm.sqrt()
