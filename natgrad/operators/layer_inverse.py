@@ -17,11 +17,10 @@ from natgrad.operators.factor import stacked
 from natgrad.operators.subset import REST, Subset
 from natgrad.pullback.blocks import Block
 
-
 _ROOM = {
     "cuda": 2**26,
     "cpu": 2**22,
-}  # bytes of layers that are solved at once; a product of few leaves a GPU half idle
+}  # bytes of layers solved at once; products of one leave a GPU half idle
 
 
 class LayerInverse(Inverse):

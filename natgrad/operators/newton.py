@@ -58,8 +58,8 @@ class Newton:
     def refreshed(self, M: Tensor, last: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """X [b d d] from M + shift, shift [b], and the last inverse, and the norm of E before the last step [b].
 
-        Two matrices are held beside the last inverse; E = 1 − XM is made some rows at a time. M and X are symmetric, and
-        are read by their rows: tensor cores want both factors contiguous along the index that is summed.
+        Two matrices are held beside the last inverse; E = 1 − XM is made some rows at a time. M and X are symmetric
+        and read by their rows: tensor cores want both factors contiguous along the index that is summed.
         """
         d, X, norm = M.shape[-1], last, M.new_zeros(len(M))
         made, spare = (aligned_memory(M) for _ in range(2))
