@@ -1,102 +1,33 @@
 """Two optimizers seed by seed, and how soon each is where another ends.
 
-A seed has the same first weights and the same batches for all optimizers, so differences are taken within a seed.
+A seed has the same first weights and the same batches for all optimizers, so differences are taken within a seed. Both
+schedules have them too, and are the same until 40 % of the epochs: what a seed says in one and in the other is not
+independent. So where both are taken together, a seed's two differences are averaged and count once.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from scipy import stats
-
 from experiments.files import write_json
 from experiments.record import Record
 from experiments.report import ORDER, PAPER, TITLES, Group, before_decay
+from experiments.student import Paired
 
-# The first less the second, with one schedule.
+# The first less the second: with one schedule, and the K-FACs with both.
+_METRICS = (("sobolev", "amari"), ("independent", "amari"), ("sobolev", "independent"))
 _SAME = (
-    ("sobolev", "amari"),
-    ("independent", "amari"),
-    ("sobolev", "independent"),
+    *_METRICS,
     ("sobolev_exact", "amari_exact"),
     ("amari", "sgd"),
     ("amari", "adamw"),
 )
+_BOTH = tuple(dict.fromkeys(PAPER.values()))  # schedules
 _RIVALS = ("amari", "sgd", "adamw")  # whose ends are to be reached
-
-
-def two_sided(t: float, degrees: int) -> float:
-    """P(|T| ≥ |t|) of Student's distribution.
-
-    >>> round(two_sided(4.303, 2), 4), round(two_sided(12.706, 1), 4)
-    (0.05, 0.05)
-    """
-    return float(2 * stats.t.sf(abs(t), degrees))
-
-
-def critical(level: float, degrees: int) -> float:
-    """The t that |T| exceeds with this probability.
-
-    >>> round(critical(0.05, 2), 3)
-    4.303
-    """
-    return float(stats.t.isf(level / 2, degrees))
-
-
-@final
-@dataclass(frozen=True)
-class Paired:
-    """Differences of two optimizers, one a seed.
-
-    >>> found = Paired((1.0, 2.0, 3.0))
-    >>> found.mean, found.deviation, round(found.t, 3), round(found.p, 4), round(found.margin, 3)
-    (2.0, 1.0, 3.464, 0.0742, 2.484)
-    """
-
-    differences: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        """Over the seeds."""
-        return statistics.fmean(self.differences)
-
-    @property
-    def deviation(self) -> float:
-        """With n − 1."""
-        return statistics.stdev(self.differences)
-
-    @property
-    def error(self) -> float:
-        """Of the mean: the deviation over √n."""
-        return self.deviation / math.sqrt(len(self.differences))
-
-    @property
-    def t(self) -> float:
-        """The mean over its error; infinite where all differences are one number that is not zero."""
-        if self.error == 0:
-            return math.copysign(math.inf, self.mean) if self.mean else 0.0
-        return self.mean / self.error
-
-    @property
-    def p(self) -> float:
-        """How often |t| would be as large if there were no difference; n − 1 degrees of freedom."""
-        return two_sided(self.t, len(self.differences) - 1)
-
-    @property
-    def margin(self) -> float:
-        """Mean ± margin has the true difference inside with probability 95 %."""
-        return critical(0.05, len(self.differences) - 1) * self.error
-
-    def columns(self) -> dict[str, Any]:
-        """For the file; an infinite t is null."""
-        numbers = {name: getattr(self, name) for name in ("mean", "deviation", "t", "p", "margin")}
-        rounded = {name: float(f"{v:.5g}") if math.isfinite(v) else None for name, v in numbers.items()}
-        return {"differences": [float(f"{d:.5g}") for d in self.differences], **rounded}
 
 
 @final
@@ -131,27 +62,57 @@ QUANTITIES = (
 
 @final
 @dataclass(frozen=True)
-class Pair:
-    """Two groups of runs with seeds in common."""
+class Side:
+    """The runs of an optimizer with one schedule or with both; the number of a seed is the mean over the schedules."""
 
-    first: Group
-    second: Group
+    groups: tuple[Group, ...]
+
+    @property
+    def dataset(self) -> str:
+        """Of all groups."""
+        return self.groups[0].dataset
+
+    @property
+    def arm(self) -> str:
+        """Of all groups."""
+        return self.groups[0].arm
+
+    @property
+    def schedule(self) -> str:
+        """As the tables have it."""
+        return self.groups[0].schedule if len(self.groups) == 1 else "both"
+
+    @property
+    def seeds(self) -> set[int]:
+        """That ended with numbers in every group."""
+        return set.intersection(*({run.name.seed for run in group.records} for group in self.groups))
+
+    def of(self, quantity: Quantity, seed: int) -> float:
+        """The number of a seed."""
+        runs = (run for group in self.groups for run in group.records if run.name.seed == seed)
+        return statistics.fmean(map(quantity.of, runs))
+
+
+@final
+@dataclass(frozen=True)
+class Pair:
+    """Two sides with seeds in common."""
+
+    first: Side
+    second: Side
 
     @property
     def seeds(self) -> list[int]:
         """That ended with numbers in both."""
-        ours = {run.name.seed for run in self.first.records}
-        return sorted(ours & {run.name.seed for run in self.second.records})
+        return sorted(self.first.seeds & self.second.seeds)
 
     def paired(self, quantity: Quantity) -> Paired:
         """The first less the second."""
-        one, other = ({run.name.seed: quantity.of(run) for run in group.records} for group in (self.first, self.second))
-        return Paired(tuple(one[seed] - other[seed] for seed in self.seeds))
+        return Paired(tuple(self.first.of(quantity, seed) - self.second.of(quantity, seed) for seed in self.seeds))
 
     def of_second(self, quantity: Quantity) -> float:
         """The mean of what is taken away, to know whether a difference is large."""
-        runs = (run for run in self.second.records if run.name.seed in self.seeds)
-        return float(f"{statistics.fmean(map(quantity.of, runs)):.5g}")
+        return float(f"{statistics.fmean(self.second.of(quantity, seed) for seed in self.seeds):.5g}")
 
     def columns(self) -> dict[str, Any]:
         """For the file."""
@@ -162,32 +123,58 @@ class Pair:
     def row(self) -> str:
         """Of the table."""
         one, other = self.first, self.second
-        schedule = one.schedule if one.schedule == other.schedule else f"{one.schedule}, {other.schedule}"
-        names = [one.dataset, schedule, TITLES[one.arm], TITLES[other.arm], str(len(self.seeds))]
-        return f"| {' | '.join([*names, *(quantity.cell(self.paired(quantity)) for quantity in QUANTITIES)])} |"
+        names = [one.dataset, _label(one.schedule, other.schedule), TITLES[one.arm], TITLES[other.arm]]
+        cells = [str(len(self.seeds)), *(quantity.cell(self.paired(quantity)) for quantity in QUANTITIES)]
+        return f"| {' | '.join([*names, *cells])} |"
+
+
+def _label(one: str, other: str) -> str:
+    """Of one schedule or two."""
+    return one if one == other else f"{one}, {other}"
 
 
 def pairs(found: Sequence[Group]) -> list[Pair]:
-    """All that have two seeds or more in common: those of one schedule, then as the paper has them."""
+    """All that have two seeds or more in common: of one schedule, of both, as the paper has them, and the schedules'.
+
+    The last is Amari's K-FAC with the schedule of Sobolev's less itself with its own: the schedule's part of what the
+    paper compares.
+    """
     known = {(group.dataset, group.schedule, group.arm): group for group in found}
-    schedules = dict.fromkeys((dataset, schedule) for dataset, schedule, _ in known)
-    keys = [((d, s, one), (d, s, other)) for d, s in schedules for one, other in _SAME]
+    # Images; schedules and optimizer of the first; those of the second.
+    keys: list[tuple[str, tuple[str, ...], str, tuple[str, ...], str]] = []
+    for d, s in dict.fromkeys((dataset, schedule) for dataset, schedule, _ in known):
+        keys += [(d, (s,), one, (s,), other) for one, other in _SAME]
+    base = (PAPER["amari"],)
     for d in dict.fromkeys(group.dataset for group in found):
-        base = (d, PAPER["amari"], "amari")
-        keys += [((d, schedule, arm), base) for arm, schedule in PAPER.items() if arm != "amari"]
-    both = (Pair(known[one], known[other]) for one, other in keys if one in known and other in known)
+        keys += [(d, _BOTH, one, _BOTH, other) for one, other in _METRICS]
+        keys += [(d, (schedule,), arm, base, "amari") for arm, schedule in PAPER.items() if arm != "amari"]
+        keys.append((d, (PAPER["sobolev"],), "amari", base, "amari"))
+    both = [
+        Pair(Side(tuple(known[d, s, one] for s in ours)), Side(tuple(known[d, s, other] for s in theirs)))
+        for d, ours, one, theirs, other in keys
+        if all((d, s, one) in known for s in ours) and all((d, s, other) in known for s in theirs)
+    ]
     return [pair for pair in both if len(pair.seeds) > 1]
 
 
 @final
 @dataclass(frozen=True)
 class Level:
-    """What a rival ends with, in the mean over its seeds, and the first epoch in which each optimizer has it."""
+    """What a rival ends with, in the mean over its seeds, and the first epoch in which each optimizer has it.
+
+    ``schedule``: of those that are to reach it; not the rival's own where the paper compares two.
+    """
 
     rival: Group
+    schedule: str
     title: str
     curve: Callable[[Group], Sequence[float]]  # the mean of a quantity that is to rise
     shown: Callable[[float], str]
+
+    @property
+    def label(self) -> str:
+        """Of the schedules."""
+        return _label(self.schedule, self.rival.schedule)
 
     def epoch(self, group: Group) -> int | None:
         """1, 2, …; None: never."""
@@ -198,7 +185,7 @@ class Level:
         """For the file: epochs, and seconds of a run."""
         epochs = {group.arm: self.epoch(group) for group in found}
         seconds = {group.arm: round(group.seconds[e - 1], 1) for group in found if (e := epochs[group.arm])}
-        names = {"dataset": self.rival.dataset, "schedule": self.rival.schedule, "rival": self.rival.arm}
+        names = {"dataset": self.rival.dataset, "schedule": self.label, "rival": self.rival.arm}
         return {**names, "quantity": self.title, "epochs": epochs, "seconds": seconds}
 
     def row(self, found: Sequence[Group], arms: Sequence[str]) -> str:
@@ -207,18 +194,26 @@ class Level:
         epochs, seconds = columns["epochs"], columns["seconds"]
         cells = [f"{epochs[arm]}, {seconds[arm]:.0f} s" if arm in seconds else "–" for arm in arms]
         end = f"{TITLES[self.rival.arm]}: {self.title} {self.shown(self.curve(self.rival)[-1])}"
-        return f"| {self.rival.dataset} | {self.rival.schedule} | {end} | {' | '.join(cells)} |"
+        return f"| {self.rival.dataset} | {self.label} | {end} | {' | '.join(cells)} |"
 
 
 def levels(found: Sequence[Group]) -> list[Level]:
-    """The last test accuracies and training losses of the rivals."""
+    """The last test accuracies and training losses of the rivals; in the end Amari's as the paper has it."""
+    places = [(group, group.schedule) for group in found if group.arm in _RIVALS and group.records]
+    others = {(group.dataset, group.schedule) for group in found if group.records}
+    places += [
+        (group, PAPER["sobolev"])
+        for group, schedule in places
+        if (group.arm, schedule) == ("amari", PAPER["amari"]) and (group.dataset, PAPER["sobolev"]) in others
+    ]
     return [
         level
-        for group in found
-        if group.arm in _RIVALS and group.records
+        for group, schedule in places
         for level in (
-            Level(group, "test accuracy, %", lambda g: g.accuracy.mean, lambda end: f"{end:.2f}"),
-            Level(group, "training loss", lambda g: [-loss for loss in g.loss.mean], lambda end: f"{-end:.4f}"),
+            Level(group, schedule, "test accuracy, %", lambda g: g.accuracy.mean, lambda end: f"{end:.2f}"),
+            Level(
+                group, schedule, "training loss", lambda g: [-loss for loss in g.loss.mean], lambda end: f"{-end:.4f}"
+            ),
         )
     ]
 
@@ -238,8 +233,8 @@ def reached(found: Sequence[Group]) -> str:
 
 
 def _beside(level: Level, found: Sequence[Group]) -> list[Group]:
-    """On the same images with the same schedule."""
-    place = level.rival.dataset, level.rival.schedule
+    """On the same images, with the schedule that is asked for."""
+    place = level.rival.dataset, level.schedule
     return [group for group in found if (group.dataset, group.schedule) == place and group.records]
 
 

@@ -51,6 +51,15 @@ def batches(what: Benchmark, of: Images) -> dict[str, bytes]:
     return files
 
 
+def write_archive(folder: Path, what: Benchmark, of: Images) -> None:
+    """The archive that is published."""
+    with tarfile.open(folder / what.archive, "w:gz") as tar:
+        for name, content in batches(what, of).items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
 def write_strips(folder: Path, of: Images) -> None:
     """Three files of WebP strips."""
     half = len(of.train.y) // 2
@@ -81,11 +90,7 @@ def test_the_folder_of_the_published_archive_is_read(what: Benchmark, tmp_path: 
 @both
 def test_the_published_archive_is_read(what: Benchmark, tmp_path: Path) -> None:
     expected = images(what)
-    with tarfile.open(tmp_path / what.archive, "w:gz") as tar:
-        for name, content in batches(what, expected).items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    write_archive(tmp_path, what, expected)
     same(read(tmp_path, what), expected)
 
 

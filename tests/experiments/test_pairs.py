@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 
 from experiments import pairs, report
-from experiments.pairs import Paired, critical, two_sided
 from experiments.record import Name, Point, Record
+from experiments.student import Paired, critical, two_sided
 
 
 def run(arm: str, seed: int, losses: Sequence[float], accuracies: Sequence[float], schedule: str = "tenths") -> Record:
@@ -79,6 +79,59 @@ def test_the_papers_own_pair_is_of_two_schedules(tmp_path: Path) -> None:
     records += [run("sobolev", seed, [0.9], [0.6], "fifths") for seed in (0, 1)]
     (found,) = pairs.pairs(report.save(records, tmp_path))
     assert found.row().startswith("| cifar10 | fifths, tenths | Sobolev K-FAC | K-FAC (Amari) | 2 |")
+
+
+def test_what_the_schedule_alone_does_is_amaris_kfac_less_itself(tmp_path: Path) -> None:
+    records = [run("amari", seed, [1.0], [0.5]) for seed in (0, 1)]
+    records += [run("amari", seed, [0.9 - seed / 10], [0.5], "fifths") for seed in (0, 1)]
+    (found,) = pairs.pairs(report.save(records, tmp_path))
+    assert found.row().startswith("| cifar10 | fifths, tenths | K-FAC (Amari) | K-FAC (Amari) | 2 |")
+    assert found.columns()["loss_at_end"]["differences"] == pytest.approx([-0.1, -0.2])
+
+
+def test_the_metrics_part_and_the_schedules_part_are_what_the_paper_compares(tmp_path: Path) -> None:
+    records = [
+        run(arm, seed, [1.0, 0.1 * k + seed**k / 7], [0.5, 0.6 + seed / 10 / k], schedule)
+        for k, (arm, schedule) in enumerate([("amari", "tenths"), ("amari", "fifths"), ("sobolev", "fifths")], 1)
+        for seed in (0, 1, 2)
+    ]
+    found = {p.first.arm + p.first.schedule + p.second.schedule: p for p in pairs.pairs(report.save(records, tmp_path))}
+    whole, metric, schedule = (found[k] for k in ("sobolevfifthstenths", "sobolevfifthsfifths", "amarififthstenths"))
+    for quantity in pairs.QUANTITIES:
+        parts = zip(metric.paired(quantity).differences, schedule.paired(quantity).differences, strict=True)
+        assert [sum(part) for part in parts] == pytest.approx(whole.paired(quantity).differences)
+
+
+def test_with_both_schedules_a_seed_counts_once_with_the_mean_of_its_differences(tmp_path: Path) -> None:
+    """Points 1, 2, 6 in one schedule and 3, 4, 2 in the other: 2, 3, 4, so mean 3, deviation 1 and t = 3√3."""
+    points = {"tenths": (1, 2, 6), "fifths": (3, 4, 2)}
+    records = [run("amari", seed, [1.0], [0.5], schedule) for schedule in points for seed in (0, 1, 2)]
+    records += [
+        run("sobolev", seed, [1.0], [0.5 + more / 100], schedule)
+        for schedule, gains in points.items()
+        for seed, more in enumerate(gains)
+    ]
+    records.append(run("sobolev", 3, [1.0], [0.9], "fifths"))  # a seed that one schedule has not
+    pairs.save(report.save(records, tmp_path), tmp_path)
+    rows = json.loads((tmp_path / "pairs.json").read_text())["pairs"]
+    (found,) = (row for row in rows if row["first"] == ["sobolev", "both"])
+    assert (found["second"], found["seeds"]) == (["amari", "both"], [0, 1, 2])
+    accuracy = found["test_accuracy"]
+    t = 3 * math.sqrt(3)
+    assert accuracy["differences"] == pytest.approx([2.0, 3.0, 4.0])
+    assert (accuracy["mean"], accuracy["t"]) == pytest.approx((3.0, t), rel=1e-4)
+    assert accuracy["p"] == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-4)  # two degrees of freedom
+    row = "| cifar10 | both | Sobolev K-FAC | K-FAC (Amari) | 3 |"
+    assert row in (tmp_path / "pairs.md").read_text()
+
+
+def test_in_the_papers_comparison_the_end_of_one_schedule_is_reached_with_the_other(tmp_path: Path) -> None:
+    records = [run("amari", seed, [0.5, 0.2, 0.1], [0.4, 0.6, 0.8]) for seed in (0, 1)]
+    records += [run("sobolev", seed, [0.4, 0.1, 0.1], [0.5, 0.7, 0.9], "fifths") for seed in (0, 1)]
+    pairs.save(report.save(records, tmp_path), tmp_path)
+    found = json.loads((tmp_path / "pairs.json").read_text())["reached"]
+    ends = {level["quantity"]: level["epochs"] for level in found if level["schedule"] == "fifths, tenths"}
+    assert ends == {"test accuracy, %": {"sobolev": 3}, "training loss": {"sobolev": 2}}
 
 
 def test_a_level_is_reached_in_the_first_epoch_whose_mean_over_seeds_has_it(tmp_path: Path) -> None:

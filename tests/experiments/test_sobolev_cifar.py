@@ -17,11 +17,13 @@ from torch.optim import Optimizer
 import natgrad as ng
 from experiments import arms, report
 from experiments.arms import FIFTHS, TENTHS, Momentum
+from experiments.cifar import CIFAR100
 from experiments.images import Images
 from experiments.plots import draw
 from experiments.record import Name, Point, Record, load_all
 from experiments.sobolev_cifar import main
 from experiments.training import Budget, Job, Training, train
+from tests.experiments.test_cifar import images, write_archive
 from tests.experiments.tiny import SETUP, TINY, Ample
 
 
@@ -213,6 +215,19 @@ def test_the_command_runs_what_is_not_done_in_several_processes_and_draws_it(fol
     assert 0 < (folder / "results" / "cifar10-tenths.svg").stat().st_size < 200_000
     with pytest.raises(SystemExit, match=r"cifar10-tenths-amari-0 was run with .*: choose other folders"):
         main([*places, *TINY, "--batch", "16", "--arms", "amari", "--seeds", "0"])
+
+
+def test_the_same_command_tunes_and_runs_cifar100_from_its_published_archive(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_archive(tmp_path / "data", CIFAR100, images(CIFAR100, 64))
+    places = ["--data", f"{tmp_path}/data", "--out", f"{tmp_path}/out", "--results", f"{tmp_path}/results"]
+    hundred = [*places, *TINY, "--datasets", "cifar100", "--epochs", "1"]
+    tuning = ["--tune-epochs", "1", "--finalists", "1", "--final-epochs", "1", "--held-out", "20"]
+    main([*hundred, "--arms", "sgd", "--tune", *tuning])
+    main([*hundred, "--arms", "amari", "sobolev", "sgd", "--seeds", "0"])
+    found = json.loads((tmp_path / "results" / "summary.json").read_text())
+    assert [name for name in found if name != "machine"] == ["cifar100"]
+    assert list(found["cifar100"]["tenths"]) == ["amari", "sobolev", "sgd"]
 
 
 def test_steps_are_timed_alone_and_in_turns(folder: Path) -> None:
