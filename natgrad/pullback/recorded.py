@@ -26,7 +26,7 @@ _log = logging.getLogger("natgrad")
 _KEPT = 64  # recordings; a loop has few patterns of addresses, or none
 _PRICE = 4  # computations, in whose time one is recorded
 _SMALL = 2**22  # bytes that are copied rather than recognised
-_SEEN = 64  # patterns that are remembered
+_SEEN = 64  # patterns, and computations, that are remembered
 
 
 @final
@@ -63,7 +63,7 @@ class Recordings:
         # By what is computed, and where it is read; the one that was not replayed for longest is first.
         self._kept: OrderedDict[tuple[Hashable, Hashable], _Recording] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()  # patterns without one, and how often they came
-        self._accounts: dict[Hashable, _Account] = {}  # by what is computed
+        self._accounts: OrderedDict[Hashable, _Account] = OrderedDict()  # by what is computed
         self._pool: Any = None  # a handle of torch's
         self._possible = True
         self._weight: Tensor | None = None  # read by all recordings
@@ -80,7 +80,7 @@ class Recordings:
         what = what, switches()
         key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
         found = self._kept.get(key)
-        account = self._accounts.setdefault(what, _Account())
+        account = self._account(what)
         if found is None and self._seen.get(key, 0) >= (1 if account.paid else _PRICE):
             found = self._record(key, sources, compute, small)
             account.made += found is not None
@@ -95,11 +95,16 @@ class Recordings:
         self._weight.fill_(weight)
         found.graph.replay()
 
+    def _account(self, what: Hashable) -> _Account:
+        """Batches of ever other sizes are ever other computations: the one that came last longest ago is forgotten."""
+        account = self._accounts[what] = self._accounts.pop(what, None) or _Account()
+        _forget(self._accounts, _SEEN)
+        return account
+
     def _remember(self, key: Hashable) -> None:
         """What came once may come again."""
         self._seen[key] = self._seen.pop(key, 0) + 1
-        if len(self._seen) > _SEEN:
-            self._seen.popitem(last=False)
+        _forget(self._seen, _SEEN)
 
     def _record(
         self, key: tuple[Hashable, Hashable], sources: Sequence[Tensor], compute: Compute, copied: bool
@@ -120,9 +125,14 @@ class Recordings:
             return None
         # What lies in the user's memory is not held: it is recognised by its address.
         self._kept[key] = _Recording(graph, list(sources) if copied else [])
-        if len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
+        _forget(self._kept, _KEPT)
         return self._kept[key]
+
+
+def _forget(of: OrderedDict[Any, Any], most: int) -> None:
+    """The first, where there are more."""
+    if len(of) > most:
+        of.popitem(last=False)
 
 
 @contextmanager

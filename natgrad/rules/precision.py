@@ -31,7 +31,8 @@ def multiplied(x: Tensor, work: int) -> torch.dtype:
         return torch.float32 if x.dtype in _HALF else x.dtype
     if x.dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         return torch.float32  # torch would sum in float16, and refuses to write such sums in float32
-    return torch.bfloat16 if x.dtype == torch.float32 and work >= _WORK and bfloat16_allowed() else x.dtype
+    pays = x.dtype == torch.float32 and work >= _WORK and bfloat16_allowed() and _fast(x.device)
+    return torch.bfloat16 if pays else x.dtype
 
 
 def rounded(x: Tensor, work: int) -> Tensor:
@@ -65,6 +66,11 @@ def bfloat16_allowed() -> bool:
         return torch.get_float32_matmul_precision() == "medium"
     except RuntimeError:  # torch's newer switches were used, and torch refuses to put them in the older words
         return False
+
+
+def _fast(device: torch.device) -> bool:
+    """Whether its tensor cores know bfloat16: those of Ampere and later do."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def switches() -> tuple[str, bool, bool]:

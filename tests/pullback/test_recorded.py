@@ -161,3 +161,11 @@ def test_the_recording_that_was_not_replayed_for_longest_makes_room(done: list[s
     _run(recordings, patterns[1], done)
     _run(recordings, patterns[0], done)
     assert done == ["replay", "compute"]
+
+
+def test_batches_of_ever_other_sizes_leave_no_more_behind_than_a_few(done: list[str]) -> None:
+    recordings, pattern = Recordings(), torch.zeros(3)
+    for n in range(200):
+        recordings.run([pattern], n, lambda *_: done.append("compute"), 0.5)
+    assert all(len(kept) <= 64 for kept in (recordings._kept, recordings._seen, recordings._accounts))
+    assert done == 200 * ["compute"]

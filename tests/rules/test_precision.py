@@ -70,15 +70,22 @@ def test_where_torch_may_sum_in_float16_it_is_widened_for_torch_would_refuse() -
         torch.backends.cuda.matmul.allow_fp16_accumulation = before
 
 
+@pytest.fixture(params=[(7, 5), (9, 0)], ids=["Turing", "Hopper"])
+def ampere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the GPU there is as new as that."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
+    return bool(request.param >= (8, 0))
+
+
 @pytest.mark.usefixtures("precision")
 @pytest.mark.parametrize(("setting", "found"), [("highest", False), ("high", False), ("medium", True)])
 def test_single_precision_is_rounded_only_where_it_pays_and_torch_was_told_that_it_may_be(
-    setting: str, found: bool
+    setting: str, found: bool, ampere: bool
 ) -> None:
     torch.set_float32_matmul_precision(setting)
+    there, expected = _There(torch.float32), torch.bfloat16 if found and ampere else torch.float32
     assert bfloat16_allowed() is found
-    there = _There(torch.float32)
-    assert multiplied(there, MUCH) is (torch.bfloat16 if found else torch.float32)  # type: ignore[arg-type]
+    assert multiplied(there, MUCH) is expected  # type: ignore[arg-type]
     assert multiplied(there, MUCH - 1) is torch.float32  # type: ignore[arg-type]
     assert multiplied(_There(torch.float64), MUCH) is torch.float64  # type: ignore[arg-type]
     assert multiplied(torch.zeros(2), MUCH) is torch.float32  # torch itself does so on a processor, where it can
