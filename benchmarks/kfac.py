@@ -153,9 +153,9 @@ def _in_tf32(contestant: Contestant) -> Contestant:
 
 def _in_turns(report: Report, section: str, entries: dict[str, Contestant]) -> Race:
     """A race; on a GPU ten calls at a turn, so that the processor runs ahead of it as it does in training."""
-    often = 10 if report.device.type == "cuda" else 1
+    often, warmup = (10, report.cycles[1]) if report.device.type == "cuda" else (1, 2)
     turns = {name: partial(_repeated, contestant, often) for name, contestant in entries.items()}
-    return report.race(section, turns, UNIT, report.rounds, dict.fromkeys(entries, often))
+    return report.race(section, turns, UNIT, report.rounds, dict.fromkeys(entries, often), warmup)
 
 
 def _repeated(contestant: Contestant, often: int) -> None:

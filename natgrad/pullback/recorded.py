@@ -97,7 +97,7 @@ class Recordings:
 
     def _account(self, what: Hashable) -> _Account:
         """Batches of ever other sizes are ever other computations: the one that came last longest ago is forgotten."""
-        account = self._accounts[what] = self._accounts.pop(what, None) or _Account()
+        account = self._accounts[what] = self._accounts.pop(what, _Account())
         _forget(self._accounts, _SEEN)
         return account
 
