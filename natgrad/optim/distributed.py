@@ -10,6 +10,7 @@ its result to the others. So every process holds the whole state, and any of the
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from natgrad.pullback.blocks import Block
 from natgrad.solve import Solver
 
 Tensors: TypeAlias = Mapping[str, Tensor]
+
+_log = logging.getLogger("natgrad")
 
 
 class World(ABC):
@@ -202,7 +205,28 @@ def world_of(wrapping: Sequence[nn.Module]) -> World:
             device = next(iter(module.parameters())).device
             group = Group(module.process_group, device)
             return group if group.size > 1 else Alone()
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _log.warning(
+            "there are %d processes, and the model is in no DistributedDataParallel: the metric is that of this process "
+            "alone. If they train one model, wrap it first, and give the wrapped one to the optimizer",
+            dist.get_world_size(),
+        )
     return Alone()
+
+
+def refuse_strangers(world: World) -> None:
+    """Raise where a pass begins that is one of several processes, and the optimizer knows of its own only.
+
+    Its model was wrapped after it was made, or it was given the module inside: every process would take other steps.
+    """
+    active = DistributedDataParallel._active_ddp_module
+    if active is None or world.size > 1 or dist.get_world_size(active.process_group) == 1:
+        return
+    raise IncompatibleError(
+        "the model runs inside DistributedDataParallel, and the optimizer was given the module inside: every process "
+        "would estimate a metric of its own, and their parameters would differ. Wrap the model first, and give the "
+        "wrapped one to the optimizer: model = DistributedDataParallel(model); opt = KFAC(model, …)"
+    )
 
 
 @final

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.model import Arguments, Inputs, is_ours, ours
 from natgrad.operators.base import Operator
-from natgrad.optim.distributed import Alone, World
+from natgrad.optim.distributed import Alone, World, refuse_strangers
 from natgrad.optim.mass import Mass
 from natgrad.optim.nested import nested
 from natgrad.optim.notices import NEEDS_TARGET, NOTHING_SEEN, Notices
@@ -203,7 +203,10 @@ class Keeper:
                 self._inner += 1
                 return
             self._end().uses = []  # a pass that was interrupted
-        if self._told or self._suspended or is_ours() or not torch.is_grad_enabled() or self.metric.needs_target:
+        if is_ours() or not torch.is_grad_enabled():
+            return
+        refuse_strangers(self.world)
+        if self._told or self._suspended or self.metric.needs_target:
             return
         if torch._C._current_graph_task_id() != -1 or self._parameters.moved(certain=self.due):
             return

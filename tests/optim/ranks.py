@@ -190,6 +190,7 @@ def worker(rank: int, folder: Path) -> None:
         found["shares"] = _shares(rank)
         found["errors"] = [_error(make, rank) for make in ERRORS.values()]
         found["sampled"] = _sampled(rank)
+        found["strangers"] = [_stranger(first, rank) for first in (True, False)]
     torch.save(found, folder / f"found{rank}.pt")
 
 
@@ -231,6 +232,20 @@ def _error(case: Case, rank: int) -> str:
     model = DistributedDataParallel(build(case))
     try:
         train(case, model, case.make(model), range(1), rank)
+    except NatgradError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _stranger(first: bool, rank: int) -> str:
+    """What a pass says if the optimizer has the module inside, before it was wrapped (``first``) or after."""
+    case = CASES["kfac"]
+    module = build(case)
+    opts = [case.make(module)] if first else []
+    model = DistributedDataParallel(module)
+    opts = opts or [case.make(model.module)]
+    try:
+        train(case, model, opts[0], range(1), rank)
     except NatgradError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"

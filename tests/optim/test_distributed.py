@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
+import natgrad as ng
 from natgrad.model import Model
 from natgrad.optim.distributed import shares
 from natgrad.pullback.assemble import layers_of
@@ -104,3 +106,22 @@ def test_every_process_draws_samples_of_its_own(found: list[dict[str, Any]]) -> 
     assert seed != other_seed
     assert torch.equal(θ, other_θ)
     assert not torch.equal(stream, other_stream)  # after both have loaded the state of the first
+
+
+def test_an_optimizer_of_the_module_inside_is_refused_before_the_processes_part(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        for said in each["strangers"]:
+            assert "IncompatibleError: the model runs inside DistributedDataParallel, and the optimizer was" in said
+            assert "Wrap the model first, and give the wrapped one to the optimizer" in said
+
+
+def test_a_model_in_no_wrapper_among_several_processes_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ng.KFAC(ranks.plain(), ranks.EXACT)
+    assert not caplog.messages
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    ng.KFAC(ranks.plain(), ranks.EXACT)
+    (said,) = caplog.messages
+    assert "there are 4 processes, and the model is in no DistributedDataParallel: the metric is that of" in said
