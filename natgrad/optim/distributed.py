@@ -207,8 +207,8 @@ def world_of(wrapping: Sequence[nn.Module]) -> World:
             return group if group.size > 1 else Alone()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _log.warning(
-            "there are %d processes, and the model is in no DistributedDataParallel: the metric is that of this process "
-            "alone. If they train one model, wrap it first, and give the wrapped one to the optimizer",
+            "there are %d processes, and the model is in no DistributedDataParallel: the metric is that of this "
+            "process alone. If they train one model, wrap it first, and give the wrapped one to the optimizer",
             dist.get_world_size(),
         )
     return Alone()
