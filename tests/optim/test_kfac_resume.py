@@ -1,7 +1,8 @@
 """Checkpoints of K-FAC and EK-FAC: bit for bit, at every phase of the schedules, across precisions; or refused."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.optim.tasks import seeded
 
 EXACT, SAMPLED = ng.Fisher(ng.Categorical()), ng.Fisher(ng.Categorical(), samples=1)
 SCHEDULE: dict[str, Any] = {"metric_every": 2, "inverse_every": 3, "lr": 0.1}
+SIZES = (12, 9, 5, 16, 7, 20, 3, 11, 6)
 Make = Callable[[nn.Module], ng.NaturalGradient]
 
 RUNS: dict[str, Make] = {
@@ -46,10 +48,15 @@ def _net(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     return seeded(lambda: Net().to(dtype), seed)
 
 
-def _train(model: nn.Module, opt: ng.NaturalGradient, steps: range) -> Tensor:
+def _batch(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, dtype=torch.float64), torch.randint(3, (n,))
+
+
+def _train(model: nn.Module, opt: ng.NaturalGradient, steps: range, sizes: Sequence[int] = (10,)) -> Tensor:
     dtype = next(model.parameters()).dtype
     for step in steps:
-        x, t = seeded(lambda: (torch.randn(10, 3, dtype=torch.float64), torch.randint(3, (10,))), 100 + step)
+        n = sizes[step % len(sizes)]
+        x, t = seeded(partial(_batch, n), 100 + step)
         opt.zero_grad()
         F.cross_entropy(model(x.to(dtype)).float() if dtype == torch.bfloat16 else model(x.to(dtype)), t).backward()
         opt.step()
@@ -83,6 +90,19 @@ def test_a_resumed_run_goes_on_bit_for_bit_at_every_phase_of_the_schedules(name:
     expected = _train(model, opt, range(at, at + 7))
     got = _train(*_loaded(RUNS[name], saved), range(at, at + 7))
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_goes_on_bit_for_bit_where_batches_differ_in_size(name: str, at: int) -> None:
+    """A batch counts by its examples over those of the step before, which are in the state with the average."""
+    model = _net()
+    opt = RUNS[name](model)
+    _train(model, opt, range(at), SIZES)
+    saved = _saved(model, opt)
+    assert saved["opt"]["natgrad"]["mass"][1] in SIZES
+    expected = _train(model, opt, range(at, at + 5), SIZES)
+    assert torch.equal(_train(*_loaded(RUNS[name], saved), range(at, at + 5), SIZES), expected)
 
 
 @pytest.mark.parametrize("at", [0, 3])

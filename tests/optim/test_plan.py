@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import natgrad as ng
 from natgrad.optim.plan import Plan
+from tests.pulled import normal
 from tests.zoo import case
 
 FISHER = ng.Fisher(ng.Categorical(), samples=1)
@@ -73,6 +75,37 @@ def test_costs_are_those_of_cholesky_of_two_products_and_of_two_squares() -> Non
     assert row.cost.invert == o**3 + i**3
     assert row.cost.solve == 2 * o * i * (o + i)
     assert row.cost.position == o**2 + i**2
+
+
+@pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC])
+def test_exact_damping_costs_eigenvectors_and_the_way_into_their_basis_and_back(
+    preset: Callable[..., ng.NaturalGradient],
+) -> None:
+    (row,) = preset(nn.Linear(9, 4), FISHER, solver=ng.Cholesky()).plan().rows
+    o, i = 4, 10
+    assert row.cost is not None
+    assert row.cost.invert == 9 * (o**3 + i**3)
+    assert row.cost.solve == 4 * o * i * (o + i)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [(ng.KFAC, {}), (ng.KFAC, {"solver": ng.Cholesky()}), (ng.KFAC, {"damping": 0.0}), (ng.EKFAC, {})],
+    ids=["factored", "exact", "undamped", "ekfac"],
+)
+def test_the_operations_of_a_solve_in_the_plan_are_those_that_torch_counts(
+    preset: Callable[..., ng.NaturalGradient], options: dict[str, Any]
+) -> None:
+    model = nn.Sequential(nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    opt = preset(model, ng.Euclidean(), **options)
+    costs = opt.plan().costs
+    assert costs is not None
+    model(normal(30, 9)).square().sum().backward()
+    opt.step()
+    assert opt.inverse is not None
+    with FlopCounterMode(display=False) as counted:
+        opt.inverse.solve(normal(55))
+    assert sum(cost.solve for cost in costs) == counted.get_total_flops()
 
 
 def test_inverses_and_estimates_are_shared_out_over_the_steps_between_them() -> None:

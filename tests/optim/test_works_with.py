@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
-from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
-from natgrad.errors import NatgradError, SingularMetricError, UncoveredError
+from natgrad.errors import NatgradError, SingularMetricError
 from tests import kronecker_oracle, oracle
 from tests.optim.tasks import half_square, seeded, silent
 from tests.zoo import mlp
@@ -84,24 +83,49 @@ def test_clipped_and_scheduled_steps_are_those_of_the_textbook(name: str) -> Non
     torch.testing.assert_close(_theta(model), _theta(hand), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("sizes", [(5, 7), (1, 4, 7)])
-@pytest.mark.parametrize("name", PRESETS)
-def test_micro_batches_of_unequal_size_make_the_step_of_the_joint_batch(name: str, sizes: tuple[int, ...]) -> None:
-    """EK-FAC from its second step: the first micro-batch of all must choose a basis before it has seen the others."""
+def _accumulated(make: Preset, sizes: tuple[int, ...], start: int) -> list[nn.Module]:
+    """Two runs of seven steps, one of them from micro-batches from the step ``start`` on."""
     x, t = _data()
-    model, joint = _model(), _model()
-    make: Preset = PRESETS[name]
-    options: dict[str, Any] = {"metric_every": 2, "inverse_every": 3, "lr": 0.3}
-    opt, other = make(model, EUCLIDEAN, **options), make(joint, EUCLIDEAN, **options)
+    models = [_model(), _model()]
+    opts = [make(model, EUCLIDEAN, metric_every=2, inverse_every=3, lr=0.3) for model in models]
     for step in range(7):
-        opt.zero_grad()
-        for xs, ts in zip(x.split(list(sizes)), t.split(list(sizes)), strict=True) if step else [(x, t)]:
+        for opt, model, parts in zip(opts, models, (sizes if step >= start else (12,), (12,)), strict=True):
+            opt.zero_grad()
+            for xs, ts in zip(x.split(list(parts)), t.split(list(parts)), strict=True):
+                (half_square(model(xs), ts) * len(xs) / len(x)).backward()
+            opt.step()
+    return models
+
+
+@pytest.mark.parametrize("sizes", [(5, 7), (1, 4, 7)])
+def test_micro_batches_of_unequal_size_make_the_steps_of_the_joint_batch(sizes: tuple[int, ...]) -> None:
+    torch.testing.assert_close(*map(_theta, _accumulated(ng.KFAC, sizes, start=0)), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("sizes", [(5, 7), (1, 4, 7)])
+def test_ekfac_makes_the_steps_of_the_joint_batch_where_the_first_step_has_had_one(sizes: tuple[int, ...]) -> None:
+    """The first step chooses the first basis, the factors of all micro-batches those that follow."""
+    torch.testing.assert_close(*map(_theta, _accumulated(ng.EKFAC, sizes, start=1)), rtol=1e-9, atol=1e-11)
+
+
+def test_ekfac_measures_its_first_micro_batches_in_the_basis_of_the_first_one() -> None:
+    """S, A and the trace of D are those of the joint batch. D is not: it was carried from there to their basis."""
+    x, t = _data()
+    found = []
+    for sizes in ([5, 7], [12]):
+        model = _model()
+        opt = ng.EKFAC(model, EUCLIDEAN)
+        for xs, ts in zip(x.split(sizes), t.split(sizes), strict=True):
             (half_square(model(xs), ts) * len(xs) / len(x)).backward()
         opt.step()
-        other.zero_grad()
-        half_square(joint(x), t).backward()
-        other.step()
-    torch.testing.assert_close(_theta(model), _theta(joint), rtol=1e-9, atol=1e-11)
+        assert opt.keeper.average is not None
+        found.append(opt.keeper.average.tensors())
+    for key, joint in found[1].items():
+        if key[-1] in "SA":
+            torch.testing.assert_close(found[0][key], joint)
+        if key[-1] == "D":
+            torch.testing.assert_close(found[0][key].sum(), joint.sum())
+    assert any(not torch.allclose(found[0][key], joint) for key, joint in found[1].items() if key[-1] == "D")
 
 
 def test_factors_under_autocast_are_products_in_single_precision() -> None:
@@ -200,53 +224,6 @@ def test_a_step_that_the_scaler_skips_leaves_its_estimate_to_the_next_one() -> N
     assert opt.keeper.fresh is None
     assert opt.keeper.average is not None
     torch.testing.assert_close(opt.keeper.average.dense(), joint.dense())
-
-
-class Checkpointed(nn.Module):
-    """Two of three layers are computed again in the backward pass, or not."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.drop = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2), nn.Dropout(0.2)
-        self.reentrant = reentrant
-
-    def body(self, x: Tensor) -> Tensor:
-        """[n 4]."""
-        return torch.tanh(self.b(self.drop(torch.relu(self.a(x)))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n 2]."""
-        if self.reentrant is None:
-            return self.c(self.body(x))
-        return self.c(checkpoint(self.body, x, use_reentrant=self.reentrant))
-
-
-def _trained(make: Preset, model: nn.Module, call: Callable[[Tensor], Tensor]) -> Tensor:
-    x, t = _data()
-    opt = make(model, EUCLIDEAN, metric_every=2, inverse_every=2)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(5)
-        for _ in range(4):
-            opt.zero_grad()
-            half_square(call(x), t).backward()
-            opt.step()
-    return _theta(model)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_activation_checkpointing_does_not_change_a_step(name: str) -> None:
-    plain, whole = (seeded(lambda: Checkpointed(None).double()) for _ in range(2))
-    parts = seeded(lambda: Checkpointed(False).double())
-    expected = _trained(PRESETS[name], plain, plain)
-    assert torch.equal(_trained(PRESETS[name], parts, parts), expected)
-    assert torch.equal(_trained(PRESETS[name], whole, lambda x: checkpoint(whole, x, use_reentrant=False)), expected)
-
-
-def test_a_reentrant_checkpoint_hides_its_layers_and_is_refused() -> None:
-    model = seeded(lambda: Checkpointed(True).double())
-    match = r"checkpoint hides a.weight, a.bias, b.weight, b.bias from the graph .*: call it with use_reentrant=False"
-    with pytest.raises(UncoveredError, match=match):
-        _trained(ng.KFAC, model, lambda x: model(x.requires_grad_()))
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -61,6 +61,19 @@ def test_a_metric_that_changed_much_goes_back_to_cholesky() -> None:
     close(found, ng.Factored().init(moved, 0.01).sharp(w).flatten())
 
 
+@pytest.mark.parametrize("times", [0.98, 1.02, 5.0, 9.8])
+def test_the_guard_is_at_the_tolerance_for_every_matrix_by_itself(times: float) -> None:
+    """X = (1 − e)M⁻¹ has E = e·1 of norm e√d; one step leaves e², and where the norm is too large Cholesky nothing."""
+    d, tolerance = 4, 0.05
+    M, none = _positive(d), torch.zeros(2, dtype=torch.float64)
+    exact = torch.linalg.inv(M)
+    e = torch.tensor([times * tolerance / d**0.5, 0.01], dtype=torch.float64)[:, None, None]
+    X, good = ng.Newton(steps=1, tolerance=tolerance).inverse(M, (1 - e) * exact, none)
+    assert good.all()
+    close(X[0], (1 - float(e[0]) ** 2 if times < 1 else 1.0) * exact[0])
+    close(X[1], (1 - 1e-4) * exact[1])  # near enough, whatever the other one is
+
+
 def _scaled(G: KroneckerOperator, factor: float) -> KroneckerOperator:
     operator = ng.Kronecker().restore(
         pull(zoo.case("mlp_tanh").make(), ng.Euclidean()).model,

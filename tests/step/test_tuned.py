@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,6 +52,26 @@ def test_learning_rate_and_momentum_minimise_the_quadratic_model_of_the_exact_me
         assert opt.last is not None
         λ, last = opt.last.damping, of.theta() - θ
         assert (opt.last.ratio is None) == (step > 0)
+
+
+def test_with_several_micro_batches_the_exact_products_are_those_of_the_last() -> None:
+    """The gradient and the structure are those of all."""
+    of, λ = task("classes"), 0.05
+    opt = tuned(of, structure=ng.Diagonal(), damping=λ)
+    parts = [replace(of, x=of.x[:4], t=of.t[:4]), replace(of, x=of.x[4:], t=of.t[4:])]
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = sum((part.loss() * len(part.x) / len(of.x) for part in parts), torch.zeros((), dtype=torch.float64))
+        loss.backward()
+        return loss
+
+    θ, ω, last = of.theta(), of.gradient(), parts[1].metric()
+    Δ = -oracle.damped(oracle.diagonal(of.metric()), ω, λ)
+    opt.step(closure)
+    assert opt.last is not None
+    assert not opt.last.reason
+    close(of.theta() - θ, best(last, ω, λ, [Δ]), 1e-8)
 
 
 def test_a_step_that_is_tried_is_as_long_as_the_model_says() -> None:
@@ -120,6 +141,16 @@ def test_the_damping_falls_stays_or_rises_by_the_factor_with_the_ratio(curvature
     opt.step(closure)
     assert opt.last is not None
     assert opt.last.ratio == pytest.approx(2 - curvature, abs=1e-6)
+    assert opt.param_groups[0]["damping"] == pytest.approx(times * 1e-9)
+
+
+@pytest.mark.parametrize(("ratio", "times"), [(0.24, 3.0), (0.26, 1.0), (0.74, 1.0), (0.76, 1 / 3)])
+def test_the_damping_turns_at_a_quarter_and_at_three_quarters(ratio: float, times: float) -> None:
+    """Levenberg and Marquardt's rule: ρ < ¼ and ρ > ¾ (Martens and Grosse 2015, section 6.5)."""
+    _, opt, closure = bowl(2 - ratio, factor=3.0)
+    opt.step(closure)
+    assert opt.last is not None
+    assert opt.last.ratio == pytest.approx(ratio, abs=1e-6)
     assert opt.param_groups[0]["damping"] == pytest.approx(times * 1e-9)
 
 
