@@ -107,6 +107,13 @@ class Inverse(ABC):
         """Whether what ``sharp`` returns lies in memory that a later solve starts from."""
         return False
 
+    def failed(self) -> bool:
+        """Whether a GPU could not make a part of it, as far as the host has heard; that part is of an earlier one."""
+        return False
+
+    def forgive(self) -> None:  # noqa: B027 - what never fails has nothing to forget
+        """What has ``failed`` has been heard."""
+
     def overwritten(self, new: Inverse) -> Inverse:
         """The new inverse in the memory of this one, where that is possible; else the new one as it is."""
         return new

@@ -9,9 +9,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.errors import SingularMetricError
+from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators.factor import Factor, aligned, by_size, full, inverse, room, stacked
 from natgrad.operators.newton import Newton
+from natgrad.operators.sent import sent
+
+_NOT_POSITIVE = (
+    "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
+)
 
 
 @final
@@ -21,6 +26,7 @@ class Task:
 
     >>> task = Task([torch.tensor([[3.0, 1.0]])], [torch.tensor([1.0])], torch.empty(1, 2))
     >>> invert([task])
+    []
     >>> task.into
     tensor([[0.2500, 0.5000]])
     """
@@ -28,6 +34,7 @@ class Task:
     factors: Sequence[Factor]  # F [c d d], or [c d], of every layer
     shifts: Sequence[Tensor]  # [c] of every layer
     into: Factor
+    titles: Sequence[str] = ()  # of the factor of every layer, for those who must be told
 
     def runs(self) -> Iterator[Task]:
         """The task, cut where there is no room for all of its layers at once."""
@@ -35,53 +42,85 @@ class Task:
         several = max(1, room(factor) // factor.nbytes)
         for at in range(0, len(self.factors), several):
             to = at + several
-            yield Task(self.factors[at:to], self.shifts[at:to], self.into[at * c : to * c])
+            yield Task(self.factors[at:to], self.shifts[at:to], self.into[at * c : to * c], self.titles[at:to])
+
+    @property
+    def each(self) -> list[str]:
+        """The titles of all matrices."""
+        groups, size = self.factors[0].shape[0], self.into.shape[-1]
+        titles = self.titles or [f"a factor of size {size} of the metric"] * len(self.factors)
+        return [title for title in titles for _ in range(groups)]
 
 
-def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = None) -> None:
+def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = None) -> list[Tensor]:
     """Do the tasks. What is held beside their results is one damped stack and, on a GPU, its triangular inverse.
 
-    ``warm``: the last inverses are there. That of a matrix which Cholesky cannot invert stays; without one it raises,
-    on a CPU: a GPU is not waited for. With ``newton`` they are refreshed where that is near enough. Every stack is
-    looked at before it is written: if a later one raises, those before it are new and the others as they were.
+    A matrix that Cholesky cannot invert is tried in double precision. ``warm``: the last inverses are there, and that
+    of a matrix which cannot be inverted stays; all others are made, and then it raises. Without one it raises at once.
+    A GPU is not waited for: what comes back are numbers on their way to the host, above 0 if there is such a matrix,
+    whose inverse stays, or is NaN. With ``newton`` inverses are refreshed where the last is near enough. Every stack
+    is looked at before it is written.
     """
     for task in tasks:
         if not full(task.into):
             torch.add(stacked(task.factors), torch.cat(list(task.shifts)).unsqueeze(-1), out=task.into).reciprocal_()
     runs = [run for task in tasks if full(task.into) for run in task.runs()]
+    failed: list[str] = []
+    flags: list[Tensor] = []
     for stack in by_size([run.into for run in runs]):
-        _invert([runs[at] for at in stack], warm, newton)
+        failed += _invert([runs[at] for at in stack], warm, newton, flags)
+    if failed:
+        raise FactorisationError(_NOT_POSITIVE.format(", ".join(failed)))
+    return [sent(torch.stack(flags).sum().float())] if flags else []
 
 
-def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None) -> None:
+def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None, flags: list[Tensor]) -> list[str]:
+    """Invert a stack; the titles of matrices that could not be. On a GPU a flag is added, above 0 if there are any."""
+    found, good, certain = _inverses(runs, warm, newton)
+    failed: list[str] = []
+    if found.device.type != "cpu":
+        flags += [] if certain else [(~good).sum()]
+    elif not bool(good.all()):
+        titles = [title for run in runs for title in run.each]
+        failed = [title for title, ok in zip(titles, good.tolist(), strict=True) if not ok]
+        if not warm:
+            raise SingularMetricError(_NOT_POSITIVE.format(", ".join(failed)))
+    _write(runs, found, good, warm)
+    return failed
+
+
+def _inverses(runs: Sequence[Task], warm: bool, newton: Newton | None) -> tuple[Tensor, Tensor, bool]:
+    """The inverses [b d d], which succeeded [b], and whether somebody else looks after those that did not."""
     d = runs[0].into.shape[-1]
     if warm and newton is not None and d >= newton.smallest:
         factors = stacked([factor for run in runs for factor in run.factors])
-        found, good = newton.inverse(factors, stacked([run.into for run in runs]), _shifts(runs))
-    else:
-        found, good = inverse(_damped(runs))
-        found = found[:, :d, :d]
-    failed = found.device.type == "cpu" and not bool(good.all())
-    if failed and not warm:
-        raise SingularMetricError(
-            f"a factor of size {d} of the metric is not positive after damping: raise the damping"
-        )
-    counts = [run.into.shape[0] for run in runs]
+        return *newton.inverse(factors, stacked([run.into for run in runs]), _shifts(runs)), True
+    found, good = inverse(_damped(runs))
+    found = found[:, :d, :d]
+    if found.device.type == "cpu" and found.dtype != torch.float64 and not bool(good.all()):
+        again, better = inverse(_damped(runs, torch.float64)[~good])
+        found[~good], good[~good] = again[:, :d, :d].to(found.dtype), better
+    return found, good, False
+
+
+def _write(runs: Sequence[Task], found: Tensor, good: Tensor, warm: bool) -> None:
+    counts, certain = [run.into.shape[0] for run in runs], found.device.type == "cpu" and bool(good.all())
     for run, new, ok in zip(runs, found.split(counts), good.split(counts), strict=True):
-        if failed or (warm and found.device.type != "cpu"):
-            torch.where(ok[:, None, None], new, run.into, out=run.into)
-        else:
+        if certain:
             run.into.copy_(new)
+        else:  # without a last inverse there is nothing to go on with, and a step with NaN is not made
+            last = run.into if warm else torch.full_like(run.into[:, :1, :1], torch.nan)
+            torch.where(ok[:, None, None], new, last, out=run.into)
 
 
 def _shifts(runs: Sequence[Task]) -> Tensor:
     return torch.cat([shift for run in runs for shift in run.shifts])
 
 
-def _damped(runs: Sequence[Task]) -> Tensor:
+def _damped(runs: Sequence[Task], dtype: torch.dtype | None = None) -> Tensor:
     """F + shift [b d d] in memory of its own; where it is ``aligned``, with a unit matrix below."""
     factors = [factor for run in runs for factor in run.factors]
-    stack = stacked(factors)
+    stack = stacked(factors).to(dtype or factors[0].dtype)
     M, d = aligned(stack), stack.shape[-1]
     M = M.clone(memory_format=torch.contiguous_format) if M is factors[0] else M
     diagonal = M.diagonal(dim1=-2, dim2=-1)

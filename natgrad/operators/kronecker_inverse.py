@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -43,6 +43,7 @@ class ProductInverse(LayerInverse):
     others: Subset | None
     stacks: tuple[tuple[Factor, Factor], ...]  # of every group of layers, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
     kinds: tuple[tuple[bool, bool], ...]  # of every layer, whether its factors are full
+    failures: list[Tensor] = field(default_factory=list)  # above 0 if one could not be made; on their way to the host
 
     @staticmethod
     def of(
@@ -89,10 +90,22 @@ class ProductInverse(LayerInverse):
         """What is to be inverted, with the shifts [c] of every layer, and where it goes."""
         out: list[Task] = []
         for group, sides in zip(self.groups, self.stacks, strict=True):
-            for into, factors, shifts in zip(sides, (G.left, G.right), (left, right), strict=True):
-                own = [factors[b] for b in group]
-                out.append(Task(own, [shifts[b] for b in group], _cut(into, own[0].shape[-1])))
+            for side, into, factors, shifts in zip("SA", sides, (G.left, G.right), (left, right), strict=True):
+                own, titles = [factors[b] for b in group], [f"the factor {side} of {G.blocks[b].title}" for b in group]
+                out.append(Task(own, [shifts[b] for b in group], _cut(into, own[0].shape[-1]), titles))
         return out
+
+    def failed(self) -> bool:
+        return any(float(failure) > 0 for failure in self.failures)
+
+    def forgive(self) -> None:
+        self.failures.clear()
+
+    def overwritten(self, new: Inverse) -> Inverse:
+        kept = super().overwritten(new)
+        if kept is self and isinstance(new, ProductInverse):
+            self.failures[:] = new.failures
+        return kept
 
     def alike(self, b: int) -> object:
         return self.kinds[b]
@@ -206,7 +219,7 @@ def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
             refuse_singular_factor(whole, f"the factor {side} of {block.title}")
     out = ProductInverse.empty(G, rest)
     zeros = [factor.new_zeros(factor.shape[0]) for factor in G.left]
-    invert(out.tasks(G, zeros, zeros))
+    out.failures[:] = invert(out.tasks(G, zeros, zeros))
     return out
 
 
@@ -221,8 +234,9 @@ def factored(
     """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹ with π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
 
     Where a factor is zero (a layer with no gradient) π is 1. A factor that Cholesky cannot invert keeps the ``last``
-    inverse; without one it raises. With ``newton`` the last inverse is refreshed where that is near enough. ``into``:
-    an inverse in whose memory this one is made, where it fits; it is then the last one, and is used up.
+    inverse, and when the others are made it raises; on a GPU it has ``failed``, a step or two later. Without a last one
+    it raises at once. With ``newton`` the last inverse is refreshed where that is near enough. ``into``: an inverse in
+    whose memory this one is made, where it fits; it is then the last one, and is used up.
     """
     if damping == 0 or not G.blocks:
         return undamped(G, rest)
@@ -235,7 +249,7 @@ def factored(
         warm, out = last is not None, ProductInverse.empty(G, rest)
         if last is not None:
             out.begin(*last)
-    invert(out.tasks(G, *shifts), warm, newton if newton is not None and newton.trusted() else None)
+    out.failures[:] = invert(out.tasks(G, *shifts), warm, newton if newton is not None and newton.trusted() else None)
     return out
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import final
 
 import torch
 from torch import Tensor
 
 from natgrad.operators.factor import aligned_memory, inverse, room_on
+from natgrad.operators.sent import sent
 
 _LONGEST = 64  # refreshes
 
@@ -87,8 +87,5 @@ class Newton:
                 damped.diagonal(dim1=-2, dim2=-1).add_(shift[~good].unsqueeze(-1))
                 X[~good], good[~good] = inverse(damped)
             return X, good
-        host = torch.full((), math.nan, pin_memory=True)  # not a number until it has arrived
-        # An error that overflows to NaN must not look like one that has not arrived.
-        host.copy_(error.amax().nan_to_num(nan=math.inf), non_blocking=True)
-        self._errors.append(host)
+        self._errors.append(sent(error.amax()))
         return X, good

@@ -22,7 +22,7 @@ from natgrad.optim.keeper import Keeper
 from natgrad.optim.moves import Moves
 from natgrad.optim.options import Options, check_arguments
 from natgrad.optim.plan import Plan, plan
-from natgrad.optim.solves import Solves
+from natgrad.optim.solves import Solves, hear
 from natgrad.optim.state import export, restore
 from natgrad.optim.trial import Trial
 from natgrad.output.metric import OutputMetric
@@ -106,6 +106,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.inverse: Inverse | None = None
         self.inverse_damping = damping
         self.outdated = False  # the metric has been estimated since it was inverted
+        self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
         self.warned = False  # of a factorisation that failed
         self.last: Step | None = None
         self.moves = Moves(self, Guard())
@@ -165,6 +166,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """One step. Returns the loss of the closure, if there is one."""
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
+        hear(self)
         self.moves.guard.report()
         value = None
         try:
@@ -243,6 +245,8 @@ class NaturalGradient(torch.optim.Optimizer):
         """The inverse of this step is that of the next ones; a recorded step finds it where the last one was."""
         if self._graphed.recorded and self.inverse is not None and solve.inverse is not None:
             solve.inverse = self.inverse.overwritten(solve.inverse)
+        if solve.inverted != self.keeper.inverted:
+            self.inverted_before = self.keeper.inverted
         self.inverse, self.inverse_damping, self.outdated = solve.inverse, solve.damping, solve.outdated
         self.keeper.inverted = solve.inverted
 

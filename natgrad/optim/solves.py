@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from natgrad.errors import FactorisationError, NatgradError
+from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Operator
 from natgrad.optim.groups import common_damping
@@ -148,9 +148,29 @@ class Solves:
         self.damping, self.outdated = damping, False
 
     def _keep_the_last(self, error: FactorisationError) -> None:
-        """Go on with the last good inverse, and say so once; without one there is nothing to go on with."""
+        """Go on with the last good inverse; without one there is nothing to go on with."""
         if self.inverse is None:
             raise error
-        if not self.opt.warned:
-            _log.warning("%s. The last good inverse is used until the next one is due", error)
-        self.opt.warned = True
+        say_once(self.opt, error)
+
+
+def say_once(opt: NaturalGradient, error: NatgradError) -> None:
+    """That the last good inverse stays."""
+    if not opt.warned:
+        _log.warning("%s. The last good inverse is used until the next one is due", error)
+    opt.warned = True
+
+
+def hear(opt: NaturalGradient) -> None:
+    """Of a factor that a GPU could not invert, a step or two later: its last inverse was kept, if there was one."""
+    inverse = opt.inverse
+    if inverse is None or not inverse.failed():
+        return
+    inverse.forgive()
+    error = SingularMetricError(
+        "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
+    )
+    if opt.inverted_before is None:
+        raise error
+    opt.keeper.inverted = opt.inverted_before
+    say_once(opt, error)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.errors import SingularMetricError
+from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.linalg import consecutive
-from natgrad.operators import KroneckerOperator
+from natgrad.operators import KroneckerOperator, inverting
 from natgrad.operators.factor import by_size, inverse_by_products, inverse_in_place, room, two_sided_columns
 from natgrad.operators.inverting import Task, invert
 from natgrad.operators.kronecker_inverse import ProductInverse
@@ -108,7 +108,9 @@ def test_a_factor_that_cannot_be_inverted_keeps_its_last_inverse_and_the_others_
     spoiled = replace(moved, left=(-moved.left[0], *moved.left[1:]))
     # π of the spoiled layer is 1, so its A is compared with itself.
     expected = ng.Factored().init(replace(moved, left=(0 * moved.left[0], *moved.left[1:])), 0.1).tensors()
-    found = ng.Factored().again(last, spoiled, 0.1).tensors()
+    with pytest.raises(FactorisationError, match=r"the factor S of 0\.weight \+ 0\.bias is not positive after damping"):
+        ng.Factored().again(last, spoiled, 0.1)
+    found = last.tensors()
     assert torch.equal(found["0.weight/S"], before["0.weight/S"])
     for key in ("0.weight/A", "2.weight/S", "2.weight/A"):
         close(found[key], expected[key])
@@ -118,6 +120,35 @@ def test_without_a_last_inverse_it_raises() -> None:
     task = Task([-positive(2, 3)], [torch.zeros(2, dtype=torch.float64)], torch.empty(2, 3, 3, dtype=torch.float64))
     with pytest.raises(SingularMetricError, match="a factor of size 3 of the metric is not positive after damping"):
         invert([task])
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_matrix_that_single_precision_cannot_invert_is_inverted_in_double(warm: bool) -> None:
+    """1 + 10⁻⁸ is 1 in single precision, and a matrix of ones is singular."""
+    ones, eye, shift = torch.ones(9, 9), torch.eye(9), torch.full((2,), 1e-8)
+    task = Task([torch.stack([ones, eye])], [shift], torch.zeros(2, 9, 9))
+    assert bool(torch.linalg.cholesky_ex(ones + shift[0] * eye)[1])
+    assert invert([task], warm) == []
+    expected = torch.linalg.inv(ones.double() + shift[0].double() * eye.double())
+    close(task.into[0].double() / expected.max(), expected / expected.max(), 1e-6)
+    close(task.into[1], eye, 1e-6)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_on_a_gpu_nobody_waits_to_hear_of_a_matrix_that_cannot_be_inverted(
+    warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is not a processor, as far as the code asks: the flag comes back, and what fails is the last."""
+    flags: list[torch.Tensor] = []
+    stack = torch.zeros(2, 3, 3, device="meta")
+    task = Task([stack], [torch.zeros(2, device="meta")], torch.zeros(2, 3, 3, device="meta"))
+    monkeypatch.setattr(inverting, "inverse", lambda M: (M, torch.tensor([True, False], device="meta")))
+    assert inverting._invert([task], warm, None, flags) == []
+    assert [flag.device.type for flag in flags] == ["meta"]
+    into, found, good = torch.full((2, 3, 3), 7.0), torch.ones(2, 3, 3), torch.tensor([True, False])
+    inverting._write([Task([into], [], into)], found, good, warm)
+    assert torch.equal(into[0], torch.ones(3, 3))
+    assert torch.equal(into[1], torch.full((3, 3), 7.0)) if warm else bool(into[1].isnan().all())
 
 
 def test_stacks_are_of_one_size_and_no_larger_than_there_is_room_for() -> None:

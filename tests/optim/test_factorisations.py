@@ -15,6 +15,7 @@ from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators import KroneckerOperator
 from natgrad.operators.base import Inverse, Operator
 from natgrad.operators.factor import spectrum
+from natgrad.operators.kronecker_inverse import ProductInverse
 from natgrad.solve import Solver
 from tests.optim.tasks import seeded, task
 from tests.pulled import normal
@@ -127,7 +128,9 @@ def _indefinite(opt: ng.NaturalGradient) -> None:
     opt.keeper.average = replace(G, left=(G.left[0] - 1e6 * torch.eye(3, dtype=torch.float64), *G.left[1:]))
 
 
-def test_a_factor_that_cholesky_cannot_invert_keeps_its_last_inverse_and_the_others_are_new() -> None:
+def test_a_factor_that_cholesky_cannot_invert_keeps_its_last_inverse_and_the_others_are_new(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     of = task("coins")
     opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=1)
     of.step(opt)
@@ -138,6 +141,41 @@ def test_a_factor_that_cholesky_cannot_invert_keeps_its_last_inverse_and_the_oth
     kept = {key for key, t in opt.inverse.tensors().items() if torch.equal(t, before[key])}
     assert kept == {"0.weight/S"}
     assert bool(of.theta().isfinite().all())
+    assert opt.diagnostics().inverse_age == 1
+    of.step(opt)
+    (said,) = caplog.messages  # once
+    assert "the factor S of 0.weight + 0.bias is not positive after damping, in double precision neither: rai" in said
+    assert "The last good inverse is used until the next one is due" in said
+
+
+def _flagged(opt: ng.NaturalGradient) -> None:
+    """As a GPU says that it could not invert a factor."""
+    assert isinstance(opt.inverse, ProductInverse)
+    opt.inverse.failures[:] = [torch.ones(())]
+
+
+def test_what_a_gpu_could_not_invert_is_heard_of_in_the_next_step(caplog: pytest.LogCaptureFixture) -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=2)
+    for _ in range(3):
+        of.step(opt)
+    assert opt.diagnostics().inverse_age == 0
+    for age in (3, 5):  # the inverse of step 0 was kept in step 2, and again in step 4
+        _flagged(opt)
+        of.step(opt)
+        assert opt.diagnostics().inverse_age == age
+        of.step(opt)
+    (said,) = caplog.messages
+    assert "a factor of the metric was not positive after damping: raise the damping, or use a larger batch. Th" in said
+
+
+def test_what_a_gpu_could_not_invert_at_first_raises_in_the_next_step() -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric)
+    of.step(opt)
+    _flagged(opt)
+    with pytest.raises(SingularMetricError, match="a factor of the metric was not positive after damping: raise the"):
+        of.step(opt)
 
 
 def test_a_factor_that_cholesky_cannot_invert_at_first_raises() -> None:
@@ -147,7 +185,9 @@ def test_a_factor_that_cholesky_cannot_invert_at_first_raises() -> None:
     _indefinite(opt)
     opt.inverse = None
     before = of.theta()
-    with pytest.raises(SingularMetricError, match="a factor of size 3 of the metric is not positive after damping"):
+    with pytest.raises(
+        SingularMetricError, match=r"the factor S of 0\.weight \+ 0\.bias is not positive after damping, in double"
+    ):
         of.step(opt)
     assert torch.equal(of.theta(), before)
 
