@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -16,7 +16,7 @@ from natgrad.output.metric import OutputMetric
 from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.broadcast import spread
 from natgrad.pullback.finite import check_outputs
-from natgrad.pullback.judged import Judgements
+from natgrad.pullback.judged import Judgements, Refused
 from natgrad.pullback.parts import Part, check_inputs, examples, forward, pass_bytes
 from natgrad.pullback.pullback import MEMORY, Pullback
 from natgrad.pullback.recorded import Recordings
@@ -28,11 +28,15 @@ from natgrad.rules import RULES, Rule
 from natgrad.slots import check_slots
 
 _log = logging.getLogger("natgrad")
-_DISPLACED = (
-    "the layer rules of {} are not used: behind them the outputs of one example depend on the others, as in z @ z.T or "
-    "F.batch_norm(…, training=True) (nn.BatchNorm1d, 2d and 3d are understood), or their examples are not on the first "
-    "axis, or their outputs are not used"
+_ELSEWHERE = (
+    "the layer rules of {} are not used, and the model is run example by example for them, which is slow: behind them "
+    "the outputs of one example depend on the others, as in z @ z.T or F.batch_norm(…, training=True) (nn.BatchNorm1d, "
+    "2d and 3d are understood), or the layers do not have the examples on one axis, in their order, as after an index, "
+    "a sort or a concatenation of examples. Linear layers, LayerNorm, RMSNorm and embeddings may have them on any "
+    "axis, all others where the module has its batch: put them there before these layers, and back behind them. "
+    "strict=True refuses such layers, and opt.plan() lists them after the first pass"
 )
+_IDLE = "the layer rules of {} are not used: a layer was called, and the outputs of the model do not depend on its own"
 
 
 def pullback(
@@ -132,11 +136,11 @@ class View:
         # What the first part of a batch does not use, another may.
         whole = parts[-1][1] == y.shape[0] == tape.y.shape[0]
         judged = self.known.judgements.of(self.model, self.blocks, tape, whole, self.known.verdicts)
-        blocks, tape = spread(self.model, judged.blocks, replace(tape, memo=judged.memo))
+        blocks, tape = spread(self.model, judged.blocks, replace(tape.turned(judged.axes), memo=judged.memo))
         bare = [block for block in blocks if block.rule is None]
-        displaced = judged.displaced.intersection(name for block in bare for name in block.names)
-        self._tell([block for block in bare if block.names[0] not in judged.unused], displaced)
-        coupled = self.metric.coupled(batch.x, y.shape[0])
+        refused = judged.refused.among(bare)
+        self._tell([block for block in bare if block.names[0] not in judged.unused], refused)
+        coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             parts = [(0, y.shape[0])]
         return Pullback(
@@ -155,15 +159,22 @@ class View:
             recordings=self.known.recordings if y.device.type == "cuda" else None,
             unused=judged.unused,
             verdicts=self.known.verdicts,
-            displaced=displaced,
+            displaced=refused.names,
             K=None if coupled is None else _double(coupled.K, y),
             L=None if coupled is None else _double(coupled.L, y),
         )
 
-    def _tell(self, blocks: Sequence[Block], displaced: Collection[str]) -> None:
-        """Say once which parameters have no rule, those of ``blocks``, or are seen in another mode than the others."""
-        if displaced and self.known.verdicts.news(message := _DISPLACED.format(", ".join(sorted(displaced)))):
-            _log.info(message)
+    def _tell(self, blocks: Sequence[Block], refused: Refused) -> None:
+        """Say once which parameters have no rule, those of ``blocks``, or are seen in another mode than the others.
+
+        That a rule there is cannot be used is a warning: the model can be written so that it can.
+        """
+        for level, text, found in (
+            (logging.WARNING, _ELSEWHERE, refused.elsewhere),
+            (logging.INFO, _IDLE, refused.idle - refused.elsewhere),
+        ):
+            if found and self.known.verdicts.news(message := text.format(", ".join(sorted(found)))):
+                _log.log(level, message)
         if not blocks:
             return
         names = ", ".join(name for block in blocks for name in block.names)

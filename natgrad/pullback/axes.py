@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
+from torch import Tensor
+
 
 @final
 @dataclass(frozen=True)
@@ -44,6 +46,23 @@ class Axis:
                 found.append(axis)
         goes_on = {axis: argument[axis.index] > axis.before * n for axis in found}
         return min(found, key=lambda axis: (goes_on[axis], axis.before > 1), default=None)
+
+    def first(self, t: Tensor, n: int, lead: int = 0) -> Tensor:
+        """A view with the n examples on an axis of their own, in front; ``lead`` axes before them stay.
+
+        >>> import torch
+        >>> Axis(0, before=2).first(torch.arange(6), 3).flatten(1)
+        tensor([[0, 3],
+                [1, 4],
+                [2, 5]])
+        """
+        at = lead + self.index
+        return t.unflatten(at, (self.before, n, -1)).movedim(at + 1, lead)
+
+    def split(self, shape: Shape, n: int) -> Shape:
+        """The shape of that view."""
+        at = self.index
+        return (n, *shape[:at], self.before, shape[at] // (self.before * n), *shape[at + 1 :])
 
 
 Shape: TypeAlias = tuple[int, ...]

@@ -25,7 +25,8 @@ from natgrad.pullback.blocks import Block
 from natgrad.pullback.cut import LEAF, SAME, Cut
 from natgrad.pullback.graph import nodes
 from natgrad.pullback.order import FORK, ordered
-from natgrad.pullback.tape import Tape, Use
+from natgrad.pullback.tape import Tape
+from natgrad.pullback.uses import Use
 from natgrad.rules.base import Call, Keys, Moment, Rule
 from natgrad.rules.precision import single
 

@@ -24,9 +24,10 @@ from torch import Tensor
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.sharing import Cotangents, Sharing
-from natgrad.pullback.tape import Tape, Use
+from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import trace
 from natgrad.pullback.traces import Sums, paired, pairs_pay, squares, traces
+from natgrad.pullback.uses import Use
 from natgrad.rules.base import Call, Moment
 from natgrad.rules.precision import single
 

@@ -63,13 +63,14 @@ class Flow:
         self.serve(list(self._left), Cotangents(outer, inner))
 
     def _hooked(self, at: int) -> RemovableHandle:
-        (edge,) = self.tape.uses[at].edges
+        use = self.tape.uses[at]
+        (edge,) = use.edges
         assert edge is not None
 
         def hook(arrived: tuple[Tensor | None, ...]) -> None:
             g = arrived[edge.output_nr]
             if g is not None:
-                self._waiting[at] = (g.unsqueeze(0),)
+                self._waiting[at] = (use.first(g.unsqueeze(0)),)
                 self._bytes += g.numel() * g.element_size()
                 if self._bytes > self.room:
                     self._serve_waiting()

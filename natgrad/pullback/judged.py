@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from natgrad.model import Model, tensors_of
+from natgrad.pullback.axes import Axis
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.graph import Survey, survey
 from natgrad.pullback.hidden import refuse_hidden
 from natgrad.pullback.order import DATA_DEPENDENT
-from natgrad.pullback.separate import Verdicts
-from natgrad.pullback.tape import Tape, Use
+from natgrad.pullback.separate import Seating, Verdicts
+from natgrad.pullback.tape import Tape
+from natgrad.pullback.uses import Use
 from natgrad.rules.base import Replayed, replaying
 
 _KEPT = 64  # graphs
@@ -20,19 +22,39 @@ _KEPT = 64  # graphs
 
 @final
 @dataclass(frozen=True)
+class Refused:
+    """The names of parameters whose rule does not apply: their layer has examples elsewhere, or outputs in vain."""
+
+    elsewhere: frozenset[str]
+    idle: frozenset[str]
+
+    def among(self, blocks: Sequence[Block]) -> Refused:
+        """Those of these layers."""
+        names = {name for block in blocks for name in block.names}
+        return Refused(self.elsewhere & names, self.idle & names)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of them."""
+        return self.elsewhere | self.idle
+
+
+@final
+@dataclass(frozen=True)
 class Judged:
     """What a pass shows of the layers ``given``.
 
-    ``blocks``: the layers, without their rule where it does not apply. ``displaced``: the names of parameters whose
-    layer has examples elsewhere. ``unused``: the layers that the pass did not use, by their first name. ``positions``:
-    how many r·c of one example share the weight, by the first name, of layers whose shapes tell.
+    ``blocks``: the layers, without their rule where it does not apply. ``unused``: the layers that the pass did not
+    use, by their first name. ``positions``: how many r·c of one example share the weight, by the first name, of layers
+    whose shapes tell. ``axes``: of uses that are to be turned (``Tape.turned``).
     """
 
     given: list[Block]
     blocks: list[Block]
-    displaced: frozenset[str]
+    refused: Refused
     unused: Mapping[str, Block]
     positions: Mapping[str, int]
+    axes: Mapping[int, Axis]
     memo: dict[Hashable, Any] = field(default_factory=dict)  # what others have found about such passes
 
     def positions_of(self, blocks: Sequence[Block], tape: Tape) -> dict[str, int]:
@@ -63,22 +85,30 @@ class Judgements:
         if found is not None and found.given == blocks:
             return found
         refuse_hidden(model, seen.names, seen.counts)
-        found = _judged(model, blocks, tape, seen, whole, verdicts.misplaced(tape, seen))
-        if DATA_DEPENDENT.isdisjoint(seen.names):
+        seating = verdicts.seated(tape, seen)
+        found = _judged(model, blocks, tape, seen, whole, seating)
+        if seating.certain and DATA_DEPENDENT.isdisjoint(seen.names):
             self._known[key] = found
             if len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
         return found
 
 
-def _judged(model: Model, given: list[Block], tape: Tape, seen: Survey, whole: bool, moved: frozenset[int]) -> Judged:
-    blocks = [b if b.rule is None or tape.complete(b, seen.counts, moved) else b.without_rule() for b in given]
-    displaced = frozenset(name for b in given if not moved.isdisjoint(tape.places(b)) for name in b.names)
+def _judged(model: Model, given: list[Block], tape: Tape, seen: Survey, whole: bool, seating: Seating) -> Judged:
+    wrong = seating.wrong
+    blocks = [b if b.rule is None or tape.complete(b, seen.counts, wrong) else b.without_rule() for b in given]
+    refused = Refused(
+        *(
+            frozenset(name for b in given if not places.isdisjoint(tape.places(b)) for name in b.names)
+            for places in (seating.elsewhere, seating.idle)
+        )
+    )
     out = seen.unreached(model.params) if whole else frozenset()
     # A pass neither called the layer nor used its parameters.
     unused = {b.names[0]: b for b in given if not tape.places(b) and out.issuperset(b.names)}
     told = [b for b in blocks if b.rule is not None and not any(isinstance(kind.rule, Replayed) for kind in b.kinds)]
-    return Judged(list(given), blocks, displaced, unused, {b.names[0]: tape.positions(b) for b in told})
+    positions = {b.names[0]: tape.positions(b) for b in told}
+    return Judged(list(given), blocks, refused, unused, positions, seating.axes)
 
 
 def _signature(uses: Sequence[Use]) -> tuple[Hashable, ...]:

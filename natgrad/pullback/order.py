@@ -16,7 +16,7 @@ from torch import Tensor
 
 from natgrad.pullback.axes import Axis, Step, below
 from natgrad.pullback.graph import leaf_below, nodes
-from natgrad.pullback.tape import Use
+from natgrad.pullback.uses import Use
 
 FORK = "ForkBackward"
 
@@ -45,16 +45,18 @@ class Order:
     passed: frozenset[Any]
     inside: frozenset[Any]
 
-    def places(self, use: Use) -> bool:
-        """Whether the output of a use is proven to have its examples where the rule has them.
+    def reaches(self, use: Use) -> bool:
+        """Whether a way leads from y to an output of a use."""
+        return any(edge is not None and edge.node in self.reached for edge in use.edges)
+
+    def axis(self, use: Use) -> Axis | None:
+        """Where the output of a use is proven to have its examples.
 
         Nothing is said of modules with several outputs in use: a recurrence has its last state another way round.
         """
         found = [edge is not None and edge.node in self.reached for edge in use.edges]
         first = use.edges[0]
-        if first is None or any(found[1:]) or first.node not in self.axes:
-            return False
-        return self.axes[first.node].index == use.rule.axis(use.module, use.call)
+        return None if first is None or any(found[1:]) else self.axes.get(first.node)
 
 
 def ordered(y: Tensor, uses: Sequence[Use] = ()) -> Order:

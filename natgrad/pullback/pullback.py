@@ -175,10 +175,10 @@ class Pullback:
             return self.tapes[part]
         tape = over_examples(record(self.model, self.layers, examples(self.x, part, self.n)))
         bare = [layer for layer in self.layers if isinstance(layer.rule, SpreadRule)]
-        check_alike(tape, [layer for layer in self.layers if layer not in bare], part)
+        seating = check_alike(tape, [layer for layer in self.layers if layer not in bare], part)
         names = [name for block in self.unused.values() for name in block.names]
         check_unused(tape, {name: p for name, p in self.model.params.items() if name in names}, part)
-        return spread_again(bare, tape)
+        return spread_again(bare, tape.turned(seating.axes))
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
         factored = (block if block.rule and not block.facets else None for block in self.layers)

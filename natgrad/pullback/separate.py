@@ -1,27 +1,54 @@
-"""Whether the examples are where a rule expects them: on one axis of every layer's output, in their order.
+"""Where the examples are in every layer's output: on one axis, in their order, or the rule cannot speak for it.
 
 A shape cannot say so. A model may swap its axes (t positions where t happens to be n), sort its examples and put them
 back, or apply a layer to a table with n rows. For most layers the graph proves it (``natgrad.pullback.order``). For
 the others cotangents tell: scaling example n by c_n must scale row n of every g by c_n, and nothing else.
+
+Most rules want them on the first axis. To a rule that treats leading axes alike (``Rule.leading``) a layer is shown
+with its examples there, wherever they are (``Use.turned``): torch's transformers and recurrences have them second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from natgrad.errors import BatchStatisticsError
+from natgrad.pullback.axes import Axis
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.graph import Survey, survey
 from natgrad.pullback.order import DATA_DEPENDENT, ordered
 from natgrad.pullback.tape import Tape
+from natgrad.pullback.uses import Use
 from natgrad.rules.base import Replayed
 
 _Signature: TypeAlias = tuple[object, ...]
 _KEPT = 256  # graphs; the lengths of sequences make many
+
+
+@final
+@dataclass(frozen=True)
+class Seating:
+    """Where the uses of a tape have their examples, by their positions in ``Tape.uses``.
+
+    ``elsewhere``: those that a rule cannot speak for. ``idle``: those whose output never reaches y, so neither.
+    ``axes``: those that it can, once they are turned. All others are as the rule has them. ``certain``: whether
+    another pass with the same graph need not be looked at; without any cotangents there was nothing to see.
+    """
+
+    elsewhere: frozenset[int] = frozenset()
+    idle: frozenset[int] = frozenset()
+    axes: Mapping[int, Axis] = field(default_factory=dict)
+    certain: bool = True
+
+    @property
+    def wrong(self) -> frozenset[int]:
+        """All that a rule cannot speak for."""
+        return self.elsewhere | self.idle
 
 
 @final
@@ -33,7 +60,7 @@ class Verdicts:
     """
 
     def __init__(self) -> None:
-        self._known: dict[_Signature, frozenset[int]] = {}
+        self._known: dict[_Signature, Seating] = {}
         self._told: set[str] = set()
 
     def news(self, message: str) -> bool:
@@ -42,55 +69,78 @@ class Verdicts:
         self._told.add(message)
         return new
 
-    def misplaced(self, tape: Tape, seen: Survey) -> frozenset[int]:
+    def seated(self, tape: Tape, seen: Survey) -> Seating:
         """As the function of this name, for a graph of these kinds of nodes."""
         if not tape.uses or not tape.y.requires_grad:
-            return frozenset()
+            return Seating()
         if not DATA_DEPENDENT.isdisjoint(seen.names):
-            return misplaced(tape)
+            return seated(tape)
         uses = tuple((id(use.module), use.shapes) for use in tape.uses)
         signature = (tape.y.shape, uses, seen.kinds, seen.form)
         found = self._known.get(signature)
         if found is None:
-            found = self._known[signature] = misplaced(tape)
+            found = seated(tape)
+            if found.certain:
+                self._known[signature] = found
             if len(self._known) > _KEPT:
                 del self._known[next(iter(self._known))]
         return found
 
 
-def misplaced(tape: Tape) -> frozenset[int]:
-    """Positions in ``tape.uses`` of the layer calls that a rule cannot speak for.
-
-    Those whose examples are not where the rule has them, and those whose output never reaches y.
-    """
+def seated(tape: Tape) -> Seating:
+    """Where every layer call of a tape has its examples."""
     if not tape.uses or not tape.y.requires_grad:
-        return frozenset()
-    n = tape.y.shape[0]
-    order = ordered(tape.y, tape.uses)
-    wrong, unsure = set(), []
+        return Seating()
+    n, order = tape.y.shape[0], ordered(tape.y, tape.uses)
+    axes: dict[int, Axis] = {}
+    unsure: dict[int, list[Axis | None]] = {}
+    elsewhere, idle = set(), set()
     for at, use in enumerate(tape.uses):
-        found = [edge.node for edge in use.edges if edge is not None and edge.node in order.reached]
-        axis = use.rule.axis(use.module, use.call)
-        if not found or (axis is not None and (len(use.shape) <= max(axis, 1) or use.shape[axis] != n)):
-            wrong.add(at)
-        elif n > 1 and not order.places(use):
-            unsure.append(at)
-    return frozenset(wrong | _looked_for(tape, unsure)) if unsure else frozenset(wrong)
+        home, proven = use.rule.axis(use.module, use.call), order.axis(use)
+        if not order.reaches(use):
+            idle.add(at)
+        elif _at_home(use, n) and (n == 1 or (proven is not None and proven.index == home)):
+            continue
+        elif proven is not None and use.turns(proven, n):
+            axes[at] = proven
+        elif options := _options(use, n):
+            unsure[at] = options
+        else:
+            elsewhere.add(at)
+    if not unsure:
+        return Seating(frozenset(elsewhere), frozenset(idle), axes)
+    found, certain = _looked_for(tape, unsure)
+    axes |= {at: axis for at, axis in found.items() if axis is not None}
+    return Seating(frozenset(elsewhere | unsure.keys() - found.keys()), frozenset(idle), axes, certain)
 
 
-def check_alike(tape: Tape, layers: Sequence[Block], part: tuple[int, int]) -> None:
-    """Raise if a layer that has its rule from another part of the batch cannot have it in this one.
+def _at_home(use: Use, n: int) -> bool:
+    """Whether n examples may be where the rule has them."""
+    home = use.rule.axis(use.module, use.call)
+    return home is None or (len(use.shape) > max(home, 1) and use.shape[home] == n)
+
+
+def _options(use: Use, n: int) -> list[Axis | None]:
+    """Where n examples may be: None is where the rule has them."""
+    home = use.rule.axis(use.module, use.call)
+    others = [Axis(at) for at, size in enumerate(use.shape) if size == n and at != home and use.turns(Axis(at), n)]
+    return [*([None] if _at_home(use, n) else []), *others]
+
+
+def check_alike(tape: Tape, layers: Sequence[Block], part: tuple[int, int]) -> Seating:
+    """Where the examples are. Raise if a layer that has its rule from another part of the batch cannot have it here.
 
     A model may sort its examples: the first part was in order, and this one is not.
     """
-    counts, moved = survey(tape.y).counts, misplaced(tape)
-    names = [layer.names[0] for layer in layers if layer.rule and not tape.complete(layer, counts, moved)]
+    counts, found = survey(tape.y).counts, seated(tape)
+    names = [layer.names[0] for layer in layers if layer.rule and not tape.complete(layer, counts, found.wrong)]
     if names:
         raise BatchStatisticsError(
             f"the layers of {', '.join(names)} see examples {part[0]} to {part[1]} in another order, or are used in "
             "another way, than those before: the batch cannot be processed in parts. Raise memory= so that it fits "
             "whole"
         )
+    return found
 
 
 def check_unused(tape: Tape, leaves: Mapping[str, Tensor], part: tuple[int, int]) -> None:
@@ -106,28 +156,35 @@ def check_unused(tape: Tape, leaves: Mapping[str, Tensor], part: tuple[int, int]
         )
 
 
-def _looked_for(tape: Tape, unsure: Sequence[int]) -> set[int]:
+def _looked_for(tape: Tape, unsure: Mapping[int, Sequence[Axis | None]]) -> tuple[dict[int, Axis | None], bool]:
+    """The first axis of each use on which cotangents show its examples, if one does, and whether all had any."""
     n = tape.y.shape[0]
     generator = torch.Generator().manual_seed(0)
     s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64).to(tape.y)
     c = 2.0 ** (torch.arange(n) % 8).to(tape.y)  # powers of two: exact in every precision
     once, scaled = tape.outer(s.unsqueeze(0)), tape.outer((s * c.view(-1, *[1] * (s.ndim - 1))).unsqueeze(0))
-    wrong, tolerance = set(), torch.finfo(tape.y.dtype).eps ** 0.5
-    for at in unsure:
-        for g, h in zip(_rows(tape, at, once[at]), _rows(tape, at, scaled[at]), strict=True):
-            if g.shape[0] != n:
-                wrong.add(at)
+    found: dict[int, Axis | None] = {}
+    for at, options in unsure.items():
+        for axis in options:
+            pairs = zip(_rows(tape, at, axis, once[at]), _rows(tape, at, axis, scaled[at]), strict=True)
+            if all(_scales(g, h, c) for g, h in pairs):
+                found[at] = axis
                 break
-            expected = c[:, None] * g
-            if bool(((h - expected).norm(dim=1) > tolerance * expected.norm(dim=1)).any()):
-                wrong.add(at)
-                break
-    return wrong
+    return found, all(any(bool(g.any()) for g in once[at]) for at in unsure)
 
 
-def _rows(tape: Tape, at: int, outer: tuple[Tensor, ...]) -> list[Tensor]:
-    """g [n ·] of every layer of a use, a row an example."""
+def _scales(g: Tensor, h: Tensor, c: Tensor) -> bool:
+    """Whether h [n ·] is c [n] times g."""
+    if g.shape[0] != c.shape[0]:
+        return False
+    expected = c[:, None] * g
+    return not bool(((h - expected).norm(dim=1) > torch.finfo(c.dtype).eps ** 0.5 * expected.norm(dim=1)).any())
+
+
+def _rows(tape: Tape, at: int, axis: Axis | None, outer: tuple[Tensor, ...]) -> list[Tensor]:
+    """g [n ·] of every layer of a use, a row an example, if these are on the axis."""
     use = tape.uses[at]
     if isinstance(use.rule, Replayed):
         return [g[0].flatten(1) for g in tape.inner(at, outer).values()]
-    return [use.rule.cotangents(use.module, keys, outer[0])[0].flatten(1) for keys in use.rule.layers(use.module)]
+    g = outer[0] if axis is None else axis.first(outer[0], tape.y.shape[0], 1)
+    return [use.rule.cotangents(use.module, keys, g)[0].flatten(1) for keys in use.rule.layers(use.module)]

@@ -9,56 +9,30 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.model import Inputs, Model, is_ours, map_tensors, tensors_of
+from natgrad.pullback.axes import Axis
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.edges import apart, edge_of, source_of
 from natgrad.pullback.graph import leaf_uses
 from natgrad.pullback.hooks import Hooks
 from natgrad.pullback.scaled import pulled
 from natgrad.pullback.statistics import Statistics
-from natgrad.rules.base import Call, Replay, Replayed, Rule, replaying
+from natgrad.pullback.uses import Use
+from natgrad.rules.base import Call, Replayed, replaying
 from natgrad.rules.shapes import check_cotangents, check_inputs
 
 
 @final
 class TapeOverflow(Exception):  # noqa: N818 - control flow, not an error: the caller retries with fewer examples
     """The activations of this many examples exceed the bound."""
-
-
-@final
-@dataclass(frozen=True)
-class Use:
-    """One call of a module with a rule: its arguments, and for every output its shape and its edge in the graph."""
-
-    module: nn.Module
-    rule: Rule
-    call: Call
-    edges: tuple[GradientEdge | None, ...]  # None for an output that has no gradient
-    shapes: tuple[torch.Size, ...]
-    entries: Mapping[int, int]  # by the id of a parameter, how often this call puts it into the graph
-    half: bool  # whether an output is in float16
-    source: GradientEdge | None = None  # of a replayed module whose first argument is all that it has of the graph
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the first output, for most layers the only one."""
-        return self.shapes[0]
-
-    @cached_property
-    def replay(self) -> Replay:
-        """The call again, in terms of its layers."""
-        assert isinstance(self.rule, Replayed)
-        with torch.enable_grad():
-            return self.rule.replay(self.module, self.call)
 
 
 @final
@@ -179,6 +153,14 @@ class Tape:
     statistics: Statistics = field(default_factory=Statistics)
     memo: dict[Hashable, Any] = field(default_factory=dict)  # what was found about passes with a graph like this one
 
+    def turned(self, axes: Mapping[int, Axis]) -> Tape:
+        """The same pass; uses at these positions have their examples on another axis, and are seen as if first."""
+        if not axes:
+            return self
+        n = self.y.shape[0]
+        changed = (use.turned(axes[at], n) if at in axes else use for at, use in enumerate(self.uses))
+        return replace(self, uses=tuple(changed))
+
     def complete(self, block: Block, counts: Counter[int], misplaced: Collection[int]) -> bool:
         """Whether the recorded uses are all there is of a block, with the examples in their places.
 
@@ -262,7 +244,8 @@ class Tape:
 
         def cotangent(at: int, j: int) -> Tensor:
             g = found.get((at, j))
-            return s.new_zeros(s.shape[0], *self.uses[at].shapes[j]) if g is None else g
+            use = self.uses[at]
+            return s.new_zeros(s.shape[0], *use.shapes[j]) if g is None else use.first(g)
 
         return {at: tuple(cotangent(at, j) for j in range(len(self.uses[at].edges))) for at in places}
 

@@ -119,6 +119,10 @@ class Rule(ABC):
         """Which axis of the output the examples are on; None for a packed sequence, or one example without a batch."""
         return 0
 
+    def leading(self, module: nn.Module, shape: Sequence[int]) -> int:
+        """How many axes of an output of this shape are all treated alike, as are those of the input: any may have n."""
+        return 0
+
     @property
     def pure(self) -> bool:
         """Whether the moments read nothing but the call, the cotangents and the module's buffers, and wait for nothing.

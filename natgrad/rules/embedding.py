@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.rules.base import Call, Keys, Moment, OneHot, Rule, plain
+from natgrad.rules.leading import rows
 
 
 class LookupRule(Rule):
@@ -44,6 +45,9 @@ class EmbeddingRule(LookupRule, OneHot):
         # With max_norm the forward pass changes the table; gradients scaled by frequency are those of no function.
         return plain(module, nn.Embedding, "weight") and _constant(cast(nn.Embedding, module))
 
+    def leading(self, module: nn.Module, shape: Sequence[int]) -> int:
+        return len(shape) - 1
+
     def places(self, module: nn.Module, keys: Keys, call: Call) -> tuple[Tensor, Tensor]:
         layer, index = cast(nn.Embedding, module), call.x.long().reshape(call.x.shape[0], -1)
         return index, _counted(layer, index, _numbers(layer).dtype)
@@ -55,7 +59,7 @@ class EmbeddingRule(LookupRule, OneHot):
         return a.scatter_(3, at, _counted(layer, at, a.dtype))
 
     def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        layer, index = cast(nn.Embedding, module), call.x.long().reshape(-1)
+        layer, index = cast(nn.Embedding, module), rows(call.x.long(), 0)
         ones = _counted(layer, index, _numbers(layer).dtype)
         total = ones.new_zeros(layer.num_embeddings).index_add_(0, index, ones)
         count: int | Tensor = index.numel() if layer.padding_idx is None else ones.sum().view(1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from natgrad.rules.base import Call, Keys, Moment, Rule, plain
 from natgrad.rules.launches import affine_product
+from natgrad.rules.leading import rows
 from natgrad.rules.packing import homogeneous
 from natgrad.rules.precision import single
 from natgrad.rules.products import affine_moment, symmetric_product
@@ -19,7 +20,8 @@ from natgrad.rules.products import affine_moment, symmetric_product
 class LinearRule(Rule):
     """z = W̄ ā with W̄ = [W b] and ā = (a, 1): the gradient of example n is Σ_r g ā ᵀ (004 (26), (28); ERRATA 51).
 
-    Shapes: input [n *r in] gives a [n r 1 i], output cotangents [k n *r out] give g [k n r 1 o].
+    Shapes: input [n *r in] gives a [n r 1 i], output cotangents [k n *r out] give g [k n r 1 o]. Sums over all rows do
+    not ask for their order.
     """
 
     @property
@@ -33,6 +35,9 @@ class LinearRule(Rule):
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.Linear, "weight", "bias")
 
+    def leading(self, module: nn.Module, shape: Sequence[int]) -> int:
+        return len(shape) - 1
+
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         x = call.x
         a = x.reshape(x.shape[0], -1, 1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, 1, 1, -1)
@@ -42,13 +47,13 @@ class LinearRule(Rule):
         return g.reshape(*g.shape[:2], -1, 1, g.shape[-1])
 
     def gathered(self, calls: Sequence[Call]) -> Call | None:
-        return Call((torch.cat([call.x.reshape(-1, call.x.shape[-1]) for call in calls]),), {}, calls[0].training)
+        return Call((torch.cat([rows(call.x) for call in calls]),), {}, calls[0].training)
 
     def gathered_cotangents(self, g: Sequence[Tensor]) -> Tensor | None:
-        return torch.cat([part.reshape(part.shape[0], -1, part.shape[-1]) for part in g], dim=1)
+        return torch.cat([rows(part) for part in g]).unsqueeze(0)
 
     def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        x = call.x.reshape(-1, call.x.shape[-1])
+        x = rows(call.x)
         count = x.shape[0]
         if "weight" not in keys:
             return Moment(single(x).new_full((1, 1, 1), count), count)
@@ -57,4 +62,4 @@ class LinearRule(Rule):
         return Moment((affine_product if x.device.type == "cuda" else affine_moment)(x).unsqueeze(0), count)
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return symmetric_product(g.reshape(-1, g.shape[-1])).unsqueeze(0)
+        return symmetric_product(rows(g)).unsqueeze(0)

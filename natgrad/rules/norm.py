@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast, final
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, Keys, Moment, Rule, plain
+from natgrad.rules.leading import rows
 from natgrad.rules.precision import single
 from natgrad.rules.products import column_squares, column_sums
 
@@ -66,6 +67,9 @@ class TrailingNormRule(NormRule):
     def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
         """x̂, without γ and β."""
 
+    def leading(self, module: nn.Module, shape: Sequence[int]) -> int:
+        return len(shape) - cast(Tensor, module.weight).ndim
+
     def normal(self, module: nn.Module, call: Call) -> Tensor:
         return self.normalised(module, self._positions(module, single(call.x))).flatten(2)
 
@@ -74,7 +78,7 @@ class TrailingNormRule(NormRule):
         return parts.reshape(*g.shape[:2], parts.shape[1], -1, 1)
 
     def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        x = self._positions(module, single(call.x)).flatten(0, 1)
+        x = rows(single(self._apart(module, call.x)), cast(Tensor, module.weight).ndim)
         if "weight" not in keys:
             return Moment(x.new_full((x[0].numel(), 1, 1), x.shape[0]), x.shape[0])
         a = self.normalised(module, x).flatten(1)
@@ -85,19 +89,21 @@ class TrailingNormRule(NormRule):
         return _homogeneous(self.normalised(module, x).mean(1).flatten(1), keys)
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        parts = self._positions(module, single(g.flatten(0, 1)))
-        return column_squares(parts.flatten(0, 1).flatten(1)).view(-1, 1, 1)
+        return column_squares(rows(single(g), cast(Tensor, module.weight).ndim).flatten(1)).view(-1, 1, 1)
 
     def _positions(self, module: nn.Module, x: Tensor) -> Tensor:
         """x [n r *shape]."""
-        shape = cast(Tensor, module.weight).shape
-        lead = x.ndim - len(shape)
-        if lead == 0:
+        lead = self.leading(module, x.shape)
+        return self._apart(module, x).reshape(x.shape[0], math.prod(x.shape[1:lead]), *x.shape[lead:])
+
+    def _apart(self, module: nn.Module, x: Tensor) -> Tensor:
+        """x, which must have an axis of examples."""
+        if self.leading(module, x.shape) == 0:
             raise BatchStatisticsError(
                 f"{module} normalises over the axis of the examples, x {list(x.shape)}: the outputs of one depend on "
                 "the others, and there is no per-example Jacobian. Give it the trailing axes of an example only"
             )
-        return x.reshape(x.shape[0], math.prod(x.shape[1:lead]), *shape)
+        return x
 
 
 @final

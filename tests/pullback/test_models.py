@@ -140,21 +140,21 @@ def _spectral() -> nn.Module:
 
 @dataclass(frozen=True)
 class Odd:
-    """A model, the shape of its inputs, and the parameters that the Linear rule still covers."""
+    """A model, the shape of its inputs, and the parameters that layer rules cover."""
 
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]
     covered: set[str]
 
 
-HEAD = {"head.weight", "head.bias"}
+BODY, HEAD = {"body.weight", "body.bias"}, {"head.weight", "head.bias"}
 ODD = {
     "tied_without_bias": Odd(TiedWithoutBias, (5, 3), {"first.weight"}),
-    "time_major_square": Odd(lambda: Net(_swapped), (4, 4, 3), set()),
-    "time_major": Odd(lambda: Net(_swapped), (4, 3, 3), set()),
-    "time_major_mean": Odd(lambda: Net(_swapped_and_averaged), (4, 4, 3), set()),
-    "swapped_with_third": Odd(lambda: Net(_swapped_far), (4, 2, 4, 3), set()),
-    "swapped_and_merged": Odd(lambda: Net(_swapped_and_merged), (4, 2, 4, 3), set()),
+    "time_major_square": Odd(lambda: Net(_swapped), (4, 4, 3), BODY | HEAD),
+    "time_major": Odd(lambda: Net(_swapped), (4, 3, 3), BODY | HEAD),
+    "time_major_mean": Odd(lambda: Net(_swapped_and_averaged), (4, 4, 3), BODY | HEAD),
+    "swapped_with_third": Odd(lambda: Net(_swapped_far), (4, 2, 4, 3), BODY | HEAD),
+    "swapped_and_merged": Odd(lambda: Net(_swapped_and_merged), (4, 2, 4, 3), BODY | HEAD),
     "sorted_and_back": Odd(lambda: Net(_sorted), (5, 3), HEAD),
     "flipped_and_back": Odd(lambda: Net(_flipped), (5, 3), HEAD),
     "table_of_n_rows": Odd(lambda: Table(5), (5, 3), {"queries.weight", "queries.bias"}),
