@@ -11,9 +11,11 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedParameter
 
 from natgrad.errors import BatchStatisticsError
 from natgrad.unfused import unfused
@@ -50,6 +52,7 @@ class Model:
             if params is not None:
                 raise TypeError("params= belongs to a pure function f(params, x); a module has its own parameters")
             model = unwrapped(model)[-1]
+            _check_eager(model)
             named: dict[str, Tensor] = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
             _check_parameters(named, f"the module {type(model).__name__}")
             return Model(model, named, output)
@@ -141,6 +144,22 @@ def _draws(module: nn.Module) -> bool:
         return module.training and module.lower < module.upper
     dropout = getattr(module, "dropout", 0.0)  # nn.LSTM, nn.MultiheadAttention keep theirs as a number
     return module.training and isinstance(dropout, (int, float)) and dropout > 0
+
+
+def _check_eager(module: nn.Module) -> None:
+    """Refuse modules whose layers cannot be seen, and parameters that have no shape yet, by name."""
+    for name, m in module.named_modules():
+        if isinstance(m, ScriptModule):
+            raise TypeError(
+                f"{name or 'the model'} is a torch.jit module ({type(m).__name__}), inside which no layer can be "
+                "seen: natgrad needs the eager module. Train that, and script or trace it afterwards"
+            )
+    lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise ValueError(
+            f"{', '.join(lazy)}: lazy parameters of the module {type(module).__name__}, which have no shape before the "
+            "first input. Run a batch through the model first, model(x), then make the optimizer"
+        )
 
 
 def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:

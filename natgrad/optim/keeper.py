@@ -76,7 +76,7 @@ class Keeper:
         self._inner = 0  # calls of the model inside of that pass
         self._stream = random_stream(self.model.example.device)
         self._suspended = False
-        self._parameters, self._notices = Parameters(self.model, self.module), Notices()
+        self._parameters, self._notices = Parameters(self.model, self.module, view.blocks), Notices()
         self._joint = False  # whether ``fresh`` is that of all processes
         # A hook on a compiled module itself runs outside of what is compiled.
         self._watched = next((module for module in wrapping if is_compiled(module)), self.module)

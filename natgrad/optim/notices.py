@@ -11,7 +11,9 @@ from natgrad.output import Fisher, OutputMetric
 
 NOTHING_SEEN = (
     "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) outside "
-    "torch.no_grad(), or opt.refresh(x) where the forward pass is opaque"
+    "torch.no_grad(), or opt.refresh(x) where the forward pass is opaque. If it was called so, either the model is "
+    "called compiled, and the optimizer was made with the plain one (give torch.compile(model) to the optimizer), or "
+    "its hooks were removed (make a new optimizer)"
 )
 NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
 _log = logging.getLogger("natgrad")

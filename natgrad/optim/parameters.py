@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from natgrad.errors import NatgradError
 from natgrad.model import Model
+from natgrad.pullback.blocks import Block
 from natgrad.wrapped import plain_name
 
 
 @final
 class Parameters:
-    """Where the module had its parameters. ``moved`` is for every pass, and looks in passing."""
+    """Where the module had its parameters. ``moved`` is for every pass, and looks in passing.
 
-    def __init__(self, model: Model, module: nn.Module) -> None:
+    ``blocks``: the layers, of which those that have a rule must compute what they did when it was chosen.
+    """
+
+    def __init__(self, model: Model, module: nn.Module, blocks: Sequence[Block] = ()) -> None:
         self._model, self._module = model, module
         mine = {id(p) for p in model.params.values()}
         modules = list(module.modules())
@@ -28,6 +33,8 @@ class Parameters:
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
         self._made = [(p, *_kind(p)) for p in model.params.values()]
         self._first = next(iter(model.params))
+        ruled = ((block, m) for block in blocks for kind in block.kinds if kind.rule for m in kind.modules)
+        self._forwards = [(block.title, m, _own_forward(m)) for block, m in ruled]
 
     def moved(self, certain: bool) -> bool:
         """Whether the pass that begins is at other parameters.
@@ -40,10 +47,14 @@ class Parameters:
         if certain and not self._elsewhere and self._other():
             self._refuse_frozen()
             self._refuse_cast()
-        return self._elsewhere
+        # A layer with another forward: the step of this optimizer refuses it, but the pass may be that of a new one.
+        return self._elsewhere or (certain and bool(self._patched()))
 
     def check(self) -> None:
-        """Refuse a module that was replaced, or parameters that were frozen or cast, after the optimizer was made."""
+        """Refuse a module that was replaced, or parameters that were frozen or cast, after the optimizer was made.
+
+        Of a layer that has a rule, also another forward.
+        """
         if _kind(self._model.params[self._first]) != self._kinds[self._first]:  # a model is cast or moved as a whole
             self._refuse_cast()
         suspicious = self._elsewhere or any(p.grad is None for p in self._model.params.values())
@@ -55,6 +66,20 @@ class Parameters:
             )
         if suspicious:
             self._refuse_frozen()
+        self._refuse_patched()
+
+    def _refuse_patched(self) -> None:
+        if patched := self._patched():
+            raise NatgradError(
+                f"the forward of the layer {', '.join(dict.fromkeys(patched))} was replaced after the optimizer was "
+                "made: the layer rule, which was chosen for the one before, would give a wrong metric. Make a new "
+                "optimizer for the model as it is now"
+            )
+
+    def _patched(self) -> list[str]:
+        """The layers with a rule whose forward is not the one that the rule was chosen for."""
+        others = [at for at in self._forwards if at[1].__dict__.get("forward") is not at[2]]
+        return [title for title, module, made in others if not _compiled_from(module, made)]
 
     def _refuse_frozen(self) -> None:
         frozen = [name for name, p in self._model.params.items() if not p.requires_grad]
@@ -91,3 +116,20 @@ class Parameters:
 
 def _kind(p: Tensor) -> tuple[torch.dtype, torch.device]:
     return p.dtype, p.device
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The forward that a module itself was given, in place of that of its class; else None."""
+    return module.__dict__.get("forward")
+
+
+def _compiled_from(module: nn.Module, made: Any) -> bool:
+    """Whether the forward that a module has now is the one that it had, compiled, or kept from being compiled."""
+    inner = getattr(_own_forward(module), "_torchdynamo_orig_callable", None)
+    if inner is None:
+        return False
+    # torch.compile wraps what comes out of a file of torch once more.
+    found = [inner, getattr(inner, "__wrapped__", None)]
+    if made is not None:
+        return made in found
+    return any(getattr(f, "__func__", None) is type(module).forward and f.__self__ is module for f in found)

@@ -166,7 +166,8 @@ def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:
     structure = opt.keeper.structure.structure
     name = type(structure).__name__
     if block.rule is None and isinstance(structure, Kronecker | EigenKronecker):
-        name = f"{type(structure.fallback).__name__} (fallback)"
+        fallback = f"{type(structure.fallback).__name__} (fallback)"
+        name = "refused (strict=True)" if structure.strict else fallback
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
     return Row(block.names, rule, name, block.shape, layer_cost(structure, block, opt.solver, damped))
 
@@ -209,13 +210,14 @@ def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
     lines = []
     if found.uncovered and not isinstance(structure, Implicit):
         first = "the first pass may find them spread over the examples; if not, " if fresh else ""
-        rest = ""
+        then = "their rows come from torch.func, which is slow"
         if isinstance(structure, Kronecker | EigenKronecker):
-            rest = f", and their metric is {structure.fallback!r}: {_way_out(opt, found)}"
-        lines.append(
-            f"no layer rule covers {', '.join(found.uncovered)}: {first}their rows come from torch.func, which is slow"
-            + rest
-        )
+            refused = (
+                f"strict=True refuses them in the first pass that uses them (strict=False: {structure.fallback!r})"
+            )
+            then = refused if structure.strict else f"{then}, and their metric is {structure.fallback!r}"
+            then = f"{then}: {_way_out(opt, found)}"
+        lines.append(f"no layer rule covers {', '.join(found.uncovered)}: {first}{then}")
     if found.diagonals:
         lines.append(f"only the diagonal is kept of {', '.join(found.diagonals)}")
     if fresh and any(row.rule for row in found.rows):

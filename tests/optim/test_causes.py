@@ -1,0 +1,182 @@
+"""What an optimizer says of a model that it cannot see, or does not see any longer: the cause and the way out."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import NatgradError, UncoveredError
+from tests.pulled import normal
+from tests.zoo import mlp
+
+PRESETS = pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC], ids=["KFAC", "EKFAC"])
+
+
+def train(opt: ng.NaturalGradient, model: Callable[[Tensor], Tensor], steps: int = 1) -> None:
+    for _ in range(steps):
+        opt.zero_grad()
+        model(normal(6, 3)).square().mean().backward()
+        opt.step()
+
+
+# Passes that are not seen
+
+UNSEEN = (
+    r"no forward pass with gradients was seen .*compiled, and the optimizer was made with the plain one \(give "
+    r"torch\.compile\(model\) to the optimizer\), or its hooks were removed \(make a new optimizer\)"
+)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_model_that_is_called_compiled_and_was_given_plain_is_a_cause_that_is_named(whole: bool) -> None:
+    """Where it has run before, or is one graph, the compiled pass leaves out the hook of the optimizer."""
+    model = mlp(3, 4, 2).double()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=whole)
+    if not whole:
+        compiled(normal(6, 3))
+    opt = ng.KFAC(model, ng.Euclidean())
+    with pytest.raises(NatgradError, match=UNSEEN):
+        train(opt, compiled)
+    train(ng.KFAC(compiled, ng.Euclidean()), compiled)  # the way out that the message names
+
+
+def test_hooks_that_were_removed_are_a_cause_that_is_named() -> None:
+    model = mlp(3, 4, 2).double()
+    opt = ng.KFAC(model, ng.Euclidean())
+    model._forward_pre_hooks.clear()
+    with pytest.raises(NatgradError, match=UNSEEN):
+        train(opt, model)
+    train(ng.KFAC(model, ng.Euclidean()), model)
+
+
+# Models that cannot be seen
+
+
+def _lazy() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that lazy modules are new
+        return nn.Sequential(nn.LazyLinear(4, dtype=torch.float64), nn.Tanh(), nn.Linear(4, 2, dtype=torch.float64))
+
+
+@PRESETS
+def test_lazy_modules_are_refused_by_name_until_they_have_seen_a_batch(preset: Any) -> None:
+    model = _lazy()
+    match = r"0\.weight, 0\.bias: lazy parameters of the module Sequential.*Run a batch through the model first"
+    with pytest.raises(ValueError, match=match):
+        preset(model, ng.Euclidean())
+    model(normal(6, 3))
+    train(preset(model, ng.Euclidean()), model)
+
+
+def _scripted(module: nn.Module, trace: bool) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is on its way out
+        return torch.jit.trace(module, normal(1, 3)) if trace else torch.jit.script(module)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_torch_jit_modules_are_refused_wherever_they_are_in_the_model(trace: bool) -> None:
+    fix = "inside which no layer can be seen: natgrad needs the eager module"
+    inner = _scripted(mlp(3, 4, 2).double(), trace)
+    with pytest.raises(TypeError, match=f"the model is a torch.jit module .*{fix}"):
+        ng.KFAC(inner, ng.Euclidean())
+    with pytest.raises(TypeError, match=f"1 is a torch.jit module .*{fix}"):
+        ng.KFAC(nn.Sequential(nn.Identity(), inner), ng.Euclidean())
+
+
+class Bare(nn.Module):
+    """A layer, and a matrix that no layer rule covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mix = nn.Linear(3, 4).double(), nn.Parameter(normal(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 2]."""
+        return self.layer(x) @ self.mix
+
+
+@PRESETS
+def test_the_plan_of_a_strict_optimizer_says_what_the_first_pass_will_refuse(preset: Any) -> None:
+    model = Bare()
+    opt = preset(model, ng.Euclidean(), strict=True)
+    text = str(opt.plan())
+    assert "fallback)" not in text
+    assert {row.names: row.structure for row in opt.plan().rows}[("mix",)] == "refused (strict=True)"
+    assert "strict=True refuses them in the first pass that uses them (strict=False: Diagonal())" in text
+    with pytest.raises(UncoveredError, match="no layer rule covers mix, and strict=True"):
+        train(opt, model)
+    assert "Diagonal (fallback)" in str(preset(model, ng.Euclidean()).plan())
+
+
+# A forward that is replaced
+
+
+def _patch(layer: Any) -> None:
+    layer.forward = lambda x: 2 * F.linear(x, layer.weight, layer.bias)
+
+
+@PRESETS
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("of_ours", [False, True])
+def test_a_forward_that_is_replaced_after_the_optimizer_was_made_is_refused_by_name(
+    preset: Any, steps: int, of_ours: bool
+) -> None:
+    model = mlp(3, 4, 2).double()
+    opt = preset(model, ng.Euclidean(), metric_every=2)
+    train(opt, model, steps)
+    _patch(model[0])
+    before = [p.detach().clone() for p in model.parameters()]
+    match = (
+        r"the forward of the layer 0\.weight \+ 0\.bias was replaced after the optimizer was made.*Make a new optimizer"
+    )
+    estimate = (lambda: opt.refresh(normal(6, 3))) if of_ours else (lambda: train(opt, model))
+    with pytest.raises(NatgradError, match=match):
+        estimate()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    del model[0].forward
+    train(opt, model)
+    _patch(model[0])
+    train(preset(model, ng.Euclidean()), model)  # the way out, while the first one is there
+
+
+def test_a_forward_that_a_rule_of_ones_own_has_accepted_must_stay_what_it_was() -> None:
+    from tests.optim.test_kfac_bad_input import Scaled, ScaledRule
+
+    layer: Any = Scaled(3, 2).double()
+    layer.forward = lambda x: 3.0 * x @ layer.weight.T
+    opt = ng.KFAC(layer, ng.Euclidean(), rules=[ScaledRule()], metric_every=1)
+    train(opt, layer)
+    layer.forward = lambda x: 4.0 * x @ layer.weight.T
+    with pytest.raises(NatgradError, match="the forward of the layer weight was replaced"):
+        train(opt, layer)
+    del layer.forward
+    with pytest.raises(NatgradError, match="the forward of the layer weight was replaced"):
+        train(opt, layer)
+
+
+def test_layers_without_a_rule_and_modules_around_layers_may_be_given_another_forward() -> None:
+    """Their part of the metric comes from the pass itself."""
+    model: Any = nn.Sequential(Bare(), nn.Linear(2, 2).double())
+    opt = ng.KFAC(model, ng.Euclidean(), metric_every=1)
+    bare = model[0]
+    bare.forward = lambda x: 2 * bare.layer(x) @ bare.mix
+    train(opt, model, 2)
+
+
+def test_a_forward_that_is_compiled_or_kept_from_it_is_the_same_forward() -> None:
+    model: Any = mlp(3, 4, 2).double()
+    opt = ng.KFAC(model, ng.Euclidean(), metric_every=1)
+    model[0].forward = torch.compile(model[0].forward, backend="eager")
+    train(opt, model)
+    model[2].forward = torch.compiler.disable(model[2].forward)
+    train(opt, model)
+    _patch(model[0])
+    model[0].forward = torch.compile(model[0].forward, backend="eager")
+    with pytest.raises(NatgradError, match=r"the forward of the layer 0\.weight \+ 0\.bias was replaced"):
+        train(opt, model)
