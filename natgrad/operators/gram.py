@@ -17,7 +17,7 @@ class KernelMatrix:
     """K [n n], positive semi-definite, as Q K' Qᵀ with K' regular; in float64.
 
     A regular K is its own K', and Q = 1. In a singular one, as equal points make it, Q are the eigenvectors and K' the
-    eigenvalues. Those that are zero to rounding are replaced by 1 and their eigenvectors by 0: nothing of what is
+    eigenvalues. Those that are zero to ``rounding`` are replaced by 1 and their eigenvectors by 0: nothing of what is
     expressed in Q goes there, and all shapes stay what they are. K⁺ = Q K'⁻¹ Qᵀ.
 
     >>> equal = KernelMatrix.of(torch.ones(2, 2, dtype=torch.float64))  # two equal points count as one (ERRATA 13)
@@ -38,10 +38,15 @@ class KernelMatrix:
         return KernelMatrix(K, K, root_or_nan(K), None)
 
     @staticmethod
-    def of(K: Tensor, eps: float | None = None) -> KernelMatrix:
-        """``eps`` is the precision that K is known to, where that is less than its own."""
+    def of(K: Tensor, eps: float | None = None, rows: float = 0.0) -> KernelMatrix:
+        """``eps`` is the precision that K is known to, where that is less than its own, ``rows`` that of what it mixes.
+
+        Examples that are equal up to rounding differ by ``rows`` of their size, and 1/λ multiplies the squares of such
+        differences: below ``seen_by(rows, n)`` of its norm K is not seen by them, and counts as zero.
+        """
         check_finite(K, "the kernel matrix of the examples")
-        K, cut = K.double(), rounding(K, eps)
+        norm = K.double().abs().sum(1).amax()  # at least λ_max, and as large where K is that of equal points
+        K, cut = K.double(), torch.maximum(rounding(K, eps), seen_by(rows, len(K)) * norm)
         factor, info = torch.linalg.cholesky_ex(K)
         if bool((info == 0) & (smallest(factor) > 100 * cut)):
             return KernelMatrix(K, K, factor, None)
@@ -54,6 +59,11 @@ class KernelMatrix:
         seen = values > cut
         values = torch.where(seen, values, 1.0)
         return KernelMatrix(K, values.diag(), values.sqrt().diag(), vectors * seen)
+
+    @property
+    def seen(self) -> Tensor:
+        """Q K' Qᵀ, the part of K that K⁺ is the inverse of."""
+        return self.whole if self.basis is None else (self.basis * self.inner.diagonal()) @ self.basis.T
 
     def inverse(self) -> Tensor:
         """K⁺."""
@@ -104,5 +114,22 @@ def root_or_nan(matrix: Tensor) -> Tensor:
 
 
 def rounding(K: Tensor, eps: float | None = None) -> Tensor:
-    """What an eigenvalue of K cannot be told from zero below: some units in the last place of its trace."""
-    return 8 * (torch.finfo(K.dtype).eps if eps is None else eps) * K.diagonal().sum()
+    """What an eigenvalue of K [n n] cannot be told from zero below.
+
+    That is n units in the last place of λ_max, which ``eigh`` in double precision may be wrong by (measured: n/20 for
+    equal points), or some units of the trace, where they are more: K itself is known to those.
+
+    >>> float(rounding(torch.ones(1024, 1024).double())) / torch.finfo(torch.float64).eps == 1024**2
+    True
+    """
+    known = 8 * (torch.finfo(K.dtype).eps if eps is None else eps) * K.diagonal().double().sum()
+    found = len(K) * torch.finfo(torch.float64).eps * K.double().abs().sum(1).amax()
+    return torch.maximum(known, found)
+
+
+def seen_by(eps: float, n: int) -> float:
+    """λ/λ_max below which rounding to ``eps``, in rows of n examples, is more than a per cent or so of their norm.
+
+    n differences of relative size ε add nε²/λ to a norm of 1/λ_max, and sums of n terms some units more.
+    """
+    return 8 * n * eps**2

@@ -78,8 +78,8 @@ class OutputMetric(ABC):
         """C [n m] that couples the examples, or None for the identity."""
         return None
 
-    def coupled(self, x: Inputs, n: int) -> Coupling | None:
-        """The coupling, with the kernel matrix that it is the inverse of, where there is one."""
+    def coupled(self, x: Inputs, n: int, dtype: torch.dtype = torch.float64) -> Coupling | None:
+        """The coupling, for rows of type ``dtype``, with the kernel matrix that it is the inverse of, if there is one."""
         C = self.coupling(x, n)
         return None if C is None else Coupling(C)
 

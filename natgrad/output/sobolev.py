@@ -16,7 +16,7 @@ from natgrad.functionspace.kernels import SobolevKernel
 from natgrad.functionspace.lengthscale import Lengthscale
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs, arguments
-from natgrad.operators.gram import KernelMatrix
+from natgrad.operators.gram import KernelMatrix, seen_by
 from natgrad.output.metric import Coupling, Euclidean, OnBase, OutputMetric
 
 
@@ -80,13 +80,19 @@ class Sobolev(OnBase):
     def coupling(self, x: Inputs, n: int) -> Tensor:
         return self.coupled(x, n).C
 
-    def coupled(self, x: Inputs, n: int) -> Coupling:
+    def coupled(self, x: Inputs, n: int, dtype: torch.dtype = torch.float64) -> Coupling:
         if self.base.coupling(x, n) is not None:
             raise ValueError(f"{self.base!r} couples the examples itself: a Sobolev metric needs a base that does not")
         K = self.gram(x, n)
-        regular = self.jitter > 8 * n * torch.finfo(K.dtype).eps  # no eigenvalue is below it
-        half = (KernelMatrix.regular(K) if regular else KernelMatrix.of(K)).inverse_root()
-        return Coupling(half @ half.T, K, half)
+        matrix = self._matrix(K, torch.finfo(dtype).eps)
+        half = matrix.inverse_root()
+        return Coupling(half @ half.T, matrix.seen, half)
+
+    def _matrix(self, K: Tensor, eps: float) -> KernelMatrix:
+        """K for rows of the precision ``eps``. No eigenvalue is below the jitter, and none above n."""
+        n = len(K)
+        least = max(8 * n * torch.finfo(K.dtype).eps, n * seen_by(eps, n))
+        return KernelMatrix.regular(K) if self.jitter > least else KernelMatrix.of(K, rows=eps)
 
     def gram(self, x: Inputs, n: int) -> Tensor:
         """K [n n] in float64, jitter included, of the inputs of n examples."""
