@@ -79,6 +79,10 @@ def EKFAC(
     """EK-FAC (George et al. 2018): as ``KFAC``, scaled by second moments in the eigenbasis of the factors.
 
     The damping is exact, (G + λ)⁻¹; eigenvectors are computed where ``KFAC`` inverts.
+
+    With gradient accumulation the first step is not that of the joint batch: its second moments are measured in the
+    eigenbasis of the first micro-batch. Later ones are in that of all examples seen. ``opt.refresh(x)`` with the joint
+    batch, before the first step, makes it exact.
     """
     return _preset(EigenKronecker, Cholesky(), model, metric, lr, damping, options)
 

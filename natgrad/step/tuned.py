@@ -68,8 +68,10 @@ class SelfTuned(StepRule):
     three times at most, and λ becomes four times larger; one that no cut helps is refused. The steps in between are at
     most three times as long, in the metric, as the one before: a small batch may say little about most directions.
     ``fraction``: the part of the batch that the exact products are taken on (a quarter, section 8 of the paper; of
-    256 examples at least). Needs ``opt.step(closure)``; where it is evaluated again it draws the same random numbers.
-    The exact products are those of the function that is trained, batch statistics included, with dropout off.
+    256 examples at least). With gradient accumulation that is a part of the last micro-batch: only the gradient, the
+    structure and the losses are those of all. Needs ``opt.step(closure)``; where it is evaluated again it draws the
+    same random numbers. The exact products are those of the function that is trained, batch statistics included, with
+    dropout off.
 
     >>> SelfTuned()
     SelfTuned(every=5, factor=1.3, fraction=0.25, smallest=1e-06)

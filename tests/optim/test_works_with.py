@@ -128,6 +128,18 @@ def test_ekfac_measures_its_first_micro_batches_in_the_basis_of_the_first_one() 
     assert any(not torch.allclose(found[0][key], joint) for key, joint in found[1].items() if key[-1] == "D")
 
 
+def test_ekfac_that_is_shown_the_joint_batch_before_makes_its_first_step_from_micro_batches() -> None:
+    (x, t), model, joint = _data(), _model(), _model()
+    opt, other = ng.EKFAC(model, EUCLIDEAN), ng.EKFAC(joint, EUCLIDEAN)
+    opt.refresh(x)
+    for xs, ts in zip(x.split([5, 7]), t.split([5, 7]), strict=True):
+        (half_square(model(xs), ts) * len(xs) / len(x)).backward()
+    opt.step()
+    half_square(joint(x), t).backward()
+    other.step()
+    torch.testing.assert_close(_theta(model), _theta(joint), rtol=1e-9, atol=1e-11)
+
+
 def test_factors_under_autocast_are_products_in_single_precision() -> None:
     """A and S from inputs and cotangents in bfloat16, whose products have not been rounded."""
     model, (x, _) = _model().float(), _data(64)  # 1/√64 is a number of bfloat16
