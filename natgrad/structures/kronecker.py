@@ -103,8 +103,8 @@ class Layered(Structure):
                 raise UncoveredError(
                     f"no layer rule can be used for {', '.join(sorted(displaced))}, and strict=True: behind it the "
                     "outputs of one example depend on the others, as in z @ z.T or F.batch_norm(…, training=True), or "
-                    "the examples are not on the first axis, or its outputs are not used. Keep the examples apart, or "
-                    f"let {names} fall back to {self.fallback!r} with strict=False"
+                    "the examples are not on one axis, in order, or its outputs are not used. Keep the examples apart, "
+                    f"or let {names} fall back to {self.fallback!r} with strict=False"
                 )
             raise UncoveredError(
                 f"no layer rule covers {names}, and strict=True. Pass rules=[…] with a rule for their module, use the "

@@ -95,6 +95,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vision, by hand": (lambda: Vision(Attention(False)), (1, 4, 4)),
     "vision, of torch": (lambda: Vision(Own()), (1, 4, 4)),
     "encoder": (lambda: Sequence(_encoder(True), True), (T, D)),
+    "encoder, positions first": (lambda: Sequence(_encoder(False), False), (T, D)),
     "recurrence": (lambda: Sequence(nn.LSTM(D, D, 2, batch_first=True), True), (T, D)),
     "recurrence, positions first": (lambda: Sequence(nn.GRU(D, D), False), (T, D)),
 }
@@ -113,16 +114,6 @@ def test_nothing_of_a_transformer_falls_back(kind: str, n: int) -> None:
     metric = random_roots(of, 2)
     pb = pull(of, metric)
     assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(of, metric.s))
-
-
-@pytest.mark.parametrize("n", [1, T, N])
-def test_positions_of_a_transformer_with_positions_first_are_spread(n: int) -> None:
-    """The rules of its linear layers want the examples first; that of positions does not."""
-    of = zoo.Case("first", lambda: zoo.Problem(Sequence(_encoder(False), False), normal(n, T, D))).make()
-    metric = random_roots(of, 2)
-    pb = pull(of, metric)
-    assert "pos" in covered(pb)
     close(rows(pb), oracle_rows(of, metric.s))
 
 
