@@ -3,13 +3,20 @@
 - the archives that are published, ``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz``, or their folders;
 - ``cifar10_train_a.npz``, ``cifar10_train_b.npz``, ``cifar10_test.npz`` (``cifar100_…``): WebP, read by Pillow;
 - ``cifar10_train_00.npz.xz``, …, ``cifar10_test_00.npz.xz``, …: what ``pack`` writes, read by numpy alone.
+
+Decoded images are kept under a name that has a digest of the files that they are from: other files are decoded anew,
+the same files in another folder are not.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import lzma
 import pickle
 import tarfile
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
@@ -58,6 +65,11 @@ CIFAR100 = Benchmark(
     labels=b"fine_labels",
 )
 Labelled = tuple[Bytes, NDArray[Any]]  # pixels [n h w 3], labels [n]
+# What the readers of Python and numpy say of files that end too early, or have lost something within.
+_DAMAGE = (
+    *(EOFError, KeyError, TypeError, ValueError, OSError),
+    *(pickle.UnpicklingError, tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
 
 
 class Source(ABC):
@@ -66,6 +78,10 @@ class Source(ABC):
     @abstractmethod
     def holds(self, folder: Path, what: Benchmark) -> bool:
         """Whether the folder has them in this form."""
+
+    @abstractmethod
+    def files(self, folder: Path, what: Benchmark) -> list[Path]:
+        """All that are read."""
 
     @abstractmethod
     def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
@@ -78,6 +94,9 @@ class Batches(Source):
 
     def holds(self, folder: Path, what: Benchmark) -> bool:
         return (folder / what.folder).is_dir()
+
+    def files(self, folder: Path, what: Benchmark) -> list[Path]:
+        return [folder / what.folder / name for name in (*what.train, *what.test)]
 
     def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
         def joined(names: tuple[str, ...]) -> Labelled:
@@ -92,6 +111,9 @@ class Archive(Source):
 
     def holds(self, folder: Path, what: Benchmark) -> bool:
         return (folder / what.archive).is_file()
+
+    def files(self, folder: Path, what: Benchmark) -> list[Path]:
+        return [folder / what.archive]
 
     def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
         with tarfile.open(folder / what.archive) as tar:
@@ -112,10 +134,13 @@ class Strips(Source):
     """Three .npz files with strips of images in lossless WebP, one after the other, cut at ``offset``."""
 
     def holds(self, folder: Path, what: Benchmark) -> bool:
-        return all((folder / f"{what.name}_{part}.npz").is_file() for part in ("train_a", "train_b", "test"))
+        return all(path.is_file() for path in self.files(folder, what))
+
+    def files(self, folder: Path, what: Benchmark) -> list[Path]:
+        return [folder / f"{what.name}_{part}.npz" for part in ("train_a", "train_b", "test")]
 
     def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
-        a, b, test = (_strips(folder / f"{what.name}_{part}.npz") for part in ("train_a", "train_b", "test"))
+        a, b, test = map(_strips, self.files(folder, what))
         return _joined([a, b]), test
 
 
@@ -126,12 +151,15 @@ class Pieces(Source):
     def holds(self, folder: Path, what: Benchmark) -> bool:
         return all((folder / f"{what.name}_{split}_00.npz.xz").is_file() for split in ("train", "test"))
 
+    def files(self, folder: Path, what: Benchmark) -> list[Path]:
+        return sorted(folder.glob(f"{what.name}_t[er]*_[0-9][0-9].npz.xz"))
+
     def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
         return read_pieces(folder, f"{what.name}_train"), read_pieces(folder, f"{what.name}_test")
 
 
-def read(folder: Path, what: Benchmark) -> Images:
-    """The images in a folder, in whichever form they are there."""
+def _source(folder: Path, what: Benchmark) -> Source:
+    """The form in which the images are in a folder, all of them."""
     sources: tuple[Source, ...] = (Batches(), Archive(), Strips(), Pieces())
     source = next((source for source in sources if source.holds(folder, what)), None)
     if source is None:
@@ -139,12 +167,36 @@ def read(folder: Path, what: Benchmark) -> Images:
             f"no {what.name} in {folder}: put {what.archive} there, its folder {what.folder}/, the three files "
             f"{what.name}_train_a.npz, {what.name}_train_b.npz and {what.name}_test.npz, or all of {what.name}_*.npz.xz"
         )
-    return _images(what, *source.read(folder, what))
+    missing = [path for path in source.files(folder, what) if not path.is_file()]
+    if missing:
+        names = ", ".join(path.name for path in missing)
+        raise FileNotFoundError(f"{missing[0].parent} has no {names}: unpack {what.archive} there again, all of it")
+    return source
+
+
+def read(folder: Path, what: Benchmark) -> Images:
+    """The images in a folder, in whichever form they are there."""
+    source = _source(folder, what)
+    try:
+        found = source.read(folder, what)
+    except (_Foreign, PermissionError):
+        raise
+    except _DAMAGE as error:
+        names = ", ".join(path.name for path in source.files(folder, what))
+        raise ValueError(
+            f"{what.name} in {folder} cannot be read ({type(error).__name__}: {error}): a file is damaged or not "
+            f"complete, copy {names} there again"
+        ) from error
+    return _images(what, *found)
 
 
 def cached(folder: Path, what: Benchmark, store: Path) -> Images:
-    """The images, decoded only once: then they are in one plain file of ``store``."""
-    path = store / f"{what.name}.npz"
+    """The images, decoded only once: then they are in one plain file of ``store``, which is theirs alone."""
+    digest = hashlib.sha256()
+    for file in _source(folder, what).files(folder, what):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        digest.update(file.read_bytes())
+    path = store / f"{what.name}-{digest.hexdigest()[:16]}.npz"
     if not path.exists():
         found = read(folder, what)
         with replaced(path) as new:
@@ -195,7 +247,7 @@ def _strips(path: Path) -> Labelled:
         raise ImportError(
             f"{path.name} is WebP, which Pillow reads: install natgrad[experiments], or --pack the images elsewhere"
         ) from missing
-    with np.load(path) as file:
+    with path.open("rb") as opened, np.load(opened) as file:
         webp, cuts, y = file["webp"], file["offset"], file["y"]
     strips = [Image.open(io.BytesIO(webp[a:b].tobytes())).convert("RGB") for a, b in pairwise(cuts)]
     x = np.concatenate([np.asarray(strip) for strip in strips])
@@ -210,12 +262,15 @@ def _unpickled(content: bytes, what: Benchmark) -> Labelled:
 
 
 @final
+class _Foreign(pickle.UnpicklingError):
+    """A file that is no batch of images."""
+
+
+@final
 class _Arrays(pickle.Unpickler):
     """Reads arrays, and nothing that could run a program."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] in ("numpy", "_codecs") and name in ("_reconstruct", "ndarray", "dtype", "encode"):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"a batch of CIFAR has arrays only, this file wants {module}.{name}: do not use it"
-        )
+        raise _Foreign(f"a batch of CIFAR has arrays only, this file wants {module}.{name}: do not use it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import final
@@ -48,6 +49,15 @@ class Images:
     train: Split
     test: Split
 
+    @property
+    def digest(self) -> str:
+        """Of all pixels and labels in their order: other images, fewer of them, or another split have another one."""
+        found = hashlib.sha256()
+        for part in (self.train.x, self.train.y, self.test.x, self.test.y):
+            found.update(f"{list(part.shape)}".encode())
+            found.update(part.cpu().contiguous().numpy().data)
+        return found.hexdigest()[:16]
+
     def to(self, device: torch.device) -> Images:
         """The same on another device."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
@@ -63,6 +73,26 @@ class Images:
             raise ValueError(f"{n} of {total} training images cannot be held out: take between 1 and {total - 1}")
         order = torch.randperm(total, generator=torch.Generator().manual_seed(0)).to(self.train.y.device)
         return replace(self, train=self.train[order[n:]], test=self.train[order[:n]])
+
+
+@final
+@dataclass(frozen=True)
+class Part:
+    """The first ``limit`` images of both splits, None: all; ``held_out`` of those to train on in place of the test.
+
+    >>> pixels, labels = torch.zeros(6, 1, 1, 3, dtype=torch.uint8), torch.arange(6)
+    >>> found = Part(limit=5, held_out=2).of(Images("cifar10", 10, *2 * [Split(pixels, labels)]))
+    >>> len(found.train.y), len(found.test.y)
+    (3, 2)
+    """
+
+    limit: int | None = None
+    held_out: int = 0
+
+    def of(self, images: Images) -> Images:
+        """What is trained on and tested with."""
+        found = images if self.limit is None else images.first(self.limit)
+        return found.held_out(self.held_out) if self.held_out else found
 
 
 @final

@@ -19,22 +19,15 @@ from experiments.training import Budget, Job, Setup, train
 @final
 @dataclass(frozen=True)
 class Place:
-    """Where things are: the images as they came and decoded (``store``), states and curves (``out``).
-
-    ``limit``: the first images only, of both splits. ``held_out``: so many training images take the place of the test.
-    """
+    """Where things are: the images as they came and decoded (``store``), states and curves (``out``)."""
 
     data: Path
     store: Path
     out: Path
-    limit: int | None = None
-    held_out: int = 0
 
-    def images(self, what: Benchmark) -> Images:
+    def images(self, what: Benchmark, setup: Setup) -> Images:
         """As they are trained on."""
-        found = cached(self.data, what, self.store)
-        found = found if self.limit is None else found.first(self.limit)
-        return found.held_out(self.held_out) if self.held_out else found
+        return setup.part.of(cached(self.data, what, self.store))
 
 
 @final
@@ -53,7 +46,7 @@ def perform(task: Task, budget: Budget) -> Record | None:
     if not budget.allows(0.0):
         return None
     task.setup.prepare()
-    record = train(task.job, task.setup, task.place.images(task.what), task.place.out, budget)
+    record = train(task.job, task.setup, task.place.images(task.what, task.setup), task.place.out, budget)
     if record.history:
         last, end = record.history[-1], ", diverged" if record.diverged else "" if record.finished else ", not done"
         shown = f"loss {last.train_loss:.4f}, {last.test_accuracy:.2%} in {last.seconds:.0f} s"

@@ -182,9 +182,10 @@ class Level:
         return next((e + 1 for e, value in enumerate(self.curve(group)) if value >= end), None)
 
     def columns(self, found: Sequence[Group]) -> dict[str, Any]:
-        """For the file: epochs, and seconds of a run."""
+        """For the file: epochs, and seconds of a run alone where they are known."""
         epochs = {group.arm: self.epoch(group) for group in found}
-        seconds = {group.arm: round(group.seconds[e - 1], 1) for group in found if (e := epochs[group.arm])}
+        clocks = [(group.arm, epochs[group.arm], group.seconds) for group in found]
+        seconds = {arm: round(clock[epoch - 1], 1) for arm, epoch, clock in clocks if epoch and clock}
         names = {"dataset": self.rival.dataset, "schedule": self.label, "rival": self.rival.arm}
         return {**names, "quantity": self.title, "epochs": epochs, "seconds": seconds}
 
@@ -192,7 +193,8 @@ class Level:
         """Of the table."""
         columns = self.columns(found)
         epochs, seconds = columns["epochs"], columns["seconds"]
-        cells = [f"{epochs[arm]}, {seconds[arm]:.0f} s" if arm in seconds else "–" for arm in arms]
+        clock = {arm: f"{seconds[arm]:.0f} s" if arm in seconds else "–" for arm in arms}
+        cells = [f"{epochs[arm]}, {clock[arm]}" if epochs.get(arm) else "–" for arm in arms]
         end = f"{TITLES[self.rival.arm]}: {self.title} {self.shown(self.curve(self.rival)[-1])}"
         return f"| {self.rival.dataset} | {self.label} | {end} | {' | '.join(cells)} |"
 

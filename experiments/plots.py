@@ -32,17 +32,18 @@ def _picture(found: Sequence[Group], title: str, path: Path) -> None:
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
-    for group in found:
+    clocks = [group.seconds for group in found]
+    alone = None not in clocks  # else all as they were measured: one picture has one kind of seconds
+    for group, clock in zip(found, clocks, strict=True):
         epochs = [float(epoch + 1) for epoch in range(len(group.loss.mean))]
         label = f"{TITLES[group.arm]}, {group.schedule} ({len(group.records)})"
         for row, curve in enumerate((group.loss, group.accuracy)):
-            for axis, x in zip(axes[row], (epochs, group.seconds), strict=True):
+            for axis, x in zip(axes[row], (epochs, clock if alone and clock else group.shared.mean), strict=True):
                 colour = f"C{ORDER.index(group.arm)}"
                 low = [m - d for m, d in zip(curve.mean, curve.deviation, strict=True)]
                 high = [m + d for m, d in zip(curve.mean, curve.deviation, strict=True)]
                 axis.plot(x, curve.mean, color=colour, label=label)
                 axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-    alone = all(group.alone is not None for group in found)
     axes[1, 0].set_xlabel("epochs")
     axes[1, 1].set_xlabel("seconds, one run on the device" if alone else "seconds, several runs on the device")
     axes[0, 0].set_yscale("log")

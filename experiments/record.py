@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, final
@@ -64,6 +64,15 @@ class Record:
     history: list[Point]
     finished: bool
     diverged: bool
+
+    def made_with(self, settings: Mapping[str, Any]) -> bool:
+        """Whether these are its settings.
+
+        Runs from before limits were written down are of all images, in the precision of their machine; which images
+        they are of is not known.
+        """
+        known = {"limit": None, "held_out": 0, "precision": self.machine.get("matmul")}
+        return {**known, "images": settings.get("images"), **self.settings} == settings
 
     def save(self, path: Path) -> None:
         """As JSON, a line a column of the curve; what is not a number is null."""

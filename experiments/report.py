@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, final
 
 from experiments.files import write_json
 from experiments.record import Point, Record
+from experiments.timing import Timing
 
 TITLES = {
     "amari": "K-FAC (Amari)",
@@ -60,7 +60,8 @@ class Curve:
 class Group:
     """The finished runs of one optimizer with one schedule on one set of images.
 
-    ``alone``: seconds of an epoch where no other run shares the device, from ``--time``; None where that was not done.
+    ``alone``: seconds of an epoch where no other run shares the device, from ``--time`` on the same images, with the
+    same batches, network and machine; None where that was not measured.
     """
 
     dataset: str
@@ -86,10 +87,10 @@ class Group:
         return Curve.of(self.records, lambda point: point.seconds)
 
     @property
-    def seconds(self) -> list[float]:
-        """After every epoch: of a run alone where that is known, else as they were measured."""
+    def seconds(self) -> list[float] | None:
+        """After every epoch of a run alone, where that is known. What shares a device says nothing about optimizers."""
         if self.alone is None:
-            return self.shared.mean
+            return None
         return [self.alone * (epoch + 1) for epoch in range(len(self.loss.mean))]
 
     def columns(self) -> dict[str, Any]:
@@ -119,14 +120,14 @@ class Group:
             f"{loss.mean[-1]:.4f} ± {loss.deviation[-1]:.4f}",
             f"{accuracy.mean[-1]:.2f} ± {accuracy.deviation[-1]:.2f}",
             f"{statistics.fmean(best):.2f}",
-            f"{self.seconds[-1] / len(loss.mean):.2f}",
+            "–" if self.alone is None else f"{self.alone:.2f}",
         ]
         return f"{name} | " + " | ".join(cells) + " |"
 
 
 def groups(records: Sequence[Record], timing: Path) -> list[Group]:
     """All finished runs, by images, schedule and optimizer."""
-    alone = json.loads(timing.read_text())["seconds_an_epoch"] if timing.exists() else {}
+    alone = Timing.load(timing)
     done = [record for record in records if record.finished]
     keys = {_group(record) for record in done}
     found = []
@@ -135,7 +136,7 @@ def groups(records: Sequence[Record], timing: Path) -> list[Group]:
     ):
         mine = [record for record in done if _group(record) == (dataset, schedule, arm)]
         kept = tuple(record for record in mine if not record.diverged)
-        found.append(Group(dataset, schedule, arm, kept, len(mine) - len(kept), alone.get(arm)))
+        found.append(Group(dataset, schedule, arm, kept, len(mine) - len(kept), alone.seconds(mine)))
     return found
 
 
@@ -146,10 +147,9 @@ def _group(record: Record) -> tuple[str, str, str]:
 
 def table(found: Sequence[Group]) -> str:
     """In Markdown."""
-    clock = "alone" if any(group.alone for group in found) else "shared"
     head = (
         "| images | schedule | optimizer | seeds | training loss at 40 % | at the end | test accuracy, % | best, % | "
-        f"s an epoch ({clock}) |"
+        "s an epoch (alone) |"
     )
     return "\n".join([head, "|" + " --- |" * 9, *(group.row() for group in found)])
 

@@ -8,7 +8,8 @@
     python experiments/sobolev_cifar.py --data DATA --pack PIECES      # the images in small files without loss
 
 DATA: see ``experiments/cifar.py``. States and decoded images are in ``--out`` and may be large (a gigabyte for a run of
-K-FAC that is not done); what is worth keeping is in ``--results``, and what is finished there is not run again.
+K-FAC that is not done); what is worth keeping is in ``--results``, and what is finished there is not run again. A run
+with other settings, fewer images (``--limit``) or other images is never taken for it: that is refused.
 
 Both schedules of the paper: "tenths", of its baseline, and "fifths", of its Sobolev gradient; "cosine" is ours. A seed
 has the same first weights and the same images in the same order for all arms. Augmentation is the usual: four black
@@ -20,27 +21,28 @@ turns; with NVIDIA's service for several processes (``nvidia-cuda-mps-control -d
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from experiments import pairs, report, timing
+from experiments import pairs, report
 from experiments.arms import FIFTHS, TENTHS, AdamW, Arm, Cosine, Momentum, Schedule, amari, grid, independent, sobolev
 from experiments.cifar import CIFAR10, CIFAR100, Benchmark, pack
-from experiments.files import write_json
+from experiments.images import Part
 from experiments.jobs import Place, Task, perform_all
 from experiments.plots import draw
 from experiments.record import Record, load_all
-from experiments.training import Budget, Job, Setup, Until
-from experiments.tuning import Round, Tuning
+from experiments.timing import Timing, lines, measured
+from experiments.training import Budget, Job, Pace, Setup, Until
+from experiments.tuning import Round, Tuning, chosen
 
 # The names of the command line: the one place where names are looked up.
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
@@ -54,24 +56,35 @@ FIXED: dict[str, Callable[[], Arm]] = {
     "sobolev_exact": lambda: sobolev().exactly_damped(),
 }
 TUNED = {"sgd": Momentum, "adamw": AdamW}
+COUNTS = {
+    "epochs": "epochs of a run",
+    "batch": "images of a step",
+    "width": "channels of the first layer",
+    "limit": "images of each split",
+    "workers": "runs at once",
+    "save_every": "epochs between two states",
+    "rounds": "rounds of --time",
+    "tune_epochs": "epochs of all candidates",
+    "finalists": "candidates of the last round",
+    "final_epochs": "epochs of these",
+    "held_out": "training images that --tune chooses by",
+}
 RESULTS = Path(__file__).resolve().parent / "results" / "sobolev_cifar"
 
 
-def arm(name: str, what: Benchmark, results: Path) -> Arm:
+def arm(name: str, what: Benchmark, results: Path, setup: Setup) -> Arm:
     """By name; SGD and AdamW as they were tuned on these images."""
     if name in FIXED:
         return FIXED[name]()
-    path = results / "tuned.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    if "chosen" not in found.get(what.name, {}).get(name, {}):
-        raise SystemExit(f"{name} has not been tuned on {what.name}: run --tune first, or leave it out of --arms")
-    return TUNED[name](**found[what.name][name]["chosen"])
+    found = chosen(results / "tuned.json", what, name, setup)
+    return TUNED[name](lr=found["lr"], weight_decay=found["weight_decay"])
 
 
 def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
     """Choose, on training images that are held out, and write the choice down."""
     rounds = Round(args.tune_epochs), Round(args.final_epochs, args.finalists)
-    place = replace(place, out=args.out / "tuning", held_out=args.held_out)
+    place = replace(place, out=args.out / "tuning")
+    setup = replace(setup, part=replace(setup.part, held_out=args.held_out))
     tuning = Tuning(rounds, SCHEDULES[args.schedules[0]], setup, place, args.results / "tuned.json")
     grids = {name: arms for name, arms in grid().items() if name in args.arms}
     tuning.tune(grids, [BENCHMARKS[name] for name in args.datasets], budget)
@@ -80,26 +93,27 @@ def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -
 def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
     """All runs that are not done, the first seed of everything first."""
     known = {record.name.key: record for record in load_all([args.results, args.out]) if record.finished}
+    benchmarks = [BENCHMARKS[name] for name in args.datasets]
+    arms = {what: [arm(name, what, args.results, setup) for name in args.arms] for what in benchmarks}
+    # Decoded once, before several processes want them.
+    images = {what: place.images(what, setup).digest for what in benchmarks}
     tasks = []
     for seed in args.seeds:
-        for what in (BENCHMARKS[name] for name in args.datasets):
-            arms = [arm(name, what, args.results) for name in args.arms]
-            jobs = [Job(what.name, SCHEDULES[name], one, seed) for name in args.schedules for one in arms]
-            tasks += [Task(job, setup, what, place) for job in jobs if not is_done(job, setup, known)]
-    for what in dict.fromkeys(task.what for task in tasks):
-        place.images(what)  # decoded once, before several processes want them
+        for what in benchmarks:
+            jobs = [Job(what.name, SCHEDULES[name], one, seed) for name in args.schedules for one in arms[what]]
+            left = [job for job in jobs if not is_done(setup.settings(job, images[what]), known.get(job.key))]
+            tasks += [Task(job, setup, what, place) for job in left]
     print(f"{len(tasks)} runs, {len(known)} are done")
-    perform_all(tasks, setup.workers, budget)
+    perform_all(tasks, setup.pace.workers, budget)
     summarise(args)
 
 
-def is_done(job: Job, setup: Setup, known: Mapping[str, Record]) -> bool:
-    """Whether there is such a run; refuse to take one with other settings for it."""
-    record = known.get(job.key)
-    if record is not None and record.settings != setup.settings(job):
+def is_done(settings: dict[str, Any], record: Record | None) -> bool:
+    """Whether there is such a run; refuse to take one with other settings or on other images for it."""
+    if record is not None and not record.made_with(settings):
         raise SystemExit(
-            f"{job.key} was run with {record.settings}, now it is {setup.settings(job)}: choose other folders for "
-            "--out and --results, or the same settings"
+            f"{record.name.key} was run with {record.settings}, now it is {settings}: choose other folders for --out "
+            "and --results, or the same settings and images"
         )
     return record is not None
 
@@ -112,13 +126,14 @@ def summarise(args: argparse.Namespace) -> None:
 
 
 def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
-    """Milliseconds of a step of every optimizer, one after the other in one process."""
-    what = BENCHMARKS[args.datasets[0]]
+    """Milliseconds of a step of every optimizer on every set of images, one after the other in one process."""
     # What a step costs does not depend on learning rates, so SGD and AdamW need not be tuned.
     arms = [FIXED[name]() if name in FIXED else TUNED[name](lr=1e-3, weight_decay=1e-3) for name in args.arms]
-    found = timing.measured(arms, replace(setup, workers=1), place.images(what), args.rounds)
-    write_json(args.results / "timing.json", found)
-    print(timing.lines(found))
+    for what in (BENCHMARKS[name] for name in args.datasets):
+        found = measured(arms, replace(setup, pace=Pace()), place.images(what, setup), args.rounds)
+        path = args.results / "timing.json"
+        Timing.load(path).beside(found).save(path)
+        print(lines(found))
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -151,7 +166,16 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--time", action="store_true", help="measure a step of every optimizer, alone")
     what.add_argument("--report", action="store_true", help="write curves, summary, table and pictures")
     what.add_argument("--pack", type=Path, default=None, help="write the images in pieces to this folder")
-    return parser.parse_args(arguments)
+    return checked(parser.parse_args(arguments))
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Refuse numbers with which there is nothing to do, before anything is read."""
+    for name, of in COUNTS.items():
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise SystemExit(f"--{name.replace('_', '-')} is {value}, the number of {of}: give 1 or more")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -159,8 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start, args = time.time(), parsed(arguments)
     budget = Until(start + args.seconds)
     layout = LAYOUTS[args.layout]
-    setup = Setup(args.epochs, args.batch, args.width, args.device, layout, args.workers, args.save_every)
-    place = Place(args.data, args.out, args.out, args.limit)
+    part, pace = Part(args.limit), Pace(args.workers, args.save_every)
+    setup = Setup(args.epochs, args.batch, args.width, args.device, layout, part, pace)
+    place = Place(args.data, args.out, args.out)
     if args.pack:
         for name in args.datasets:
             print(*(path.name for path in pack(args.data, BENCHMARKS[name], args.pack)), sep="\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.harness import machine
 from experiments.arms import Arm, Schedule
 from experiments.files import replaced
-from experiments.images import Feed, Images, Scale
+from experiments.images import Feed, Images, Part, Scale
 from experiments.record import Name, Point, Record
 from experiments.vgg import vgg16
 from natgrad.errors import NonFiniteError
@@ -47,25 +47,43 @@ class Job:
 
 @final
 @dataclass(frozen=True)
+class Pace:
+    """What changes nothing that a run finds: how many share the device, and epochs between two states that are kept."""
+
+    workers: int = 1
+    save_every: int = 1
+
+
+@final
+@dataclass(frozen=True)
 class Setup:
-    """How all runs are made. ``workers``: how many share the device. ``save_every``: epochs between two checkpoints."""
+    """How all runs are made, and on which images of those that there are."""
 
     epochs: int = 50
     batch: int = 128
     width: int = 64
     device: str = "cpu"
     layout: torch.memory_format = torch.channels_last
-    workers: int = 1
-    save_every: int = 1
+    part: Part = field(default_factory=Part)
+    pace: Pace = field(default_factory=Pace)
 
-    def settings(self, job: Job) -> dict[str, Any]:
-        """What must be the same for a run to go on."""
-        common = {"epochs": self.epochs, "batch": self.batch, "width": self.width, "layout": str(self.layout)}
-        return common | {"arm": dict(job.arm.numbers())}
+    @property
+    def precision(self) -> str:
+        """Of matrix products: TF32 on a GPU."""
+        return "high" if self.device != "cpu" else "highest"
+
+    def conditions(self, images: str) -> dict[str, Any]:
+        """All but the epochs and the optimizer; ``images`` is the digest of those that are trained on."""
+        shape = {"batch": self.batch, "width": self.width, "layout": str(self.layout), "precision": self.precision}
+        return {**shape, "limit": self.part.limit, "held_out": self.part.held_out, "images": images}
+
+    def settings(self, job: Job, images: str) -> dict[str, Any]:
+        """What must be the same for a run to go on, or to be taken for one that is done."""
+        return {"epochs": self.epochs, **self.conditions(images), "arm": dict(job.arm.numbers())}
 
     def prepare(self) -> None:
         """TF32 and the fastest convolutions on a GPU; one thread a run on a processor."""
-        torch.set_float32_matmul_precision("high" if self.device != "cpu" else "highest")
+        torch.set_float32_matmul_precision(self.precision)
         torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
         torch.set_num_threads(1)
@@ -82,9 +100,9 @@ class Training:
 
     def __init__(self, job: Job, setup: Setup, images: Images) -> None:
         device = torch.device(setup.device)
+        self.job, self.setup, self.settings = job, setup, setup.settings(job, images.digest)
         images = images.to(device)
         torch.manual_seed(job.seed)
-        self.job, self.setup = job, setup
         model = vgg16(images.classes, setup.width).to(device)
         # The layout is that of images: weights stay as they are, so that no optimizer copies gradients to pack them.
         self.model = model
@@ -115,7 +133,7 @@ class Training:
         seconds = before + self._now() - start
         loss, accuracy = self._tested()
         mean = float(total) / self.feed.steps
-        point = Point(len(self.history) + 1, mean, loss, accuracy, seconds, self.setup.workers)
+        point = Point(len(self.history) + 1, mean, loss, accuracy, seconds, self.setup.pace.workers)
         self.history.append(point)
         self.diverged = not point.finite
 
@@ -151,7 +169,7 @@ class Training:
     def state(self) -> dict[str, Any]:
         """All that the next epochs depend on."""
         return {
-            "settings": self.setup.settings(self.job),
+            "settings": self.settings,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.feed.generator.get_state(),
@@ -161,10 +179,10 @@ class Training:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        if state["settings"] != self.setup.settings(self.job):
+        if state["settings"] != self.settings:
             raise ValueError(
-                f"{self.job.key} was begun with {state['settings']}, now it is {self.setup.settings(self.job)}: choose "
-                "another --out, or the same settings"
+                f"{self.job.key} was begun with {state['settings']}, now it is {self.settings}: choose another --out, "
+                "or the same settings and images"
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -177,7 +195,7 @@ class Training:
         job, setup = self.job, self.setup
         return Record(
             job.name,
-            settings=setup.settings(job),
+            settings=self.settings,
             machine=setup.describe(),
             history=list(self.history),
             finished=self.finished,
@@ -223,7 +241,7 @@ def train(job: Job, setup: Setup, images: Images, out: Path, budget: Budget) -> 
         start = time.time()
         training.epoch()
         longest = max(longest, 1.1 * (time.time() - start))
-        due = len(training.history) % setup.save_every == 0 or not budget.allows(longest)
+        due = len(training.history) % setup.pace.save_every == 0 or not budget.allows(longest)
         if due and not training.finished:
             with replaced(checkpoint) as file:
                 torch.save(training.state(), file)

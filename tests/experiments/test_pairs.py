@@ -13,6 +13,7 @@ from scipy import stats
 from experiments import pairs, report
 from experiments.record import Name, Point, Record
 from experiments.student import Paired, critical, two_sided
+from tests.experiments.tiny import MACHINE, SIZES, write_timing
 
 
 def run(arm: str, seed: int, losses: Sequence[float], accuracies: Sequence[float], schedule: str = "tenths") -> Record:
@@ -21,7 +22,7 @@ def run(arm: str, seed: int, losses: Sequence[float], accuracies: Sequence[float
         Point(e + 1, loss, loss, accuracy, 2.0 * (e + 1), 4)
         for e, (loss, accuracy) in enumerate(zip(losses, accuracies, strict=True))
     ]
-    return Record(Name("cifar10", schedule, arm, seed), {}, {}, history, finished=True, diverged=False)
+    return Record(Name("cifar10", schedule, arm, seed), SIZES, MACHINE, history, finished=True, diverged=False)
 
 
 def test_the_tails_are_those_of_students_distribution_in_closed_form() -> None:
@@ -135,7 +136,7 @@ def test_in_the_papers_comparison_the_end_of_one_schedule_is_reached_with_the_ot
 
 
 def test_a_level_is_reached_in_the_first_epoch_whose_mean_over_seeds_has_it(tmp_path: Path) -> None:
-    (tmp_path / "timing.json").write_text(json.dumps({"seconds_an_epoch": {"amari": 3.0, "sgd": 2.0}}))
+    write_timing(tmp_path, {"amari": 3.0, "sgd": 2.0})
     records = [run("amari", seed, [0.5, 0.2, 0.1], [0.4, 0.7 - seed / 10, 0.8]) for seed in (0, 1)]
     records += [run("sgd", seed, [0.9, 0.5, 0.3], [0.2, 0.5, 0.65]) for seed in (0, 1)]
     pairs.save(report.save(records, tmp_path), tmp_path)

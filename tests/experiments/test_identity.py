@@ -1,0 +1,161 @@
+"""A run, a choice and decoded images are taken again only for what they were made of: settings, limits and pixels."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import arms
+from experiments.arms import TENTHS, Momentum
+from experiments.cifar import CIFAR10, CIFAR100, cached
+from experiments.images import Images, Part
+from experiments.jobs import Place
+from experiments.record import load_all
+from experiments.sobolev_cifar import RESULTS, SCHEDULES, arm, main
+from experiments.training import Job, Pace, Setup
+from experiments.tuning import Round, Tuning, chosen
+from tests.experiments.test_cifar import images, same, write_archive, write_strips
+from tests.experiments.tiny import SETUP, TINY, Ample
+
+JOB = Job("cifar10", TENTHS, Momentum(0.01, 0.0), seed=0)
+
+
+def test_a_run_of_fewer_images_or_other_settings_is_not_taken_for_one_that_is_done(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--data", f"{folder}/data", "--out", f"{folder}/out", "--results", f"{folder}/results"]
+    asked = [*places, *TINY, "--arms", "amari", "--seeds", "0", "--epochs", "1"]
+    main([*asked, "--limit", "48"])
+    for other in (
+        [],
+        ["--limit", "40"],
+        ["--limit", "48", "--layout", "contiguous"],
+        ["--limit", "48", "--width", "3"],
+        ["--limit", "48", "--batch", "16"],
+        ["--limit", "48", "--epochs", "2"],
+    ):
+        with pytest.raises(
+            SystemExit, match=r"cifar10-tenths-amari-0 was run with .*'limit': 48.*: choose other folder"
+        ):
+            main([*asked, *other])
+    capsys.readouterr()
+    main([*asked, "--limit", "48"])
+    assert "0 runs, 1 are done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"epochs": 3},
+        {"batch": 16},
+        {"width": 3},
+        {"device": "cuda"},  # another precision
+        {"part": Part(limit=48)},
+        {"part": Part(held_out=20)},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_all_that_changes_a_run_is_in_its_settings_and_its_pace_is_not(other: dict[str, Any]) -> None:
+    assert replace(SETUP, **other).settings(JOB, "a") != SETUP.settings(JOB, "a")
+    assert SETUP.settings(JOB, "a") != SETUP.settings(JOB, "b")
+    assert replace(SETUP, pace=Pace(workers=3, save_every=2)).settings(JOB, "a") == SETUP.settings(JOB, "a")
+
+
+def test_the_runs_that_are_kept_are_those_of_the_command_on_a_gpu_with_all_images_and_of_no_other() -> None:
+    setup = Setup(device="cuda")
+    records = load_all([RESULTS])
+    assert len(records) == 30
+    for record in records:
+        made = arm(record.name.arm, CIFAR10, RESULTS, setup)
+        job = Job(record.name.dataset, SCHEDULES[record.name.schedule], made, record.name.seed)
+        assert record.made_with(setup.settings(job, "of today"))
+        for other in ({"part": Part(300)}, {"batch": 64}, {"width": 32}, {"epochs": 100}, {"device": "cpu"}):
+            assert not record.made_with(replace(setup, **other).settings(job, "of today"))
+
+
+def test_images_are_decoded_once_and_those_of_other_files_never_taken_for_them(tmp_path: Path) -> None:
+    """Known by the contents of their files: a copy in another folder is the same."""
+    one, other, copied, store = (tmp_path / name for name in ("one", "other", "copied", "store"))
+    first, second = images(CIFAR10, seed=0), images(CIFAR10, seed=1)
+    for folder, found in ((one, first), (other, second)):
+        folder.mkdir()
+        write_strips(folder, found)
+    same(cached(one, CIFAR10, store), first)
+    (path,) = store.iterdir()
+    before = path.stat().st_mtime_ns
+    shutil.copytree(one, copied)
+    same(cached(copied, CIFAR10, store), first)
+    assert [(path, before)] == [(found, found.stat().st_mtime_ns) for found in store.iterdir()]
+    same(cached(other, CIFAR10, store), second)
+    same(cached(one, CIFAR10, store), first)
+
+
+def test_a_run_on_other_images_is_not_taken_for_one_that_is_done(tmp_path: Path) -> None:
+    hundred = [*TINY, "--datasets", "cifar100", "--epochs", "1", "--arms", "amari", "--seeds", "0"]
+    places = ["--out", f"{tmp_path}/out", "--results", f"{tmp_path}/results"]
+    for seed in (0, 1):
+        (tmp_path / f"{seed}").mkdir()
+        write_archive(tmp_path / f"{seed}", images(CIFAR100, 64, seed))
+    main(["--data", f"{tmp_path}/0", *places, *hundred])
+    with pytest.raises(SystemExit, match=r"cifar100-tenths-amari-0 was run with .*or the same settings and images"):
+        main(["--data", f"{tmp_path}/1", *places, *hundred])
+
+
+def test_the_digest_of_images_is_that_of_every_pixel_label_and_place(pictures: Images) -> None:
+    pixel, label = pictures.train.x.clone(), pictures.test.y.clone()
+    pixel[3, 2, 1, 0] += 1
+    label[5] = (label[5] + 1) % 10
+    others = [
+        replace(pictures, train=replace(pictures.train, x=pixel)),
+        replace(pictures, test=replace(pictures.test, y=label)),
+        replace(pictures, train=pictures.train[slice(None, None, 2)]),
+        pictures.first(40),
+        pictures.held_out(20),
+    ]
+    assert len({found.digest for found in (pictures, *others)}) == 6
+    assert images(CIFAR10, 64).digest == pictures.digest
+
+
+def tuning(folder: Path, limit: int | None, rounds: tuple[Round, ...] = (Round(1),)) -> Tuning:
+    """On so many images."""
+    setup = Setup(batch=16, width=2, part=Part(limit, held_out=20))
+    place = Place(folder / "data", folder / "out", folder / "tuning")
+    return Tuning(rounds, TENTHS, setup, place, folder / "tuned.json")
+
+
+def test_trials_and_choices_of_fewer_images_are_not_taken_for_those_of_all(folder: Path) -> None:
+    grids = {"sgd": arms.grid()["sgd"][:2]}
+    tuning(folder, 48).tune(grids, [CIFAR10], Ample())
+    path = folder / "tuned.json"
+    assert json.loads(path.read_text())["cifar10"]["sgd"]["conditions"]["limit"] == 48
+    for refused in (tuning(folder, None), tuning(folder, 40)):
+        with pytest.raises(
+            SystemExit, match=r"settings of sgd on cifar10 that were found with limit 48 and not .*: move"
+        ):
+            refused.tune(grids, [CIFAR10], Ample())
+    two = Round(1), Round(2, candidates=9)
+    for _ in range(2):  # the second time there is nothing left to do
+        tuning(folder, 48, two).tune(grids, [CIFAR10], Ample())
+    for rounds in ((Round(2), two[1]), (two[0], Round(1, candidates=2)), (two[0], Round(2, candidates=1))):
+        with pytest.raises(SystemExit, match=r"found with rounds \(epochs, trials\) \[\(1, 2\), \(2, 2\)\] and not \["):
+            tuning(folder, 48, rounds).tune(grids, [CIFAR10], Ample())
+    path.unlink()
+    tuning(folder, None).tune(grids, [CIFAR10], Ample())
+    tried = [record for one in (folder / "tuning" / "round0").iterdir() for record in load_all([one])]
+    assert [record.settings["limit"] for record in tried] == [None, None]
+    assert chosen(path, CIFAR10, "sgd", Setup(batch=16, width=2)) in [one.numbers() for one in grids["sgd"]]
+    with pytest.raises(SystemExit, match=r"sgd was tuned on cifar10 with limit None and not 48: move .* --tune again"):
+        chosen(path, CIFAR10, "sgd", Setup(batch=16, width=2, part=Part(48)))
+
+
+def test_the_choices_that_are_kept_are_those_of_the_command_without_options() -> None:
+    path = RESULTS / "tuned.json"
+    for name in ("sgd", "adamw"):
+        assert chosen(path, CIFAR10, name, Setup()) == json.loads(path.read_text())["cifar10"][name]["chosen"]
+        with pytest.raises(SystemExit, match=rf"{name} was tuned on cifar10 with batch 128 and not 64, limit None and"):
+            chosen(path, CIFAR10, name, Setup(batch=64, part=Part(300)))
