@@ -15,6 +15,7 @@ from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse
 from natgrad.optim.diagnostics import Diagnostics, diagnostics
 from natgrad.optim.distributed import world_of
+from natgrad.optim.fitting import check_plain
 from natgrad.optim.graphed import Graphed
 from natgrad.optim.groups import check_numbers, common_damping, complete
 from natgrad.optim.guard import Guard
@@ -255,16 +256,21 @@ class NaturalGradient(torch.optim.Optimizer):
         state = super().state_dict()
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
         state["state"] = _copied(state["state"])
-        own = export(self.keeper, self.inverse, self.inverse_damping, self.outdated)
+        own = export(self.keeper, self.solver, self.inverse, self.inverse_damping, self.outdated)
         state["natgrad"] = own | {
             what: {k: t.clone() for k, t in own[what].items()} for what in ("operator", "inverse")
         }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume exactly: the next steps are, bit for bit, those of the run that was saved."""
+        """Resume exactly: the next steps are, bit for bit, those of the run that was saved.
+
+        What does not fit is refused with the difference, before anything is changed. With another solver than the one
+        that was saved, the metric is kept and inverted anew in the next step.
+        """
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
+        check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.keeper.model.params.items()})
         restored = restore(state_dict["natgrad"], self.keeper, self.solver)
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -11,8 +12,12 @@ import torch
 from torch import Tensor
 
 from natgrad.operators.base import Inverse, Operator
+from natgrad.optim.described import metric_in_words, solver_in_words
+from natgrad.optim.fitting import check_entries, check_finite, check_generator, check_guess, inverse_of, operator_of
 from natgrad.optim.keeper import Keeper
 from natgrad.solve import Solver
+
+_log = logging.getLogger("natgrad")
 
 
 @final
@@ -59,12 +64,15 @@ class Stream:
         generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
-def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float, outdated: bool) -> dict[str, Any]:
-    """Tensors and numbers only, so that ``torch.load(weights_only=True)`` reads them."""
+def export(
+    keeper: Keeper, solver: Solver, inverse: Inverse | None, inverse_damping: float, outdated: bool
+) -> dict[str, Any]:
+    """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
     # One of several processes has seen a part of the examples: it says nothing of how many there were.
     usual = keeper.mass.usual if keeper.world.size == 1 else 0
     return {
         **_signature(keeper),
+        "solver": solver_in_words(solver),
         "dtype": str(keeper.model.example.dtype),
         "step": keeper.step,
         "count": keeper.count,
@@ -82,14 +90,21 @@ def export(keeper: Keeper, inverse: Inverse | None, inverse_damping: float, outd
 
 
 def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
-    """Check that the state belongs to this model and structure, and build what it holds.
+    """Check that the state belongs to this model, structure and metric, whole, and build what it holds.
 
     The metric keeps the precision that it was saved in; where the model has another one than the model that was saved,
-    it takes that of the metrics of this model.
+    it takes that of the metrics of this model. An inverse that another solver has made is not kept: the next step makes
+    it anew. States of before metric and solver were saved are taken for those of this optimizer.
     """
+    check_entries(state)
     for what, mine in _signature(keeper).items():
-        if state[what] != mine or (isinstance(mine, dict) and list(state[what]) != list(mine)):
-            raise ValueError(f"this is the state of another optimizer: {_difference(what, state[what], mine)}")
+        saved = state.get(what, mine)
+        if saved != mine or (isinstance(mine, dict) and list(saved) != list(mine)):
+            raise ValueError(f"this is the state of another optimizer: {_difference(what, saved, mine)}")
+    for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
+        check_finite(what, state[entry])
+    check_guess(keeper.model.size, state["inverse"])
+    check_generator(state["generator"], keeper.generator)
     example = keeper.model.example
     dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
 
@@ -98,13 +113,9 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
         kinds = {name: dtype if t.is_floating_point() else None for name, t in tensors.items()}
         return {name: t.to(example.device, kinds[name], copy=True) for name, t in tensors.items()}
 
-    tensors, warm = placed(state["operator"]), placed(state["inverse"])
-    average = keeper.structure.restore(keeper.model, keeper.view.blocks, tensors) if tensors else None
-    inverse: Inverse | None = _Warm(warm) if warm else None
-    if average is not None:
-        # An inverse may be older than the average: it is kept, where it has tensors, and made again where it has none.
-        kept = average.inverse_from(warm) if warm else None
-        inverse = kept or solver.init(average, state["inverse_damping"], warm)
+    tensors = placed(state["operator"])
+    average = operator_of(keeper, tensors) if tensors else None
+    inverse = None if _solved_otherwise(state, solver) else _inverse(state, average, solver, placed(state["inverse"]))
     stream = Stream(state["generator"].cpu(), state["rank"])
     # A state of before there was a mass has as much as its number of estimates says.
     total, usual = state.get("mass", (0.0 if not state["count"] else 1 / keeper.structure.weight(state["count"]), 0))
@@ -122,9 +133,29 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
     )
 
 
+def _inverse(
+    state: Mapping[str, Any], average: Operator | None, solver: Solver, warm: dict[str, Tensor]
+) -> Inverse | None:
+    """An inverse may be older than the average: it is kept, where it has tensors, and made again where it has none."""
+    if average is None:
+        return _Warm(warm) if warm else None
+    kept = inverse_of(average, warm) if warm else None
+    return kept or solver.init(average, state["inverse_damping"], warm)
+
+
+def _solved_otherwise(state: Mapping[str, Any], solver: Solver) -> bool:
+    """Whether another solver has made the inverse in the state, which is said in the log."""
+    mine = solver_in_words(solver)
+    saved = state.get("solver", mine)
+    if saved != mine:
+        _log.info("the state was saved with the solver %s, here it is %s: the next step inverts anew", saved, mine)
+    return bool(saved != mine)
+
+
 def _signature(keeper: Keeper) -> dict[str, Any]:
     """What must be the same for a state to mean the same."""
     return {
+        "metric": metric_in_words(keeper.metric),
         "structure": repr(keeper.structure.structure),
         "parameters": {name: list(p.shape) for name, p in keeper.model.params.items()},
         "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in keeper.view.blocks},
