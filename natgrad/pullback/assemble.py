@@ -32,9 +32,9 @@ _ELSEWHERE = (
     "the layer rules of {} are not used, and the model is run example by example for them, which is slow: behind them "
     "the outputs of one example depend on the others, as in z @ z.T or F.batch_norm(…, training=True) (nn.BatchNorm1d, "
     "2d and 3d are understood), or the layers do not have the examples on one axis, in their order, as after an index, "
-    "a sort or a concatenation of examples. Linear layers, LayerNorm, RMSNorm and embeddings may have them on any "
-    "axis, all others where the module has its batch: put them there before these layers, and back behind them. "
-    "strict=True refuses such layers, and opt.plan() lists them after the first pass"
+    "a sort or a concatenation of examples. The outputs of the model have them on their first axis, linear layers, "
+    "LayerNorm, RMSNorm and embeddings on any, all others where the module has its batch: put them there before these "
+    "layers, and back behind them. strict=True refuses such layers, and opt.plan() lists them after the first pass"
 )
 _IDLE = "the layer rules of {} are not used: a layer was called, and the outputs of the model do not depend on its own"
 

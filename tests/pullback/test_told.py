@@ -77,8 +77,9 @@ def test_examples_that_are_elsewhere_are_a_warning_with_the_names_and_the_way_ou
     assert level == logging.WARNING
     assert re.match(
         r"the layer rules of body\.bias, body\.weight are not used, and the model is run example by example .*, which "
-        r"is slow: .* an index, a sort or a concatenation of examples\. Linear layers, LayerNorm, RMSNorm and "
-        r"embeddings may have them on any axis, .*: put them there before these layers, and back behind them\. "
+        r"is slow: .* an index, a sort or a concatenation of examples\. The outputs of the model have them on "
+        r"their first axis, linear layers, .* and embeddings on any, .*: put them there before these layers, and back "
+        r"behind them\. "
         r"strict=True refuses such layers, and opt\.plan\(\) lists them after the first pass",
         message,
     )
