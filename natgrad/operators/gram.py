@@ -38,15 +38,10 @@ class KernelMatrix:
         return KernelMatrix(K, K, root_or_nan(K), None)
 
     @staticmethod
-    def of(K: Tensor, eps: float | None = None, rows: float = 0.0) -> KernelMatrix:
-        """``eps`` is the precision that K is known to, where that is less than its own, ``rows`` that of what it mixes.
-
-        Examples that are equal up to rounding differ by ``rows`` of their size, and 1/λ multiplies the squares of such
-        differences: below ``seen_by(rows, n)`` of its norm K is not seen by them, and counts as zero.
-        """
+    def of(K: Tensor, eps: float | None = None) -> KernelMatrix:
+        """``eps`` is the precision that K is known to, where that is less than its own."""
         check_finite(K, "the kernel matrix of the examples")
-        norm = K.double().abs().sum(1).amax()  # at least λ_max, and as large where K is that of equal points
-        K, cut = K.double(), torch.maximum(rounding(K, eps), seen_by(rows, len(K)) * norm)
+        K, cut = K.double(), rounding(K, eps)
         factor, info = torch.linalg.cholesky_ex(K)
         if bool((info == 0) & (smallest(factor) > 100 * cut)):
             return KernelMatrix(K, K, factor, None)
@@ -59,11 +54,6 @@ class KernelMatrix:
         seen = values > cut
         values = torch.where(seen, values, 1.0)
         return KernelMatrix(K, values.diag(), values.sqrt().diag(), vectors * seen)
-
-    @property
-    def seen(self) -> Tensor:
-        """Q K' Qᵀ, the part of K that K⁺ is the inverse of."""
-        return self.whole if self.basis is None else (self.basis * self.inner.diagonal()) @ self.basis.T
 
     def inverse(self) -> Tensor:
         """K⁺."""
@@ -114,22 +104,23 @@ def root_or_nan(matrix: Tensor) -> Tensor:
 
 
 def rounding(K: Tensor, eps: float | None = None) -> Tensor:
-    """What an eigenvalue of K [n n] cannot be told from zero below.
+    """What an eigenvalue of K cannot be told from zero below: ``unseen`` of λ_max, or some units of the trace.
 
-    That is n units in the last place of λ_max, which ``eigh`` in double precision may be wrong by (measured: n/20 for
-    equal points), or some units of the trace, where they are more: K itself is known to those.
+    To the first a kernel matrix can be inverted, and to the second it is known.
 
-    >>> float(rounding(torch.ones(1024, 1024).double())) / torch.finfo(torch.float64).eps == 1024**2
+    >>> float(rounding(torch.ones(5000, 5000).double())) / torch.finfo(torch.float64).eps == 5000**2
     True
     """
     known = 8 * (torch.finfo(K.dtype).eps if eps is None else eps) * K.diagonal().double().sum()
-    found = len(K) * torch.finfo(torch.float64).eps * K.double().abs().sum(1).amax()
-    return torch.maximum(known, found)
+    largest = K.abs().sum(1).amax()  # at least λ_max, and as large where all points are equal
+    return torch.maximum(known, unseen(len(K)) * largest.double())
 
 
-def seen_by(eps: float, n: int) -> float:
-    """λ/λ_max below which rounding to ``eps``, in rows of n examples, is more than a per cent or so of their norm.
+def unseen(n: int) -> float:
+    """λ/λ_max below which the inverse of a kernel matrix [n n] is noise, in double precision.
 
-    n differences of relative size ε add nε²/λ to a norm of 1/λ_max, and sums of n terms some units more.
+    ``eigh`` may be wrong by n units in the last place of λ_max (n/20 were measured, for equal points). Products with
+    the inverse have the relative error ελ_max/λ, and rows in single precision, equal but for their rounding, ε²λ_max/λ
+    with the ε of that: below 4096 units of double precision both are more than some thousandths.
     """
-    return 8 * n * eps**2
+    return max(n, 4096) * torch.finfo(torch.float64).eps

@@ -24,6 +24,7 @@ class Coupling:
     """C [n m], by which a metric couples the examples, and what a metric that is made from a kernel knows besides.
 
     Then C = K⁻¹, and a structure that knows K solves without it; L with C = L Lᵀ mixes rows, and need not be found.
+    L is multiplied in the precision that it comes in.
     """
 
     C: Tensor
@@ -79,7 +80,7 @@ class OutputMetric(ABC):
         return None
 
     def coupled(self, x: Inputs, n: int, dtype: torch.dtype = torch.float64) -> Coupling | None:
-        """The coupling, for rows of type ``dtype``, with the kernel matrix that it is the inverse of, if there is one."""
+        """The coupling of rows of type ``dtype``, with the kernel matrix that it is the inverse of, if there is one."""
         C = self.coupling(x, n)
         return None if C is None else Coupling(C)
 

@@ -161,7 +161,7 @@ class View:
             verdicts=self.known.verdicts,
             displaced=refused.names,
             K=None if coupled is None else _double(coupled.K, y),
-            L=None if coupled is None else _double(coupled.L, y),
+            L=None if coupled is None or coupled.L is None else coupled.L.to(y.device),
         )
 
     def _tell(self, blocks: Sequence[Block], refused: Refused) -> None:

@@ -38,24 +38,30 @@ _PROBES = 64
 @final
 @dataclass(frozen=True)
 class Coupled:
-    """C [n m] in double precision and, in that of the factors, Lᵀ with C = L Lᵀ and 1ᵀC below it."""
+    """C [n m] in double precision, and Lᵀ with C = L Lᵀ and 1ᵀC below it.
+
+    Where C is large, rows that nearly cancel are mixed in double precision: then L comes in it.
+    """
 
     C: Tensor
     rows: Tensor  # [m + 1 n]
+    dtype: torch.dtype  # of the factors
     memo: dict[Hashable, Any]  # of the tape: what stays where it is from one pass to the next
 
     @staticmethod
-    def of(C: Tensor, mix: Tensor, memo: dict[Hashable, Any]) -> Coupled:
+    def of(C: Tensor, mix: Tensor, dtype: torch.dtype, memo: dict[Hashable, Any]) -> Coupled:
         """From L [n m]. On a GPU in memory that stays, so that recorded kernels find it there."""
-        rows = torch.cat([mix.T, C.sum(0, keepdim=True).to(mix.dtype)])
+        # Σ_m C_nm may cancel to the last digit; L(Lᵀ1) is as exact as L.
+        sums = mix @ mix.sum(0) if mix.dtype == C.dtype else C.sum(0).to(mix.dtype)
+        rows = torch.cat([mix.T, sums.unsqueeze(0)])
         if C.device.type != "cuda":
-            return Coupled(C, rows, memo)
+            return Coupled(C, rows, dtype, memo)
         for key, t in (("C", C), ("L", rows)):
             if key not in memo or (memo[key].shape, memo[key].dtype) != (t.shape, t.dtype):
                 memo[key] = t.clone()
             else:
                 memo[key].copy_(t)
-        return Coupled(memo["C"], memo["L"], memo)
+        return Coupled(memo["C"], memo["L"], dtype, memo)
 
     @property
     def places(self) -> Hashable:
@@ -86,10 +92,10 @@ class Coupled:
             totals = traces(self._cast(Factors(tape.inputs(block), g.whole(tape, block))), self.C, self.mix.T)
             f = self._cast(sharing.explicit(tape, block, g))
             plain_s, plain_a = sharing.outputs(tape, block, g), sharing.inputs(tape, block)
-            s = _products(mixed(f.g, self.mix).flatten(0, 2), plain_s.ndim == 3)
-            a = _products(mixed(f.a[None], self.mix).flatten(0, 2), plain_a.total.ndim == 3)
+            s = _products(self._by(f.g, self.mix).flatten(0, 2), plain_s.ndim == 3)
+            a = _products(self._by(f.a[None], self.mix).flatten(0, 2), plain_a.total.ndim == 3)
             moment, before = Moment(a, plain_a.count), (trace(plain_s), trace(plain_a.total))
-        return self._scaled(s.to(self.rows.dtype), moment, before, totals)
+        return self._scaled(s.to(self.dtype), moment, before, totals)
 
     def _traces(self, tape: Tape, block: Block, g: Cotangents) -> tuple[Tensor, Tensor]:
         """The traces of G at C = 1 and at C. The 1 of a bias beside a weight is left out of the inputs: it is known."""
@@ -97,9 +103,9 @@ class Coupled:
             return self._estimated(tape, block, g)
         one = "bias" in block.keys and len(block.keys) > 1
         keys = tuple(key for key in block.keys if key != "bias" or not one)
-        whole, uses = g.whole(tape, block).to(self.rows.dtype), tape.of(block)
+        whole, uses = g.whole(tape, block).to(self.dtype), tape.of(block)
         if len(uses) == 1 and not paired(whole, block.shape[2]):
-            outer = g.outer[tape.places(block)[0]][0].to(self.rows.dtype)
+            outer = g.outer[tape.places(block)[0]][0].to(self.dtype)
             (use,), sums = uses, Sums.zero(self.mix.T, block.shape[0])
             if all(sums.add(use.rule.gradients(use.module, keys, use.call, column)) for column in outer):
                 for column in whole if one else ():
@@ -125,25 +131,30 @@ class Coupled:
         # Images may be copied for it: one large product is faster than one an image.
         h = g.whole(tape, block)[:, :, :, 0].to(u.dtype) @ u  # [k n r p]
         q = h.mul_(a).sum(2)  # [k n p]
+        q = q.to(self.mix.dtype)
         both = torch.cat([q, self.mix @ q]).double().square_().view(2, -1).sum(1) / _PROBES
         return both[:1], both[1:]
 
     def _signs(self, size: int, seed: int) -> Tensor:
         """±1 [size p], always the same: no random stream is moved."""
-        key = ("signs", size, seed, self.rows.dtype)
+        key = ("signs", size, seed, self.dtype)
         if key not in self.memo:
             generator = torch.Generator(self.rows.device).manual_seed(seed)
             bits = torch.randint(2, (size, _PROBES), generator=generator, device=self.rows.device)
-            self.memo[key] = (2 * bits - 1).to(self.rows.dtype)
+            self.memo[key] = (2 * bits - 1).to(self.dtype)
         return self.memo[key]
 
     def _cast(self, f: Factors) -> Factors:
-        return Factors(f.a.to(self.rows.dtype), f.g.to(self.rows.dtype))
+        return Factors(f.a.to(self.dtype), f.g.to(self.dtype))
 
     def _cotangents(self, tape: Tape, block: Block, g: Cotangents) -> Cotangents:
         """Those of the uses of a block, mixed: a layer's g are linear in the cotangents of its outputs."""
-        mix, places = self.mix, tape.places(block)
-        return Cotangents({at: tuple(mixed(t.to(mix.dtype), mix) for t in g.outer[at]) for at in places}, {})
+        places = tape.places(block)
+        return Cotangents({at: tuple(self._by(t, self.mix) for t in g.outer[at]) for at in places}, {})
+
+    def _by(self, t: Tensor, rows: Tensor) -> Tensor:
+        """Σ_n rows_mn t_n, in the precision of the rows."""
+        return mixed(t.to(rows.dtype), rows).to(self.dtype)
 
     def _inputs(self, tape: Tape, block: Block, sharing: Sharing) -> tuple[Moment, Tensor]:
         """Σ_nm C_nm a_n a_mᵀ from the moment of mixed inputs, and Σ_nr |a|² [c].
@@ -166,11 +177,11 @@ class Coupled:
 
         The last entry of a bias is R·1ᵀC1, and R·n.
         """
-        x, (c, o, _) = single(use.call.x).to(self.rows.dtype), block.shape
+        x, (c, o, _) = single(use.call.x).to(self.dtype), block.shape
         if self.n == 1:  # its axis may be left out
-            mixed_x, sums_of = x * self.rows[0], [x * self.rows[1], x.square()]
+            mixed_x, sums_of = self._by(x, self.rows[:1]), [self._by(x, self.rows[1:]), x.square()]
         else:
-            made = mixed(x[None], self.rows)[0]
+            made = self._by(x[None], self.rows)[0]
             mixed_x, sums_of = made[:-1], [torch.cat([made[-1:], squares(x, (0,)).unsqueeze(0)])]
         positions = use.shape.numel() // (self.n * c * o)
         means = [use.rule.input_mean(use.module, block.keys, _called(use, t)) for t in sums_of]
@@ -186,17 +197,17 @@ class Coupled:
         if len(uses) > 1 or not sharing.expands(block):
             return None
         x = uses[0].rule.normalised_entries(uses[0].module, block.keys, uses[0].call)
-        return None if x is None else x.to(self.rows.dtype)
+        return None if x is None else x.to(self.dtype)
 
     def _entrywise(
         self, x: Tensor, g: Tensor, bias: bool
     ) -> tuple[Tensor, Moment, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """S and A of entries z = γ x̂ + β, their traces at C = 1, and those of G, from x̂ [n r c] and g [k n r c]."""
         g, (n, r, c) = g.to(x.dtype), x.shape
-        mixed_x, mixed_g = mixed(x[None], self.rows)[0], mixed(g, self.mix)
+        mixed_x, mixed_g = self._by(x[None], self.rows)[0], self._by(g, self.mix)
         total, norms, sums = squares(mixed_x[:-1], (0, 1)), squares(x, (0, 1)), Sums.zero(self.mix.T, c)
         if bias:
-            corner = (r * self.rows[-1].sum()).expand(c)
+            corner = (r * self.rows[-1].sum()).to(x.dtype).expand(c)
             border = mixed_x[-1].sum(0)
             total, norms = torch.stack([total, border, border, corner], dim=-1), norms + n * r
         for column in g:
@@ -216,7 +227,8 @@ class Coupled:
         """
         before = before[0].to(s.dtype), before[1].to(s.dtype)
         total = moment.total.to(s.dtype)
-        rounding = 8 * self.n * torch.finfo(s.dtype).eps
+        # Of squares of what is mixed; a bias has 1ᵀC1 itself, in double precision. n equal inputs keep 1/n.
+        rounding = self.n * max(64 * torch.finfo(s.dtype).eps ** 2, 8 * torch.finfo(torch.float64).eps)
         now = _kept(s, before[0], rounding).double() * _kept(total, before[1], rounding) * totals[0]
         κ = totals[1] * before[0] * before[1] / now
         # Without any gradient there is nothing to scale.

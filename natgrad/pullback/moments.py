@@ -110,4 +110,4 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tu
 
 def coupled_by(pb: Pullback, tape: Tape) -> Coupled | None:
     """What couples the examples of a pass, if something does."""
-    return None if pb.coupling is None else Coupled.of(pb.coupling, pb.mixing(), tape.memo)
+    return None if pb.coupling is None else Coupled.of(pb.coupling, pb.mixing(), pb.y.dtype, tape.memo)

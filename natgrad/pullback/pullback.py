@@ -59,7 +59,7 @@ class Pullback:
     unused: Mapping[str, Block] = field(default_factory=dict)
     verdicts: Verdicts = field(default_factory=Verdicts)
     displaced: frozenset[str] = frozenset()  # parameters whose rule does not apply, as examples are not in their places
-    # Of a metric that is made from a kernel, in float64: K [n m] with C = K⁻¹, and L [n m] with C = L Lᵀ.
+    # Of a metric that is made from a kernel: K [n m] with C = K⁻¹ in float64, and L [n m] with C = L Lᵀ.
     K: Tensor | None = None
     L: Tensor | None = None
 
@@ -106,7 +106,7 @@ class Pullback:
         s = s.reshape(*s.shape[:2], -1)  # [k n d], with d = 1 for outputs [n]
         t = torch.einsum("knd,nd->kn", s, u.reshape(self.n, -1))
         if self.coupling is not None:
-            t = (t.double() @ self.coupling.double()).to(t.dtype)
+            t = self._coupled_with(t.double()).to(t.dtype)
         return torch.einsum("knd,kn->nd", s, t).view_as(u) / self.n
 
     def check_metric(self) -> None:
@@ -218,9 +218,18 @@ class Pullback:
         return out
 
     def mixing(self) -> Tensor:
-        """L [n m] with C = L Lᵀ. Sums of squares of what is mixed by it do not cancel, as products with C do."""
+        """L [n m] with C = L Lᵀ. Sums of squares of what is mixed by it do not cancel, as products with C do.
+
+        It comes in the precision in which it must be multiplied, which may be more than that of the rows.
+        """
         assert self.coupling is not None
-        return (root_of(self.coupling.double()) if self.L is None else self.L).to(self.y.dtype)
+        return root_of(self.coupling.double()).to(self.y.dtype) if self.L is None else self.L
+
+    def _coupled_with(self, t: Tensor) -> Tensor:
+        """t C, for t [k n]; by a root of C where one is known to all its digits."""
+        assert self.coupling is not None
+        known = self.L is not None and self.L.dtype == self.coupling.dtype
+        return t @ self.L @ self.L.T if known and self.L is not None else t @ self.coupling.double()
 
     def _coupled(self) -> Iterator[list[Factors]]:
         needed = self.n * self.model.size * self.y.element_size()
@@ -237,7 +246,7 @@ class Pullback:
             factors = self._factors(tape, inputs, whole, s / math.sqrt(self.n))
             flat = [f.at(slice(None)).rows() for f in factors]
             sorted_rows = [r if b.facets else r[..., b.index.argsort()] for r, b in zip(flat, self.layers, strict=True)]
-            yield [Factors.of_rows(torch.einsum("nm,knp->kmp", mix, r)) for r in sorted_rows]
+            yield [Factors.of_rows(torch.einsum("nm,knp->kmp", mix, r.to(mix.dtype)).to(r.dtype)) for r in sorted_rows]
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

@@ -88,7 +88,8 @@ class Sums:
         if rows is None:
             return False
         self.plain.add_(squares(rows, (0, 2, 3)))
-        self.coupled.add_(squares((self.mix.T @ rows.reshape(len(rows), -1)).view(rows.shape), (0, 2, 3)))
+        flat = rows.reshape(len(rows), -1).to(self.mix.dtype)
+        self.coupled.add_(squares((self.mix.T @ flat).view(rows.shape), (0, 2, 3)))
         return True
 
 
