@@ -71,6 +71,21 @@ class Last(nn.Module):
         return z
 
 
+class Ends(nn.Module):
+    """The last token of every sequence, which are of several lengths: gathered by an index, which nobody can follow."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.tokens, self.body, self.norm = nn.Embedding(V, D), nn.Linear(D, D), nn.LayerNorm(D)
+        self.head, self.first = nn.Linear(D, 2), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n t] to [n 2]."""
+        z = torch.tanh(self.norm(self.body(self.tokens(x if self.first else x.T)).cumsum(1 if self.first else 0)))
+        example, end = torch.arange(len(x)), x[:, 0] % T
+        return self.head(z[example, end] if self.first else z[end, example])
+
+
 class Stack(nn.Module):
     """Linear layers and norms on inputs [n 3 T D] that are seen in another form."""
 
@@ -147,6 +162,7 @@ LAYOUTS = {
     "lstm": Layout(_lstm, _tokens),
     "positions and a tied head": Layout(Language, _tokens),
     "last state": Layout(Last, _tokens),
+    "ends of sequences": Layout(Ends, _tokens),
     "second of three": Layout(_second, _grids),
     "third of three": Layout(_third, _grids),
     "folded": Layout(_folded, _grids),
