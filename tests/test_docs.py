@@ -109,6 +109,10 @@ def test_what_the_readme_says_beside_the_tables_was_printed_by_scripts() -> None
     assert (
         f"other libraries cost less, kronfluence {factors['kronfluence'][0]} and {factors['kronfluence'][2]} " in readme
     )
+    place = "Sobolev K-FAC: VGG16 with BatchNorm2d, batch 128", "natgrad Sobolev K-FAC, 10 & 100"
+    (over,) = (r["ratio"] for r in rows if (r["section"], r["contestant"]) == place)
+    quartiles = f"(quartiles {over['low']:.2f} and {over['high']:.2f}), which is above the bound of 1.1"
+    assert f"where little is replayed, {over['median']:.2f} {quartiles}" in readme
     launches = json.loads((ROOT / "benchmarks" / "results" / "kfac-cuda.json").read_text())["microseconds_a_launch"]
     assert sum(launches.values()) / len(launches) == pytest.approx(10, abs=1)
     assert "it took about 10 µs for a kernel" in readme
