@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -220,7 +221,8 @@ def _shapes(G: Operator) -> dict[str, tuple[int, ...]] | None:
             k, n = G.factors[0].g.shape[:2]
             shapes = {}
             for block, f in zip(G.blocks, G.factors, strict=True):
-                (c, o, i), r = block.shape, f.g.shape[2]
+                packed = (f.a.shape[2], f.g.shape[4], f.a.shape[3])  # of parameters that are spread, a group each
+                (c, o, i), r = packed if math.prod(packed) == block.size else block.shape, f.g.shape[2]
                 shapes |= {f"{block.names[0]}/a": (n, r, c, i), f"{block.names[0]}/g": (k, n, r, c, o)}
             return shapes if G.K is None else shapes | {"K": tuple(G.K.whole.shape)}
         case _:

@@ -24,6 +24,7 @@ from natgrad.operators import (
 )
 from natgrad.operators.gram import KernelMatrix
 from natgrad.pullback import Block, Factors, Pullback
+from natgrad.pullback.broadcast import parted
 from natgrad.pullback.factors import cross
 from natgrad.pullback.precision import without_autocast
 from natgrad.structures.packing import add_pairs, index_of, layers_in, name_of, spans_of
@@ -232,7 +233,8 @@ class Kernel(Structure):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
         kept, factors = [], []
-        for block in blocks:
+        pieces = [piece for whole in blocks for piece in _as_before(model, whole, tensors)]
+        for block in pieces:
             f = Factors(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
             packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
             kept.append(block if packed == block.shape else block.without_rule())
@@ -268,3 +270,11 @@ class Implicit(Structure):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> None:
         return None
+
+
+def _as_before(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
+    """A block, or the pieces of it, whose rows these tensors are."""
+    rows = {name: tensors[f"{name}/g"] for name in block.names if f"{name}/g" in tensors}
+    if len(rows) < 2:
+        return [block]
+    return parted(model, block, [name for name, g in rows.items() if g.shape[3] == model.params[name].numel()])

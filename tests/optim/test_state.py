@@ -16,7 +16,7 @@ from natgrad.output import OutputMetric
 from natgrad.structures import Structure
 from tests.optim.tasks import seeded
 from tests.pulled import normal
-from tests.zoo import mlp
+from tests.zoo import case, mlp
 
 EXACT, SAMPLED = ng.Fisher(ng.Categorical()), ng.Fisher(ng.Categorical(), samples=1)
 Make = Callable[[nn.Module], ng.NaturalGradient]
@@ -318,6 +318,25 @@ def test_a_state_that_is_whole_is_loaded(name: str) -> None:
     opt, _ = _state(MAKES[name], seed=1, steps=1)
     opt.load_state_dict(state)
     assert _alike(opt.state_dict(), state)
+
+
+@pytest.mark.parametrize("name", ["kfac", "ekfac", "blocks", "kernel", "low_rank"])
+@pytest.mark.parametrize(
+    "model", ["bare_parameter", "tied_weights", "tied_embedding", "conv", "attention", "weight_norm"]
+)
+def test_states_of_layers_of_all_kinds_are_whole(model: str, name: str) -> None:
+    """Parameters that are spread over the examples, tied ones, groups, rules that replay, and such that have none."""
+    problem = case(model).make()
+    opt = MAKES[name](problem.module)
+    problem.outputs().square().sum().backward()
+    opt.step()
+    state = copy.deepcopy(opt.state_dict())
+    other = MAKES[name](problem.module)
+    other.load_state_dict(state)
+    assert _alike(other.state_dict(), state)
+    ω, averages = normal(opt.keeper.model.size), [own.keeper.average for own in (opt, other)]
+    solved = [opt.solver.init(G, 0.1).solve(ω) for G in averages if G is not None]
+    torch.testing.assert_close(solved[0], solved[1])
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
