@@ -1,238 +1,19 @@
-"""A state that does not fit is refused with what differs, and nothing of it is loaded; another solver inverts anew."""
+"""The state of another metric is refused with what differs; that of another solver, or of before, is gone on with."""
 
 import copy
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.errors import NonFiniteError
 from natgrad.optim.described import metric_in_words, solver_in_words
 from natgrad.output import OutputMetric
-from natgrad.structures import Structure
-from tests.optim.tasks import seeded
+from tests.optim.states import EXACT, MAKES, alike, net, state_of, train
 from tests.pulled import normal
 from tests.zoo import case, mlp
 
-EXACT, SAMPLED = ng.Fisher(ng.Categorical()), ng.Fisher(ng.Categorical(), samples=1)
-Make = Callable[[nn.Module], ng.NaturalGradient]
-Damage = Callable[[dict[str, Any]], object]
-
-
-class Net(nn.Module):
-    """Two layers, and a matrix that no rule covers, for the fallback."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.last, self.mix = nn.Linear(3, 4), nn.Linear(4, 2), nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[n 2]."""
-        return self.last(torch.tanh(self.hidden(x) @ self.mix))
-
-
-def _net(seed: int = 0) -> nn.Module:
-    return seeded(lambda: Net().double(), seed)
-
-
-def _structured(structure: Structure, **options: Any) -> Make:
-    return lambda m: ng.NaturalGradient(m, EXACT, structure, lr=0.1, damping=0.1, momentum=0.5, **options)
-
-
-MAKES: dict[str, Make] = {
-    "kfac": lambda m: ng.KFAC(m, EXACT),
-    "ekfac": lambda m: ng.EKFAC(m, EXACT),
-    "exact": lambda m: ng.KFAC(m, EXACT, solver=ng.Cholesky()),
-    "blocks": lambda m: ng.KFAC(m, EXACT, fallback=ng.BlockDense()),
-    "dense": _structured(ng.Refresh(ng.Dense(), every=5)),
-    "block_dense": _structured(ng.Refresh(ng.BlockDense(), every=5)),
-    "diagonal": _structured(ng.Refresh(ng.Diagonal(), every=5)),
-    "low_rank": _structured(ng.Refresh(ng.LowRank(3), every=5)),
-    "kernel": _structured(ng.Refresh(ng.Kernel(), every=5)),
-    "implicit": _structured(ng.Implicit(), solver=ng.CG()),
-}
-
-
-def _train(model: nn.Module, opt: ng.NaturalGradient, steps: int) -> Tensor:
-    for _ in range(steps):
-        opt.zero_grad()
-        nn.functional.cross_entropy(model(normal(6, 3)), torch.arange(6) % 2).backward()
-        opt.step()
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def _state(make: Make, seed: int = 0, steps: int = 2) -> tuple[ng.NaturalGradient, dict[str, Any]]:
-    model = _net(seed)
-    opt = make(model)
-    _train(model, opt, steps)
-    return opt, copy.deepcopy(opt.state_dict())
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Equal, number by number."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
-
-
-def _refused(make: Make, damage: Damage, error: type[Exception], match: str) -> None:
-    _, state = _state(make)
-    damage(state)
-    opt, before = _state(make, seed=1, steps=1)
-    with pytest.raises(error, match=match):
-        opt.load_state_dict(state)
-    assert _alike(opt.state_dict(), before)
-
-
-def _entry(*path: Any, value: Any) -> Damage:
-    """Put a value at this place, or take what is there away."""
-
-    def damage(state: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            state = state[key]
-        if value is None:
-            del state[path[-1]]
-        else:
-            state[path[-1]] = value
-
-    return damage
-
-
-def _operator(key: str, value: Any) -> Damage:
-    return _entry("natgrad", "operator", key, value=value)
-
-
-def _inverse(key: str, value: Any) -> Damage:
-    return _entry("natgrad", "inverse", key, value=value)
-
-
-def _poison(what: str, key: str, number: float) -> Damage:
-    return lambda state: state["natgrad"][what][key].view(-1)[0].fill_(number)
-
-
-def _row(*shape: int) -> Tensor:
-    return torch.ones(shape, dtype=torch.float64)
-
-
-DAMAGED: dict[str, tuple[str, Damage, str]] = {
-    "no_S": ("kfac", _operator("hidden.weight/S", None), "hidden.weight/S of the metric is missing"),
-    "no_A": ("kfac", _operator("hidden.weight/A", None), "hidden.weight/A of the metric is missing"),
-    "no_D": ("ekfac", _operator("last.weight/D", None), "last.weight/D of the metric is missing"),
-    "no_Q": ("ekfac", _operator("last.weight/Q", None), "last.weight/Q of the metric is missing"),
-    "no_P": ("ekfac", _operator("last.weight/P", None), "last.weight/P of the metric is missing"),
-    "other_S": (
-        "kfac",
-        _operator("hidden.weight/S", _row(1, 3, 3)),
-        r"hidden.weight/S of the metric in the state has the shape \[1, 3, 3\], here it is \[1, 4, 4\]",
-    ),
-    "flat_A": ("ekfac", _operator("hidden.weight/A", _row(4)), r"hidden.weight/A .*shape \[4\], here .*\[1, 4, 4\]"),
-    "other_D": ("ekfac", _operator("hidden.weight/D", _row(1, 1, 1)), r"hidden.weight/D .*\[1, 1, 1\].*\[1, 4, 4\]"),
-    "other_Q": ("ekfac", _operator("last.weight/Q", _row(1, 4, 4)), r"last.weight/Q .*\[1, 4, 4\].*\[1, 2, 2\]"),
-    "strange": ("kfac", _operator("nobody/S", _row(1)), "has nobody/S, for which there is no layer"),
-    "no_rest": ("kfac", _operator("rest/values", None), "the factors of mix are missing in the metric"),
-    "other_rest": ("kfac", _operator("rest/values", _row(3)), r"rest/values .*shape \[3\], here it is \[16\]"),
-    "other_rest_block": ("blocks", _operator("rest/mix", _row(3, 3)), r"rest/mix .*\[3, 3\].*\[16, 16\]"),
-    "no_matrix": (
-        "dense",
-        lambda s: s["natgrad"]["operator"].update(x=s["natgrad"]["operator"].pop("matrix")),
-        "matrix of the metric is missing",
-    ),
-    "other_matrix": ("dense", _operator("matrix", _row(3, 3)), r"matrix of the metric .*\[3, 3\].*\[42, 42\]"),
-    "other_diagonal": ("diagonal", _operator("values", _row(3)), r"values of the metric .*\[3\].*\[42\]"),
-    "no_block": ("block_dense", _operator("mix", None), "the metric in the state has 2 blocks, here it has 3"),
-    "other_block": ("block_dense", _operator("mix", _row(3, 3)), r"mix of the metric .*\[3, 3\].*\[16, 16\]"),
-    "no_floor": ("low_rank", _operator("floor", None), "floor of the metric is missing"),
-    "other_floor": ("low_rank", _operator("floor", _row(1)), r"floor of the metric .*\[1\].*\[42\]"),
-    "no_rows": ("kernel", _operator("last.weight/g", None), "last.weight/g of the metric is missing"),
-    "other_rows": (
-        "kernel",
-        _operator("last.weight/a", _row(5, 1, 1, 5)),
-        r"last.weight/a of .*\[5, 1, 1, 5\].*\[6, 1,",
-    ),
-    "no_inverse_S": ("kfac", _inverse("last.weight/S", None), "last.weight/S of the inverse of the metric is missing"),
-    "other_inverse_A": (
-        "kfac",
-        _inverse("last.weight/A", _row(1, 1, 1)),
-        r"last.weight/A of the inverse .*\[1, 1, 1\]",
-    ),
-    "other_inverse_d": (
-        "exact",
-        _inverse("last.weight/d", _row(1, 1, 1)),
-        r"last.weight/d of the inverse .*\[1, 1, 1\]",
-    ),
-    "other_inverse_rest": (
-        "kfac",
-        _inverse("rest/scale", _row(3)),
-        "the inverse of the metric in the state do not fit",
-    ),
-    "other_factor": (
-        "dense",
-        _inverse("cholesky/0", _row(1, 3, 3)),
-        "of the inverse of the metric in the state do not",
-    ),
-    "other_guess": ("implicit", _inverse("guess", _row(3)), r"guess of the inverse .*\[3\], here it is \[42\]"),
-    "no_tensor": ("kfac", _operator("last.weight/S", 3), "last.weight/S of the metric in the state is a int, not a"),
-    "no_step": ("kfac", _entry("natgrad", "step", value=None), 'the "natgrad" entry of the state has no step'),
-    "no_generator": ("kfac", _entry("natgrad", "generator", value=None), "has no generator: it is incomplete"),
-    "word_step": ("kfac", _entry("natgrad", "step", value="two"), '"step" of the state is a str: it is damaged'),
-    "bad_generator": ("kfac", _entry("natgrad", "generator", value=_row(3)), '"generator" of the state is no state'),
-    "no_state": ("kfac", _entry("state", value=None), 'the state has no "state"'),
-    "no_damping": ("kfac", _entry("param_groups", 0, "damping", value=None), "group 0 of the state has no damping"),
-    "bad_lr": ("kfac", _entry("param_groups", 0, "lr", value=-1.0), "lr must be finite and ≥ 0, got -1.0"),
-    "other_group": (
-        "kfac",
-        lambda state: state["param_groups"][0]["params"].pop(),
-        r"its parameter groups have \[4\] parameters, here they have \[5\]",
-    ),
-    "more_groups": (
-        "kfac",
-        lambda state: state["param_groups"].append({**state["param_groups"][0], "params": [7]}),
-        r"its parameter groups have \[5, 1\] parameters, here they have \[5\]",
-    ),
-    "other_momentum": (
-        "kfac",
-        _entry("state", 1, "momentum", value=_row(2)),
-        r"the momentum of hidden.weight in the state has the shape \[2\], here it is \[4, 3\]",
-    ),
-    "strange_momentum": ("kfac", _entry("state", 9, value={}), "momentum of a parameter number 9, which no group has"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_state_is_refused_by_what_is_wrong_with_it_and_nothing_is_loaded(name: str) -> None:
-    make, damage, match = DAMAGED[name]
-    _refused(MAKES[make], damage, ValueError, f"{match}.*Nothing was loaded" if name != "bad_lr" else match)
-
-
-POISONED: dict[str, tuple[str, Damage, str]] = {
-    "factor": ("kfac", _poison("operator", "hidden.weight/S", float("nan")), "hidden.weight/S of the metric"),
-    "rest": ("ekfac", _poison("operator", "rest/values", float("inf")), "rest/values of the metric"),
-    "matrix": ("dense", _poison("operator", "matrix", float("-inf")), "matrix of the metric"),
-    "inverse": (
-        "kfac",
-        _poison("inverse", "last.weight/A", float("nan")),
-        "last.weight/A of the inverse of the metric",
-    ),
-    "momentum": (
-        "kfac",
-        lambda s: s["state"][2]["momentum"].fill_(float("nan")),
-        "momentum of the momentum of hidden.bias",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", POISONED)
-def test_a_state_with_nan_or_infinity_is_refused_and_nothing_is_loaded(name: str) -> None:
-    make, damage, match = POISONED[name]
-    _refused(MAKES[make], damage, NonFiniteError, f"{match} in the state holds NaN or infinity.*earlier checkpoint")
-
-
+SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
 OTHER_METRICS: dict[str, tuple[OutputMetric, str]] = {
     "kind": (ng.Euclidean(), r"its metric is Fisher\(family=Categorical\(\)\), here it is Euclidean\(\)"),
     "family": (ng.Fisher(ng.Bernoulli()), r"Categorical\(\)\), here it is Fisher\(family=Bernoulli\(\)\)"),
@@ -244,20 +25,20 @@ OTHER_METRICS: dict[str, tuple[OutputMetric, str]] = {
 @pytest.mark.parametrize("name", OTHER_METRICS)
 def test_the_state_of_another_metric_is_refused_and_nothing_is_loaded(name: str) -> None:
     metric, match = OTHER_METRICS[name]
-    _, state = _state(MAKES["kfac"])
-    model = _net(1)
+    _, state = state_of(MAKES["kfac"])
+    model = net(1)
     opt = ng.KFAC(model, metric)
-    _train(model, opt, 1)
+    train(model, opt, 1)
     before = copy.deepcopy(opt.state_dict())
     with pytest.raises(ValueError, match=f"this is the state of another optimizer: .*{match}"):
         opt.load_state_dict(state)
-    assert _alike(opt.state_dict(), before)
+    assert alike(opt.state_dict(), before)
 
 
 def test_an_estimate_from_samples_is_one_of_the_same_metric() -> None:
     for metric in (SAMPLED, ng.Sampled(EXACT)):
-        _, state = _state(MAKES["kfac"])
-        model = _net()
+        _, state = state_of(MAKES["kfac"])
+        model = net()
         ng.KFAC(model, metric).load_state_dict(state)
 
 
@@ -275,16 +56,16 @@ def test_metrics_and_solvers_have_the_same_words_in_every_process() -> None:
 
 def test_another_solver_keeps_the_metric_and_inverts_anew_which_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """So that its next step is that of the run that was saved, had it had this solver and no inverse yet."""
-    saved, state = _state(MAKES["kfac"])
+    saved, state = state_of(MAKES["kfac"])
     thetas = []
     for _ in range(2):
-        model = _net()
+        model = net()
         opt = MAKES["exact"](model)
         model.load_state_dict(saved.keeper.module.state_dict())
         with caplog.at_level(logging.INFO, "natgrad"):
             opt.load_state_dict(state)
         assert opt.inverse is None
-        thetas.append(_train(model, opt, 1))
+        thetas.append(train(model, opt, 1))
     told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("the state was saved with the solver")]
     assert (
         told
@@ -297,27 +78,27 @@ def test_another_solver_keeps_the_metric_and_inverts_anew_which_is_said_once(cap
     ω = normal(average.layout.size)
     torch.testing.assert_close(opt.inverse.solve(ω), expected.solve(ω))
     assert torch.equal(*thetas)
-    assert not torch.allclose(thetas[0], _train(saved.keeper.module, saved, 1))
+    assert not torch.allclose(thetas[0], train(saved.keeper.module, saved, 1))
 
 
 @pytest.mark.parametrize("name", MAKES)
 def test_states_of_before_metric_and_solver_were_saved_are_loaded_bit_for_bit(name: str) -> None:
-    saved, state = _state(MAKES[name])
+    saved, state = state_of(MAKES[name])
     for entry in ("metric", "solver"):
         del state["natgrad"][entry]
-    model = _net(1)
+    model = net(1)
     opt = MAKES[name](model)
     model.load_state_dict(saved.keeper.module.state_dict())
     opt.load_state_dict(state)
-    assert torch.equal(_train(model, opt, 3), _train(saved.keeper.module, saved, 3))
+    assert torch.equal(train(model, opt, 3), train(saved.keeper.module, saved, 3))
 
 
 @pytest.mark.parametrize("name", MAKES)
 def test_a_state_that_is_whole_is_loaded(name: str) -> None:
-    _, state = _state(MAKES[name])
-    opt, _ = _state(MAKES[name], seed=1, steps=1)
+    _, state = state_of(MAKES[name])
+    opt, _ = state_of(MAKES[name], seed=1, steps=1)
     opt.load_state_dict(state)
-    assert _alike(opt.state_dict(), state)
+    assert alike(opt.state_dict(), state)
 
 
 @pytest.mark.parametrize("name", ["kfac", "ekfac", "blocks", "kernel", "low_rank"])
@@ -333,7 +114,7 @@ def test_states_of_layers_of_all_kinds_are_whole(model: str, name: str) -> None:
     state = copy.deepcopy(opt.state_dict())
     other = MAKES[name](problem.module)
     other.load_state_dict(state)
-    assert _alike(other.state_dict(), state)
+    assert alike(other.state_dict(), state)
     ω, averages = normal(opt.keeper.model.size), [own.keeper.average for own in (opt, other)]
     solved = [opt.solver.init(G, 0.1).solve(ω) for G in averages if G is not None]
     torch.testing.assert_close(solved[0], solved[1])
