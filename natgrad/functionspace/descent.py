@@ -58,6 +58,7 @@ class FunctionalGradientDescent:
         self.batch, self.outputs, self.generator = batch, outputs, generator
         self._function: KernelSum | None = None
         self._losses: tuple[Tensor, ...] = ()
+        self._targets: torch.Size | None = None  # the shape of one
 
     @property
     def function(self) -> KernelSum:
@@ -78,10 +79,13 @@ class FunctionalGradientDescent:
 
     def fit(self, x: Tensor, target: Tensor) -> FunctionalGradientDescent:
         """``passes`` passes over the data x [n *shape], target [n …], from f = 0. The centres are the data."""
-        kernel, centres = self.kernel.at(x), centres_of(x)
+        centres = centres_of(x)
         n = _check_data(centres, target)
+        if self.batch is None:
+            _check_memory(centres)
+        kernel = self.kernel.at(x)
         with torch.no_grad():
-            rows = self._gram(kernel, centres) if self.batch is None else None
+            rows = kernel(centres) if self.batch is None else None
             first = kernel(centres[:1], centres) if rows is None else rows
             c = first.new_zeros(n, *self._shape(target))
             losses = []
@@ -91,23 +95,27 @@ class FunctionalGradientDescent:
                 loss, gradient = self._at(y, target[chosen])
                 losses.append(loss)
                 c[chosen] -= self._step(t) * gradient
-        self._accept(KernelSum(kernel, centres, c), tuple(losses))
+        self._accept(KernelSum(kernel, centres, c), tuple(losses), target)
         return self
 
     def partial_fit(self, x: Tensor, target: Tensor) -> FunctionalGradientDescent:
-        """One step (12) on the examples given, which become centres of f; earlier ones stay. The first call starts."""
+        """One step (12) on the examples given, which become centres of f; earlier ones stay. The first call starts.
+
+        A lengthscale that is measured is measured on the examples of the first call, which must differ.
+        """
         centres = centres_of(x)
         n = _check_data(centres, target)
+        self._check_targets(target)
         f = self._function
         with torch.no_grad():
             kernel = self.kernel.at(x) if f is None else f.kernel
             y = kernel(centres[:1], centres).new_zeros(n, *self._shape(target)) if f is None else f(centres)
             loss, gradient = self._at(y, target)
             added = KernelSum(kernel, centres, -self._step(len(self._losses) + 1) * gradient)
-            self._accept(added if f is None else f + added, (*self._losses, loss))
+            self._accept(added if f is None else f + added, (*self._losses, loss), target)
         return self
 
-    def _accept(self, f: KernelSum, losses: tuple[Tensor, ...]) -> None:
+    def _accept(self, f: KernelSum, losses: tuple[Tensor, ...], target: Tensor) -> None:
         """The new state, unless it is not finite: then the old one stays."""
         if not bool(f.coefficients.isfinite().all()):
             raise NonFiniteError(
@@ -115,7 +123,15 @@ class FunctionalGradientDescent:
                 "below 2/λ_max(K), and λ_max ≤ n for a normalised kernel), or the data are not finite. Nothing was "
                 "changed"
             )
-        self._function, self._losses = f, losses
+        self._function, self._losses, self._targets = f, losses, target.shape[1:]
+
+    def _check_targets(self, target: Tensor) -> None:
+        """Refuse targets of another shape than those before: a loss may broadcast them, and f with them."""
+        if self._targets is not None and target.shape[1:] != self._targets:
+            raise ValueError(
+                f"targets {tuple(target.shape)}: one of them has the shape {tuple(target.shape[1:])}, and those before "
+                f"had {tuple(self._targets)}. Reshape them to the shape of the first, or start anew with fit"
+            )
 
     def _at(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return differentiated(lambda outputs: self.loss(outputs, target), y)
@@ -141,14 +157,15 @@ class FunctionalGradientDescent:
             order = torch.arange(n) if self.generator is None else torch.randperm(n, generator=self.generator)
             yield from order.to(device).split(self.batch)
 
-    def _gram(self, kernel: ReproducingKernel, x: Tensor) -> Tensor:
-        needed = len(x) ** 2 * x.element_size()
-        if needed > _MEMORY:
-            raise MemoryBoundError(
-                f"the Gram matrix of {len(x)} examples needs {needed:,} bytes, over {_MEMORY:,}: take a few examples a "
-                "step with batch="
-            )
-        return kernel(x)
+
+def _check_memory(x: Tensor) -> None:
+    """Refuse a Gram matrix that does not fit, before anything is made."""
+    needed = len(x) ** 2 * max(x.element_size(), 4)
+    if needed > _MEMORY:
+        raise MemoryBoundError(
+            f"the Gram matrix of {len(x)} examples needs {needed:,} bytes, over {_MEMORY:,}: take a few examples a "
+            "step with batch="
+        )
 
 
 def _check_step(step: float) -> None:

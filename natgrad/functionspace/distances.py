@@ -57,13 +57,13 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"points in R^{x.shape[1]} and in R^{y.shape[1]}: a kernel compares points of one dimension")
     if x is y and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-        return _among(x)
+        return among(x)
     dtype = torch.promote_types(x.dtype, y.dtype)
     u: Tensor = _SquaredDistances.apply(x.to(dtype), y.to(dtype))  # type: ignore[no-untyped-call]
     return u
 
 
-def _among(x: Tensor) -> Tensor:
+def among(x: Tensor) -> Tensor:
     """Of points with one another, each pair once: several times faster on a processor, and without derivatives."""
     n = x.shape[0]
     u = torch.diag_embed((x - x).sum(1))  # zero, but for a point that is not finite

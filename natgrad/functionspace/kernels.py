@@ -10,9 +10,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.functionspace.distances import Features, check_features, points, squared_distances
-from natgrad.functionspace.lengthscale import Alike, Lengthscale, Measured, check_lengthscale
+from natgrad.functionspace.distances import Features, among, check_features, points, squared_distances
+from natgrad.functionspace.lengthscale import Alike, Lengthscale, Measured, check_lengthscale, is_number
 from natgrad.functionspace.profile import matern
+
+_ELEMENTS = 2**18  # of a temporary; Bessel functions have twenty of them, in double precision
 
 
 class ReproducingKernel(ABC):
@@ -49,7 +51,7 @@ class SobolevKernel(ReproducingKernel):
     inputs that are not points (tokens) to points. Inputs [n *shape] are flattened; n numbers are points on a line.
 
     Differentiable in the points: m times where 2ν > m, at equal points too. A first derivative at equal points is 0 for
-    every ν.
+    every ν. Distances below 10⁻¹⁵⁰ count as none (of ν ≥ 1 in single precision below 10⁻²², where it does not show).
 
     >>> kernel = SobolevKernel(1.5)
     >>> kernel(torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
@@ -73,14 +75,42 @@ class SobolevKernel(ReproducingKernel):
     def __call__(self, x: Any, y: Any = None) -> Tensor:
         a = points(x, self.features)
         b = a if y is None else points(y, self.features)
-        ℓ = self._lengthscale(a, y is not None)
-        u = squared_distances(a, b) / ℓ / ℓ
+        ℓ, ν = self._lengthscale(a, y is not None), float(self.nu)
+        if not _differentiated(a, b, ℓ):
+            return self._values(a, None if y is None else b, ℓ)
+        # k' is r^{2ν−2} near r = 0: what it is multiplied by, and what it is made of, may be too small for single.
+        wide = (a, b) if ν >= 1 else (a.double(), b.double())
+        u = squared_distances(*wide) / ℓ / ℓ
         if y is not None or not u.requires_grad:
-            return self._constant(a) * matern(self.nu, u)
+            return (self._constant(a) * matern(ν, u)).to(torch.promote_types(a.dtype, b.dtype))
         # A point is at distance 0 from itself wherever it moves: the diagonal is constant, whatever ν is.
         diagonal = torch.eye(a.shape[0], dtype=torch.bool, device=a.device)
-        k = matern(self.nu, u.masked_fill(diagonal, 1.0))
-        return self._constant(a) * k.masked_fill(diagonal, 1.0)
+        k = matern(ν, u.masked_fill(diagonal, 1.0))
+        return (self._constant(a) * k.masked_fill(diagonal, 1.0)).to(a.dtype)
+
+    def _values(self, a: Tensor, b: Tensor | None, ℓ: float | Tensor) -> Tensor:
+        """K [n m] without derivatives, a few rows at a time; of points among themselves each pair once.
+
+        Beside K itself it holds some temporaries of ``_ELEMENTS`` numbers.
+        """
+        ν, constant = float(self.nu), self._constant(a)
+        n, m = len(a), len(a if b is None else b)
+        dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
+        # r^{2ν} shows where r² is too small for single precision.
+        wide = a.double() if ν < 0.5 else a
+        other = wide if b is None else b.to(wide.dtype) if ν < 0.5 else b
+        if n * m <= _ELEMENTS:
+            u = among(wide) if b is None else squared_distances(wide, other)
+            return matern(ν, u / ℓ / ℓ).mul_(constant).to(dtype)
+        K = torch.empty(n, m, dtype=dtype, device=a.device)
+        step = max(1, _ELEMENTS // m)
+        for start in range(0, n, step):
+            rows, columns = slice(start, start + step), slice(0 if b is not None else start, None)
+            u = squared_distances(wide[rows], other[columns])
+            K[rows, columns] = matern(ν, u.div_(ℓ).div_(ℓ)).mul_(constant)
+            if b is None:
+                K[columns, rows] = K[rows, columns].T
+        return K
 
     def at(self, x: Any) -> SobolevKernel:
         """The kernel with its lengthscale measured on x, for use on other points.
@@ -90,9 +120,16 @@ class SobolevKernel(ReproducingKernel):
         >>> kernel(torch.tensor([0.0]), torch.tensor([2.0]))  # exp(−2/2)
         tensor([[0.3679]])
         """
-        if not isinstance(self.lengthscale, Lengthscale):
+        if not isinstance(self.lengthscale, Lengthscale) or isinstance(self.lengthscale, Measured):
             return self
-        return replace(self, lengthscale=Measured(self.lengthscale.of(points(x, self.features))))
+        found = points(x, self.features)
+        ℓ = self.lengthscale.of(found)
+        if not bool((found != found[:1]).any()):
+            raise ValueError(
+                f"lengthscale={self.lengthscale!r} cannot be told from {len(found)} equal point(s), and is for others "
+                "too: give a number as the lengthscale, or points that differ (to fit, or to the first partial_fit)"
+            )
+        return replace(self, lengthscale=Measured(ℓ))
 
     def log_constant(self, dimension: int) -> float:
         """log K(x, x) without normalisation: log Γ(ν) − (d/2) log 4π − log Γ(ν + d/2), for x in R^d (ERRATA 1, 4).
@@ -126,8 +163,10 @@ class SobolevKernel(ReproducingKernel):
         return math.exp(log_constant)
 
     def _lengthscale(self, x: Tensor, other: bool) -> float | Tensor:
-        if not isinstance(self.lengthscale, Lengthscale):
+        if isinstance(self.lengthscale, Tensor):
             return self.lengthscale
+        if not isinstance(self.lengthscale, Lengthscale):
+            return float(self.lengthscale)
         if other and not isinstance(self.lengthscale, Measured):
             raise ValueError(
                 f"lengthscale={self.lengthscale!r} is measured on data, and two sets of points were given: say which "
@@ -136,9 +175,18 @@ class SobolevKernel(ReproducingKernel):
         return self.lengthscale.of(x)
 
 
+def _differentiated(a: Tensor, b: Tensor, ℓ: float | Tensor) -> bool:
+    """Whether derivatives may be asked for, in reverse or in forward mode."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    tensors = (a, b, ℓ) if isinstance(ℓ, Tensor) else (a, b)
+    forward = any(torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return forward or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
 def check_smoothness(nu: float) -> None:
     """Refuse a smoothness for which H_s is not a space of continuous functions."""
-    if isinstance(nu, bool) or not isinstance(nu, (int, float)):
+    if not is_number(nu):
         raise TypeError(f"nu={nu!r}: the smoothness is a real number")
     if not (math.isfinite(nu) and nu > 0):
         raise ValueError(

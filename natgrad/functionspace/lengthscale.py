@@ -6,15 +6,19 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import final
 
 import torch
 from torch import Tensor
 
+from natgrad.errors import MemoryBoundError
 from natgrad.functionspace.distances import squared_distances
 from natgrad.functionspace.profile import matern
 
 _GRID, _ROUNDS = 16, 6  # lengthscales that are tried at once, and how often the interval between two is taken anew
+_AT_ONCE = 2**20  # numbers, of kernels of several lengthscales, or of some rows of one
+_MEMORY = 2**32  # bytes of distances, and of what is made of them
 
 
 class Lengthscale(ABC):
@@ -41,14 +45,14 @@ class Median(Lengthscale):
     divisor: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_number("Median(divisor=…)", self.divisor, "the median distance is divided by it")
         if not (math.isfinite(self.divisor) and self.divisor > 0):
             raise ValueError(f"Median(divisor={self.divisor}): the median distance is divided by a positive number")
 
     def of(self, points: Tensor) -> Tensor:
-        x = points.detach()
-        u = squared_distances(x, x)
-        median = u.where(u > 0, torch.nan).nanmedian().sqrt()  # every pair is there twice, which moves no median
-        return torch.where(median.isnan(), 1.0, median / self.divisor)
+        u = _pairs(self, points)
+        median = u.masked_fill_(u == 0, torch.nan).nanmedian().sqrt()  # pairs are there twice, which moves no median
+        return torch.where(median.isnan(), 1.0, median / float(self.divisor))
 
 
 @final
@@ -73,39 +77,47 @@ class Alike(Lengthscale):
     nu: float = 1.5
 
     def __post_init__(self) -> None:
+        _check_number("Alike(value=…)", self.value, "it is the mean of the kernel")
+        _check_number("Alike(nu=…)", self.nu, "it is the smoothness of the kernel")
         if not 0 < self.value < 1:
             raise ValueError(f"Alike(value={self.value}): the mean of a kernel between 0 and 1 lies between 0 and 1")
         if not (math.isfinite(self.nu) and self.nu > 0):
             raise ValueError(f"Alike(nu={self.nu}): the smoothness of the kernel is a positive number")
 
     def of(self, points: Tensor) -> Tensor:
-        x = points.detach()
-        u = squared_distances(x, x)
+        u = _pairs(self, points)
         apart = u > 0
         r = self._radius
         low = (u.where(apart, torch.inf).amin().sqrt() / r).log()
         high = (u.amax().sqrt() / r).log()
-        steps = torch.linspace(0, 1, _GRID, dtype=x.dtype, device=x.device)
+        steps, wanted = torch.linspace(0, 1, _GRID, dtype=u.dtype, device=u.device), float(self.value) * apart.sum()
         for _ in range(_ROUNDS):
             tried = low + (high - low) * steps  # [g], the mean grows along it
-            k = matern(self.nu, u / (2 * tried).exp().view(-1, 1, 1))
-            below = (k.where(apart, 0).sum((1, 2)) < self.value * apart.sum()).sum().clamp(1, _GRID - 1)
+            sums = [self._sums(u, apart, ℓ) for ℓ in tried.exp().split(max(1, _AT_ONCE // u.numel()))]
+            below = (torch.cat(sums) < wanted).sum().clamp(1, _GRID - 1)
             low, high = tried.gather(0, torch.stack([below - 1, below])).unbind()
         return torch.where(apart.any(), ((low + high) / 2).exp(), 1.0)
+
+    def _sums(self, u: Tensor, apart: Tensor, lengthscales: Tensor) -> Tensor:
+        """Σ k over the pairs that are apart [g], for lengthscales [g]."""
+        step, total, square = max(1, _AT_ONCE // len(u)), torch.zeros_like(lengthscales), lengthscales.square()
+        for rows, pairs in zip(u.split(step), apart.split(step), strict=True):
+            total = total + matern(float(self.nu), rows / square.view(-1, 1, 1)).where(pairs, 0).sum((1, 2))
+        return total
 
     @cached_property
     def _radius(self) -> float:
         """r with k(r) = value, by bisection; the points do not matter to it."""
-        low, high = 0.0, 1.0
-        while self._profile(high) > self.value:
+        low, high, value = 0.0, 1.0, float(self.value)
+        while self._profile(high) > value:
             high *= 2
         for _ in range(60):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._profile(middle) > self.value else (low, middle)
+            low, high = (middle, high) if self._profile(middle) > value else (low, middle)
         return high
 
     def _profile(self, r: float) -> float:
-        return float(matern(self.nu, torch.tensor([r * r], dtype=torch.float64)))
+        return float(matern(float(self.nu), torch.tensor([r * r], dtype=torch.float64)))
 
 
 @final
@@ -123,7 +135,7 @@ def check_lengthscale(lengthscale: float | Tensor | Lengthscale) -> None:
     """Refuse what is neither a positive number nor a rule."""
     if isinstance(lengthscale, Lengthscale):
         return
-    if isinstance(lengthscale, bool) or not isinstance(lengthscale, (int, float, Tensor)):
+    if not (isinstance(lengthscale, Tensor) or is_number(lengthscale)):
         raise TypeError(f"lengthscale={lengthscale!r}: give a positive number, or a rule such as Median()")
     if isinstance(lengthscale, Tensor) and (lengthscale.ndim > 0 or not lengthscale.is_floating_point()):
         raise TypeError(
@@ -133,3 +145,36 @@ def check_lengthscale(lengthscale: float | Tensor | Lengthscale) -> None:
     value = float(lengthscale.detach() if isinstance(lengthscale, Tensor) else lengthscale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"lengthscale={value:g} must be positive and finite: distances are divided by it")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number: of Python, of numpy, a fraction; True and False are none.
+
+    >>> from fractions import Fraction
+    >>> is_number(2), is_number(Fraction(3, 2)), is_number(True), is_number("2")
+    (True, True, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_number(where: str, value: object, why: str) -> None:
+    if not is_number(value):
+        raise TypeError(f"{where} got {value!r}: give a real number, {why}")
+
+
+def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
+    """The squared distances [n n] of the points among themselves, where they fit."""
+    x = points.detach()
+    if x.ndim != 2 or len(x) == 0:
+        raise ValueError(
+            f"{rule!r} measures a lengthscale on points [n d], at least one, and got {tuple(x.shape)}: give a batch "
+            "with examples in it, or a number as the lengthscale"
+        )
+    needed = 3 * len(x) ** 2 * x.element_size()
+    if needed > _MEMORY:
+        raise MemoryBoundError(
+            f"{rule!r} needs {needed:,} bytes for the distances of {len(x):,} points, over {_MEMORY:,}: measure it on "
+            "some of them, kernel = kernel.at(x[:1000]), or give a number as the lengthscale"
+        )
+    with torch.no_grad():
+        return squared_distances(x, x)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad.functionspace.distances import check_features, points
 from natgrad.functionspace.kernels import SobolevKernel
-from natgrad.functionspace.lengthscale import Lengthscale
+from natgrad.functionspace.lengthscale import Lengthscale, is_number
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs, arguments
 from natgrad.operators.gram import KernelMatrix, unseen
@@ -41,8 +41,8 @@ class Sobolev(OnBase):
     below max(N, 4096) units in the last place of λ_max(K), about 10⁻¹²N, a singular K has its pseudo-inverse for K⁻¹:
     what it does not see to that rounding (differences of equal or nearly equal inputs) has no norm, and G is that of
     the rest. Where the jitter is small beside N³ε², with the ε of the outputs (10⁻⁶ in single precision, from N = 416
-    on), rows are mixed in double precision, whatever their own. ``Kernel`` solves without K⁻¹, Jᵀ(λK + JJᵀ)⁻¹K e (``PushThrough``), and keeps
-    the digits that an ill-conditioned K costs the other structures.
+    on), rows are mixed in double precision, whatever their own. ``Kernel`` solves without K⁻¹, Jᵀ(λK + JJᵀ)⁻¹K e
+    (``PushThrough``), and keeps the digits that an ill-conditioned K costs the other structures.
 
     Where ``base`` is sampled, the whole batch shares its samples: column k is one random combination Σ_j ε_kj s_j of
     the columns of the exact root. Independent ones would erase K⁻¹ but for its diagonal (ERRATA 10).
@@ -69,7 +69,7 @@ class Sobolev(OnBase):
             raise ValueError("Sobolev(base=Sobolev(…)) would couple the examples twice: give the metric inside")
         _ = self._kernel  # it checks ν and ℓ
         check_features(self.features)
-        if isinstance(self.jitter, bool) or not isinstance(self.jitter, (int, float)):
+        if not is_number(self.jitter):
             raise TypeError(f"jitter={self.jitter!r}: give a number, what is added to the diagonal of K")
         if not (math.isfinite(self.jitter) and self.jitter >= 0):
             raise ValueError(
@@ -104,8 +104,8 @@ class Sobolev(OnBase):
             if found.device.type == "cpu":  # a GPU is not waited for: there, what is made of them is looked at
                 check_finite(found, "the tensor of points of the Sobolev metric")
             K = self._kernel(found)
-            K.diagonal().add_(self.jitter)
-            return K / (1 + self.jitter)
+            K.diagonal().add_(float(self.jitter))
+            return K.div_(1 + float(self.jitter))
 
     @cached_property
     def _kernel(self) -> SobolevKernel:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from natgrad.errors import MemoryBoundError, NonFiniteError
-from natgrad.functionspace import FunctionalGradientDescent, Median, SobolevKernel
+from natgrad.functionspace import Alike, FunctionalGradientDescent, Lengthscale, Median, SobolevKernel
 from tests.golden import agrees, golden, tensor
 from tests.pulled import close, normal
 
@@ -113,6 +113,37 @@ def test_single_precision_stays_single() -> None:
     fitted = _descent(passes=5).fit(X.float(), T.float())
     assert fitted.predict(X.float()).dtype == torch.float32
     close(fitted.predict(X.float()).double(), _descent(passes=5).fit(X, T).predict(X), 1e-5)
+
+
+@pytest.mark.parametrize("rule", [Median(), Alike(0.1)], ids=repr)
+def test_a_lengthscale_that_the_first_examples_do_not_tell_is_refused(rule: Lengthscale) -> None:
+    x, t = 1000 * normal(50, 3), normal(50)
+    first = _descent(kernel=SobolevKernel(1.5, rule))
+    for few in (x[:1], x[:1].expand(4, 3)):
+        with pytest.raises(ValueError, match=r"cannot be told from \d equal point\(s\).*first partial_fit"):
+            first.partial_fit(few, t[: len(few)])
+        with pytest.raises(ValueError, match=r"cannot be told from \d equal point\(s\), and is for others too: give a"):
+            first.fit(few, t[: len(few)])
+    with pytest.raises(RuntimeError, match="there is no function yet"):
+        _ = first.function
+    first.partial_fit(x, t).partial_fit(x[:1], t[:1])  # later ones have the lengthscale of the first
+    kernel = first.function.kernel
+    assert isinstance(kernel, SobolevKernel)
+    assert isinstance(kernel.lengthscale, Lengthscale)
+    close(kernel.lengthscale.of(x[:1]), rule.of(x), 0)
+    _descent(kernel=SobolevKernel(1.5, 7.0)).partial_fit(x[:1], t[:1])
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (3,), (3, 1, 1)], ids=str)
+def test_targets_of_another_shape_than_the_first_are_refused(shape: tuple[int, ...]) -> None:
+    """They would be broadcast inside the loss."""
+    for descent in (_descent(passes=2).fit(X, T[:, :1]), _descent().partial_fit(X, T[:, :1])):
+        before = descent.function
+        with pytest.raises(ValueError, match=r"has the shape \(.*\), and those before had \(1,\). Reshape them"):
+            descent.partial_fit(X[:3], torch.zeros(shape, dtype=torch.float64))
+        assert descent.function is before
+        descent.partial_fit(X[:3], T[:3, :1])
+        descent.fit(X, T).partial_fit(X, T)  # fit starts anew
 
 
 def test_bad_arguments_are_refused() -> None:

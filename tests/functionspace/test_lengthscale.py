@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 import natgrad as ng
-from natgrad.functionspace import Alike, Median, SobolevKernel
+from natgrad.errors import MemoryBoundError
+from natgrad.functionspace import Alike, Lengthscale, Median, SobolevKernel
 from tests.pulled import close, normal
 
 
@@ -57,3 +63,43 @@ def test_a_smoothness_that_is_not_positive_is_refused(nu: float) -> None:
 def test_a_rule_that_keeps_the_mean_of_another_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match=r"another smoothness than ν = 2.5: give Alike\(0.1, nu=2.5\)"):
         ng.Sobolev(nu=2.5, lengthscale=Alike(0.1))
+
+
+@pytest.mark.parametrize("rule", [Alike(), Median()], ids=repr)
+def test_no_points_have_no_lengthscale(rule: Lengthscale) -> None:
+    for x in (torch.empty(0, 3), torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"a lengthscale on points \[n d\], at least one, and got \(.*give"):
+            rule.of(x)
+
+
+WORDS: dict[str, Callable[[Any], Any]] = {
+    r"Median\(divisor=…\)": Median,
+    r"Alike\(value=…\)": Alike,
+    r"Alike\(nu=…\)": lambda word: Alike(0.1, word),
+}
+
+
+@pytest.mark.parametrize("word", ["a", None, True, 1j], ids=repr)
+@pytest.mark.parametrize("where", WORDS)
+def test_what_is_no_number_is_refused(where: str, word: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{where} got .*: give a real number"):
+        WORDS[where](word)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.float16, Fraction], ids=lambda kind: kind.__name__)
+def test_real_numbers_of_every_kind_are_alike(number: Callable[[float], Any]) -> None:
+    x = normal(5, 2)
+    half, quarter = number(0.5), number(0.25)
+    close(SobolevKernel(half, quarter)(x), SobolevKernel(0.5, 0.25)(x), 0)
+    close(SobolevKernel(quarter, half)(x, x[:2]), SobolevKernel(0.25, 0.5)(x, x[:2]), 0)
+    close(Median(half).of(x), Median(0.5).of(x), 0)
+    close(Alike(half, quarter).of(x), Alike(0.5, 0.25).of(x), 0)
+    metric = ng.Sobolev(nu=half, lengthscale=quarter, jitter=number(0.125))
+    close(metric.coupling(x, 5), ng.Sobolev(nu=0.5, lengthscale=0.25, jitter=0.125).coupling(x, 5), 0)
+
+
+def test_distances_that_do_not_fit_are_refused_before_they_are_made() -> None:
+    x = torch.zeros(20_000, 1, dtype=torch.float64)
+    for rule in (Median(), Alike()):
+        with pytest.raises(MemoryBoundError, match=r"the distances of 20,000 points, over .*kernel.at\(x\[:1000\]\)"):
+            rule.of(x)

@@ -83,6 +83,20 @@ def both(lengthscale: float, **options: Any) -> tuple[Make, Make]:
     )
 
 
+# By default
+
+
+def test_the_lengthscale_is_a_quarter_of_the_median_distance_unless_another_is_given() -> None:
+    """About what paper 000 has (ERRATA 14)."""
+
+    def of(**options: Any) -> Tensor:
+        return trained(lambda model: ng.SobolevKFAC(model, EXACT, **SCHEDULE, **options), made("mlp"), (2,))
+
+    torch.testing.assert_close(of(), of(lengthscale=Median(divisor=4.0)), rtol=0, atol=0)
+    for divisor in (1.0, 3.9, 20.0):
+        assert (of() - of(lengthscale=Median(divisor))).norm() > 1e-5
+
+
 # Where K is 1
 
 

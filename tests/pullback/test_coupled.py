@@ -56,7 +56,7 @@ def coupled_pullback(name: str, frozen: tuple[str, ...], dtype: torch.dtype) -> 
     mix = torch.eye(N, dtype=torch.float64) + 0.3 * normal(N, N, seed=5)
     pb = ng.pullback(layer, normal(N, *shape).to(dtype), ng.Sampled(ng.Euclidean(), 2), generator=torch.Generator())
     pb = replace(pb, coupling=mix @ mix.T)
-    return pb, Coupled.of(mix @ mix.T, root_of(mix @ mix.T).to(dtype), pb.tape((0, N)).memo)
+    return pb, Coupled.of(mix @ mix.T, root_of(mix @ mix.T).to(dtype), dtype, pb.tape((0, N)).memo)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
@@ -166,7 +166,7 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
     drawn = torch.stack(found)
     assert bool(((drawn.mean(0) - exact).abs() <= 3 * drawn.std(0) / 40**0.5).all())
     eye = torch.eye(N, dtype=torch.float64)
-    S, A = Coupled.of(eye, eye, coupled.memo).factors(tape, block, Expand(), g)
+    S, A = Coupled.of(eye, eye, eye.dtype, coupled.memo).factors(tape, block, Expand(), g)
     close(S, Expand().outputs(tape, block, g))
     close(mean_of(A), mean_of(Expand().inputs(tape, block)))
 
@@ -174,7 +174,7 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
 def test_recorded_kernels_know_where_the_signs_lie_that_they_read() -> None:
     C = torch.eye(2)
     memos: tuple[dict[Hashable, Any], dict[Hashable, Any]] = ({}, {})
-    here, there = (Coupled(C, C, memo) for memo in memos)
+    here, there = (Coupled(C, C, C.dtype, memo) for memo in memos)
     assert here.places == there.places
     first = here._signs(3, 1)
     assert here.places != there.places
