@@ -100,10 +100,11 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
     for key, entry in state["state"].items():
         if key not in params:
             raise ValueError(f"the state has momentum of a parameter number {key}, which no group has. {_NOTHING}")
-        name = f"the momentum of {names[id(params[key])]}"
-        for t in (t for t in entry.values() if isinstance(t, Tensor)):
-            _same(name, t, tuple(params[key].shape))
-        check_finite(name, {what: t for what, t in entry.items() if isinstance(t, Tensor)})
+        name = names[id(params[key])]
+        tensors = {what: t for what, t in entry.items() if isinstance(t, Tensor)}
+        for what, t in tensors.items():
+            _same(f"{what} of {name}", t, tuple(params[key].shape))
+        check_finite(name, tensors)
 
 
 def operator_of(keeper: Keeper, tensors: Mapping[str, Tensor]) -> Operator | None:

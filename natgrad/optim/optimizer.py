@@ -270,8 +270,8 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
-        check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.keeper.model.params.items()})
         restored = restore(state_dict["natgrad"], self.keeper, self.solver)
+        check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.keeper.model.params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})

@@ -130,7 +130,7 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     "other_momentum": (
         "kfac",
         _entry("state", 1, "momentum", value=_row(2)),
-        r"the momentum of hidden.weight in the state has the shape \[2\], here it is \[4, 3\]",
+        r"momentum of hidden.weight in the state has the shape \[2\], here it is \[4, 3\]",
     ),
     "strange_momentum": ("kfac", _entry("state", 9, value={}), "momentum of a parameter number 9, which no group has"),
 }
@@ -154,7 +154,7 @@ POISONED: dict[str, tuple[str, Damage, str]] = {
     "momentum": (
         "kfac",
         lambda s: s["state"][2]["momentum"].fill_(float("nan")),
-        "momentum of the momentum of hidden.bias",
+        "momentum of hidden.bias",
     ),
 }
 
