@@ -16,8 +16,9 @@ from tests.experiments.test_cifar import images
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """A run chooses threads and convolutions for its whole process."""
+    """A run chooses threads and convolutions for its whole process; one thread is most for what is so small."""
     threads, fastest = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
     torch.backends.cudnn.benchmark = fastest
