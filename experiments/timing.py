@@ -78,6 +78,10 @@ class Timing:
         every = [{"dataset": "cifar10", **content}] if isinstance(content, dict) else content
         return Timing({Conditions.of(one["dataset"], one["setup"], one["machine"]): one for one in every})
 
+    def of(self, dataset: str) -> Mapping[str, Any]:
+        """The first measurement with these images."""
+        return next(one for conditions, one in self.found.items() if conditions.dataset == dataset)
+
     def beside(self, new: Mapping[str, Any]) -> Timing:
         """With one more, in the place of what was measured under the same conditions."""
         return Timing({**self.found, Conditions.of(new["dataset"], new["setup"], new["machine"]): new})

@@ -12,6 +12,7 @@ import pytest
 from experiments import arms
 from experiments.arms import FIFTHS, TENTHS
 from experiments.student import critical
+from experiments.timing import Timing
 
 QUANTITIES = ("loss_until_40", "loss_at_40", "loss_at_end", "test_accuracy")
 KFACS = [("sobolev", "amari"), ("independent", "amari"), ("sobolev", "independent")]
@@ -189,7 +190,7 @@ def test_the_speed_of_the_papers_comparison_is_split_as_the_page_says() -> None:
 
 
 def test_with_one_schedule_seconds_are_as_the_page_says() -> None:
-    alone = read("timing")["seconds_an_epoch"]
+    alone = Timing.load(RESULTS / "timing.json").of("cifar10")["seconds_an_epoch"]
     assert f"takes {alone['sobolev'] / alone['amari']:.2f} times as long" in text()
     (_, a), (_, b) = (reached("amari", "training loss", schedule) for schedule in ("tenths", "fifths"))
     assert f"K-FAC is after {a['amari']} and Sobolev after {a['sobolev']} with tenths" in text()

@@ -138,7 +138,7 @@ def test_early_stopping_looks_at_validation_only() -> None:
 
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.title)
 def test_every_arm_learns_the_sines(arm: type[Arm]) -> None:
-    result = train(arm.drawn(1), Sampled(Sines(), 0.0, n=64).split(0), 0, seconds=0.4, width=16)
+    result = train(arm.drawn(1), Sampled(Sines(), 0.0, n=64).split(0), 0, seconds=0.8, width=16)
     assert not result.failure
     assert result.best().test < 0.7 * result.looks[0].test
 

@@ -5,20 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.structures import Structure
+from tests.output.test_sobolev import STRUCTURES
 from tests.pulled import normal
 
-STRUCTURES: dict[str, Structure] = {
-    "Dense": ng.Dense(),
-    "BlockDense": ng.BlockDense(),
-    "Diagonal": ng.Diagonal(),
-    "Kernel": ng.Kernel(),
-    "Implicit": ng.Implicit(),
-    "LowRank": ng.LowRank(3),
-    "Kronecker": ng.Kronecker(),
-    "Kronecker reduce": ng.Kronecker("reduce"),
-    "EigenKronecker": ng.EigenKronecker(),
-}
 EXACT = ("Dense", "BlockDense", "Diagonal", "Kernel", "Implicit")
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 types = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
