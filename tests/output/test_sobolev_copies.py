@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.structures import Structure
 from tests.output.test_sobolev import STRUCTURES
 from tests.pulled import normal
 
