@@ -107,14 +107,26 @@ def _rounded(value: float) -> float | int | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def load_all(folders: Iterable[Path]) -> list[Record]:
-    """All runs of ``runs.json`` and of ``runs/*.json`` in some folders; of two of one name the longer."""
-    found: dict[str, Record] = {}
+def load_each(folders: Iterable[Path]) -> list[Record]:
+    """All runs of ``runs.json`` and of ``runs/*.json`` in some folders, folder by folder."""
+    found: list[Record] = []
     for folder in folders:
         path = folder / "runs.json"
-        saved = [Record.of(columns) for columns in json.loads(path.read_text())] if path.exists() else []
-        for record in (*saved, *(Record.load(path) for path in sorted((folder / "runs").glob("*.json")))):
-            other = found.get(record.name.key)
-            if other is None or (record.finished, len(record.history)) >= (other.finished, len(other.history)):
-                found[record.name.key] = record
+        found += [Record.of(columns) for columns in json.loads(path.read_text())] if path.exists() else []
+        found += [Record.load(path) for path in sorted((folder / "runs").glob("*.json"))]
+    return found
+
+
+def longest(records: Iterable[Record]) -> list[Record]:
+    """Of two of one name the longer, and of those the later; by name."""
+    found: dict[str, Record] = {}
+    for record in records:
+        other = found.get(record.name.key)
+        if other is None or (record.finished, len(record.history)) >= (other.finished, len(other.history)):
+            found[record.name.key] = record
     return [found[key] for key in sorted(found)]
+
+
+def load_all(folders: Iterable[Path]) -> list[Record]:
+    """A run of each name in some folders."""
+    return longest(load_each(folders))

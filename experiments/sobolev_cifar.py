@@ -1,6 +1,7 @@
 """Sobolev K-FAC against K-FAC, SGD and AdamW: VGG16 on CIFAR-10 and CIFAR-100 (000 §6.3 and App. D; ERRATA 10, 14).
 
     python experiments/sobolev_cifar.py --data DATA --tune             # choose rates for SGD and AdamW, in two rounds
+    python experiments/sobolev_cifar.py --data DATA --tune --anew      # … again, where they were chosen in another way
     python experiments/sobolev_cifar.py --data DATA --time             # milliseconds of a step, alone
     python experiments/sobolev_cifar.py --data DATA --workers 4        # all runs that are not done
     python experiments/sobolev_cifar.py --data DATA --seconds 540      # … for nine minutes; the same command goes on
@@ -9,7 +10,9 @@
 
 DATA: see ``experiments/cifar.py``. States and decoded images are in ``--out`` and may be large (a gigabyte for a run of
 K-FAC that is not done); what is worth keeping is in ``--results``, and what is finished there is not run again. A run
-with other settings, fewer images (``--limit``) or other images is never taken for it: that is refused.
+with other settings, fewer images (``--limit``) or other images is never taken for it: that is refused. SGD and AdamW
+are tuned for each schedule by itself; where their choice has changed since a run, it is run again with the new one and
+replaced, and the choice before stays in ``tuned.json``.
 
 Both schedules of the paper: "tenths", of its baseline, and "fifths", of its Sobolev gradient; "cosine" is ours. A seed
 has the same first weights and the same images in the same order for all arms. Augmentation is the usual: four black
@@ -35,14 +38,15 @@ import torch
 
 from experiments import pairs, report
 from experiments.arms import FIFTHS, TENTHS, AdamW, Arm, Cosine, Momentum, Schedule, amari, grid, independent, sobolev
-from experiments.cifar import CIFAR10, CIFAR100, Benchmark, pack
+from experiments.choices import Choices, Whose
+from experiments.cifar import CIFAR10, CIFAR100, pack
 from experiments.images import Part
 from experiments.jobs import Place, Task, perform_all
 from experiments.plots import draw
-from experiments.record import Record, load_all
+from experiments.record import Record, load_all, load_each
 from experiments.timing import Timing, lines, measured
 from experiments.training import Budget, Job, Pace, Setup, Until
-from experiments.tuning import Round, Tuning, chosen
+from experiments.tuning import Round, Tuning
 
 # The names of the command line: the one place where names are looked up.
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
@@ -56,6 +60,7 @@ FIXED: dict[str, Callable[[], Arm]] = {
     "sobolev_exact": lambda: sobolev().exactly_damped(),
 }
 TUNED = {"sgd": Momentum, "adamw": AdamW}
+TUNED_FILE = "tuned.json"
 COUNTS = {
     "epochs": "epochs of a run",
     "batch": "images of a step",
@@ -72,12 +77,12 @@ COUNTS = {
 RESULTS = Path(__file__).resolve().parent / "results" / "sobolev_cifar"
 
 
-def arm(name: str, what: Benchmark, results: Path, setup: Setup) -> Arm:
-    """By name; SGD and AdamW as they were tuned on these images."""
-    if name in FIXED:
-        return FIXED[name]()
-    found = chosen(results / "tuned.json", what, name, setup)
-    return TUNED[name](lr=found["lr"], weight_decay=found["weight_decay"])
+def arm(whose: Whose, results: Path, setup: Setup) -> Arm:
+    """By name; SGD and AdamW as they were tuned on these images with this schedule."""
+    if whose.arm in FIXED:
+        return FIXED[whose.arm]()
+    found = Choices.load(results / TUNED_FILE).chosen(whose, setup)
+    return TUNED[whose.arm](lr=found["lr"], weight_decay=found["weight_decay"])
 
 
 def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
@@ -85,42 +90,61 @@ def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -
     rounds = Round(args.tune_epochs), Round(args.final_epochs, args.finalists)
     place = replace(place, out=args.out / "tuning")
     setup = replace(setup, part=replace(setup.part, held_out=args.held_out))
-    tuning = Tuning(rounds, SCHEDULES[args.schedules[0]], setup, place, args.results / "tuned.json")
+    tuning = Tuning(rounds, [SCHEDULES[name] for name in args.schedules], setup, place, args.results / TUNED_FILE)
     grids = {name: arms for name, arms in grid().items() if name in args.arms}
-    tuning.tune(grids, [BENCHMARKS[name] for name in args.datasets], budget)
+    benchmarks = [BENCHMARKS[name] for name in args.datasets]
+    if args.anew:
+        tuning.set_aside(grids, benchmarks)
+    tuning.tune(grids, benchmarks, budget)
 
 
 def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
     """All runs that are not done, the first seed of everything first."""
-    known = {record.name.key: record for record in load_all([args.results, args.out]) if record.finished}
+    known = {record.name.key: record for record in records(args) if record.finished}
     benchmarks = [BENCHMARKS[name] for name in args.datasets]
-    arms = {what: [arm(name, what, args.results, setup) for name in args.arms] for what in benchmarks}
+    arms = {
+        (what, schedule): [arm(Whose(what.name, name, schedule), args.results, setup) for name in args.arms]
+        for what in benchmarks
+        for schedule in args.schedules
+    }
     # Decoded once, before several processes want them.
     images = {what: place.images(what, setup).digest for what in benchmarks}
     tasks = []
     for seed in args.seeds:
-        for what in benchmarks:
-            jobs = [Job(what.name, SCHEDULES[name], one, seed) for name in args.schedules for one in arms[what]]
+        for (what, schedule), ones in arms.items():
+            jobs = [Job(what.name, SCHEDULES[schedule], one, seed) for one in ones]
             left = [job for job in jobs if not is_done(setup.settings(job, images[what]), known.get(job.key))]
             tasks += [Task(job, setup, what, place) for job in left]
-    print(f"{len(tasks)} runs, {len(known)} are done")
+    print(f"{len(tasks)} runs, {len(known.keys() - {task.job.key for task in tasks})} are done")
     perform_all(tasks, setup.pace.workers, budget)
     summarise(args)
 
 
 def is_done(settings: dict[str, Any], record: Record | None) -> bool:
-    """Whether there is such a run; refuse to take one with other settings or on other images for it."""
-    if record is not None and not record.made_with(settings):
+    """Whether there is such a run; refuse to take one with other settings or on other images for it.
+
+    Only a run whose rate and weight decay have been chosen again is not refused: it is to be run again.
+    """
+    if record is None or record.made_with(settings):
+        return record is not None
+    was = record.settings["arm"]
+    if record.name.arm not in TUNED or not record.made_with({**settings, "arm": was}):
         raise SystemExit(
             f"{record.name.key} was run with {record.settings}, now it is {settings}: choose other folders for --out "
             "and --results, or the same settings and images"
         )
-    return record is not None
+    print(f"{record.name.key} was run with {was}, and {settings['arm']} has been chosen since: it is run again")
+    return False
+
+
+def records(args: argparse.Namespace) -> list[Record]:
+    """All runs that are known, without those that others with a newer choice have replaced."""
+    return Choices.load(args.results / TUNED_FILE).current(load_each([args.results, args.out]))
 
 
 def summarise(args: argparse.Namespace) -> None:
     """All that is known into the folder of results, and the tables."""
-    found = report.save(load_all([args.results, args.out]), args.results)
+    found = report.save(records(args), args.results)
     pairs.save(found, args.results)
     print(report.table(found), pairs.table(found), pairs.reached(found), sep="\n\n")
 
@@ -158,9 +182,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--save-every", type=int, default=1, help="epochs between two states")
     add("--rounds", type=int, default=5, help="of --time, a hundred steps each")
     add("--tune-epochs", type=int, default=4, help="of all candidates")
-    add("--finalists", type=int, default=3, help="candidates that --tune chooses from in the end")
-    add("--final-epochs", type=int, default=10, help="of these")
+    add("--finalists", type=int, default=5, help="candidates that --tune chooses from in the end")
+    add("--final-epochs", type=int, default=15, help="of these")
     add("--held-out", type=int, default=5000, help="training images that --tune chooses by")
+    add("--anew", action="store_true", help="with --tune: put choices that were made in another way aside, and choose")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tune", action="store_true", help="choose learning rate and weight decay of SGD and AdamW")
     what.add_argument("--time", action="store_true", help="measure a step of every optimizer, alone")
@@ -175,6 +200,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise SystemExit(f"--{name.replace('_', '-')} is {value}, the number of {of}: give 1 or more")
+    if args.anew and not args.tune:
+        raise SystemExit("--anew puts choices of SGD and AdamW aside to make them again: give it with --tune")
     return args
 
 

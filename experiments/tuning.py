@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 from experiments.arms import Arm, Schedule
+from experiments.choices import Choice, Choices, Whose
 from experiments.cifar import Benchmark
-from experiments.files import write_json
-from experiments.images import Part
 from experiments.jobs import Place, Task, perform_all
 from experiments.record import Record, load_all
 from experiments.training import Budget, Job, Setup
 
 TUNING_SEED = 1000  # which no run that is reported has
-_MATTERS = ("batch", "width", "limit")  # to a rate that was chosen
 
 
 @final
@@ -31,125 +28,149 @@ class Round:
 
 @final
 @dataclass(frozen=True)
+class Search:
+    """For the best of these settings of an optimizer, on images of this digest and with this schedule."""
+
+    what: Benchmark
+    images: str
+    schedule: Schedule
+    name: str
+    grid: Sequence[Arm]
+
+    @property
+    def whose(self) -> Whose:
+        """What it is for."""
+        return Whose(self.what.name, self.name, self.schedule.name)
+
+    def edges(self, best: Mapping[str, float]) -> str:
+        """Which of these numbers are the largest or the smallest of several that were tried; empty where none is."""
+        found = []
+        for key, value in best.items():
+            tried = {arm.numbers()[key] for arm in self.grid}
+            ends = {max(tried): "largest", min(tried): "smallest"}
+            if len(tried) > 1 and value in ends:
+                found.append(f"{key} {value:g} is the {ends[value]}")
+        return " and ".join(found)
+
+
+@final
+@dataclass(frozen=True)
 class Tuning:
-    """The rounds, on the images and with the schedule that they have; what is found is written to ``path`` at once."""
+    """The rounds, with each of these schedules, on such images; what is found is written to ``path`` at once."""
 
     rounds: Sequence[Round]
-    schedule: Schedule
+    schedules: Sequence[Schedule]
     setup: Setup
     place: Place
     path: Path
 
     def tune(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark], budget: Budget) -> None:
-        """Every kind of arm on every benchmark, all of a round at once; rounds that are done stay as they are."""
+        """Every kind of arm on every benchmark with every schedule, all of a round at once.
+
+        Rounds that are done stay as they are; what was found in another way is refused, before anything runs.
+        """
+        searches, choices = self._searches(grids, benchmarks), Choices.load(self.path)
+        for search in searches:
+            other = self._other(search, choices.of(search.whose))
+            if other:
+                raise SystemExit(
+                    f"{self.path} has settings of {search.whose} that were found with {other}: run --tune --anew, "
+                    "which keeps them in the file, or move it away, or tune as before"
+                )
+        for number in range(len(self.rounds)):
+            self._round(number, searches, budget)
+
+    def set_aside(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark]) -> None:
+        """Keep what was found in another way as what was chosen before. What is found as it is asked for goes on."""
+        choices = Choices.load(self.path)
+        for search in self._searches(grids, benchmarks):
+            choice = choices.of(search.whose)
+            other = self._other(search, choice)
+            if other:
+                print(f"{search.whose} is tuned anew: {choice.chosen} was found with {other}")
+                choices = choices.beside(search.whose, choice.aside())
+                choices.save(self.path)
+
+    def _searches(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark]) -> list[Search]:
         # Decoded once, before several processes want them.
         images = {what: self.place.images(what, self.setup).digest for what in benchmarks}
-        for number in range(len(self.rounds)):
-            self._round(number, grids, images, budget)
-
-    def _round(
-        self, number: int, grids: Mapping[str, Sequence[Arm]], images: Mapping[Benchmark, str], budget: Budget
-    ) -> None:
-        found = self._found(grids, images)
-        wanted = {
-            (what, name): self._candidates(number, arms, found.get(what.name, {}).get(name, {}))
-            for what in images
+        return [
+            Search(what, digest, schedule, name, arms)
+            for what, digest in images.items()
+            for schedule in self.schedules
             for name, arms in grids.items()
-            if len(found.get(what.name, {}).get(name, {}).get("rounds", ())) == number
-        }
-        tasks = {key: self._tasks(number, key[0], arms) for key, arms in wanted.items()}
-        left = [t for own in tasks.values() for t in own if _done(t, images[t.what]) is None]
+        ]
+
+    def _round(self, number: int, searches: Sequence[Search], budget: Budget) -> None:
+        choices, tasks = Choices.load(self.path), {}
+        for search in searches:
+            choice = choices.of(search.whose)
+            if len(choice.rounds) == number:
+                tasks[search.whose] = self._tasks(number, search, choice)
+        images = {search.what: search.images for search in searches}
+        left = [task for own in tasks.values() for task in own if _done(task, images[task.what]) is None]
         perform_all(left, self.setup.pace.workers, budget)
-        for (what, name), own in tasks.items():
-            mine = [record for task in own if (record := _done(task, images[what])) is not None]
+        for search in (one for one in searches if one.whose in tasks):
+            own = tasks[search.whose]
+            mine = [record for task in own if (record := _done(task, search.images)) is not None]
             if len(mine) < len(own):
-                print(f"{name} on {what.name}: {len(mine)} of {len(own)} trials are done, run --tune again")
+                print(f"{search.whose}: {len(mine)} of {len(own)} trials are done, run --tune again")
                 continue
-            new = {"schedule": self.schedule.name, "conditions": self.setup.conditions(images[what]), "rounds": []}
-            entry = found.setdefault(what.name, {}).setdefault(name, new)
-            tried = [_result(record) for record in mine]
-            entry["rounds"].append({"epochs": self.rounds[number].epochs, "tried": tried})
-            best = {key: _ranked(entry["rounds"][-1])[0][key] for key in mine[0].settings["arm"]}
-            if number == len(self.rounds) - 1:
-                entry["chosen"] = best
-            write_json(self.path, found)
-            print(f"{name} on {what.name}: {best} after {self.rounds[number].epochs} epochs")
+            self._write(number, search, [_result(record) for record in mine])
 
-    def _found(self, grids: Mapping[str, Sequence[Arm]], images: Mapping[Benchmark, str]) -> dict[str, Any]:
-        """What is in the file; refused, before anything runs, where it was found in another way."""
-        found = _read(self.path)
-        for name, entry in (pair for arms in found.values() for pair in arms.items()):
-            if entry.get("schedule") != self.schedule.name or "rounds" not in entry:
-                raise SystemExit(
-                    f"{self.path} has settings of {name} that were found with the schedule {entry.get('schedule')}, or "
-                    f"without rounds, and not with {self.schedule.name}: move it away, or give that schedule first"
-                )
-        for what, digest in images.items():
-            for name, entry in found.get(what.name, {}).items():
-                if name in grids:
-                    self._same(f"{name} on {what.name}", entry, digest)
-        return found
+    def _write(self, number: int, search: Search, tried: Sequence[Mapping[str, Any]]) -> None:
+        """A round that is done; and, if it is the last, the choice."""
+        choices, epochs, last = Choices.load(self.path), self.rounds[number].epochs, number == len(self.rounds) - 1
+        choice, done = choices.of(search.whose), {"epochs": epochs, "tried": list(tried)}
+        best = {key: _ranked(done)[0][key] for key in search.grid[0].numbers()}
+        new = replace(
+            choice,
+            rounds=(*choice.rounds, done),
+            conditions=self.setup.conditions(search.images),
+            chosen=best if last else None,
+        )
+        choices.beside(search.whose, new).save(self.path)
+        print(f"{search.whose}: {best} after {epochs} epochs")
+        edges = search.edges(best)
+        if last and edges:
+            print(f"{search.whose}: {edges} that was tried, the best may lie beyond")
 
-    def _same(self, title: str, entry: Mapping[str, Any], images: str) -> None:
-        """Refuse what was found on other images, with other networks or in other rounds."""
-        was, now = _conditions(entry, images), self.setup.conditions(images)
-        done = [(one["epochs"], len(one["tried"])) for one in entry["rounds"]]
+    def _other(self, search: Search, choice: Choice) -> str:
+        """What was not so when it was found: images, networks, candidates or rounds; empty where all was."""
+        if not choice.rounds:
+            return ""
+        was, now = choice.found_with(search.images), self.setup.conditions(search.images)
+        names = list(search.grid[0].numbers())
+        was["candidates"] = sorted(tuple(one[name] for name in names) for one in choice.rounds[0]["tried"])
+        now["candidates"] = sorted(tuple(arm.numbers().values()) for arm in search.grid)
+        done = [(one["epochs"], len(one["tried"])) for one in choice.rounds]
         # All candidates in the first round, however many there are; then the best, no more than there were before.
         before = [n for _, n in (done[:1] + done)[: len(done)]]
         most = [None, *(one.candidates for one in self.rounds[1:])][: len(done)]
+        was["rounds (epochs, trials)"] = done
         now["rounds (epochs, trials)"] = [
             (one.epochs, n if best is None else min(best, n))
-            for one, n, best in zip(self.rounds[: len(done)], before, most, strict=True)
+            for one, n, best in zip(self.rounds, before, most, strict=False)
         ]
-        was["rounds (epochs, trials)"] = done
-        if was != now:
-            other = ", ".join(f"{key} {was[key]} and not {now[key]}" for key in now if was[key] != now[key])
-            raise SystemExit(
-                f"{self.path} has settings of {title} that were found with {other}: move it away, or tune as before"
-            )
+        return ", ".join(f"{key} {was[key]} and not {now[key]}" for key in now if was[key] != now[key])
 
-    def _candidates(self, number: int, arms: Sequence[Arm], entry: Mapping[str, Any]) -> Sequence[Arm]:
-        if number == 0:
-            return arms
-        best = _ranked(entry["rounds"][-1])[: self.rounds[number].candidates]
-        return [arm for arm in arms if any(all(one[k] == v for k, v in arm.numbers().items()) for one in best)]
-
-    def _tasks(self, number: int, what: Benchmark, arms: Sequence[Arm]) -> list[Task]:
-        """Each in a folder of its own."""
+    def _tasks(self, number: int, search: Search, choice: Choice) -> list[Task]:
+        """The trials of a round, those of each candidate in a folder of its own."""
         setup, out = replace(self.setup, epochs=self.rounds[number].epochs), self.place.out / f"round{number}"
+        arms = search.grid
+        if number > 0:
+            best = _ranked(choice.rounds[-1])[: self.rounds[number].candidates]
+            arms = [arm for arm in arms if any(all(one[k] == v for k, v in arm.numbers().items()) for one in best)]
         names = ["-".join(f"{value:g}" for value in arm.numbers().values()) for arm in arms]
         return [
-            Task(Job(what.name, self.schedule, arm, TUNING_SEED), setup, what, replace(self.place, out=out / name))
+            Task(
+                Job(search.what.name, search.schedule, arm, TUNING_SEED),
+                setup,
+                search.what,
+                replace(self.place, out=out / name),
+            )
             for arm, name in zip(arms, names, strict=True)
         ]
-
-
-def chosen(path: Path, what: Benchmark, name: str, setup: Setup) -> dict[str, float]:
-    """The settings that were found for such runs; refused where those were others, or nothing was found."""
-    entry = _read(path).get(what.name, {}).get(name, {})
-    if "chosen" not in entry:
-        raise SystemExit(f"{name} has not been tuned on {what.name}: run --tune first, or leave it out of --arms")
-    was, now = _conditions(entry, ""), setup.conditions("")
-    other = ", ".join(f"{key} {was[key]} and not {now[key]}" for key in _MATTERS if was[key] != now[key])
-    if other:
-        raise SystemExit(
-            f"{name} was tuned on {what.name} with {other}: move {path} away and --tune again, or leave {name} out of "
-            "--arms"
-        )
-    found: dict[str, float] = entry["chosen"]
-    return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """By images and optimizer; nothing where there is no file."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
-
-
-def _conditions(entry: Mapping[str, Any], images: str) -> dict[str, Any]:
-    """Of a choice. One from before they were written down is that of the command without options, on a GPU."""
-    before = Setup(device="cuda", part=Part(held_out=5000)).conditions(images)
-    return {**before, **entry.get("conditions", {})}
 
 
 def _done(task: Task, images: str) -> Record | None:

@@ -12,13 +12,14 @@ import pytest
 
 from experiments import arms
 from experiments.arms import TENTHS, Momentum
+from experiments.choices import Choices, Whose
 from experiments.cifar import CIFAR10, CIFAR100, cached
 from experiments.images import Images, Part
 from experiments.jobs import Place
 from experiments.record import load_all
-from experiments.sobolev_cifar import RESULTS, SCHEDULES, arm, main
+from experiments.sobolev_cifar import RESULTS, SCHEDULES, TUNED, arm, main
 from experiments.training import Job, Pace, Setup
-from experiments.tuning import Round, Tuning, chosen
+from experiments.tuning import Round, Tuning
 from tests.experiments.test_cifar import images, same, write_archive, write_strips
 from tests.experiments.tiny import SETUP, TINY, Ample
 
@@ -71,7 +72,9 @@ def test_the_runs_that_are_kept_are_those_of_the_command_on_a_gpu_with_all_image
     records = load_all([RESULTS])
     assert len(records) == 30
     for record in records:
-        made = arm(record.name.arm, CIFAR10, RESULTS, setup)
+        # Those with fifths are from before there was a choice for each schedule.
+        schedule = "tenths" if record.name.arm in TUNED else record.name.schedule
+        made = arm(Whose("cifar10", record.name.arm, schedule), RESULTS, setup)
         job = Job(record.name.dataset, SCHEDULES[record.name.schedule], made, record.name.seed)
         assert record.made_with(setup.settings(job, "of today"))
         for other in ({"part": Part(300)}, {"batch": 64}, {"width": 32}, {"epochs": 100}, {"device": "cpu"}):
@@ -125,17 +128,17 @@ def tuning(folder: Path, limit: int | None, rounds: tuple[Round, ...] = (Round(1
     """On so many images."""
     setup = Setup(batch=16, width=2, part=Part(limit, held_out=20))
     place = Place(folder / "data", folder / "out", folder / "tuning")
-    return Tuning(rounds, TENTHS, setup, place, folder / "tuned.json")
+    return Tuning(rounds, [TENTHS], setup, place, folder / "tuned.json")
 
 
 def test_trials_and_choices_of_fewer_images_are_not_taken_for_those_of_all(folder: Path) -> None:
     grids = {"sgd": arms.grid()["sgd"][:2]}
     tuning(folder, 48).tune(grids, [CIFAR10], Ample())
     path = folder / "tuned.json"
-    assert json.loads(path.read_text())["cifar10"]["sgd"]["conditions"]["limit"] == 48
+    assert json.loads(path.read_text())["cifar10"]["sgd"]["tenths"]["conditions"]["limit"] == 48
     for refused in (tuning(folder, None), tuning(folder, 40)):
         with pytest.raises(
-            SystemExit, match=r"settings of sgd on cifar10 that were found with limit 48 and not .*: move"
+            SystemExit, match=r"of sgd on cifar10 with tenths that were found with limit 48 and not .* --anew"
         ):
             refused.tune(grids, [CIFAR10], Ample())
     two = Round(1), Round(2, candidates=9)
@@ -148,14 +151,16 @@ def test_trials_and_choices_of_fewer_images_are_not_taken_for_those_of_all(folde
     tuning(folder, None).tune(grids, [CIFAR10], Ample())
     tried = [record for one in (folder / "tuning" / "round0").iterdir() for record in load_all([one])]
     assert [record.settings["limit"] for record in tried] == [None, None]
-    assert chosen(path, CIFAR10, "sgd", Setup(batch=16, width=2)) in [one.numbers() for one in grids["sgd"]]
-    with pytest.raises(SystemExit, match=r"sgd was tuned on cifar10 with limit None and not 48: move .* --tune again"):
-        chosen(path, CIFAR10, "sgd", Setup(batch=16, width=2, part=Part(48)))
+    sgd, choices = Whose("cifar10", "sgd", "tenths"), Choices.load(path)
+    assert choices.chosen(sgd, Setup(batch=16, width=2)) in [one.numbers() for one in grids["sgd"]]
+    with pytest.raises(SystemExit, match=r"with tenths was tuned with limit None and not 48: run --tune --anew --data"):
+        choices.chosen(sgd, Setup(batch=16, width=2, part=Part(48)))
 
 
 def test_the_choices_that_are_kept_are_those_of_the_command_without_options() -> None:
     path = RESULTS / "tuned.json"
     for name in ("sgd", "adamw"):
-        assert chosen(path, CIFAR10, name, Setup()) == json.loads(path.read_text())["cifar10"][name]["chosen"]
-        with pytest.raises(SystemExit, match=rf"{name} was tuned on cifar10 with batch 128 and not 64, limit None and"):
-            chosen(path, CIFAR10, name, Setup(batch=64, part=Part(300)))
+        whose, choices = Whose("cifar10", name, "tenths"), Choices.load(path)
+        assert choices.chosen(whose, Setup()) == json.loads(path.read_text())["cifar10"][name]["chosen"]
+        with pytest.raises(SystemExit, match=rf"{whose} was tuned with batch 128 and not 64, limit None and not 300"):
+            choices.chosen(whose, Setup(batch=64, part=Part(300)))
