@@ -17,8 +17,8 @@ from experiments.cifar import CIFAR10
 from experiments.images import Part
 from experiments.jobs import Place
 from experiments.record import Name, Point, Record, load_all
-from experiments.sobolev_cifar import RESULTS, main
-from experiments.training import Setup
+from experiments.sobolev_cifar import RESULTS, SCHEDULES, is_done, main
+from experiments.training import Job, Setup
 from experiments.tuning import Round, Search, Tuning
 from tests.experiments.tiny import MACHINE, SIZES, TINY, Ample
 
@@ -175,6 +175,18 @@ def test_runs_of_an_arm_whose_choice_has_changed_are_run_again_and_replaced(
     assert summary["fifths"]["sgd"]["seeds"] == [0, 1]
     with pytest.raises(SystemExit, match=r"cifar10-tenths-amari-0 was run with .*: choose other folders"):
         main([*asked, "--arms", "amari", "--epochs", "2"])
+
+
+def test_the_runs_that_are_kept_are_run_again_where_their_choice_changes_and_not_where_it_does_not() -> None:
+    setup = Setup(device="cuda")
+    for record in load_all([RESULTS]):
+        if record.name.arm == "sgd":
+            was = record.settings["arm"]
+            for arm, done in ((Momentum(**was), True), (Momentum(0.1, 0.01), False)):
+                job = Job("cifar10", SCHEDULES[record.name.schedule], arm, record.name.seed)
+                assert is_done(setup.settings(job, "of today"), record) == done
+                with pytest.raises(SystemExit, match=rf"{record.name.key} was run with .*: choose other folders"):
+                    is_done(replace(setup, batch=64).settings(job, "of today"), record)
 
 
 def run(lr: float, epochs: int, **other: Any) -> Record:
