@@ -149,10 +149,10 @@ def _draws(module: nn.Module) -> bool:
 def _check_eager(module: nn.Module) -> None:
     """Refuse modules whose layers cannot be seen, and parameters that have no shape yet, by name."""
     for name, m in module.named_modules():
-        if isinstance(m, ScriptModule):
+        if isinstance(m, ScriptModule) and any(p.requires_grad for p in m.parameters()):
             raise TypeError(
                 f"{name or 'the model'} is a torch.jit module ({type(m).__name__}), inside which no layer can be "
-                "seen: natgrad needs the eager module. Train that, and script or trace it afterwards"
+                "seen: natgrad needs the eager module. Train that, and script or trace it afterwards, or freeze it"
             )
     lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:

@@ -111,6 +111,9 @@ class Inverse(ABC):
         """Whether a GPU could not make a part of it, as far as the host has heard; that part is of an earlier one."""
         return False
 
+    def inherit(self, other: Inverse) -> None:  # noqa: B027 - what never fails has nothing to hear of
+        """This one is made of the other, and has ``failed`` where that has."""
+
     def forgive(self) -> None:  # noqa: B027 - what never fails has nothing to forget
         """What has ``failed`` has been heard."""
 

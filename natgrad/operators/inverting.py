@@ -55,11 +55,11 @@ class Task:
 def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = None) -> list[Tensor]:
     """Do the tasks. What is held beside their results is one damped stack and, on a GPU, its triangular inverse.
 
-    A matrix that Cholesky cannot invert is tried in double precision. ``warm``: the last inverses are there, and that
-    of a matrix which cannot be inverted stays; all others are made, and then it raises. Without one it raises at once.
-    A GPU is not waited for: what comes back are numbers on their way to the host, above 0 if there is such a matrix,
-    whose inverse stays, or is NaN. With ``newton`` inverses are refreshed where the last is near enough. Every stack
-    is looked at before it is written.
+    On a processor a matrix that Cholesky cannot invert is tried in double precision. ``warm``: the last inverses are
+    there, and that of a matrix which cannot be inverted stays; all others are made, and then it raises. Without one it
+    raises at once. A GPU is not waited for: what comes back are numbers on their way to the host, above 0 if there is
+    such a matrix, whose inverse stays, or is NaN. With ``newton`` inverses are refreshed where the last is near enough.
+    Every stack is looked at before it is written.
     """
     for task in tasks:
         if not full(task.into):
@@ -92,15 +92,17 @@ def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None, flags: list
 def _inverses(runs: Sequence[Task], warm: bool, newton: Newton | None) -> tuple[Tensor, Tensor, bool]:
     """The inverses [b d d], which succeeded [b], and whether somebody else looks after those that did not."""
     d = runs[0].into.shape[-1]
-    if warm and newton is not None and d >= newton.smallest:
+    refreshed = warm and newton is not None and d >= newton.smallest
+    if refreshed and newton is not None:
         factors = stacked([factor for run in runs for factor in run.factors])
-        return *newton.inverse(factors, stacked([run.into for run in runs]), _shifts(runs)), True
-    found, good = inverse(_damped(runs))
-    found = found[:, :d, :d]
+        found, good = newton.inverse(factors, stacked([run.into for run in runs]), _shifts(runs))
+    else:
+        found, good = inverse(_damped(runs))
+        found = found[:, :d, :d]
     if found.device.type == "cpu" and found.dtype != torch.float64 and not bool(good.all()):
         again, better = inverse(_damped(runs, torch.float64)[~good])
         found[~good], good[~good] = again[:, :d, :d].to(found.dtype), better
-    return found, good, False
+    return found, good, refreshed
 
 
 def _write(runs: Sequence[Task], found: Tensor, good: Tensor, warm: bool) -> None:

@@ -98,13 +98,16 @@ class ProductInverse(LayerInverse):
     def failed(self) -> bool:
         return any(float(failure) > 0 for failure in self.failures)
 
+    def inherit(self, other: Inverse) -> None:
+        self.failures[:] = other.failures if isinstance(other, ProductInverse) else []
+
     def forgive(self) -> None:
         self.failures.clear()
 
     def overwritten(self, new: Inverse) -> Inverse:
         kept = super().overwritten(new)
-        if kept is self and isinstance(new, ProductInverse):
-            self.failures[:] = new.failures
+        if kept is self is not new:
+            self.inherit(new)
         return kept
 
     def alike(self, b: int) -> object:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
 
 from natgrad.operators.newton import Newton
 from natgrad.optim.distributed import Divided
@@ -34,17 +38,20 @@ def solver_in_words(solver: Solver) -> str:
 
 
 def in_words(value: Any) -> str:
-    """As ``repr`` of a dataclass, without what has its default, and without addresses or tensors.
+    """As ``repr`` of a dataclass, without what has its default, and without addresses, or tensors but for numbers.
 
     A default is left out so that one that is added later does not make another thing of what was saved before.
     """
     if is_dataclass(value) and not isinstance(value, type):
         parts = [(f.name, in_words(getattr(value, f.name))) for f in fields(value) if _tells(f, value)]
         return f"{type(value).__name__}({', '.join(f'{name}={words}' for name, words in parts)})"
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | str):
         return repr(value)
-    if isinstance(value, float):
-        return repr(int(value)) if value.is_integer() else repr(value)  # 1 and 1.0 are the same
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
+        number = float(value)
+        return repr(int(number)) if number.is_integer() else repr(number)  # 1 and 1.0 are the same
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {in_words(value[key])}" for key in sorted(value, key=repr)) + "}"
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(in_words, value))}]"
     return "…" if callable(value) else type(value).__name__

@@ -248,15 +248,18 @@ class Divided(Solver):
         if not isinstance(G, KroneckerOperator) or not self.by_layer:
             return self.solver.init(G, damping, warm)
         rest = None if G.rest is None else G.rest.inverse(damping)
-        own = self.world.own(G.blocks)
+        own, made = self.world.own(G.blocks), list[Inverse]()
 
         def invert() -> Tensors:
             left, right = tuple(G.left[b] for b in own), tuple(G.right[b] for b in own)
             share = replace(G, blocks=tuple(G.blocks[b] for b in own), left=left, right=right, rest=None)
-            return self.solver.init(share, damping, warm).tensors() if own else {}
+            made.extend([self.solver.init(share, damping, warm)] if own else [])
+            return made[0].tensors() if made else {}
 
         inverse = G.layers_from(self.world.gathered(invert), rest)
         assert inverse is not None
+        for share in made:  # on a GPU it may turn out later that a factor of its own could not be inverted
+            inverse.inherit(share)
         return inverse
 
     def renewed(self, G: Operator) -> Operator:

@@ -102,8 +102,8 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
             raise ValueError(f"the state has momentum of a parameter number {key}, which no group has. {_NOTHING}")
         name = names[id(params[key])]
         tensors = {what: t for what, t in entry.items() if isinstance(t, Tensor)}
-        for what, t in tensors.items():
-            _same(f"{what} of {name}", t, tuple(params[key].shape))
+        if "momentum" in tensors:  # what a hook of the user's keeps may have any shape
+            _same(f"momentum of {name}", tensors["momentum"], tuple(params[key].shape))
         check_finite(name, tensors)
 
 

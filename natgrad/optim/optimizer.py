@@ -246,8 +246,8 @@ class NaturalGradient(torch.optim.Optimizer):
         """The inverse of this step is that of the next ones; a recorded step finds it where the last one was."""
         if self._graphed.recorded and self.inverse is not None and solve.inverse is not None:
             solve.inverse = self.inverse.overwritten(solve.inverse)
-        if solve.inverted != self.keeper.inverted:
-            self.inverted_before = self.keeper.inverted
+        if solve.inverted != self.keeper.inverted or self.inverse is None:
+            self.inverted_before = None if self.inverse is None else self.keeper.inverted
         self.inverse, self.inverse_damping, self.outdated = solve.inverse, solve.damping, solve.outdated
         self.keeper.inverted = solve.inverted
 

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from natgrad.errors import NatgradError
 from natgrad.model import Model
@@ -24,7 +25,7 @@ class Parameters:
     def __init__(self, model: Model, module: nn.Module, blocks: Sequence[Block] = ()) -> None:
         self._model, self._module = model, module
         mine = {id(p) for p in model.params.values()}
-        modules = list(module.modules())
+        modules = [m for m in module.modules() if not isinstance(m, ScriptModule)]  # they stay what they are
         self._parents = [(m, key, child) for m in modules for key, child in m._modules.items()]
         self._owners = [(m, key, p) for m in modules for key, p in m._parameters.items() if id(p) in mine]
         # What no module has under a key, only ``named_parameters`` of a class of the user's can tell.
@@ -34,7 +35,7 @@ class Parameters:
         self._made = [(p, *_kind(p)) for p in model.params.values()]
         self._first = next(iter(model.params))
         ruled = ((block, m) for block in blocks for kind in block.kinds if kind.rule for m in kind.modules)
-        self._forwards = [(block.title, m, _own_forward(m)) for block, m in ruled]
+        self._forwards = [(block.title, m, _own_forward(m), type(m).forward) for block, m in ruled]
 
     def moved(self, certain: bool) -> bool:
         """Whether the pass that begins is at other parameters.
@@ -78,8 +79,12 @@ class Parameters:
 
     def _patched(self) -> list[str]:
         """The layers with a rule whose forward is not the one that the rule was chosen for."""
-        others = [at for at in self._forwards if at[1].__dict__.get("forward") is not at[2]]
-        return [title for title, module, made in others if not _compiled_from(module, made)]
+        others = [
+            at
+            for at in self._forwards
+            if at[1].__dict__.get("forward") is not at[2] or type(at[1]).forward is not at[3]
+        ]
+        return [title for title, module, made, of_class in others if not _same_forward(module, made, of_class)]
 
     def _refuse_frozen(self) -> None:
         frozen = [name for name, p in self._model.params.items() if not p.requires_grad]
@@ -123,13 +128,14 @@ def _own_forward(module: nn.Module) -> Any:
     return module.__dict__.get("forward")
 
 
-def _compiled_from(module: nn.Module, made: Any) -> bool:
+def _same_forward(module: nn.Module, made: Any, of_class: Any) -> bool:
     """Whether the forward that a module has now is the one that it had, compiled, or kept from being compiled."""
-    inner = getattr(_own_forward(module), "_torchdynamo_orig_callable", None)
-    if inner is None:
+    if type(module).forward is not of_class:
         return False
+    now = _own_forward(module)
+    inner = getattr(now, "_torchdynamo_orig_callable", None)
     # torch.compile wraps what comes out of a file of torch once more.
-    found = [inner, getattr(inner, "__wrapped__", None)]
+    found = [now] if inner is None else [inner, getattr(inner, "__wrapped__", None)]
     if made is not None:
         return made in found
-    return any(getattr(f, "__func__", None) is type(module).forward and f.__self__ is module for f in found)
+    return any(getattr(f, "__func__", None) is of_class and f.__self__ is module for f in found)

@@ -171,6 +171,8 @@ def hear(opt: NaturalGradient) -> None:
         "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
     )
     if opt.inverted_before is None:
+        if opt.keeper.world.size > 1:
+            return  # its NaN are everybody's: all processes raise, and none alone
         raise error
     opt.keeper.inverted = opt.inverted_before
     say_once(opt, error)

@@ -232,21 +232,31 @@ class Pullback:
         return t @ self.L @ self.L.T if known and self.L is not None else t @ self.coupling.double()
 
     def _coupled(self) -> Iterator[list[Factors]]:
-        needed = self.n * self.model.size * self.y.element_size()
+        mix, each = self.mixing(), self.y.element_size()
+        # All rows that are mixed and, of one layer at a time, those that are not, and both in the precision of mixing.
+        largest = max((layer.size for layer in self.layers), default=0)
+        needed = self.n * (
+            self.model.size * each + largest * (each + 2 * mix.element_size() * (mix.dtype != self.y.dtype))
+        )
         if needed > self.memory:
             raise MemoryBoundError(
                 f"the coupled rows of {self.n} examples and {self.model.size} parameters need {needed:,} bytes, "
                 f"over the bound memory={self.memory:,}: use a smaller batch, or Implicit"
             )
-        mix = self.mixing()
         whole = (0, self.n)
         tape = self.tape(whole)
         inputs = self._inputs(tape)
         for s in self.root.split(1):
             factors = self._factors(tape, inputs, whole, s / math.sqrt(self.n))
-            flat = [f.at(slice(None)).rows() for f in factors]
-            sorted_rows = [r if b.facets else r[..., b.index.argsort()] for r, b in zip(flat, self.layers, strict=True)]
-            yield [Factors.of_rows(torch.einsum("nm,knp->kmp", mix, r.to(mix.dtype)).to(r.dtype)) for r in sorted_rows]
+            yield [_mixed(f, layer, mix) for f, layer in zip(factors, self.layers, strict=True)]
+
+
+def _mixed(f: Factors | Tied, layer: Block, mix: Tensor) -> Factors:
+    """The rows of a layer, mixed by L, in the order of its parameters."""
+    rows = f.at(slice(None)).rows()
+    dtype = rows.dtype
+    rows = (rows if layer.facets else rows[..., layer.index.argsort()]).to(mix.dtype)
+    return Factors.of_rows(torch.einsum("nm,knp->kmp", mix, rows).to(dtype))
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

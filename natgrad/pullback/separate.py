@@ -10,7 +10,7 @@ with its examples there, wherever they are (``Use.turned``): torch's transformer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
@@ -157,20 +157,45 @@ def check_unused(tape: Tape, leaves: Mapping[str, Tensor], part: tuple[int, int]
 
 
 def _looked_for(tape: Tape, unsure: Mapping[int, Sequence[Axis | None]]) -> tuple[dict[int, Axis | None], bool]:
-    """The first axis of each use on which cotangents show its examples, if one does, and whether all had any."""
-    n = tape.y.shape[0]
+    """The first axis of each use on which cotangents show its examples, if one does, and whether that is certain.
+
+    It is not where cotangents were zero, or so many of them that they show the examples on more than one axis.
+    """
     generator = torch.Generator().manual_seed(0)
     s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64).to(tape.y)
-    c = 2.0 ** (torch.arange(n) % 8).to(tape.y)  # powers of two: exact in every precision
-    once, scaled = tape.outer(s.unsqueeze(0)), tape.outer((s * c.view(-1, *[1] * (s.ndim - 1))).unsqueeze(0))
-    found: dict[int, Axis | None] = {}
-    for at, options in unsure.items():
-        for axis in options:
-            pairs = zip(_rows(tape, at, axis, once[at]), _rows(tape, at, axis, scaled[at]), strict=True)
-            if all(_scales(g, h, c) for g, h in pairs):
-                found[at] = axis
-                break
-    return found, all(any(bool(g.any()) for g in once[at]) for at in unsure)
+    once, left = tape.outer(s.unsqueeze(0)), {at: list(options) for at, options in unsure.items()}
+    for c in _codes(tape.y):
+        scaled = tape.outer((s * c.view(-1, *[1] * (s.ndim - 1))).unsqueeze(0))
+        for at, options in left.items():
+            left[at] = [axis for axis in options if _shown(tape, at, axis, once[at], scaled[at], c)]
+    alive = {at: [_alive(tape, at, axis, once[at]) for axis in options] for at, options in left.items()}
+    seen = all(any(bool(g.any()) for g in once[at]) for at in unsure)
+    certain = seen and all(len(each) < 2 or each[0] for each in alive.values())
+    return {at: options[0] for at, options in left.items() if options}, certain
+
+
+def _codes(y: Tensor) -> Iterator[Tensor]:
+    """Scales c [n] that tell all examples of y apart, together: powers of two, which are exact in every precision."""
+    number, n = torch.arange(y.shape[0]), y.shape[0]
+    while True:
+        yield 2.0 ** (number % 8).to(y)
+        number, n = number // 8, -(-n // 8)
+        if n <= 1:
+            return
+
+
+def _shown(
+    tape: Tape, at: int, axis: Axis | None, once: tuple[Tensor, ...], scaled: tuple[Tensor, ...], c: Tensor
+) -> bool:
+    """Whether the cotangents of a use are scaled by c along an axis, as its examples are."""
+    return all(
+        _scales(g, h, c) for g, h in zip(_rows(tape, at, axis, once), _rows(tape, at, axis, scaled), strict=True)
+    )
+
+
+def _alive(tape: Tape, at: int, axis: Axis | None, outer: tuple[Tensor, ...]) -> bool:
+    """Whether every example has cotangents there."""
+    return all(bool(g.any(1).all()) for g in _rows(tape, at, axis, outer))
 
 
 def _scales(g: Tensor, h: Tensor, c: Tensor) -> bool:

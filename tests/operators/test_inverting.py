@@ -122,13 +122,17 @@ def test_without_a_last_inverse_it_raises() -> None:
         invert([task])
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_matrix_that_single_precision_cannot_invert_is_inverted_in_double(warm: bool) -> None:
+@pytest.mark.parametrize(
+    ("warm", "newton"), [(False, None), (True, None), (True, ng.Newton(smallest=1))], ids=["cold", "warm", "Newton"]
+)
+def test_a_matrix_that_single_precision_cannot_invert_is_inverted_in_double(
+    warm: bool, newton: ng.Newton | None
+) -> None:
     """1 + 10⁻⁸ is 1 in single precision, and a matrix of ones is singular."""
     ones, eye, shift = torch.ones(9, 9), torch.eye(9), torch.full((2,), 1e-8)
     task = Task([torch.stack([ones, eye])], [shift], torch.zeros(2, 9, 9))
     assert bool(torch.linalg.cholesky_ex(ones + shift[0] * eye)[1])
-    assert invert([task], warm) == []
+    assert invert([task], warm, newton) == []
     expected = torch.linalg.inv(ones.double() + shift[0].double() * eye.double())
     close(task.into[0].double() / expected.max(), expected / expected.max(), 1e-6)
     close(task.into[1], eye, 1e-6)

@@ -180,3 +180,25 @@ def test_a_forward_that_is_compiled_or_kept_from_it_is_the_same_forward() -> Non
     model[0].forward = torch.compile(model[0].forward, backend="eager")
     with pytest.raises(NatgradError, match=r"the forward of the layer 0\.weight \+ 0\.bias was replaced"):
         train(opt, model)
+
+
+def test_torch_jit_modules_with_nothing_to_train_may_be_in_the_model() -> None:
+    frozen = _scripted(mlp(3, 3, 3).double(), trace=True).requires_grad_(False)
+    model = nn.Sequential(frozen, nn.Linear(3, 4), _scripted(nn.Tanh(), trace=False), nn.Linear(4, 2)).double()
+    train(ng.KFAC(model, ng.Euclidean(), lr=0.1), model, 2)
+
+
+def test_a_layer_that_is_given_another_class_is_refused_and_one_that_is_given_its_own_forward_is_not() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = mlp(3, 4, 2).double()
+    opt = ng.KFAC(model, ng.Euclidean(), lr=0.1)
+    layer: Any = model[0]
+    layer.forward = layer.forward
+    train(opt, model)
+    del layer.forward
+    layer.__class__ = Doubled
+    with pytest.raises(NatgradError, match=r"the forward of the layer 0\.weight \+ 0\.bias was replaced after"):
+        train(opt, model)

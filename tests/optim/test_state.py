@@ -2,12 +2,14 @@
 
 import copy
 import logging
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 import natgrad as ng
-from natgrad.optim.described import metric_in_words, solver_in_words
+from natgrad.optim.described import in_words, metric_in_words, solver_in_words
 from natgrad.output import OutputMetric
 from tests.optim.states import EXACT, MAKES, alike, net, state_of, train
 from tests.pulled import normal
@@ -43,11 +45,11 @@ def test_an_estimate_from_samples_is_one_of_the_same_metric() -> None:
 
 
 def test_metrics_and_solvers_have_the_same_words_in_every_process() -> None:
-    """No addresses, no tensors, and no defaults, to which a later version may add."""
+    """No addresses, no tensors but for numbers, and no defaults, to which a later version may add."""
     for metric, words in [
         (ng.Sobolev(SAMPLED, lengthscale=2, features=lambda x: x), "lengthscale=2, features=…"),
         (ng.Sobolev(EXACT, lengthscale=2.0, features=abs), "lengthscale=2, features=…"),
-        (ng.Sobolev(EXACT, lengthscale=torch.ones(())), "lengthscale=Tensor"),
+        (ng.Sobolev(EXACT, lengthscale=torch.tensor(3.0)), "lengthscale=3"),
     ]:
         assert metric_in_words(metric) == f"Sobolev(base=Fisher(family=Categorical()), {words})"
     assert solver_in_words(ng.CG(tol=1e-3)) == "CG(tol=0.001)"
@@ -124,3 +126,29 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     adam = torch.optim.Adam(mlp(3, 4, 2).parameters())
     with pytest.raises(ValueError, match='this is not the state of a NaturalGradient: it has no "natgrad" entry'):
         ng.KFAC(mlp(3, 4, 2), EXACT).load_state_dict(adam.state_dict())
+
+
+def test_equal_numbers_have_the_same_words_and_others_have_not() -> None:
+    alike = [1.5, np.float64(1.5), np.float32(1.5), Fraction(3, 2), torch.tensor(1.5)]
+    assert {in_words(number) for number in alike} == {"1.5"}
+    assert in_words({"b": 1.0, "a": (2, None)}) == "{'a': [2, None], 'b': 1}"
+    for one, other in ((Fraction(5, 2), Fraction(1, 2)), (torch.tensor(1.0), torch.tensor(5.0)), ({"a": 1}, {"a": 9})):
+        assert in_words(one) != in_words(other)
+
+
+def test_what_a_hook_keeps_beside_a_parameter_may_have_any_shape() -> None:
+    _, state = state_of(MAKES["kfac"])
+    state["state"][0]["seen"] = torch.tensor(3.0)
+    MAKES["kfac"](net()).load_state_dict(state)
+
+
+def test_the_first_inverse_after_another_solver_has_none_before_it() -> None:
+    model = net()
+    opt = ng.KFAC(model, EXACT, metric_every=1, inverse_every=1)
+    train(model, opt, 3)
+    assert opt.inverted_before == 1
+    other = ng.KFAC(net(), EXACT, solver=ng.Cholesky(), metric_every=1, inverse_every=1)
+    other.load_state_dict(opt.state_dict())
+    assert other.inverse is None
+    train(other.keeper.module, other, 1)
+    assert other.inverted_before is None
