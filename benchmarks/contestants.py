@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -43,6 +44,10 @@ class Problem:
     @property
     def params(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def own(self) -> Problem:
+        """A copy for somebody who may change it: a library that asks for the gradient of x would do so for all."""
+        return replace(self, model=copy.deepcopy(self.model), x=self.x.detach().clone(), t=self.t.clone())
 
     def first(self, n: int) -> Problem:
         """The same with fewer examples."""

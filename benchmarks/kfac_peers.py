@@ -60,7 +60,7 @@ def _try(make: Make, problem: Problem, check: Callable[[Any], str | None]) -> Ca
             return contestant()
 
     try:
-        contestant = make(problem)
+        contestant = make(problem.own())
         return check(quiet()) or quiet
     except Exception as error:  # a foreign library may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"

@@ -118,3 +118,10 @@ def test_what_the_readme_says_beside_the_tables_was_printed_by_scripts() -> None
     launches = json.loads((ROOT / "benchmarks" / "results" / "kfac-cuda.json").read_text())["microseconds_a_launch"]
     assert sum(launches.values()) / len(launches) == pytest.approx(10, abs=1)
     assert "it took about 10 µs for a kernel" in readme
+    rows = json.loads((ROOT / "benchmarks" / "results" / "kfac-cuda-alone.json").read_text())["rows"]
+    one, two, three = (
+        f"{r['ratio']['median']:.2f}"
+        for r in rows
+        if (r["contestant"], "one sample" in r["section"]) == ("natgrad", True)
+    )
+    assert f"natgrad's factors cost {one}, {two} and {three} times forward+backward (`kfac-cuda-al" in readme
