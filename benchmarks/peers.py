@@ -115,7 +115,8 @@ def _nngeometry(model: nn.Module, x: Tensor, kind: str, sampled: bool) -> Contes
     own, fim = copy.deepcopy(model), metrics.FIM_MonteCarlo if sampled else metrics.FIM
     representation = getattr(pspace, kind)
 
-    loader = OneBatch(TensorDataset(x, torch.zeros(len(x))), batch_size=len(x))
+    # A copy: it asks for the gradient of what it is given, and would do so for everybody.
+    loader = OneBatch(TensorDataset(x.detach().clone(), torch.zeros(len(x))), batch_size=len(x))
 
     def contestant() -> Tensor:
         matrix = fim(own, loader, representation, variant="classif_logits", device=x.device)

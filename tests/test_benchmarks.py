@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 
 import natgrad as ng
 from benchmarks import contestants as c
-from benchmarks import core, peers
+from benchmarks import core, kfac_peers, peers
 from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, peak_memory, race
 from tests import oracle
 
@@ -169,3 +169,19 @@ def test_cycles_are_timed_more_often_on_a_gpu_where_recordings_must_be_made_firs
 
 def test_the_time_of_a_launch_is_in_microseconds() -> None:
     assert 0.01 < launch_time(CPU, count=200) < 1000
+
+
+def test_a_library_that_changes_what_it_is_given_changes_nothing_for_the_others() -> None:
+    """nngeometry asks for the gradient of the inputs; forward+backward, the unit, took twice its time after that."""
+    problem = c.mlp((3, 4, 2), 5, torch.device("cpu"))
+
+    def greedy(own: c.Problem) -> Callable[[], None]:
+        own.x.requires_grad_(True)
+        own.model.requires_grad_(False)
+        return lambda: None
+
+    able, failures = kfac_peers.runnable({"greedy": greedy}, problem)
+    assert list(able) == ["greedy"]
+    assert not failures
+    assert not problem.x.requires_grad
+    assert all(p.requires_grad for p in problem.model.parameters())
