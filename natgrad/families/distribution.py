@@ -96,7 +96,7 @@ class FromDistribution(Family):
         p, q = self.build(y), self.build(y2)
         try:
             return over_terms(kl_divergence(p, q))
-        except NotImplementedError:
+        except NotImplementedError:  # torch's word for a pair without a formula: a sum over the support, then
             t = _support(p)
         log_p = p.log_prob(t)
         return over_terms((log_p.exp() * (log_p - q.log_prob(t))).sum(0))
@@ -131,7 +131,7 @@ class FromDistribution(Family):
             return False  # KL has |μ − μ0| in it, whose second derivative automatic differentiation takes to be 0
         try:
             kl_divergence(p, q)
-        except NotImplementedError:
+        except NotImplementedError:  # torch's word for a pair without a formula
             return False
         return True
 
@@ -156,7 +156,7 @@ def _edges(p: Distribution) -> list[Tensor]:
                 edges = [transform(edge) for edge in edges]
     try:
         support = p.support
-    except NotImplementedError:
+    except NotImplementedError:  # torch's word for a distribution that does not say where it is
         return edges
     ends = [getattr(support, name, None) for name in ("lower_bound", "upper_bound")]
     return edges + [torch.as_tensor(end) for end in ends if end is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -96,9 +96,9 @@ def room(factor: Factor) -> int:
     return 0 if alone else room_on(factor.device)
 
 
-def room_on(device: torch.device) -> int:
-    """The bytes of a stack that is worth being worked on at once."""
-    return _ROOM.get(device.type, _ROOM["cuda"])
+def room_on(device: torch.device, rooms: Mapping[str, int] = _ROOM) -> int:
+    """The bytes of a stack that is worth being worked on at once; of devices that are not listed as on a GPU."""
+    return rooms.get(device.type, rooms["cuda"])
 
 
 def by_size(factors: Sequence[Factor]) -> list[list[int]]:

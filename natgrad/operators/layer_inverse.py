@@ -13,14 +13,12 @@ from torch import Tensor
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import consecutive
 from natgrad.operators.base import Inverse, Layout
-from natgrad.operators.factor import stacked
+from natgrad.operators.factor import room_on, stacked
 from natgrad.operators.subset import REST, Subset
 from natgrad.pullback.blocks import Block
 
-_ROOM = {
-    "cuda": 2**26,
-    "cpu": 2**22,
-}  # bytes of layers solved at once; products of one leave a GPU half idle
+# Bytes of layers that are solved at once: products of one layer leave a GPU half idle.
+_ROOM = {"cuda": 2**26, "cpu": 2**22}
 
 
 class LayerInverse(Inverse):
@@ -146,8 +144,7 @@ class LayerInverse(Inverse):
         out: list[tuple[tuple[int, ...], int, int]] = []
         for group in self.groups:
             block = self.blocks[group[0]]
-            room = _ROOM.get(block.device.type, _ROOM["cuda"])
-            several = max(1, room // (block.size * self.layout.dtype.itemsize))
+            several = max(1, room_on(block.device, _ROOM) // (block.size * self.layout.dtype.itemsize))
             out += [(group, at, min(at + several, len(group))) for at in range(0, len(group), several)]
         return tuple(out)
 
