@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -46,13 +46,6 @@ def aligned(factor: Factor) -> Factor:
     if not full(factor) or not more or factor.device.type != "cuda":
         return factor
     return torch.nn.functional.pad(factor, (0, more, 0, more))
-
-
-def aligned_memory(factor: Factor) -> Factor:
-    """For a factor of this shape; on a GPU with rows that begin at whole vectors."""
-    d = factor.shape[-1]
-    more = -d % _ALIGNED if factor.device.type == "cuda" else 0
-    return factor.new_empty(*factor.shape[:-1], d + more)[..., :d]
 
 
 def two_sided(left: Factor, w: Tensor, right: Factor, out: Tensor | None = None) -> Tensor:
@@ -101,14 +94,17 @@ def room_on(device: torch.device, rooms: Mapping[str, int] = _ROOM) -> int:
     return rooms.get(device.type, rooms["cuda"])
 
 
-def by_size(factors: Sequence[Factor]) -> list[list[int]]:
-    """The positions of full factors that are worked on at once: of one size, and as many as there is room for."""
+def by_size(factors: Sequence[Factor], held: Callable[[int], int] = lambda size: 1) -> list[list[int]]:
+    """The positions of full factors that are worked on at once: of one size, and as many as there is room for.
+
+    ``held``: how many stacks are held where one of matrices of this size is worked on, over those of Cholesky.
+    """
     stacks: dict[int, list[list[int]]] = defaultdict(list)
     used: dict[int, int] = {}
     for at, factor in enumerate(factors):
         d = factor.shape[-1]
         used[d] = used.get(d, 0) + factor.nbytes
-        if not stacks[d] or used[d] > room(factor):
+        if not stacks[d] or used[d] * held(d) > room(factor):
             stacks[d].append([])
             used[d] = factor.nbytes
         stacks[d][-1].append(at)

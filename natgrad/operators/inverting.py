@@ -14,6 +14,7 @@ from natgrad.operators.factor import Factor, aligned, by_size, full, inverse, ro
 from natgrad.operators.newton import Newton
 from natgrad.operators.sent import sent
 
+_NEWTON = 4  # stacks that it holds, for one of Cholesky's
 _NOT_POSITIVE = (
     "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
 )
@@ -36,10 +37,10 @@ class Task:
     into: Factor
     titles: Sequence[str] = ()  # of the factor of every layer, for those who must be told
 
-    def runs(self) -> Iterator[Task]:
-        """The task, cut where there is no room for all of its layers at once."""
+    def runs(self, held: int = 1) -> Iterator[Task]:
+        """The task, cut where there is no room for all of its layers at once, ``held`` times over."""
         c, factor = self.factors[0].shape[0], self.factors[0]
-        several = max(1, room(factor) // factor.nbytes)
+        several = max(1, room(factor) // (held * factor.nbytes))
         for at in range(0, len(self.factors), several):
             to = at + several
             yield Task(self.factors[at:to], self.shifts[at:to], self.into[at * c : to * c], self.titles[at:to])
@@ -64,11 +65,16 @@ def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = No
     for task in tasks:
         if not full(task.into):
             torch.add(stacked(task.factors), torch.cat(list(task.shifts)).unsqueeze(-1), out=task.into).reciprocal_()
-    runs = [run for task in tasks if full(task.into) for run in task.runs()]
+    refresh = newton if warm else None
+
+    def held(size: int) -> int:
+        return _NEWTON if refresh is not None and refresh.takes(size) else 1
+
+    runs = [run for task in tasks if full(task.into) for run in task.runs(held(task.into.shape[-1]))]
     failed: list[str] = []
     flags: list[Tensor] = []
-    for stack in by_size([run.into for run in runs]):
-        failed += _invert([runs[at] for at in stack], warm, newton, flags)
+    for stack in by_size([run.into for run in runs], held):
+        failed += _invert([runs[at] for at in stack], warm, refresh, flags)
     if failed:
         raise FactorisationError(_NOT_POSITIVE.format(", ".join(failed)))
     return [sent(torch.stack(flags).sum().float())] if flags else []
@@ -76,7 +82,7 @@ def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = No
 
 def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None, flags: list[Tensor]) -> list[str]:
     """Invert a stack; the titles of matrices that could not be. On a GPU a flag is added, above 0 if there are any."""
-    found, good, certain = _inverses(runs, warm, newton)
+    found, good, certain = _inverses(runs, newton)
     failed: list[str] = []
     if found.device.type != "cpu":
         flags += [] if certain else [(~good).sum()]
@@ -89,11 +95,11 @@ def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None, flags: list
     return failed
 
 
-def _inverses(runs: Sequence[Task], warm: bool, newton: Newton | None) -> tuple[Tensor, Tensor, bool]:
+def _inverses(runs: Sequence[Task], newton: Newton | None) -> tuple[Tensor, Tensor, bool]:
     """The inverses [b d d], which succeeded [b], and whether somebody else looks after those that did not."""
     d = runs[0].into.shape[-1]
-    refreshed = warm and newton is not None and d >= newton.smallest
-    if refreshed and newton is not None:
+    refreshed = newton is not None and newton.takes(d)
+    if newton is not None and refreshed:
         factors = stacked([factor for run in runs for factor in run.factors])
         found, good = newton.inverse(factors, stacked([run.into for run in runs]), _shifts(runs))
     else:

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.operators.factor import aligned_memory, inverse, room_on
+from natgrad.operators.factor import aligned, inverse
 from natgrad.operators.sent import sent
 
 _LONGEST = 64  # refreshes
@@ -22,7 +22,8 @@ class Newton:
     once on a CPU. A GPU is not waited for: there the last inverse is kept, and Cholesky inverts as soon as the host
     has heard of it (``failed``), a step or two later. After a failure the next refresh is Cholesky's, after another one
     the next two, then four, up to 64: where the metric moves too far between two refreshes, attempts are wasted.
-    Matrices with fewer than ``smallest`` rows are left to Cholesky, which costs them less than an attempt that fails.
+    Matrices with fewer than ``smallest`` rows, or more than ``largest``, are left to Cholesky: small ones are done in
+    one kernel, and of large ones Newton's four products take a GPU as long as Cholesky does, and more memory.
 
     >>> M = torch.tensor([[[2.0, 0.0], [0.0, 4.0]]])
     >>> X, error = Newton(smallest=1).refreshed(M, 0.9 * torch.linalg.inv(M))
@@ -30,15 +31,20 @@ class Newton:
     (tensor([[0.4999, 0.2500]]), True)
     """
 
-    def __init__(self, steps: int = 2, tolerance: float = 0.05, smallest: int = 2048) -> None:
-        if steps < 1 or not 0 < tolerance < 1:
-            raise ValueError(f"Newton needs steps ≥ 1 and 0 < tolerance < 1, got {steps} and {tolerance}")
-        self.steps, self.tolerance, self.smallest = steps, tolerance, smallest
+    def __init__(self, steps: int = 2, tolerance: float = 0.05, smallest: int = 16, largest: int = 4096) -> None:
+        self.steps, self.tolerance, self.smallest, self.largest = steps, tolerance, smallest, largest
+        if steps < 1 or not 0 < tolerance < 1 or not 1 <= smallest <= largest:
+            raise ValueError(f"Newton needs steps ≥ 1, 0 < tolerance < 1 and 1 ≤ smallest ≤ largest, got {self}")
         self._errors: list[Tensor] = []  # of the last refresh, on the host or on their way there
         self._resting, self._rest = 0, 1  # refreshes that are Cholesky's from now on, and after the next failure
 
     def __repr__(self) -> str:
-        return f"Newton(steps={self.steps}, tolerance={self.tolerance}, smallest={self.smallest})"
+        sizes = f"smallest={self.smallest}, largest={self.largest}"
+        return f"Newton(steps={self.steps}, tolerance={self.tolerance}, {sizes})"
+
+    def takes(self, size: int) -> bool:
+        """Whether it refreshes inverses of matrices with so many rows."""
+        return self.smallest <= size <= self.largest
 
     def failed(self) -> bool:
         """Whether the guard has said no in the last refresh, as far as the host has heard."""
@@ -58,22 +64,25 @@ class Newton:
     def refreshed(self, M: Tensor, last: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """X [b d d] from M + shift, shift [b], and the last inverse, and the norm of E before the last step [b].
 
-        Two matrices are held beside the last inverse; E = 1 − XM is made some rows at a time. M and X are symmetric
-        and read by their rows: tensor cores want both factors contiguous along the index that is summed.
+        Beside M and the last inverse three of their size are held, or on a GPU, where they are not ``aligned``, four.
+        M and X are symmetric and read by their rows: tensor cores want both factors contiguous along the index that is
+        summed, and rows of whole vectors.
         """
-        d, X, norm = M.shape[-1], last, M.new_zeros(len(M))
-        made, spare = (aligned_memory(M) for _ in range(2))
-        rows = 0, d, max(1, room_on(M.device) // (M.nbytes // d))
-        for _ in range(self.steps):
-            norm = torch.zeros_like(norm)
-            for at in range(*rows):
-                own = X[:, at : at + rows[2]]
-                E = own @ M.mT if shift is None else torch.baddbmm(own * shift[:, None, None], own, M.mT)
-                E.neg_().diagonal(at, -2, -1).add_(1.0)
-                torch.baddbmm(own, E, X.mT, out=made[:, at : at + rows[2]])
-                norm = norm + E.square_().sum((-2, -1))
+        d, norm = M.shape[-1], M.new_zeros(len(M))
+        N, X = aligned(M), aligned(last)
+        E, made = torch.empty_like(N), torch.empty_like(N)
+        spare = X if X is not last else torch.empty_like(N)
+        for step in range(self.steps):
+            if shift is None:
+                torch.baddbmm(E, X, N.mT, beta=0, alpha=-1, out=E)
+            else:
+                torch.mul(X, -shift[:, None, None], out=E).baddbmm_(X, N.mT, alpha=-1)
+            E.diagonal(dim1=-2, dim2=-1)[:, :d].add_(1.0)  # E is zero where X is no more than aligned
+            if step == self.steps - 1:
+                norm = torch.linalg.vector_norm(E, dim=(-2, -1))
+            torch.baddbmm(X, E, X.mT, out=made)
             X, made, spare = made, spare, made
-        return torch.add(X, X.mT, out=made).mul_(0.5), norm.sqrt()
+        return torch.add(X, X.mT, out=E).mul_(0.5)[:, :d, :d], norm
 
     def inverse(self, M: Tensor, last: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         """The inverses of M + shift [b d d], every matrix by itself, and which succeeded [b]; by Cholesky where the

@@ -84,10 +84,10 @@ def _scaled(G: KroneckerOperator, factor: float) -> KroneckerOperator:
     return operator
 
 
-@pytest.mark.parametrize(("steps", "tolerance"), [(0, 0.1), (2, 0.0), (2, 1.0)])
-def test_numbers_that_cannot_converge_are_refused(steps: int, tolerance: float) -> None:
-    with pytest.raises(ValueError, match="Newton needs steps ≥ 1 and 0 < tolerance < 1"):
-        ng.Newton(steps, tolerance)
+@pytest.mark.parametrize("numbers", [(0, 0.1), (2, 0.0), (2, 1.0), (2, 0.1, 0), (2, 0.1, 5, 4)])
+def test_numbers_that_cannot_converge_are_refused(numbers: tuple[int, float]) -> None:
+    with pytest.raises(ValueError, match="Newton needs steps ≥ 1, 0 < tolerance < 1 and 1 ≤ smallest ≤ largest, got N"):
+        ng.Newton(*numbers)
 
 
 def test_nothing_to_start_from_is_cholesky() -> None:
@@ -98,14 +98,16 @@ def test_nothing_to_start_from_is_cholesky() -> None:
 
 
 def test_what_it_is_can_be_read() -> None:
-    assert repr(ng.Factored(ng.Newton())) == "Factored(newton=Newton(steps=2, tolerance=0.05, smallest=2048))"
+    assert repr(ng.Factored(ng.Newton())) == "Factored(newton=Newton(steps=2, tolerance=0.05, smallest=16, largest=4096))"
 
 
-def test_small_matrices_are_left_to_cholesky() -> None:
+@pytest.mark.parametrize("sizes", [{"smallest": 9}, {"smallest": 1, "largest": 1}])
+def test_small_and_large_matrices_are_left_to_cholesky(sizes: dict[str, int]) -> None:
     G = _operator()
+    assert 1 < min(f.shape[-1] for f in (*G.left, *G.right)) and max(f.shape[-1] for f in (*G.left, *G.right)) < 9
     warm = {key: torch.zeros_like(t) for key, t in ng.Factored().init(G, 0.5).tensors().items()}
     w = covector(pull(zoo.case("mlp_tanh").make(), ng.Euclidean()))
-    found = ng.Factored(ng.Newton()).init(G, 0.5, warm).sharp(w).flatten()
+    found = ng.Factored(ng.Newton(**sizes)).init(G, 0.5, warm).sharp(w).flatten()
     close(found, ng.Factored().init(G, 0.5).sharp(w).flatten(), 1e-14)
 
 
@@ -126,12 +128,19 @@ def test_after_failures_cholesky_has_the_next_refreshes_and_ever_more_of_them() 
     assert until_trusted() == 1
 
 
-def test_a_shift_is_added_to_the_matrix_and_rows_are_done_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("more", [0, 2])
+def test_a_shift_is_added_to_the_matrix_also_where_it_is_aligned(
+    steps: int, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     M, shift = _positive(7), torch.tensor([0.5, 2.0], dtype=torch.float64)
     damped = M + shift[:, None, None] * torch.eye(7, dtype=torch.float64)
     X = torch.linalg.inv(damped) + 1e-3 * _positive(7, seed=2)
-    whole = ng.Newton(steps=3).refreshed(damped, X)
-    monkeypatch.setattr("natgrad.operators.newton.room_on", lambda device: 2 * 3 * 7 * 8)  # three rows of both
-    found = ng.Newton(steps=3).refreshed(M, X, shift)
+    before = M.clone(), X.clone()
+    whole = ng.Newton(steps).refreshed(damped, X)
+    if more:  # as on a GPU
+        monkeypatch.setattr("natgrad.operators.newton.aligned", lambda M: torch.nn.functional.pad(M, (0, more, 0, more)))
+    found = ng.Newton(steps).refreshed(M, X, shift)
     for got, expected in zip(found, whole, strict=True):
         close(got, expected)
+    assert all(torch.equal(now, then) for now, then in zip((M, X), before, strict=True))
