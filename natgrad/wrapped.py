@@ -6,7 +6,7 @@ runs its own forward passes eagerly, on the module inside, whose parameters have
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,32 +50,21 @@ def is_compiled(module: nn.Module) -> bool:
     return by_forward or module._compiled_call_impl is not None
 
 
-def has_compiled(module: nn.Module) -> bool:
-    """Whether the module, or one inside it, is compiled."""
-    # As module.modules(), whose nested generators are slow: an optimizer asks before every estimate. Modules of one
-    # type have one forward, but for those that were given their own.
-    plain: set[type[nn.Module]] = set()
-    seen, stack = {module}, [module]
-    while stack:
-        found = stack.pop()
-        if found._compiled_call_impl is not None:
-            return True
-        if type(found) not in plain or "forward" in found.__dict__:
-            if is_compiled(found):
-                return True
-            if "forward" not in found.__dict__:
-                plain.add(type(found))
-        for child in found._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return False
+def any_compiled(modules: Sequence[nn.Module]) -> bool:
+    """Whether one of the modules is compiled. An optimizer asks before every estimate, so it is asked in few words."""
+    if [m for m in modules if m._compiled_call_impl is not None]:
+        return True
+    # Modules of one type have one forward, but for those that were given their own.
+    of_types = {type(m): m for m in modules if "forward" not in m.__dict__}
+    return any(map(is_compiled, of_types.values())) or any(
+        is_compiled(m) for m in [m for m in modules if "forward" in m.__dict__]
+    )
 
 
 @contextmanager
 def eager(module: nn.Module) -> Iterator[None]:
     """Calls of compiled modules inside the block run as they were written."""
-    if not has_compiled(module):
+    if not any_compiled(list(module.modules())):
         yield
         return
     with torch.compiler.set_stance("force_eager"):

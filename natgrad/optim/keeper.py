@@ -27,7 +27,7 @@ from natgrad.pullback.parts import check_inputs
 from natgrad.pullback.tape import Recorder
 from natgrad.structures import Refresh
 from natgrad.untouched import put_back, random_stream, refuse_chance, untouched
-from natgrad.wrapped import eager, has_compiled, is_compiled
+from natgrad.wrapped import eager, is_compiled
 
 
 @final
@@ -216,7 +216,7 @@ class Keeper:
         self._notices.seen(self.step, self.module.training)
         if not self.structure.one_pass:
             self.model.check_separable()
-        eagerly = compiled or has_compiled(self._watched)
+        eagerly = compiled or self._watched is not self.module or self._parameters.compiled()
         self._recorder = self._recorders[eagerly]
         self._recorder.start()
         if eagerly or not self.structure.one_pass:

@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 from natgrad.errors import NatgradError
 from natgrad.model import Model
 from natgrad.pullback.blocks import Block
-from natgrad.wrapped import plain_name
+from natgrad.wrapped import any_compiled, plain_name
 
 
 @final
@@ -24,13 +24,14 @@ class Parameters:
 
     def __init__(self, model: Model, module: nn.Module, blocks: Sequence[Block] = ()) -> None:
         self._model, self._module = model, module
+        self._inside, self._children = self._found()
         mine = {id(p) for p in model.params.values()}
         modules = [m for m in module.modules() if not isinstance(m, ScriptModule)]  # they stay what they are
         self._parents = [(m, key, child) for m in modules for key, child in m._modules.items()]
         self._owners = [(m, key, p) for m in modules for key, p in m._parameters.items() if id(p) in mine]
         # What no module has under a key, only ``named_parameters`` of a class of the user's can tell.
         self._hidden = bool(mine - {id(p) for _, _, p in self._owners})
-        self._elsewhere = False
+        self._elsewhere = self._rearranged = False
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
         self._made = [(p, *_kind(p)) for p in model.params.values()]
         self._first = next(iter(model.params))
@@ -44,12 +45,24 @@ class Parameters:
         where it was while every module on the way to it has the same children, and its own module has it: names are
         asked for only where that is not so. ``certain``: also where the module has parameters under no key.
         """
-        self._elsewhere = (self._changed() or (certain and self._hidden)) and bool(self._missing())
+        self._rearranged = self._changed()
+        self._elsewhere = (self._rearranged or (certain and self._hidden)) and bool(self._missing())
         if certain and not self._elsewhere and self._other():
             self._refuse_frozen()
             self._refuse_cast()
         # A layer with another forward: the step of this optimizer refuses it, but the pass may be that of a new one.
         return self._elsewhere or (certain and bool(self._patched()))
+
+    def compiled(self) -> bool:
+        """Whether the module, or one inside it, is compiled, in a pass that has been asked whether it has ``moved``."""
+        if self._rearranged or sum([len(m._modules) for m in self._inside]) != self._children:
+            self._inside, self._children = self._found()
+        return any_compiled(self._inside)
+
+    def _found(self) -> tuple[list[nn.Module], int]:
+        """All modules, and how many children they have together."""
+        inside = list(self._module.modules())
+        return inside, sum(len(m._modules) for m in inside)
 
     def check(self) -> None:
         """Refuse a module that was replaced, or parameters that were frozen or cast, after the optimizer was made.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, final
 
 import torch
@@ -118,9 +118,14 @@ def _kinds(order: Sequence[Any]) -> tuple[object, ...]:
 
 def _saved(order: Sequence[Any]) -> list[object]:
     """What the nodes say of themselves; of reshapes, which say only what they had, also what they give."""
-    keys = {kind: sorted(_SAVED.intersection(vars(kind))) for kind in set(map(type, order))}
+    keys = {kind: _keys(kind) for kind in set(map(type, order))}
     found: list[object] = [getattr(node, key) for node in order for key in keys[type(node)]]
     return found + [tuple(node._input_metadata[0].shape) for node in order if type(node) in _RESHAPES]
+
+
+@cache
+def _keys(kind: type) -> list[str]:
+    return sorted(_SAVED.intersection(vars(kind)))
 
 
 def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:

@@ -56,6 +56,7 @@ class Recorder:
         self._replayed = {layer for layer, rule in self._rules.items() if type(rule) in hiding}
         self._handles: list[RemovableHandle] = []
         self._hooks = Hooks()
+        self._once: dict[nn.Module, dict[int, int]] = {}  # the parameters of a layer, each of which a call enters once
 
     def start(self) -> None:
         """A pass begins."""
@@ -90,7 +91,9 @@ class Recorder:
         if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
             if output.requires_grad:  # the way of most layers, which is asked for many times in every estimate
                 x = args[0].detach() if isinstance(args[0], Tensor) else map_tensors(args[0], Tensor.detach)
-                once = dict.fromkeys(map(id, rule.parameters(module).values()), 1)
+                once = self._once.get(module)
+                if once is None:
+                    once = self._once[module] = dict.fromkeys(map(id, rule.parameters(module).values()), 1)
                 call = Call((x,), {}, module.training)
                 half = output.dtype is torch.float16
                 self.uses.append(Use(module, rule, call, (edge_of(output),), (output.shape,), once, half))

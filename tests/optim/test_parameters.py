@@ -10,7 +10,6 @@ from torch import nn
 
 from natgrad.model import Model
 from natgrad.optim.parameters import Parameters
-from natgrad.wrapped import has_compiled
 
 
 def made(module: nn.Module) -> Parameters:
@@ -60,11 +59,26 @@ def test_a_parameter_that_only_the_class_knows_of_is_asked_for_by_name() -> None
 
 def test_a_compiled_forward_is_found_beside_plain_modules_of_its_type() -> None:
     last = nn.Linear(1, 1)
-    module = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), last))
-    assert not has_compiled(module)
+    parameters = made(nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), last)))
+    assert not parameters.compiled()
     last.forward = torch.compile(last.forward, backend="eager")  # type: ignore[method-assign]
-    assert has_compiled(module)
+    assert parameters.compiled()
     del last.forward
-    assert not has_compiled(module)
+    assert not parameters.compiled()
     last.compile(backend="eager")
-    assert has_compiled(module)
+    assert parameters.compiled()
+
+
+def test_a_compiled_module_is_found_where_another_was_and_where_none_was() -> None:
+    module = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+    parameters = made(module)
+    module[1] = nn.ReLU()
+    module[1].compile(backend="eager")
+    assert not parameters.moved(certain=True)
+    assert parameters.compiled()
+    module = nn.Sequential(nn.Linear(1, 1))
+    parameters = made(module)
+    module.append(nn.ReLU())
+    module[1].compile(backend="eager")
+    assert not parameters.moved(certain=True)
+    assert parameters.compiled()
