@@ -16,7 +16,7 @@ from natgrad.operators.triangular import gram_of_upper, invert_upper
 Factor: TypeAlias = Tensor  # [c d d], or [c d] where it is diagonal
 _ALIGNED = 8  # numbers
 _LARGE = 1024  # rows, from which the many small kernels of a triangular solve cost more than products
-_BATCHED = {"cuda": 1024, "cpu": 256}  # above these sizes one matrix at a time is as fast, and takes less memory
+_BATCHED = {"cuda": 768, "cpu": 256}  # above these sizes one matrix at a time is as fast, and takes less memory
 _ROOM = {"cuda": 2**24, "cpu": 2**22}  # bytes of a stack of matrices that are worked on at once
 
 

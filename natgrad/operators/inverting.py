@@ -12,7 +12,6 @@ from torch import Tensor
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators.factor import Factor, aligned, by_size, full, inverse, room, stacked
 from natgrad.operators.newton import Newton
-from natgrad.operators.sent import sent
 
 _NEWTON = 4  # stacks that it holds, for one of Cholesky's
 _NOT_POSITIVE = (
@@ -58,8 +57,8 @@ def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = No
 
     On a processor a matrix that Cholesky cannot invert is tried in double precision. ``warm``: the last inverses are
     there, and that of a matrix which cannot be inverted stays; all others are made, and then it raises. Without one it
-    raises at once. A GPU is not waited for: what comes back are numbers on their way to the host, above 0 if there is
-    such a matrix, whose inverse stays, or is NaN. With ``newton`` inverses are refreshed where the last is near enough.
+    raises at once. A GPU is not waited for: what comes back are numbers on it, above 0 if there is such a matrix, whose
+    inverse stays, or is NaN. With ``newton`` inverses are refreshed where the last is near enough.
     Every stack is looked at before it is written.
     """
     for task in tasks:
@@ -77,7 +76,7 @@ def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = No
         failed += _invert([runs[at] for at in stack], warm, refresh, flags)
     if failed:
         raise FactorisationError(_NOT_POSITIVE.format(", ".join(failed)))
-    return [sent(torch.stack(flags).sum().float())] if flags else []
+    return [torch.stack(flags).sum().float()] if flags else []
 
 
 def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None, flags: list[Tensor]) -> list[str]:

@@ -25,8 +25,11 @@ from natgrad.operators.factor import (
 from natgrad.operators.inverting import Task, invert
 from natgrad.operators.layer_inverse import LayerInverse
 from natgrad.operators.newton import Newton
+from natgrad.operators.remade import Chosen, Remade, Sides
+from natgrad.operators.sent import sent
 from natgrad.operators.subset import Subset
 from natgrad.pullback.blocks import Block
+from natgrad.pullback.recorded import Weight
 
 if TYPE_CHECKING:
     from natgrad.operators.kronecker import KroneckerOperator
@@ -44,6 +47,7 @@ class ProductInverse(LayerInverse):
     stacks: tuple[tuple[Factor, Factor], ...]  # of every group of layers, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
     kinds: tuple[tuple[bool, bool], ...]  # of every layer, whether its factors are full
     failures: list[Tensor] = field(default_factory=list)  # above 0 if one could not be made; on their way to the host
+    remade: Remade = field(default_factory=Remade)
 
     @staticmethod
     def of(
@@ -86,14 +90,24 @@ class ProductInverse(LayerInverse):
         like = G.left[0]
         return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
 
-    def tasks(self, G: KroneckerOperator, left: Sequence[Tensor], right: Sequence[Tensor]) -> list[Task]:
-        """What is to be inverted, with the shifts [c] of every layer, and where it goes."""
+    def tasks(self, sides: Sides, damping: Weight, chosen: Chosen = lambda _: True) -> list[Task]:
+        """What is to be inverted of the ``chosen`` factors, with factored damping, and where it goes."""
         out: list[Task] = []
-        for group, sides in zip(self.groups, self.stacks, strict=True):
-            for side, into, factors, shifts in zip("SA", sides, (G.left, G.right), (left, right), strict=True):
-                own, titles = [factors[b] for b in group], [f"the factor {side} of {G.blocks[b].title}" for b in group]
-                out.append(Task(own, [shifts[b] for b in group], _cut(into, own[0].shape[-1]), titles))
+        for group, stacks in zip(self.groups, self.stacks, strict=True):
+            own = [[side[b] for b in group] for side in sides]
+            wanted = [chosen(side[0]) for side in own]
+            if not any(wanted):
+                continue
+            shifts = _shifts(own[0], own[1], damping)
+            for at in (at for at in range(2) if wanted[at]):
+                titles = [f"the factor {'SA'[at]} of {self.blocks[b].title}" for b in group]
+                out.append(Task(own[at], shifts[at], _cut(stacks[at], own[at][0].shape[-1]), titles))
         return out
+
+    def remake(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
+        """From G, in the place of the inverse that is there."""
+        places = tuple(t.data_ptr() for stack in self.stacks for t in stack)
+        self.failures[:] = self.remade.again(self.tasks, (G.left, G.right), damping, newton, places)
 
     def failed(self) -> bool:
         return any(float(failure) > 0 for failure in self.failures)
@@ -221,8 +235,7 @@ def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
             whole = factor if full(factor) else torch.diag_embed(factor)
             refuse_singular_factor(whole, f"the factor {side} of {block.title}")
     out = ProductInverse.empty(G, rest)
-    zeros = [factor.new_zeros(factor.shape[0]) for factor in G.left]
-    out.failures[:] = invert(out.tasks(G, zeros, zeros))
+    out.failures[:] = map(sent, invert(out.tasks((G.left, G.right), 0.0)))
     return out
 
 
@@ -243,17 +256,22 @@ def factored(
     """
     if damping == 0 or not G.blocks:
         return undamped(G, rest)
-    π = balance(G.right, G.left)
-    counts, root = [factor.shape[0] for factor in G.left], damping**0.5
-    shifts = (root / π).split(counts), (root * π).split(counts)
     if isinstance(into, ProductInverse) and into.fits(G):
-        warm, out = True, into if rest is None and into.rest is None else replace(into, rest=rest)
+        out = into if rest is None and into.rest is None else replace(into, rest=rest)
     else:
-        warm, out = last is not None, ProductInverse.empty(G, rest)
-        if last is not None:
-            out.begin(*last)
-    out.failures[:] = invert(out.tasks(G, *shifts), warm, newton if newton is not None and newton.trusted() else None)
+        out = ProductInverse.empty(G, rest)
+        if last is None:
+            out.failures[:] = map(sent, invert(out.tasks((G.left, G.right), damping)))
+            return out
+        out.begin(*last)
+    out.remake(G, damping, newton if newton is not None and newton.trusted() else None)
     return out
+
+
+def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Weight) -> tuple[list[Tensor], list[Tensor]]:
+    """√λ/π and √λ π [c] of every layer."""
+    π, counts = balance(a, s), [factor.shape[0] for factor in s]
+    return list((damping**0.5 / π).split(counts)), list((damping**0.5 * π).split(counts))
 
 
 def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:

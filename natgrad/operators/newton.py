@@ -22,8 +22,8 @@ class Newton:
     once on a CPU. A GPU is not waited for: there the last inverse is kept, and Cholesky inverts as soon as the host
     has heard of it (``failed``), a step or two later. After a failure the next refresh is Cholesky's, after another one
     the next two, then four, up to 64: where the metric moves too far between two refreshes, attempts are wasted.
-    Matrices with fewer than ``smallest`` rows, or more than ``largest``, are left to Cholesky: small ones are done in
-    one kernel, and of large ones Newton's four products take a GPU as long as Cholesky does, and more memory.
+    Matrices with fewer than ``smallest`` rows, or more than ``largest``, are left to Cholesky: a GPU makes small ones
+    from a recording, and for large ones Newton's four products take as long as Cholesky does, and more memory.
 
     >>> M = torch.tensor([[[2.0, 0.0], [0.0, 4.0]]])
     >>> X, error = Newton(smallest=1).refreshed(M, 0.9 * torch.linalg.inv(M))
@@ -31,7 +31,7 @@ class Newton:
     (tensor([[0.4999, 0.2500]]), True)
     """
 
-    def __init__(self, steps: int = 2, tolerance: float = 0.05, smallest: int = 16, largest: int = 4096) -> None:
+    def __init__(self, steps: int = 2, tolerance: float = 0.05, smallest: int = 2048, largest: int = 4096) -> None:
         self.steps, self.tolerance, self.smallest, self.largest = steps, tolerance, smallest, largest
         if steps < 1 or not 0 < tolerance < 1 or not 1 <= smallest <= largest:
             raise ValueError(f"Newton needs steps ≥ 1, 0 < tolerance < 1 and 1 ≤ smallest ≤ largest, got {self}")

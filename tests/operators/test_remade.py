@@ -1,0 +1,69 @@
+"""Inverses that are made again: in parts, from a recording or not, and with what failed told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.operators import remade
+from natgrad.operators.inverting import Task
+from natgrad.operators.kronecker_inverse import ProductInverse
+from natgrad.pullback.recorded import Recordings
+from tests.operators.test_inverting import operator_of, scaled
+from tests.pulled import close
+
+
+@pytest.fixture
+def _pretending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that is taken for a GPU on which nothing can be recorded; only matrices below 4 rows would be."""
+    monkeypatch.setattr(remade, "recordable", lambda like: True)
+    monkeypatch.setattr(remade, "_RECORDED", 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Recordings, "_record", lambda *args: None)
+
+
+NEWTONS = {"Cholesky": None, "Newton": ng.Newton(smallest=1, steps=9), "some by Newton": ng.Newton(2, 0.05, 4, 5)}
+
+
+@pytest.mark.usefixtures("_pretending")
+@pytest.mark.parametrize("newton", NEWTONS.values(), ids=NEWTONS)
+@pytest.mark.parametrize("name", ["mlp_tanh", "conv", "attention", "layer_norm", "tied_weights"])
+def test_an_inverse_that_is_made_in_parts_is_the_inverse(name: str, newton: ng.Newton | None) -> None:
+    _, G = operator_of(name)
+    last = ng.Factored().init(G, 0.1)
+    moved, solver = scaled(G, 1.01), ng.Factored(newton)
+    expected = ng.Factored().init(moved, 0.11).tensors()
+    sizes = {f.shape[-1] for f in (*G.left, *G.right)}
+    assert min(sizes) < 4 <= max(sizes)
+    for key, found in solver.again(last, moved, 0.11).tensors().items():
+        close(found, expected[key], 1e-4 if newton is not None else 1e-12)
+
+
+@pytest.mark.usefixtures("_pretending")
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_fails_in_either_part_is_told_and_keeps_its_inverse(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, G = operator_of("mlp_tanh")
+    assert [f.shape[-1] < 4 for f in G.left] == [False, True]
+    last = ng.Factored().init(G, 0.1)
+    assert isinstance(last, ProductInverse)
+    before = {key: t.clone() for key, t in last.tensors().items()}
+    spoiled: list[Tensor] = list(scaled(G, 1.7).left)
+    spoiled[layer] = -spoiled[layer]
+    monkeypatch.setattr(remade, "invert", _flagged)
+    again = ng.Factored().again(last, replace(G, left=tuple(spoiled)), 0.1)
+    assert again is last
+    assert again.failed()
+    name = G.blocks[layer].names[0]
+    assert torch.equal(again.tensors()[f"{name}/S"], before[f"{name}/S"])
+    again.forgive()
+    assert not again.failed()
+
+
+def _flagged(tasks: list[Task], warm: bool, newton: ng.Newton | None = None) -> list[Tensor]:
+    """As on a GPU: nobody waits, and what comes back is how many could not be inverted."""
+    found = [torch.linalg.eigvalsh(f).amin() < 0 for task in tasks for f in task.factors]
+    return [torch.stack(found).sum().float()] if found else []
