@@ -25,6 +25,7 @@ from torch.nn import functional
 from natgrad.rules.patches import Axis, padded, patch_sum, positions, windows
 from natgrad.rules.precision import single
 from natgrad.rules.products import channels_last, output_moment, symmetric_product
+from natgrad.rules.strips import strip_product
 
 
 class PatchMoment(NamedTuple):
@@ -61,7 +62,7 @@ def _moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
         return output_moment(x.unsqueeze(0), groups)
     if not _correlates(x, axes, groups):
         return moment_by_patches(x, axes, groups)
-    return moment_by_rows(x, axes, groups) if _stacks(x, axes, groups) else moment_by_correlation(x, axes, groups)
+    return moment_by_rows(x, axes) if _stacks(x, axes, groups) else moment_by_correlation(x, axes, groups)
 
 
 def _correlates(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
@@ -128,19 +129,23 @@ def _product_of_patches(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
     return symmetric_product(w.permute(order).reshape(groups, ch * kernel, -1).mT)
 
 
-def moment_by_rows(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
-    """A [c i i] from the moment of all rows h as channels: A[u, v] = Σ_r G[r + u, r + v] along the first axis."""
+def moment_by_rows(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """A [1 i i] from the moment of all rows h as channels: A[u, v] = Σ_r G[r + u, r + v] along the first axis.
+
+    Of two axes or more; strides are 1 but along the first. G is a product of strips (``natgrad.rules.strips``): there
+    are many channels, and a border is one small product.
+    """
     first, *rest = axes
     kernel, size = prod(axis.kernel for axis in rest), x.shape[2]
     read = first.stride * torch.arange(first.outputs(size)) - first.before
     read = read[:, None] + first.dilation * torch.arange(first.kernel)  # [r u], the row at this place of the kernel
     hit = (read[..., None] == torch.arange(size)).to(x)  # [r u h]
     pairs = torch.einsum("ruh,rvg->hguv", hit, hit).flatten(2).flatten(0, 1)
-    side = (x.shape[1] // groups, size, kernel)
-    G = _moment(x.flatten(1, 2), rest, groups).reshape(groups, *side, *side).movedim((2, 5), (-2, -1))
-    A = (G.flatten(-2) @ pairs).unflatten(-1, (first.kernel, first.kernel)).movedim((-2, -1), (2, 5))
+    side = (x.shape[1], size, kernel)
+    G = strip_product(x.flatten(1, 2), rest).reshape(*side, *side).movedim((1, 4), (-2, -1))
+    A = (G.flatten(-2) @ pairs).unflatten(-1, (first.kernel, first.kernel)).movedim((-2, -1), (1, 4))
     i = side[0] * first.kernel * kernel
-    A = A.reshape(groups, i, i)
+    A = A.reshape(1, i, i)
     return (A + A.mT) / 2
 
 

@@ -13,6 +13,9 @@ _WORK = 2**33  # products of numbers, likewise
 _TILE = 128  # columns that a GPU multiplies as one
 _PAGE = 4096  # bytes
 _ROW = 16  # numbers
+_WHOLE = 128  # columns, up to which there is nothing to gain from one triangle, or from where rows begin
+_LITTLE = 2**24  # products of numbers, likewise
+_PANEL = 96  # columns of xᵀx that a processor makes at a time
 
 
 def symmetric_product(x: Tensor) -> Tensor:
@@ -26,7 +29,7 @@ def symmetric_product(x: Tensor) -> Tensor:
             [14., 20.]])
     """
     x = rounded(x, x.numel() * x.shape[-1])
-    return _on_gpu(x) if x.device.type == "cuda" else _on_cpu(x, _room(x))
+    return _on_gpu(x) if x.device.type == "cuda" else _on_cpu(x, _room(x, x.shape[-1]))
 
 
 def affine_moment(x: Tensor) -> Tensor:
@@ -39,26 +42,32 @@ def affine_moment(x: Tensor) -> Tensor:
     """
     x = single(x)
     m, i = x.shape
-    out = x.new_empty(i + 1, i + 1)
+    out = _room(x, i + 1)
     _on_cpu(x, out[:i, :i])
     return put_border(out, x.sum(0), m)
 
 
-def _room(x: Tensor) -> Tensor:
-    """For xᵀx. Rows that are whole pages apart meet in the same few lines of a cache: these are a little longer."""
-    d = x.shape[-1]
-    unlucky = d * x.element_size() % _PAGE == 0 and x.device.type == "cpu"
-    return x.new_empty(*x.shape[:-2], d, d + _ROW * unlucky)[..., :d]
+def _room(x: Tensor, d: int) -> Tensor:
+    """For products [*b d d] of x [*b m i] with itself.
+
+    Of large ones rows begin at whole vectors, and not whole pages apart, where they would meet in the same few lines of
+    a cache.
+    """
+    wide = -(-d // _ROW) * _ROW if d > _WHOLE else d
+    wide += _ROW * (wide * x.element_size() % _PAGE == 0)
+    return x.new_empty(*x.shape[:-2], d, wide)[..., :d]
 
 
 def _on_cpu(x: Tensor, out: Tensor) -> Tensor:
-    """xᵀx into ``out``, panel by panel, each from its diagonal on, and mirrored."""
-    d, width = x.shape[-1], _panel(x)
-    if width >= d:
+    """xᵀx into ``out``. No torch function reaches BLAS' syrk: large ones are made panel by panel, each from its
+    diagonal on, and mirrored.
+    """
+    m, d = x.shape[-2:]
+    if d <= _WHOLE or m * d * d < _LITTLE:
         square = x.mT @ x
         return torch.add(square, square.mT, out=out).mul_(0.5)  # see ``_symmetrised``
-    for start in range(0, d, width):
-        stop = min(start + width, d)
+    for start in range(0, d, _PANEL):
+        stop = min(start + _PANEL, d)
         torch.matmul(x[..., start:stop].mT, x[..., start:], out=out[..., start:stop, start:])
         corner = out[..., start:stop, start:stop]
         corner.copy_(_symmetrised(corner))
@@ -154,13 +163,3 @@ def channels_last(x: Tensor) -> bool:
 def _symmetrised(square: Tensor) -> Tensor:
     """BLAS may sum (i, j) and (j, i) in different orders; addition commutes, so this is symmetric exactly."""
     return (square + square.mT).mul_(0.5)
-
-
-def _panel(x: Tensor) -> int:
-    """How many rows of xᵀx to compute at a time, each from its diagonal on.
-
-    No torch function reaches BLAS' syrk. Panels skip most of the lower triangle, which pays for wide matrices; for
-    narrow ones the full product wins.
-    """
-    m, d = x.shape[-2:]
-    return d if x.device.type != "cpu" or d < 128 or m * d * d < 2**26 else 96

@@ -1,4 +1,4 @@
-"""The second moment of the patches of a convolution from products of strips, for a GPU: few products, and large ones.
+"""The second moment of the patches of a convolution from products of strips: few products, and large ones.
 
 A strip f(p) [m q] is what the outputs n, r' along all axes but the first read at place p of the first: m runs over
 channels and places w of the kernel along the other axes, q over n and r'. The patch of output (r, r') is made of the
@@ -109,20 +109,19 @@ def _products(x: Tensor, axis: Axis, rest: Sequence[Axis]) -> Tensor:
     for shift in range(axis.kernel):
         spans = [Span.of(axis, size, u, u + shift) for u in range(axis.kernel - shift)]
         longest = max(range(len(spans)), key=lambda u: spans[u].count)
-        base = A[longest, longest + shift]
         end = size if zeros and spans[longest].stop == size - shift * axis.dilation else spans[longest].stop
-        multiply(*_factors(rows, q, replace(spans[longest], stop=end)), base)
-        for u, span in enumerate(spans):
-            if u != longest:
-                _moved(A[u, u + shift], base, span, spans[longest], rows, q)
+        multiply(*_factors(rows, q, replace(spans[longest], stop=end)), A[longest, longest + shift])
+        for u in (*range(longest - 1, -1, -1), *range(longest + 1, len(spans))):
+            near = u + 1 if u < longest else u - 1
+            _moved(A[u, u + shift], A[near, near + shift], spans[u], spans[near], rows, q)
         if shift:
             A.diagonal(-shift).copy_(A.diagonal(shift).transpose(0, 1))
     return A
 
 
-def _moved(out: Tensor, base: Tensor, span: Span, longest: Span, rows: Tensor, q: int) -> None:
-    """Σ_p f(p) f(p + shift)ᵀ over a span, from the sum over the longest where that is less work."""
-    parts = span.beyond(longest)
+def _moved(out: Tensor, base: Tensor, span: Span, near: Span, rows: Tensor, q: int) -> None:
+    """Σ_p f(p) f(p + shift)ᵀ over a span, from the sum over one that is near where that is less work."""
+    parts = span.beyond(near)
     if sum(part.count for part, _ in parts) > span.count:
         multiply(*_factors(rows, q, span), out)
         return

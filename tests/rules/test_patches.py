@@ -109,7 +109,8 @@ def test_moments_of_patches_are_those_of_the_patches_written_out(
         assert moment.positions == a.shape[1]
         assert torch.equal(moment.products, moment.products.mT)
         near(moment_by_patches(x, axes, groups), products, x)
-        near(moment_by_rows(x, axes, groups), products, x)
+        if groups == 1 and len(axes) > 1 and all(axis.stride == 1 for axis in axes[1:]):
+            near(moment_by_rows(x, axes), products, x)
         if all(axis.stride == 1 for axis in axes):
             A = moment_by_correlation(x, axes, groups)
             near(A, products, x)
@@ -136,10 +137,15 @@ def test_autocorrelations_are_sums_over_all_positions(
         near(way(x, axes, groups), torch.stack(expected, -1), x)
 
 
+def _by_rows(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
+    """Every group by itself."""
+    return torch.cat([moment_by_rows(part, axes) for part in x.chunk(groups, 1)])
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize(
-    "way", [moment_by_patches, moment_by_rows, moment_by_correlation, lambda *a: patch_moment(*a).products]
+    "way", [moment_by_patches, _by_rows, moment_by_correlation, lambda *a: patch_moment(*a).products]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_moments_do_not_depend_on_how_the_input_lies_in_memory(
