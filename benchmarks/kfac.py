@@ -242,12 +242,21 @@ def run(report: Report, chosen: list[Case], names: list[str], done: Callable[[],
                     torch.cuda.empty_cache()
 
 
+def only(chosen: list[Case], words: list[str]) -> list[Case]:
+    """Those networks whose names have one of the words in them."""
+    found = [case for case in chosen if any(word in case.make(torch.device("cpu")).name for word in words)]
+    if not found:
+        raise ValueError(f"no network has {' or '.join(words)} in its name")
+    return found
+
+
 def main() -> None:
     """Run what was asked for, print the table, save the numbers."""
     parser = argparse.ArgumentParser(description="K-FAC in ratios, in one run.")
     parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every contestant; half for steps on cpu")
     parser.add_argument("--section", choices=parts(), action="append", help="a part; may be given more than once")
+    parser.add_argument("--network", action="append", help="only those whose names have this in them; may be repeated")
     parser.add_argument("--quick", action="store_true", help="tiny networks and one round, to see that it runs")
     parser.add_argument("--markdown", action="store_true", help="print the tables of the saved file and stop")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
@@ -261,8 +270,8 @@ def main() -> None:
     settle()
     torch.set_float32_matmul_precision("medium" if device.type == "cuda" else "highest")
     start, report = time.perf_counter(), Report(device, 1 if args.quick else args.rounds)
-    before = json.loads(path.read_text()) if args.section and path.exists() else None
-    chosen = tiny() if args.quick else cases(device)
+    before = json.loads(path.read_text()) if (args.section or args.network) and path.exists() else None
+    chosen = only(tiny() if args.quick else cases(device), args.network or [""])
     run(report, chosen, args.section or list(parts()), lambda: save(report, path, time.perf_counter() - start, before))
     print(table(report))
     print(f"\n{time.perf_counter() - start:.0f} s; torch {torch.__version__}, {machine(device)['device']}")
