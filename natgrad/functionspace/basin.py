@@ -151,14 +151,14 @@ class Landscape:
 
     def _outputs(self, θ: Tensor) -> Tensor:
         pb = self.pullback
-        return pb.model(unflatten(θ, pb.model.params), pb.x)
+        return pb.model(unflatten(θ, pb.model.params), pb.batch.x)
 
     def _twice(self, θ: Tensor) -> tuple[Tensor, Tensor]:
         y = self._outputs(θ)
         return y, y
 
     def _targets(self, m: int) -> Any:
-        return map_tensors(self.pullback.target, lambda t: t.expand(m, *t.shape).flatten(0, 1))
+        return map_tensors(self.pullback.batch.target, lambda t: t.expand(m, *t.shape).flatten(0, 1))
 
 
 @final

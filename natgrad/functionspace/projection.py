@@ -88,8 +88,8 @@ class TangentFrame:
         check_slots(pullback=(pb, Pullback))
         _admit(pb)
         mixing = None
-        if pb.K is not None:
-            mixing = _whitening(KernelMatrix.of(pb.K))
+        if pb.coupled is not None and pb.coupled.K is not None:
+            mixing = _whitening(KernelMatrix.of(pb.coupled.K))
         elif pb.coupling is not None:
             mixing = pb.mixing().double()
         root = pb.root.reshape(*pb.root.shape[:2], -1).double()

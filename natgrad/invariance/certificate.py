@@ -17,7 +17,7 @@ from natgrad.invariance.reparametrise import reparametrise
 from natgrad.model import Inputs, Model, arguments, evaluating, map_tensors
 from natgrad.optim import NaturalGradient
 
-_NOISE = 100.0  # times what one rounding of the parameters makes; in ninety runs of K-FAC it was 25 at most
+_NOISE = 100.0  # times what one rounding of the parameters makes, which every step after it may multiply
 
 MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
 

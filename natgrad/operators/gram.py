@@ -119,8 +119,8 @@ def rounding(K: Tensor, eps: float | None = None) -> Tensor:
 def unseen(n: int) -> float:
     """λ/λ_max below which the inverse of a kernel matrix [n n] is noise, in double precision.
 
-    ``eigh`` may be wrong by n units in the last place of λ_max (n/20 were measured, for equal points). Products with
-    the inverse have the relative error ελ_max/λ, and rows in single precision, equal but for their rounding, ε²λ_max/λ
-    with the ε of that: below 4096 units of double precision both are more than some thousandths.
+    ``eigh`` may be wrong by n units in the last place of λ_max. Products with the inverse have the relative error
+    ελ_max/λ, and rows in single precision, equal but for their rounding, ε²λ_max/λ with the ε of that: below 4096 units
+    of double precision both are more than some thousandths.
     """
     return max(n, 4096) * torch.finfo(torch.float64).eps

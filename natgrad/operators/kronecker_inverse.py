@@ -22,11 +22,10 @@ from natgrad.operators.factor import (
     two_sided,
     two_sided_columns,
 )
-from natgrad.operators.inverting import Task, invert
+from natgrad.operators.inverting import Task
 from natgrad.operators.layer_inverse import LayerInverse
 from natgrad.operators.newton import Newton
 from natgrad.operators.remade import Chosen, Remade, Sides
-from natgrad.operators.sent import sent
 from natgrad.operators.subset import Subset
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.recorded import Weight
@@ -46,7 +45,6 @@ class ProductInverse(LayerInverse):
     others: Subset | None
     stacks: tuple[tuple[Factor, Factor], ...]  # of every group of layers, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
     kinds: tuple[tuple[bool, bool], ...]  # of every layer, whether its factors are full
-    failures: list[Tensor] = field(default_factory=list)  # above 0 if one could not be made; on their way to the host
     remade: Remade = field(default_factory=Remade)
 
     @staticmethod
@@ -107,16 +105,16 @@ class ProductInverse(LayerInverse):
     def remake(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
         """From G, in the place of the inverse that is there."""
         places = tuple(t.data_ptr() for stack in self.stacks for t in stack)
-        self.failures[:] = self.remade.again(self.tasks, (G.left, G.right), damping, newton, places)
+        self.remade.again(self.tasks, (G.left, G.right), damping, newton, places)
 
     def failed(self) -> bool:
-        return any(float(failure) > 0 for failure in self.failures)
+        return any(float(failure) > 0 for failure in self.remade.failures)
 
     def inherit(self, other: Inverse) -> None:
-        self.failures[:] = other.failures if isinstance(other, ProductInverse) else []
+        self.remade.failures = list(other.remade.failures) if isinstance(other, ProductInverse) else []
 
     def forgive(self) -> None:
-        self.failures.clear()
+        self.remade.failures = []
 
     def overwritten(self, new: Inverse) -> Inverse:
         kept = super().overwritten(new)
@@ -235,7 +233,7 @@ def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
             whole = factor if full(factor) else torch.diag_embed(factor)
             refuse_singular_factor(whole, f"the factor {side} of {block.title}")
     out = ProductInverse.empty(G, rest)
-    out.failures[:] = map(sent, invert(out.tasks((G.left, G.right), 0.0)))
+    out.remade.first(out.tasks((G.left, G.right), 0.0))
     return out
 
 
@@ -261,7 +259,7 @@ def factored(
     else:
         out = ProductInverse.empty(G, rest)
         if last is None:
-            out.failures[:] = map(sent, invert(out.tasks((G.left, G.right), damping)))
+            out.remade.first(out.tasks((G.left, G.right), damping))
             return out
         out.begin(*last)
     out.remake(G, damping, newton if newton is not None and newton.trusted() else None)

@@ -32,16 +32,24 @@ class Remade:
     def __init__(self) -> None:
         self._recordings = Recordings(sightings=0)
         self._flag: Tensor | None = None
+        self.failures: list[Tensor] = []  # above 0 if a matrix could not be inverted; on their way to the host
 
-    def again(self, make: Make, sides: Sides, damping: float, newton: Newton | None, places: Hashable) -> list[Tensor]:
+    def first(self, tasks: Sequence[Task]) -> None:
+        """Do the tasks, where there are no inverses yet."""
+        self.failures = list(map(sent, invert(tasks)))
+
+    def again(self, make: Make, sides: Sides, damping: float, newton: Newton | None, places: Hashable) -> None:
         """Do the tasks that ``make`` finds, for the factors that it is asked about; the last inverses are there.
 
-        ``places``: where the inverses lie. What comes back is on its way to the host, and above 0 if a matrix could not
-        be inverted: see ``invert``.
+        ``places``: where the inverses lie.
         """
+        self.failures = []  # also where it raises
+        self.failures = [sent(count) for count in self._again(make, sides, damping, newton, places)]
+
+    def _again(self, make: Make, sides: Sides, damping: float, newton: Newton | None, places: Hashable) -> list[Tensor]:
         like = sides[0][0]
         if not recordable(like):
-            return list(map(sent, invert(make(sides, damping, lambda _: True), True, newton)))
+            return invert(make(sides, damping, lambda _: True), True, newton)
         flag = self._flag = like.new_zeros(()) if self._flag is None else self._flag
 
         def small(factor: Factor) -> bool:
@@ -53,8 +61,7 @@ class Remade:
             flag.copy_(sum(invert(make(here, weight, small), True), torch.zeros_like(flag)))
 
         self._recordings.run([*sides[0], *sides[1]], (places, repr(newton)), compute, damping)
-        others = invert(make(sides, damping, lambda factor: not small(factor)), True, newton)
-        return [sent(failures) for failures in (flag, *others)]
+        return [flag, *invert(make(sides, damping, lambda factor: not small(factor)), True, newton)]
 
 
 def recordable(like: Factor) -> bool:

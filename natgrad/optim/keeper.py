@@ -278,7 +278,7 @@ class Keeper:
         else:
             self._hold(pb)
         self._examples += pb.n
-        pb.tapes.clear()  # the graph belongs to the user's backward pass
+        pb.passes.tapes.clear()  # the graph belongs to the user's backward pass
 
     def _absorbs(self) -> bool:
         """Whether estimates go into the average at once: several processes must join theirs before."""

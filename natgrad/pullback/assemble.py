@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model
-from natgrad.output.metric import OutputMetric
+from natgrad.output.metric import Coupling, OutputMetric
+from natgrad.pullback.batch import Batch as Batch
+from natgrad.pullback.batch import Passes, Seen
 from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.broadcast import spread
 from natgrad.pullback.finite import check_outputs
@@ -71,16 +73,6 @@ def pullback(
     wrapped.check_separable()
     view = View(wrapped, metric, layers_of(wrapped, rules), generator, memory)
     return view.of(Batch(wrapped, x, target))
-
-
-@final
-@dataclass(frozen=True)
-class Batch:
-    """A model with inputs and, where a metric needs them, targets."""
-
-    model: Model
-    x: Inputs
-    target: Any = None
 
 
 @final
@@ -144,24 +136,19 @@ class View:
         if coupled is not None:
             parts = [(0, y.shape[0])]
         return Pullback(
-            model=self.model,
-            x=batch.x,
+            batch=replace(batch, model=self.model),
             metric=self.metric,
-            target=batch.target,
             y=y,
-            coupling=None if coupled is None else _double(coupled.C, y),
-            layers=blocks,
-            memory=self.memory,
-            tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
-            parts=parts,
-            positions=judged.positions_of(blocks, tape),
             roots=Root.of(self, batch.target, y, coupled is not None),
-            recordings=self.known.recordings if y.device.type == "cuda" else None,
-            unused=judged.unused,
-            verdicts=self.known.verdicts,
-            displaced=refused.names,
-            K=None if coupled is None else _double(coupled.K, y),
-            L=None if coupled is None or coupled.L is None else coupled.L.to(y.device),
+            seen=Seen(blocks, judged.positions_of(blocks, tape), judged.unused, refused.names),
+            passes=Passes(
+                memory=self.memory,
+                parts=parts,
+                tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
+                recordings=self.known.recordings if y.device.type == "cuda" else None,
+                verdicts=self.known.verdicts,
+            ),
+            coupled=None if coupled is None else _placed(coupled, y),
         )
 
     def _tell(self, blocks: Sequence[Block], refused: Refused) -> None:
@@ -186,9 +173,14 @@ class View:
                 _log.info(message)
 
 
-def _double(matrix: Tensor | None, y: Tensor) -> Tensor | None:
-    """In double precision, where the outputs are."""
-    return None if matrix is None else matrix.to(y.device, torch.float64)
+def _placed(coupled: Coupling, y: Tensor) -> Coupling:
+    """Where the outputs are, C and K in double precision."""
+    K, L = coupled.K, coupled.L
+    return Coupling(
+        coupled.C.to(y.device, torch.float64),
+        None if K is None else K.to(y.device, torch.float64),
+        None if L is None else L.to(y.device),
+    )
 
 
 def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:
@@ -200,4 +192,4 @@ def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:
 def at(pb: Pullback, params: Mapping[str, Tensor]) -> Pullback:
     """The same model, batch, metric and targets at other parameters."""
     moved = Model(lambda θ, x: pb.model({**params, **θ}, x), {name: p.detach() for name, p in params.items()})
-    return pullback(moved, pb.x, pb.metric, target=pb.target, memory=pb.memory)
+    return pullback(moved, pb.batch.x, pb.metric, target=pb.batch.target, memory=pb.memory)

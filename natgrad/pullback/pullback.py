@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 from torch import Tensor
@@ -13,17 +13,17 @@ from torch.nn import functional as F
 
 from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Vector
-from natgrad.model import Inputs, Model
-from natgrad.output.metric import OutputMetric
+from natgrad.model import Model
+from natgrad.output.metric import Coupling, OutputMetric
+from natgrad.pullback.batch import Batch, Passes, Seen
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.broadcast import SpreadRule, spread_again
 from natgrad.pullback.coupled import root_of
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, separable
-from natgrad.pullback.recorded import Recordings
 from natgrad.pullback.roots import Root, flat_at
 from natgrad.pullback.rows import rows
-from natgrad.pullback.separate import Verdicts, check_alike, check_unused
+from natgrad.pullback.separate import check_alike, check_unused
 from natgrad.pullback.tables import over_examples
 from natgrad.pullback.tape import Tape, record
 from natgrad.pullback.tied import Tied, formed
@@ -41,27 +41,37 @@ class Pullback:
     pullback see the same samples. G is the mean over the examples and never depends on how a loss is reduced.
     """
 
-    model: Model
-    x: Inputs
+    batch: Batch
     metric: OutputMetric
-    target: Any
     y: Tensor  # [n *out]
-    coupling: Tensor | None  # C [n m], in float64: it may be large, and what it multiplies nearly cancel
-    layers: list[Block]  # with their rules
-    memory: int
-    tapes: dict[Part, Tape]  # by range of examples; a range that is missing is recorded when needed
-    parts: list[Part]  # ranges of examples that are processed together
-    positions: dict[str, int]  # by the first name of a layer: how many r·c of one example share its weight
     roots: Root
-    recordings: Recordings | None = None  # of second moments, where the same model is seen again and again
-    # By their first name, the layers that the pass did not use, as they are where they are used. In ``layers`` they
-    # have no rule, and their rows are zero.
-    unused: Mapping[str, Block] = field(default_factory=dict)
-    verdicts: Verdicts = field(default_factory=Verdicts)
-    displaced: frozenset[str] = frozenset()  # parameters whose rule does not apply, as examples are not in their places
-    # Of a metric that is made from a kernel: K [n m] with C = K⁻¹ in float64, and L [n m] with C = L Lᵀ.
-    K: Tensor | None = None
-    L: Tensor | None = None
+    seen: Seen
+    passes: Passes
+    coupled: Coupling | None = None  # C [n m] and K in float64: C may be large, and what it multiplies nearly cancel
+
+    @property
+    def model(self) -> Model:
+        return self.batch.model
+
+    @property
+    def layers(self) -> list[Block]:
+        """With their rules."""
+        return self.seen.layers
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a structure may occupy."""
+        return self.passes.memory
+
+    @property
+    def parts(self) -> list[Part]:
+        """Ranges of examples that are processed together."""
+        return self.passes.parts
+
+    @property
+    def coupling(self) -> Tensor | None:
+        """C [n m]."""
+        return None if self.coupled is None else self.coupled.C
 
     @property
     def root(self) -> Tensor:
@@ -86,7 +96,7 @@ class Pullback:
 
     def unmixed(self) -> Pullback:
         """The same examples, each by itself: the rows before a coupling mixes them."""
-        return replace(self, coupling=None, K=None, L=None)
+        return replace(self, coupled=None)
 
     @property
     def chunk(self) -> int:
@@ -101,7 +111,7 @@ class Pullback:
     def output_flat(self, u: Tensor) -> Tensor:
         """The metric of the whole batch of outputs applied to u [n *out]: (1/N) Σ_m C_nm Σ_k s_kn ⟨s_km, u_m⟩."""
         if self.coupling is None and self.metric.exact:
-            return self.metric.flat(self.y, u, self.target) / self.n
+            return self.metric.flat(self.y, u, self.batch.target) / self.n
         s = self.root
         s = s.reshape(*s.shape[:2], -1)  # [k n d], with d = 1 for outputs [n]
         t = torch.einsum("knd,nd->kn", s, u.reshape(self.n, -1))
@@ -112,7 +122,7 @@ class Pullback:
     def check_metric(self) -> None:
         """Raise if the metric is not finite at the outputs, for a structure that makes products with it only."""
         if self.roots.kept is None:  # what is kept has been checked
-            flat_at(self.metric, self.y, torch.ones_like(self.y), self.target)
+            flat_at(self.metric, self.y, torch.ones_like(self.y), self.batch.target)
 
     def factors(self, limit: int | None = None) -> Iterator[list[Factors]]:
         """Factors of all blocks, chunk by chunk over examples and roots; G is the sum over the chunks.
@@ -129,11 +139,11 @@ class Pullback:
 
     def ranges(self) -> list[Part]:
         """The parts, cut further where an exact root of all their examples would be too large."""
-        if not separable(self.x, self.n):
+        if not separable(self.batch.x, self.n):
             return self.parts
         pieces = [piece for part in self.parts for piece in self.roots.cut(part, self.chunk)]
         if len(pieces) > len(self.parts) == 1:  # several parts have been checked already
-            check_apart(self.model, self.x, pieces[0][1], self.n)
+            check_apart(self.model, self.batch.x, pieces[0][1], self.n)
         return pieces
 
     def _of_part(self, part: Part, limit: int | None = None) -> Iterator[list[Factors | Tied]]:
@@ -171,12 +181,12 @@ class Pullback:
 
     def tape(self, part: Part) -> Tape:
         """The tape of a range of examples, recorded now unless it is there."""
-        if part in self.tapes:
-            return self.tapes[part]
-        tape = over_examples(record(self.model, self.layers, examples(self.x, part, self.n)))
+        if part in self.passes.tapes:
+            return self.passes.tapes[part]
+        tape = over_examples(record(self.model, self.layers, examples(self.batch.x, part, self.n)))
         bare = [layer for layer in self.layers if isinstance(layer.rule, SpreadRule)]
         seating = check_alike(tape, [layer for layer in self.layers if layer not in bare], part)
-        names = [name for block in self.unused.values() for name in block.names]
+        names = [name for block in self.seen.unused.values() for name in block.names]
         check_unused(tape, {name: p for name, p in self.model.params.items() if name in names}, part)
         return spread_again(bare, tape.turned(seating.axes))
 
@@ -190,18 +200,18 @@ class Pullback:
         for block, a in zip(self.layers, inputs, strict=True):
             if a is None or a.shape[1] > 1:
                 cost += block.size * (part[1] - part[0])
-        if any(a is None for a in inputs) and not separable(self.x, self.n):
+        if any(a is None for a in inputs) and not separable(self.batch.x, self.n):
             cost += self.n * self.y.numel()  # every example has a cotangent of the whole batch
         return max(1, min(self.chunk, limit or self.chunk) // max(cost, 1))
 
     def _factors(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, s: Tensor) -> list[Factors | Tied]:
         kinds = [kind for block in self.layers if block.rule for kind in block.kinds]
         cotangents = iter(tape.cotangents(s, kinds))
-        unused = [block.names[0] in self.unused for block in self.layers]
+        unused = [block.names[0] in self.seen.unused for block in self.layers]
         ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
         bare = [name for block in ruleless for name in block.names]
-        x, y = examples(self.x, part, self.n), self.y[part[0] : part[1]]
-        explicit = rows(self.model, bare, x, y, s, self.verdicts) if bare else s.new_empty(0)
+        x, y = examples(self.batch.x, part, self.n), self.y[part[0] : part[1]]
+        explicit = rows(self.model, bare, x, y, s, self.passes.verdicts) if bare else s.new_empty(0)
         out: list[Factors | Tied] = []
         start = 0
         for block, a, nothing in zip(self.layers, inputs, unused, strict=True):
@@ -222,14 +232,15 @@ class Pullback:
 
         It comes in the precision in which it must be multiplied, which may be more than that of the rows.
         """
-        assert self.coupling is not None
-        return root_of(self.coupling.double()).to(self.y.dtype) if self.L is None else self.L
+        assert self.coupled is not None
+        L = self.coupled.L
+        return root_of(self.coupled.C.double()).to(self.y.dtype) if L is None else L
 
     def _coupled_with(self, t: Tensor) -> Tensor:
         """t C, for t [k n]; by a root of C where one is known to all its digits."""
-        assert self.coupling is not None
-        known = self.L is not None and self.L.dtype == self.coupling.dtype
-        return t @ self.L @ self.L.T if known and self.L is not None else t @ self.coupling.double()
+        assert self.coupled is not None
+        C, L = self.coupled.C, self.coupled.L
+        return t @ L @ L.T if L is not None and L.dtype == C.dtype else t @ C.double()
 
     def _coupled(self) -> Iterator[list[Factors]]:
         mix, each = self.mixing(), self.y.element_size()

@@ -47,8 +47,9 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) 
         return
     tape = pb.tape(pb.parts[0])
     layers = Layers(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape))
-    if pb.recordings is not None and sink.places is not None:
-        _recorded(pb, pb.recordings, layers, sink)
+    recordings = pb.passes.recordings
+    if recordings is not None and sink.places is not None:
+        _recorded(pb, recordings, layers, sink)
     else:
         for b in range(len(blocks)):
             layers.put_inputs(b, tape, sink)

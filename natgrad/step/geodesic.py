@@ -25,7 +25,7 @@ def christoffel(pb: Pullback, v: Vector) -> Covector:
     With the energy E(θ, v) = ½ vᵀG(θ)v of the exact metric, Γ♭ = ∂_t ∂_v E(θ + tv, v) − ∂_θ E(θ, v): the
     Euler–Lagrange equation of E, by automatic differentiation, without a Christoffel symbol.
     """
-    return christoffel_at(Batch(pb.model, pb.x, pb.target), pb.metric, v)
+    return christoffel_at(pb.batch, pb.metric, v)
 
 
 def christoffel_at(batch: Batch, metric: OutputMetric, v: Vector) -> Covector:

@@ -214,20 +214,22 @@ class Kernel(Structure):
         return False
 
     def elements(self, pullback: Pullback) -> int:
-        if pullback.K is not None:  # the factors again in double, and two matrices in double
+        coupled = pullback.coupled
+        if coupled is not None and coupled.K is not None:  # the factors again in double, and two matrices in double
             return self.elements(pullback.unmixed()) * (1 + 8 // pullback.y.element_size())
         rows = pullback.columns * pullback.n
         kept = 0
         for block in pullback.blocks:
             _, o, i = block.shape
-            shared = 1 if block.rule is None else pullback.positions[block.names[0]]
+            shared = 1 if block.rule is None else pullback.seen.positions[block.names[0]]
             kept += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
         return kept + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 
     @without_autocast
     def estimate(self, pullback: Pullback) -> KernelOperator:
         self.admit(pullback)
-        K = None if pullback.K is None else KernelMatrix.of(pullback.K)
+        coupled = pullback.coupled
+        K = None if coupled is None or coupled.K is None else KernelMatrix.of(coupled.K)
         pb = pullback if K is None else pullback.unmixed()
         return KernelOperator(Layout(pb.model.like, pb.y.dtype), tuple(pb.blocks), tuple(pb.collect()), K)
 
@@ -265,7 +267,7 @@ class Implicit(Structure):
     @without_autocast
     def estimate(self, pullback: Pullback) -> ImplicitOperator:
         self.admit(pullback)
-        linear = linearise(pullback.model, pullback.x)
+        linear = linearise(pullback.model, pullback.batch.x)
         return ImplicitOperator(Layout(pullback.model.like, pullback.y.dtype), ((1.0, pullback, linear),))
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> None:

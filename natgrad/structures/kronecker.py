@@ -80,8 +80,8 @@ class Layered(Structure):
         if like is None:  # else there is one of this size already
             self.admit(pullback)
         blocks, others = split(pullback, like)
-        out = {name for block in pullback.unused.values() for name in block.names}
-        self.check([block for block in others if block.names[0] not in out], pullback.displaced)
+        out = {name for block in pullback.seen.unused.values() for name in block.names}
+        self.check([block for block in others if block.names[0] not in out], pullback.seen.displaced)
         unseen = frozenset(name for block in blocks for name in block.names if name in out)
         return Parts(tuple(blocks), unseen, restricted(pullback, others) if others else None)
 
@@ -253,8 +253,8 @@ def split(pullback: Pullback, like: Operator | None) -> tuple[list[Block], list[
     others: list[Block] = []
     for layer in pullback.layers:
         pieces, fallen = [layer], any(name in below for name in layer.names)
-        if layer.names[0] in pullback.unused:
-            own = known.get(layer.names, pullback.unused[layer.names[0]])
+        if layer.names[0] in pullback.seen.unused:
+            own = known.get(layer.names, pullback.seen.unused[layer.names[0]])
             alone = {name for name in layer.names if (name,) in known}
             pieces = parted(pullback.model, layer, alone) if fallen or own.rule is None else [own]
         elif fallen and isinstance(layer.rule, SpreadRule):
@@ -280,7 +280,8 @@ def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
     names = {name for block in blocks for name in block.names}
     params = {name: p for name, p in pullback.model.params.items() if name in names}
     model = Model(pullback.model.function, params, pullback.model.output)
-    return replace(pullback, model=model, layers=_placed(blocks, params))
+    seen = replace(pullback.seen, layers=_placed(blocks, params))
+    return replace(pullback, batch=replace(pullback.batch, model=model), seen=seen)
 
 
 def _placed(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.output.metric import Coupling
 from natgrad.pullback.coupled import Coupled, mixed, root_of
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.moments import cotangents
@@ -55,7 +56,7 @@ def coupled_pullback(name: str, frozen: tuple[str, ...], dtype: torch.dtype) -> 
         layer.get_parameter(key).requires_grad_(False)
     mix = torch.eye(N, dtype=torch.float64) + 0.3 * normal(N, N, seed=5)
     pb = ng.pullback(layer, normal(N, *shape).to(dtype), ng.Sampled(ng.Euclidean(), 2), generator=torch.Generator())
-    pb = replace(pb, coupling=mix @ mix.T)
+    pb = replace(pb, coupled=Coupling(mix @ mix.T))
     return pb, Coupled.of(mix @ mix.T, root_of(mix @ mix.T).to(dtype), dtype, pb.tape((0, N)).memo)
 
 
@@ -93,7 +94,9 @@ def test_examples_that_nothing_couples_have_the_factors_of_no_coupling_under_aut
     model, x, s = seeded(lambda: nn.Sequential(*layers)), normal(N, 3, 6, 6).float(), normal(1, N, 4, seed=1).float()
     with torch.autocast("cpu", dtype=dtype):
         pb = ng.pullback(model, x, Rooted(s))
-        plain, coupled = (ng.Kronecker().estimate(p) for p in (pb, replace(pb, coupling=torch.eye(N).double())))
+        plain, coupled = (
+            ng.Kronecker().estimate(p) for p in (pb, replace(pb, coupled=Coupling(torch.eye(N).double())))
+        )
     for name, factor in plain.tensors().items():
         torch.testing.assert_close(coupled.tensors()[name], factor, rtol=1e-5, atol=1e-6)
 
@@ -129,7 +132,7 @@ def test_a_constant_factor_that_a_centring_takes_away_keeps_its_trace() -> None:
     layer = seeded(lambda: nn.Linear(3, 2).double())
     C = torch.eye(N, dtype=torch.float64) - 1 / N
     metric: Any = ng.Sampled(ng.Euclidean(), 1)
-    pb = replace(ng.pullback(layer, torch.ones(N, 3).double(), metric), coupling=C)
+    pb = replace(ng.pullback(layer, torch.ones(N, 3).double(), metric), coupled=Coupling(C))
     G = ng.Kronecker().estimate(pb)
     close(G.trace(), ng.Dense().estimate(pb).trace(), 1e-10)
 

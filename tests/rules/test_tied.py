@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import UncoveredError
+from natgrad.output.metric import Coupling
 from natgrad.structures import Structure
 from tests import oracle
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
@@ -48,7 +49,7 @@ def test_exact_structures_are_exact_whatever_the_memory(structure: Structure, me
         ng.BlockDense: oracle.block_diagonal(G, [list(b) for b in _spans(problem)]),
     }[type(structure)]
     pb = pull(problem, metric, memory=memory)
-    close(structure.estimate(replace(pb, memory=2**32)).dense(), expected)
+    close(structure.estimate(replace(pb, passes=replace(pb.passes, memory=2**32))).dense(), expected)
     limited = pull(problem, metric, memory=memory)
     close(limited.square(), G.diagonal())
 
@@ -64,7 +65,7 @@ def test_rows_of_a_tied_weight_come_some_examples_at_a_time() -> None:
     problem = problem_of(Language, n=8)
     metric = random_roots(problem, K)
     pb = pull(problem, metric, memory=8 * 8 * (2 * V * D))
-    pb = replace(pb, tapes=pull(problem, metric).tapes, parts=[(0, 8)])
+    pb = replace(pb, passes=replace(pb.passes, tapes=pull(problem, metric).passes.tapes, parts=[(0, 8)]))
     chunks = list(pb.factors())
     assert {f.g.shape[:2] for factors in chunks for f in factors} == {(1, 2)}
     assert len(chunks) == 4 * K
@@ -105,7 +106,8 @@ def test_parts_of_a_batch_make_one_product() -> None:
     problem = problem_of(Language, n=9)
     whole, cut = (pull(problem, random_roots(problem, K), memory=memory) for memory in (2**32, 12_000))
     assert len(cut.parts) > 1
-    close(ng.Kronecker().estimate(replace(cut, memory=2**32)).dense(), ng.Kronecker().estimate(whole).dense())
+    roomy = replace(cut, passes=replace(cut.passes, memory=2**32))
+    close(ng.Kronecker().estimate(roomy).dense(), ng.Kronecker().estimate(whole).dense())
 
 
 def test_product_is_exact_for_one_word_if_the_embedding_has_no_gradient() -> None:
@@ -148,7 +150,7 @@ def test_a_coupled_metric_has_a_product_too() -> None:
     """With a coupling of every example with itself alone it is the product without one."""
     problem = problem_of(Language)
     pb = pull(problem, random_roots(problem, K))
-    coupled = replace(pb, coupling=torch.eye(pb.n, dtype=torch.float64))
+    coupled = replace(pb, coupled=Coupling(torch.eye(pb.n, dtype=torch.float64)))
     for structure in (ng.Kronecker(), ng.EigenKronecker(), ng.Diagonal()):
         close(structure.estimate(coupled).dense(), structure.estimate(pb).dense())
 
@@ -157,7 +159,7 @@ def test_rows_of_a_coupled_metric_are_mixed() -> None:
     problem = problem_of(Language)
     metric = random_roots(problem, K)
     mix = normal(N, N)
-    coupled = replace(pull(problem, metric), coupling=mix @ mix.T)
+    coupled = replace(pull(problem, metric), coupled=Coupling(mix @ mix.T))
     R = oracle_rows(problem, metric.s)
     expected = torch.einsum("knp,nm,kmq->pq", R, mix @ mix.T, R)
     close(ng.Dense().estimate(coupled).dense(), expected)
