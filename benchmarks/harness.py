@@ -74,8 +74,15 @@ def race(contestants: Contestants, unit: str, rounds: int, device: torch.device,
     return Race(unit, seconds, dict.fromkeys(seconds, seconds[unit]))
 
 
-def duels(contestants: Contestants, unit: str, rounds: int, device: torch.device, warmup: int = 2) -> Race:
-    """The same, but every contestant takes turns with the unit alone.
+def duels(
+    contestants: Contestants,
+    unit: str,
+    rounds: int,
+    device: torch.device,
+    warmup: int = 2,
+    turns: Mapping[str, int] | None = None,
+) -> Race:
+    """The same, but every contestant takes turns with the unit alone; ``turns``: how many of them are one round.
 
     What runs on a GPU finds the memory that others have left. A training loop finds its own, in the same places again
     and again, and so do two that alternate; among many, every round would be a first one.
@@ -85,23 +92,29 @@ def duels(contestants: Contestants, unit: str, rounds: int, device: torch.device
     for name in [name for name in contestants if name != unit] or [unit]:
         gc.collect()
         torch.cuda.empty_cache()  # nothing, where there is no GPU
-        two = _rounds({unit: contestants[unit], name: contestants[name]}, rounds, device, warmup)
+        two = _rounds(
+            {unit: contestants[unit], name: contestants[name]}, rounds, device, warmup, (turns or {}).get(name, 1)
+        )
         seconds |= {unit: [*seconds.get(unit, []), *two[unit]], name: two[name]}
         beside[name] = two[unit]
     return Race(unit, seconds, beside | {unit: seconds[unit]})
 
 
-def _rounds(contestants: Contestants, rounds: int, device: torch.device, warmup: int) -> dict[str, list[float]]:
-    """Seconds of each, which take turns."""
+def _rounds(
+    contestants: Contestants, rounds: int, device: torch.device, warmup: int, turns: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each, which take turns: the mean of so many for every round."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(-warmup, rounds):
-        for name, contestant in contestants.items():
-            start = now(device)
-            contestant()
-            if turn >= 0:
-                seconds[name].append(now(device) - start)
-            else:
-                now(device)
+    for at in range(-warmup, rounds):
+        own = dict.fromkeys(contestants, 0.0)
+        for _ in range(turns):
+            for name, contestant in contestants.items():
+                start = now(device)
+                contestant()
+                own[name] += (now(device) - start) / turns
+        if at >= 0:
+            for name, taken in own.items():
+                seconds[name].append(taken)
     return seconds
 
 

@@ -68,12 +68,18 @@ class Report:
         rounds: int,
         steps: Mapping[str, int] | None = None,
         warmup: int = 2,
+        turns: Mapping[str, int] | None = None,
     ) -> Race:
-        """Time the entries and add a row each; the unit is one of them. ``steps`` are counted in a call of an entry."""
+        """Time the entries and add a row each; the unit is one of them. ``steps`` are counted in a call of an entry.
+
+        On a GPU, where each is in a duel with the unit, so many ``turns`` of an entry are one round.
+        """
         if self.device.type == "cuda":
             self.launches[section] = launch_time(self.device)
-        compare = duels if self.device.type == "cuda" else race
-        result = compare(entries, unit, rounds, self.device, warmup).each(steps or {})
+            found = duels(entries, unit, rounds, self.device, warmup, turns)
+        else:
+            found = race(entries, unit, rounds, self.device, warmup)
+        result = found.each(steps or {})
         for name in entries:
             self.rows.append(Row(section, name, result.time(name), result.ratio(name, unit), unit))
         return result

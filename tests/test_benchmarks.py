@@ -130,6 +130,24 @@ def test_on_a_gpu_everyone_takes_turns_with_the_unit_alone() -> None:
     assert duels({"a": list}, "a", rounds=2, device=CPU).ratio("a", "a").median == 1
 
 
+def test_a_round_of_a_duel_is_the_mean_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], []
+
+    def contestant(name: str, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            calls.append(name)
+            clock[0] += seconds * (1 + calls.count(name) % 2)  # one call, and then twice as long
+
+        return run
+
+    monkeypatch.setattr("benchmarks.harness.now", lambda device: clock[0])
+    entries = {"a": contestant("a", 1.0), "b": contestant("b", 3.0), "c": contestant("c", 5.0)}
+    result = duels(entries, "a", rounds=2, device=CPU, warmup=1, turns={"b": 4})
+    assert calls == [*("a", "b") * 12, *("a", "c") * 3]
+    assert result.seconds["b"] == [4.5, 4.5]
+    assert result.ratio("b", "a").median == 3
+
+
 def test_different_things_are_not_timed() -> None:
     with pytest.raises(AssertionError, match="section: the contestants disagree by 1"):
         core.Report(CPU, 1).agree("section", {"a": lambda: torch.ones(2), "b": lambda: 2 * torch.ones(2)})
