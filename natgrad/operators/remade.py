@@ -30,7 +30,7 @@ class Remade:
     """
 
     def __init__(self) -> None:
-        self._recordings = Recordings(sightings=0)
+        self._recordings = Recordings()
         self._flag: Tensor | None = None
         self.failures: list[Tensor] = []  # above 0 if a matrix could not be inverted; on their way to the host
 

@@ -31,7 +31,7 @@ class Parameters:
         self._owners = [(m, key, p) for m in modules for key, p in m._parameters.items() if id(p) in mine]
         # What no module has under a key, only ``named_parameters`` of a class of the user's can tell.
         self._hidden = bool(mine - {id(p) for _, _, p in self._owners})
-        self._elsewhere = self._rearranged = False
+        self._elsewhere = False
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
         self._made = [(p, *_kind(p)) for p in model.params.values()]
         self._first = next(iter(model.params))
@@ -45,8 +45,7 @@ class Parameters:
         where it was while every module on the way to it has the same children, and its own module has it: names are
         asked for only where that is not so. ``certain``: also where the module has parameters under no key.
         """
-        self._rearranged = self._changed()
-        self._elsewhere = (self._rearranged or (certain and self._hidden)) and bool(self._missing())
+        self._elsewhere = (self._changed() or (certain and self._hidden)) and bool(self._missing())
         if certain and not self._elsewhere and self._other():
             self._refuse_frozen()
             self._refuse_cast()
@@ -54,15 +53,15 @@ class Parameters:
         return self._elsewhere or (certain and bool(self._patched()))
 
     def compiled(self) -> bool:
-        """Whether the module, or one inside it, is compiled, in a pass that has been asked whether it has ``moved``."""
-        if self._rearranged or sum([len(m._modules) for m in self._inside]) != self._children:
+        """Whether the module, or one inside it, is compiled; for every pass."""
+        if [child for m in self._inside for child in m._modules.values()] != self._children:
             self._inside, self._children = self._found()
         return any_compiled(self._inside)
 
-    def _found(self) -> tuple[list[nn.Module], int]:
-        """All modules, and how many children they have together."""
+    def _found(self) -> tuple[list[nn.Module], list[nn.Module | None]]:
+        """All modules, and the children that they have."""
         inside = list(self._module.modules())
-        return inside, sum(len(m._modules) for m in inside)
+        return inside, [child for m in inside for child in m._modules.values()]
 
     def check(self) -> None:
         """Refuse a module that was replaced, or parameters that were frozen or cast, after the optimizer was made.

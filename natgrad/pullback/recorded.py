@@ -56,12 +56,10 @@ class Recordings:
 
     A pattern of addresses that comes for the second time is recorded, if the recordings before have been worth it:
     where addresses are never the same again, there is no third. If they have not, it is recorded when it has come as
-    often as that costs: a loop may settle on other addresses than those it began with. ``sightings``: 1; 0 where the
-    addresses are known to stay.
+    often as that costs: a loop may settle on other addresses than those it began with.
     """
 
-    def __init__(self, sightings: int = 1) -> None:
-        self._sightings = sightings
+    def __init__(self) -> None:
         # By what is computed, and where it is read; the one that was not replayed for longest is first.
         self._kept: OrderedDict[tuple[Hashable, Hashable], _Recording] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()  # patterns without one, and how often they came
@@ -83,7 +81,7 @@ class Recordings:
         key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
         found = self._kept.get(key)
         account = self._account(what)
-        if found is None and self._seen.get(key, 0) >= (self._sightings if account.paid else _PRICE):
+        if found is None and self._seen.get(key, 0) >= (1 if account.paid else _PRICE):
             found = self._record(key, sources, compute, small)
             account.made += found is not None
         if found is None or self._weight is None:
@@ -122,7 +120,7 @@ class Recordings:
             with recording(graph, sources[0].device, self._pool):
                 compute(sources, self._weight)
         except RuntimeError as error:  # something in it waits for the device
-            _log.info("second moments cannot be recorded as a CUDA graph (%s): kernel by kernel instead", error)
+            _log.info("moments or inverses cannot be recorded as a CUDA graph (%s): kernel by kernel instead", error)
             self._possible = False
             return None
         # What lies in the user's memory is not held: it is recognised by its address.

@@ -39,11 +39,11 @@ def test_recorded_inverses_follow_their_factors_and_the_damping() -> None:
     for turn in range(5):
         damping = 0.1 + 0.02 * turn
         torch._foreach_mul_(factors, 1.1)
-        if turn:
+        if turn > 1:
             with no_waiting():
                 solver.again(inverse, G, damping)
         else:
-            solver.again(inverse, G, damping)  # it is recorded here
+            solver.again(inverse, G, damping)  # and the second time recorded
         expected = solver.init(G, damping).tensors()
         for key, found in inverse.tensors().items():
             torch.testing.assert_close(found, expected[key], rtol=1e-4, atol=1e-4 * float(expected[key].abs().max()))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import pytest
 import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.operators import remade
+from natgrad.operators import inverting, remade
+from natgrad.operators.factor import inverse
 from natgrad.operators.inverting import Task
 from natgrad.operators.kronecker_inverse import ProductInverse
-from natgrad.pullback.recorded import Recordings
+from natgrad.pullback.recorded import Recordings, _Recording
 from tests.operators.test_inverting import operator_of, scaled
 from tests.pulled import close
 
@@ -65,5 +69,64 @@ def test_what_fails_in_either_part_is_told_and_keeps_its_inverse(layer: int, mon
 
 def _flagged(tasks: list[Task], warm: bool, newton: ng.Newton | None = None) -> list[Tensor]:
     """As on a GPU: nobody waits, and what comes back is how many could not be inverted."""
-    found = [torch.linalg.eigvalsh(f).amin() < 0 for task in tasks for f in task.factors]
-    return [torch.stack(found).sum().float()] if found else []
+    flags = []
+    for task in tasks:
+        found, good = inverse(inverting._damped([task]))
+        inverting._write([task], found, good, warm)
+        flags.append((~good).sum())
+    return [torch.stack(flags).sum().float()] if flags else []
+
+
+@final
+@dataclass(frozen=True)
+class _Again:
+    """A recording that is none: the computation itself."""
+
+    compute: Callable[[], None]
+
+    def replay(self) -> None:
+        self.compute()
+
+
+def _recorded(
+    self: Recordings, key: Any, sources: Sequence[Tensor], compute: Callable[..., None], copied: bool
+) -> _Recording:
+    own = [t.clone() for t in sources] if copied else list(sources)
+    weight = self._weight = torch.ones(()) if self._weight is None else self._weight
+    graph: Any = _Again(lambda: compute(own, weight))
+    self._kept[key] = _Recording(graph, own if copied else [])
+    return self._kept[key]
+
+
+@pytest.mark.usefixtures("_pretending")
+@pytest.mark.parametrize("few", [0, 2**22])
+def test_what_is_replayed_follows_the_factors_and_the_damping(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the factors are copied to where a recording reads them, or known by their addresses."""
+    monkeypatch.setattr(Recordings, "_record", _recorded)
+    monkeypatch.setattr(importlib.import_module("natgrad.pullback.recorded"), "_SMALL", few)
+    _, G = operator_of("mlp_tanh")
+    last = ng.Factored().init(G, 0.1)
+    assert isinstance(last, ProductInverse)
+    for turn in range(5):
+        damping = 0.1 + 0.05 * turn
+        torch._foreach_mul_([*G.left, *G.right], 1.3)
+        ng.Factored().again(last, G, damping)
+        expected = ng.Factored().init(G, damping).tensors()
+        for key, found in last.tensors().items():
+            close(found, expected[key], 1e-6)  # a recording has the damping in single precision
+    (account,) = last.remade._recordings._accounts.values()
+    assert (account.made, account.replayed) == (1, 4)
+
+
+@pytest.mark.usefixtures("_pretending")
+def test_an_inverse_that_is_made_anew_every_time_is_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of several processes, which divide it among them: a recording that is replayed once is a loss."""
+    made: list[Any] = []
+    monkeypatch.setattr(Recordings, "_record", lambda *args: made.append(args))
+    _, G = operator_of("mlp_tanh")
+    last = ng.Factored().init(G, 0.1)
+    for _ in range(4):
+        last = ng.Factored().init(G, 0.1, last.tensors())
+    assert made == []
+    ng.Factored().again(last, G, 0.1)
+    assert len(made) == 1
