@@ -245,10 +245,13 @@ def run(report: Report, chosen: list[Case], names: list[str], done: Callable[[],
 
 
 def only(chosen: list[Case], words: list[str]) -> list[Case]:
-    """Those networks whose names have one of the words in them."""
-    found = [case for case in chosen if any(word in case.make(torch.device("cpu")).name for word in words)]
+    """Those networks whose names have one of the words in them; all, where there are no words."""
+    if not words:
+        return chosen
+    names = [case.make(torch.device("cpu")).name for case in chosen]
+    found = [case for case, name in zip(chosen, names, strict=True) if any(word in name for word in words)]
     if not found:
-        raise ValueError(f"no network has {' or '.join(words)} in its name")
+        raise ValueError(f"--network {' '.join(words)}: no network is called so. Take a part of {'; '.join(names)}")
     return found
 
 
@@ -273,7 +276,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("medium" if device.type == "cuda" else "highest")
     start, report = time.perf_counter(), Report(device, 1 if args.quick else args.rounds)
     before = json.loads(path.read_text()) if (args.section or args.network) and path.exists() else None
-    chosen = only(tiny() if args.quick else cases(device), args.network or [""])
+    chosen = only(tiny() if args.quick else cases(device), args.network or [])
     run(report, chosen, args.section or list(parts()), lambda: save(report, path, time.perf_counter() - start, before))
     print(table(report))
     print(f"\n{time.perf_counter() - start:.0f} s; torch {torch.__version__}, {machine(device)['device']}")

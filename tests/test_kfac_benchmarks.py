@@ -235,3 +235,14 @@ def test_a_record_that_cannot_be_resumed_says_why(tmp_path: Path) -> None:
         training.begin(path, curves.Record({"device": "that"}, 2.0), "task", tuning=True, resume=True)
     with pytest.raises(SystemExit, match=r"has no learning rates for the task: give --tune SECONDS once"):
         training.begin(path, curves.Record({"device": "this"}, 2.0), "task", tuning=False, resume=False)
+
+
+def test_networks_are_chosen_by_a_part_of_their_names() -> None:
+    cases = kfac_cases.tiny()
+    assert kfac.only(cases, []) is cases
+    names = [case.make(torch.device("cpu")).name for case in kfac.only(cases, ["LeNet", "GPT"])]
+    assert [name.split()[0] for name in names] == ["LeNet", "GPT"]
+    with pytest.raises(
+        ValueError, match=r"--network Nothing: no network is called so. Take a part of auto-encoder .*GPT"
+    ):
+        kfac.only(cases, ["Nothing"])

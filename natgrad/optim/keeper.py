@@ -22,7 +22,8 @@ from natgrad.optim.notices import NEEDS_TARGET, NOTHING_SEEN, Notices
 from natgrad.optim.parameters import Parameters
 from natgrad.optim.questions import Questions
 from natgrad.pullback import Pullback
-from natgrad.pullback.assemble import Batch, View
+from natgrad.pullback.assemble import View
+from natgrad.pullback.batch import Batch
 from natgrad.pullback.parts import check_inputs
 from natgrad.pullback.tape import Recorder
 from natgrad.structures import Refresh

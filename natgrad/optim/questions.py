@@ -16,7 +16,7 @@ from natgrad.geometry import Covector, Vector
 from natgrad.model import evaluating, tensors_of, without_chance
 from natgrad.optim.distributed import World
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.assemble import Batch
+from natgrad.pullback.batch import Batch
 from natgrad.step.forms import quadratic_forms
 from natgrad.step.geodesic import christoffel_at
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model
 from natgrad.output.metric import Coupling, OutputMetric
-from natgrad.pullback.batch import Batch as Batch
-from natgrad.pullback.batch import Passes, Seen
+from natgrad.pullback.batch import Batch, Passes, Seen
 from natgrad.pullback.blocks import Block, partition
 from natgrad.pullback.broadcast import spread
 from natgrad.pullback.finite import check_outputs

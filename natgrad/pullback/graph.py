@@ -124,8 +124,9 @@ def _saved(order: Sequence[Any]) -> list[object]:
 
 
 @cache
-def _keys(kind: type) -> list[str]:
-    return sorted(_SAVED.intersection(vars(kind)))
+def _keys(kind: type) -> tuple[str, ...]:
+    """What nodes of a type say of themselves; there are few types, and every estimate asks."""
+    return tuple(sorted(_SAVED.intersection(vars(kind))))
 
 
 def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:

@@ -13,7 +13,7 @@ from natgrad.geometry import Vector
 from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.assemble import Batch
+from natgrad.pullback.batch import Batch
 from natgrad.pullback.parts import separable
 
 _FEWEST = 256  # examples that a part of a batch has, where the batch has them

@@ -14,7 +14,8 @@ from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback import Pullback, pullback
-from natgrad.pullback.assemble import Batch, at
+from natgrad.pullback.assemble import at
+from natgrad.pullback.batch import Batch
 from natgrad.solve import Cholesky, Solver
 from natgrad.structures import Dense
 

@@ -16,7 +16,7 @@ from natgrad.model import Inputs, Model, map_tensors
 from natgrad.operators.base import Operator
 from natgrad.output.metric import Euclidean, OutputMetric
 from natgrad.pullback import Pullback, pullback
-from natgrad.pullback.assemble import Batch
+from natgrad.pullback.batch import Batch
 from natgrad.pullback.parts import examples
 from natgrad.structures import Kernel, Structure
 

@@ -261,3 +261,16 @@ def test_a_large_matrix_is_inverted_without_a_solve(d: int) -> None:
     bad = M.clone()
     bad[0, 0, 0] = -1.0
     assert not bool(inverse_by_products(bad, large=2)[1].any())
+
+
+def test_fewer_matrices_are_worked_on_at_once_where_more_is_held_for_each() -> None:
+    """As Newton holds four stacks where Cholesky is reckoned to hold one."""
+    d = 128
+    size = torch.zeros(1, d, d).nbytes
+    fits = room(torch.zeros(1, d, d)) // size
+    task = Task([torch.zeros(1, d, d)] * fits, [torch.zeros(1)] * fits, torch.zeros(fits, d, d))
+    assert [len(run.factors) for run in task.runs()] == [fits]
+    assert [len(run.factors) for run in task.runs(4)] == [fits // 4] * 4
+    factors = [torch.zeros(1, d, d)] * fits + [torch.zeros(1, 64, 64)]
+    found = by_size(factors, lambda size: 4 if size == d else 1)
+    assert sorted(map(len, found)) == [1, *[fits // 4] * 4]

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.assemble import Batch, View, layers_of
+from natgrad.pullback.assemble import View, layers_of
+from natgrad.pullback.batch import Batch
 from natgrad.pullback.graph import leaf_uses, survey
 from natgrad.pullback.judged import Judgements
 from natgrad.pullback.separate import Verdicts

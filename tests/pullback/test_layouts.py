@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.model import Model
 from natgrad.operators import Operator
-from natgrad.pullback.assemble import Batch, View, layers_of
+from natgrad.pullback.assemble import View, layers_of
 from natgrad.pullback.axes import Axis
+from natgrad.pullback.batch import Batch
 from natgrad.pullback.tape import record
 from natgrad.rules import EmbeddingRule
 from natgrad.rules.leading import rows as leading_rows

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.assemble import Batch
+from natgrad.pullback.batch import Batch
 from natgrad.step.forms import quadratic_forms
 from tests import oracle
 from tests.optim.tasks import seeded
