@@ -35,7 +35,10 @@ def vjp(ys: tuple[Tensor, ...], at: Sequence[Any], cotangents: tuple[Tensor, ...
 def _grad(
     ys: tuple[Tensor, ...], at: Sequence[Any], cotangents: tuple[Tensor, ...], batched: bool = False
 ) -> tuple[Tensor | None, ...]:
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(
-        ys, at, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
-    )
+    # For a GPU torch has a thread of its own, which starts the kernels while this one waits: to go there and back, and
+    # to any hook on the way, takes longer than to start many of them.
+    with torch.autograd.set_multithreading_enabled(False):
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            ys, at, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
+        )
     return found

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeAlias, final
 
 import torch
@@ -39,8 +40,9 @@ class _Recording:
 @final
 @dataclass
 class _Account:
-    """Of all recordings of one computation: how many were made, and how often they have been replayed."""
+    """Of all recordings of one computation: its number, how many were made, and how often they have been replayed."""
 
+    number: int
     made: int = 0
     replayed: int = 0
 
@@ -60,13 +62,15 @@ class Recordings:
     """
 
     def __init__(self) -> None:
-        # By what is computed, and where it is read; the one that was not replayed for longest is first.
-        self._kept: OrderedDict[tuple[Hashable, Hashable], _Recording] = OrderedDict()
+        # By the number of what is computed, and where it is read; the one that was not replayed for longest is first.
+        self._kept: OrderedDict[Hashable, _Recording] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()  # patterns without one, and how often they came
         self._accounts: OrderedDict[Hashable, _Account] = OrderedDict()  # by what is computed
+        self._numbers = count()
         self._pool: Any = None  # a handle of torch's
         self._possible = True
         self._weight: Tensor | None = None  # read by all recordings
+        self._told: float | None = None  # what is in it
 
     def run(self, sources: Sequence[Tensor], what: Hashable, compute: Compute, weight: float) -> None:
         """``compute(sources, weight)``, which must read nothing else, and depend on nothing but ``what``.
@@ -77,10 +81,9 @@ class Recordings:
             compute(sources, weight)
             return
         small = sum(t.numel() * t.element_size() for t in sources) <= _SMALL
-        what = what, switches()
-        key = (what, tuple((0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources))
+        account = self._account((what, switches()))
+        key = (account.number, *[(0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources])
         found = self._kept.get(key)
-        account = self._account(what)
         if found is None and self._seen.get(key, 0) >= (1 if account.paid else _PRICE):
             found = self._record(key, sources, compute, small)
             account.made += found is not None
@@ -92,13 +95,19 @@ class Recordings:
         self._kept.move_to_end(key)
         if small:
             torch._foreach_copy_(found.sources, list(sources))
-        self._weight.fill_(weight)
+        if weight != self._told:  # one launch less
+            self._weight.fill_(weight)
+            self._told = weight
         found.graph.replay()
 
     def _account(self, what: Hashable) -> _Account:
         """Batches of ever other sizes are ever other computations: the one that came last longest ago is forgotten."""
-        account = self._accounts[what] = self._accounts.pop(what, _Account())
-        _forget(self._accounts, _SEEN)
+        account = self._accounts.get(what)
+        if account is None:
+            account = self._accounts[what] = _Account(next(self._numbers))
+            _forget(self._accounts, _SEEN)
+        else:
+            self._accounts.move_to_end(what)
         return account
 
     def _remember(self, key: Hashable) -> None:
@@ -106,9 +115,7 @@ class Recordings:
         self._seen[key] = self._seen.pop(key, 0) + 1
         _forget(self._seen, _SEEN)
 
-    def _record(
-        self, key: tuple[Hashable, Hashable], sources: Sequence[Tensor], compute: Compute, copied: bool
-    ) -> _Recording | None:
+    def _record(self, key: Hashable, sources: Sequence[Tensor], compute: Compute, copied: bool) -> _Recording | None:
         """All recordings share their memory: only one is replayed at a time."""
         sources = [t.clone() for t in sources] if copied else sources
         if self._pool is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import final
 
 from torch import Tensor
@@ -126,7 +127,12 @@ class _Recorded:
 
     def _places(self, numbers: Sequence[int]) -> list[int]:
         """The uses of these layers."""
-        return list(dict.fromkeys(at for b in numbers for at in self.tape.places(self.layers.blocks[b])))
+        return list(dict.fromkeys([at for b in numbers for at in self._uses[b]]))
+
+    @cached_property
+    def _uses(self) -> list[list[int]]:
+        """Of every layer."""
+        return [self.tape.places(block) for block in self.layers.blocks]
 
     def _called(self, places: Sequence[int]) -> list[Tensor]:
         """What these uses were called with."""

@@ -21,7 +21,7 @@ from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, Keys, Moment, Rule, plain
 from natgrad.rules.leading import rows
 from natgrad.rules.precision import single
-from natgrad.rules.products import column_squares, column_sums
+from natgrad.rules.products import column_moments, column_squares
 
 _NAMES = ("weight", "bias")
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -82,7 +82,7 @@ class TrailingNormRule(NormRule):
         if "weight" not in keys:
             return Moment(x.new_full((x[0].numel(), 1, 1), x.shape[0]), x.shape[0])
         a = self.normalised(module, x).flatten(1)
-        return Moment(_second(column_squares(a), column_sums(a), x.shape[0], keys), x.shape[0])
+        return Moment(_second(*column_moments(a), x.shape[0], keys), x.shape[0])
 
     def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         x = self._positions(module, single(call.x))

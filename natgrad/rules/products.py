@@ -15,6 +15,7 @@ _PAGE = 4096  # bytes
 _ROW = 16  # numbers
 _WHOLE = 128  # columns, up to which there is nothing to gain from one triangle, or from where rows begin
 _LITTLE = 2**24  # products of numbers, likewise
+_COUNTED = 2**31  # numbers, from which some kernels of torch lose count
 _PANEL = 96  # columns of xᵀx that a processor makes at a time
 
 
@@ -130,13 +131,28 @@ def output_moment(g: Tensor, groups: int = 1) -> Tensor:
     return symmetric_product(rows.unflatten(-1, (groups, -1)).transpose(0, 1))
 
 
+def column_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_m x² and Σ_m x, both [d], of x [m d].
+
+    On a GPU in one pass: the backward pass of a batch normalisation sums g and g (x − μ), here with g = x and μ = 0.
+
+    >>> column_moments(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    (tensor([10., 20.]), tensor([4., 6.]))
+    """
+    if x.device.type != "cuda" or not 0 < x.numel() < _COUNTED:
+        return x.square().sum(0), x.sum(0)
+    zeros = x.new_zeros(x.shape[1])
+    sums, squares, *_ = torch.batch_norm_backward_reduce(x, x, zeros, zeros, None, True, False, False)
+    return squares, sums
+
+
 def column_squares(x: Tensor) -> Tensor:
     """Σ_m x² [d] of x [m d]; on a GPU in one pass.
 
     >>> column_squares(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([10., 20.])
     """
-    return torch.linalg.vector_norm(x, dim=0).square() if x.device.type == "cuda" else x.square().sum(0)
+    return column_moments(x)[0] if x.device.type == "cuda" else x.square().sum(0)
 
 
 def column_sums(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """On a GPU: the two factors of every layer are those of the CPU, without waiting."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.rules import RULES, Call
-from natgrad.rules.products import symmetric_product
+from natgrad.rules.products import column_moments, symmetric_product
+from natgrad.vjp import vjp
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal
 from tests.waiting import no_waiting
@@ -41,6 +43,31 @@ def test_norms_have_the_factors_of_the_cpu_without_waiting(kind: str, training: 
         mine = rule.input_moment(there, keys, Call((x,), {}, training)).total, rule.output_moment(there, keys, g)
     for t, expected in zip(mine, (A, S), strict=True):
         close(t.cpu(), expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (0, 3), (4, 0), (5, 3), (1000, 384), (70000, 65)])
+def test_sums_over_columns_are_those_of_the_cpu(shape: tuple[int, int], dtype: torch.dtype, transposed: bool) -> None:
+    x = normal(*shape)
+    there = x.to("cuda", dtype)
+    with no_waiting():
+        squares, sums = column_moments(there.mT.contiguous().mT if transposed else there)
+    tol = 1e-12 if dtype == torch.float64 else 1e-5
+    close(squares.cpu().double(), x.square().sum(0), tol)
+    close(sums.cpu().double(), x.sum(0), tol)
+
+
+def test_cotangents_are_pulled_back_in_the_thread_that_asks_for_them() -> None:
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    y, threads = 2 * x, list[int]()
+    y.register_hook(lambda g: threads.append(threading.get_ident()))
+    (g,) = vjp((3 * y,), [x], (torch.ones(1, 3, device="cuda"),))
+    assert g is not None
+    close(g.cpu(), torch.full((1, 3), 6.0))
+    assert threads == [threading.get_ident()]
+    torch.autograd.grad(y.sum(), x)  # a pass of the user's is made as ever
+    assert threads[1:] != [threading.get_ident()]
 
 
 WIDE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

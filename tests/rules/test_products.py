@@ -8,6 +8,7 @@ from torch import Tensor
 
 from natgrad.rules.products import (
     affine_moment,
+    column_moments,
     column_squares,
     column_sums,
     output_moment,
@@ -43,10 +44,14 @@ def test_the_affine_moment_is_the_product_with_ones_and_symmetric_to_the_last_bi
     assert torch.equal(A, A.mT)
 
 
-def test_sums_over_columns_are_those_of_the_matrix() -> None:
-    x = normal(7, 3)
+@pytest.mark.parametrize("shape", [(7, 3), (1, 1), (0, 3), (4, 0), (300, 65)])
+def test_sums_over_columns_are_those_of_the_matrix(shape: tuple[int, int]) -> None:
+    x = normal(*shape)
     close(column_sums(x), x.sum(0))
+    squares, sums = column_moments(x)
+    close(squares, (x * x).sum(0))
     close(column_squares(x), (x * x).sum(0))
+    close(sums, x.sum(0))
 
 
 @pytest.mark.parametrize(("m", "d"), [(1, 1), (0, 3), (5, 0), (9, 1030), (8300, 1025)])
