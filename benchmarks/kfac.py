@@ -42,6 +42,7 @@ from benchmarks.soap import SOAP
 
 OURS, OURS_TF32, FROM_NOTHING = "natgrad", "natgrad, all in tf32", "natgrad, from nothing"
 UNIT, ADAMW, SGD = "forward+backward", "AdamW, fused", "SGD with momentum, fused"
+TURNS = 10  # of a contestant and the unit in one round on a GPU: what starts the kernels is fast and slow for seconds
 Contestant = Callable[[], Any]
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -128,7 +129,7 @@ def factors(report: Report, case: Case) -> None:
     mine = {OURS: hooked(problem)}
     if report.device.type == "cuda":
         mine[OURS_TF32] = _in_tf32(hooked(problem))
-    result = _in_turns(report, section, {UNIT: c.gradient(problem), **mine, **others})
+    result = _in_turns(report, section, {UNIT: c.gradient(problem), **mine, **others}, dict.fromkeys(mine, TURNS))
     # A race of its own: what it leaves in the allocator of a GPU would move what the others find there.
     alone = {UNIT: c.gradient(problem), FROM_NOTHING: lambda: estimate(problem)}
     _in_turns(report, f"K-FAC factors from nothing: {problem.name}", alone)
@@ -151,11 +152,13 @@ def _in_tf32(contestant: Contestant) -> Contestant:
     return run
 
 
-def _in_turns(report: Report, section: str, entries: dict[str, Contestant]) -> Race:
+def _in_turns(
+    report: Report, section: str, entries: dict[str, Contestant], turns: dict[str, int] | None = None
+) -> Race:
     """A race; on a GPU ten calls at a turn, so that the processor runs ahead of it as it does in training."""
     often, warmup = (10, report.cycles[1]) if report.device.type == "cuda" else (1, 2)
-    turns = {name: partial(_repeated, contestant, often) for name, contestant in entries.items()}
-    return report.race(section, turns, UNIT, report.rounds, dict.fromkeys(entries, often), warmup)
+    calls = {name: partial(_repeated, contestant, often) for name, contestant in entries.items()}
+    return report.race(section, calls, UNIT, report.rounds, dict.fromkeys(entries, often), warmup, turns)
 
 
 def _repeated(contestant: Contestant, often: int) -> None:
@@ -164,16 +167,13 @@ def _repeated(contestant: Contestant, often: int) -> None:
 
 
 def steps(report: Report, case: Case) -> None:
-    """Training steps; whoever has a rhythm is timed over all of it.
-
-    On a GPU it takes turns of ten steps with AdamW: what starts the kernels is now faster and now slower, for seconds.
-    """
+    """Training steps; whoever has a rhythm is timed over all of it, on a GPU in turns of ten steps with AdamW."""
     problem = case.make(report.device)
     section = f"training step: {problem.name}"
     plain, on_gpu = (10, True) if report.device.type == "cuda" else (20, False)
     entries: dict[str, Contestant] = {ADAMW: training(problem, adamw, plain), SGD: training(problem, sgd, plain)}
     entries["SOAP, every 10"] = training(problem, soap, 10)
-    count, turns = {ADAMW: plain, SGD: plain, "SOAP, every 10": 10}, {SGD: 10}
+    count, turns = {ADAMW: plain, SGD: plain, "SOAP, every 10": 10}, {SGD: TURNS}
     failures = report.failures.setdefault(section, {})
     for every in case.steps:
         label, ours = f"{every[0]} & {every[1]}", f"{OURS} K-FAC, {every[0]} & {every[1]}"
@@ -182,7 +182,7 @@ def steps(report: Report, case: Case) -> None:
         able, errors = peers.runnable(peers.steps(*every, cycle), problem)
         entries |= {f"{name} K-FAC, {label}": contestant for name, contestant in able.items()}
         count |= {ours: length, **dict.fromkeys((f"{name} K-FAC, {label}" for name in able), cycle)}
-        turns |= {ours: 10, **dict.fromkeys((f"{name} K-FAC, {label}" for name in able), max(1, every[1] // plain))}
+        turns |= {ours: TURNS, **dict.fromkeys((f"{name} K-FAC, {label}" for name in able), max(1, every[1] // plain))}
         failures |= {f"{name} K-FAC, {label}": error for name, error in errors.items()}
     rounds, warmup = report.cycles
     result = report.race(section, entries, ADAMW, rounds, count, warmup, turns)
