@@ -196,7 +196,7 @@ def steps(report: Report, case: Case) -> None:
 
 def sobolev(report: Report, case: Case) -> None:
     """Steps of Sobolev K-FAC."""
-    compare(report, case.make(report.device), metric, training, case.sobolev)
+    compare(report, case.make, metric, training, case.sobolev)
 
 
 def prepare_training(make: Make, optimizer: Callable[[c.Problem], Optimizer], device: torch.device) -> Contestant:

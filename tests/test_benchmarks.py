@@ -1,6 +1,7 @@
 """The benchmark compares like with like: at tiny sizes and in float64 all contestants compute the same numbers."""
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.func import functional_call, grad, vmap
 import natgrad as ng
 from benchmarks import contestants as c
 from benchmarks import core, kfac_peers, peers
+from benchmarks.alone import Alone
 from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, peak_memory, race
 from tests import oracle
 
@@ -103,6 +105,41 @@ def test_ratios_are_taken_within_a_round() -> None:
     result = Race("b", {"a": [2.0, 20.0, 4.0], "b": one}, {"a": one, "b": one})
     assert result.ratio("a", "b") == Spread(2.0, 2.0, 3.0)
     assert result.time("b").median == 1.0
+
+
+def noting(path: Path) -> Callable[[], int]:
+    """Writes down which process it is in, and how often it was called."""
+    calls: list[int] = []
+
+    def contestant() -> int:
+        calls.append(os.getpid())
+        return path.write_text(json.dumps([*calls, torch.get_float32_matmul_precision()]))
+
+    return contestant
+
+
+def refusing() -> Callable[[], None]:
+    """Cannot be prepared."""
+    raise SystemExit(3)
+
+
+def test_a_contestant_that_is_alone_is_made_once_in_another_process_under_the_same_switches(tmp_path: Path) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with Alone(noting, tmp_path / "calls", device=CPU) as contestant:
+            contestant()
+            contestant()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    first, second, precision = json.loads((tmp_path / "calls").read_text())
+    assert first == second != os.getpid()
+    assert precision == "high"
+
+
+def test_a_contestant_whose_process_ends_is_an_error() -> None:
+    with Alone(refusing, device=CPU) as contestant, pytest.raises(RuntimeError, match="has ended with code 3"):
+        contestant()
 
 
 def test_two_that_never_met_are_compared_in_units() -> None:
