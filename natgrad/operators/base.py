@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from natgrad.errors import IncompatibleError, NonFiniteError
+from natgrad.errors import FactorisationError, IncompatibleError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.operators.newton import Newton
+
+NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
 
 
 @final
@@ -207,6 +209,13 @@ class Operator(ABC):
         its memory.
         """
         self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
+
+    def mend(self, inverse: Inverse, damping: float) -> None:
+        """Make an inverse that has ``failed`` again where it is, from this metric. A GPU is waited for.
+
+        Raises where it fails again.
+        """
+        raise FactorisationError(NOT_POSITIVE)
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         """The inverse with these ``tensors()``, of this metric or of an earlier one; None if it must be made again."""

@@ -52,14 +52,14 @@ class Task:
         return [title for title in titles for _ in range(groups)]
 
 
-def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = None) -> list[Tensor]:
+def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = None, wait: bool = False) -> list[Tensor]:
     """Do the tasks. What is held beside their results is one damped stack and, on a GPU, its triangular inverse.
 
-    On a processor a matrix that Cholesky cannot invert is tried in double precision. ``warm``: the last inverses are
-    there, and that of a matrix which cannot be inverted stays; all others are made, and then it raises. Without one it
-    raises at once. A GPU is not waited for: what comes back are numbers on it, above 0 if there is such a matrix, whose
-    inverse stays, or is NaN. With ``newton`` inverses are refreshed where the last is near enough.
-    Every stack is looked at before it is written.
+    A matrix that Cholesky cannot invert is tried in double precision. ``warm``: the last inverses are there, and that
+    of a matrix which cannot be inverted stays; all others are made, and then it raises. Without one it raises at once.
+    A GPU is not waited for, unless it is to be: there nothing is tried again, and what comes back are numbers on it,
+    above 0 if there is such a matrix, whose inverse stays, or is NaN. With ``newton`` inverses are refreshed where the
+    last is near enough. Every stack is looked at before it is written.
     """
     for task in tasks:
         if not full(task.into):
@@ -73,17 +73,22 @@ def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = No
     failed: list[str] = []
     flags: list[Tensor] = []
     for stack in by_size([run.into for run in runs], held):
-        failed += _invert([runs[at] for at in stack], warm, refresh, flags)
+        failed += _invert([runs[at] for at in stack], warm, refresh, None if wait else flags)
     if failed:
         raise FactorisationError(_NOT_POSITIVE.format(", ".join(failed)))
     return [torch.stack(flags).sum().float()] if flags else []
 
 
-def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None, flags: list[Tensor]) -> list[str]:
-    """Invert a stack; the titles of matrices that could not be. On a GPU a flag is added, above 0 if there are any."""
+def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None, flags: list[Tensor] | None) -> list[str]:
+    """Invert a stack; the titles of matrices that could not be. On a GPU a flag is added, above 0 if there are any.
+
+    ``flags``: None where a GPU is waited for.
+    """
     found, good, certain = _inverses(runs, newton)
     failed: list[str] = []
-    if found.device.type != "cpu":
+    if found.device.type == "cpu" or flags is None:
+        _try_again(runs, found, good)
+    if found.device.type != "cpu" and flags is not None:
         flags += [] if certain else [(~good).sum()]
     elif not bool(good.all()):
         titles = [title for run in runs for title in run.each]
@@ -104,10 +109,15 @@ def _inverses(runs: Sequence[Task], newton: Newton | None) -> tuple[Tensor, Tens
     else:
         found, good = inverse(_damped(runs))
         found = found[:, :d, :d]
-    if found.device.type == "cpu" and found.dtype != torch.float64 and not bool(good.all()):
-        again, better = inverse(_damped(runs, torch.float64)[~good])
-        found[~good], good[~good] = again[:, :d, :d].to(found.dtype), better
     return found, good, refreshed
+
+
+def _try_again(runs: Sequence[Task], found: Tensor, good: Tensor) -> None:
+    """Those that could not be inverted, in double precision."""
+    if found.dtype == torch.float64 or bool(good.all()):
+        return
+    again, better = inverse(_damped(runs, torch.float64)[~good])
+    found[~good], good[~good] = again[:, : found.shape[-1], : found.shape[-1]].to(found.dtype), better
 
 
 def _write(runs: Sequence[Task], found: Tensor, good: Tensor, warm: bool) -> None:

@@ -98,6 +98,12 @@ class KroneckerOperator(LayerOperator):
         rest = None if self.rest is None else self.rest.inverse(damping)
         return factored(self, rest, damping, self._sides(warm), newton, into)
 
+    def mend(self, inverse: Inverse, damping: float) -> None:
+        if isinstance(inverse, ProductInverse) and inverse.fits(self):
+            inverse.mend(self, damping)
+        else:
+            super().mend(inverse, damping)
+
     def layers_from(self, tensors: Mapping[str, Tensor], rest: Inverse | None) -> Inverse | None:
         sides = self._sides(tensors)
         if sides is None:

@@ -107,6 +107,10 @@ class ProductInverse(LayerInverse):
         places = tuple(t.data_ptr() for stack in self.stacks for t in stack)
         self.remade.again(self.tasks, (G.left, G.right), damping, newton, places)
 
+    def mend(self, G: KroneckerOperator, damping: float) -> None:
+        """From G once more, after it has ``failed``: in double precision, where single is not enough."""
+        self.remade.mend(self.tasks((G.left, G.right), damping))
+
     def failed(self) -> bool:
         return any(float(failure) > 0 for failure in self.remade.failures)
 

@@ -35,8 +35,14 @@ class Remade:
         self.failures: list[Tensor] = []  # above 0 if a matrix could not be inverted; on their way to the host
 
     def first(self, tasks: Sequence[Task]) -> None:
-        """Do the tasks, where there are no inverses yet."""
-        self.failures = list(map(sent, invert(tasks)))
+        """Do the tasks, where there are no inverses yet: a GPU is waited for, as without them there is no step."""
+        self.failures = []
+        invert(tasks, wait=True)
+
+    def mend(self, tasks: Sequence[Task]) -> None:
+        """Do the tasks again, after a failure, and with an eye on each."""
+        self.failures = []
+        invert(tasks, warm=True, wait=True)
 
     def again(self, make: Make, sides: Sides, damping: float, newton: Newton | None, places: Hashable) -> None:
         """Do the tasks that ``make`` finds, for the factors that it is asked about; the last inverses are there.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
-from natgrad.operators.base import Operator
+from natgrad.operators.base import NOT_POSITIVE, Inverse, Operator
 from natgrad.optim.groups import common_damping
 from natgrad.pullback.roots import unrounded
 from natgrad.solve.base import Solver
@@ -162,17 +162,33 @@ def say_once(opt: NaturalGradient, error: NatgradError) -> None:
 
 
 def hear(opt: NaturalGradient) -> None:
-    """Of a factor that a GPU could not invert, a step or two later: its last inverse was kept, if there was one."""
+    """Of a factor that a GPU could not invert, a step or two later: its last inverse was kept, if there was one.
+
+    It is now inverted in double precision, for which the GPU is waited for. If that fails too, the last one stays.
+    """
     inverse = opt.inverse
     if inverse is None or not inverse.failed():
         return
     inverse.forgive()
-    error = SingularMetricError(
-        "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
-    )
+    error = _mended(opt, inverse)
+    if error is None:
+        return
     if opt.inverted_before is None:
         if opt.keeper.world.size > 1:
             return  # its NaN are everybody's: all processes raise, and none alone
         raise error
     opt.keeper.inverted = opt.inverted_before
     say_once(opt, error)
+
+
+def _mended(opt: NaturalGradient, inverse: Inverse) -> NatgradError | None:
+    """Why the inverse could not be mended; None where it was. Processes that share their inverses would differ."""
+    G, damping = opt.keeper.average, opt.inverse_damping
+    if opt.keeper.world.size > 1 or G is None or damping is None:
+        return SingularMetricError(NOT_POSITIVE)
+    try:
+        with unrounded(opt.keeper.model.example.device):
+            G.mend(inverse, damping)
+    except FactorisationError as error:
+        return SingularMetricError(str(error))
+    return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators import KroneckerOperator
 from natgrad.operators.kronecker_inverse import ProductInverse
 from tests.waiting import no_waiting
@@ -68,6 +69,37 @@ def test_a_factor_that_fails_in_a_recording_is_heard_of_and_keeps_its_inverse() 
     solver.again(inverse, G, 0.1)
     torch.cuda.synchronize()
     assert not inverse.failed()
+
+
+def test_a_factor_that_needs_double_precision_is_mended_in_it() -> None:
+    """A large rank-one matrix with a unit matrix beside it that single precision can just tell from zero."""
+    G = estimated(20, 30, 30, 3)
+    solver, damping = ng.Factored(), 1e-12
+    inverse = solver.init(G, 0.1)
+    v = (1 + torch.arange(30, device="cuda") % 3).float()
+    G.left[1].copy_(700001 * torch.outer(v, v) + 0.5 * torch.eye(30, device="cuda"))
+    solver.again(inverse, G, damping)
+    torch.cuda.synchronize()
+    failed = inverse.failed()
+    G.mend(inverse, damping)
+    assert not inverse.failed()
+    double = replace(G, left=tuple(s.double() for s in G.left), right=tuple(a.double() for a in G.right))
+    expected = solver.init(double, damping).tensors()["1.weight/S"]
+    found = inverse.tensors()["1.weight/S"].double()
+    if failed:
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_a_factor_that_no_precision_helps_is_named_and_keeps_its_inverse() -> None:
+    G = estimated(20, 30, 30, 3)
+    inverse = ng.Factored().init(G, 0.1)
+    before = inverse.tensors()["1.weight/S"].clone()
+    G.left[1].sub_(100 * torch.eye(30, device="cuda"))
+    with pytest.raises(FactorisationError, match=r"the factor S of 1\.weight \+ 1\.bias is not positive after damping"):
+        G.mend(inverse, 0.1)
+    assert torch.equal(inverse.tensors()["1.weight/S"], before)
+    with pytest.raises(SingularMetricError, match=r"the factor S of 1\.weight \+ 1\.bias is not positive after damp"):
+        ng.Factored().init(G, 0.1)
 
 
 def test_other_factors_in_other_places_are_not_those_that_were_recorded() -> None:

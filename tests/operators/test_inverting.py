@@ -116,6 +116,18 @@ def test_a_factor_that_cannot_be_inverted_keeps_its_last_inverse_and_the_others_
         close(found[key], expected[key])
 
 
+@pytest.mark.parametrize("wait", [False, True])
+def test_what_single_precision_cannot_invert_is_inverted_in_double(wait: bool) -> None:
+    """c vvᵀ + ε: rounding in single precision is as large as ε, and the factor itself is exact."""
+    v = (1 + torch.arange(30) % 3).float()
+    factor = (700001 * torch.outer(v, v) + 0.5 * torch.eye(30)).unsqueeze(0)
+    task = Task([factor], [torch.zeros(1)], torch.full((1, 30, 30), torch.nan))
+    _, failed = torch.linalg.cholesky_ex(factor)
+    assert bool(failed.all())
+    invert([task], wait=wait)
+    close(task.into.double(), torch.linalg.inv(factor.double()), 1e-6)
+
+
 def test_without_a_last_inverse_it_raises() -> None:
     task = Task([-positive(2, 3)], [torch.zeros(2, dtype=torch.float64)], torch.empty(2, 3, 3, dtype=torch.float64))
     with pytest.raises(SingularMetricError, match="a factor of size 3 of the metric is not positive after damping"):

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, final
 
 import pytest
@@ -16,6 +17,7 @@ from natgrad.operators import KroneckerOperator
 from natgrad.operators.base import Inverse, Operator
 from natgrad.operators.factor import spectrum
 from natgrad.operators.kronecker_inverse import ProductInverse
+from natgrad.optim.solves import hear
 from natgrad.solve import Solver
 from tests.optim.tasks import seeded, task
 from tests.pulled import normal
@@ -154,28 +156,76 @@ def _flagged(opt: ng.NaturalGradient) -> None:
     opt.inverse.remade.failures = [torch.ones(())]
 
 
-def test_what_a_gpu_could_not_invert_is_heard_of_in_the_next_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_gpu_could_not_invert_is_inverted_with_more_care_in_the_next_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=2)
+    of.step(opt)
+    assert opt.inverse is not None
+    for t in opt.inverse.tensors().values():
+        t.fill_(torch.nan)
+    _flagged(opt)
+    of.step(opt)
+    assert opt.keeper.average is not None
+    expected = opt.solver.init(opt.keeper.average, opt.inverse_damping).tensors()
+    for key, t in opt.inverse.tensors().items():
+        torch.testing.assert_close(t, expected[key])
+    assert bool(of.theta().isfinite().all())
+    assert not caplog.messages
+    assert not opt.inverse.failed()
+
+
+def test_what_a_gpu_could_not_invert_and_care_cannot_either_stays_and_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     of = task("coins")
     opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=2)
     for _ in range(3):
         of.step(opt)
     assert opt.diagnostics().inverse_age == 0
     for age in (3, 5):  # the inverse of step 0 was kept in step 2, and again in step 4
+        good = opt.keeper.average
+        assert isinstance(good, KroneckerOperator)
+        _indefinite(opt)
         _flagged(opt)
         of.step(opt)
         assert opt.diagnostics().inverse_age == age
+        opt.keeper.average = good
         of.step(opt)
+    (said,) = caplog.messages
+    assert "the factor S of 0.weight + 0.bias is not positive after damping, in double precision neither" in said
+    assert "The last good inverse is used until the next one is due" in said
+
+
+def test_what_a_gpu_could_not_invert_at_first_and_care_cannot_either_raises_in_the_next_step() -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric)
+    of.step(opt)
+    _indefinite(opt)
+    _flagged(opt)
+    with pytest.raises(SingularMetricError, match=r"the factor S of 0\.weight \+ 0\.bias is not positive after damp"):
+        of.step(opt)
+
+
+def test_processes_that_share_their_inverses_keep_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    of = task("coins")
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=1)
+    of.step(opt)
+    of.step(opt)
+    _flagged(opt)
+    opt.keeper.world = SimpleNamespace(size=2)  # type: ignore[assignment]
+    hear(opt)
     (said,) = caplog.messages
     assert "a factor of the metric was not positive after damping: raise the damping, or use a larger batch. Th" in said
 
 
-def test_what_a_gpu_could_not_invert_at_first_raises_in_the_next_step() -> None:
+def test_a_metric_whose_inverses_never_fail_mends_none() -> None:
     of = task("coins")
-    opt = ng.KFAC(of.model, of.kind.metric)
-    of.step(opt)
-    _flagged(opt)
-    with pytest.raises(SingularMetricError, match="a factor of the metric was not positive after damping: raise the"):
-        of.step(opt)
+    pb = ng.pullback(of.model, normal(4, 2), of.kind.metric)
+    G = ng.Diagonal().estimate(pb)
+    with pytest.raises(FactorisationError, match="a factor of the metric was not positive after damping"):
+        G.mend(G.inverse(0.1), 0.1)
 
 
 def test_a_factor_that_cholesky_cannot_invert_at_first_raises() -> None:
