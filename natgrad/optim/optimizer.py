@@ -24,7 +24,7 @@ from natgrad.optim.moves import Moves
 from natgrad.optim.options import Options, check_arguments
 from natgrad.optim.plan import Plan, plan
 from natgrad.optim.solves import Solves, hear
-from natgrad.optim.state import export, restore
+from natgrad.optim.state import Solved, export, restore
 from natgrad.optim.trial import Trial
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.assemble import View, layers_of
@@ -228,6 +228,7 @@ class NaturalGradient(torch.optim.Optimizer):
             acceleration=solve.acceleration,
             curvature=lambda vs, fraction: self.keeper.asked.curvature(vs, fraction),
             velocity=self.moves.velocity,
+            trial=None if closure is None else Trial(self.keeper, closure, value, self._stream),
         )
         proposal = Proposal(
             params={name: p.detach() for name, p in self.keeper.model.params.items()},
@@ -236,9 +237,7 @@ class NaturalGradient(torch.optim.Optimizer):
             operator=solve.operator,
             damping=common_damping(self.param_groups),
             solve=solve,
-            trial=None if closure is None else Trial(self.keeper, closure, value, self._stream),
             model=look,
-            rates=self.moves.rates(),
         )
         return self.moves.possible(self.rule.take(proposal))
 
@@ -256,7 +255,7 @@ class NaturalGradient(torch.optim.Optimizer):
         state = super().state_dict()
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
         state["state"] = _copied(state["state"])
-        own = export(self.keeper, self.solver, self.inverse, self.inverse_damping, self.outdated)
+        own = export(self.keeper, self.solver, Solved(self.inverse, self.inverse_damping, self.outdated))
         state["natgrad"] = own | {
             what: {k: t.clone() for k, t in own[what].items()} for what in ("operator", "inverse")
         }
@@ -276,8 +275,8 @@ class NaturalGradient(torch.optim.Optimizer):
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})
         restored.put(self.keeper)
-        self.inverse, self.inverse_damping = restored.inverse, restored.inverse_damping
-        self.outdated = restored.outdated
+        solved = restored.solved
+        self.inverse, self.inverse_damping, self.outdated = solved.inverse, solved.damping, solved.outdated
         self._graphed.forget()
 
 

@@ -15,7 +15,7 @@ from natgrad.operators.base import NOT_POSITIVE, Inverse, Operator
 from natgrad.optim.groups import common_damping
 from natgrad.pullback.roots import unrounded
 from natgrad.solve.base import Solver
-from natgrad.step.base import Ahead, Along, Step
+from natgrad.step.base import Ahead, Along, Rates, Step
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
@@ -36,6 +36,10 @@ class Solves:
         self.inverted = opt.keeper.inverted
         if self._due(damping):
             self.operator = self._renewed(operator)
+
+    def rates(self) -> Rates:
+        """The learning rate of every group of parameters that moves."""
+        return self.opt.moves.rates()
 
     def sharp(self, ω: Covector, damping: float) -> Vector:
         """(G + λ)⁻¹ω, in the precision of the metric: under autocast, too."""
@@ -61,7 +65,7 @@ class Solves:
             begun = {name: state[p]["momentum"] for name, p in pairs if "momentum" in state.get(p, {})} if μ else {}
             if begun:
                 torch._foreach_add_([v[name] for name in begun], list(begun.values()), alpha=μ)
-        self._way = way = Along(v, self.opt.moves.rates())
+        self._way = way = Along(v, self.rates())
         return way
 
     def ahead(self, v: Vector, shrink: Tensor, sign: Tensor) -> Ahead | None:
@@ -88,7 +92,7 @@ class Solves:
         momentum = Vector({name: state[p]["momentum"] for name, p in params.items()})
         if any(momentum[name].stride() != p.stride() for name, p in params.items()):  # as loaded into another format
             return None
-        self._way = way = Ahead(v, shrink.float(), sign.float(), momentum, moves.rates(), persistence)
+        self._way = way = Ahead(v, shrink.float(), sign.float(), momentum, self.rates(), persistence)
         return way
 
     def left(self, step: Step) -> Vector | None:

@@ -25,25 +25,46 @@ _log = logging.getLogger("natgrad")
 class Restored:
     """What was read from a checkpoint and checked; nothing has been changed by reading it."""
 
-    step: int
-    count: int
+    clock: Clock
     mass: tuple[float, int]  # the weight of what is in the average, and the examples of a usual step, 0 if unknown
     average: Operator | None
-    inverse: Inverse | None
-    inverse_damping: float
-    outdated: bool
+    solved: Solved
     stream: Stream
-    times: tuple[int, int]  # the steps in which the metric was estimated and inverted
     wanted: frozenset[str]  # parameters that wait for the metric to see them
 
     def put(self, keeper: Keeper) -> None:
         """Give the keeper its part."""
-        keeper.step, keeper.count, keeper.average = self.step, self.count, self.average
+        self.clock.put(keeper)
+        keeper.average, keeper.wanted = self.average, self.wanted
         keeper.mass.total, keeper.mass.usual = self.mass
-        keeper.estimated, keeper.inverted = self.times
-        keeper.wanted = self.wanted
         self.stream.put(keeper)
         keeper.discard()
+
+
+@final
+@dataclass(frozen=True)
+class Clock:
+    """The steps so far, those whose estimates are in the average, and in which the metric was last ``estimated``."""
+
+    step: int
+    count: int
+    estimated: int
+    inverted: int
+
+    def put(self, keeper: Keeper) -> None:
+        """Go on from here."""
+        keeper.step, keeper.count = self.step, self.count
+        keeper.estimated, keeper.inverted = self.estimated, self.inverted
+
+
+@final
+@dataclass(frozen=True)
+class Solved:
+    """The inverse, its damping, and whether the metric has changed since."""
+
+    inverse: Inverse | None
+    damping: float
+    outdated: bool
 
 
 @final
@@ -64,9 +85,7 @@ class Stream:
         generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
-def export(
-    keeper: Keeper, solver: Solver, inverse: Inverse | None, inverse_damping: float, outdated: bool
-) -> dict[str, Any]:
+def export(keeper: Keeper, solver: Solver, solved: Solved) -> dict[str, Any]:
     """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
     # One of several processes has seen a part of the examples: it says nothing of how many there were.
     usual = keeper.mass.usual if keeper.world.size == 1 else 0
@@ -81,9 +100,9 @@ def export(
         "inverted": keeper.inverted,
         "wanted": sorted(keeper.wanted),
         "operator": {} if keeper.average is None else keeper.average.tensors(),
-        "inverse": {} if inverse is None else inverse.tensors(),
-        "inverse_damping": inverse_damping,
-        "outdated": outdated,
+        "inverse": {} if solved.inverse is None else solved.inverse.tensors(),
+        "inverse_damping": solved.damping,
+        "outdated": solved.outdated,
         "generator": keeper.generator.get_state(),
         "rank": keeper.world.rank,
     }
@@ -120,15 +139,11 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
     # A state of before there was a mass has as much as its number of estimates says.
     total, usual = state.get("mass", (0.0 if not state["count"] else 1 / keeper.structure.weight(state["count"]), 0))
     return Restored(
-        step=state["step"],
-        count=state["count"],
+        clock=Clock(state["step"], state["count"], state["estimated"], state["inverted"]),
         mass=(total, usual),
         average=average,
-        inverse=inverse,
-        inverse_damping=state["inverse_damping"],
-        outdated=state["outdated"],
+        solved=Solved(inverse, state["inverse_damping"], state["outdated"]),
         stream=stream,
-        times=(state["estimated"], state["inverted"]),
         wanted=frozenset(state.get("wanted", ())),
     )
 

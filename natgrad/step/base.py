@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, final
+from typing import Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch import Tensor
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.operators.base import Operator
+
+Rates: TypeAlias = Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
+Trial: TypeAlias = Callable[[Mapping[str, Tensor] | None], float]
 
 
 @final
@@ -32,14 +35,17 @@ class Proposal:
     operator: Operator
     damping: float
     solve: Solve
-    trial: Callable[[Mapping[str, Tensor] | None], float] | None
     model: Look
-    rates: Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
 
     @cached_property
     def decayed(self) -> Mapping[str, Tensor]:
         """(1 − lr·wd)θ: what the step is added to."""
         return self.decay()
+
+    @property
+    def rates(self) -> Rates:
+        """Names of parameters, and their learning rate."""
+        return self.solve.rates()
 
     def sharp(self, ω: Covector, damping: float) -> Vector:
         """(G + λ)⁻¹ω."""
@@ -67,9 +73,9 @@ class Proposal:
 
     def loss(self, δ: Vector | None) -> float:
         """Of the closure, where the step δ lands (None: here)."""
-        assert self.trial is not None
+        assert self.model.trial is not None
         # Landing first: without decay, ``decayed`` are the parameters themselves.
-        return self.trial(None if δ is None else dict(self.decayed) + δ)
+        return self.model.trial(None if δ is None else dict(self.decayed) + δ)
 
     def natural(self) -> Vector:
         """The move at the current differential and damping."""
@@ -82,9 +88,15 @@ class Proposal:
     def with_differential(self, ω: Covector) -> Proposal:
         return replace(self, differential=ω)
 
+    def with_trial(self, trial: Trial) -> Proposal:
+        """Another loss."""
+        return replace(self, model=replace(self.model, trial=trial))
+
 
 class Solve(Protocol):
     """The solves of a step."""
+
+    def rates(self) -> Rates: ...
 
     def sharp(self, ω: Covector, damping: float) -> Vector: ...
 
@@ -102,7 +114,8 @@ class Look:
 
     ``divergence(δ)`` of the outputs where the step δ lands from those here; ``acceleration(δ)`` = −Γ(δ, δ), the second
     derivative of the geodesic with velocity δ; ``curvature(vs)`` = ⟨v, G w⟩ [v w] with the exact metric of the batch,
-    by products with the Jacobian; ``velocity()``, the momentum that the last step left.
+    by products with the Jacobian; ``velocity()``, the momentum that the last step left; ``trial(θ)``, the loss of the
+    closure at θ (None: here), where there is a closure.
     """
 
     step: int  # since the first
@@ -110,6 +123,7 @@ class Look:
     acceleration: Callable[[Vector], Vector]
     curvature: Callable[[Sequence[Vector], float], Tensor]
     velocity: Callable[[], Vector | None]
+    trial: Trial | None
 
 
 @final
@@ -124,7 +138,7 @@ class Along:
     """
 
     velocity: Vector
-    rates: Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
+    rates: Rates
     versions: tuple[int, ...] = ()
 
     def displacement(self) -> Vector:
@@ -169,7 +183,7 @@ class Ahead:
     shrink: Tensor
     sign: Tensor
     momentum: Vector
-    rates: Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
+    rates: Rates
     persistence: Mapping[str, float]  # μ, by the name of the parameter
 
     @property

@@ -108,14 +108,14 @@ class Penalty(Constraint):
             # Adding 0·θ gives every parameter a derivative, also those the penalty does not look at.
             value = self.penalty(leaves) + sum((0 * p).sum() for p in leaves.values())
             ω = differential(leaves, value) * self.weight
-        inner = proposal.trial
+        inner = proposal.model.trial
         if inner is None:
             return proposal.with_differential(proposal.differential + ω)
 
         def penalised(landing: Mapping[str, Tensor] | None) -> float:
             return inner(landing) + self.weight * float(self.penalty(landing or dict(proposal.params)))
 
-        return replace(proposal.with_differential(proposal.differential + ω), trial=penalised)
+        return proposal.with_differential(proposal.differential + ω).with_trial(penalised)
 
     def after(self, proposal: Proposal, step: Step) -> Step:
         return step
