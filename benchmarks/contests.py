@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from benchmarks.networks import DEEP, deep, tanh_layers
-from natgrad.cli.experiment import Score, Task
+from natgrad.cli.experiment import Data, Score, Task
 from natgrad.cli.tasks import accuracy
 from natgrad.data import load_digits
 
@@ -40,16 +40,14 @@ def digits(device: torch.device, widths: tuple[int, ...] = (64, 128, 64, 10)) ->
     task = Task(
         name="digits classifier " + "-".join(map(str, widths)),
         network=lambda: nn.Sequential(*tanh_layers(widths)).to(device),
-        train=train,
-        test=test,
+        data=Data(train, test, batch_size=len(data.train.images)),
         loss=F.cross_entropy,
         score=Score("test accuracy", accuracy),
-        batch_size=len(data.train.images),
         weight=1.0,
         contenders=(),
     )
     metric = ng.Fisher(ng.Categorical(), samples=1)
-    return Contest(task, metric, (0, 1, 2, 3, 4), (0.03, 0.1, 0.3, 1.0), (256, task.batch_size))
+    return Contest(task, metric, (0, 1, 2, 3, 4), (0.03, 0.1, 0.3, 1.0), (256, task.data.batch_size))
 
 
 def bernoulli(y: Tensor, t: Tensor) -> Tensor:
@@ -68,16 +66,14 @@ def mnist(path: Path, device: torch.device, widths: tuple[int, ...] = DEEP) -> C
     task = Task(
         name="MNIST auto-encoder " + "-".join(map(str, widths)) + "-…",
         network=lambda: _glorot(deep(widths)).to(device),
-        train=(train, train),
-        test=(test, test),
+        data=Data((train, train), (test, test), batch_size=min(10_000, len(train))),
         loss=bernoulli,
         score=Score("squared error", squared_error),
-        batch_size=min(10_000, len(train)),
         weight=1.0,
         contenders=(),
     )
     metric = ng.Fisher(ng.Bernoulli(), samples=1)
-    return Contest(task, metric, (0,), (1e-4, 3e-4, 1e-3, 3e-3), (min(1000, len(train)), task.batch_size))
+    return Contest(task, metric, (0,), (1e-4, 3e-4, 1e-3, 3e-3), (min(1000, len(train)), task.data.batch_size))
 
 
 def _glorot(model: nn.Sequential) -> nn.Sequential:

@@ -155,7 +155,10 @@ def _in_tf32(contestant: Contestant) -> Contestant:
 def _in_turns(
     report: Report, section: str, entries: dict[str, Contestant], turns: dict[str, int] | None = None
 ) -> Race:
-    """A race; on a GPU ten calls at a turn, so that the processor runs ahead of it as it does in training."""
+    """A race; on a GPU ten calls at a turn, so that the processor runs ahead of it as it does in training.
+
+    ``turns``: how many of a contestant and the unit are a round there.
+    """
     often, warmup = (10, report.cycles[1]) if report.device.type == "cuda" else (1, 2)
     calls = {name: partial(_repeated, contestant, often) for name, contestant in entries.items()}
     return report.race(section, calls, UNIT, report.rounds, dict.fromkeys(entries, often), warmup, turns)
@@ -167,7 +170,7 @@ def _repeated(contestant: Contestant, often: int) -> None:
 
 
 def steps(report: Report, case: Case) -> None:
-    """Training steps; whoever has a rhythm is timed over all of it, on a GPU in turns of ten steps with AdamW."""
+    """Training steps; whoever has a rhythm is timed over all of it, on a GPU in short turns with AdamW."""
     problem = case.make(report.device)
     section = f"training step: {problem.name}"
     plain, on_gpu = (10, True) if report.device.type == "cuda" else (20, False)
@@ -259,7 +262,7 @@ def main() -> None:
     """Run what was asked for, print the table, save the numbers."""
     parser = argparse.ArgumentParser(description="K-FAC in ratios, in one run.")
     parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of every contestant; half for steps on cpu")
+    parser.add_argument("--rounds", type=int, default=7, help="of one turn or several; half for steps on cpu")
     parser.add_argument("--section", choices=parts(), action="append", help="a part; may be given more than once")
     parser.add_argument("--network", action="append", help="only those whose names have this in them; may be repeated")
     parser.add_argument("--quick", action="store_true", help="tiny networks and one round, to see that it runs")

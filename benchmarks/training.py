@@ -87,14 +87,16 @@ def rivals(contest: Contest) -> list[Rival]:
 
 def self_tuned(contest: Contest) -> Contender:
     """K-FAC with default arguments, and the largest batches."""
-    return Contender(KFAC, lambda model: ng.KFAC(model, contest.metric, step=ng.SelfTuned()), contest.task.batch_size)
+    return Contender(
+        KFAC, lambda model: ng.KFAC(model, contest.metric, step=ng.SelfTuned()), contest.task.data.batch_size
+    )
 
 
 def train(contest: Contest, contender: Contender, seed: int, seconds: float, points: int = 100) -> Run:
     """One run, measured at so many times, at first more often; it ends early where the loss is no number."""
     task = contest.task
     torch.manual_seed(seed)
-    model, (inputs, targets) = task.network(), task.train
+    model, (inputs, targets) = task.network(), task.data.train
     optimizer, stream = contender.make(model), batches(len(inputs), contender.batch, seed)
     start_lr = [group["lr"] for group in optimizer.param_groups if contender.left < 1]
     stride = 10 if inputs.is_cuda else 1  # a clock that waits for the queue of a GPU is read now and then
@@ -124,7 +126,7 @@ def train(contest: Contest, contender: Contender, seed: int, seconds: float, poi
 
 def _train_score(contest: Contest, model: nn.Module) -> float:
     with torch.no_grad():
-        inputs, targets = contest.task.train
+        inputs, targets = contest.task.data.train
         return float(contest.task.score.measure(model(inputs), targets))
 
 
@@ -165,7 +167,9 @@ def compete(contest: Contest, record: Record, path: Path) -> None:
         for contender in contenders:
             if record.has(contest.task.name, contender.name, seed):
                 continue
-            if contest.task.train[0].is_cuda:  # what a GPU loads and compiles once, everybody has before the clock runs
+            if contest.task.data.train[
+                0
+            ].is_cuda:  # what a GPU loads and compiles once, everybody has before the clock runs
                 train(contest, contender, seed, 0.5, points=1)
             record.runs.append(train(contest, contender, seed, record.seconds))
             record.save(path)

@@ -39,19 +39,26 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Data:
+    """Pairs (inputs[n …], targets[n …]) to train and to test with, and how many examples make a batch."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    batch_size: int
+
+
+@dataclass(frozen=True)
 class Task:
-    """A network, its data as pairs (inputs[n …], targets[n …]), its loss, and who competes on it.
+    """A network, its data, its loss, and who competes on it.
 
     A run of the task gets `weight` times the seconds of the budget.
     """
 
     name: str
     network: Callable[[], nn.Module]
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
+    data: Data
     loss: Loss
     score: Score
-    batch_size: int
     weight: float
     contenders: tuple[Contender, ...]
 
@@ -159,7 +166,7 @@ def measure(task: Task, model: nn.Module, step: int, seconds: float) -> Point:
     """Losses on all of the data, in evaluation mode and without gradients."""
     model.eval()
     with torch.no_grad():
-        (x, t), (test_x, test_t) = task.train, task.test
+        (x, t), (test_x, test_t) = task.data.train, task.data.test
         y, test_y = model(x), model(test_x)
         values = (task.loss(y, t), task.loss(test_y, test_t), task.score.measure(test_y, test_t))
     model.train()
@@ -172,7 +179,7 @@ def train(run: Run, budget: Budget, seed: int, watch: Watch) -> None:
     torch.manual_seed(seed)  # the same initial weights for every contender
     model = task.network()
     optimizer = run.contender.optimizer(model)
-    inputs, targets = task.train
+    inputs, targets = task.data.train
     due = milestones()
     next_due = next(due)
     seconds = 0.0
@@ -184,7 +191,7 @@ def train(run: Run, budget: Budget, seed: int, watch: Watch) -> None:
         loss.backward()
         return loss
 
-    for step, batch in enumerate(batches(len(inputs), task.batch_size, seed), start=1):
+    for step, batch in enumerate(batches(len(inputs), task.data.batch_size, seed), start=1):
         x, t = inputs[batch], targets[batch]
         start = perf_counter()
         loss: Any = optimizer.step(closure)

@@ -94,7 +94,7 @@ def summary(comparison: Comparison, seed: int) -> dict[str, Any]:
             {
                 "name": task.name,
                 "score": task.score.name,
-                "batch_size": task.batch_size,
+                "batch_size": task.data.batch_size,
                 "runs": [
                     {
                         "optimizer": run.contender.name,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import natgrad as ng
-from natgrad.cli.experiment import Contender, Score, Task
+from natgrad.cli.experiment import Contender, Data, Score, Task
 from natgrad.data import load_digits
 
 
@@ -105,11 +105,9 @@ def classifier() -> Task:
     return Task(
         name="classifier",
         network=perceptron(64, 20, 10),
-        train=data.train,
-        test=data.test,
+        data=Data(data.train, data.test, batch_size=256),
         loss=F.cross_entropy,
         score=Score("test accuracy", accuracy),
-        batch_size=256,
         weight=1.0,
         contenders=(
             sgd("SGD", lr=3.0),
@@ -129,11 +127,9 @@ def autoencoder() -> Task:
     return Task(
         name="auto-encoder",
         network=perceptron(64, 16, 6, 16, 64),
-        train=(train, train),
-        test=(test, test),
+        data=Data((train, train), (test, test), batch_size=256),
         loss=half_squared_error,
         score=Score("test RMSE", rms_error),
-        batch_size=256,
         weight=3.0,
         contenders=(
             sgd("SGD", lr=0.1),

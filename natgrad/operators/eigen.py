@@ -20,6 +20,15 @@ from natgrad.pullback.blocks import Block
 
 @final
 @dataclass(frozen=True)
+class Moments:
+    """S and A of every block, of which the next basis is made."""
+
+    left: tuple[Factor, ...]  # S [c o o], or its diagonal [c o]
+    right: tuple[Factor, ...]  # A [c i i], or its diagonal [c i]
+
+
+@final
+@dataclass(frozen=True)
 class EigenKroneckerOperator(LayerOperator):
     """G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
 
@@ -30,12 +39,21 @@ class EigenKroneckerOperator(LayerOperator):
 
     layout: Layout
     blocks: tuple[Block, ...]
-    left: tuple[Factor, ...]  # S [c o o] of every block, or its diagonal [c o]
-    right: tuple[Factor, ...]  # A [c i i] of every block, or its diagonal [c i]
+    moments: Moments
     basis: Basis
     scales: tuple[Tensor, ...]  # D [c o i]
     rest: Operator | None = None
     unseen: frozenset[str] = frozenset()
+
+    @property
+    def left(self) -> tuple[Factor, ...]:
+        """S of every block."""
+        return self.moments.left
+
+    @property
+    def right(self) -> tuple[Factor, ...]:
+        """A of every block."""
+        return self.moments.right
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]
@@ -66,9 +84,8 @@ class EigenKroneckerOperator(LayerOperator):
             return self.joined(there, old, new, torch._foreach_lerp(old, new, weight)) if self.blocks else ()
 
         scales = mean(there.basis.carried(self.scales, self.basis), there.scales)
-        left, right = mean(self.left, there.left), mean(self.right, there.right)
-        unseen = self.unseen & there.unseen
-        return replace(there, left=left, right=right, scales=scales, rest=rest, unseen=unseen)
+        moments = Moments(mean(self.left, there.left), mean(self.right, there.right))
+        return replace(there, moments=moments, scales=scales, rest=rest, unseen=self.unseen & there.unseen)
 
     def renewed(self) -> EigenKroneckerOperator:
         """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""

@@ -26,7 +26,7 @@ from natgrad.pullback.cut import LEAF, SAME, Cut
 from natgrad.pullback.graph import nodes
 from natgrad.pullback.order import FORK, ordered
 from natgrad.pullback.tape import Tape
-from natgrad.pullback.uses import Use
+from natgrad.pullback.uses import Ruled, Use
 from natgrad.rules.base import Call, Keys, Moment, Rule
 from natgrad.rules.precision import single
 
@@ -172,7 +172,7 @@ def as_spread(model: Model, block: Block) -> Block:
 def _use(module: nn.Module, cut: Cut, y: Tensor) -> Use:
     call = Call((y.detach(), cut.n), {})  # y for its type and device
     half = cut.node._input_metadata[0].dtype is torch.float16
-    return Use(module, SpreadRule(cut), call, (GradientEdge(cut.node, 0),), (cut.z,), {}, half)
+    return Use(Ruled(module, SpreadRule(cut), {}), call, (GradientEdge(cut.node, 0),), (cut.z,), half)
 
 
 def _cuts(tape: Tape) -> tuple[Cuts, set[Any]]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, final
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.errors import NatgradError
 from natgrad.pullback.sharing import Cotangents
 from natgrad.pullback.sink import Layers
 from natgrad.pullback.tape import Tape
@@ -25,9 +26,9 @@ class Flow:
     """A backward pass in which the cotangents of a layer are used when they arrive, where that is possible.
 
     A layer that is called once and has others below it sees its cotangents in a hook on its node. They wait there until
-    more than ``room`` bytes have come; then ``serve`` is called with the numbers of their layers, and they are
-    forgotten before those of the layers below are made. The others are asked for, and served at the end. On a CPU none
-    wait; on a GPU a third of them, whose kernels are then started together.
+    those of more than ``room`` bytes should have come; then ``serve`` is called with the numbers of their layers, and
+    they are forgotten before those of the layers below are made. The others are asked for, and served at the end. On a
+    CPU none wait; on a GPU a third of them, whose kernels are then started together.
     """
 
     def __init__(self, tape: Tape, layers: Layers, serve: Serve, room: int | None = None) -> None:
@@ -77,9 +78,17 @@ class Flow:
         """What has come and was not served, taken out of the boxes."""
         found: dict[int, tuple[Tensor, ...]] = {}
         for at, box in self._boxes.items():
+            if not box:
+                continue
             use = self.tape.uses[at]
+            if len(box) > 1 or at in self._served:
+                raise NatgradError(
+                    f"a backward pass through the model came twice to the outputs of {use.module}: a hook on a tensor "
+                    "runs a pass of its own through the layers. Do so in the backward of a torch.autograd.Function"
+                )
             (edge,) = use.edges
-            g = box.pop()[edge.output_nr] if box and edge is not None else None
+            assert edge is not None
+            g = box.pop()[edge.output_nr]
             if g is not None:
                 found[at] = (use.first(g.unsqueeze(0)),)
         return found

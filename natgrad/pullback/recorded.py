@@ -63,7 +63,7 @@ class Recordings:
 
     def __init__(self) -> None:
         # By the number of what is computed, and where it is read; the one that was not replayed for longest is first.
-        self._kept: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._kept: OrderedDict[tuple[Hashable, ...], _Recording] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()  # patterns without one, and how often they came
         self._accounts: OrderedDict[Hashable, _Account] = OrderedDict()  # by what is computed
         self._numbers = count()
@@ -104,18 +104,28 @@ class Recordings:
         """Batches of ever other sizes are ever other computations: the one that came last longest ago is forgotten."""
         account = self._accounts.get(what)
         if account is None:
+            if len(self._accounts) == _SEEN:
+                self._close()
             account = self._accounts[what] = _Account(next(self._numbers))
-            _forget(self._accounts, _SEEN)
         else:
             self._accounts.move_to_end(what)
         return account
+
+    def _close(self) -> None:
+        """An account, of something without recordings if there is one; else they go with it."""
+        empty = (what for what, account in self._accounts.items() if not account.made)
+        number = self._accounts.pop(next(empty, next(iter(self._accounts)))).number
+        for key in [key for key in self._kept if key[0] == number]:
+            del self._kept[key]
 
     def _remember(self, key: Hashable) -> None:
         """What came once may come again."""
         self._seen[key] = self._seen.pop(key, 0) + 1
         _forget(self._seen, _SEEN)
 
-    def _record(self, key: Hashable, sources: Sequence[Tensor], compute: Compute, copied: bool) -> _Recording | None:
+    def _record(
+        self, key: tuple[Hashable, ...], sources: Sequence[Tensor], compute: Compute, copied: bool
+    ) -> _Recording | None:
         """All recordings share their memory: only one is replayed at a time."""
         sources = [t.clone() for t in sources] if copied else sources
         if self._pool is None:

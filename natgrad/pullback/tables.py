@@ -61,6 +61,6 @@ def _moved(use: Use, cuts: Sequence[Cut | None]) -> list[Use]:
     for cut in known:
         index = use.call.x.reshape(cut.u[:-1]).expand(cut.z[:-1])
         call, edge = replace(use.call, args=(index,), kwargs={}), GradientEdge(cut.node, 0)
-        entries = {} if out else use.entries  # the table entered the graph once
-        out.append(replace(use, call=call, edges=(edge,), shapes=(cut.z,), entries=entries))
+        of = replace(use.of, entries={}) if out else use.of  # the table entered the graph once
+        out.append(replace(use, of=of, call=call, edges=(edge,), shapes=(cut.z,)))
     return out or [use]

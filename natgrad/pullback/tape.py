@@ -25,7 +25,7 @@ from natgrad.pullback.graph import leaf_uses
 from natgrad.pullback.hooks import Hooks
 from natgrad.pullback.scaled import pulled
 from natgrad.pullback.statistics import Statistics
-from natgrad.pullback.uses import Use
+from natgrad.pullback.uses import Ruled, Use
 from natgrad.rules.base import Call, Replayed, replaying
 from natgrad.rules.shapes import check_cotangents, check_inputs
 
@@ -56,7 +56,7 @@ class Recorder:
         self._replayed = {layer for layer, rule in self._rules.items() if type(rule) in hiding}
         self._handles: list[RemovableHandle] = []
         self._hooks = Hooks()
-        self._once: dict[nn.Module, dict[int, int]] = {}  # the parameters of a layer, each of which a call enters once
+        self._once: dict[nn.Module, Ruled] = {}
 
     def start(self) -> None:
         """A pass begins."""
@@ -87,16 +87,11 @@ class Recorder:
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._of_user and is_ours():
             return None
-        rule = self._rules[module]
         if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
             if output.requires_grad:  # the way of most layers, which is asked for many times in every estimate
                 x = args[0].detach() if isinstance(args[0], Tensor) else map_tensors(args[0], Tensor.detach)
-                once = self._once.get(module)
-                if once is None:
-                    once = self._once[module] = dict.fromkeys(map(id, rule.parameters(module).values()), 1)
-                call = Call((x,), {}, module.training)
-                half = output.dtype is torch.float16
-                self.uses.append(Use(module, rule, call, (edge_of(output),), (output.shape,), once, half))
+                call, half = Call((x,), {}, module.training), output.dtype is torch.float16
+                self.uses.append(Use(self._ruled(module), call, (edge_of(output),), (output.shape,), half))
             return None
         if not any(t.requires_grad for t in tensors_of(output)):
             return None
@@ -104,14 +99,23 @@ class Recorder:
         if module in self._replayed:
             given = {t.grad_fn for t in tensors_of((args, kwargs)) if t.grad_fn is not None}
             output, source = apart(output, given), source_of(args, kwargs)
-            entries: Mapping[int, int] = leaf_uses([t.grad_fn for t in tensors_of(output)], stop=given)
+            of = Ruled(module, self._rules[module], leaf_uses([t.grad_fn for t in tensors_of(output)], stop=given))
         else:
-            entries, source = {id(p): 1 for p in rule.parameters(module).values()}, None
+            of, source = self._ruled(module), None
         outputs = tensors_of(output)
         edges = tuple(edge_of(t) if t.requires_grad else None for t in outputs)
         half = any(t.dtype is torch.float16 for t in outputs)
-        self.uses.append(Use(module, rule, call, edges, tuple(t.shape for t in outputs), entries, half, source))
+        self.uses.append(Use(of, call, edges, tuple(t.shape for t in outputs), half, source))
         return output if module in self._replayed else None
+
+    def _ruled(self, module: nn.Module) -> Ruled:
+        """A layer whose parameters enter once in every call: most do, and every estimate asks for all of them."""
+        found = self._once.get(module)
+        if found is None:
+            rule = self._rules[module]
+            entries = dict.fromkeys(map(id, rule.parameters(module).values()), 1)
+            found = self._once[module] = Ruled(module, rule, entries)
+        return found
 
     def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))

@@ -17,18 +17,41 @@ from natgrad.rules.base import Call, Replay, Replayed, Rule
 
 @final
 @dataclass(frozen=True)
-class Use:
-    """One call of a module with a rule: its arguments, and for every output its shape and its edge in the graph."""
+class Ruled:
+    """A module and its rule; ``entries``: by the id of a parameter, how often a call puts it into the graph."""
 
     module: nn.Module
     rule: Rule
+    entries: Mapping[int, int]
+
+
+@final
+@dataclass(frozen=True)
+class Use:
+    """One call of a module with a rule: its arguments, and for every output its shape and its edge in the graph."""
+
+    of: Ruled
     call: Call
     edges: tuple[GradientEdge | None, ...]  # None for an output that has no gradient
     shapes: tuple[torch.Size, ...]
-    entries: Mapping[int, int]  # by the id of a parameter, how often this call puts it into the graph
     half: bool  # whether an output is in float16
     source: GradientEdge | None = None  # of a replayed module whose first argument is all that it has of the graph
     axis: Axis | None = None  # of the examples in the graph, where call and shapes are those of a view: see ``turned``
+
+    @property
+    def module(self) -> nn.Module:
+        """The one that was called."""
+        return self.of.module
+
+    @property
+    def rule(self) -> Rule:
+        """Its rule."""
+        return self.of.rule
+
+    @property
+    def entries(self) -> Mapping[int, int]:
+        """What this call has put into the graph."""
+        return self.of.entries
 
     @property
     def shape(self) -> torch.Size:

@@ -134,13 +134,16 @@ def output_moment(g: Tensor, groups: int = 1) -> Tensor:
 def column_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Σ_m x² and Σ_m x, both [d], of x [m d].
 
-    On a GPU in one pass: the backward pass of a batch normalisation sums g and g (x − μ), here with g = x and μ = 0.
+    On a GPU in one pass: the backward pass of a batch normalisation sums g and g (x − μ), here with g = x and μ = 0. It
+    cannot count very many.
 
     >>> column_moments(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     (tensor([10., 20.]), tensor([4., 6.]))
     """
-    if x.device.type != "cuda" or not 0 < x.numel() < _COUNTED:
+    if x.device.type != "cuda":
         return x.square().sum(0), x.sum(0)
+    if not 0 < x.numel() < _COUNTED:
+        return torch.linalg.vector_norm(x, dim=0).square(), x.sum(0)
     zeros = x.new_zeros(x.shape[1])
     sums, squares, *_ = torch.batch_norm_backward_reduce(x, x, zeros, zeros, None, True, False, False)
     return squares, sums

@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.model import Model
 from natgrad.operators import EigenKroneckerOperator, Layout, Operator
 from natgrad.operators.basis import Basis
+from natgrad.operators.eigen import Moments
 from natgrad.pullback import Block, Pullback
 from natgrad.pullback.moments import second_moments
 from natgrad.pullback.precision import without_autocast
@@ -68,8 +69,7 @@ class EigenKronecker(Layered):
         return EigenKroneckerOperator(
             Layout(pullback.model.like, dtype),
             parts.blocks,
-            tuple(s for s, _ in factors),
-            tuple(a for _, a in factors),
+            Moments(tuple(s for s, _ in factors), tuple(a for _, a in factors)),
             basis,
             tuple(parts.everywhere(scales, lambda block: _nothing(block, dtype))),
             None if parts.others is None else self.fallback.estimate_like(parts.others, rest),
@@ -82,11 +82,11 @@ class EigenKronecker(Layered):
         names = [block.names[0] for block in parts.seen]
         found = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
         factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
-        s, a = tuple(s for s, _ in factors), tuple(a for _, a in factors)
+        moments = Moments(tuple(s for s, _ in factors), tuple(a for _, a in factors))
         d = tuple(parts.everywhere((tensors[f"{name}/D"] for name in names), lambda block: _nothing(block, dtype)))
         q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in parts.blocks) for side in "QP")
         layout = Layout.of(model.params, dtype)
-        return EigenKroneckerOperator(layout, parts.blocks, s, a, Basis(q, p), d, rest, parts.unseen)
+        return EigenKroneckerOperator(layout, parts.blocks, moments, Basis(q, p), d, rest, parts.unseen)
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
         """The basis of an operator over the same layers."""

@@ -48,11 +48,9 @@ def linear_task(**changes: Any) -> Task:
     return Task(
         name="linear",
         network=lambda: nn.Linear(64, 10),
-        train=base.train,
-        test=base.test,
+        data=replace(base.data, batch_size=100),
         loss=changes.get("loss", base.loss),
         score=base.score,
-        batch_size=100,
         weight=1.0,
         contenders=(Contender("first", sgd), Contender("second", sgd)),
     )

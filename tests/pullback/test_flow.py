@@ -1,15 +1,22 @@
 """Cotangents that are used on the way, together or one by one, are those of a whole backward pass."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import natgrad as ng
+from natgrad.errors import NatgradError
+from natgrad.model import Model
+from natgrad.pullback.assemble import layers_of
 from natgrad.pullback.flow import Flow
 from natgrad.pullback.sharing import Cotangents, Expand
 from natgrad.pullback.sink import Collected, Layers
 from natgrad.pullback.streamed import factors_of
+from natgrad.pullback.tape import record
 from tests import zoo
 from tests.pulled import close, normal, pull, random_roots
 
@@ -36,6 +43,99 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
     for (s, a), (right_s, right_a) in zip(sink.pairs(), expected, strict=True):
         close(s, right_s)
         close(a, right_a)
+
+
+@pytest.mark.parametrize(
+    ("widths", "room", "groups"),
+    [
+        ((8,) * 7, 8 * 8 * 4, [[4, 5], [2, 3], [0, 1]]),  # there is room for one, and none for two
+        ((8,) * 7, 3 * 8 * 8 * 4 - 1, [[3, 4, 5], [0, 1, 2]]),
+        ((8, 8, 8, 8, 32, 2, 2), 8 * 8 * 4, [[4, 5, 3], [1, 2], [0]]),
+        ((8,) * 7, 0, [[5], [4], [3], [2], [1], [0]]),
+    ],
+)
+def test_layers_are_served_from_the_last_on_when_there_is_no_more_room(
+    widths: tuple[int, ...], room: int, groups: list[list[int]]
+) -> None:
+    chain = nn.Sequential(*(nn.Linear(i, o) for i, o in pairwise(widths))).double()
+    problem = zoo.Problem(chain, normal(4, widths[0]))
+    pb = pull(problem, random_roots(problem, k=1))
+    layers, tape = Layers(tuple(pb.layers), Expand(), torch.float64, pb.n), pb.tape(pb.parts[0])
+    calls: list[list[int]] = []
+
+    def serve(numbers: Sequence[int], g: Cotangents) -> None:
+        calls.append(sorted(numbers))
+
+    for own in (300, room):  # what was found for another room is not taken
+        calls.clear()
+        Flow(tape, layers, serve, own).run(pb.root)
+    assert calls == [sorted(group) for group in groups]
+
+
+class Half(torch.autograd.Function):
+    """The sum of two, of which the second has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Any:
+        return g[0], None
+
+
+class Idle(nn.Module):
+    """The outputs of the second layer are used, and no cotangent comes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three, four = self.layers
+        x = one(x)
+        found: Tensor = four(Half.apply(three(x), two(x)))  # type: ignore[no-untyped-call]
+        return found
+
+
+@pytest.mark.parametrize("room", [0, 200, 10**9])
+def test_a_layer_that_no_cotangent_comes_to_has_zeros(room: int) -> None:
+    problem = zoo.Problem(Idle().double(), normal(4, 4))
+    tape = record(Model.of(problem.model), layers_of(Model.of(problem.model)), problem.x)
+    blocks = layers_of(Model.of(problem.model))
+    layers, found = Layers(tuple(blocks), Expand(), torch.float64, 4), dict[int, Tensor]()
+
+    def serve(numbers: Sequence[int], g: Cotangents) -> None:
+        found.update({b: g.outer[at][0] for b in numbers for at in tape.places(blocks[b])})
+
+    Flow(tape, layers, serve, room).run(torch.ones(1, 4, 4, dtype=torch.float64))
+    zero = [not bool(found[b].any()) for b in range(4)]
+    assert zero == [False, True, False, False]
+
+
+class Twice(nn.Module):
+    """A hook on the outputs runs a pass of its own through the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            seen.append(x)
+        low, high = seen[0], seen[2]
+        if x.requires_grad:
+            x.register_hook(lambda g: g + 0 * torch.autograd.grad(high, low, g, retain_graph=True)[0])
+        return x
+
+
+def test_a_pass_inside_the_pass_is_refused_by_name() -> None:
+    model = Twice().double()
+    pb = ng.pullback(model, normal(4, 4), ng.Fisher(ng.Gaussian(), samples=1))
+    with pytest.raises(NatgradError, match=r"came twice to the outputs of Linear\(in_features=4.*autograd\.Function"):
+        ng.Kronecker().estimate(pb)
 
 
 def test_what_has_been_used_is_forgotten_before_the_rest_is_made() -> None:

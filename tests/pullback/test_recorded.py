@@ -163,6 +163,28 @@ def test_the_recording_that_was_not_replayed_for_longest_makes_room(done: list[s
     assert done == ["replay", "compute"]
 
 
+def test_a_recording_outlives_computations_that_come_once(done: list[str]) -> None:
+    recordings, (pattern,) = Recordings(), _patterns(1)
+    for _ in range(3):
+        _run(recordings, pattern, done)
+    for n in range(100):
+        recordings.run([torch.zeros(3)], n, lambda *_: done.append("compute"), 0.5)
+    done.clear()
+    _run(recordings, pattern, done)
+    assert done == ["replay"]
+
+
+def test_what_is_forgotten_takes_its_recordings_with_it(done: list[str]) -> None:
+    recordings, (pattern,) = Recordings(), _patterns(1)
+    for n in range(65):  # each is recorded
+        for _ in range(6):
+            recordings.run([pattern], n, lambda *_: done.append("compute"), 0.5)
+    assert {key[0] for key in recordings._kept} == {account.number for account in recordings._accounts.values()}
+    done.clear()
+    recordings.run([pattern], 0, lambda *_: done.append("compute"), 0.5)
+    assert done == ["compute"]
+
+
 def test_batches_of_ever_other_sizes_leave_no_more_behind_than_a_few(done: list[str]) -> None:
     recordings, pattern = Recordings(), torch.zeros(3)
     for n in range(200):
