@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,7 @@ def resnet(
     return classification(f"ResNet-{6 * blocks + 2} of width {width}", model, (n, 3, pixels, pixels), 10)
 
 
+@final
 class Residual(nn.Module):
     """relu(skip(x) + conv(relu(conv(x))))."""
 

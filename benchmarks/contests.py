@@ -7,6 +7,7 @@ import io
 import lzma
 from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from natgrad.cli.tasks import accuracy
 from natgrad.data import load_digits
 
 
+@final
 @dataclass(frozen=True)
 class Contest:
     """A task with the metric of its outputs, the seeds it is run with, and what SGD and the others may choose from.

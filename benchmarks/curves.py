@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from benchmarks.report import Target, verdicts
 from natgrad.cli.experiment import Point
@@ -16,6 +16,7 @@ from natgrad.cli.experiment import Point
 KFAC, SGD, ADAMW, SOAP = "K-FAC, self-tuned", "SGD with momentum", "AdamW", "SOAP"
 
 
+@final
 @dataclass(frozen=True)
 class Setting:
     """A learning rate, the part of it that is left at the end of the budget, and the size of the batches."""
@@ -28,6 +29,7 @@ class Setting:
 Chosen = dict[str, dict[str, Setting]]  # by task and contender
 
 
+@final
 @dataclass(frozen=True)
 class Run:
     """One optimizer on one task. ``train_score``: at the end, on the training set."""
@@ -56,6 +58,7 @@ class Run:
         return math.inf
 
 
+@final
 @dataclass
 class Record:
     """All that is known so far: the budget of a run in seconds, the settings that were chosen, the curves."""

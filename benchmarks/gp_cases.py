@@ -17,6 +17,7 @@ BUDGET = 1500  # steps that every contestant may take
 RATES = tuple((lr, hyper) for lr in (1.0, 0.1) for hyper in (0.1, 0.03))  # of q, and of hyperparameters
 
 
+@final
 @dataclass(frozen=True)
 class Case:
     """A data set with its model; ``learned``: whether the hyperparameters are learned, too."""

@@ -49,6 +49,7 @@ class _PeerSteps(Steps):
 
 
 def _model(gpytorch: Any, case: Case, jitter: float) -> Any:
+    @final
     class Sparse(gpytorch.models.ApproximateGP):  # type: ignore[misc]
         def __init__(self) -> None:
             q = gpytorch.variational.NaturalVariationalDistribution(case.inducing)
@@ -73,6 +74,7 @@ def _likelihood(gpytorch: Any, case: Case) -> Any:
         likelihood.noise = 0.1
         return likelihood
 
+    @final
     class Logit(gpytorch.likelihoods.likelihood._OneDimensionalLikelihood):  # type: ignore[misc]
         def forward(self, f: Any, *args: Any, **kwargs: Any) -> Any:
             return torch.distributions.Bernoulli(logits=f)

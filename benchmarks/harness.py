@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 
+@final
 @dataclass(frozen=True)
 class Spread:
     """A median with the quartiles around it."""
@@ -36,6 +37,7 @@ class Spread:
         return Spread(median, low, high)
 
 
+@final
 @dataclass(frozen=True)
 class Race:
     """Seconds of every contestant, a number a round, and those of the ``unit``, one of them, in the same rounds."""

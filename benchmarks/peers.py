@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import distributions
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,7 @@ def _curvlinops(library: Any, model: nn.Module, x: Tensor) -> Any:
     return library.GGNLinearOperator(model, nn.CrossEntropyLoss(), params, data, check_deterministic=False)
 
 
+@final
 class OneBatch(DataLoader[Any]):
     """The loader that nngeometry insists on, without the time that loaders take to stack the examples."""
 

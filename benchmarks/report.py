@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -14,6 +14,7 @@ from benchmarks import peers
 from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, machine, race
 
 
+@final
 @dataclass(frozen=True)
 class Row:
     """One contestant: its time in seconds, and that time over the unit of its section."""
@@ -25,6 +26,7 @@ class Row:
     unit: str
 
 
+@final
 @dataclass(frozen=True)
 class Target:
     """A claim with the number that decides it."""
@@ -40,6 +42,7 @@ class Target:
         return self.measured <= self.bound if self.at_most else self.measured >= self.bound
 
 
+@final
 @dataclass
 class Report:
     """Everything that was measured."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -42,6 +42,7 @@ _FINALISTS = 3  # of a grid, that are tried for the whole budget
 _LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
+@final
 @dataclass(frozen=True)
 class Contender:
     """An optimizer that is ready to run, its batches, and the part of its learning rate that is left at the end."""
@@ -52,6 +53,7 @@ class Contender:
     left: float = 1.0
 
 
+@final
 @dataclass(frozen=True)
 class Rival:
     """An optimizer that has to be tuned, and the grid it may choose from."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,6 +36,7 @@ OURS, MATCHED, PEER = "natgrad", "natgrad, hyperparameters by Adam", "GPyTorch"
 ADAM, WHOLE = "Adam", "Adam, all steps"
 
 
+@final
 @dataclass(frozen=True)
 class Run:
     """The bound after every step of one contestant at its best step size."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 E24 = (10, 11, 12, 13, 15, 16, 18, 20, 22, 24, 27, 30, 33, 36, 39, 43, 47, 51, 56, 62, 68, 75, 82, 91)
 
 
+@final
 @dataclass(frozen=True)
 class Contender:
     """A named optimizer, still to be given its network."""
@@ -30,6 +31,7 @@ class Contender:
     optimizer: Callable[[nn.Module], Optimizer]
 
 
+@final
 @dataclass(frozen=True)
 class Score:
     """What is measured on the test set beside the loss."""
@@ -38,6 +40,7 @@ class Score:
     measure: Loss
 
 
+@final
 @dataclass(frozen=True)
 class Data:
     """Pairs (inputs[n …], targets[n …]) to train and to test with, and how many examples make a batch."""
@@ -47,6 +50,7 @@ class Data:
     batch_size: int
 
 
+@final
 @dataclass(frozen=True)
 class Task:
     """A network, its data, its loss, and who competes on it.
@@ -88,6 +92,7 @@ class Budget:
         return min(1.0, max(parts))
 
 
+@final
 @dataclass(frozen=True)
 class Point:
     """Losses on the whole training and test set after `step` steps that took `seconds` together."""
@@ -99,6 +104,7 @@ class Point:
     test_score: float
 
 
+@final
 @dataclass
 class Run:
     """One contender on one task; `history` grows while it trains, so that an interrupted run is worth something."""
@@ -125,6 +131,7 @@ class Run:
         return next((point for point in reversed(self.history) if key(point) <= bound), None)
 
 
+@final
 @dataclass
 class Comparison:
     """The runs that were started, the last of them perhaps cut short."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ def _halved(family: ExponentialFamily, xi: Tensor, eta: Tensor, δ: Tensor, t: T
     return step
 
 
+@final
 class _Implicit(torch.autograd.Function):
     """ξ ↦ η, of which only the value was found: the backward pass is F(η)⁻¹, which may be differentiated again."""
 
