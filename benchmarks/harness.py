@@ -70,12 +70,6 @@ class Race:
 Contestants: TypeAlias = Mapping[str, Callable[[], Any]]
 
 
-def race(contestants: Contestants, unit: str, rounds: int, device: torch.device, warmup: int = 2) -> Race:
-    """Run the contestants in turn, after some rounds that are not counted."""
-    seconds = _rounds(contestants, rounds, device, warmup)
-    return Race(unit, seconds, dict.fromkeys(seconds, seconds[unit]))
-
-
 def duels(
     contestants: Contestants,
     unit: str,
@@ -84,10 +78,11 @@ def duels(
     warmup: int = 2,
     turns: Mapping[str, int] | None = None,
 ) -> Race:
-    """The same, but every contestant takes turns with the unit alone; ``turns``: how many of them are one round.
+    """Every contestant takes turns with the unit alone, after some rounds that are not counted.
 
-    What runs on a GPU finds the memory that others have left. A training loop finds its own, in the same places again
-    and again, and so do two that alternate; among many, every round would be a first one.
+    ``turns``: how many of them are one round. What runs finds the memory and the caches that others have left. A
+    training loop finds its own, in the same places again and again, and so do two that alternate; among many, every
+    round would be a first one.
     """
     seconds: dict[str, list[float]] = {}
     beside: dict[str, list[float]] = {}

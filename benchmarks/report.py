@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 
 from benchmarks import peers
-from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, machine, race
+from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, machine
 
 
 @final
@@ -75,13 +75,12 @@ class Report:
     ) -> Race:
         """Time the entries and add a row each; the unit is one of them. ``steps`` are counted in a call of an entry.
 
-        On a GPU, where each is in a duel with the unit, so many ``turns`` of an entry are one round.
+        Each is in a duel with the unit; on a GPU so many ``turns`` of an entry are one round.
         """
-        if self.device.type == "cuda":
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
             self.launches[section] = launch_time(self.device)
-            found = duels(entries, unit, rounds, self.device, warmup, turns)
-        else:
-            found = race(entries, unit, rounds, self.device, warmup)
+        found = duels(entries, unit, rounds, self.device, warmup, turns if on_gpu else None)
         result = found.each(steps or {})
         for name in entries:
             self.rows.append(Row(section, name, result.time(name), result.ratio(name, unit), unit))

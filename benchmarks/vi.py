@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.gp_cases import Adam, Case, Contestant, Natural, NaturalAdam, Peer, Steps, cases
-from benchmarks.harness import Race, machine, race, settle
+from benchmarks.harness import Race, duels, machine, settle
 from benchmarks.report import Target, verdicts
 
 NEAR = 0.1  # nats
@@ -81,7 +81,7 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
     counts = {name: run.steps_to(target) or run.contestant.limit for name, run in runs.items()}
     entries = {name: _timed(run.contestant, case, counts[name]) for name, run in runs.items()}
     entries[WHOLE] = _timed(adam.contestant, case, adam.contestant.limit)
-    result = race(entries, ADAM, rounds, torch.device("cpu"), warmup=1)
+    result = duels(entries, ADAM, rounds, torch.device("cpu"), warmup=1)
     return {
         "case": case.name,
         "learned": case.learned,
