@@ -97,6 +97,19 @@ def duels(
     return Race(unit, seconds, beside | {unit: seconds[unit]})
 
 
+def together(
+    contestants: Contestants,
+    unit: str,
+    rounds: int,
+    device: torch.device,
+    warmup: int = 2,
+    turns: Mapping[str, int] | None = None,
+) -> Race:
+    """All contestants take turns, one of each in a round: none finds on a GPU what it left, and no loop settles."""
+    seconds = _rounds(contestants, rounds, device, warmup)
+    return Race(unit, seconds, dict.fromkeys(seconds, seconds[unit]))
+
+
 def _rounds(
     contestants: Contestants, rounds: int, device: torch.device, warmup: int, turns: int = 1
 ) -> dict[str, list[float]]:

@@ -4,6 +4,7 @@
     python benchmarks/kfac.py                           # on the processor, one thread
     python benchmarks/kfac.py --device cuda             # matrix products "medium": tf32, factors in bfloat16
     python benchmarks/kfac.py --section factors         # one part: the other parts of the file stay as they are
+    python benchmarks/kfac.py --device cuda --together  # where no loop settles, and nothing recorded is replayed
     python benchmarks/kfac.py --markdown                # print the tables of the file
 
 factors  from the model and the batch to the Kronecker factors, one sampled target an example, over forward+backward:
@@ -35,7 +36,7 @@ import natgrad as ng
 from benchmarks import contestants as c
 from benchmarks import kfac_peers as peers
 from benchmarks.coupling import compare
-from benchmarks.harness import Race, machine, peak_memory, settle
+from benchmarks.harness import Race, duels, machine, peak_memory, settle, together
 from benchmarks.kfac_cases import Case, Make, cases, tiny
 from benchmarks.report import Report, Target, markdown, save, table
 from benchmarks.soap import SOAP
@@ -265,19 +266,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="of one turn or several; half for steps on cpu")
     parser.add_argument("--section", choices=parts(), action="append", help="a part; may be given more than once")
     parser.add_argument("--network", action="append", help="only those whose names have this in them; may be repeated")
+    parser.add_argument("--together", action="store_true", help="all contestants in every round")
     parser.add_argument("--quick", action="store_true", help="tiny networks and one round, to see that it runs")
     parser.add_argument("--markdown", action="store_true", help="print the tables of the saved file and stop")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
     args = parser.parse_args()
     device = torch.device(args.device)
-    name = "kfac.json" if device.type == "cpu" else f"kfac-{device.type}.json"
+    words = ["kfac", *([] if device.type == "cpu" else [device.type]), *(["many"] if args.together else [])]
+    name = "-".join(words) + ".json"
     path = args.output or Path(__file__).parent / "results" / (f"quick-{name}" if args.quick else name)
     if args.markdown:
         print(markdown(path))
         return
     settle()
     torch.set_float32_matmul_precision("medium" if device.type == "cuda" else "highest")
-    start, report = time.perf_counter(), Report(device, 1 if args.quick else args.rounds)
+    start, timed = time.perf_counter(), together if args.together else duels
+    report = Report(device, 1 if args.quick else args.rounds, timed)
     before = json.loads(path.read_text()) if (args.section or args.network) and path.exists() else None
     chosen = only(tiny() if args.quick else cases(device), args.network or [])
     run(report, chosen, args.section or list(parts()), lambda: save(report, path, time.perf_counter() - start, before))

@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 
 from benchmarks import peers
 from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, machine
+
+Timed: TypeAlias = Callable[..., Race]
 
 
 @final
@@ -45,15 +47,17 @@ class Target:
 @final
 @dataclass
 class Report:
-    """Everything that was measured."""
+    """Everything that was measured. ``timed``: how contestants are, by ``duels`` or all ``together``."""
 
     device: torch.device
     rounds: int
-    rows: list[Row] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
-    checks: dict[str, float] = field(default_factory=dict)
-    launches: dict[str, float] = field(default_factory=dict)  # microseconds of one, on a GPU, when a section was timed
-    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+    timed: Timed = duels
+    rows: list[Row] = field(default_factory=list, init=False)
+    targets: list[Target] = field(default_factory=list, init=False)
+    checks: dict[str, float] = field(default_factory=dict, init=False)
+    # Microseconds of one, on a GPU, when a section was timed.
+    launches: dict[str, float] = field(default_factory=dict, init=False)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict, init=False)
 
     @property
     def cycles(self) -> tuple[int, int]:
@@ -75,12 +79,12 @@ class Report:
     ) -> Race:
         """Time the entries and add a row each; the unit is one of them. ``steps`` are counted in a call of an entry.
 
-        Each is in a duel with the unit; on a GPU so many ``turns`` of an entry are one round.
+        On a GPU so many ``turns`` of an entry and the unit are one round of a duel.
         """
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             self.launches[section] = launch_time(self.device)
-        found = duels(entries, unit, rounds, self.device, warmup, turns if on_gpu else None)
+        found = self.timed(entries, unit, rounds, self.device, warmup, turns if on_gpu else None)
         result = found.each(steps or {})
         for name in entries:
             self.rows.append(Row(section, name, result.time(name), result.ratio(name, unit), unit))

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from benchmarks.harness import Spread, race
+from benchmarks.harness import Spread, together
 from experiments.arms import TENTHS, Arm
 from experiments.files import write_json
 from experiments.images import Images
@@ -32,7 +32,7 @@ def measured(arms: Sequence[Arm], setup: Setup, images: Images, rounds: int = 3)
     trainings = {arm.name: Training(Job(images.name, TENTHS, arm, 0), setup, part) for arm in arms}
     steps = {name: training.feed.steps for name, training in trainings.items()}
     calls = {name: training.steps for name, training in trainings.items()}
-    found = race(calls, arms[0].name, rounds, torch.device(setup.device), warmup=2).each(steps)
+    found = together(calls, arms[0].name, rounds, torch.device(setup.device), warmup=2).each(steps)
     epoch = len(images.train.y) // setup.batch
     shape = {"batch": setup.batch, "width": setup.width, "layout": str(setup.layout), "limit": setup.part.limit}
     return {

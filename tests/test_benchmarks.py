@@ -15,7 +15,7 @@ import natgrad as ng
 from benchmarks import contestants as c
 from benchmarks import core, kfac_peers, peers
 from benchmarks.alone import Alone
-from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, peak_memory
+from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, peak_memory, together
 from tests import oracle
 
 CPU = torch.device("cpu")
@@ -158,6 +158,14 @@ def test_everyone_takes_turns_with_the_unit_alone() -> None:
     assert {name: len(seconds) for name, seconds in result.seconds.items()} == {"a": 4, "b": 2, "c": 2}
     assert result.ratio("a", "a").median == 1
     assert duels({"a": list}, "a", rounds=2, device=CPU).ratio("a", "a").median == 1
+
+
+def test_where_no_loop_is_to_settle_all_take_turns() -> None:
+    order: list[str] = []
+    contestants = {name: partial(order.append, name) for name in ("a", "b", "c")}
+    result = together(contestants, "a", rounds=2, device=CPU, warmup=1)
+    assert order == ["a", "b", "c"] * 3
+    assert {name: len(seconds) for name, seconds in result.seconds.items()} == {"a": 2, "b": 2, "c": 2}
 
 
 def test_a_round_of_a_duel_is_the_mean_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
