@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import contestants as c
-from benchmarks import contests, curves, kfac, kfac_cases, networks, training
+from benchmarks import contests, coupling, curves, kfac, kfac_cases, networks, training
 from benchmarks import kfac_peers as peers
+from benchmarks.alone import Alone
 from benchmarks.harness import Race
 from benchmarks.report import Report, Target, markdown, save, table
 from benchmarks.soap import SOAP
@@ -246,3 +247,10 @@ def test_networks_are_chosen_by_a_part_of_their_names() -> None:
         ValueError, match=r"--network Nothing: no network is called so. Take a part of auto-encoder .*GPT"
     ):
         kfac.only(cases, ["Nothing"])
+
+
+def test_a_loop_of_sobolev_kfac_runs_in_a_process_of_its_own() -> None:
+    made = partial(coupling.loop, kfac_cases.tiny()[0].make, kfac.metric, kfac.training, coupling.sobolev, 2)
+    with Alone(made, CPU, device=CPU) as steps:
+        steps()
+        steps()
