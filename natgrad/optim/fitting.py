@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError
+from natgrad.model import Model
 from natgrad.operators import (
     BlockDenseOperator,
     DenseOperator,
@@ -24,9 +25,8 @@ from natgrad.operators.base import Inverse
 from natgrad.operators.layers import UNSEEN, LayerOperator
 from natgrad.operators.subset import REST
 from natgrad.optim.groups import check_numbers, common_damping
-from natgrad.optim.keeper import Keeper
 from natgrad.pullback.blocks import Block
-from natgrad.structures import EigenKronecker, Kronecker
+from natgrad.structures import EigenKronecker, Kronecker, Structure
 
 T = TypeVar("T")
 _NOTHING = "Nothing was loaded"
@@ -107,12 +107,13 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
         check_finite(name, tensors)
 
 
-def operator_of(keeper: Keeper, tensors: Mapping[str, Tensor]) -> Operator | None:
-    """The average with these tensors, each of which is what it must be."""
-    structure, model, blocks = keeper.structure, keeper.model, keeper.view.blocks
-    if isinstance(structure.structure, Kronecker | EigenKronecker):
+def operator_of(
+    structure: Structure, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
+) -> Operator | None:
+    """The metric with these tensors, each of which is what it must be."""
+    if isinstance(structure, Kronecker | EigenKronecker):
         for block in blocks:
-            _check_layer(structure.structure, block, tensors)
+            _check_layer(structure, block, tensors)
     found = _made("the metric", lambda: structure.restore(model, blocks, tensors))
     if found is not None:
         _check_operator(found, tensors, "")

@@ -133,7 +133,8 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
         return {name: t.to(example.device, kinds[name], copy=True) for name, t in tensors.items()}
 
     tensors = placed(state["operator"])
-    average = operator_of(keeper, tensors) if tensors else None
+    structure = keeper.structure.structure
+    average = operator_of(structure, keeper.model, keeper.view.blocks, tensors) if tensors else None
     inverse = None if _solved_otherwise(state, solver) else _inverse(state, average, solver, placed(state["inverse"]))
     stream = Stream(state["generator"].cpu(), state["rank"])
     # A state of before there was a mass has as much as its number of estimates says.

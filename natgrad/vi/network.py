@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -15,8 +15,10 @@ from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse, Operator
+from natgrad.optim.fitting import check_finite, check_generator, operator_of
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback import pullback
+from natgrad.pullback.assemble import layers_of
 from natgrad.slots import check_slots
 from natgrad.solve import Cholesky
 from natgrad.structures import Structure
@@ -166,6 +168,39 @@ class VariationalNetwork:
         y = self.outputs(x, samples)
         expected = torch.stack([loss(each, target) for each in y]).mean()
         return -self.prior.examples * expected - self.divergence()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The metric and the random stream. μ is in the model, whose own state belongs beside this one."""
+        tensors = {} if self._posterior is None else self.operator.tensors()
+        kept = {key: t.clone() for key, t in tensors.items()}
+        return {**self._signature(), "operator": kept, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a posterior over the same parameters in the same structure, bit for bit.
+
+        One that does not fit is refused, and changes nothing.
+        """
+        missing = [key for key in (*self._signature(), "operator", "generator") if key not in state]
+        if missing:
+            raise ValueError(f"the state has no {', '.join(missing)}: it is incomplete. Nothing was loaded")
+        for what, mine in self._signature().items():
+            if state[what] != mine:
+                raise ValueError(
+                    f"this is the state of another posterior: its {what} is {state[what]}, here it is {mine}. Nothing "
+                    "was loaded"
+                )
+        check_finite("the metric", state["operator"])
+        check_generator(state["generator"], self.generator)
+        tensors = {key: t.to(self.model.example.device, copy=True) for key, t in state["operator"].items()}
+        G = operator_of(self.structure, self.model, layers_of(self.model), tensors) if tensors else None
+        self._posterior = None if G is None else (G, Cholesky().init(G, self.prior.damping))
+        if state["generator"].shape == self.generator.get_state().shape:  # else that of another kind of device
+            self.generator.set_state(state["generator"].cpu())
+
+    def _signature(self) -> dict[str, Any]:
+        """What must be the same for a state to mean the same."""
+        parameters = {name: list(p.shape) for name, p in self.model.params.items()}
+        return {"structure": repr(self.structure), "parameters": parameters}
 
     @property
     def _last(self) -> Operator | None:
