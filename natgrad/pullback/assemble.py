@@ -67,11 +67,7 @@ def pullback(
     """
     wrapped = Model.of(model, params, output)
     check_slots(metric=(metric, OutputMetric))
-    check_inputs(wrapped, x)
-    metric.check_target(target)
-    wrapped.check_separable()
-    view = View(wrapped, metric, layers_of(wrapped, rules), generator, memory)
-    return view.of(Batch(wrapped, x, target))
+    return View(wrapped, metric, layers_of(wrapped, rules), generator, memory).at(x, target)
 
 
 @final
@@ -100,6 +96,13 @@ class View:
     memory: int = MEMORY
     known: Known = field(default_factory=Known)
     deferred: bool = False
+
+    def at(self, x: Inputs, target: Any = None) -> Pullback:
+        """The pullback at inputs, and targets, that are looked at first."""
+        check_inputs(self.model, x)
+        self.metric.check_target(target)
+        self.model.check_separable()
+        return self.of(Batch(self.model, x, target))
 
     def of(self, batch: Batch) -> Pullback:
         """The pullback at a batch, in a forward pass of our own; ``deferred`` ones are never cut into parts."""

@@ -15,9 +15,11 @@ from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model, map_tensors
 from natgrad.operators.base import Operator
 from natgrad.output.metric import Euclidean, OutputMetric
-from natgrad.pullback import Pullback, pullback
+from natgrad.pullback import Pullback
+from natgrad.pullback.assemble import View, layers_of
 from natgrad.pullback.batch import Batch
 from natgrad.pullback.parts import examples
+from natgrad.slots import check_slots
 from natgrad.structures import Kernel, Structure
 
 _ELEMENTS = 2**24  # of explicit rows at a time
@@ -51,8 +53,10 @@ class Curvature:
     ) -> Curvature:
         """G of all batches of a loader is the mean of theirs, each with the weight of its examples."""
         operator, n = None, 0
+        check_slots(metric=(metric, OutputMetric))
+        view = View(model, metric, layers_of(model), generator)
         for batch in _batches(model, x, target):
-            pb = pullback(model, batch.x, metric, batch.target, generator)
+            pb = view.at(batch.x, batch.target)
             _refuse_coupling(pb)
             n += pb.n
             new = structure.estimate_like(pb, operator)
@@ -68,10 +72,13 @@ class Curvature:
         with torch.no_grad():
             y = self.model(None, x)
         n, d = y.shape[0], y[0].numel()
-        step = max(1, _ELEMENTS // (d * self.model.size))
+        step, view = (
+            max(1, _ELEMENTS // (d * self.model.size)),
+            View(self.model, Euclidean(), layers_of(self.model), None),
+        )
         for start in range(0, n, step):
             part = (start, min(start + step, n))
-            pb = pullback(self.model, examples(x, part, n) if step < n else x, Euclidean())
+            pb = view.at(examples(x, part, n) if step < n else x)
             yield pb.y, Kernel().estimate(pb).rows().view(d, pb.n, -1) * pb.n**0.5
 
     def _check_unmoved(self) -> None:

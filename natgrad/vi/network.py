@@ -17,8 +17,7 @@ from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse, Operator
 from natgrad.optim.fitting import check_finite, check_generator, operator_of
 from natgrad.output.metric import OutputMetric, fresh_generator
-from natgrad.pullback import pullback
-from natgrad.pullback.assemble import layers_of
+from natgrad.pullback.assemble import View, layers_of
 from natgrad.slots import check_slots
 from natgrad.solve import Cholesky
 from natgrad.structures import Structure
@@ -103,6 +102,8 @@ class VariationalNetwork:
         self.metric, self.structure, self.prior = metric, structure, prior
         self.rates, self.pairs = rates or Rates(), pairs
         self.generator = generator or fresh_generator(self.model.example.device)
+        # One for all steps: what it finds out about the model it remembers, and says once.
+        self._view = View(self.model, metric, layers_of(self.model), self.generator)
         self._posterior: tuple[Operator, Inverse] | None = None
 
     @property
@@ -120,7 +121,7 @@ class VariationalNetwork:
         slopes, values, new = [], [], None
         for k, ε in enumerate(self._noise()):
             with self._at(ε):
-                pb = pullback(self.model, x, self.metric, target, self.generator)
+                pb = self._view.at(x, target)
                 G = self.structure.estimate_like(pb, new or self._last)
                 new = G if new is None else new.lerp(G, 1 / (k + 1))
                 value, slope = self._differential(x, target, loss)
@@ -192,7 +193,7 @@ class VariationalNetwork:
         check_finite("the metric", state["operator"])
         check_generator(state["generator"], self.generator)
         tensors = {key: t.to(self.model.example.device, copy=True) for key, t in state["operator"].items()}
-        G = operator_of(self.structure, self.model, layers_of(self.model), tensors) if tensors else None
+        G = operator_of(self.structure, self.model, self._view.blocks, tensors) if tensors else None
         self._posterior = None if G is None else (G, Cholesky().init(G, self.prior.damping))
         if state["generator"].shape == self.generator.get_state().shape:  # else that of another kind of device
             self.generator.set_state(state["generator"].cpu())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
@@ -214,6 +215,31 @@ def test_a_posterior_goes_on_from_its_state_bit_for_bit(
         again.step(x, t, F.cross_entropy)
     assert torch.equal(_mean(net), _mean(again))
     assert torch.equal(net.operator.dense(), again.operator.dense())
+
+
+class Loose(nn.Module):
+    """A layer whose examples have met has lost its rule, and a warning says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        found: Tensor = self.last(h + 0.1 * (h @ h.T).mean(1, keepdim=True))
+        return found
+
+
+def test_what_is_found_out_about_the_model_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(20, 2, generator=_generator())
+    t = (x[:, 0] > 0).long()
+    metric = ng.Fisher(ng.Categorical(), samples=1)
+    net = ng.vi.VariationalNetwork(Loose(), metric, ng.Diagonal(), ng.vi.Prior(0.5, 20), generator=_generator())
+    with caplog.at_level(logging.WARNING, "natgrad"):
+        for _ in range(3):
+            net.step(x, t, F.cross_entropy)
+    assert len(caplog.records) == 1
+    assert "the layer rules of first.bias, first.weight are not used" in caplog.records[0].getMessage()
 
 
 class TestBadInput:
