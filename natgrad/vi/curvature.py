@@ -72,10 +72,8 @@ class Curvature:
         with torch.no_grad():
             y = self.model(None, x)
         n, d = y.shape[0], y[0].numel()
-        step, view = (
-            max(1, _ELEMENTS // (d * self.model.size)),
-            View(self.model, Euclidean(), layers_of(self.model), None),
-        )
+        step = max(1, _ELEMENTS // (d * self.model.size))
+        view = View(self.model, Euclidean(), layers_of(self.model), None)
         for start in range(0, n, step):
             part = (start, min(start + step, n))
             pb = view.at(examples(x, part, n) if step < n else x)

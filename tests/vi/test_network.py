@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -182,41 +181,6 @@ def test_a_network_learns_and_is_less_certain_away_from_its_data(
     assert float(spread[100:].mean()) > 1.2 * float(spread[:100].mean())
 
 
-STRUCTURES = [ng.Dense(), ng.Diagonal(), ng.Kronecker(), ng.EigenKronecker()]
-
-
-def _classifier(structure: ng.structures.Structure) -> ng.vi.VariationalNetwork:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    metric, prior = ng.Fisher(ng.Categorical(), samples=1), ng.vi.Prior(0.5, 20)
-    return ng.vi.VariationalNetwork(model, metric, structure, prior, generator=_generator())
-
-
-@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("before", [0, 3])
-def test_a_posterior_goes_on_from_its_state_bit_for_bit(
-    structure: ng.structures.Structure, before: int, tmp_path: Path
-) -> None:
-    x = torch.randn(20, 2, generator=_generator(), dtype=torch.float64)
-    t = (x[:, 0] > 0).long()
-    net = _classifier(structure)
-    for _ in range(before):
-        net.step(x, t, F.cross_entropy)
-    assert isinstance(net.model.module, nn.Module)
-    torch.save((net.model.module.state_dict(), net.state_dict()), tmp_path / "saved")
-    parameters, state = torch.load(tmp_path / "saved", weights_only=True)
-    again = _classifier(structure)
-    assert isinstance(again.model.module, nn.Module)
-    again.model.module.load_state_dict(parameters)
-    again.generator.manual_seed(7)
-    again.load_state_dict(state)
-    for _ in range(3):
-        net.step(x, t, F.cross_entropy)
-        again.step(x, t, F.cross_entropy)
-    assert torch.equal(_mean(net), _mean(again))
-    assert torch.equal(net.operator.dense(), again.operator.dense())
-
-
 class Loose(nn.Module):
     """A layer whose examples have met has lost its rule, and a warning says so."""
 
@@ -243,23 +207,6 @@ def test_what_is_found_out_about_the_model_is_said_once(caplog: pytest.LogCaptur
 
 
 class TestBadInput:
-    def test_a_state_that_does_not_fit_changes_nothing(self) -> None:
-        x, t = _regression()
-        net = _linear(ng.Dense(), ng.vi.Rates())
-        net.step(x, t, _squared)
-        state, G = net.state_dict(), net.operator.dense()
-        with pytest.raises(ValueError, match=r"its structure is Dense\(.*\), here it is Diagonal\(.*Nothing was"):
-            _linear(ng.Diagonal(), ng.vi.Rates()).load_state_dict(state)
-        with pytest.raises(ValueError, match=r"its parameters is \{'weight': \[1, 3\], 'bias': \[1\]\}, here it is"):
-            _classifier(ng.Dense()).load_state_dict(state)
-        with pytest.raises(ValueError, match=r"the state has no operator: it is incomplete\. Nothing was loaded"):
-            net.load_state_dict({key: value for key, value in state.items() if key != "operator"})
-        with pytest.raises(NonFiniteError, match="of the metric in the state holds NaN or infinity"):
-            net.load_state_dict({**state, "operator": {key: t * math.nan for key, t in state["operator"].items()}})
-        with pytest.raises(ValueError, match=r"is no state of a torch\.Generator"):
-            net.load_state_dict({**state, "generator": torch.zeros(3)})
-        assert torch.equal(net.operator.dense(), G)
-
     def test_numbers_that_make_no_sense_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"Prior\(precision=…\) must be positive"):
             ng.vi.Prior(0.0, 3)
