@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -13,16 +14,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' DEMO='options of natgrad demo'"
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' DEMO='options of natgrad demo' JOBS=$(JOBS)"
 
 demo: $(VENV)/.cli  ## train on digits with five optimizers, in under two minutes
 	$(BIN)/natgrad demo $(DEMO)
 
-test: $(VENV)/.dev  ## ruff, mypy, doctests and tests
+test: $(VENV)/.dev  ## ruff, mypy, doctests and tests, JOBS files at a time
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/core.py
