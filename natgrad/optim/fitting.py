@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ from natgrad.structures import EigenKronecker, Kronecker, Structure
 
 T = TypeVar("T")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Mapping[str, type | tuple[type, ...]] = {
+Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
+ENTRIES: Kinds = {  # all that ``export`` writes
     "structure": str,
     "parameters": dict,
     "layers": dict,
@@ -48,14 +49,34 @@ _ENTRIES: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
-def check_entries(state: Mapping[str, Any]) -> None:
-    """All that ``export`` writes is there, and of its kind; what later versions added may be missing."""
-    missing = [name for name in _ENTRIES if name not in state]
+def check_entries(state: Mapping[str, Any], entries: Kinds, where: str) -> None:
+    """All these are there, and of their kind; what later versions added may be missing."""
+    missing = [name for name in entries if name not in state]
     if missing:
-        raise ValueError(f'the "natgrad" entry of the state has no {", ".join(missing)}: it is incomplete. {_NOTHING}')
-    for name, kind in _ENTRIES.items():
+        raise ValueError(f"{where} has no {', '.join(missing)}: it is incomplete. {_NOTHING}")
+    for name, kind in entries.items():
         if not isinstance(state[name], kind):
             raise ValueError(f'"{name}" of the state is a {type(state[name]).__name__}: it is damaged. {_NOTHING}')
+
+
+def check_signature(whose: str, state: Mapping[str, Any], signature: Mapping[str, Any]) -> None:
+    """What must be the same for a state to mean the same is so, names in their order too."""
+    for what, mine in signature.items():
+        saved = state.get(what, mine)
+        if saved != mine or (isinstance(mine, dict) and list(saved) != list(mine)):
+            raise ValueError(f"this is the state of another {whose}: {_difference(what, saved, mine)}. {_NOTHING}")
+
+
+def _difference(what: str, saved: Any, mine: Any) -> str:
+    """In words, and of many names only those that differ."""
+    if not isinstance(saved, dict) or not isinstance(mine, dict):
+        return f"its {what} is {saved}, here it is {mine}"
+    names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
+    if not names:
+        return f"its {what} are in the order {', '.join(saved)}, here it is {', '.join(mine)}"
+    shown = [f"{name} is {saved.get(name, 'not there')} and here {mine.get(name, 'not there')}" for name in names[:5]]
+    more = f", and {len(names) - 5} others" if len(names) > 5 else ""
+    return f"of its {what}, {', '.join(shown)}{more}"
 
 
 def check_finite(what: str, tensors: Mapping[str, Any]) -> None:

@@ -187,12 +187,12 @@ def hear(opt: NaturalGradient) -> None:
 
 def _mended(opt: NaturalGradient, inverse: Inverse) -> NatgradError | None:
     """Why the inverse could not be mended; None where it was. Processes that share their inverses would differ."""
-    G, damping = opt.keeper.average, opt.inverse_damping
-    if opt.keeper.world.size > 1 or G is None or damping is None:
+    G = opt.keeper.average
+    if opt.keeper.world.size > 1 or G is None:
         return SingularMetricError(NOT_POSITIVE)
     try:
         with unrounded(opt.keeper.model.example.device):
-            G.mend(inverse, damping)
+            G.mend(inverse, opt.inverse_damping)
     except FactorisationError as error:
         return SingularMetricError(str(error))
     return None

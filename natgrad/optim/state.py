@@ -13,7 +13,16 @@ from torch import Tensor
 
 from natgrad.operators.base import Inverse, Operator
 from natgrad.optim.described import metric_in_words, solver_in_words
-from natgrad.optim.fitting import check_entries, check_finite, check_generator, check_guess, inverse_of, operator_of
+from natgrad.optim.fitting import (
+    ENTRIES,
+    check_entries,
+    check_finite,
+    check_generator,
+    check_guess,
+    check_signature,
+    inverse_of,
+    operator_of,
+)
 from natgrad.optim.keeper import Keeper
 from natgrad.solve import Solver
 
@@ -115,11 +124,8 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
     it takes that of the metrics of this model. An inverse that another solver has made is not kept: the next step makes
     it anew. States of before metric and solver were saved are taken for those of this optimizer.
     """
-    check_entries(state)
-    for what, mine in _signature(keeper).items():
-        saved = state.get(what, mine)
-        if saved != mine or (isinstance(mine, dict) and list(saved) != list(mine)):
-            raise ValueError(f"this is the state of another optimizer: {_difference(what, saved, mine)}")
+    check_entries(state, ENTRIES, 'the "natgrad" entry of the state')
+    check_signature("optimizer", state, _signature(keeper))
     for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
         check_finite(what, state[entry])
     check_guess(keeper.model.size, state["inverse"])
@@ -176,18 +182,6 @@ def _signature(keeper: Keeper) -> dict[str, Any]:
         "parameters": {name: list(p.shape) for name, p in keeper.model.params.items()},
         "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in keeper.view.blocks},
     }
-
-
-def _difference(what: str, saved: Any, mine: Any) -> str:
-    """In words, and of many names only those that differ."""
-    if not isinstance(saved, dict) or not isinstance(mine, dict):
-        return f"its {what} is {saved}, here it is {mine}"
-    names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
-    if not names:
-        return f"its {what} are in the order {', '.join(saved)}, here it is {', '.join(mine)}"
-    shown = [f"{name} is {saved.get(name, 'not there')} and here {mine.get(name, 'not there')}" for name in names[:5]]
-    more = f", and {len(names) - 5} others" if len(names) > 5 else ""
-    return f"of its {what}, {', '.join(shown)}{more}"
 
 
 @final

@@ -67,7 +67,7 @@ def pullback(
     """
     wrapped = Model.of(model, params, output)
     check_slots(metric=(metric, OutputMetric))
-    return View(wrapped, metric, layers_of(wrapped, rules), generator, memory).at(x, target)
+    return View(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
 
 @final
@@ -97,7 +97,7 @@ class View:
     known: Known = field(default_factory=Known)
     deferred: bool = False
 
-    def at(self, x: Inputs, target: Any = None) -> Pullback:
+    def checked(self, x: Inputs, target: Any = None) -> Pullback:
         """The pullback at inputs, and targets, that are looked at first."""
         check_inputs(self.model, x)
         self.metric.check_target(target)

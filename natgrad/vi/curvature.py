@@ -56,7 +56,7 @@ class Curvature:
         check_slots(metric=(metric, OutputMetric))
         view = View(model, metric, layers_of(model), generator)
         for batch in _batches(model, x, target):
-            pb = view.at(batch.x, batch.target)
+            pb = view.checked(batch.x, batch.target)
             _refuse_coupling(pb)
             n += pb.n
             new = structure.estimate_like(pb, operator)
@@ -76,7 +76,7 @@ class Curvature:
         view = View(self.model, Euclidean(), layers_of(self.model), None)
         for start in range(0, n, step):
             part = (start, min(start + step, n))
-            pb = view.at(examples(x, part, n) if step < n else x)
+            pb = view.checked(examples(x, part, n) if step < n else x)
             yield pb.y, Kernel().estimate(pb).rows().view(d, pb.n, -1) * pb.n**0.5
 
     def _check_unmoved(self) -> None:

@@ -15,7 +15,8 @@ from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.model import Inputs, Model
 from natgrad.operators.base import Inverse, Operator
-from natgrad.optim.fitting import check_finite, check_generator, operator_of
+from natgrad.optim.described import metric_in_words
+from natgrad.optim.fitting import check_entries, check_finite, check_generator, check_signature, operator_of
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.assemble import View, layers_of
 from natgrad.slots import check_slots
@@ -121,7 +122,7 @@ class VariationalNetwork:
         slopes, values, new = [], [], None
         for k, ε in enumerate(self._noise()):
             with self._at(ε):
-                pb = self._view.at(x, target)
+                pb = self._view.checked(x, target)
                 G = self.structure.estimate_like(pb, new or self._last)
                 new = G if new is None else new.lerp(G, 1 / (k + 1))
                 value, slope = self._differential(x, target, loss)
@@ -181,15 +182,10 @@ class VariationalNetwork:
 
         One that does not fit is refused, and changes nothing.
         """
-        missing = [key for key in (*self._signature(), "operator", "generator") if key not in state]
-        if missing:
-            raise ValueError(f"the state has no {', '.join(missing)}: it is incomplete. Nothing was loaded")
-        for what, mine in self._signature().items():
-            if state[what] != mine:
-                raise ValueError(
-                    f"this is the state of another posterior: its {what} is {state[what]}, here it is {mine}. Nothing "
-                    "was loaded"
-                )
+        signature = self._signature()
+        kinds = {name: type(value) for name, value in signature.items()}
+        check_entries(state, {**kinds, "operator": dict, "generator": Tensor}, "the state")
+        check_signature("posterior", state, signature)
         check_finite("the metric", state["operator"])
         check_generator(state["generator"], self.generator)
         tensors = {key: t.to(self.model.example.device, copy=True) for key, t in state["operator"].items()}
@@ -200,8 +196,12 @@ class VariationalNetwork:
 
     def _signature(self) -> dict[str, Any]:
         """What must be the same for a state to mean the same."""
-        parameters = {name: list(p.shape) for name, p in self.model.params.items()}
-        return {"structure": repr(self.structure), "parameters": parameters}
+        return {
+            "metric": metric_in_words(self.metric),
+            "structure": repr(self.structure),
+            "dtype": str(self.model.example.dtype),
+            "parameters": {name: list(p.shape) for name, p in self.model.params.items()},
+        }
 
     @property
     def _last(self) -> Operator | None:

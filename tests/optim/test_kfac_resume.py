@@ -212,7 +212,7 @@ OTHERS: dict[str, tuple[Callable[[], ng.NaturalGradient], str]] = {
     ),
     "shape": (
         lambda: ng.KFAC(_linear(3), EXACT),
-        r"of its parameters, 2.weight is \[3, 4\] and here \[2, 4\], 2.bias is \[3\] and here \[2\]$",
+        r"of its parameters, 2.weight is \[3, 4\] and here \[2, 4\], 2.bias is \[3\] and here \[2\]\. Nothing",
     ),
     "name": (
         lambda: ng.KFAC(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), EXACT),

@@ -66,9 +66,16 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"its structure is Dense\(.*\), here it is Diagonal\(.*Nothing was"):
         _classifier(ng.Diagonal()).load_state_dict(state)
     with pytest.raises(
-        ValueError, match=r"its parameters is \{'0\.weight': \[4, 2\], .*, here it is \{'0\.weight': \[3, 2"
+        ValueError, match=r"posterior: of its parameters, 0\.weight is \[4, 2\] and here \[3, 2\], 0\.bi"
     ):
         _classifier(ng.Dense(), width=3).load_state_dict(state)
+    turned = {**state, "parameters": dict(reversed(state["parameters"].items()))}
+    with pytest.raises(ValueError, match=r"its parameters are in the order 2\.bias, .*, here it is 0\.weight"):
+        net.load_state_dict(turned)  # a dense metric has its rows in that order
+    with pytest.raises(ValueError, match=r"its dtype is torch\.float32, here it is torch\.float64"):
+        net.load_state_dict({**state, "dtype": "torch.float32"})
+    with pytest.raises(ValueError, match='"operator" of the state is a list: it is damaged'):
+        net.load_state_dict({**state, "operator": []})
     with pytest.raises(ValueError, match=r"the state has no operator: it is incomplete\. Nothing was loaded"):
         net.load_state_dict({key: value for key, value in state.items() if key != "operator"})
     with pytest.raises(NonFiniteError, match="of the metric in the state holds NaN or infinity"):
