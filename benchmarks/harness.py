@@ -105,8 +105,8 @@ def together(
     warmup: int = 2,
     turns: Mapping[str, int] | None = None,
 ) -> Race:
-    """All contestants take turns, one of each in a round: none finds on a GPU what it left, and no loop settles."""
-    seconds = _rounds(contestants, rounds, device, warmup)
+    """All contestants take turns, the most that one of them needs in a round: on a GPU none finds what it left."""
+    seconds = _rounds(contestants, rounds, device, warmup, max((turns or {}).values(), default=1))
     return Race(unit, seconds, dict.fromkeys(seconds, seconds[unit]))
 
 

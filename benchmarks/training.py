@@ -89,9 +89,8 @@ def rivals(contest: Contest) -> list[Rival]:
 
 def self_tuned(contest: Contest) -> Contender:
     """K-FAC with default arguments, and the largest batches."""
-    return Contender(
-        KFAC, lambda model: ng.KFAC(model, contest.metric, step=ng.SelfTuned()), contest.task.data.batch_size
-    )
+    batch = contest.task.data.batch_size
+    return Contender(KFAC, lambda model: ng.KFAC(model, contest.metric, step=ng.SelfTuned()), batch)
 
 
 def train(contest: Contest, contender: Contender, seed: int, seconds: float, points: int = 100) -> Run:
@@ -169,9 +168,8 @@ def compete(contest: Contest, record: Record, path: Path) -> None:
         for contender in contenders:
             if record.has(contest.task.name, contender.name, seed):
                 continue
-            if contest.task.data.train[
-                0
-            ].is_cuda:  # what a GPU loads and compiles once, everybody has before the clock runs
+            on_gpu = contest.task.data.train[0].is_cuda
+            if on_gpu:  # what it loads and compiles once, everybody has before the clock runs
                 train(contest, contender, seed, 0.5, points=1)
             record.runs.append(train(contest, contender, seed, record.seconds))
             record.save(path)

@@ -166,6 +166,9 @@ def test_where_no_loop_is_to_settle_all_take_turns() -> None:
     result = together(contestants, "a", rounds=2, device=CPU, warmup=1)
     assert order == ["a", "b", "c"] * 3
     assert {name: len(seconds) for name, seconds in result.seconds.items()} == {"a": 2, "b": 2, "c": 2}
+    order.clear()
+    together(contestants, "a", rounds=2, device=CPU, warmup=1, turns={"b": 4, "c": 2})
+    assert order == ["a", "b", "c"] * 12  # whoever has a rhythm is timed over all of it
 
 
 def test_a_round_of_a_duel_is_the_mean_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
