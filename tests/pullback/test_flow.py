@@ -100,9 +100,9 @@ class Idle(nn.Module):
 
 @pytest.mark.parametrize("room", [0, 200, 10**9])
 def test_a_layer_that_no_cotangent_comes_to_has_zeros(room: int) -> None:
-    problem = zoo.Problem(Idle().double(), normal(4, 4))
-    tape = record(Model.of(problem.model), layers_of(Model.of(problem.model)), problem.x)
-    blocks = layers_of(Model.of(problem.model))
+    model = Model.of(Idle().double())
+    blocks = layers_of(model)
+    tape = record(model, blocks, normal(4, 4))
     layers, found = Layers(tuple(blocks), Expand(), torch.float64, 4), dict[int, Tensor]()
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
