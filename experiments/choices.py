@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, final
 
 from experiments.files import write_json
-from experiments.images import Part
 from experiments.record import Record, longest
 from experiments.training import Setup
 
@@ -60,10 +59,6 @@ class Choice:
         known = {key: value for key, value in found.items() if key == "rounds" or value}
         return {**known, "before": [one.entry() for one in self.before]} if self.before else known
 
-    def found_with(self, images: str) -> dict[str, Any]:
-        """The conditions. Of a choice from before they were written down: the command without options, on a GPU."""
-        return {**Setup(device="cuda", part=Part(held_out=5000)).conditions(images), **self.conditions}
-
     def aside(self) -> Choice:
         """A new search, which keeps this one."""
         return Choice(before=(*self.before, replace(self, before=())))
@@ -82,10 +77,8 @@ class Choices:
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         entries = {}
         for dataset, arms in found.items():
-            for arm, every in arms.items():
-                # A file from before there was a choice for each schedule has one entry, which says what it is of.
-                named = {every["schedule"]: every} if "schedule" in every else every
-                for schedule, entry in named.items():
+            for arm, schedules in arms.items():
+                for schedule, entry in schedules.items():
                     if not isinstance(entry, Mapping) or "rounds" not in entry:
                         raise SystemExit(
                             f"{path} has settings of {arm} on {dataset} that were not found in rounds: move it away, "
@@ -117,7 +110,7 @@ class Choices:
                 f"{whose.arm} has not been tuned on {whose.dataset} with the schedule {whose.schedule}: run --tune "
                 f"{anew} first, or leave it out of --arms"
             )
-        was, now = choice.found_with(""), setup.conditions("")
+        was, now = choice.conditions, setup.conditions("")
         other = ", ".join(f"{key} {was[key]} and not {now[key]}" for key in _MATTERS if was[key] != now[key])
         if other:
             raise SystemExit(

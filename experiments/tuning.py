@@ -139,7 +139,7 @@ class Tuning:
         """What was not so when it was found: images, networks, candidates or rounds; empty where all was."""
         if not choice.rounds:
             return ""
-        was, now = choice.found_with(search.images), self.setup.conditions(search.images)
+        was, now = dict(choice.conditions), self.setup.conditions(search.images)
         names = list(search.grid[0].numbers())
         was["candidates"] = sorted(tuple(one[name] for name in names) for one in choice.rounds[0]["tried"])
         now["candidates"] = sorted(tuple(arm.numbers().values()) for arm in search.grid)

@@ -40,17 +40,18 @@ def places(folder: Path) -> list[str]:
 
 def test_the_grids_have_what_was_chosen_before_not_at_their_edge() -> None:
     for name, candidates in arms.grid().items():
-        assert len({tuple(one.numbers().values()) for one in candidates}) == 12
-        before = Choices.load(RESULTS / "tuned.json").of(replace(SGD, arm=name)).chosen
-        assert before is not None
-        assert Search(CIFAR10, "", TENTHS, name, candidates).edges(before) == ""
+        choice = Choices.load(RESULTS / "tuned.json").of(replace(SGD, arm=name))
+        assert len({tuple(one.numbers().values()) for one in candidates}) == len(choice.rounds[0]["tried"])
+        (before,) = choice.before
+        assert before.chosen is not None
+        assert Search(CIFAR10, "", TENTHS, name, candidates).edges(before.chosen) == ""
 
 
 def test_a_choice_at_the_edge_of_its_grid_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     search = Search(CIFAR10, "", TENTHS, "sgd", arms.grid()["sgd"])
-    found = search.edges({"lr": 0.1, "weight_decay": 3e-4})
-    assert found == "lr 0.1 is the largest and weight_decay 0.0003 is the smallest"
-    assert search.edges({"lr": 0.03, "weight_decay": 1e-2}) == "weight_decay 0.01 is the largest"
+    found = search.edges({"lr": 0.06, "weight_decay": 1e-3})
+    assert found == "lr 0.06 is the largest and weight_decay 0.001 is the smallest"
+    assert search.edges({"lr": 0.03, "weight_decay": 3e-2}) == "weight_decay 0.03 is the largest"
     tuning(folder, TENTHS).tune(GRID, [CIFAR10], Ample())
     told = [line for line in capsys.readouterr().out.splitlines() if "beyond" in line]
     assert len(told) == 1  # one of two rates is at an edge; of one weight decay there is none
@@ -107,18 +108,19 @@ def test_the_choices_that_are_kept_are_put_aside_with_all_their_numbers(folder: 
     results = folder / "results"
     results.mkdir()
     shutil.copy(RESULTS / "tuned.json", results)
-    kept = json.loads((results / "tuned.json").read_text())["cifar10"]
+    kept = json.loads((results / "tuned.json").read_text())
     quick = ["--tune", "--tune-epochs", "1", "--finalists", "1", "--final-epochs", "1", "--held-out", "20"]
     asked = [*places(folder), *TINY, *quick, "--arms", "sgd", "--seconds", "0"]
-    with pytest.raises(SystemExit, match=r"with tenths .*batch 128 and not 32.*rounds .*\[\(4, 9\), \(10, 3\)\] and"):
+    with pytest.raises(SystemExit, match=r"with tenths .*batch 128 and not 32.*rounds .*\[\(4, 16\), \(15, 5\)\] and"):
         main(asked)
-    main([*asked, "--schedules", "fifths"])  # of which there is none
-    assert json.loads((results / "tuned.json").read_text())["cifar10"] == kept
+    main([*asked, "--schedules", "cosine"])  # of which there is none
+    assert json.loads((results / "tuned.json").read_text()) == kept
     main([*asked, "--anew"])
-    found = json.loads((results / "tuned.json").read_text())["cifar10"]
-    for name, entry in (("sgd", found["sgd"]["tenths"]["before"][0]), ("adamw", found["adamw"]["tenths"])):
-        assert {"schedule": "tenths", **entry} == kept[name]
-    assert Choices.load(results / "tuned.json").of(SGD).before == (Choices.load(RESULTS / "tuned.json").of(SGD),)
+    found, was = (Choices.load(folder / "tuned.json") for folder in (results, RESULTS))
+    old = was.of(SGD)
+    assert found.of(SGD) == Choice(before=(*old.before, replace(old, before=())))
+    others = [Whose("cifar10", "adamw", schedule) for schedule in ("tenths", "fifths")]
+    assert [found.of(whose) for whose in others] == [was.of(whose) for whose in others]
 
 
 def test_anew_without_tune_is_refused() -> None:
@@ -128,7 +130,7 @@ def test_anew_without_tune_is_refused() -> None:
 
 def test_settings_that_were_not_found_in_rounds_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
-    for entry in ({"lr": 0.1}, {"schedule": "tenths", "chosen": {"lr": 0.1}}, {"tenths": {"chosen": {"lr": 0.1}}}):
+    for entry in ({"lr": 0.1}, {"tenths": {"chosen": {"lr": 0.1}}}):
         path.write_text(json.dumps({"cifar10": {"sgd": entry}}))
         with pytest.raises(SystemExit, match="settings of sgd on cifar10 that were not found in rounds: move it away"):
             Choices.load(path)
@@ -137,7 +139,7 @@ def test_settings_that_were_not_found_in_rounds_are_refused(tmp_path: Path) -> N
 def choose(folder: Path, schedule: str, lr: float) -> None:
     """As if ``--tune`` had."""
     path = folder / "results" / "tuned.json"
-    conditions = {"batch": 32, "width": 2}
+    conditions = Setup(batch=32, width=2).conditions("")
     choice = Choice(rounds=({"epochs": 1, "tried": []},), conditions=conditions, chosen={"lr": lr, "weight_decay": 0.0})
     Choices.load(path).beside(replace(SGD, schedule=schedule), choice).save(path)
 
@@ -184,9 +186,10 @@ def test_the_runs_that_are_kept_are_run_again_where_their_choice_changes_and_not
             was = record.settings["arm"]
             for arm, done in ((Momentum(**was), True), (Momentum(0.1, 0.01), False)):
                 job = Job("cifar10", SCHEDULES[record.name.schedule], arm, record.name.seed)
-                assert is_done(setup.settings(job, "of today"), record) == done
-                with pytest.raises(SystemExit, match=rf"{record.name.key} was run with .*: choose other folders"):
-                    is_done(replace(setup, batch=64).settings(job, "of today"), record)
+                assert is_done(setup.settings(job, record.settings["images"]), record) == done
+                for other, images in ((replace(setup, batch=64), record.settings["images"]), (setup, "others")):
+                    with pytest.raises(SystemExit, match=rf"{record.name.key} was run with .*: choose other folders"):
+                        is_done(other.settings(job, images), record)
 
 
 def run(lr: float, epochs: int, **other: Any) -> Record:

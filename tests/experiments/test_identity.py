@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,15 @@ def test_the_runs_that_are_kept_are_those_of_the_command_on_a_gpu_with_all_image
     records = load_all([RESULTS])
     assert len(records) == 30
     for record in records:
-        # Those with fifths are from before there was a choice for each schedule.
-        schedule = "tenths" if record.name.arm in TUNED else record.name.schedule
-        made = arm(Whose("cifar10", record.name.arm, schedule), RESULTS, setup)
+        made = arm(Whose.of(record), RESULTS, setup)
         job = Job(record.name.dataset, SCHEDULES[record.name.schedule], made, record.name.seed)
-        assert record.made_with(setup.settings(job, "of today"))
+        # Those of K-FAC are from before it was written down which images they are of.
+        images = record.settings.get("images", "of today")
+        assert record.made_with(setup.settings(job, images))
         for other in ({"part": Part(300)}, {"batch": 64}, {"width": 32}, {"epochs": 100}, {"device": "cpu"}):
-            assert not record.made_with(replace(setup, **other).settings(job, "of today"))
+            assert not record.made_with(replace(setup, **other).settings(job, images))
+    digests = {record.settings["images"] for record in records if record.name.arm in TUNED}
+    assert len(digests) == 1
 
 
 def test_images_are_decoded_once_and_those_of_other_files_never_taken_for_them(tmp_path: Path) -> None:
@@ -159,8 +162,8 @@ def test_trials_and_choices_of_fewer_images_are_not_taken_for_those_of_all(folde
 
 def test_the_choices_that_are_kept_are_those_of_the_command_without_options() -> None:
     path = RESULTS / "tuned.json"
-    for name in ("sgd", "adamw"):
-        whose, choices = Whose("cifar10", name, "tenths"), Choices.load(path)
-        assert choices.chosen(whose, Setup()) == json.loads(path.read_text())["cifar10"][name]["chosen"]
+    for name, schedule in product(("sgd", "adamw"), ("tenths", "fifths")):
+        whose, choices = Whose("cifar10", name, schedule), Choices.load(path)
+        assert choices.chosen(whose, Setup()) == json.loads(path.read_text())["cifar10"][name][schedule]["chosen"]
         with pytest.raises(SystemExit, match=rf"{whose} was tuned with batch 128 and not 64, limit None and not 300"):
             choices.chosen(whose, Setup(batch=64, part=Part(300)))

@@ -32,13 +32,13 @@ def test_sgd_and_adamw_are_tuned_on_images_that_are_held_out_before_they_run(
         main([*places, *TINY, "--arms", "sgd"])
     tuning = ["--arms", "sgd", "--tune", "--tune-epochs", "1", "--finalists", "2", "--final-epochs", "2"]
     main([*places, *TINY, *tuning, "--held-out", "20", "--seconds", "0"])
-    assert "sgd on cifar10 with tenths: 0 of 12 trials are done, run --tune again" in capsys.readouterr().out
+    assert "sgd on cifar10 with tenths: 0 of 16 trials are done, run --tune again" in capsys.readouterr().out
     main([*places, *TINY, *tuning, "--held-out", "20"])
     main([*places, *TINY, *tuning, "--held-out", "20"])  # there is nothing left to do
     best = json.loads((folder / "results" / "tuned.json").read_text())["cifar10"]["sgd"]["tenths"]
     every, finals = ({key(one): one["accuracy"] for one in done["tried"]} for done in best["rounds"])
     assert [done["epochs"] for done in best["rounds"]] == [1, 2]
-    assert len(every) == 12
+    assert len(every) == 16
     assert sorted(every[one] for one in finals) == sorted(every.values())[-2:]
     assert finals[key(best["chosen"])] == max(finals.values())
     main([*places, *TINY, "--arms", "sgd", "--seeds", "0"])
@@ -68,7 +68,7 @@ def test_a_tuning_that_was_stopped_goes_on_with_the_trials_that_are_left(folder:
     first = {p: p.stat().st_mtime_ns for p in place.out.rglob("runs/*.json")}
     assert len(first) == 6
     assert not path.exists()
-    tuning.tune(grids, [CIFAR10], Trials(place.out, 12))
+    tuning.tune(grids, [CIFAR10], Trials(place.out, 16))
     assert first.items() <= {p: p.stat().st_mtime_ns for p in place.out.rglob("runs/*.json")}.items()
     assert len(json.loads(path.read_text())["cifar10"]["sgd"]["tenths"]["rounds"]) == 1
     with pytest.raises(
