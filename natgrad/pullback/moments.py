@@ -15,7 +15,7 @@ from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged, mean
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import joined
 from natgrad.rules.base import Moment, Replayed
-from natgrad.rules.shapes import check_moment
+from natgrad.rules.shapes import check_length, check_moment
 
 
 class Watcher(ABC):
@@ -65,6 +65,12 @@ def check_inputs(kind: Block, a: Tensor) -> None:
     """Raise if the rule of a layer returned A in another shape than it promised."""
     assert kind.rule is not None
     check_moment(kind.rule, "input_moment", kind.names, (kind.shape[0], kind.shape[2]), a)
+
+
+def check_rows(kind: Block, what: str, size: int, d: int) -> None:
+    """Raise if the rule of a layer returned rows of another length than it promised."""
+    assert kind.rule is not None
+    check_length(kind.rule, what, kind.names, kind.shape[0], d, size)
 
 
 def _of_kinds(

@@ -22,6 +22,7 @@ from natgrad.pullback.factors import Factors
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Moment, Replayed
 from natgrad.rules.precision import single
+from natgrad.rules.rows import Rows, RowsRule
 
 
 @final
@@ -70,6 +71,14 @@ class Sharing(ABC):
     @abstractmethod
     def inputs(self, tape: Tape, block: Block) -> Moment:
         """Σ a aᵀ over all uses of a block."""
+
+    def input_rows(self, tape: Tape, block: Block) -> Rows | None:
+        """The a of a block that is used once, where they are the rows of a matrix and A is Σ a aᵀ of them."""
+        return None
+
+    def output_rows(self, tape: Tape, block: Block, g: Cotangents) -> Rows | None:
+        """The g of a block, likewise."""
+        return None
 
     @abstractmethod
     def squares(self, tape: Tape, block: Block) -> Moment:
@@ -128,6 +137,19 @@ class Cotangents:
 @dataclass(frozen=True)
 class Expand(Sharing):
     """Positions count as if they were independent examples."""
+
+    def input_rows(self, tape: Tape, block: Block) -> Rows | None:
+        uses = tape.of(block)
+        if len(uses) != 1 or not isinstance(uses[0].rule, RowsRule):
+            return None
+        return uses[0].rule.input_rows(uses[0].module, block.keys, uses[0].call)
+
+    def output_rows(self, tape: Tape, block: Block, g: Cotangents) -> Rows | None:
+        places = tape.places(block)
+        use = tape.uses[places[0]]
+        if len(places) != 1 or not isinstance(use.rule, RowsRule):
+            return None
+        return use.rule.output_rows(use.module, block.keys, g.outer[places[0]][0])
 
     def inputs(self, tape: Tape, block: Block) -> Moment:
         assert block.rule is not None
@@ -230,6 +252,12 @@ class Largest(Sharing):
 
     def squares(self, tape: Tape, block: Block) -> Moment:
         return self.sharing.squares(tape, block)
+
+    def input_rows(self, tape: Tape, block: Block) -> Rows | None:
+        return self.sharing.input_rows(tape, block) if block.shape[2] <= self.size else None
+
+    def output_rows(self, tape: Tape, block: Block, g: Cotangents) -> Rows | None:
+        return self.sharing.output_rows(tape, block, g) if block.shape[1] <= self.size else None
 
     def outputs(self, tape: Tape, block: Block, g: Cotangents) -> Tensor:
         if block.shape[1] <= self.size:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.coupled import Coupled
-from natgrad.pullback.moments import check_inputs, check_outputs
+from natgrad.pullback.moments import check_inputs, check_outputs, check_rows
 from natgrad.pullback.recorded import Weight
 from natgrad.pullback.sharing import Cotangents, Sharing, mean
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import joined
 from natgrad.rules.base import Moment
+from natgrad.rules.rows import Rows
 
 
 class Sink(ABC):
@@ -46,6 +47,14 @@ class Sink(ABC):
     def outputs(self, b: int, total: Tensor, count: int) -> None:
         """S = total/count of the layer number b; the total may be overwritten."""
 
+    def input_rows(self, b: int, rows: Rows, count: int) -> bool:
+        """Take A = Σ a aᵀ/count of the rows a without forming it, where that is possible; whether it was."""
+        return False
+
+    def output_rows(self, b: int, rows: Rows, count: int) -> bool:
+        """Take S = Σ g gᵀ/count of the rows g, likewise."""
+        return False
+
     def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
         """Nothing is held back any longer."""
 
@@ -59,7 +68,7 @@ class Collected(Sink):
         self.right: list[Tensor | None] = [None] * count
 
     def inputs(self, b: int, moment: Moment) -> None:
-        self.right[b] = mean(moment)
+        self.right[b] = mean(moment) if isinstance(moment.count, Tensor) else moment.total.div_(moment.count)
 
     def outputs(self, b: int, total: Tensor, count: int) -> None:
         self.left[b] = total.div_(count)
@@ -94,14 +103,24 @@ class Layers:
 
     def put_inputs(self, b: int, tape: Tape, sink: Sink) -> None:
         """A, unless it is late."""
-        if not self.late(b):
-            sink.inputs(b, self._moment(self.blocks[b], tape))
+        if self.late(b):
+            return
+        block = self.blocks[b]
+        rows = self.sharing.input_rows(tape, block)
+        if rows is not None:
+            check_rows(block, "input_rows", rows.size, block.shape[2])
+        if rows is None or not sink.input_rows(b, rows, rows.x.shape[0]):
+            sink.inputs(b, self._moment(block, tape))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: Sink) -> None:
         """S and, where it is late, A."""
         block = self.blocks[b]
         if not self.late(b):
-            sink.outputs(b, self._product(block, tape, g), self.n)
+            rows = self.sharing.output_rows(tape, block, g)
+            if rows is not None:
+                check_rows(block, "output_rows", rows.size, block.shape[1])
+            if rows is None or not sink.output_rows(b, rows, self.n):
+                sink.outputs(b, self._product(block, tape, g), self.n)
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if not block.facets:  # with their counts, by which the sink divides where it averages

@@ -22,6 +22,8 @@ from natgrad.rules.prelu import PReLURule as PReLURule
 from natgrad.rules.recurrent import CellRule as CellRule
 from natgrad.rules.recurrent import RecurrentRule as RecurrentRule
 from natgrad.rules.replay import GraphReplay as GraphReplay
+from natgrad.rules.rows import Rows as Rows
+from natgrad.rules.rows import RowsRule as RowsRule
 
 RULES: tuple[Rule, ...] = (
     LinearRule(),

@@ -8,16 +8,14 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from natgrad.rules.base import Call, Keys, Moment, Rule, plain
-from natgrad.rules.launches import affine_product
+from natgrad.rules.base import Call, Keys, plain
 from natgrad.rules.leading import rows
 from natgrad.rules.packing import homogeneous
-from natgrad.rules.precision import single
-from natgrad.rules.products import affine_moment, symmetric_product
+from natgrad.rules.rows import Rows, RowsRule
 
 
 @final
-class LinearRule(Rule):
+class LinearRule(RowsRule):
     """z = W̄ ā with W̄ = [W b] and ā = (a, 1): the gradient of example n is Σ_r g ā ᵀ (004 (26), (28); ERRATA 51).
 
     Shapes: input [n *r in] gives a [n r 1 i], output cotangents [k n *r out] give g [k n r 1 o]. Sums over all rows do
@@ -52,14 +50,9 @@ class LinearRule(Rule):
     def gathered_cotangents(self, g: Sequence[Tensor]) -> Tensor | None:
         return torch.cat([rows(part) for part in g]).unsqueeze(0)
 
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
+    def input_rows(self, module: nn.Module, keys: Keys, call: Call) -> Rows:
         x = rows(call.x)
-        count = x.shape[0]
-        if "weight" not in keys:
-            return Moment(single(x).new_full((1, 1, 1), count), count)
-        if "bias" not in keys:
-            return Moment(symmetric_product(x).unsqueeze(0), count)
-        return Moment((affine_product if x.device.type == "cuda" else affine_moment)(x).unsqueeze(0), count)
+        return Rows(x if "weight" in keys else x[:, :0], "bias" in keys)
 
-    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return symmetric_product(rows(g)).unsqueeze(0)
+    def output_rows(self, module: nn.Module, keys: Keys, g: Tensor) -> Rows:
+        return Rows(rows(g))

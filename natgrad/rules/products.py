@@ -48,31 +48,69 @@ def affine_moment(x: Tensor) -> Tensor:
     return put_border(out, x.sum(0), m)
 
 
-def _room(x: Tensor, d: int) -> Tensor:
-    """For products [*b d d] of x [*b m i] with itself.
+def absorb_product(x: Tensor, average: Tensor, keep: float, weight: float) -> None:
+    """keep·Ā + weight·xᵀx in place of Ā [d d], for x [m d], on a processor: no product is formed beside it.
 
-    Of large ones rows begin at whole vectors, and not whole pages apart, where they would meet in the same few lines of
-    a cache.
+    No torch function reaches BLAS' syrk: panels are made one by one, each from its diagonal on, and mirrored. Symmetric
+    up to rounding.
+
+    >>> average = torch.ones(2, 2)
+    >>> absorb_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), average, 0.0, 0.5)
+    >>> average
+    tensor([[ 5.,  7.],
+            [ 7., 10.]])
+    """
+    m, d = x.shape
+    panel = max(d, 1) if _little(m, d) else _PANEL
+    for start in range(0, d, panel):
+        stop = min(start + panel, d)
+        average[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:], beta=keep, alpha=weight)
+        if start:
+            average[start:stop, :start] = average[:start, start:stop].T  # rows are written, which pages like
+
+
+def spaced(factor: Tensor) -> Tensor:
+    """A matrix [*b d d] for a processor to add products to, with rows as far apart as theirs; itself where it is so.
+
+    >>> spaced(torch.zeros(1, 1024, 1024)).stride()
+    (1064960, 1040, 1)
+    """
+    d = factor.shape[-1]
+    if factor.stride()[-2:] == (_distance(d, factor.element_size()), 1):
+        return factor
+    return _room(factor, d).copy_(factor)
+
+
+def _room(x: Tensor, d: int) -> Tensor:
+    """For products [*b d d] of x [*b m i] with itself."""
+    return x.new_empty(*x.shape[:-2], d, _distance(d, x.element_size()))[..., :d]
+
+
+def _distance(d: int, size: int) -> int:
+    """Of the rows of products [d d] of numbers of ``size`` bytes.
+
+    Those of large ones begin at whole vectors, and not whole pages apart, where they would meet in the same few lines
+    of a cache.
     """
     wide = -(-d // _ROW) * _ROW if d > _WHOLE else d
-    wide += _ROW * (wide * x.element_size() % _PAGE == 0)
-    return x.new_empty(*x.shape[:-2], d, wide)[..., :d]
+    return wide + _ROW * (wide > 0 and wide * size % _PAGE == 0)
+
+
+def _little(m: int, d: int) -> bool:
+    return d <= _WHOLE or m * d * d < _LITTLE
 
 
 def _on_cpu(x: Tensor, out: Tensor) -> Tensor:
-    """xᵀx into ``out``. No torch function reaches BLAS' syrk: large ones are made panel by panel, each from its
-    diagonal on, and mirrored.
-    """
+    """xᵀx into ``out``."""
     m, d = x.shape[-2:]
-    if d <= _WHOLE or m * d * d < _LITTLE:
+    if _little(m, d):
         square = x.mT @ x
         return torch.add(square, square.mT, out=out).mul_(0.5)  # see ``_symmetrised``
+    for one, into in zip(x.reshape(-1, m, d), out.unsqueeze(0).flatten(0, -3), strict=True):
+        absorb_product(one, into, 0.0, 1.0)
     for start in range(0, d, _PANEL):
-        stop = min(start + _PANEL, d)
-        torch.matmul(x[..., start:stop].mT, x[..., start:], out=out[..., start:stop, start:])
-        corner = out[..., start:stop, start:stop]
+        corner = out[..., start : start + _PANEL, start : start + _PANEL]
         corner.copy_(_symmetrised(corner))
-        out[..., start:stop, :start] = out[..., :start, start:stop].mT  # rows are written, which pages like
     return out
 
 

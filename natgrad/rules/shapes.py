@@ -51,5 +51,14 @@ def check_moment(rule: Rule, what: str, names: Sequence[str], shape: tuple[int, 
         )
 
 
+def check_length(rule: Rule, what: str, names: Sequence[str], c: int, d: int, size: int) -> None:
+    """Rows of ``size`` numbers, of a layer with c groups whose factor is [c d d]."""
+    if c != 1 or size != d:
+        raise ValueError(
+            f"{_name(rule)}.{what} returns rows of {size} numbers for {' + '.join(names)}: there must be {d} in each, "
+            f"and one group, not {c}, as {_name(rule)}.shape says"
+        )
+
+
 def _name(rule: Rule) -> str:
     return type(rule).__name__

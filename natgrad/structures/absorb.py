@@ -20,6 +20,8 @@ from natgrad.pullback.sharing import mean
 from natgrad.pullback.sink import Sink
 from natgrad.pullback.tied import trace
 from natgrad.rules.base import Moment
+from natgrad.rules.products import spaced
+from natgrad.rules.rows import Rows
 
 _HELD = 2**22  # bytes that wait to be absorbed together on a GPU, at least: a launch of few takes as long as of many
 _PART = 8  # or this part of all factors
@@ -52,6 +54,22 @@ class Absorb(Sink):
 
     def weighted(self, weight: Weight) -> Absorb:
         return Absorb(self.average, self.numbers, weight)
+
+    def input_rows(self, b: int, rows: Rows, count: int) -> bool:
+        return self._absorbed(b, self.average.right, rows, count)
+
+    def output_rows(self, b: int, rows: Rows, count: int) -> bool:
+        return self._absorbed(b, self.average.left, rows, count)
+
+    def _absorbed(self, b: int, factors: Sequence[Tensor], rows: Rows, count: int) -> bool:
+        """On a processor, and where nothing can overflow; what was not seen before has nothing to be added to."""
+        number = self.numbers[b]
+        factor = factors[number]
+        alike = factor.ndim == 3 and factor.dtype == rows.x.dtype
+        if factor.device.type == "cuda" or not alike or not self.average.saw(number) or not rows.bounded:
+            return False
+        rows.absorb(factor[0], 1 - self.weight, self.weight / max(count, 1))
+        return True
 
     def inputs(self, b: int, moment: Moment) -> None:
         if isinstance(moment.count, Tensor):
@@ -94,9 +112,13 @@ class Absorb(Sink):
 
 
 def laid_out(factor: Tensor) -> Tensor:
-    """On a GPU, with rows that begin at whole vectors, as those of estimates: an average meets them without a copy."""
-    if factor.ndim != 3 or factor.shape[0] != 1 or not factor.is_contiguous():
-        return factor if _padded(factor) and factor.device.type == "cuda" else factor.contiguous()
+    """With rows that begin at whole vectors, as those of estimates: an average meets them without a copy."""
+    if factor.ndim != 3 or factor.shape[0] != 1:
+        return factor.contiguous()
+    if factor.device.type != "cuda":
+        return spaced(factor)
+    if not factor.is_contiguous():
+        return factor if _padded(factor) else factor.contiguous()
     wider = aligned(factor)
     return factor if wider is factor else wider[:, : factor.shape[1], : factor.shape[2]]
 
