@@ -14,6 +14,7 @@ from natgrad.functionspace.distances import Features, among, check_features, poi
 from natgrad.functionspace.lengthscale import Alike, Lengthscale, Measured, check_lengthscale, is_number
 from natgrad.functionspace.profile import matern
 
+_SMALL = 1e-15  # lengthscale, below which its square and those of distances like it are too small for single precision
 _ELEMENTS = 2**18  # of a temporary; Bessel functions have twenty of them, in double precision
 
 
@@ -79,7 +80,7 @@ class SobolevKernel(ReproducingKernel):
         if not _differentiated(a, b, ℓ):
             return self._values(a, None if y is None else b, ℓ)
         # k' is r^{2ν−2} near r = 0: what it is multiplied by, and what it is made of, may be too small for single.
-        wide = (a, b) if ν >= 1 else (a.double(), b.double())
+        wide = (a.double(), b.double()) if ν < 1 or self._extreme else (a, b)
         u = squared_distances(*wide) / ℓ / ℓ
         if y is not None or not u.requires_grad:
             return (self._constant(a) * matern(ν, u)).to(torch.promote_types(a.dtype, b.dtype))
@@ -97,8 +98,9 @@ class SobolevKernel(ReproducingKernel):
         n, m = len(a), len(a if b is None else b)
         dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
         # r^{2ν} shows where r² is too small for single precision.
-        wide = a.double() if ν < 0.5 else a
-        other = wide if b is None else b.to(wide.dtype) if ν < 0.5 else b
+        double = ν < 0.5 or self._extreme
+        wide = a.double() if double else a
+        other = wide if b is None else b.double() if double else b
         if n * m <= _ELEMENTS:
             u = among(wide) if b is None else squared_distances(wide, other)
             return matern(ν, u / ℓ / ℓ).mul_(constant).to(dtype)
@@ -161,6 +163,13 @@ class SobolevKernel(ReproducingKernel):
                 f"in {x.dtype}. Use normalised=True, and log_constant({x.shape[1]}) where the constant matters"
             )
         return math.exp(log_constant)
+
+    @property
+    def _extreme(self) -> bool:
+        """Whether r² or ℓ² may be out of the range of single precision where r/ℓ is not."""
+        if isinstance(self.lengthscale, Lengthscale):
+            return True  # it may be anything
+        return not isinstance(self.lengthscale, Tensor) and not _SMALL < float(self.lengthscale) < 1 / _SMALL
 
     def _lengthscale(self, x: Tensor, other: bool) -> float | Tensor:
         if isinstance(self.lengthscale, Tensor):

@@ -52,7 +52,7 @@ class Median(Lengthscale):
     def of(self, points: Tensor) -> Tensor:
         u = _pairs(self, points)
         median = u.masked_fill_(u == 0, torch.nan).nanmedian().sqrt()  # pairs are there twice, which moves no median
-        return torch.where(median.isnan(), 1.0, median / float(self.divisor))
+        return torch.where(median.isnan(), 1.0, median / float(self.divisor)).to(points.dtype)
 
 
 @final
@@ -96,7 +96,7 @@ class Alike(Lengthscale):
             sums = [self._sums(u, apart, ℓ) for ℓ in tried.exp().split(max(1, _AT_ONCE // u.numel()))]
             below = (torch.cat(sums) < wanted).sum().clamp(1, _GRID - 1)
             low, high = tried.gather(0, torch.stack([below - 1, below])).unbind()
-        return torch.where(apart.any(), ((low + high) / 2).exp(), 1.0)
+        return torch.where(apart.any(), ((low + high) / 2).exp(), 1.0).to(points.dtype)
 
     def _sums(self, u: Tensor, apart: Tensor, lengthscales: Tensor) -> Tensor:
         """Σ k over the pairs that are apart [g], for lengthscales [g]."""
@@ -163,8 +163,12 @@ def _check_number(where: str, value: object, why: str) -> None:
 
 
 def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
-    """The squared distances [n n] of the points among themselves, where they fit."""
-    x = points.detach()
+    """The squared distances [n n] of the points among themselves, where they fit, in double precision.
+
+    Squares leave the range of single precision long before distances do. What leaves that of double is refused, but on
+    a GPU, which is not waited for: there it is NaN, which is reported where steps are checked.
+    """
+    x = points.detach().double()
     if x.ndim != 2 or len(x) == 0:
         raise ValueError(
             f"{rule!r} measures a lengthscale on points [n d], at least one, and got {tuple(x.shape)}: give a batch "
@@ -177,4 +181,10 @@ def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
             "some of them, kernel = kernel.at(x[:1000]), or give a number as the lengthscale"
         )
     with torch.no_grad():
-        return squared_distances(x, x)
+        u = squared_distances(x, x)
+    if u.device.type == "cpu" and bool(u.isinf().any()) and bool(x.isfinite().all()):
+        raise ValueError(
+            f"{rule!r} cannot measure points that are {float(x.amax() - x.amin()):.3g} apart in a coordinate: the "
+            "squares of their distances are infinite. Scale the inputs, or give features= that does"
+        )
+    return u

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
 from natgrad.linalg import check_finite, smallest
 
@@ -16,18 +17,20 @@ from natgrad.linalg import check_finite, smallest
 class KernelMatrix:
     """K [n n], positive semi-definite, as Q K' Qᵀ with K' regular; in float64.
 
-    A regular K is its own K', and Q = 1. In a singular one, as equal points make it, Q are the eigenvectors and K' the
-    eigenvalues. Those that are zero to ``rounding`` are replaced by 1 and their eigenvectors by 0: nothing of what is
-    expressed in Q goes there, and all shapes stay what they are. K⁺ = Q K'⁻¹ Qᵀ.
+    A regular K is its own K', and Q = 1. Of a singular one, equal points count as one: Q has no part in their
+    differences, and K⁺ = Q K'⁻¹ Qᵀ is the pseudo-inverse (ERRATA 13). What else is zero to ``rounding`` are functions
+    so rough that their norm is beyond it, which points that are close make: it is 1/``rounding``, as that of the
+    roughest that is known, and not none. Of the n columns of Q those that are not needed are 0, and K' is 1 there: all
+    shapes stay what they are.
 
-    >>> equal = KernelMatrix.of(torch.ones(2, 2, dtype=torch.float64))  # two equal points count as one (ERRATA 13)
+    >>> equal = KernelMatrix.of(torch.ones(2, 2, dtype=torch.float64))
     >>> equal.inverse()
     tensor([[0.2500, 0.2500],
             [0.2500, 0.2500]], dtype=torch.float64)
     """
 
     whole: Tensor  # K
-    inner: Tensor  # K'
+    inner: Tensor  # K' without what rounding adds
     root: Tensor  # L lower triangular, with K' = L Lᵀ
     basis: Tensor | None  # Q; None for 1
 
@@ -41,19 +44,20 @@ class KernelMatrix:
     def of(K: Tensor, eps: float | None = None) -> KernelMatrix:
         """``eps`` is the precision that K is known to, where that is less than its own."""
         check_finite(K, "the kernel matrix of the examples")
-        K, cut = K.double(), rounding(K, eps)
+        given, K, cut = K.dtype, K.double(), rounding(K, eps)
         factor, info = torch.linalg.cholesky_ex(K)
         if bool((info == 0) & (smallest(factor) > 100 * cut)):
             return KernelMatrix(K, K, factor, None)
-        values, vectors = torch.linalg.eigh(K)
+        distinct = _distinct(K, torch.finfo(given).eps if eps is None else eps)
+        values, vectors = torch.linalg.eigh(distinct.T @ K @ distinct)
         if bool(values[0] < -100 * cut):
             raise ValueError(
                 f"the kernel matrix of the examples has the eigenvalue {float(values[0]):.3g}: that of a kernel has "
                 "none below zero. Give k(x, y) that is symmetric and positive definite, in the precision of its dtype"
             )
-        seen = values > cut
-        values = torch.where(seen, values, 1.0)
-        return KernelMatrix(K, values.diag(), values.sqrt().diag(), vectors * seen)
+        more = (0, len(K) - len(values))
+        inner, floored = (pad(values.clamp(min=low), more, value=1.0) for low in (0.0, float(cut)))
+        return KernelMatrix(K, inner.diag(), floored.sqrt().diag(), pad(distinct @ vectors, more))
 
     def inverse(self) -> Tensor:
         """K⁺."""
@@ -91,6 +95,19 @@ class KernelMatrix:
         k = gram.shape[0] // n
         left = torch.einsum("nt,knj->ktj", self.basis, gram.view(k, n, k * n)).reshape(k * n, k, n)
         return (left @ self.basis).view_as(gram)
+
+
+def _distinct(K: Tensor, eps: float) -> Tensor:
+    """E [n m] with orthonormal columns, one for every point that is none of those before it: K = E EᵀK E Eᵀ.
+
+    Points are equal where the square of their distance in the space of the kernel, K_nn + K_mm − 2K_nm, is rounding.
+    """
+    diagonal = K.diagonal()
+    squares = diagonal.unsqueeze(1) + diagonal - 2 * K
+    equal = squares.abs() <= 4 * eps * diagonal.abs().amax()  # one that is far below zero is of no kernel
+    first = equal.to(torch.uint8).argmax(1)  # the first that a point is equal to, at the latest itself
+    _, place, count = first.unique(return_inverse=True, return_counts=True)
+    return one_hot(place).to(K.dtype) / count.to(K.dtype).sqrt()
 
 
 def root_or_nan(matrix: Tensor) -> Tensor:

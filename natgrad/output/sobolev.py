@@ -16,7 +16,7 @@ from natgrad.functionspace.kernels import SobolevKernel
 from natgrad.functionspace.lengthscale import Lengthscale, is_number
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs, arguments
-from natgrad.operators.gram import KernelMatrix, unseen
+from natgrad.operators.gram import KernelMatrix, rounding, unseen
 from natgrad.output.metric import Coupling, Euclidean, OnBase, OutputMetric
 
 
@@ -37,12 +37,13 @@ class Sobolev(OnBase):
     pixels say little. ``jitter``: K is (K + jitter)/(1 + jitter), in float64, so that K_nn = 1 still.
 
     Examples that are equal count as one and not as several (ERRATA 13), up to the jitter, and exactly where it is 0: a
-    batch of copies has 1/N of the metric of one of them, a batch of one that of its base. Without jitter, or with one
-    below max(N, 4096) units in the last place of λ_max(K), about 10⁻¹²N, a singular K has its pseudo-inverse for K⁻¹:
-    what it does not see to that rounding (differences of equal or nearly equal inputs) has no norm, and G is that of
-    the rest. Where the jitter is small beside N³ε², with the ε of the outputs (10⁻⁶ in single precision, from N = 416
-    on), rows are mixed in double precision, whatever their own. ``Kernel`` solves without K⁻¹, Jᵀ(λK + JJᵀ)⁻¹K e
-    (``PushThrough``), and keeps the digits that an ill-conditioned K costs the other structures.
+    batch of copies has 1/N of the metric of one of them, a batch of one that of its base. A jitter below max(N, 4096)
+    units in the last place of λ_max(K), about 10⁻¹²N, is none. Where K is singular to that rounding, and not because
+    inputs are equal, functions that are as rough as that have the norm of the roughest that are known, 1/rounding: they
+    hardly move, as where the jitter becomes small. Where the jitter is small beside N³ε², with the ε of the outputs
+    (10⁻⁶ in single precision, from N = 416 on), rows are mixed in double precision, whatever their own. ``Kernel``
+    solves without K⁻¹, Jᵀ(λK + JJᵀ)⁻¹K e (``PushThrough``), and keeps the digits that an ill-conditioned K costs the
+    other structures.
 
     Where ``base`` is sampled, the whole batch shares its samples: column k is one random combination Σ_j ε_kj s_j of
     the columns of the exact root. Independent ones would erase K⁻¹ but for its diagonal (ERRATA 10).
@@ -87,6 +88,8 @@ class Sobolev(OnBase):
             raise ValueError(f"{self.base!r} couples the examples itself: a Sobolev metric needs a base that does not")
         K = self.gram(x, n)
         regular = self.jitter > n * unseen(n)  # no eigenvalue is below the jitter, and none above n
+        if not regular and bool(self.jitter <= rounding(K)):  # such a jitter only hides which points are equal
+            K.mul_(1 + float(self.jitter)).fill_diagonal_(1.0)
         half = (KernelMatrix.regular(K) if regular else KernelMatrix.of(K)).inverse_root()
         # n columns of L, of size 1/√jitter, mix rows that are equal but for ε: in sums of n terms that is n³ε²/jitter.
         enough = self.jitter > n**3 * torch.finfo(dtype).eps ** 2

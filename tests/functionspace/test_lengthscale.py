@@ -103,3 +103,32 @@ def test_distances_that_do_not_fit_are_refused_before_they_are_made() -> None:
     for rule in (Median(), Alike()):
         with pytest.raises(MemoryBoundError, match=r"the distances of 20,000 points, over .*kernel.at\(x\[:1000\]\)"):
             rule.of(x)
+
+
+@pytest.mark.parametrize("rule", [Median(), Alike(0.3)], ids=repr)
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+@pytest.mark.parametrize("grad", [False, True])
+def test_points_whose_squares_leave_single_precision_have_the_kernel_of_points_that_do_not(
+    rule: Lengthscale, scale: float, grad: bool
+) -> None:
+    x = torch.tensor([[0.0], [1.0], [3.0]])
+    expected = SobolevKernel(1.5, rule)(x)
+    found = SobolevKernel(1.5, rule)((scale * x).requires_grad_(grad))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.detach(), expected)
+    given = SobolevKernel(1.5, float(rule.of(scale * x)))((scale * x).requires_grad_(grad))
+    torch.testing.assert_close(given.detach(), expected)
+
+
+def test_a_lengthscale_that_is_zero_in_single_precision_keeps_points_apart() -> None:
+    x = torch.tensor([0.0, 1.0])
+    for nu in (0.3, 1.5, 40.0):
+        assert torch.equal(SobolevKernel(nu, 1e-46)(x), torch.eye(2))
+        assert torch.equal(SobolevKernel(nu, 1e-46)(x, x), torch.eye(2))
+
+
+@pytest.mark.parametrize("rule", [Median(), Alike(0.3)], ids=repr)
+def test_points_whose_squares_leave_double_precision_are_refused(rule: Lengthscale) -> None:
+    x = torch.tensor([[0.0], [1e160], [3e160]], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"cannot measure points that are 3e\+160 apart in a coordinate: .*Scale the"):
+        rule.of(x)

@@ -184,20 +184,39 @@ def outer(model: nn.Linear, x: Tensor) -> Tensor:
     return torch.outer(row, row)
 
 
-def test_what_a_singular_k_does_not_see_has_no_norm() -> None:
-    """Inputs so close beside ℓ that K has not full rank in float64, though no two are equal."""
-    x = normal(8, 1)
-    metric = ng.Sobolev(nu=4.5, lengthscale=1e3, jitter=0.0)
-    K = metric.gram(x, 8)
-    values, vectors = torch.linalg.eigh(K)
-    seen = values > 4096 * torch.finfo(torch.float64).eps * values[-1]
-    assert 1 < int(seen.sum()) < 8
-    C = metric.coupling(x, 8)
-    close(C / C.abs().max(), (vectors[:, seen] / values[seen] @ vectors[:, seen].T) / C.abs().max(), 1e-9)
-    model = nn.Sequential(nn.Linear(1, 9), nn.Tanh(), nn.Linear(9, 1)).double()
-    for structure in (ng.Dense(), ng.Kernel()):
-        v = ng.natural_gradient(model, x, lambda y: total(y) / 8, metric, structure=structure, damping=0.1)
-        assert bool(v.flatten().isfinite().all())
+@pytest.mark.parametrize(("nu", "lengthscale"), [(1.5, 1e5), (4.5, 1e3), (40.0, 30.0)])
+def test_what_is_too_rough_for_a_singular_k_hardly_moves(nu: float, lengthscale: float) -> None:
+    """Inputs so close beside ℓ that K is singular in float64, though no two are equal: the limit of small jitters.
+
+    A smaller jitter is nearer to it, until it is below the rounding of K, and none.
+    """
+    torch.manual_seed(0)
+    x, model = normal(12, 1), nn.Sequential(nn.Linear(1, 60), nn.Tanh(), nn.Linear(60, 1)).double()
+    metrics = [ng.Sobolev(nu=nu, lengthscale=lengthscale, jitter=jitter) for jitter in (1e-9, 1e-10, 1e-14, 0.0)]
+    values = torch.linalg.eigvalsh(metrics[-1].gram(x, 12))
+    assert 1 < int((values > 4096 * torch.finfo(torch.float64).eps * values[-1]).sum()) < 12
+    for structure in (ng.Kernel(), ng.Dense()):
+        small, smaller, less, none = (
+            ng.natural_gradient(model, x, lambda y: total(y) / 12, metric, structure=structure, damping=1e-3).flatten()
+            for metric in metrics
+        )
+        assert torch.equal(less, none)
+        far, near = (float((v - none).norm() / none.norm()) for v in (small, smaller))
+        assert near < far < 0.1
+
+
+def test_the_coupling_of_a_singular_k_is_its_inverse_up_to_rounding_and_no_less_beyond() -> None:
+    x, metric = normal(8, 1), ng.Sobolev(nu=4.5, lengthscale=1e3, jitter=0.0)
+    values, vectors = torch.linalg.eigh(metric.gram(x, 8))
+    rounding = 4096 * torch.finfo(torch.float64).eps * values[-1]
+    C = vectors.T @ metric.coupling(x, 8) @ vectors
+    seen = values > 10 * rounding
+    close(
+        C[seen][:, seen] * values[seen].sqrt() * values[seen].sqrt()[:, None],
+        torch.eye(int(seen.sum()), dtype=torch.float64),
+        1e-2,
+    )
+    assert float(torch.linalg.eigvalsh(C[~seen][:, ~seen])[0]) > 0.05 / float(rounding)
 
 
 def test_the_jitter_makes_any_k_regular() -> None:
