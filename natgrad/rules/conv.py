@@ -96,7 +96,14 @@ class TransposedConvRule(Rule):
     """z[p·s + u] += W_u x_p: the layer maps every input position p to a patch of the output, W [c (o·kernel) i].
 
     So a is the input itself, r counts input positions, and g is the patch of cotangents around each of them. The bias
-    is added at output positions: it is a layer of its own.
+    is added at output positions: it is a layer of its own. How many positions there are follows from the size
+    of the output, ⌊(size + 2·padding − span − 1)/s⌋ + 1 − ⌊q/s⌋ with output padding q. A call with ``output_size``
+    replaces q by one below s, and is refused where q ≥ s.
+
+    >>> layer = nn.ConvTranspose1d(2, 3, kernel_size=2, dilation=2, output_padding=1)
+    >>> y = layer(torch.randn(4, 2, 5))
+    >>> y.shape[2], TransposedConvRule().cotangents(layer, ("weight",), y.unsqueeze(0)).shape  # [k n r c o]
+    (8, torch.Size([1, 4, 5, 1, 6]))
     """
 
     def covers(self, module: nn.Module) -> bool:
@@ -117,6 +124,7 @@ class TransposedConvRule(Rule):
         if keys == ("bias",):
             sizes = _output_sizes(layer, call)
             return x.new_ones(x.shape[0], sizes.numel(), 1, 1)
+        _check_padding(layer, call)
         return x.flatten(2).unflatten(1, (layer.groups, -1)).permute(0, 3, 1, 2)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
@@ -132,6 +140,7 @@ class TransposedConvRule(Rule):
         if keys == ("bias",):
             count = x.shape[0] * _output_sizes(layer, call).numel()
             return Moment(single(x).new_full((1, 1, 1), count), count)
+        _check_padding(layer, call)
         return Moment(output_moment(x.unsqueeze(0), layer.groups), x.shape[0] * x.shape[2:].numel())
 
     def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
@@ -184,13 +193,31 @@ def _positions(x: Tensor, axes: tuple[Axis, ...]) -> int:
 def _read(layer: _Transposed, g: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:
     """Cotangents g [n o *spatial] of the output, and how they are read: a patch for every input position."""
     axes = []
-    padding = cast(tuple[int, ...], layer.padding)
-    for at, (k, s, d, p) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation, padding, strict=True)):
+    padding, extra = cast(tuple[int, ...], layer.padding), layer.output_padding
+    sizes = zip(layer.kernel_size, layer.stride, layer.dilation, padding, extra, strict=True)
+    for at, (k, s, d, p, q) in enumerate(sizes):
         size, span = g.shape[2 + at], (k - 1) * d
-        last = ((size + 2 * p - span - 1) // s) * s + span + 1 - p  # the outputs that some input reaches
+        inputs = (size + 2 * p - span - 1) // s + 1 - q // s
+        if inputs < 1:
+            raise _replaced(layer)
+        last = (inputs - 1) * s + span + 1 - p  # the outputs that some input reaches
         g = g.narrow(2 + at, 0, min(last, size))
         axes.append(Axis(k, s, d, p, max(last - size, 0)))
     return g, tuple(axes)
+
+
+def _check_padding(layer: _Transposed, call: Call) -> None:
+    """Refuse a call whose output may be that of another number of inputs, with the output padding of the layer."""
+    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("output_size")
+    if given is not None and any(q >= s for q, s in zip(layer.output_padding, layer.stride, strict=True)):
+        raise _replaced(layer)
+
+
+def _replaced(layer: _Transposed) -> ValueError:
+    return ValueError(
+        f"{layer} was called with output_size, and its output_padding is not below its stride: the size of the output "
+        "does not say how many inputs there were. Make it with output_padding=0, which output_size replaces in any case"
+    )
 
 
 def _output_sizes(layer: _Transposed, call: Call) -> torch.Size:

@@ -1,7 +1,7 @@
 """Convolutions of every kind: rules give per-example gradients, and moments are those of the patches."""
 
 from itertools import combinations
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -49,6 +49,12 @@ CONVS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
     ),
     "transposed 2d grouped": (nn.ConvTranspose2d, {"kernel_size": 2, "groups": 2, "stride": (2, 1)}, (2, 3)),
     "transposed 2d dilated": (nn.ConvTranspose2d, {"kernel_size": 2, "dilation": 2, "padding": 1}, (3, 3)),
+    "transposed 1d dilated padded": (nn.ConvTranspose1d, {"kernel_size": 2, "dilation": 2, "output_padding": 1}, (5,)),
+    "transposed 2d dilated padded": (
+        nn.ConvTranspose2d,
+        {"kernel_size": 2, "stride": (2, 1), "dilation": (4, 3), "padding": (1, 2), "output_padding": (3, 2)},
+        (3, 2),
+    ),
     "transposed 3d": (nn.ConvTranspose3d, {"kernel_size": 2, "stride": 2}, (2, 1, 2)),
 }
 FROZEN = [frozen for size in range(2) for frozen in combinations(("0.weight", "0.bias"), size)]
@@ -121,6 +127,44 @@ def test_a_transposed_convolution_after_another_layer_has_factors_under_autocast
     ones = [t for t in factors.values() if t.numel() == 1 and float(t) == 1.0]  # A of its bias, per position
     assert ones
     assert all(t.dtype == torch.float32 and bool(torch.isfinite(t).all()) for t in factors.values())
+
+
+@final
+class Sized(nn.Module):
+    """A transposed convolution that is called with the size of its output, as a keyword or not."""
+
+    def __init__(self, named: bool, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.named = nn.ConvTranspose1d(2, 3, kernel_size=2, **options), named
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = [10]
+        return (self.layer(x, output_size=sizes) if self.named else self.layer(x, sizes)).tanh().flatten(1)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("options", [{"stride": 2}, {"stride": 3, "dilation": 3, "padding": 1, "output_padding": 1}])
+def test_a_call_with_the_size_of_the_output_has_its_own_output_padding(options: dict[str, int], named: bool) -> None:
+    inputs = {2: 5, 3: 3}[options["stride"]]
+    of = zoo.Case("sized", lambda: zoo.Problem(Sized(named, **options).double(), normal(3, 2, inputs))).make()
+    metric = random_roots(of)
+    pb = pull(of, metric)
+    assert covered(pb) == set(pb.model.params)
+    close(rows(pb), oracle_rows(of, metric.s))
+
+
+@pytest.mark.parametrize("dilation", [2, 7])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("make", [ng.KFAC, ng.EKFAC])
+def test_a_size_that_does_not_say_how_many_inputs_there_were_is_refused(make: Any, named: bool, dilation: int) -> None:
+    """Ten outputs are those of eight inputs with no output padding, and of seven with that of the layer; or of three
+    and, were it not impossible, of less than none.
+    """
+    model = Sized(named, dilation=dilation, output_padding=dilation - 1)
+    make(model, ng.Euclidean())
+    match = r"(?s)ConvTranspose1d\(.* was called with output_size, .* Make it with output_padding=0"
+    with pytest.raises(ValueError, match=match):
+        model(torch.randn(4, 2, 10 - dilation))
 
 
 def _alike(moment: Moment, a: Tensor, tolerance: float) -> None:
