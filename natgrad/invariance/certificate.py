@@ -17,7 +17,7 @@ from natgrad.invariance.reparametrise import reparametrise
 from natgrad.model import Inputs, Model, arguments, evaluating, map_tensors
 from natgrad.optim import NaturalGradient
 
-_NOISE = 100.0  # times what one rounding of the parameters makes, which every step after it may multiply
+_NOISE = 100.0  # times what one rounding of parameters and inputs makes, which every step after it may multiply
 
 MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -45,7 +45,7 @@ class Certificate:
     ``differences``: max|y† − y|/max|y| before the first step and after each, over the batch and fresh inputs.
     ``moved``: the same measure between the function at the end and at the start, in the original bases.
     ``rounding``: where the tolerance is exceeded, the same measure between the transformed network and itself trained
-    from parameters of which each is larger or smaller by one rounding; empty where it is not.
+    from parameters and on inputs of which each is larger or smaller by one rounding; empty where it is not.
     """
 
     differences: tuple[float, ...]
@@ -66,8 +66,8 @@ class Certificate:
     def rounded(self) -> int | None:
         """The step at which the certificate is lost to rounding: from there on it says nothing; None where it is not.
 
-        There the difference is beyond the tolerance for the first time, and is what one rounding of the parameters
-        makes, too, within a factor of 100. An undamped step multiplies rounding by the condition of the metric.
+        There the difference is beyond the tolerance for the first time, and is what one rounding of the parameters and
+        inputs makes, too, within a factor of 100. An undamped step multiplies rounding by the condition of the metric.
         """
         pairs = zip(self.differences, self.rounding, strict=False)
         found = ((step, ours, own) for step, (ours, own) in enumerate(pairs) if ours > self.tolerance)
@@ -136,7 +136,8 @@ def certify(
     found = Certificate(tuple(differences), moved, options.get("tolerance", 1e-9))
     if found.invariant:
         return found
-    twin = run.outputs(_nudged(reparametrise(model, seed, keep=keep)), "the transformed network, nudged by a rounding,")
+    again = reparametrise(model, seed, keep=keep)
+    twin = run.nudged(again).outputs(_nudged(again), "the transformed network, nudged by a rounding,")
     return replace(found, rounding=tuple(_relative(other, y) for other, y in zip(twin, transformed, strict=True)))
 
 
@@ -220,6 +221,18 @@ class _Run:
                 "model uses the parameters of a layer in some other way than by calling it, or it is random"
             )
 
+    def nudged(self, network: nn.Module) -> _Run:
+        """With inputs larger or smaller by one rounding: those of the first layer have no parameters in them.
+
+        Where the function jumps for that (floating numbers that are compared, or serve as indices) they stay.
+        """
+        model = Model.of(network, output=self.output)
+        eps, generator = torch.finfo(model.example.dtype).eps, torch.Generator().manual_seed(1)
+        inputs = map_tensors(self.batch[0], lambda t: _nudge(t, eps, generator) if t.is_floating_point() else t)
+        other = replace(self, batch=(inputs, self.batch[1]))
+        given, found = (run.function(model, "the transformed network", 0) for run in (self, other))
+        return other if _relative(found, given) <= eps**0.5 else self
+
     def function(self, model: Model, what: str, step: int) -> Tensor:
         """The outputs on the batch and on fresh inputs, in one vector."""
         assert model.module is not None
@@ -241,9 +254,15 @@ def _nudged(network: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in network.parameters():
-            signs = 2 * torch.randint(2, p.shape, generator=generator).to(p) - 1
-            p.mul_(1 + torch.finfo(p.dtype).eps * signs)
+            p.copy_(_nudge(p, torch.finfo(p.dtype).eps, generator))
     return network
+
+
+@torch.no_grad()
+def _nudge(t: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+    """t(1 ± eps), which is t itself in a type that is coarser than that."""
+    signs = 2 * torch.randint(2, t.shape, generator=generator).to(t) - 1
+    return t * (1 + eps * signs)
 
 
 def _fresh(x: Inputs) -> Inputs:

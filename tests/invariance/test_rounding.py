@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast, final
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import NonFiniteError
@@ -48,6 +49,74 @@ def test_damping_is_no_rounding_where_the_metrics_are_badly_conditioned_either(d
     found = certify(kfac(0.1, damping), LSTM.model(), LSTM.batch(), steps=3)
     assert found.rounded is None, str(found)
     assert str(found).splitlines()[-1].startswith("not invariant: at most ")
+
+
+def reduced(damping: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: ng.KFAC(model, ng.Euclidean(), lr=0.1, damping=damping, sharing="reduce")
+
+
+POOLED = Task(
+    lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(12, 2)),
+    (2, 6, 6),
+)
+
+
+def test_a_factor_of_the_inputs_alone_loses_the_certificate_to_rounding() -> None:
+    """A of the first layer has no parameters in it: no rounding of those would show what it makes of its own."""
+    found = certify(reduced(0.0), POOLED.model(), POOLED.batch(), steps=4)
+    assert not found.invariant
+    assert found.rounded is not None, str(found)
+    assert found.rounded > 1
+
+
+@pytest.mark.parametrize("damping", [1e-10, 1e-8, 1e-4])
+def test_damping_is_no_rounding_of_the_inputs_either(damping: float) -> None:
+    found = certify(reduced(damping), POOLED.model(), POOLED.batch(), steps=4)
+    assert not found.invariant
+    assert found.rounded is None, str(found)
+
+
+@final
+class Cast(nn.Module):
+    """Layers on the inputs in double precision, whatever these come in."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [n out]."""
+        return cast(Tensor, self.layers(x.double()))
+
+
+@final
+class Numbered(nn.Module):
+    """An embedding of numbers that come as floating ones; those beyond it count as its first or last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [n 2]."""
+        return cast(Tensor, self.head(self.table(x.long().clamp(0, 7)).tanh()))
+
+
+def test_inputs_are_rounded_as_the_parameters_are() -> None:
+    """A rounding of single precision would excuse everything."""
+    x, t = TASKS["mlp"].batch()
+    found = certify(sgd, Cast(TASKS["mlp"].model()), (x.float(), t), steps=2)
+    assert found.rounded is None
+    assert 0 < max(found.rounding) < 1e-12
+
+
+def test_inputs_that_serve_as_indices_are_left_as_they_are() -> None:
+    """Rounded down they would be others, and the function another one before the first step."""
+    torch.manual_seed(0)
+    batch = torch.randint(8, (50,)).double(), torch.randn(50, 2, dtype=torch.float64)
+    found = certify(sgd, Numbered().double(), batch, steps=2, keep=("table",))
+    assert found.rounded is None
+    assert 0 < max(found.rounding) < 1e-12
 
 
 @pytest.mark.parametrize("kind", TASKS)
