@@ -74,6 +74,20 @@ class Counting(ng.solve.Solver):
         return ng.Factored().init(G, damping, warm)
 
 
+@final
+class Wide(nn.Module):
+    """More features than a batch has examples: a factor of them has a null space, of many dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("waves", 2 * torch.randn(3, 30))
+        self.first, self.last = nn.Linear(30, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3]."""
+        return self.last(torch.tanh(self.first(torch.cos(x @ self.get_buffer("waves")))))
+
+
 def plain() -> nn.Module:
     """Three layers of different sizes."""
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -108,6 +122,7 @@ CASES = {
     "kfac_uncovered": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), Uncovered),
     "kfac_accumulated": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), pieces=2),
     "kfac_compiled": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), compiled),
+    "kfac_wide": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), Wide),
     "sobolev_kfac": Case(lambda m: ng.SobolevKFAC(m, EXACT, lengthscale=2.0, **SCHEDULE), apart=True),
     "ekfac": Case(lambda m: ng.EKFAC(m, EXACT, 0.2, metric_every=1, inverse_every=1)),
     "ekfac_schedules": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE)),
@@ -122,6 +137,7 @@ CASES = {
     "levenberg_marquardt": Case(_natural(structure=ng.Kronecker(), step=ng.LevenbergMarquardt()), closure=True),
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
+WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
 RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal")
 
 
@@ -181,7 +197,7 @@ def worker(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with group(folder, rank):
-        for name, case in CASES.items():
+        for name, case in {**CASES, "wide": WIDE}.items():
             model = DistributedDataParallel(build(case))
             found[name] = train(case, model, case.make(model), range(STEPS), rank)
         for name in RESUMED:

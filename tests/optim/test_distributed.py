@@ -46,6 +46,29 @@ def test_two_processes_take_the_steps_of_one_on_the_joint_batch(found: list[dict
     assert (expected - start).norm() > 1e-2  # it did move
 
 
+def test_where_ekfac_has_null_spaces_two_processes_differ_from_one_as_batches_in_another_order_do(
+    found: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding chooses the basis of a null space, and later examples are measured in it (docs/kfac.md)."""
+
+    def trained() -> torch.Tensor:
+        model = ranks.build(ranks.WIDE)
+        return ranks.train(ranks.WIDE, model, ranks.WIDE.make(model), range(ranks.STEPS))
+
+    def turned(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, t = data(step)
+        return x.flip(0), t.flip(0)
+
+    expected, data = trained(), ranks.data
+    monkeypatch.setattr(ranks, "data", turned)
+    scale = (trained() - expected).norm()
+    start = torch.cat([p.detach().reshape(-1) for p in ranks.build(ranks.WIDE).parameters()])
+    assert scale < 0.1 * (expected - start).norm()
+    for each in found:
+        assert 0.1 * scale < (each["wide"] - expected).norm() < 10 * scale
+    assert torch.equal(found[0]["wide"], found[1]["wide"])
+
+
 @pytest.mark.parametrize("name", ranks.RESUMED)
 def test_a_run_of_one_process_is_resumed_by_two(found: list[dict[str, Any]], name: str) -> None:
     for each in found:
