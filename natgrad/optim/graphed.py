@@ -42,11 +42,14 @@ class _Recording:
 
 @final
 class Graphed:
-    """Records a step that has come several times in the same form, and replays it."""
+    """Records a step that has come several times in the same form, and replays it.
+
+    As ``Moves``, it is handed the optimizer that holds it, by itself or in the solves of a step.
+    """
 
     def __init__(self, opt: NaturalGradient) -> None:
         device = opt.keeper.model.example.device
-        self._opt, self._device = opt, device
+        self._device = device
         self._possible = device.type == "cuda" and opt.rule.capturable
         self._key: object = None
         self._alike = 0
@@ -59,20 +62,20 @@ class Graphed:
         """Whether there is a step to replay, which reads the inverse that the optimizer holds."""
         return self._recording is not None
 
-    def quick(self, gradients: Sequence[Tensor | None]) -> Step | None:
+    def quick(self, opt: NaturalGradient, gradients: Sequence[Tensor | None]) -> Step | None:
         """Replay, where nothing has changed since the last replay; None where that must be looked into."""
         recording = self._recording
-        if recording is None or recording.inverse is not self._opt.inverse or self._quick != self._state():
+        if recording is None or recording.inverse is not opt.inverse or self._quick != self._state(opt):
             return None
         if any(g is None for g in gradients):
             return None
-        return self._replay(recording, [g for g in gradients if g is not None])
+        return self._replay(opt, recording, [g for g in gradients if g is not None])
 
     def step(self, solve: Solves, ω: Covector) -> Step | None:
         """Replay the step for this gradient; None where it must be made kernel by kernel."""
         if not self._possible or solve.due or torch.cuda.is_current_stream_capturing():
             return None
-        if solve.inverse is not self._opt.inverse:  # one that remembers is copied in every step
+        if solve.inverse is not solve.opt.inverse:  # one that remembers is copied in every step
             return None
         key = self._signature(solve, ω)
         if key != self._key or (self._recording is not None and self._recording.inverse is not solve.inverse):
@@ -84,27 +87,27 @@ class Graphed:
             self._recording = self._record(solve, ω)
         if self._recording is None:
             return None
-        self._quick = self._state()
-        return self._replay(self._recording, list(ω.values()))
+        self._quick = self._state(solve.opt)
+        return self._replay(solve.opt, self._recording, list(ω.values()))
 
     def forget(self) -> None:
         """The tensors that were recorded are no longer those of the optimizer."""
         self._key, self._recording = None, None
 
-    def _replay(self, recording: _Recording, gradients: list[Tensor]) -> Step:
-        self._load(recording, gradients)
+    def _replay(self, opt: NaturalGradient, recording: _Recording, gradients: list[Tensor]) -> Step:
+        self._load(opt, recording, gradients)
         recording.graph.replay()
-        self._opt.moves.guard.adopt(recording.found)
+        opt.moves.guard.adopt(recording.found)
         return recording.step
 
-    def _state(self) -> object:
+    def _state(self, opt: NaturalGradient) -> object:
         """What tells, in passing, that a recording still holds."""
-        groups = [(group["momentum"], group["weight_decay"], group["damping"]) for group in self._opt.param_groups]
-        return groups, [p.data_ptr() for p in self._opt.keeper.model.params.values()]
+        groups = [(group["momentum"], group["weight_decay"], group["damping"]) for group in opt.param_groups]
+        return groups, [p.data_ptr() for p in opt.keeper.model.params.values()]
 
-    def _load(self, recording: _Recording, gradients: list[Tensor]) -> None:
+    def _load(self, opt: NaturalGradient, recording: _Recording, gradients: list[Tensor]) -> None:
         torch._foreach_copy_(recording.gradients, gradients)
-        rates = [float(group["lr"]) for group in self._opt.param_groups]
+        rates = [float(group["lr"]) for group in opt.param_groups]
         if rates != self._rates:
             for rate, value in zip(recording.rates, rates, strict=True):
                 rate.fill_(value)
@@ -112,27 +115,28 @@ class Graphed:
 
     def _signature(self, solve: Solves, ω: Covector) -> object:
         """What the recorded kernels depend on: numbers that are not read from the device, and where tensors lie."""
-        groups = tuple((group["momentum"], group["weight_decay"]) for group in self._opt.param_groups)
-        state = self._opt.state
+        groups = tuple((group["momentum"], group["weight_decay"]) for group in solve.opt.param_groups)
+        state = solve.opt.state
         places = tuple(
             (p.data_ptr(), state[p]["momentum"].data_ptr() if "momentum" in state.get(p, {}) else 0)
-            for p in self._opt.keeper.model.params.values()
+            for p in solve.opt.keeper.model.params.values()
         )
         return groups, places, solve.damping, tuple(t.shape for t in ω.values())
 
     def _record(self, solve: Solves, ω: Covector) -> _Recording | None:
         assert solve.inverse is not None
+        opt = solve.opt
         own = solve.inverse.memory(ω)
         gradients = [own[name] for name in ω]
-        rates = [torch.zeros((), device=self._device) for _ in self._opt.param_groups]
-        moves, self._rates = self._opt.moves, []
+        rates = [torch.zeros((), device=self._device) for _ in opt.param_groups]
+        moves, self._rates = opt.moves, []
         moves.recorded = rates
         graph = torch.cuda.CUDAGraph()
         try:
             with recording(graph, self._device):
-                step = self._opt.propose(solve, Covector(dict(zip(ω, gradients, strict=True))), None, None)
+                step = opt.propose(solve, Covector(dict(zip(ω, gradients, strict=True))), None, None)
                 moves.guard.look(step.numbers)
-                moves.apply(step, solve.left(step))
+                moves.apply(opt, step, solve.left(step))
                 found = moves.guard.found
         except RuntimeError as error:  # something in the step cannot be recorded: a structure, or a rule of the user
             _log.info("the step cannot be recorded as a CUDA graph (%s): it is made kernel by kernel", error)
@@ -141,4 +145,4 @@ class Graphed:
         finally:
             moves.recorded = None
             moves.guard.forget()
-        return _Recording(graph, gradients, rates, found, moves.kept(step), solve.inverse)
+        return _Recording(graph, gradients, rates, found, moves.kept(opt, step), solve.inverse)

@@ -1,8 +1,7 @@
-"""The keeper of the metric: it watches the model's own forward pass and averages what it estimates."""
+"""The keeper of the metric: it is told of the model's own forward passes and averages what it estimates."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -55,8 +54,6 @@ class Keeper:
         wrapping: Sequence[nn.Module] = (),
         world: World | None = None,
     ) -> None:
-        from natgrad.optim.watch import Watch
-
         self.view, self.structure, self.generator = view, structure, generator
         self.world = Alone() if world is None else world
         self.model, self.metric = view.model, view.metric
@@ -80,9 +77,7 @@ class Keeper:
         self._parameters, self._notices = Parameters(self.model, self.module, view.blocks), Notices()
         self._joint = False  # whether ``fresh`` is that of all processes
         # A hook on a compiled module itself runs outside of what is compiled.
-        self._watched = next((module for module in wrapping if is_compiled(module)), self.module)
-        watch = self._watched.register_forward_pre_hook(Watch(self), with_kwargs=True)
-        weakref.finalize(self, watch.remove)
+        self.watched = next((module for module in wrapping if is_compiled(module)), self.module)
 
     @property
     def module(self) -> nn.Module:
@@ -217,7 +212,7 @@ class Keeper:
         self._notices.seen(self.step, self.module.training)
         if not self.structure.one_pass:
             self.model.check_separable()
-        eagerly = compiled or self._watched is not self.module or self._parameters.compiled()
+        eagerly = compiled or self.watched is not self.module or self._parameters.compiled()
         self._recorder = self._recorders[eagerly]
         self._recorder.start()
         if eagerly or not self.structure.one_pass:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -43,11 +43,12 @@ class Moves:
     """Learning rates, weight decay and momentum of the parameter groups. ``guard`` keeps what is not finite out.
 
     A parameter without a gradient is at rest: in this step it does not move, has no weight decay and keeps its
-    momentum, as in torch.optim.
+    momentum, as in torch.optim. The optimizer, which holds this, is handed to every call: held here, it would stay on
+    the model, and watch it, until Python next looks for cycles.
     """
 
     def __init__(self, opt: NaturalGradient, guard: Guard) -> None:
-        self._opt, self.guard = opt, guard
+        self.guard = guard
         names = {id(p): name for name, p in opt.keeper.model.params.items()}
         self._names = [[names[id(p)] for p in group["params"]] for group in opt.param_groups]
         self.recorded: list[Tensor] | None = None  # the learning rates on the device, while a step is recorded
@@ -83,11 +84,10 @@ class Moves:
         self.resting |= found
         return found
 
-    @property
-    def groups(self) -> Iterator[Moving]:
+    def groups(self, opt: NaturalGradient) -> Iterator[Moving]:
         """What moves of the parameter groups."""
-        rates: Sequence[Rate] = self.recorded or [group["lr"] for group in self._opt.param_groups]
-        for group, names, rate in zip(self._opt.param_groups, self._names, rates, strict=True):
+        rates: Sequence[Rate] = self.recorded or [group["lr"] for group in opt.param_groups]
+        for group, names, rate in zip(opt.param_groups, self._names, rates, strict=True):
             moving = Moving(group, names, group["params"], rate).without(self.resting)
             if moving.names:
                 yield moving
@@ -106,23 +106,23 @@ class Moves:
         way = self.at_rest(step.way) if isinstance(step.way, Vector) else step.way
         return replace(step, way=way, landing=landing)
 
-    def rates(self) -> list[tuple[Sequence[str], Rate]]:
+    def rates(self, opt: NaturalGradient) -> list[tuple[Sequence[str], Rate]]:
         """Names and learning rate of every group."""
-        return [(group.names, group.rate) for group in self.groups]
+        return [(group.names, group.rate) for group in self.groups(opt)]
 
-    def decayed(self) -> dict[str, Tensor]:
+    def decayed(self, opt: NaturalGradient) -> dict[str, Tensor]:
         """(1 − lr·wd)θ."""
-        out = {name: p.detach() for name, p in self._opt.keeper.model.params.items()}
-        for group in self.groups:
+        out = {name: p.detach() for name, p in opt.keeper.model.params.items()}
+        for group in self.groups(opt):
             if group.options["weight_decay"]:
                 factor = 1 - group.rate * group.options["weight_decay"]
                 scaled = torch._foreach_mul([out[name] for name in group.names], factor)
                 out.update(zip(group.names, scaled, strict=True))
         return out
 
-    def velocity(self) -> Vector | None:
+    def velocity(self, opt: NaturalGradient) -> Vector | None:
         """What the last step left as momentum; zero where there is none, and for what rests."""
-        params, state = self._opt.keeper.model.params, self._opt.state
+        params, state = opt.keeper.model.params, opt.state
         if not any("momentum" in state.get(p, {}) for p in params.values()):
             return None
         own = {name: state.get(p, {}).get("momentum") for name, p in params.items()}
@@ -130,16 +130,16 @@ class Moves:
             Vector({name: torch.zeros_like(params[name]) if m is None else m for name, m in own.items()})
         )
 
-    def apply(self, step: Step, velocity: Vector | None) -> None:
+    def apply(self, opt: NaturalGradient, step: Step, velocity: Vector | None) -> None:
         """Everything has been computed and checked: change parameters and momentum."""
         kept = step.velocity if step.velocity is not None else velocity
         if kept is step.way:
             kept = kept.map(torch.clone)  # what is kept as momentum is used up
-        for group in self.groups:
+        for group in self.groups(opt):
             params, names = group.params, group.names
             if not step.accepted:
                 for p in params:
-                    self._opt.state.pop(p, None)
+                    opt.state.pop(p, None)
                 continue
             if group.options["weight_decay"]:
                 self.guard.scale(params, 1 - group.rate * group.options["weight_decay"])
@@ -154,23 +154,24 @@ class Moves:
             if landed:
                 self.guard.put([p for p, _ in landed], [value for _, value in landed])
             if kept is not None and (group.options["momentum"] or step.velocity is not None):
-                self._remember(params, [kept[name] for name in names])
+                self._remember(opt.state, params, [kept[name] for name in names])
 
-    def kept(self, step: Step) -> Step:
+    def kept(self, opt: NaturalGradient, step: Step) -> Step:
         """The step, after it was applied, without memory of its own: along the momentum, which is its velocity now."""
         if isinstance(step.way, Ahead):
             return replace(step, way=step.way.made())
         if not isinstance(step.way, Along):
             return step
         velocity = dict(step.way.velocity)
-        for group in self.groups:
+        for group in self.groups(opt):
             for name, p in zip(group.names, group.params, strict=True):
-                if group.options["momentum"] and "momentum" in self._opt.state.get(p, {}):
-                    velocity[name] = self._opt.state[p]["momentum"]
+                if group.options["momentum"] and "momentum" in opt.state.get(p, {}):
+                    velocity[name] = opt.state[p]["momentum"]
         return replace(step, way=replace(step.way, velocity=Vector(velocity)))
 
-    def _remember(self, params: Sequence[Tensor], velocity: Sequence[Tensor]) -> None:
-        state = self._opt.state
+    def _remember(
+        self, state: MutableMapping[Tensor, Any], params: Sequence[Tensor], velocity: Sequence[Tensor]
+    ) -> None:
         for p in params:
             if "momentum" not in state[p]:
                 state[p]["momentum"] = torch.zeros_like(p)

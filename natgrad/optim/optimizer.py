@@ -26,6 +26,7 @@ from natgrad.optim.plan import Plan, plan
 from natgrad.optim.solves import Solves, hear
 from natgrad.optim.state import Solved, export, restore
 from natgrad.optim.trial import Trial
+from natgrad.optim.watching import load_compiler, watch
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.assemble import View, layers_of
 from natgrad.pullback.pullback import MEMORY
@@ -79,6 +80,7 @@ class NaturalGradient(torch.optim.Optimizer):
         **options: Unpack[Options],
     ) -> None:
         check_arguments(model, options)
+        load_compiler()
         wrapped, wrapping = Model.of(model, output=options.get("output")), unwrapped(model)
         world = world_of(wrapping)
         defaults = {
@@ -110,9 +112,9 @@ class NaturalGradient(torch.optim.Optimizer):
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
         self.warned = False  # of a factorisation that failed
         self.last: Step | None = None
-        self.moves = Moves(self, Guard())
-        self._graphed = Graphed(self)
+        self.moves, self._graphed = Moves(self, Guard()), Graphed(self)
         self._stream = torch.empty(0)  # the random stream before the closure was called
+        watch(self.keeper, self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
@@ -196,14 +198,14 @@ class NaturalGradient(torch.optim.Optimizer):
         if step is None:
             step = self.propose(solve, ω, closure, value)
             self.moves.guard.check(step.numbers, "the step", self.keeper.step)
-            self.moves.apply(step, solve.left(step))
+            self.moves.apply(self, step, solve.left(step))
         else:
             self.moves.guard.send("the step", self.keeper.step)
         self._put(solve)
         for group in self.param_groups:
             group["damping"] = step.damping
         self.keeper.commit(solve.operator, refreshed)
-        self.last = self.moves.kept(step).stamped()
+        self.last = self.moves.kept(self, step).stamped()
 
     def _replayed(self) -> bool:
         """Most steps on a GPU: neither the metric nor its inverse is due, and all the rest has been recorded."""
@@ -212,7 +214,7 @@ class NaturalGradient(torch.optim.Optimizer):
             return False
         if self.solver.doubtful:
             return False
-        step = self._graphed.quick([p.grad for p in keeper.model.params.values()])
+        step = self._graphed.quick(self, [p.grad for p in keeper.model.params.values()])
         if step is None or keeper.average is None:
             return False
         self.moves.guard.send("the step", keeper.step)
@@ -224,15 +226,15 @@ class NaturalGradient(torch.optim.Optimizer):
         """What the rule makes of the gradient. Nothing is changed."""
         look = Look(
             step=self.keeper.step,
-            divergence=lambda δ: self.keeper.asked.divergence(self.moves.decayed() + δ),  # naming the proposal: a cycle
+            divergence=lambda δ: self.keeper.asked.divergence(self.moves.decayed(self) + δ),  # not proposal: a cycle
             acceleration=solve.acceleration,
             curvature=lambda vs, fraction: self.keeper.asked.curvature(vs, fraction),
-            velocity=self.moves.velocity,
+            velocity=lambda: self.moves.velocity(self),
             trial=None if closure is None else Trial(self.keeper, closure, value, self._stream),
         )
         proposal = Proposal(
             params={name: p.detach() for name, p in self.keeper.model.params.items()},
-            decay=self.moves.decayed,
+            decay=lambda: self.moves.decayed(self),
             differential=ω,
             operator=solve.operator,
             damping=common_damping(self.param_groups),

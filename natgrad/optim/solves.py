@@ -39,7 +39,7 @@ class Solves:
 
     def rates(self) -> Rates:
         """The learning rate of every group of parameters that moves."""
-        return self.opt.moves.rates()
+        return self.opt.moves.rates(self.opt)
 
     def sharp(self, ω: Covector, damping: float) -> Vector:
         """(G + λ)⁻¹ω, in the precision of the metric: under autocast, too."""
@@ -58,7 +58,7 @@ class Solves:
     def along(self, v: Vector) -> Along:
         """The same, without memory for more than v."""
         state = self.opt.state
-        for group in self.opt.moves.groups:
+        for group in self.opt.moves.groups(self.opt):
             μ = group.options["momentum"]
             # A parameter that has not moved yet has no momentum.
             pairs = zip(group.names, group.params, strict=True)
@@ -84,7 +84,7 @@ class Solves:
         moves, params, state = self.opt.moves, self.opt.keeper.model.params, self.opt.state
         if moves.resting:
             return None
-        persistence = {name: group.options["momentum"] for group in moves.groups for name in group.names}
+        persistence = {name: group.options["momentum"] for group in moves.groups(self.opt) for name in group.names}
         if any("momentum" not in state.get(p, {}) for p in params.values()) or not all(persistence.values()):
             return None
         if len(persistence) < len(v) or not {t.dtype for t in v.values()}.isdisjoint({torch.float64, torch.float16}):
@@ -133,7 +133,9 @@ class Solves:
             with unrounded(self.opt.keeper.model.example.device):
                 return self.opt.solver.renewed(operator)
         except FactorisationError as error:
-            self._keep_the_last(error)
+            if self.inverse is None:  # there is nothing to go on with
+                raise
+            say_once(self.opt, error)
             return operator
 
     def _invert(self, damping: float) -> None:
@@ -145,23 +147,19 @@ class Solves:
             self.inverse = solver.init(G, damping) if last is None else solver.again(last, G, damping)
             self.inverted = self.opt.keeper.step
         except FactorisationError as error:
-            self._keep_the_last(error)
+            if self.inverse is None:
+                raise
+            say_once(self.opt, error)
         except (NatgradError, ValueError):  # what is refused is refused before anything is written
             self.opt.outdated = before
             raise
         self.damping, self.outdated = damping, False
 
-    def _keep_the_last(self, error: FactorisationError) -> None:
-        """Go on with the last good inverse; without one there is nothing to go on with."""
-        if self.inverse is None:
-            raise error
-        say_once(self.opt, error)
 
-
-def say_once(opt: NaturalGradient, error: NatgradError) -> None:
+def say_once(opt: NaturalGradient, why: NatgradError | str) -> None:
     """That the last good inverse stays."""
     if not opt.warned:
-        _log.warning("%s. The last good inverse is used until the next one is due", error)
+        _log.warning("%s. The last good inverse is used until the next one is due", why)
     opt.warned = True
 
 
@@ -174,25 +172,25 @@ def hear(opt: NaturalGradient) -> None:
     if inverse is None or not inverse.failed():
         return
     inverse.forgive()
-    error = _mended(opt, inverse)
-    if error is None:
+    why = _mended(opt, inverse)
+    if why is None:
         return
     if opt.inverted_before is None:
         if opt.keeper.world.size > 1:
             return  # its NaN are everybody's: all processes raise, and none alone
-        raise error
+        raise SingularMetricError(why)  # made here: an error in a variable of its traceback would hold the optimizer
     opt.keeper.inverted = opt.inverted_before
-    say_once(opt, error)
+    say_once(opt, why)
 
 
-def _mended(opt: NaturalGradient, inverse: Inverse) -> NatgradError | None:
+def _mended(opt: NaturalGradient, inverse: Inverse) -> str | None:
     """Why the inverse could not be mended; None where it was. Processes that share their inverses would differ."""
     G = opt.keeper.average
     if opt.keeper.world.size > 1 or G is None:
-        return SingularMetricError(NOT_POSITIVE)
+        return NOT_POSITIVE
     try:
         with unrounded(opt.keeper.model.example.device):
             G.mend(inverse, opt.inverse_damping)
     except FactorisationError as error:
-        return SingularMetricError(str(error))
+        return str(error)
     return None

@@ -83,9 +83,10 @@ def test_factors_under_autocast_are_near_those_without() -> None:
 
 def test_tokens_without_features_ask_for_them() -> None:
     model = Words()
-    ng.SobolevKFAC(model, EXACT)
+    opt = ng.SobolevKFAC(model, EXACT)  # held: one that is forgotten looks at nothing
     with pytest.raises(TypeError, match=r"torch.int64, which are no points in R\^d: .*Pass features=, a function"):
         model(torch.zeros(3, 5, dtype=torch.long))
+    assert opt.last is None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
