@@ -26,9 +26,14 @@ class Watch:
     def __init__(self, keeper: Keeper | None = None) -> None:
         self._keeper = None if keeper is None else weakref.ref(keeper)
 
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # No training pass, and torch.export refuses what is not compiled: it is not reached there.
+        if not torch.compiler.is_exporting():
+            self._look(args, kwargs)
+
     # The call itself is not compiled, and so sees whether its caller is.
     @torch.compiler.disable(recursive=False, reason=_WHY)  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keeper = None if self._keeper is None else self._keeper()
         if keeper is not None:
             _tell(keeper, args, kwargs, compiling())
