@@ -86,6 +86,23 @@ def refuse_singular(values: Tensor, rtol: float, failed: bool, damping: float, w
     )
 
 
+def refuse_lost_damping(damping: float, diagonal: Tensor, what: str) -> None:
+    """Raise if (ω − Rᵀ(RRᵀ + λ)⁻¹Rω)/λ is noise: what is left of the difference is λ/λ_max(RRᵀ) of it, or less.
+
+    ``diagonal``: of RRᵀ [m].
+    """
+    if diagonal.numel() == 0:
+        return
+    largest = float(diagonal.amax())
+    lost = diagonal.numel() * torch.finfo(diagonal.dtype).eps * largest
+    if damping <= lost:
+        raise SingularMetricError(
+            f"{what} is inverted through its rows, which divides by the damping: at damping {damping:g} nothing but "
+            f"rounding is left beside an eigenvalue of {largest:.3g} or more. Add damping (more than "
+            f"{lost:.1g}), or use Pinv() or Dense"
+        )
+
+
 def refuse_indefinite(values: Tensor, rtol: float, damping: float, what: str) -> None:
     """Raise if an eigenvalue of ``values`` [* d] is negative beyond rounding, or beyond ``rtol`` of the largest.
 

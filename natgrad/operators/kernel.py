@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from natgrad.linalg import check_finite, cholesky, refuse_singular
+from natgrad.linalg import check_finite, cholesky, refuse_lost_damping, refuse_singular
 from natgrad.operators.base import Inverse, Layout, Operator
 from natgrad.operators.gram import KernelMatrix
 from natgrad.operators.pushthrough import PushThrough, PushThroughInverse
@@ -126,8 +126,10 @@ class KernelOperator(Operator):
     def inverse(self, damping: float) -> Inverse:
         self._check(damping)
         if self.K is not None:
-            return PushThroughInverse(self.layout, PushThrough.of(replace(self, K=None), self.K, damping))
-        factor = cholesky(self.gram(), damping, "the kernel")
+            return PushThroughInverse.of(self.layout, PushThrough.of(replace(self, K=None), self.K, damping))
+        gram = self.gram()
+        factor = cholesky(gram, damping, "the kernel")
+        refuse_lost_damping(damping, gram.diagonal(), "the kernel metric")
         return WoodburyInverse(self.layout, self, factor, damping)
 
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:

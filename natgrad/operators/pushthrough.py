@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from natgrad.linalg import check_finite
+from natgrad.linalg import check_finite, refuse_lost_damping
 from natgrad.operators.base import Inverse, Layout
 from natgrad.operators.gram import KernelMatrix, root_or_nan
 
@@ -71,6 +71,13 @@ class PushThroughInverse(Inverse):
 
     layout: Layout
     dual: PushThrough
+
+    @staticmethod
+    def of(layout: Layout, dual: PushThrough) -> PushThroughInverse:
+        """Refused where dividing by the damping would leave rounding. No eigenvalue of K is above its trace."""
+        diagonal = dual.factor.square().sum(-1) / dual.K.whole.diagonal().sum()
+        refuse_lost_damping(dual.damping, diagonal, "the metric coupled by a kernel")
+        return PushThroughInverse(layout, dual)
 
     def solve(self, ω: Tensor) -> Tensor:
         rows, exact = self.dual.rows, ω.double()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.errors import NonFiniteError
+from natgrad.errors import NonFiniteError, SingularMetricError
 from natgrad.operators import KernelOperator, Layout
 from natgrad.operators.gram import KernelMatrix
 from natgrad.operators.pushthrough import PushThrough
@@ -167,3 +167,13 @@ def test_an_average_couples_the_examples_of_each_batch_and_not_those_of_two() ->
     close(plain.lerp(first, 0.5).dense(), 0.5 * plain.dense() + 0.5 * first.dense())
     ω = normal(6, seed=3)
     close(both.inverse(0.1).solve(ω), torch.linalg.solve(both.dense() + 0.1 * identity(6), ω), 1e-9)
+
+
+@pytest.mark.parametrize("K", [None, CASES["regular"]], ids=["alone", "coupled"])
+def test_damping_that_is_lost_beside_the_metric_is_refused_where_it_is_divided_by(K: Tensor | None) -> None:
+    rows, ω = normal(2, 5, 40), normal(40, seed=1)
+    coupled = operator(rows, K)
+    with pytest.raises(SingularMetricError, match=r"divides by the damping: at damping 1e-16 .*Add damping \(more"):
+        coupled.inverse(1e-16)
+    λ = 1e-8
+    close(coupled.inverse(λ).solve(ω), torch.linalg.solve(coupled.dense() + λ * identity(40), ω), 1e-5)
