@@ -161,10 +161,11 @@ def test_a_size_that_does_not_say_how_many_inputs_there_were_is_refused(make: An
     and, were it not impossible, of less than none.
     """
     model = Sized(named, dilation=dilation, output_padding=dilation - 1)
-    make(model, ng.Euclidean())
+    opt = make(model, ng.Euclidean())
     match = r"(?s)ConvTranspose1d\(.* was called with output_size, .* Make it with output_padding=0"
     with pytest.raises(ValueError, match=match):
         model(torch.randn(4, 2, 10 - dilation))
+    del opt  # which watched until here
 
 
 def _alike(moment: Moment, a: Tensor, tolerance: float) -> None:
