@@ -16,7 +16,8 @@ _ROW = 16  # numbers
 _WHOLE = 128  # columns, up to which there is nothing to gain from one triangle, or from where rows begin
 _LITTLE = 2**24  # products of numbers, likewise
 _COUNTED = 2**31  # numbers, from which some kernels of torch lose count
-_PANEL = 96  # columns of xᵀx that a processor makes at a time
+_BLOCK = 256  # rows of xᵀx that a processor makes at a time
+_PANEL = 96  # of those at its diagonal
 
 
 def symmetric_product(x: Tensor) -> Tensor:
@@ -51,8 +52,8 @@ def affine_moment(x: Tensor) -> Tensor:
 def absorb_product(x: Tensor, average: Tensor, keep: float, weight: float) -> None:
     """keep·Ā + weight·xᵀx in place of Ā [d d], for x [m d], on a processor: no product is formed beside it.
 
-    No torch function reaches BLAS' syrk: panels are made one by one, each from its diagonal on, and mirrored. Symmetric
-    up to rounding.
+    No torch function reaches BLAS' syrk: blocks of rows are made one by one, each from its diagonal on, the part at the
+    diagonal in panels likewise, and mirrored. Symmetric up to rounding.
 
     >>> average = torch.ones(2, 2)
     >>> absorb_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), average, 0.0, 0.5)
@@ -61,12 +62,26 @@ def absorb_product(x: Tensor, average: Tensor, keep: float, weight: float) -> No
             [ 7., 10.]])
     """
     m, d = x.shape
-    panel = max(d, 1) if _little(m, d) else _PANEL
-    for start in range(0, d, panel):
-        stop = min(start + panel, d)
-        average[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:], beta=keep, alpha=weight)
+    if _little(m, d):
+        average.addmm_(x.T, x, beta=keep, alpha=weight)
+        return
+    if x.stride(0) * x.element_size() % _PAGE == 0:
+        x = x.new_empty(m, d + _ROW)[:, :d].copy_(x)  # see ``_distance``: here it is worth a copy
+    for start in range(0, d, _BLOCK):
+        stop = min(start + _BLOCK, d)
+        rows, own = average[start:stop], x[:, start:stop]
+        rows[:, stop:].addmm_(own.T, x[:, stop:], beta=keep, alpha=weight)
+        rows[:, :start] = average[:start, start:stop].T  # rows are written, which pages like
+        _absorb_panels(own, rows[:, start:stop], keep, weight)
+
+
+def _absorb_panels(x: Tensor, average: Tensor, keep: float, weight: float) -> None:
+    """The same for few columns, whose panels are too small for products at full speed."""
+    for start in range(0, x.shape[1], _PANEL):
+        rows, own = average[start : start + _PANEL], x[:, start : start + _PANEL]
+        rows[:, start:].addmm_(own.T, x[:, start:], beta=keep, alpha=weight)
         if start:
-            average[start:stop, :start] = average[:start, start:stop].T  # rows are written, which pages like
+            rows[:, :start] = average[:start, start : start + _PANEL].T
 
 
 def spaced(factor: Tensor) -> Tensor:
@@ -108,9 +123,11 @@ def _on_cpu(x: Tensor, out: Tensor) -> Tensor:
         return torch.add(square, square.mT, out=out).mul_(0.5)  # see ``_symmetrised``
     for one, into in zip(x.reshape(-1, m, d), out.unsqueeze(0).flatten(0, -3), strict=True):
         absorb_product(one, into, 0.0, 1.0)
-    for start in range(0, d, _PANEL):
-        corner = out[..., start : start + _PANEL, start : start + _PANEL]
-        corner.copy_(_symmetrised(corner))
+    for block in range(0, d, _BLOCK):
+        for start in range(block, min(block + _BLOCK, d), _PANEL):
+            stop = min(start + _PANEL, block + _BLOCK)
+            corner = out[..., start:stop, start:stop]
+            corner.copy_(_symmetrised(corner))
     return out
 
 
