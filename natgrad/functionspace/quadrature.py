@@ -12,7 +12,7 @@ from torch import distributions as D
 from natgrad.errors import MemoryBoundError
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs
-from natgrad.output.metric import Euclidean, OnBase, OutputMetric
+from natgrad.output.metric import Coupling, Euclidean, OnBase, OutputMetric
 
 _NODES = 2**12  # of a product rule: a coupling of them has n² entries
 
@@ -90,8 +90,9 @@ class Weighted(OnBase):
     """Σ_n w_n h_n in place of the mean (1/N) Σ_n h_n, for one batch of N examples with weights w [n], Σ w_n = 1.
 
     The weights are a coupling C = N diag(w). It has N² entries, and with it every structure sees them; the factors of
-    K-FAC are Σ w_n a aᵀ and Σ w_n g gᵀ, their product scaled by traces as for any coupling. ``flat`` and
-    ``divergence`` are those of the base, an example at a time.
+    K-FAC are Σ w_n a aᵀ / Σ w_n and Σ w_n g gᵀ, those of the measure: weights that are numbers of repetitions, over
+    their sum, give what the repeated batch gives. ``flat`` and ``divergence`` are those of the base, an example at a
+    time.
 
     >>> Weighted(torch.tensor([0.25, 0.75])).coupling(torch.zeros(2, 1), 2)
     tensor([[0.5000, 0.0000],
@@ -110,11 +111,14 @@ class Weighted(OnBase):
         return self.base.root(y, target, generator)
 
     def coupling(self, x: Inputs, n: int) -> Tensor:
+        return self.coupled(x, n).C
+
+    def coupled(self, x: Inputs, n: int, dtype: torch.dtype = torch.float64) -> Coupling:
         if n != len(self.weights):
             raise ValueError(f"{len(self.weights)} weights and {n} examples: a Weighted metric belongs to one batch")
         if self.base.coupling(x, n) is not None:
             raise ValueError(f"{self.base!r} couples the examples itself: weights need a base that does not")
-        return torch.diag(self.weights.double() * n)
+        return Coupling.of_weights(self.weights.double() * n, dtype)
 
 
 def _check_weights(weights: Tensor) -> None:

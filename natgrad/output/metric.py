@@ -24,12 +24,23 @@ class Coupling:
     """C [n m], by which a metric couples the examples, and what a metric that is made from a kernel knows besides.
 
     Then C = K⁻¹, and a structure that knows K solves without it; L with C = L Lᵀ mixes rows, and need not be found.
-    L is multiplied in the precision that it comes in.
+    L is multiplied in the precision that it comes in. ``weights``: where C is diag(c) and mixes no examples, c [n].
     """
 
     C: Tensor
     K: Tensor | None = None
     L: Tensor | None = None
+    weights: Tensor | None = None
+
+    @staticmethod
+    def of_weights(c: Tensor, dtype: torch.dtype) -> Coupling:
+        """diag(c) of weights c [n], not negative, for rows of type ``dtype``.
+
+        >>> Coupling.of_weights(torch.tensor([0.25, 1.75]), torch.float32).L.diagonal()
+        tensor([0.5000, 1.3229])
+        """
+        c = c.double()
+        return Coupling(torch.diag(c), L=torch.diag(c.sqrt()).to(dtype), weights=c)
 
 
 class OutputMetric(ABC):

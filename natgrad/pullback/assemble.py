@@ -176,12 +176,13 @@ class View:
 
 
 def _placed(coupled: Coupling, y: Tensor) -> Coupling:
-    """Where the outputs are, C and K in double precision."""
-    K, L = coupled.K, coupled.L
+    """Where the outputs are, all but L in double precision."""
+    C, K, L, weights = coupled.C, coupled.K, coupled.L, coupled.weights
     return Coupling(
-        coupled.C.to(y.device, torch.float64),
+        C.to(y.device, torch.float64),
         None if K is None else K.to(y.device, torch.float64),
         None if L is None else L.to(y.device),
+        None if weights is None else weights.to(y.device, torch.float64),
     )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.factors import Factors
+from natgrad.pullback.relation import Relation, products
 from natgrad.pullback.sharing import Cotangents, Sharing
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import trace
@@ -37,7 +38,7 @@ _PROBES = 64
 
 @final
 @dataclass(frozen=True)
-class Coupled:
+class Coupled(Relation):
     """C [n m] in double precision, and Lᵀ with C = L Lᵀ and 1ᵀC below it.
 
     Where C is large, rows that nearly cancel are mixed in double precision: then L comes in it.
@@ -65,7 +66,7 @@ class Coupled:
 
     @property
     def places(self) -> Hashable:
-        """Where recorded kernels read it, and all that is kept beside it, which may be made anew elsewhere."""
+        """It, and all that is kept beside it, which may be made anew elsewhere."""
         kept = ((key, t.data_ptr()) for key, t in self.memo.items() if isinstance(t, Tensor))
         return self.C.data_ptr(), self.rows.data_ptr(), tuple(kept)
 
@@ -80,7 +81,6 @@ class Coupled:
         return self.rows[:-1]
 
     def factors(self, tape: Tape, block: Block, sharing: Sharing, g: Cotangents) -> tuple[Tensor, Moment]:
-        """S and A of a layer of one kind, from its cotangents s J/√N."""
         if sharing.direct(tape, block):
             totals = self._traces(tape, block, g)
             s = sharing.outputs(tape, block, self._cotangents(tape, block, g))
@@ -92,8 +92,8 @@ class Coupled:
             totals = traces(self._cast(Factors(tape.inputs(block), g.whole(tape, block))), self.C, self.mix.T)
             f = self._cast(sharing.explicit(tape, block, g))
             plain_s, plain_a = sharing.outputs(tape, block, g), sharing.inputs(tape, block)
-            s = _products(self._by(f.g, self.mix).flatten(0, 2), plain_s.ndim == 3)
-            a = _products(self._by(f.a[None], self.mix).flatten(0, 2), plain_a.total.ndim == 3)
+            s = products(self._by(f.g, self.mix).flatten(0, 2), plain_s.ndim == 3)
+            a = products(self._by(f.a[None], self.mix).flatten(0, 2), plain_a.total.ndim == 3)
             moment, before = Moment(a, plain_a.count), (trace(plain_s), trace(plain_a.total))
         return self._scaled(s.to(self.dtype), moment, before, totals)
 
@@ -283,8 +283,3 @@ def _kept(factor: Tensor, before: Tensor, rounding: float) -> Tensor:
     diagonal = factor if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1)
     diagonal.add_((more / factor.shape[-1]).unsqueeze(1))
     return now + more
-
-
-def _products(x: Tensor, full: bool) -> Tensor:
-    """Σ_m x xᵀ [c d e] of x [m c d], or its diagonal [c d]."""
-    return torch.einsum("mcd,mce->cde", x, x) if full else x.square().sum(0)

@@ -11,9 +11,11 @@ from torch import Tensor
 from natgrad.pullback.blocks import Block
 from natgrad.pullback.coupled import Coupled
 from natgrad.pullback.pullback import Pullback
+from natgrad.pullback.relation import Relation
 from natgrad.pullback.sharing import Cotangents, Pair, Sharing, averaged, mean
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import joined
+from natgrad.pullback.weighed import Weighed
 from natgrad.rules.base import Moment, Replayed
 from natgrad.rules.shapes import check_length, check_moment
 
@@ -114,6 +116,10 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tu
     return [(s, mean(moment)) for s, moment in found]
 
 
-def coupled_by(pb: Pullback, tape: Tape) -> Coupled | None:
+def coupled_by(pb: Pullback, tape: Tape) -> Relation | None:
     """What couples the examples of a pass, if something does."""
-    return None if pb.coupling is None else Coupled.of(pb.coupling, pb.mixing(), pb.y.dtype, tape.memo)
+    if pb.coupled is None:
+        return None
+    if pb.coupled.weights is not None:
+        return Weighed.of(pb.coupled.weights, pb.y.dtype, tape.memo)
+    return Coupled.of(pb.coupled.C, pb.mixing(), pb.y.dtype, tape.memo)

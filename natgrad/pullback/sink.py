@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from natgrad.pullback.blocks import Block
-from natgrad.pullback.coupled import Coupled
 from natgrad.pullback.moments import check_inputs, check_outputs, check_rows
 from natgrad.pullback.recorded import Weight
+from natgrad.pullback.relation import Relation
 from natgrad.pullback.sharing import Cotangents, Sharing, mean
 from natgrad.pullback.tape import Tape
 from natgrad.pullback.tied import joined
@@ -90,7 +90,7 @@ class Layers:
     sharing: Sharing
     dtype: torch.dtype
     n: int
-    coupled: Coupled | None = None
+    coupled: Relation | None = None
 
     def late(self, b: int) -> bool:
         """Whether A depends on cotangents: that of a tied weight does, and with a coupling both have one scale."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.model import map_tensors
+from natgrad.rules.modules import plain as plain
+from natgrad.rules.modules import trainable as trainable
 from natgrad.rules.packing import matrices, matrices_shape, pack_matrices, unpack_matrices
 from natgrad.rules.precision import single
 from natgrad.rules.products import symmetric_product
@@ -153,6 +155,10 @@ class Rule(ABC):
         """Σ_nr a aᵀ, in memory of its own. A layer with inputs larger than its arguments (patches) knows better."""
         return Moment.of(single(self._checked(module, keys, call)))
 
+    def valid(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        """[n r c], one where a position is counted, zero where it is masked."""
+        return torch.ones_like(self.inputs(module, keys, call)[..., 0])
+
     def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         """The mean of a over the positions r [n c i]."""
         return single(self._checked(module, keys, call)).mean(1)
@@ -215,6 +221,11 @@ class Replayed(Rule):
     def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
         with torch.no_grad():
             return self.replay(module, call).layer(keys).moment
+
+    def valid(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        with torch.no_grad():
+            layer = self.replay(module, call).layer(keys)
+            return torch.ones_like(layer.a[..., 0]) if layer.valid is None else layer.valid
 
     def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         with torch.no_grad():
@@ -283,17 +294,3 @@ class Replay(ABC):
         if all(t.stride(2) == 0 for t in a):  # the groups c have one input, as in self-attention: it is not repeated
             return replace(parts[0], a=torch.cat([t[:, :, :1] for t in a], dim=-1).expand(-1, -1, a[0].shape[2], -1))
         return replace(parts[0], a=torch.cat(a, dim=-1))
-
-
-def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters that the module itself owns, by local name."""
-    # named_parameters(recurse=False) is slow, and this is asked for every layer of every estimate.
-    return {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
-
-
-def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
-    """Whether a module is of this very type, with no parameters but these and the forward of its class.
-
-    Pruning, spectral norm and the like leave the type, and put other parameters or another forward in.
-    """
-    return type(module) is kind and module._parameters.keys() <= set(names) and "forward" not in vars(module)

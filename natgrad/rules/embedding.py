@@ -65,6 +65,9 @@ class EmbeddingRule(LookupRule, OneHot):
         count: int | Tensor = index.numel() if layer.padding_idx is None else ones.sum().view(1)
         return Moment(total.unsqueeze(0), count)
 
+    def valid(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        return self.places(module, keys, call)[1].unsqueeze(-1)
+
     def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
         layer, index = cast(nn.Embedding, module), call.x.long()
         at = index.reshape(index.shape[0], 1, -1)
