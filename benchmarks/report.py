@@ -149,8 +149,10 @@ def save(report: Report, path: Path, seconds: float, before: Mapping[str, Any] |
 
 def _merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """The new content with those rows and claims of the old that it does not replace."""
-    if old["machine"] != new["machine"]:
-        raise ValueError(f"the file is of another machine ({old['machine']['device']}): run all sections, or --output")
+    other = [key for key in old["machine"] | new["machine"] if old["machine"].get(key) != new["machine"].get(key)]
+    if other:
+        was, now = ({key: made["machine"].get(key) for key in other} for made in (old, new))
+        raise ValueError(f"the file is of another machine, {was} and not {now}: run all sections, or --output")
     for part, key in (("rows", "section"), ("targets", "claim")):
         groups: dict[str, list[Any]] = {item[key]: [] for item in old[part] + new[part]}
         again = {item[key] for item in new[part]}

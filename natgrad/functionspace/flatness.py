@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ _ROUNDS = 32  # of pilot lines
 _ROUNDNESS = 0.05  # of the mean second moment, added to all: a few lines must not flatten the coordinates
 _SETTLED = 5.0  # the ratio of second moments of a basin that is round enough
 _DOUBLINGS = 20  # of the distance at which the loss reaches the level
+_HEAVY = 10.0  # times the share that a line has where all are alike, with which the standard error is no longer known
+
+_log = logging.getLogger("natgrad")
 
 
 @final
@@ -89,7 +93,8 @@ def flatness(
     the standard error. S need not be convex, nor star-shaped: a point behind a gap counts if it can be joined to θ0
     through other points drawn (``Basin``). Gaps, bridges and spikes thinner than the distance of the points are not
     seen. It is for few parameters: the error grows with their number, the faster the less S is an ellipsoid. Where S
-    has long arms that few lines meet, the standard error knows nothing of what all lines missed: see ``heaviest``.
+    has long arms that few lines meet, the standard error knows nothing of what all lines missed: the log says so where
+    ``heaviest`` is above 10/``samples``.
 
     ``radius``: refuse an S that reaches farther from θ0, a length in the metric there; by default 2^20 times the
     distance at which the loss reaches the level. An S that is seen to be unbounded is refused.
@@ -111,7 +116,15 @@ def flatness(
         basin = Basin(landscape, _level(lowest, epsilon))
         scale = _scale(basin, math.sqrt(2 * epsilon), generator)
         limit = scale * 2.0**_DOUBLINGS if radius is None else radius
-        return _reached(_fitted(basin, scale, limit, generator), 2.0, samples, limit, generator).flatness()
+        found = _reached(_fitted(basin, scale, limit, generator), 2.0, samples, limit, generator).flatness()
+    if found.heaviest * samples > _HEAVY:
+        _log.warning(
+            "one line of %d has %.2g of the volume of the basin, %.0f times its share: the basin has arms that few "
+            "lines meet, the volume may be larger than it seems and its error bar too small. Raise samples= until "
+            "neither changes, or lower epsilon=, where a basin is rounder",
+            *(samples, found.heaviest, found.heaviest * samples),
+        )
+    return found
 
 
 def _landscape(
