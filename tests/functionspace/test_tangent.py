@@ -117,6 +117,23 @@ def test_s3_the_projection_is_that_of_lemma_3(hidden: int, damping: float) -> No
     close(_flat(w), _oracle(J, KERNEL(x), v, damping), 1e-7)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(("nu", "lengthscale"), [(1.5, 30.0), (4.5, 30.0), (40.0, 10.0)])
+def test_s3_a_damped_projection_in_a_space_of_very_smooth_functions_is_the_push_through_form(
+    nu: float, lengthscale: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Bᵀ(λK + BBᵀ)⁻¹v needs no inverse of K, which has none in floating point here (ERRATA 13)."""
+    torch.manual_seed(0)
+    model, n, λ = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).to(dtype), 20, 1e-3
+    x, kernel = normal(n, 2).to(dtype), SobolevKernel(nu, lengthscale)
+    K = kernel(x).double()
+    v = K @ normal(n, 1, seed=1)
+    J = oracle.module_jacobian(model, x).double().reshape(n, -1)
+    expected = J @ (J.T @ torch.linalg.solve(λ * K + J @ J.T, v))
+    found = J @ _flat(TangentSpace.of(model, x, kernel).project(v.to(dtype), λ)).double()
+    assert float((found - expected.squeeze(1)).norm()) < tolerance * float(expected.norm())
+
+
 def test_the_projection_is_idempotent_and_what_it_leaves_is_orthogonal() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
