@@ -93,10 +93,16 @@ def test_what_the_readme_says_beside_the_tables_was_printed_by_scripts() -> None
     readme = " ".join((ROOT / "README.md").read_text().split())
     rows = json.loads((ROOT / "benchmarks" / "results" / "kfac.json").read_text())["rows"]
     steps = {
-        r["contestant"]: r["ratio"]["median"] for r in rows if r["section"].startswith("training step: transformer")
+        (r["section"].split()[2], r["contestant"]): f"{r['ratio']['median']:.2f}"
+        for r in rows
+        if r["section"].startswith("training step: ")
     }
-    kaisa, ours = (steps[f"{name} K-FAC, 10 & 100"] for name in ("KAISA", "natgrad"))
-    assert f"(transformer block, 10 & 100: {kaisa:.2f} times AdamW's, ours {ours:.2f})" in readme
+    mlp, block = (
+        [steps[network, f"{name} K-FAC, 10 & 100"] for name in ("KAISA", "natgrad")]
+        for network in ("MLP", "transformer")
+    )
+    assert f"(10 & 100: with the MLP {mlp[0]} times AdamW's, ours {mlp[1]}; with the transformer block" in readme
+    assert f"with the transformer block {block[0]}, ours {block[1]})" in readme
     rows = json.loads((ROOT / "benchmarks" / "results" / "kfac-cuda-many.json").read_text())["rows"]
     factors: dict[str, list[str]] = {}
     for r in rows:
