@@ -99,6 +99,64 @@ def test_s8_flatness_of_a_network_does_not_depend_on_its_coordinates_in_the_fish
     assert abs(others[1].euclidean.value / first.euclidean.value - 5) < 0.2
 
 
+# S8 of a network with seven parameters, v·tanh(wx + b) + c with two hidden units, at 40 inputs.
+
+X = torch.linspace(-3, 3, 40, dtype=torch.float64)[:, None]
+SEVEN = {
+    "w": tensor([1.5, 1.0]),
+    "b": tensor([2.0, -1.5]),
+    "v": tensor([1.2, -0.8]),
+    "c": tensor(0.3),
+}
+
+
+def _seven(p: Params, x: Tensor) -> Tensor:
+    return torch.tanh(x * p["w"] + p["b"]) @ p["v"] + p["c"]
+
+
+def _seven_in_other_units(p: Params, x: Tensor) -> Tensor:
+    """The slopes as logarithms, the places of the units in place of their biases, v in other units."""
+    w = p["w"].exp()
+    return _seven({"w": w, "b": -w * p["b"], "v": p["v"] / 7, "c": p["c"]}, x)
+
+
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-4])
+def test_s8_flatness_of_a_network_of_seven_parameters_is_that_of_a_ball_in_any_coordinates(
+    epsilon: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """½‖f − f0‖² < ε is a ball of functions, where ε is so small that they are about linear in the parameters."""
+    ball = math.pi**3.5 / math.gamma(4.5) * (2 * epsilon) ** 3.5
+    other = {"w": SEVEN["w"].log(), "b": -SEVEN["b"] / SEVEN["w"], "v": 7 * SEVEN["v"], "c": SEVEN["c"]}
+    volumes = []
+    for model, params in ((_seven, SEVEN), (_seven_in_other_units, other)):
+        generator = torch.Generator().manual_seed(0)
+        found = flatness(model, X, epsilon, ng.Euclidean(), samples=512, params=params, generator=generator)
+        assert abs(found.volume.value - ball) < 4 * found.volume.error
+        assert found.volume.relative_error < 0.03
+        volumes.append(found.euclidean)
+    assert abs(math.log(volumes[1].value / volumes[0].value)) > 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_s8_flatness_of_a_network_with_units_that_hardly_matter_has_no_error_bar(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As they are initialised: hidden units are nearly linear, and arms of the basin go on where one may vanish.
+
+    What the lines find is up to chance, over several powers of e. The error says so, whatever the generator.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+        x = torch.randn(40, 1).double()
+    found = flatness(model, x, 1e-4, ng.Euclidean(), samples=256, generator=torch.Generator().manual_seed(seed))
+    assert found.volume.relative_error == found.volume.error == math.inf
+    assert str(found.volume).endswith(" ± inf")
+    (message,) = [m for m in caplog.messages if "the error of volume is a guess, inf of its value" in m]
+    assert "the basin has long arms that few lines meet. Lower epsilon=, raise samples=, or freeze" in message
+
+
 # S9, with the two-layer network f2(B f1(A x)) of appendix E, both activation functions tanh.
 
 

@@ -26,15 +26,17 @@ _ROUNDS = 256
 @final
 @dataclass(frozen=True)
 class Landscape:
-    """L and √det G in coordinates η of the parameters, θ = θ0 + A η, at many points η [m p] at once.
+    """L and √det G in coordinates η of the parameters, θ = θ0 + A T η, at many points η [m p] at once.
 
-    The frame A starts as one in which G is the identity at η = 0, A_0; T = A_0⁻¹A.
+    In the frame A alone G is the identity at η = 0; T stretches it. Its determinant is kept: that of a long and thin
+    T cannot be found from its entries.
     """
 
     pullback: Pullback  # at θ0
     loss: Callable[[Tensor], Tensor] | None  # of outputs [n *out]; None: the mean divergence of the metric from y0
     frame: Tensor | None = None  # A [p p]
     stretch: Tensor | None = None  # T [p p]
+    log_stretch: float = 0.0  # log |det T|
 
     @cached_property
     def θ0(self) -> Tensor:
@@ -68,9 +70,9 @@ class Landscape:
 
     def stretched(self, by: Tensor) -> Landscape:
         """The same in other coordinates, η = F η' with F [p p]."""
-        assert self.frame is not None
         assert self.stretch is not None
-        return replace(self, frame=self.frame @ by, stretch=self.stretch @ by)
+        more = float(torch.linalg.slogdet(by.double()).logabsdet)
+        return replace(self, stretch=self.stretch @ by, log_stretch=self.log_stretch + more)
 
     def _admit(self) -> None:
         """Refuse, before anything is allocated, more parameters than rows, and more of both than fit."""
@@ -94,7 +96,12 @@ class Landscape:
 
     def parameters(self, η: Tensor) -> Tensor:
         """θ [m p]."""
-        return self.θ0 + (η if self.frame is None else η @ self.frame.T)
+        return self.θ0 + (η if self._chart is None else η @ self._chart.T)
+
+    @cached_property
+    def _chart(self) -> Tensor | None:
+        """A T [p p]."""
+        return None if self.frame is None or self.stretch is None else self.frame @ self.stretch
 
     def lengths(self, η: Tensor) -> Tensor:
         """The distance from θ0 [m], as a length in the metric there."""
@@ -102,9 +109,9 @@ class Landscape:
 
     @property
     def log_frame(self) -> float:
-        """log |det A|: a volume in η times |det A| is one in θ."""
+        """log |det A T|: a volume in η times |det A T| is one in θ."""
         assert self.frame is not None
-        return float(torch.linalg.slogdet(self.frame.double()).logabsdet)
+        return float(torch.linalg.slogdet(self.frame.double()).logabsdet) + self.log_stretch
 
     def losses(self, η: Tensor) -> Tensor:
         """L [m]; infinity is a loss, NaN is refused."""
@@ -135,8 +142,9 @@ class Landscape:
 
     def _log_volumes(self, η: Tensor, frame: Tensor) -> Tensor:
         # √det(BᵀB) is the product of the diagonal of the triangle of B. BᵀB itself would lose half of the digits.
+        # In the frame B is near the identity, and T need not be multiplied.
         triangle = torch.linalg.qr((self._roots(self.parameters(η)) @ frame).double(), mode="r").R
-        return triangle.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
+        return triangle.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1) + self.log_stretch
 
     def _roots(self, θ: Tensor) -> Tensor:
         """B [m (k n) p] with G = BᵀB at every θ [m p]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -13,26 +13,24 @@ from torch import Tensor, nn
 
 from natgrad.errors import NonFiniteError
 from natgrad.functionspace.basin import Basin, Landscape
+from natgrad.functionspace.lines import PILOT, directions, fitted, reached
+from natgrad.functionspace.tail import TailedMean
 from natgrad.model import Inputs, Model
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback import pullback
 from natgrad.slots import check_slots
 
-_OCTAVES, _STRATA = 8, 8  # how far down a ray is cut on a logarithmic scale, and in how many pieces an octave
-_PILOT = 256  # lines that find out how far the basin reaches
-_ROUNDS = 32  # of pilot lines
-_ROUNDNESS = 0.05  # of the mean second moment, added to all: a few lines must not flatten the coordinates
-_SETTLED = 5.0  # the ratio of second moments of a basin that is round enough
-_DOUBLINGS = 20  # of the distance at which the loss reaches the level
-_HEAVY = 10.0  # times the share that a line has where all are alike, with which the standard error is no longer known
-
 _log = logging.getLogger("natgrad")
+_DOUBLINGS = 20  # of the distance at which the loss reaches the level
 
 
 @final
 @dataclass(frozen=True)
 class Volume:
-    """An estimate of a volume with its standard error, kept as a logarithm: of many dimensions it under- or overflows.
+    """An estimate of a volume with its error, kept as a logarithm: of many dimensions it under- or overflows.
+
+    The error is the standard error or, where a few of the random lines hold most of the volume, larger: then it counts
+    what heavier lines than all that were drawn are expected to add, and is infinite where they have no mean.
 
     >>> Volume(math.log(2.0), 0.01)
     2 ± 0.02
@@ -47,8 +45,8 @@ class Volume:
 
     @property
     def error(self) -> float:
-        """The standard error of ``value``."""
-        return self.value * self.relative_error
+        """Of ``value``."""
+        return self.value * self.relative_error if self.relative_error < math.inf else math.inf
 
     def __repr__(self) -> str:
         return f"{self.value:.4g} ± {self.error:.2g}"
@@ -64,7 +62,7 @@ class Flatness:
     radius: float  # the distance from θ0 of the farthest point found, a length in the pullback metric at θ0
     fraction: float  # of the points that were drawn, how many are in the basin
     elsewhere: float  # of the points drawn below the level, how many no path was found to: other basins, or missed
-    heaviest: float  # the share of one line in the volume, at most: where it is many times 1/samples, doubt the errors
+    heaviest: float  # the share of one line in the volume, at most: where it is many times 1/samples, errors are large
 
 
 def flatness(
@@ -92,9 +90,12 @@ def flatness(
     65 pieces on either side, and a point is drawn in each. Each line gives an unbiased estimate, and together they give
     the standard error. S need not be convex, nor star-shaped: a point behind a gap counts if it can be joined to θ0
     through other points drawn (``Basin``). Gaps, bridges and spikes thinner than the distance of the points are not
-    seen. It is for few parameters: the error grows with their number, the faster the less S is an ellipsoid. Where S
-    has long arms that few lines meet, the standard error knows nothing of what all lines missed: the log says so where
-    ``heaviest`` is above 10/``samples``.
+    seen. It is for few parameters: the error grows with their number, the faster the less S is an ellipsoid.
+
+    Where S has long arms that few lines meet, as that of a network with units that hardly matter, the lines that were
+    drawn say little about those that were not. Their values then fall off like a power, which is fitted, and the error
+    counts what it leads to expect (``TailedMean``); it is infinite where a mean of such values does not exist. A
+    warning says so, in the log "natgrad". An arm that no line has met is in no error.
 
     ``radius``: refuse an S that reaches farther from θ0, a length in the metric there; by default 2^20 times the
     distance at which the loss reaches the level. An S that is seen to be unbounded is refused.
@@ -116,15 +117,29 @@ def flatness(
         basin = Basin(landscape, _level(lowest, epsilon))
         scale = _scale(basin, math.sqrt(2 * epsilon), generator)
         limit = scale * 2.0**_DOUBLINGS if radius is None else radius
-        found = _reached(_fitted(basin, scale, limit, generator), 2.0, samples, limit, generator).flatness()
-    if found.heaviest * samples > _HEAVY:
+        lines = reached(fitted(basin, scale, limit, generator), 2.0, samples, limit, generator)
+    volume, euclidean = lines.volume(), lines.euclidean()
+    return Flatness(
+        volume=_told("volume", volume, samples),
+        euclidean=_told("euclidean", euclidean, samples),
+        radius=lines.length,
+        fraction=lines.fraction,
+        elsewhere=lines.elsewhere,
+        heaviest=volume.heaviest,
+    )
+
+
+def _told(name: str, found: TailedMean, samples: int) -> Volume:
+    """The volume; where its error is a guess, that is said."""
+    if found.guessed:
         _log.warning(
-            "one line of %d has %.2g of the volume of the basin, %.0f times its share: the basin has arms that few "
-            "lines meet, the volume may be larger than it seems and its error bar too small. Raise samples= until "
-            "neither changes, or lower epsilon=, where a basin is rounder",
-            *(samples, found.heaviest, found.heaviest * samples),
+            "flatness: the error of %s is a guess, %.2g of its value. One of %d random lines holds %.0f %% of it, and "
+            "heavier ones than all that were drawn are to be expected (tail index %.2f; from 1 on they have no mean, "
+            "and the error is infinite): the basin has long arms that few lines meet. Lower epsilon=, raise samples=, "
+            "or freeze the parameters that the outputs hardly determine",
+            *(name, found.relative_error, samples, 100 * found.heaviest, found.index),
         )
-    return found
+    return Volume(found.log, found.relative_error)
 
 
 def _landscape(
@@ -157,7 +172,7 @@ def _level(lowest: Tensor, epsilon: float) -> Tensor:
 
 def _scale(basin: Basin, start: float, generator: torch.Generator) -> float:
     """A radius, to a factor of two, at which there are points below the level."""
-    u = _directions(_PILOT, basin.landscape.θ0, generator)
+    u = directions(PILOT, basin.landscape.θ0, generator)
     radius = start
     for _ in range(_DOUBLINGS**2):
         if bool(basin.below(radius * u).any()):
@@ -167,122 +182,6 @@ def _scale(basin: Basin, start: float, generator: torch.Generator) -> float:
         "the loss is above its value at the parameters plus epsilon at all distances: it is not continuous there, or "
         "epsilon= is below its rounding"
     )
-
-
-def _fitted(basin: Basin, scale: float, limit: float, generator: torch.Generator) -> Basin:
-    """The same basin, in coordinates in which it is about as large in all directions: found by pilot lines."""
-    reach = 2 * scale
-    for _ in range(_ROUNDS):
-        drawn = _reached(basin, reach, _PILOT, limit, generator)
-        moments, vectors = torch.linalg.eigh(drawn.second_moment())
-        basin = replace(basin, landscape=basin.landscape.stretched(vectors * moments.sqrt()))
-        reach = 2.0
-        if bool(moments[-1] < _SETTLED * moments[0]):
-            return basin
-    raise ValueError(
-        f"the basin did not fit into an ellipsoid after {_ROUNDS} rounds: it is unbounded, with an infinite volume (a "
-        "direction in which the loss does not rise), or too thin and bent for random lines. Lower epsilon=, or freeze "
-        "the parameters that the loss does not determine"
-    )
-
-
-def _reached(basin: Basin, reach: float, lines: int, limit: float, generator: torch.Generator) -> _Drawn:
-    """Points of so many lines, as far out as the basin reaches and an octave more."""
-    while True:
-        drawn = _draw(basin, reach, lines, generator)
-        if drawn.length > limit:
-            raise ValueError(
-                f"the basin reaches beyond the radius {limit:.3g} (a length in the metric at the parameters), where "
-                "the search ends: its volume may be infinite, as that of a loss with a flat direction. Lower epsilon=, "
-                "raise radius=, or freeze the parameters that the loss does not determine"
-            )
-        if not drawn.touches:
-            return drawn
-        reach = 2 * reach
-
-
-def _draw(basin: Basin, reach: float, lines: int, generator: torch.Generator) -> _Drawn:
-    like = basin.landscape.θ0
-    u = _directions(lines, like, generator)
-    exponents = torch.arange(-_OCTAVES * _STRATA, 1, dtype=like.dtype, device=like.device) / _STRATA
-    outer = reach * torch.exp2(exponents)
-    inner = torch.cat([outer.new_zeros(1), outer[:-1]])
-    chance = torch.rand(2 * lines, len(outer), generator=generator, dtype=like.dtype, device=like.device)
-    r = torch.lerp(inner, outer, chance)  # [u j]
-    η = r[..., None] * torch.cat([u, -u])[:, None]
-    inside, below = basin.inside(η, generator)
-    return _Drawn(basin.landscape, η, r, outer - inner, inside, below)
-
-
-def _directions(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform on the sphere, [u p]."""
-    u = torch.randn(count, len(like), generator=generator, dtype=like.dtype, device=like.device)
-    return u / u.norm(dim=1, keepdim=True)
-
-
-@final
-@dataclass(frozen=True)
-class _Drawn:
-    """A point in each piece j of each ray u; the first half of the rays are opposite to the second."""
-
-    landscape: Landscape
-    η: Tensor  # [u j p]
-    r: Tensor  # [u j]
-    width: Tensor  # [j]
-    inside: Tensor  # [u j]
-    below: Tensor  # [u j]
-
-    @property
-    def touches(self) -> bool:
-        """Whether the basin has points in the last octave."""
-        return bool(self.inside[:, -_STRATA:].any())
-
-    @property
-    def length(self) -> float:
-        """The distance from θ0 of the farthest point in the basin, a length in the metric there."""
-        return float(self.landscape.lengths(self.η[self.inside]).max()) if bool(self.inside.any()) else 0.0
-
-    def second_moment(self) -> Tensor:
-        """(p + 2) E[η ηᵀ] of the basin [p p], the identity for the unit ball, made rounder to be safe from chance."""
-        p = self.η.shape[-1]
-        weights = torch.where(self.inside, (p - 1) * self.r.log() + self.width.log(), -math.inf).flatten().softmax(0)
-        moment = (p + 2) * torch.einsum("m,mp,mq->pq", weights, *[self.η.flatten(0, 1)] * 2)
-        round_part = moment.trace() / p * torch.eye(p, dtype=moment.dtype, device=moment.device)
-        return torch.lerp(moment, round_part, _ROUNDNESS)
-
-    def flatness(self) -> Flatness:
-        outside = torch.full_like(self.r, -math.inf, dtype=torch.float64)
-        form = outside.masked_scatter(self.inside, self.landscape.log_volumes(self.η[self.inside]))
-        flat = outside.masked_fill(self.inside, self.landscape.log_frame)
-        below = int(self.below.sum())
-        return Flatness(
-            volume=self._volume(form),
-            euclidean=self._volume(flat),
-            radius=self.length,
-            fraction=int(self.inside.sum()) / self.inside.numel(),
-            elsewhere=(below - int(self.inside.sum())) / max(below, 1),
-            heaviest=self._heaviest(form),
-        )
-
-    def _volume(self, form: Tensor) -> Volume:
-        """∫ v dη = |S^{p−1}| E_u ∫ v r^{p−1} dr, for log v [u j] at the points: one number a line, their mean."""
-        p, lines = self.η.shape[-1], self._lines(form)
-        largest = lines.max()
-        if bool(largest == -math.inf):
-            return Volume(-math.inf, 0.0)
-        values = (lines - largest).exp() / 2
-        mean, error = values.mean(), values.std() / len(values) ** 0.5
-        sphere = math.log(2) + p / 2 * math.log(math.pi) - math.lgamma(p / 2)
-        return Volume(float(largest + mean.log()) + sphere, float(error / mean))
-
-    def _heaviest(self, form: Tensor) -> float:
-        lines = self._lines(form)
-        return float(lines.softmax(0).max()) if bool(lines.max() > -math.inf) else 0.0  # of no volume
-
-    def _lines(self, form: Tensor) -> Tensor:
-        """log Σ v r^{p−1} dr [line] over both sides."""
-        terms = form + (self.η.shape[-1] - 1) * self.r.double().log() + self.width.double().log()  # [u j]
-        return torch.stack(terms.chunk(2), dim=1).flatten(1).logsumexp(1)
 
 
 def _check(epsilon: float, samples: int, radius: float | None, metric: OutputMetric) -> None:
