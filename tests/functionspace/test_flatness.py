@@ -258,6 +258,12 @@ class TestRefusals:
         with pytest.raises(SingularMetricError, match="rank 6 of 9 parameters"):  # a constant in the logits
             flatness(nn.Linear(2, 3).double(), normal(20, 2), 0.1, ng.Fisher(ng.Categorical()))
 
+    def test_a_basin_that_is_too_long_to_be_fitted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """10³⁰ times as long as wide: the coordinates stretch a few times a round, and there are three."""
+        monkeypatch.setattr("natgrad.functionspace.lines._ROUNDS", 3)
+        with pytest.raises(ValueError, match="did not fit into an ellipsoid after 3 rounds of 256 random lines"):
+            _at([0.0, 0.0], 0.5, lambda y: y[0, 0].square() + (1e-30 * y[0, 1]).square(), radius=1e40)
+
     def test_a_direction_in_which_the_loss_does_not_rise(self) -> None:
         with pytest.raises(ValueError, match=r"the basin reaches beyond the radius .* its volume may be infinite"):
             _at([0.0, 0.0], 0.5, lambda y: y[0, 0].square())
