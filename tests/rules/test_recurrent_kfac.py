@@ -15,6 +15,7 @@ from natgrad.operators import KroneckerOperator
 from natgrad.rules import Call, CellRule, RecurrentRule
 from tests import oracle
 from tests.golden import agrees, golden, tensor
+from tests.machine import needs_autocast
 from tests.pulled import close, covered, normal, pull
 from tests.zoo import Case, Problem
 
@@ -223,6 +224,7 @@ def test_single_precision_under_autocast_is_close_to_double(kind: type[nn.RNNBas
     problem = Case("autocast", lambda: Problem(Network(kind), normal(5, 4, 2))).make()
     exact = ng.Kronecker().estimate(pull(problem, ng.Euclidean())).dense()
     model, x = problem.module.float(), normal(5, 4, 2).float()
+    needs_autocast(lambda: model(x))
     with torch.autocast("cpu", torch.bfloat16):
         pb = ng.pullback(model, x, ng.Euclidean())
     assert covered(pb) == set(pb.model.params)
