@@ -10,10 +10,9 @@ from torch import Tensor
 
 from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Covector, Vector
-from natgrad.operators.base import Layout
-from natgrad.pullback import Pullback
-from natgrad.pullback.assemble import at
-from natgrad.structures import Dense, Kernel
+from natgrad.pullback.pullback import Pullback, at
+from natgrad.structures.base import Layout
+from natgrad.structures.exact import Dense, Kernel
 
 
 @final

@@ -2,15 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
-from natgrad.convolution import linear_convolutions
 from natgrad.model import Inputs, Model
+
+# Convolutions whose backward pass is cheap to differentiate in its cotangent, for a model that is linearised once.
+#
+# J v is the derivative of u ↦ Jᵀu. Torch's double backward pass of a convolution always forms its derivatives in inputs
+# and weights as well, whoever asks: twice the work. Here the backward pass is one linear map of the cotangent alone.
+
+
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+
+
+@contextmanager
+def linear_convolutions() -> Iterator[None]:
+    """Inside the block, convolutions of the model are recorded such that u ↦ Jᵀu is cheap to differentiate in u.
+
+    Only in u: a model that differentiates inside its own forward pass needs the other derivatives too, and backward
+    passes that happen inside the block keep them.
+
+    >>> x, w = torch.randn(2, 1, 5), torch.randn(3, 1, 2, requires_grad=True)
+    >>> with linear_convolutions():
+    ...     y = torch.conv1d(x, w)
+    >>> torch.equal(y, torch.conv1d(x, w))
+    True
+    """
+    mode = _Mode()
+    try:
+        with mode:
+            yield
+    finally:
+        mode.open = False
+
+
+@final
+class _Mode(TorchFunctionMode):
+    open = True
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _CONVOLUTIONS and (call := _call(*args, **(kwargs or {}))) is not None:
+            return _Convolution.apply(*call, self)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+class _Geometry(NamedTuple):
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return _CONVOLUTIONS[x.ndim - 3](x, weight, bias, *self)
+
+    def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Cotangents of x, weight and bias, as far as they are needed."""
+        d = x.ndim - 2
+        stride, padding, dilation = ([v] * d if isinstance(v, int) else list(v) for v in self[:3])
+        return torch.ops.aten.convolution_backward(
+            g, x, weight, [weight.shape[0]], stride, padding, dilation, False, [0] * d, self.groups, list(needs)
+        )
+
+
+def _call(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor | None, _Geometry] | None:
+    """The arguments of a convolution, or None for one that is better left as it is."""
+    geometry = _Geometry(*args, **kwargs)
+    left = (
+        input.ndim != weight.ndim  # one example without its axis
+        or isinstance(geometry.padding, str)
+        or torch.is_autocast_enabled(input.device.type)  # its casts are part of the graph
+        or torch._C._are_functorch_transforms_active()
+    )
+    return None if left else (input, weight, bias, geometry)
+
+
+@final
+class _Convolution(Function):
+    """z = x ∗ W + b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry, mode: _Mode) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.geometry, ctx.mode = geometry, mode
+        return geometry.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.mode.open:  # the model itself differentiates: its parameters must be seen through this, too
+            return *ctx.geometry.backward(g, x, weight, ctx.needs_input_grad[:3]), None, None
+        pulled = _Pull.apply(g, x.detach(), weight.detach(), ctx.needs_input_grad[:3], ctx.geometry)  # type: ignore[no-untyped-call]
+        return *pulled, None, None
+
+
+@final
+class _Pull(Function):
+    """g ↦ the cotangents of x, W and b. It is linear in g, and its transpose is v ↦ v_x ∗ W + x ∗ v_W + v_b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], geometry: _Geometry
+    ) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(x, weight)
+        ctx.geometry, ctx.like = geometry, g.shape
+        ctx.set_materialize_grads(False)
+        return geometry.backward(g, x, weight, needs)
+
+    @staticmethod
+    def backward(ctx: Any, vx: Tensor | None, vw: Tensor | None, vb: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        out = None if vx is None else ctx.geometry.forward(vx, weight)
+        if vw is not None:
+            moved = ctx.geometry.forward(x, vw, vb)
+            out = moved if out is None else out.add_(moved)
+        elif vb is not None:
+            moved = vb.view(-1, *[1] * (x.ndim - 2)).expand(ctx.like)
+            out = moved if out is None else out + moved
+        return out, None, None, None, None
 
 
 @final

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from natgrad.geometry import Covector, Vector, differential
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs, Model
-from natgrad.operators.base import Operator
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback import pullback
+from natgrad.pullback.pullback import pullback
 from natgrad.slots import check_slots
-from natgrad.solve import Cholesky, Solver
-from natgrad.structures import Dense, Structure
+from natgrad.solve.solvers import Cholesky, Solver
+from natgrad.structures.base import Operator
+from natgrad.structures.exact import Dense, Structure
 
 
 def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: float = 0.0) -> Vector:

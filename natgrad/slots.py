@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from natgrad.families import Family
+from natgrad.families.base import Family
 
 
 def check_slots(**slots: tuple[Any, type]) -> None:

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.functionspace import (
-    FunctionalGradientDescent,
-    KernelSum,
-    SobolevKernel,
-    TangentSpace,
-    functional_gradient,
-)
+from natgrad.functionspace import FunctionalGradientDescent, KernelSum, SobolevKernel, TangentSpace, functional_gradient
 from natgrad.structures import Structure
 from tests import oracle
 from tests.golden import agrees, golden, golden_mlp, names, tensor

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.domain import Box, Concave, Domain
-from natgrad.families.exponential import ExponentialFamily, expect
+from natgrad.families.domains import Box, Concave, Domain
+from natgrad.families.exponential import ExponentialFamily, expect, solved
 from natgrad.families.information import Information, Polar
-from natgrad.families.inverse import solved
 
 _SMALL = 1e-3  # κ² below which four terms of a series are exact in float64
 _LARGE = 100.0  # κ above which 1 − A² − A/κ cancels more than a series leaves out

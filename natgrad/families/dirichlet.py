@@ -10,10 +10,9 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.domain import Box, Concave, Domain
-from natgrad.families.exponential import ExponentialFamily, expect
+from natgrad.families.domains import Box, Concave, Domain
+from natgrad.families.exponential import ExponentialFamily, expect, solved
 from natgrad.families.information import Downdated, Information
-from natgrad.families.inverse import solved
 from natgrad.families.special import trigamma
 
 

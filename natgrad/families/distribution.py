@@ -18,8 +18,7 @@ from torch.distributions import (
     kl_divergence,
 )
 
-from natgrad.families.base import Family, over_terms
-from natgrad.families.seeded import seeded
+from natgrad.families.base import Family, over_terms, seeded
 from natgrad.linalg import symmetric_root
 
 _TOGETHER = 8  # samples whose scores are computed in one backward pass; its cost is their number squared

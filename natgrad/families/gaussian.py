@@ -12,13 +12,22 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.domain import Box, Domain, check_finite
+from natgrad.families.base import broadcast, check_event, check_vector
+from natgrad.families.domains import Box, Cone, Domain, check_finite
 from natgrad.families.exponential import ExponentialFamily, expect
-from natgrad.families.gaussian_information import GaussianInformation, PrecisionInformation
-from natgrad.families.information import Information, Matrix
-from natgrad.families.packing import factored, joined, looked_at, moment_matrix, side, square, symmetric
-from natgrad.families.regions import Cone
-from natgrad.families.shapes import broadcast, check_event, check_vector
+from natgrad.families.information import (
+    GaussianInformation,
+    Information,
+    Matrix,
+    PrecisionInformation,
+    factored,
+    joined,
+    looked_at,
+    moment_matrix,
+    side,
+    square,
+    symmetric,
+)
 
 
 @final

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.domain import Domain
+from natgrad.families.domains import Domain, Parts
 from natgrad.families.exponential import ExponentialFamily, expect
 from natgrad.families.information import Blocks, Diagonal, Information, Scalar
-from natgrad.families.regions import Parts
 
 
 @final

@@ -11,13 +11,9 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints
 
-from natgrad.families.domain import Box, Concave, Domain
-from natgrad.families.exponential import ExponentialFamily, expect
-from natgrad.families.gaussian_information import WishartInformation
-from natgrad.families.information import Information
-from natgrad.families.inverse import solved
-from natgrad.families.packing import factored, side, square, symmetric
-from natgrad.families.regions import Cone, Parts
+from natgrad.families.domains import Box, Concave, Cone, Domain, Parts
+from natgrad.families.exponential import ExponentialFamily, expect, solved
+from natgrad.families.information import Information, WishartInformation, factored, side, square, symmetric
 from natgrad.families.special import trigamma
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from natgrad.functionspace.kernels import ReproducingKernel
+from natgrad.errors import MemoryBoundError, NonFiniteError
+from natgrad.kernels.sobolev import ReproducingKernel
+from natgrad.linalg import check_finite
+from natgrad.slots import check_slots
 
 
 @final
@@ -125,3 +129,176 @@ def centres_of(x: Any) -> Tensor:
             f"the inputs are a {type(x).__name__}: a function of a kernel has its centres in one [n *shape] tensor"
         )
     return x.detach()
+
+
+# Gradient descent in a space of functions, without parameters: regression and classification with a kernel.
+
+
+_MEMORY = 2**32  # bytes of a Gram matrix
+
+
+@final
+class FunctionalGradientDescent:
+    """f_t = f_{t−1} − η_t ∇ℓ(f_{t−1}) from f_0 = 0 in the Hilbert space of a kernel (000 (11)–(13)):
+
+        f_T = −Σ_t η_t Σ_n K(x_n, ·) ∂L/∂f_{t−1}(x_n)
+
+    ``loss(y, target)`` is one number, a sum over the examples as in (5). ``step`` is η, or a function of t = 1, 2, …
+    For ½‖y − t‖², residuals follow e ← (1 − ηK)e: descent converges to the function of least norm through the data for
+    η < 2/λ_max(K), and diverges above. ``batch`` examples make a step (all, or one after the other as in (13)); a
+    ``generator`` shuffles them in every pass. ``outputs`` is the shape of f(x_n), where it is not that of a target (for
+    classes: ``(10,)``).
+
+    >>> from natgrad.functionspace import SobolevKernel
+    >>> x = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    >>> squares = lambda y, t: (y - t).square().sum() / 2
+    >>> descent = FunctionalGradientDescent(SobolevKernel(1.5), squares, step=0.2, passes=400).fit(x, x.sin())
+    >>> bool((descent.predict(x) - x.sin()).abs().max() < 0.01)
+    True
+    """
+
+    def __init__(
+        self,
+        kernel: ReproducingKernel,
+        loss: Callable[[Tensor, Any], Tensor],
+        step: float | Callable[[int], float],
+        passes: int = 100,
+        batch: int | None = None,
+        outputs: tuple[int, ...] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_slots(kernel=(kernel, ReproducingKernel))
+        if not callable(step):
+            _check_step(step)
+        for name, value in (("passes", passes), ("batch", 1 if batch is None else batch)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        self.kernel, self.loss, self.step, self.passes = kernel, loss, step, passes
+        self.batch, self.outputs, self.generator = batch, outputs, generator
+        self._function: KernelSum | None = None
+        self._losses: tuple[Tensor, ...] = ()
+        self._targets: torch.Size | None = None  # the shape of one
+
+    @property
+    def function(self) -> KernelSum:
+        """f as it is now."""
+        if self._function is None:
+            raise RuntimeError("there is no function yet: call fit(x, target) or partial_fit(x, target) first")
+        return self._function
+
+    @property
+    def loss_curve(self) -> Tensor:
+        """The loss of every step's examples before that step, [t]."""
+        return torch.stack(self._losses) if self._losses else torch.empty(0)
+
+    def predict(self, x: Any) -> Tensor:
+        """f(x) [m *out] for inputs x [m *shape]."""
+        with torch.no_grad():
+            return self.function(x)
+
+    def fit(self, x: Tensor, target: Tensor) -> FunctionalGradientDescent:
+        """``passes`` passes over the data x [n *shape], target [n …], from f = 0. The centres are the data."""
+        centres = centres_of(x)
+        n = _check_data(centres, target)
+        if self.batch is None:
+            _check_memory(centres)
+        kernel = self.kernel.at(x)
+        with torch.no_grad():
+            rows = kernel(centres) if self.batch is None else None
+            first = kernel(centres[:1], centres) if rows is None else rows
+            c = first.new_zeros(n, *self._shape(target))
+            losses = []
+            for t, chosen in enumerate(self._choices(n, centres.device), start=1):
+                K = kernel(centres[chosen], centres) if rows is None else rows[chosen]
+                y = torch.tensordot(K, c, dims=1)
+                loss, gradient = self._at(y, target[chosen])
+                losses.append(loss)
+                c[chosen] -= self._step(t) * gradient
+        self._accept(KernelSum(kernel, centres, c), tuple(losses), target)
+        return self
+
+    def partial_fit(self, x: Tensor, target: Tensor) -> FunctionalGradientDescent:
+        """One step (12) on the examples given, which become centres of f; earlier ones stay. The first call starts.
+
+        A lengthscale that is measured is measured on the examples of the first call, which must differ.
+        """
+        centres = centres_of(x)
+        n = _check_data(centres, target)
+        self._check_targets(target)
+        f = self._function
+        with torch.no_grad():
+            kernel = self.kernel.at(x) if f is None else f.kernel
+            y = kernel(centres[:1], centres).new_zeros(n, *self._shape(target)) if f is None else f(centres)
+            loss, gradient = self._at(y, target)
+            added = KernelSum(kernel, centres, -self._step(len(self._losses) + 1) * gradient)
+            self._accept(added if f is None else f + added, (*self._losses, loss), target)
+        return self
+
+    def _accept(self, f: KernelSum, losses: tuple[Tensor, ...], target: Tensor) -> None:
+        """The new state, unless it is not finite: then the old one stays."""
+        if not bool(f.coefficients.isfinite().all()):
+            raise NonFiniteError(
+                "functional gradient descent holds NaN or infinity. The step is too long (for ½‖y − t‖² it must be "
+                "below 2/λ_max(K), and λ_max ≤ n for a normalised kernel), or the data are not finite. Nothing was "
+                "changed"
+            )
+        self._function, self._losses, self._targets = f, losses, target.shape[1:]
+
+    def _check_targets(self, target: Tensor) -> None:
+        """Refuse targets of another shape than those before: a loss may broadcast them, and f with them."""
+        if self._targets is not None and target.shape[1:] != self._targets:
+            raise ValueError(
+                f"targets {tuple(target.shape)}: one of them has the shape {tuple(target.shape[1:])}, and those before "
+                f"had {tuple(self._targets)}. Reshape them to the shape of the first, or start anew with fit"
+            )
+
+    def _at(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return differentiated(lambda outputs: self.loss(outputs, target), y)
+
+    def _step(self, t: int) -> float:
+        if not callable(self.step):
+            return self.step
+        η = self.step(t)
+        _check_step(η)
+        return η
+
+    def _shape(self, target: Tensor) -> tuple[int, ...]:
+        if self.outputs is None and not target.is_floating_point():
+            raise ValueError(f"targets are {target.dtype}, no function values: pass outputs=, the shape of f(x_n)")
+        return tuple(target.shape[1:]) if self.outputs is None else self.outputs
+
+    def _choices(self, n: int, device: torch.device) -> Iterator[Tensor | slice]:
+        """The examples of every step."""
+        for _ in range(self.passes):
+            if self.batch is None:
+                yield slice(None)
+                continue
+            order = torch.arange(n) if self.generator is None else torch.randperm(n, generator=self.generator)
+            yield from order.to(device).split(self.batch)
+
+
+def _check_memory(x: Tensor) -> None:
+    """Refuse a Gram matrix that does not fit, before anything is made."""
+    needed = len(x) ** 2 * max(x.element_size(), 4)
+    if needed > _MEMORY:
+        raise MemoryBoundError(
+            f"the Gram matrix of {len(x)} examples needs {needed:,} bytes, over {_MEMORY:,}: take a few examples a "
+            "step with batch="
+        )
+
+
+def _check_step(step: float) -> None:
+    if not isinstance(step, (int, float)) or not (math.isfinite(step) and step > 0):
+        raise ValueError(f"step={step!r} must be a positive, finite number, or a function of t = 1, 2, … to one")
+
+
+def _check_data(x: Tensor, target: Tensor) -> int:
+    if x.ndim == 0 or target.ndim == 0 or len(x) != len(target) or len(x) == 0:
+        raise ValueError(
+            f"inputs {tuple(x.shape)} and targets {tuple(target.shape)}: they need the same number of examples, at "
+            "least one, on the first axis"
+        )
+    for what, values in (("the tensor of inputs", x), ("the tensor of targets", target)):
+        if values.is_floating_point():
+            check_finite(values, what)
+    return len(x)

@@ -4,26 +4,359 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.functionspace.kernels import ReproducingKernel
-from natgrad.functionspace.projection import Spectrum
+from natgrad.errors import MemoryBoundError
+from natgrad.functionspace.ntk import Points, check_size, gram, ntk
 from natgrad.functionspace.rkhs import differentiated
 from natgrad.geometry import Vector
+from natgrad.kernels.gram import KernelMatrix
+from natgrad.kernels.sobolev import ReproducingKernel
 from natgrad.linalg import check_damping, check_finite
 from natgrad.model import Inputs, Model
-from natgrad.operators.gram import KernelMatrix
-from natgrad.operators.kernel import KernelOperator
-from natgrad.operators.pushthrough import PushThrough
 from natgrad.output.metric import Euclidean
-from natgrad.pullback import pullback
+from natgrad.pullback.pullback import MEMORY, Pullback, pullback, unrounded
 from natgrad.slots import check_slots
-from natgrad.structures import Kernel
+from natgrad.structures.exact import Kernel
+from natgrad.structures.kernel import KernelOperator, PushThrough
+
+# The pushforward of a metric from the parameters to the functions, as the dual of a kernel of the tangent space.
+
+
+@final
+@dataclass(frozen=True)
+class PushforwardMetric:
+    """(φ_*g)(X, Y) = g(dφ⁻¹X, dφ⁻¹Y) of tangent functions X, Y known at the points (000 section 5.1): XᵀΘ⁺Y.
+
+    Θ = J g⁻¹Jᵀ is the kernel of the tangent space in which the metric g on the parameters is kept: ``ntk`` for the
+    Euclidean one, where ∂φ/∂θ^p are orthonormal (000 (16), lemma 6). The two are dual, and 000 section 5.2 calls the
+    kernel the metric (ERRATA 18): under θ' = 2θ the kernel is 1/4 of what it was, and the metric 4 times. Where φ is
+    not an immersion, dφ⁻¹X is the least of the vectors that move the outputs by X. For the kernel of a pulled-back
+    metric (``TangentKernel``) it is the metric on functions itself, and no parametrisation shows.
+
+    Functions that are not tangent have no length, and are refused. ``PushforwardMetric.of`` makes one.
+    """
+
+    values: Tensor  # eigenvalues of Θ that are not zero, [t]
+    vectors: Tensor  # [(n k) t]
+    precision: float  # of Θ
+
+    @staticmethod
+    def of(kernel: Tensor) -> PushforwardMetric:
+        """The metric that is dual to the kernel [n n k k] between the points.
+
+        >>> from natgrad.functionspace import ntk
+        >>> model, x = torch.nn.Linear(1, 1), torch.tensor([[0.0], [1.0]])
+        >>> φ_1 = torch.tensor([[0.0], [1.0]])  # ∂φ/∂weight at the points; that of the bias is 1
+        >>> metric = PushforwardMetric.of(ntk(model, x))
+        >>> [round(float(metric.inner(φ_1, X)), 5) + 0.0 for X in (φ_1, torch.ones(2, 1))]
+        [1.0, 0.0]
+        """
+        if kernel.ndim != 4 or kernel.shape[0] != kernel.shape[1] or kernel.shape[2] != kernel.shape[3]:
+            raise ValueError(
+                f"the kernel has the shape {tuple(kernel.shape)}: give that of points with themselves, [n n k k], as "
+                "ntk(model, x)"
+            )
+        check_finite(kernel, "the kernel")
+        n, _, k, _ = kernel.shape
+        values, vectors = torch.linalg.eigh(kernel.transpose(1, 2).reshape(n * k, n * k).double())
+        precision = 8 * n * k * torch.finfo(kernel.dtype).eps
+        seen = values > precision * values[-1]
+        return PushforwardMetric(values[seen], vectors[:, seen], precision)
+
+    @property
+    def rank(self) -> int:
+        """The dimension of the tangent space, as far as the points see it."""
+        return self.values.numel()
+
+    def flat(self, v: Tensor) -> Tensor:
+        """Θ⁺v [n *out], for a tangent function with the values v at the points."""
+        inside = self._coordinates(v)
+        return (self.vectors @ (inside / self.values)).view(v.shape).to(v.dtype)
+
+    def inner(self, v: Tensor, w: Tensor) -> Tensor:
+        """vᵀΘ⁺w of two tangent functions."""
+        return (self._coordinates(v) / self.values @ self._coordinates(w)).to(v.dtype)
+
+    def _coordinates(self, v: Tensor) -> Tensor:
+        if v.numel() != self.vectors.shape[0]:
+            raise ValueError(f"v has the shape {tuple(v.shape)}: it needs {self.vectors.shape[0]} values at the points")
+        check_finite(v, "the function")
+        flat = v.detach().reshape(-1).double()
+        inside = self.vectors.T @ flat
+        outside = float((flat - self.vectors @ inside).norm() / flat.norm().clamp(min=torch.finfo(v.dtype).tiny))
+        # What is cut off of Θ is of this size in J.
+        if outside > 4 * math.sqrt(self.precision):
+            raise ValueError(
+                f"v is not tangent to the model: {100 * outside:.2g} % of it lie outside the span of ∂φ/∂θ, where the "
+                "pushforward metric is not defined. Project it first, with TangentSpace.project or "
+                "TangentKernel.project"
+            )
+        return inside
+
+
+# The tangent space of a model under any metric on functions: its kernel, the projection on it, and the map S.
+
+
+@final
+@dataclass(frozen=True)
+class Spectrum:
+    """The pulled-back metric g on its range: eigenvalues σ² and orthonormal eigenvectors d_e = Uᵀ E_e of parameters.
+
+    U are the rows of a frame, R = MᵀU. ``images``: R d_e/σ_e, orthonormal functions h_e of 000 (18) in coordinates.
+    """
+
+    values: Tensor  # σ² ascending [e]
+    directions: Tensor  # E [(k n) e]
+    images: Tensor  # [(k t) e]
+
+    @staticmethod
+    def of(square: Tensor, mixing: Tensor | None, eps: float) -> Spectrum:
+        """From U Uᵀ [(k n) (l m)] in double precision, of U that is known to ``eps``, and M [n t].
+
+        M is as ill-conditioned as a kernel matrix, and would hide what U Uᵀ says of the rank: the range is found first.
+        """
+        squares, W = torch.linalg.eigh(square)
+        rounding = 8 * len(squares)
+        seen = squares > max((rounding * eps) ** 2, rounding * torch.finfo(square.dtype).eps) * squares[-1]
+        ρ, W = squares[seen].sqrt(), W[:, seen]
+        inner = W * ρ  # [(k n) e], the coordinates of an orthonormal basis
+        if mixing is not None:
+            inner = torch.einsum("nt,kne->kte", mixing, inner.view(-1, len(mixing), ρ.numel())).flatten(0, 1)
+        images, σ, V = torch.linalg.svd(inner, full_matrices=False)
+        kept = σ > 8 * len(square) * torch.finfo(σ.dtype).eps * σ[:1]
+        order = kept.nonzero().flatten().flip(0)
+        return Spectrum(σ[order].square(), (W / ρ @ V.T)[:, order], images[:, order])
+
+
+@final
+@dataclass(frozen=True)
+class TangentFrame:
+    """∂φ/∂θ^p in coordinates in which the metric on functions is the plain one: R [(k t) p], G = RᵀR.
+
+    A function with the values v [n *out] at the points has the coordinates ξ(v) = Σ_n M_nt ⟨s_kn, v_n⟩/√N, with the
+    root s of the metric on the outputs and M Mᵀ the coupling of the examples (1 where there is none). Then R w is
+    ξ(J w), ⟨u, v⟩ is ξ(u)·ξ(v), and R Rᵀ is made from the factors of the layers: J is not formed.
+    """
+
+    model: Model
+    rows: KernelOperator  # U = s·J/√N, in factors
+    root: Tensor  # s [k n d]
+    shape: torch.Size  # of the outputs, [n *out]
+    mixing: Tensor | None = None  # M [n t]
+    memory: int = MEMORY
+
+    @staticmethod
+    def of(pb: Pullback) -> TangentFrame:
+        """Under the metric of a pullback: L² at the points, Fisher, Sobolev; as there, a mean over the examples.
+
+        >>> import natgrad as ng
+        >>> pb = ng.pullback(nn.Linear(2, 3), torch.randn(5, 2), ng.Fisher(ng.Categorical()))
+        >>> TangentFrame.of(pb).spectrum.values.shape  # a constant added to the logits has no length
+        torch.Size([6])
+        """
+        check_slots(pullback=(pb, Pullback))
+        _admit(pb)
+        mixing = None
+        if pb.coupled is not None and pb.coupled.K is not None:
+            mixing = _whitening(KernelMatrix.of(pb.coupled.K))
+        elif pb.coupling is not None:
+            mixing = pb.mixing().double()
+        root = pb.root.reshape(*pb.root.shape[:2], -1).double()
+        return TangentFrame(pb.model, Kernel().estimate(pb.unmixed()), root, pb.y.shape, mixing, pb.memory)
+
+    @staticmethod
+    def within(
+        model: nn.Module | Callable[..., Any],
+        x: Inputs,
+        kernel: ReproducingKernel,
+        params: Mapping[str, Tensor] | None = None,
+        output: Callable[[Any], Tensor] | None = None,
+    ) -> TangentFrame:
+        """In the Hilbert space of a kernel: ‖v‖² = Σ_k v_kᵀK⁺v_k, the least with the values v (000 (22)).
+
+        A sum and not a mean, without jitter: points that are equal count once (ERRATA 11, 13).
+
+        >>> from natgrad.functionspace import SobolevKernel
+        >>> TangentFrame.within(nn.Linear(2, 1), torch.randn(5, 2), SobolevKernel(1.5)).spectrum.values.shape
+        torch.Size([3])
+        """
+        check_slots(kernel=(kernel, ReproducingKernel))
+        pb = pullback(Model.of(model, params, output), x, Euclidean())
+        with torch.no_grad():
+            K = kernel(x)
+        if K.shape[0] != pb.n:
+            raise ValueError(
+                f"the kernel sees {K.shape[0]} inputs and the model has {pb.n} outputs: one each is needed"
+            )
+        check_finite(K, "the Gram matrix of the kernel")
+        matrix = KernelMatrix.of(K, max(torch.finfo(t.dtype).eps for t in (K, pb.y)))
+        return replace(TangentFrame.of(pb), mixing=_whitening(matrix) * math.sqrt(pb.n))  # rows are those of a mean
+
+    @cached_property
+    def spectrum(self) -> Spectrum:
+        """That of the pulled-back metric."""
+        with torch.no_grad():
+            square = self.exact.gram()
+            check_finite(square, "the Gram matrix of the tangent space")
+            return Spectrum.of(square, self.mixing, torch.finfo(self.rows.layout.dtype).eps)
+
+    @cached_property
+    def exact(self) -> KernelOperator:
+        """The rows in double precision: products of single ones would hide all that is below the root of their eps."""
+        return self.rows.to(torch.float64)
+
+    def coordinates(self, v: Tensor) -> Tensor:
+        """ξ(v) [(k t)], of a function with the values v [n *out] at the points."""
+        if v.shape != self.shape:
+            raise ValueError(f"v has the shape {tuple(v.shape)}, and the outputs at the points {tuple(self.shape)}")
+        check_finite(v, "the function")
+        ξ = torch.einsum("knd,nd->kn", self.root, v.detach().reshape(self.shape[0], -1).double())
+        return (ξ if self.mixing is None else ξ @ self.mixing).reshape(-1) / math.sqrt(self.shape[0])
+
+    def pull(self, ξ: Tensor) -> Vector:
+        """Rᵀξ, a vector of the parameters, for coordinates ξ [(k t)]."""
+        ξ = ξ.view(self.root.shape[0], -1)
+        return self.combine(ξ if self.mixing is None else ξ @ self.mixing.T)
+
+    def combine(self, t: Tensor) -> Vector:
+        """Uᵀt, a vector of the parameters, for t of k n numbers."""
+        pulled = self.exact.pull(t.reshape(self.root.shape[:2]).double())
+        return self.rows.layout.vector(pulled.to(self.rows.layout.dtype))
+
+    def along(self, x: Inputs) -> Tensor:
+        """J_x d_e [m d e]: how the outputs at any points x move along the eigenvectors of the pulled-back metric."""
+        rows = Points(self.model, x, memory=self.memory).rows()
+        d, m = rows.factors[0].g.shape[:2]
+        k, n = self.root.shape[:2]
+        check_size(d * m * k * n * 8, (m, n), self.memory)
+        with torch.no_grad(), unrounded(self.root.device):
+            inner = gram(rows.to(torch.float64), self.exact) * math.sqrt(m)  # J_x Uᵀ
+            return (inner @ self.spectrum.directions).view(d, m, -1).transpose(0, 1)
+
+
+def _admit(pb: Pullback) -> None:
+    """Refuse rows that do not fit beside their copy in double precision; ``Kernel`` refuses those that need none."""
+    size = pb.y.element_size()
+    needed = Kernel().elements(pb.unmixed()) * (size + 8)
+    if size < 8 and needed > pb.memory:
+        raise MemoryBoundError(
+            f"the tangent space of {pb.n} points with {pb.columns} outputs and {pb.model.size:,} parameters needs "
+            f"{needed:,} bytes, in double precision too, over the bound memory={pb.memory:,}: take fewer points, or "
+            "raise memory= of the pullback"
+        )
+
+
+def _whitening(K: KernelMatrix) -> Tensor:
+    """M [n t] with M Mᵀ = K⁺."""
+    return K.unwhiten(torch.eye(len(K.whole), dtype=K.whole.dtype, device=K.whole.device)).T
+
+
+@final
+@dataclass(frozen=True)
+class TangentKernel:
+    """K_f(x, y) = g^{pq} ∂φ/∂θ^p(x) ⊗ ∂φ/∂θ^q(y), the reproducing kernel of the tangent space (000 (18), (19)).
+
+    g is the metric on functions, pulled back; g^{pq} its inverse, in its range where it is singular. ⟨K_f(x, ·)u, v⟩ is
+    u·v(x) for every tangent function v (at points x where ∂φ has no part that g does not see). No parametrisation shows
+    in it, as it does in ``ntk``. At the points themselves it is N times the orthogonal projection for the empirical L²,
+    and the projection times K in the Hilbert space of a kernel K, as P d_x in (18).
+
+    With ``damping`` it is J(g + λ)⁻¹Jᵀ: for large λ that is ntk/λ.
+
+    >>> import natgrad as ng
+    >>> model, x = nn.Linear(1, 1), torch.tensor([[-1.0], [0.0], [1.0]])
+    >>> K_f = TangentKernel(TangentFrame.of(ng.pullback(model, x, ng.Euclidean())))
+    >>> K_f(torch.tensor([[2.0]]), x)[0, :, 0, 0].round(decimals=4) + 0.0  # 1 + x y/⟨x²⟩
+    tensor([-2.,  1.,  4.])
+    """
+
+    frame: TangentFrame
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_damping(self.damping)
+
+    def __call__(self, x: Inputs, y: Inputs = None) -> Tensor:
+        """K_f [n m k l] between points x and y, in the precision of the model; y = None is x itself."""
+        frame, λ, σ2 = self.frame, self.damping, self.frame.spectrum.values
+        left = frame.along(x)
+        right = left if y is None else frame.along(y)
+        check_size(8 * left[..., 0].numel() * right[..., 0].numel(), (len(left), len(right)), frame.memory)
+        kernel = torch.einsum("nke,e,mle->nmkl", left, 1 / (σ2 + λ), right)
+        if λ > 0:  # what g does not see of ∂φ has only the damping
+            whole = ntk(frame.model, x, y, memory=frame.memory).double()
+            kernel += (whole - torch.einsum("nke,mle->nmkl", left, right)) / λ
+        return kernel.to(frame.rows.layout.dtype)
+
+    def project(self, v: Tensor) -> Vector:
+        """w of the projection P v = J w of a function with the values v [n *out] at the points (000 lemma 3).
+
+        With damping, the w that minimises ‖v − J w‖² + λ‖w‖². P of a gradient of functions is what the natural gradient
+        moves the function by (ERRATA 17).
+        """
+        spectrum = self.frame.spectrum
+        σ2 = spectrum.values
+        inside = spectrum.images.T @ self.frame.coordinates(v)  # ⟨h_e, v⟩
+        return self.frame.combine(spectrum.directions @ (inside * σ2.sqrt() / (σ2 + self.damping)))
+
+
+@final
+@dataclass(frozen=True)
+class NTKMap:
+    """S v = Σ_p ⟨v, ∂φ/∂θ^p⟩ ∂φ/∂θ^p, from functions to tangent functions (000 section 5.1).
+
+    It is zero where the projection P is, and maps the gradient of a loss to what plain gradient descent moves the
+    function by (000 (15)). It is self-adjoint, and no projection: its eigenvalues on the tangent space are those of the
+    pulled-back metric g, as S(J w) = J g w, and S = P only where they are all 1, that is, where ∂φ/∂θ^p are orthonormal
+    (16). In the metric that makes them so (``PushforwardMetric``) along the model, and is the old one across, S is P.
+
+    >>> import natgrad as ng
+    >>> x = torch.tensor([[-1.0], [1.0]])
+    >>> pb = ng.pullback(nn.Linear(1, 1), x, ng.Euclidean())  # 1 and x are orthonormal at these points
+    >>> bool(NTKMap(TangentFrame.of(pb)).projection_defect() < 1e-6)
+    True
+    >>> pb = ng.pullback(nn.Linear(1, 1), 2 * x, ng.Euclidean())  # 1 and 2x are not: eigenvalues 1 and 4
+    >>> round(float(NTKMap(TangentFrame.of(pb)).projection_defect()), 5)  # (16 − 4)/4
+    3.0
+    """
+
+    frame: TangentFrame
+
+    def __call__(self, v: Tensor) -> Vector:
+        """w of S v = J w, w^p = ⟨v, ∂φ/∂θ^p⟩, for a function with the values v [n *out] at the points."""
+        return self.frame.pull(self.frame.coordinates(v))
+
+    def eigenvalues(self) -> Tensor:
+        """Those of S on the tangent space, ascending: the eigenvalues of the pulled-back metric that are not zero."""
+        return self.frame.spectrum.values
+
+    def projection_defect(self) -> Tensor:
+        """‖S² − S‖/‖S‖ in the norm of operators, max|λ² − λ|/max λ: zero if and only if S is a projection."""
+        λ = self._nonzero()
+        return (λ.square() - λ).abs().max() / λ.max()
+
+    def distance(self) -> Tensor:
+        """‖S − P‖ = max|λ − 1|, the error of the approximation (15), relative to the gradient at worst."""
+        return (self._nonzero() - 1).abs().max()
+
+    def scaled_distance(self) -> Tensor:
+        """min_η ‖ηS − P‖ = (κ − 1)/(κ + 1), κ = max λ/min λ: what no learning rate mends."""
+        λ = self._nonzero()
+        return (λ.max() - λ.min()) / (λ.max() + λ.min())
+
+    def _nonzero(self) -> Tensor:
+        if self.eigenvalues().numel() == 0:
+            raise ValueError(
+                "the tangent space has no dimension that the metric sees at these points: S is zero. Take points where "
+                "the outputs depend on the parameters"
+            )
+        return self.eigenvalues()
 
 
 @final

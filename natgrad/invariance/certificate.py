@@ -15,7 +15,7 @@ from natgrad.errors import NonFiniteError
 from natgrad.invariance.affine import Bases, Original
 from natgrad.invariance.reparametrise import reparametrise
 from natgrad.model import Inputs, Model, arguments, evaluating, map_tensors
-from natgrad.optim import NaturalGradient
+from natgrad.optim.optimizer import NaturalGradient
 
 _NOISE = 100.0  # times what one rounding of parameters and inputs makes, which every step after it may multiply
 

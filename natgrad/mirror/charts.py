@@ -1,17 +1,31 @@
-"""The two coordinate systems of an exponential family: natural parameters η, and mean parameters ξ = ∇log Z(η)."""
+"""Mirror descent and natural gradient of exponential families, in either chart (002 section 4.1).
+
+With λ = 1/lr the proximal steps of the linearised objective are explicit: the gradient is taken in one chart, and the
+point moves in the other,
+
+    argmin_u ⟨∇_ηJ, u⟩ + λ KL(p_η ‖ p_u)   is   ξ ← ξ − lr ∇_ηJ   (20),
+    argmin_u ⟨∇_ξJ, u⟩ + λ KL(p_u ‖ p_ξ)   is   η ← η − lr ∇_ξJ   (21),
+
+and either is a step of natural gradient in the chart that moves: F_ξ⁻¹∇_ξJ = ∇_ηJ (23), F_η⁻¹∇_ηJ = ∇_ξJ (22).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import final
 
+import torch
 from torch import Tensor
 
-from natgrad.families.domain import Domain
+from natgrad.errors import DomainError, NatgradError, NonFiniteError, UnsolvedError
+from natgrad.families.domains import Domain, all_finite, entry, first
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.information import Information
+
+# The two coordinate systems of an exponential family: natural parameters η, and mean parameters ξ = ∇log Z(η).
 
 
 class Chart(ABC):
@@ -117,3 +131,308 @@ def in_other_chart(
     tensor(1.)
     """
     return lambda z: objective(chart.other.across(family, z))
+
+
+# What becomes of a step that would leave the domain of a family.
+
+
+_DOUBLINGS, _BISECTIONS = 11, 10  # of the exponent e of 2⁻ᵉ: down to 2⁻²⁰⁴⁸, and to a factor of 2
+
+
+@final
+@dataclass(frozen=True)
+class Taken:
+    """What was taken of a step: where it leads, which share of it that is [*batch], and where the whole would lead."""
+
+    point: Tensor
+    share: Tensor
+    aim: Tensor
+
+
+class Boundary(ABC):
+    """How much of a step v from x is taken, where x + v may lie outside."""
+
+    @abstractmethod
+    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
+        """x + t v, inside, with 0 ≤ t ≤ 1 for every member of the batch."""
+
+    @abstractmethod
+    def retreat(self, taken: Taken, x: Tensor, v: Tensor, held: Callable[[Tensor], Tensor], what: str) -> Taken:
+        """Less of a step, where the other chart cannot hold what was taken: ``held`` tells of points [*batch]."""
+
+    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
+        """t [*batch] alone."""
+        return self.take(domain, x, v, what).share
+
+
+@final
+@dataclass(frozen=True)
+class Shorten(Boundary):
+    """Take a share of the way to the boundary, every member of a batch by itself.
+
+    The boundary is looked for only when a step has left, as the way to it costs more than a look (an eigenvalue problem
+    where the look is a Cholesky factorisation); whether one has is one boolean that is read from the device.
+
+    >>> from natgrad.families.domains import Interval
+    >>> x, v = torch.tensor([1.0, 1.0]), torch.tensor([-4.0, -0.5])
+    >>> Shorten(0.5).take(Interval(0.0), x, v, "x").share  # ½ of ¼, and the whole step
+    tensor([0.1250, 1.0000])
+    """
+
+    of_the_way: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 < self.of_the_way < 1:
+            raise ValueError(
+                f"Shorten({self.of_the_way!r}) must be between 0 and 1: the share of the way to the boundary that is "
+                "taken, and on the boundary there is no distribution"
+            )
+
+    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
+        aim = x + v
+        whole = domain.contains(aim)
+        t = torch.ones_like(whole, dtype=x.dtype)
+        if bool(whole.all()):
+            return Taken(aim, t, aim)
+        t = torch.where(whole, t, (self.of_the_way * domain.reach(x, v)).clamp(max=1.0))
+        # So close to the boundary that the sum is rounded onto it: stay, which is reported as no step at all.
+        t = torch.where(domain.contains(x + spread(t, x) * v), t, 0.0)
+        return Taken(x + spread(t, x) * v, t, aim)
+
+    def retreat(self, taken: Taken, x: Tensor, v: Tensor, held: Callable[[Tensor], Tensor], what: str) -> Taken:
+        """The share is halved until the point is held, up to a factor of 2; where none is, the member stays."""
+
+        def shared(e: Tensor) -> Tensor:
+            return taken.share * torch.exp2(-e)
+
+        def fine(e: Tensor) -> Tensor:
+            return held(x + spread(shared(e), x) * v) | (shared(e) == 0)
+
+        kept = held(taken.point)
+        low, high = torch.zeros_like(taken.share), torch.ones_like(taken.share)
+        for _ in range(_DOUBLINGS):
+            good = fine(high) | kept
+            low, high = torch.where(good, low, high), torch.where(good, high, 2 * high)
+        for _ in range(_BISECTIONS):
+            middle = 0.5 * (low + high)
+            good = fine(middle)
+            low, high = torch.where(good, low, middle), torch.where(good, middle, high)
+        t = torch.where(kept, taken.share, shared(high))
+        return replace(taken, point=x + spread(t, x) * v, share=t)
+
+
+@final
+@dataclass(frozen=True)
+class Forbid(Boundary):
+    """Raise a DomainError that names the entry and the bound."""
+
+    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
+        aim = x + v
+        domain.check(aim, what)
+        return Taken(aim, torch.ones_like(domain.contains(aim), dtype=x.dtype), aim)
+
+    def retreat(self, taken: Taken, x: Tensor, v: Tensor, held: Callable[[Tensor], Tensor], what: str) -> Taken:
+        raise DomainError(f"{what}: take shorter steps (a smaller lr), or let Shorten() do it")
+
+
+def spread(t: Tensor, x: Tensor) -> Tensor:
+    """A number a member, t [*batch], for points x [*batch *point]."""
+    return t.reshape(t.shape + (1,) * (x.ndim - t.ndim))
+
+
+_WHOLE = Shorten()
+_NEAR, _FAR = 4, 2**16  # units in the last place from the boundary: where points are lost, and where none can be
+
+
+@final
+@dataclass(frozen=True)
+class Move:
+    """A step of members of a family, all of which are in the domain.
+
+    ``point``: where it leads, in the chart of the gradient. ``share`` [*batch]: how much of the step was taken, 1 where
+    it is whole. ``reasons`` say why not; they are made when they are asked for, and wait for the device.
+    """
+
+    family: ExponentialFamily
+    moved: Chart  # the chart in which the step is a straight line
+    point: Tensor
+    share: Tensor
+    aim: Tensor  # where the whole step would have led, in the chart that moved
+
+    @property
+    def shortened(self) -> Tensor:
+        """Of which members the step was cut [*batch], booleans."""
+        return self.share < 1
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """A sentence for every member whose step was shortened."""
+        return tuple(self._reason(tuple(map(int, at))) for at in self.shortened.nonzero().tolist())
+
+    def _reason(self, at: tuple[int, ...]) -> str:
+        return (
+            f"{float(self.share[at]):.3g} of the step was taken, as the whole would leave the domain "
+            f"({_outside(self.family, self.moved, self.aim[at], entry(at))}): take shorter steps (a smaller lr)"
+        )
+
+
+def natural_gradient(family: ExponentialFamily, x: Tensor, ω: Tensor, chart: Chart) -> Tensor:
+    """F⁻¹ω, of the gradient ω in a chart the natural gradient there: the plain gradient in the other (002 (22)–(23)).
+
+    >>> import torch
+    >>> from natgrad.families import Poisson
+    >>> from natgrad.mirror import NaturalChart
+    >>> eta, J = torch.tensor(0.5), lambda xi: xi**2  # of ξ = e^η: ∇_ηJ = 2ξ², ∇_ξJ = 2ξ
+    >>> natural_gradient(Poisson(), eta, 2 * (2 * eta).exp(), NaturalChart()) - 2 * eta.exp()
+    tensor(0.)
+    """
+    _alike(x, ω, chart)
+    return chart.fisher(family, x).sharp(ω)
+
+
+def mirror_step(
+    family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary = _WHOLE
+) -> Move:
+    """From x, with the gradient ω in the same chart, a step in the other: 002 (20) for η, 002 (21) for ξ, lr = 1/λ.
+
+    >>> import torch
+    >>> from natgrad.families import Poisson
+    >>> from natgrad.mirror import MeanChart
+    >>> mirror_step(Poisson(), torch.tensor(1.0), torch.tensor(2.0), 0.5, MeanChart()).point  # η = 0 ← 0 − 1
+    tensor(0.3679)
+    """
+    _alike(x, ω, chart)
+    taken, point = _taken(family, chart.other, chart.across(family, x), -lr * ω, boundary, x)
+    stays = (spread(taken.share, x) == 0) & taken.point.isfinite()
+    return Move(family, chart.other, torch.where(stays, x, point), taken.share, taken.aim)
+
+
+def natural_step(
+    family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary = _WHOLE
+) -> Move:
+    """x ← x − lr F⁻¹ω: natural gradient descent in the chart of the gradient itself (002 (10)).
+
+    It is ``mirror_step`` from the other chart, where the gradient F⁻¹ω is plain.
+    """
+    _alike(x, ω, chart)
+    F = chart.fisher(family, x)
+    v = -lr * F.sharp(ω)
+    # Where F⁻¹ divides, it must be told from 0 at the next step too; products alone need no look from the other side.
+    taken = _taken(family, chart, x, v, boundary, None)[0] if F.divides else _inside(family, chart, x, v, boundary)
+    return Move(family, chart, taken.point, taken.share, taken.aim)
+
+
+class Descent(ABC):
+    """Which of the two steps is made from a gradient."""
+
+    @abstractmethod
+    def move(
+        self, family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary
+    ) -> Move:
+        """The step from x with the gradient ω, both in one chart."""
+
+
+@final
+@dataclass(frozen=True)
+class Mirror(Descent):
+    """The other chart moves along the plain gradient of this one: no metric is inverted (``mirror_step``)."""
+
+    def move(
+        self, family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary
+    ) -> Move:
+        return mirror_step(family, x, ω, lr, chart, boundary)
+
+
+@final
+@dataclass(frozen=True)
+class Natural(Descent):
+    """This chart moves along its natural gradient (``natural_step``)."""
+
+    def move(
+        self, family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary
+    ) -> Move:
+        return natural_step(family, x, ω, lr, chart, boundary)
+
+
+def _taken(
+    family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary, stored: Tensor | None
+) -> tuple[Taken, Tensor]:
+    """What is taken of a step in a chart, and its point in the other, from where there is a way back.
+
+    A large η is inside its domain where ξ is rounded onto the boundary of its own, a probability of 1: no step would
+    lead back. Points that are not far from either boundary are taken there and back to see. Two booleans are read from
+    the device. ``stored``: the start in the other chart, where x was made from it.
+    """
+    here, there = moved.domain(family), moved.other.domain(family)
+    _check_step(family, moved, v)
+    aim = x + v
+    if bool(here.clear(aim, _FAR).all()):
+        with suppress(UnsolvedError):
+            point = moved.across(family, aim)
+            if bool(there.clear(point, _FAR).all()):
+                return Taken(aim, x.new_ones(x.shape[: x.ndim - family.axes]), aim), point
+
+    def returns(y: Tensor) -> Tensor:
+        across, found = _crossed(family, moved, y, here.clear(y, _NEAR))
+        back, again = _crossed(family, moved.other, across, there.clear(across, _NEAR) & found)
+        return again & here.contains(back)
+
+    # Who starts where there is no way back is only kept in the domain.
+    start = _crossed(family, moved, x, here.contains(x))[0] if stored is None else stored
+    lost = ~(here.contains(x) & there.contains(start))
+    taken = boundary.take(here, x, v, _of(family, moved))
+    wrong = ~returns(taken.point) & ~lost
+    if bool(wrong.any()):
+        why = _outside(family, moved, taken.point[first(wrong)], entry(first(wrong)))
+        taken = boundary.retreat(taken, x, v, lambda y: returns(y) | (lost & here.contains(y)), why)
+    return taken, _crossed(family, moved, taken.point, taken.share > 0)[0]
+
+
+def _crossed(family: ExponentialFamily, chart: Chart, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+    """The other coordinates of the members that are inside, and of which they were found [*batch]."""
+    nowhere = torch.full_like(x, torch.nan)
+    if not bool(inside.any()):
+        return nowhere, inside
+    try:
+        return nowhere.masked_scatter(spread(inside, x), chart.across(family, x[inside])), inside
+    except UnsolvedError as error:
+        found = inside.clone()
+        found[inside] = error.found
+    return _crossed(family, chart, x, found)
+
+
+def _inside(family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary) -> Taken:
+    _check_step(family, moved, v)
+    return boundary.take(moved.domain(family), x, v, _of(family, moved))
+
+
+def _check_step(family: ExponentialFamily, moved: Chart, v: Tensor) -> None:
+    """Refuse a step that is not finite; a GPU is not waited for, and shows it in the point."""
+    if v.device.type != "cuda" and not bool(all_finite(v.reshape(-1))):
+        at = first(~v.isfinite())
+        raise NonFiniteError(
+            f"the step in {moved.symbol} of {type(family).__name__} is {float(v[at])} at {entry(at)}: its gradient is "
+            f"not finite, or too large for {v.dtype}. Nothing was changed"
+        )
+
+
+def _outside(family: ExponentialFamily, moved: Chart, aim: Tensor, at: str) -> str:
+    """Which bound a step breaks: of the chart that it moves in, or of the other, as far as this precision can tell."""
+    try:
+        moved.domain(family).check(aim, _of(family, moved, at))
+        moved.other.domain(family).check(moved.across(family, aim), _of(family, moved.other, at))
+    except NatgradError as error:
+        return str(error).split(": start inside")[0]
+    return f"{moved.other.symbol} of {type(family).__name__}{at} is on its boundary, to the rounding of {aim.dtype}"
+
+
+def _of(family: ExponentialFamily, chart: Chart, at: str = "") -> str:
+    return f"{chart.symbol} of {type(family).__name__}{at}{', at ' if family.axes else ''}"
+
+
+def _alike(x: Tensor, ω: Tensor, chart: Chart) -> None:
+    if x.shape != ω.shape:
+        raise ValueError(
+            f"the gradient has shape {tuple(ω.shape)} and {chart.symbol} {tuple(x.shape)}: take it of one number, with "
+            f"respect to {chart.symbol} itself"
+        )

@@ -3,20 +3,296 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import Tensor
 
+from natgrad.errors import DomainError, GuaranteeError
 from natgrad.linalg import check_finite
-from natgrad.mirror.metrics import RiemannianMetric
+from natgrad.mirror.geometry import Everywhere, Region, RiemannianMetric
 from natgrad.mirror.potentials import Potential
-from natgrad.mirror.proximity import BregmanProximity, Proposal, Proximity, RiemannianProximity
-from natgrad.mirror.regions import Everywhere, Region
-from natgrad.mirror.trace import Policy, Refuse, Trace, Trial
 from natgrad.slots import check_slots
+
+# What a step pays for its length: V_x(y), the square of a Riemannian norm or the divergence of a potential.
+
+
+@final
+@dataclass(frozen=True)
+class Proposal:
+    """y = Grad(x) and the decrease of f that it promises, Prog(x) []."""
+
+    point: Tensor
+    progress: Tensor
+
+
+class Proximity(ABC):
+    """V_x(y) ≥ 0, zero at y = x. The step from x with the differential ω and the constant α is (000 definition 12)
+
+        Grad(x) = argmin_y m(y),   Prog(x) = −min_y m(y),   m(y) = ⟨ω, y − x⟩ + α V_x(y).
+
+    α multiplies V: the length of the step goes with 1/α (ERRATA 23). Where f(y) ≤ f(x) + m(y) for all y (f is
+    α-smooth relative to V), f falls by Prog at least, whatever V is (corollaries 14 and 15).
+    """
+
+    @abstractmethod
+    def check(self, x: Tensor) -> None:
+        """Refuse a point where V_x does not exist."""
+
+    @abstractmethod
+    def divergence(self, y: Tensor, x: Tensor) -> Tensor:
+        """V_x(y) []."""
+
+    @abstractmethod
+    def proposals(self, x: Tensor, ω: Tensor) -> Callable[[float], Proposal]:
+        """The step from x as a function of α; what does not depend on α is done once."""
+
+    @abstractmethod
+    def budget(self, points: Sequence[Tensor], minimiser: Tensor) -> Tensor:
+        """B [] with f(x_T) − f(x*) ≤ B / Σ_k 1/α_k for every convex f, over the points x_0 … x_T of a descent."""
+
+    @abstractmethod
+    def strong_budget(self, gap: Tensor, α: Tensor, start: Tensor, minimiser: Tensor) -> Tensor:
+        """B [] with f(x_T) − f(x*) ≤ B Π_k (1 − μ/α_k), for f that is μ-strongly convex relative to V.
+
+        ``gap``: f(x_0) − f(x*). ``α``: the last of the constants.
+        """
+
+    def surrogate(self, y: Tensor, x: Tensor, ω: Tensor, α: float) -> Tensor:
+        """m(y) [], the proximal form of the step."""
+        return (ω * (y - x)).sum() + α * self.divergence(y, x)
+
+
+@final
+@dataclass(frozen=True)
+class RiemannianProximity(Proximity):
+    """V_x(y) = ½‖y − x‖²_{g(x)}, over a convex set Q: natural gradient descent, x − ∇^g f/α (000 lemma 13, (56))."""
+
+    metric: RiemannianMetric
+    region: Region = field(default_factory=Everywhere)
+
+    def check(self, x: Tensor) -> None:
+        self.region.check(x)
+        self.metric.check(x)
+
+    def divergence(self, y: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * self.metric.at(x).squared(y - x)
+
+    def proposals(self, x: Tensor, ω: Tensor) -> Callable[[float], Proposal]:
+        g = self.metric.at(x)
+        return lambda α: Proposal(*self.region.step(g, x, ω, α))
+
+    def budget(self, points: Sequence[Tensor], minimiser: Tensor) -> Tensor:
+        """2R², R = max_k ‖x_k − x*‖ in the metric at x_k (000 lemma 16, ERRATA 22).
+
+        D_k = f(x_k) − f(x*) ≤ R‖∇^g f‖ and D_k − D_{k+1} ≥ ‖∇^g f‖²/2α_k give 1/D_{k+1} − 1/D_k ≥ 1/(2α_k R²). The
+        same follows over any convex Q, from y = x + t(x* − x) in the definition of Prog.
+        """
+        return 2 * torch.stack([2 * self.divergence(minimiser, x) for x in points[:-1]]).max()
+
+    def strong_budget(self, gap: Tensor, α: Tensor, start: Tensor, minimiser: Tensor) -> Tensor:
+        """f(x_0) − f(x*): strong convexity gives Prog(x_k) ≥ (μ/α_k)(f(x_k) − f(x*))."""
+        return gap
+
+
+@final
+@dataclass(frozen=True)
+class BregmanProximity(Proximity):
+    """V_x(y) = ψ(y) − ψ(x) − ⟨∇ψ(x), y − x⟩: mirror descent, ∇ψ(y) = ∇ψ(x) − ω/α (000 (51), 002 section 2).
+
+    Prog(x) = α V_y(x), with the arguments the other way round: V_x(y) + V_y(x) = ⟨∇ψ(x) − ∇ψ(y), x − y⟩ = ⟨ω, x − y⟩/α.
+    """
+
+    potential: Potential
+
+    def check(self, x: Tensor) -> None:
+        self.potential.domain.check(x, "x")
+
+    def divergence(self, y: Tensor, x: Tensor) -> Tensor:
+        return self.potential.bregman(y, x)
+
+    def proposals(self, x: Tensor, ω: Tensor) -> Callable[[float], Proposal]:
+        z = self.potential.gradient(x)
+
+        def proposal(α: float) -> Proposal:
+            y = self.potential.inverse_gradient(z - ω / α)
+            return Proposal(y, α * self.potential.bregman(x, y))
+
+        return proposal
+
+    def budget(self, points: Sequence[Tensor], minimiser: Tensor) -> Tensor:
+        """V_{x_0}(x*): f(x_{k+1}) − f(x*) ≤ α_k (V_{x_k}(x*) − V_{x_{k+1}}(x*)), summed over k with weights 1/α_k."""
+        return self.divergence(minimiser, points[0])
+
+    def strong_budget(self, gap: Tensor, α: Tensor, start: Tensor, minimiser: Tensor) -> Tensor:
+        """α V_{x_0}(x*): V_{x_{k+1}}(x*) ≤ (1 − μ/α_k) V_{x_k}(x*), and the last step bounds f."""
+        return α * self.divergence(minimiser, start)
+
+
+# The record of a descent, the promise that every step made, and what follows from a broken one.
+
+
+@final
+@dataclass(frozen=True)
+class Trial:
+    """One step with its constant α: where it leads, what f is there and was before, what was promised."""
+
+    constant: float
+    before: Tensor
+    point: Tensor
+    value: Tensor
+    differential: Tensor
+    progress: Tensor
+    slack: Tensor  # what rounding may take from the decrease
+
+    @property
+    def holds(self) -> Tensor:
+        """Whether f(x) − f(y) ≥ Prog(x), up to rounding; false where either is not a number."""
+        return self.before - self.value >= self.progress - self.slack
+
+    def refusal(self, step: int) -> str:
+        return Violation(step, float(self.before - self.value), float(self.progress), self.constant).message
+
+
+@final
+@dataclass(frozen=True)
+class Violation:
+    """A step whose decrease is below its Prog."""
+
+    step: int
+    decrease: float
+    promised: float
+    constant: float
+
+    @property
+    def message(self) -> str:
+        return (
+            f"step {self.step}: f fell by {self.decrease:.6g}, and Prog promised {self.promised:.6g}. The constant "
+            f"α = CL = {self.constant:g} is too small for this f and this metric (000 corollary 14): raise lipschitz "
+            "or C (for mirror descent, alpha), or let policy=Doubling() find it"
+        )
+
+
+class Policy(ABC):
+    """What follows when a step breaks its promise f(x) − f(y) ≥ Prog(x)."""
+
+    @abstractmethod
+    def take(self, step: int, α: float, attempt: Callable[[float], Trial]) -> Trial:
+        """The step that is taken, tried with α first."""
+
+
+@final
+@dataclass(frozen=True)
+class Refuse(Policy):
+    """Raise ``GuaranteeError`` with the step, the promise and the remedy."""
+
+    def take(self, step: int, α: float, attempt: Callable[[float], Trial]) -> Trial:
+        trial = attempt(α)
+        if not bool(trial.holds):
+            raise GuaranteeError(trial.refusal(step))
+        return trial
+
+
+@final
+@dataclass(frozen=True)
+class Report(Policy):
+    """Take the step all the same: ``trace.violations`` names it."""
+
+    def take(self, step: int, α: float, attempt: Callable[[float], Trial]) -> Trial:
+        return attempt(α)
+
+
+@final
+@dataclass(frozen=True)
+class Doubling(Policy):
+    """Double α until the promise holds and the step stays in the domain; the next step starts from that α.
+
+    α then is at most twice the smallest constant that would do: the rates lose a factor of two at most.
+    """
+
+    most: int = 60
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.most, int) or self.most < 1:
+            raise ValueError(f"Doubling(most={self.most!r}) must be a positive integer")
+
+    def take(self, step: int, α: float, attempt: Callable[[float], Trial]) -> Trial:
+        failure = ""
+        for k in range(self.most + 1):
+            try:
+                trial = attempt(α * 2.0**k)
+            except DomainError as error:
+                failure = str(error)
+                continue
+            if bool(trial.holds):
+                return trial
+            failure = trial.refusal(step)
+        raise GuaranteeError(
+            f"α was doubled {self.most} times and no step kept its promise: f is not smooth here, or its differential "
+            f"is wrong. The last failure: {failure}"
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Trace:
+    """A descent x_0 … x_T: points, f(x_k) [T+1], and of every step Prog(x_k), its slack and its α_k [T]."""
+
+    objective: Callable[[Tensor], Tensor]
+    proximity: Proximity
+    points: tuple[Tensor, ...]
+    values: Tensor
+    progress: Tensor
+    slack: Tensor
+    constants: Tensor
+
+    @property
+    def point(self) -> Tensor:
+        """x_T."""
+        return self.points[-1]
+
+    @property
+    def decrease(self) -> Tensor:
+        """f(x_k) − f(x_{k+1}) [T], promised to be at least ``progress``."""
+        return self.values[:-1] - self.values[1:]
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """The steps that broke their promise, in order."""
+        broken = ~(self.decrease >= self.progress - self.slack)
+        return tuple(
+            Violation(k, float(self.decrease[k]), float(self.progress[k]), float(self.constants[k]))
+            for k in broken.nonzero().flatten().tolist()
+        )
+
+    def bound(self, minimiser: Tensor) -> Tensor:
+        """What convexity promises of f(x_T) − f(x*) []: B / Σ_k 1/α_k.
+
+        For the Riemannian descent B = 2R², so that it is 2LCR²/T at a constant α = CL (000 lemma 16; R in the metric at
+        x_k, ERRATA 22); for mirror descent B = V_{x_0}(x*), and α V_{x_0}(x*)/T. It holds if f is convex and no promise
+        was broken.
+        """
+        return self.proximity.budget(self.points, minimiser) / self.constants.reciprocal().sum()
+
+    def linear_bound(self, minimiser: Tensor, convexity: float) -> Tensor:
+        """What strong convexity promises of f(x_T) − f(x*) []: B Π_k (1 − μ/α_k).
+
+        ``convexity`` μ: f(y) ≥ f(x) + df(y − x) + μV_x(y) for all x and y. B is f(x_0) − f(x*) for the Riemannian
+        descent, αV_{x_0}(x*) for mirror descent.
+        """
+        if not 0 < convexity <= float(self.constants.min()):
+            raise ValueError(
+                f"convexity={convexity!r} must be positive and at most α = {float(self.constants.min()):g}: no "
+                "function is more convex than it is smooth"
+            )
+        with torch.no_grad():
+            gap = self.values[0] - self.objective(minimiser)
+        B = self.proximity.strong_budget(gap, self.constants[-1], self.points[0], minimiser)
+        return B * (1 - convexity / self.constants).prod()
+
 
 Objective = Callable[[Tensor], Tensor]
 _ROUNDING = 4096  # units in the last place of what f is made of

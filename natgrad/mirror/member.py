@@ -1,15 +1,20 @@
-"""A member of an exponential family as a module: what is trained are its coordinates in a chart."""
+"""Maximum likelihood from a stream: mirror descent whose every iterate is the batch estimate (002 section 4.2)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from natgrad.errors import DomainError
 from natgrad.families.exponential import ExponentialFamily
 from natgrad.mirror.charts import Chart, NaturalChart
 from natgrad.slots import check_slots
+
+# A member of an exponential family as a module: what is trained are its coordinates in a chart.
+
 
 _NATURAL = NaturalChart()
 
@@ -50,3 +55,69 @@ class Member(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.family!r}, {self.chart.symbol} {tuple(self.point.shape)}"
+
+
+@final
+@dataclass(frozen=True)
+class Online:
+    """ξ ← ξ − α_k(ξ − t(x)), the mirror descent (20) of −log p(x), which is natural gradient in ξ (002 (24)).
+
+    With α_k = 1/(k + 1) after k data, ξ is the mean of t over all of them (ERRATA 31: 002 prints 1/k, which forgets the
+    first), and p_ξ the maximum likelihood estimate: no estimator has less variance in the limit, F⁻¹/k (Cramér and
+    Rao). The first few moments may lie on the boundary of the domain, where there is no η: ``eta`` then says so.
+    Before any data, ``Online(family, xi, count)`` is a prior worth ``count`` data.
+
+    >>> import torch
+    >>> from natgrad.families import Poisson
+    >>> estimate = Online.of(Poisson(), torch.tensor([3.0]))
+    >>> for x in (1.0, 4.0, 1.0):
+    ...     estimate = estimate.update(torch.tensor([x]))
+    >>> estimate.xi, estimate.count
+    (tensor(2.2500), 4)
+    """
+
+    family: ExponentialFamily
+    xi: Tensor
+    count: float
+
+    def __post_init__(self) -> None:
+        if not self.count > 0:
+            raise ValueError(
+                f"count={self.count!r} must be positive: how many data ξ is worth; Online.of starts from data"
+            )
+
+    @staticmethod
+    def of(family: ExponentialFamily, x: Tensor) -> Online:
+        """The estimate from the first data x [n *batch *event]."""
+        return Online(family, _mean(family, x), len(x))
+
+    def update(self, x: Tensor) -> Online:
+        """The estimate with more data x [n *batch *event]: one step, of size n/(k + n)."""
+        t = _mean(self.family, x)
+        if t.shape != self.xi.shape:
+            raise ValueError(
+                f"the statistics of the data have shape {tuple(t.shape)} and ξ has {tuple(self.xi.shape)}: data are "
+                "[n *batch *event], with the batch of the estimate"
+            )
+        n = len(x)
+        return Online(self.family, self.xi - n / (self.count + n) * (self.xi - t), self.count + n)
+
+    @property
+    def eta(self) -> Tensor:
+        """η of the estimate; it raises while the data are too few, or too alike, to have one."""
+        try:
+            self.family.mean_domain.check(self.xi, "ξ")
+        except DomainError as error:
+            raise DomainError(
+                f"{type(self.family).__name__} has no member with the moments of these {self.count:g} data: the "
+                f"likelihood has no maximum inside the family ({error}). Wait for more data, or start from a prior, "
+                "Online(family, xi, count)"
+            ) from error
+        return self.family.natural(self.xi)
+
+
+def _mean(family: ExponentialFamily, x: Tensor) -> Tensor:
+    if x.ndim == 0 or not len(x):
+        raise ValueError(f"data must be [n *batch *event] with n ≥ 1, got shape {tuple(x.shape)}")
+    family.check_data(x)
+    return family.statistics(x).mean(0)

@@ -1,13 +1,13 @@
 """Metrics on parameter space in the structures they are kept in."""
 
-from natgrad.operators.base import Inverse as Inverse
-from natgrad.operators.base import Layout as Layout
-from natgrad.operators.base import Operator as Operator
-from natgrad.operators.dense import BlockDenseOperator as BlockDenseOperator
-from natgrad.operators.dense import DenseOperator as DenseOperator
-from natgrad.operators.diagonal import DiagonalOperator as DiagonalOperator
-from natgrad.operators.eigen import EigenKroneckerOperator as EigenKroneckerOperator
-from natgrad.operators.implicit import ImplicitOperator as ImplicitOperator
-from natgrad.operators.kernel import KernelOperator as KernelOperator
-from natgrad.operators.kronecker import KroneckerOperator as KroneckerOperator
-from natgrad.operators.lowrank import LowRankOperator as LowRankOperator
+from natgrad.structures.base import Inverse as Inverse
+from natgrad.structures.base import Layout as Layout
+from natgrad.structures.base import Operator as Operator
+from natgrad.structures.dense import BlockDenseOperator as BlockDenseOperator
+from natgrad.structures.dense import DenseOperator as DenseOperator
+from natgrad.structures.diagonal import DiagonalOperator as DiagonalOperator
+from natgrad.structures.eigen_kronecker import EigenKroneckerOperator as EigenKroneckerOperator
+from natgrad.structures.implicit import ImplicitOperator as ImplicitOperator
+from natgrad.structures.kernel import KernelOperator as KernelOperator
+from natgrad.structures.kronecker import KroneckerOperator as KroneckerOperator
+from natgrad.structures.low_rank import LowRankOperator as LowRankOperator

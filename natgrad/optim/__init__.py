@@ -1,9 +1,9 @@
 """Optimizers."""
 
-from natgrad.optim.diagnostics import Diagnostics as Diagnostics
 from natgrad.optim.mirror import MirrorDescent as MirrorDescent
 from natgrad.optim.optimizer import NaturalGradient as NaturalGradient
-from natgrad.optim.plan import Plan as Plan
 from natgrad.optim.presets import EKFAC as EKFAC
 from natgrad.optim.presets import KFAC as KFAC
 from natgrad.optim.presets import SobolevKFAC as SobolevKFAC
+from natgrad.optim.report import Diagnostics as Diagnostics
+from natgrad.optim.report import Plan as Plan

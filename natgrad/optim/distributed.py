@@ -22,12 +22,11 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.errors import IncompatibleError, NatgradError
-from natgrad.operators import EigenKroneckerOperator, KroneckerOperator, Operator
-from natgrad.operators.base import Inverse
-from natgrad.operators.basis import Basis
-from natgrad.operators.layers import LayerOperator
-from natgrad.pullback.blocks import Block
-from natgrad.solve import Solver
+from natgrad.pullback.layer import Block
+from natgrad.solve.solvers import Solver
+from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
+from natgrad.structures.kronecker import Basis, KroneckerOperator, LayerOperator
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 

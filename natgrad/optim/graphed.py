@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.replay import recording
 from natgrad.geometry import Covector
-from natgrad.operators.base import Inverse
-from natgrad.optim.solves import Solves
-from natgrad.pullback.recorded import recording
-from natgrad.step import Step
+from natgrad.optim.preconditioner import Solves
+from natgrad.step.base import Step
+from natgrad.structures.base import Inverse
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient

@@ -11,10 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.mirror.boundary import Boundary, Shorten
-from natgrad.mirror.families import Descent, Mirror, Move
+from natgrad.accelerate.flags import Guard
+from natgrad.mirror.charts import Boundary, Descent, Mirror, Move, Shorten
 from natgrad.mirror.member import Member
-from natgrad.optim.guard import Guard
 from natgrad.slots import check_slots
 
 _log = logging.getLogger("natgrad")

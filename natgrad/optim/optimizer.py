@@ -10,32 +10,27 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from natgrad.accelerate.flags import Guard
 from natgrad.geometry import Covector
-from natgrad.model import Inputs, Model
-from natgrad.operators.base import Inverse
-from natgrad.optim.diagnostics import Diagnostics, diagnostics
+from natgrad.isolation import random_stream
+from natgrad.model import Inputs, Model, unwrapped
+from natgrad.optim.checkpoint import Solved, check_plain, export, restore
 from natgrad.optim.distributed import world_of
-from natgrad.optim.fitting import check_plain
 from natgrad.optim.graphed import Graphed
-from natgrad.optim.groups import check_numbers, common_damping, complete
-from natgrad.optim.guard import Guard
-from natgrad.optim.keeper import Keeper
-from natgrad.optim.moves import Moves
 from natgrad.optim.options import Options, check_arguments
-from natgrad.optim.plan import Plan, plan
-from natgrad.optim.solves import Solves, hear
-from natgrad.optim.state import Solved, export, restore
-from natgrad.optim.trial import Trial
-from natgrad.optim.watching import load_compiler, watch
+from natgrad.optim.preconditioner import Solves, hear
+from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
+from natgrad.optim.tracker import Keeper, Trial, load_compiler, watch
+from natgrad.optim.update import Moves, check_numbers, common_damping, complete
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.assemble import View, layers_of
-from natgrad.pullback.pullback import MEMORY
+from natgrad.pullback.pullback import MEMORY, View, layers_of
 from natgrad.slots import check_slots
-from natgrad.solve import Cholesky, Solver
-from natgrad.step import Fixed, Look, Proposal, Step, StepRule
-from natgrad.structures import Dense, Refresh, Structure
-from natgrad.untouched import random_stream
-from natgrad.wrapped import unwrapped
+from natgrad.solve.solvers import Cholesky, Solver
+from natgrad.step.base import Look, Proposal, Step, StepRule
+from natgrad.step.rules import Fixed
+from natgrad.structures.base import Inverse
+from natgrad.structures.exact import Dense, Structure
+from natgrad.structures.refresh import Refresh
 
 _log = logging.getLogger("natgrad")
 

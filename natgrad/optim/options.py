@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from natgrad.rules import Rule
+from natgrad.rules.base import Rule
 
 
 class Options(TypedDict, total=False):

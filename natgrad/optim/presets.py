@@ -9,14 +9,19 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from natgrad.functionspace.lengthscale import Lengthscale, Median
+from natgrad.accelerate.inverses import Newton
+from natgrad.kernels.sobolev import Lengthscale, Median
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.options import Options
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
-from natgrad.solve import Cholesky, Factored, Newton, Solver
-from natgrad.step import KLClip, SelfTuned, StepRule
-from natgrad.structures import Diagonal, EigenKronecker, Kronecker, Refresh, Structure
+from natgrad.solve.solvers import Cholesky, Factored, Solver
+from natgrad.step.base import StepRule
+from natgrad.step.self_tuned import KLClip, SelfTuned
+from natgrad.structures.eigen_kronecker import EigenKronecker
+from natgrad.structures.exact import Diagonal, Structure
+from natgrad.structures.kronecker import Kronecker
+from natgrad.structures.refresh import Refresh
 
 
 class Preset(Options, total=False):

@@ -1,10 +1,10 @@
 """Metrics on a model's outputs."""
 
-from natgrad.output.empirical import Empirical as Empirical
-from natgrad.output.empirical import GradientCovariance as GradientCovariance
 from natgrad.output.fisher import Fisher as Fisher
 from natgrad.output.hessian import Bregman as Bregman
 from natgrad.output.hessian import Divergence as Divergence
+from natgrad.output.hessian import Empirical as Empirical
+from natgrad.output.hessian import GradientCovariance as GradientCovariance
 from natgrad.output.hessian import LossHessian as LossHessian
 from natgrad.output.metric import Euclidean as Euclidean
 from natgrad.output.metric import OutputMetric as OutputMetric

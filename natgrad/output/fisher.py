@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from natgrad.families import Family, FromDistribution
-from natgrad.families.masked import Masked
+from natgrad.families.base import Family
+from natgrad.families.categorical import Masked
+from natgrad.families.distribution import FromDistribution
 from natgrad.output.metric import OutputMetric, Reduction, Sampled, check_samples, fresh_generator, weight
 
 

@@ -11,12 +11,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from natgrad.functionspace.distances import check_features, points
-from natgrad.functionspace.kernels import SobolevKernel
-from natgrad.functionspace.lengthscale import Lengthscale, is_number
+from natgrad.kernels.distances import check_features, points
+from natgrad.kernels.gram import KernelMatrix, rounding, unseen
+from natgrad.kernels.sobolev import Lengthscale, SobolevKernel, is_number
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs, arguments
-from natgrad.operators.gram import KernelMatrix, rounding, unseen
 from natgrad.output.metric import Coupling, Euclidean, OnBase, OutputMetric
 
 

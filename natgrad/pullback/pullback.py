@@ -2,31 +2,223 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from natgrad.errors import MemoryBoundError
+from natgrad.accelerate.replay import Recordings
+from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
-from natgrad.model import Model
+from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.output.metric import Coupling, OutputMetric
-from natgrad.pullback.batch import Batch, Passes, Seen
-from natgrad.pullback.blocks import Block
-from natgrad.pullback.broadcast import SpreadRule, spread_again
-from natgrad.pullback.coupled import root_of
+from natgrad.pullback.bare import SpreadRule, over_examples, spread, spread_again
+from natgrad.pullback.batch_axis import Judgements, Refused, Verdicts, check_alike, check_outputs, check_unused
+from natgrad.pullback.chunks import (
+    Part,
+    check_apart,
+    check_inputs,
+    chunk_bytes,
+    examples,
+    forward,
+    pass_bytes,
+    ranges,
+    separable,
+)
+from natgrad.pullback.coupling import root_of
 from natgrad.pullback.factors import Factors, Squares
-from natgrad.pullback.parts import Part, check_apart, chunk_bytes, examples, separable
-from natgrad.pullback.roots import Root, flat_at
+from natgrad.pullback.layer import Block, Tied, formed, partition
 from natgrad.pullback.rows import rows
-from natgrad.pullback.separate import check_alike, check_unused
-from natgrad.pullback.tables import over_examples
 from natgrad.pullback.tape import Tape, record
-from natgrad.pullback.tied import Tied, formed
+from natgrad.rules import RULES
+from natgrad.rules.base import Rule
+from natgrad.slots import check_slots
+
+# What a pullback is made of: a batch, what a pass over it has shown of the layers, and how it is gone through.
+
+
+@final
+@dataclass(frozen=True)
+class Batch:
+    """A model with inputs and, where a metric needs them, targets."""
+
+    model: Model
+    x: Inputs
+    target: Any = None
+
+
+@final
+@dataclass(frozen=True)
+class Seen:
+    """The layers, with their rules, and what a pass has shown of them, by their first name.
+
+    ``positions``: how many r·c of one example share the weight. ``unused``: the layers that the pass did not use, as
+    they are where they are used; in ``layers`` they have no rule, and their rows are zero. ``displaced``: parameters
+    whose rule does not apply, as the examples are not in their places.
+    """
+
+    layers: list[Block]
+    positions: Mapping[str, int]
+    unused: Mapping[str, Block] = field(default_factory=dict)
+    displaced: frozenset[str] = frozenset()
+
+
+@final
+@dataclass(frozen=True)
+class Passes:
+    """How the examples are gone through: in ranges that are processed together, each with its tape.
+
+    ``memory``: bytes that a structure may occupy. A tape that is missing is recorded when it is needed. ``recordings``:
+    of second moments, where the same model is seen again and again.
+    """
+
+    memory: int
+    parts: list[Part]
+    tapes: dict[Part, Tape]
+    recordings: Recordings | None = None
+    verdicts: Verdicts = field(default_factory=Verdicts)
+
+
+# The root of the output metric at the outputs, made when and where it is needed, and checked.
+
+
+@final
+@dataclass
+class Root:
+    """s [k n *out] with Σ_k s_k s_kᵀ = h at the outputs y [n *out], for any range of the examples.
+
+    Samples are drawn once and kept. An exact root has K·D numbers an example, D² for most metrics: it is made for the
+    examples that are processed together, and not kept.
+    """
+
+    metric: OutputMetric
+    y: Tensor  # [n *out]
+    target: Any
+    memory: int  # bytes that the root of one range may occupy
+    check: bool = True  # whether it is finite
+    kept: Tensor | None = None
+
+    @staticmethod
+    def of(view: View, target: Any, y: Tensor, coupled: bool) -> Root:
+        """Nothing is computed for an exact metric, unless it is ``coupled`` and all examples will be needed at once."""
+        metric, check = view.metric, not view.deferred
+        kept = root_at(metric, y, target, view.generator, check) if coupled or not metric.exact else None
+        return Root(metric, y, target, view.memory, check, kept)
+
+    @property
+    def columns(self) -> int:
+        """K, from one example where the root is not kept."""
+        kept = self._kept()
+        return kept.shape[0] if kept is not None else self._alone or 0
+
+    def at(self, part: Part) -> Tensor:
+        """s [k n *out] of a range of examples."""
+        n = self.y.shape[0]
+        kept = self.kept if part == (0, n) else self._kept()
+        if kept is not None:
+            return kept[:, part[0] : part[1]]
+        self._admit(part[1] - part[0])
+        return root_at(self.metric, self.y[part[0] : part[1]], examples(self.target, part, n), None, self.check)
+
+    def cut(self, part: Part, limit: int) -> list[Part]:
+        """A range in pieces, so that the root of each has no more than ``limit`` numbers."""
+        n, d = part[1] - part[0], self.y.shape[1:].numel()
+        if n * d**2 <= limit or self._kept() is not None:
+            return [part]
+        self._admit(1)
+        return ranges(*part, max(1, limit // (self.columns * d)))
+
+    def _kept(self) -> Tensor | None:
+        """The root of all examples, where they have one only together."""
+        if self.kept is None and self._alone is None:
+            self.kept = root_at(self.metric, self.y, self.target, None, self.check)
+        return self.kept
+
+    def _admit(self, n: int) -> None:
+        """Refuse, before it is made, a root that exceeds the memory bound."""
+        d, bytes_each = self.y.shape[1:].numel(), self.y.element_size()
+        if n * d**2 * bytes_each <= self.memory:
+            return  # as good as certain: no metric that ships has many more columns than outputs
+        needed = n * self.columns * d * bytes_each
+        if needed > self.memory:
+            what = "an example" if n == 1 else f"{n} examples that cannot be cut apart"
+            raise MemoryBoundError(
+                f"the exact root of {self.metric!r} has {self.columns:,} columns: for {what} with {d:,} outputs it "
+                f"needs {needed:,} bytes, over the bound memory={self.memory:,}. Sample it, with "
+                "Fisher(family, samples=k) or Sampled(metric, k), or use Implicit, which needs no root"
+            )
+
+    @cached_property
+    def _alone(self) -> int | None:
+        """K at one example; None for a metric or targets that were made for one batch and know only all of it."""
+        n = self.y.shape[0]
+        if not all(t.ndim and t.shape[0] == n for t in tensors_of(self.target)):
+            return None
+        try:
+            shape = self._shape(self.y[:1], examples(self.target, (0, 1), n))
+        except Exception:  # whatever it is, the whole batch will raise it again if it is not about one example
+            return None
+        return shape[0] if shape[1:] == (1, *self.y.shape[1:]) else None
+
+    def _shape(self, y: Tensor, target: Any) -> tuple[int, ...]:
+        """The shape of the root at one example; a large root is not made to learn it."""
+        with torch.no_grad(), unrounded(y.device):
+            if y.numel() ** 2 * y.element_size() <= chunk_bytes(self.memory):
+                return tuple(self.metric.root(y, target).shape)
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                    return tuple(self.metric.root(mode.from_tensor(y), map_tensors(target, mode.from_tensor)).shape)
+            except Exception:  # the metric looks at values, which are not there: Hessians do, and have D columns
+                return (y.numel(), *y.shape)
+
+
+def unrounded(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, nothing is cast to half precision. To switch autocast off takes time, so only where it is on."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def root_at(
+    metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None, check: bool = True
+) -> Tensor:
+    """s [k n *out] at y [n *out], of the right shape and, where that may be looked at, finite."""
+    before = 0 if y.is_inference() else y._version
+    with torch.no_grad(), unrounded(y.device):
+        root = metric.root(y, target, generator).detach()
+    if not y.is_inference() and y._version != before:
+        raise ValueError(f"{metric!r}.root has changed the outputs of the model in place: let it work on y.clone()")
+    if root.shape[1:] != y.shape:
+        raise ValueError(
+            f"{metric!r}.root must be [k n *out] with [n *out] = {tuple(y.shape)}, got {tuple(root.shape)}"
+        )
+    if check:
+        _check_finite(metric, root)
+    return root
+
+
+def flat_at(metric: OutputMetric, y: Tensor, u: Tensor, target: Any) -> Tensor:
+    """h u [n *out], of the right shape and finite: what stands for the root's checks where no root is made."""
+    with torch.no_grad(), unrounded(y.device):
+        hu = metric.flat(y, u, target)
+    if hu.shape != y.shape:
+        raise ValueError(f"{metric!r}.flat must be [n *out] = {tuple(y.shape)}, got {tuple(hu.shape)}")
+    _check_finite(metric, hu)
+    return hu
+
+
+def _check_finite(metric: OutputMetric, values: Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise NonFiniteError(f"{metric!r} is not finite at the outputs: they are too large, or outside its domain")
+
 
 MEMORY = 2**32  # bytes; what a structure may occupy unless the user says otherwise
 _CACHE = 2**21  # elements; of a few layers in cotangents, on a processor
@@ -274,3 +466,200 @@ def _side_by_side(parts: list[Tensor]) -> Tensor:
     """g [k n r c o] of all examples; a range whose root has fewer columns than another's gets columns of zeros."""
     k = max(g.shape[0] for g in parts)
     return torch.cat([g if g.shape[0] == k else F.pad(g, (*[0, 0] * 4, 0, k - g.shape[0])) for g in parts], dim=1)
+
+
+# Metrics are computed in the precision that their numbers have, also inside a forward pass under autocast.
+#
+# And without a graph: a rule may read a parameter, and a factor that remembers it would hold every pass
+# since the first.
+
+
+Self = TypeVar("Self")
+Result = TypeVar("Result")
+Others = ParamSpec("Others")
+
+
+def without_autocast(
+    estimate: Callable[Concatenate[Self, Pullback, Others], Result],
+) -> Callable[Concatenate[Self, Pullback, Others], Result]:
+    """An estimate with autocast off, which would round every product of factors to half precision, and no gradients."""
+
+    @wraps(estimate)
+    def wrapped(self: Self, pullback: Pullback, /, *args: Others.args, **kwargs: Others.kwargs) -> Result:
+        with torch.no_grad(), unrounded(pullback.y.device):
+            return estimate(self, pullback, *args, **kwargs)
+
+    return wrapped
+
+
+# From a model and a batch to a pullback: the forward pass, the layers that have a rule in it, and the root.
+
+
+_log = logging.getLogger("natgrad")
+_ELSEWHERE = (
+    "the layer rules of {} are not used, and the model is run example by example for them, which is slow: behind them "
+    "the outputs of one example depend on the others, as in z @ z.T or F.batch_norm(…, training=True) (nn.BatchNorm1d, "
+    "2d and 3d are understood), or the layers do not have the examples on one axis, in their order, as after an index, "
+    "a sort or a concatenation of examples. The outputs of the model have them on their first axis, linear layers, "
+    "LayerNorm, RMSNorm and embeddings on any, all others where the module has its batch: put them there before these "
+    "layers, and back behind them. strict=True refuses such layers, and opt.plan() lists them after the first pass"
+)
+_IDLE = "the layer rules of {} are not used: a layer was called, and the outputs of the model do not depend on its own"
+
+
+def pullback(
+    model: nn.Module | Callable[..., Any] | Model,
+    x: Inputs,
+    metric: OutputMetric,
+    target: Any = None,
+    generator: torch.Generator | None = None,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+    memory: int = MEMORY,
+    rules: Sequence[Rule] = (),
+) -> Pullback:
+    """Pull the metric on the outputs of a model back to its parameters (paper 002, (29); paper 004, (42), (53)).
+
+    ``x``: a tensor, a tuple of positional or a dict of keyword inputs, examples on every first axis. ``params``: the
+    parameters of a pure function ``f(params, x)``. ``output``: takes what the model returns to y [n *out]. ``memory``:
+    bytes that a structure may occupy; work is chunked over roots and examples within an eighth of it. ``rules``: for
+    layers of one's own; they are asked before those of the library.
+
+    >>> import natgrad as ng
+    >>> model = nn.Linear(2, 3)
+    >>> pb = ng.pullback(model, torch.randn(5, 2), ng.Fisher(ng.Categorical()))
+    >>> ng.Dense().estimate(pb).dense().shape
+    torch.Size([9, 9])
+    """
+    wrapped = Model.of(model, params, output)
+    check_slots(metric=(metric, OutputMetric))
+    return View(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
+
+
+@final
+@dataclass(frozen=True)
+class Known:
+    """What is remembered of a model that is looked at again and again."""
+
+    verdicts: Verdicts = field(default_factory=Verdicts)
+    judgements: Judgements = field(default_factory=Judgements)
+    recordings: Recordings = field(default_factory=Recordings)
+
+
+@final
+@dataclass(frozen=True)
+class View:
+    """How a model is looked at: the metric on its outputs, its layers, and what is known about its graphs.
+
+    ``deferred``: numbers are not looked at while they are computed, which would make a GPU wait; whether they are
+    finite is found out by those who average them.
+    """
+
+    model: Model
+    metric: OutputMetric
+    blocks: list[Block]
+    generator: torch.Generator | None
+    memory: int = MEMORY
+    known: Known = field(default_factory=Known)
+    deferred: bool = False
+
+    def checked(self, x: Inputs, target: Any = None) -> Pullback:
+        """The pullback at inputs, and targets, that are looked at first."""
+        check_inputs(self.model, x)
+        self.metric.check_target(target)
+        self.model.check_separable()
+        return self.of(Batch(self.model, x, target))
+
+    def of(self, batch: Batch) -> Pullback:
+        """The pullback at a batch, in a forward pass of our own; ``deferred`` ones are never cut into parts."""
+        if self.deferred:
+            tape = record(self.model, self.blocks, batch.x)
+            return self.assemble(batch, tape, [(0, tape.y.shape[0])])
+        bound = pass_bytes(self.memory, self.model.example.device)
+        tape, parts = forward(self.model, self.blocks, batch.x, bound)
+        return self.assemble(batch, tape, parts)
+
+    def assemble(self, batch: Batch, tape: Tape, parts: list[Part], fleeting: bool = False) -> Pullback:
+        """The pullback from a forward pass that has been run already, as by an optimizer's hook.
+
+        ``fleeting``: it is used up at once.
+        """
+        # Under autocast outputs and cotangents come in half precision: what is made of them is kept in single, at
+        # least. A copy: the outputs are the user's, who may go on to change them in place.
+        y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32), copy=not fleeting)
+        if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
+            with torch.no_grad():
+                y = torch.cat([self.model(None, examples(batch.x, part, parts[-1][1])) for part in parts]).to(y.dtype)
+        if not self.deferred:
+            check_outputs(self.model, batch.x, y)
+        tape = over_examples(tape)
+        # What the first part of a batch does not use, another may.
+        whole = parts[-1][1] == y.shape[0] == tape.y.shape[0]
+        judged = self.known.judgements.of(self.model, self.blocks, tape, whole, self.known.verdicts)
+        blocks, tape = spread(self.model, judged.blocks, replace(tape.turned(judged.axes), memo=judged.memo))
+        bare = [block for block in blocks if block.rule is None]
+        refused = judged.refused.among(bare)
+        self._tell([block for block in bare if block.names[0] not in judged.unused], refused)
+        coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
+        if coupled is not None:
+            parts = [(0, y.shape[0])]
+        return Pullback(
+            batch=replace(batch, model=self.model),
+            metric=self.metric,
+            y=y,
+            roots=Root.of(self, batch.target, y, coupled is not None),
+            seen=Seen(blocks, judged.positions_of(blocks, tape), judged.unused, refused.names),
+            passes=Passes(
+                memory=self.memory,
+                parts=parts,
+                tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
+                recordings=self.known.recordings if y.device.type == "cuda" else None,
+                verdicts=self.known.verdicts,
+            ),
+            coupled=None if coupled is None else _placed(coupled, y),
+        )
+
+    def _tell(self, blocks: Sequence[Block], refused: Refused) -> None:
+        """Say once which parameters have no rule, those of ``blocks``, or are seen in another mode than the others.
+
+        That a rule there is cannot be used is a warning: the model can be written so that it can.
+        """
+        for level, text, found in (
+            (logging.WARNING, _ELSEWHERE, refused.elsewhere),
+            (logging.INFO, _IDLE, refused.idle - refused.elsewhere),
+        ):
+            if found and self.known.verdicts.news(message := text.format(", ".join(sorted(found)))):
+                _log.log(level, message)
+        if not blocks:
+            return
+        names = ", ".join(name for block in blocks for name in block.names)
+        try:
+            self.model.check_separable()
+        except BatchStatisticsError:
+            message = f"no layer rule covers {names}: in training mode they are seen in evaluation mode"
+            if self.known.verdicts.news(message):
+                _log.info(message)
+
+
+def _placed(coupled: Coupling, y: Tensor) -> Coupling:
+    """Where the outputs are, all but L in double precision."""
+    C, K, L, weights = coupled.C, coupled.K, coupled.L, coupled.weights
+    return Coupling(
+        C.to(y.device, torch.float64),
+        None if K is None else K.to(y.device, torch.float64),
+        None if L is None else L.to(y.device),
+        None if weights is None else weights.to(y.device, torch.float64),
+    )
+
+
+def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:
+    """The model's layers, with the user's rules and those that ship with the library."""
+    check_slots(**{f"rules[{at}]": (rule, Rule) for at, rule in enumerate(rules)})
+    return partition(model, (*rules, *RULES))
+
+
+def at(pb: Pullback, params: Mapping[str, Tensor]) -> Pullback:
+    """The same model, batch, metric and targets at other parameters."""
+    moved = Model(lambda θ, x: pb.model({**params, **θ}, x), {name: p.detach() for name, p in params.items()})
+    return pullback(moved, pb.batch.x, pb.metric, target=pb.batch.target, memory=pb.memory)

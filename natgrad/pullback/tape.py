@@ -7,27 +7,169 @@ not touched, and in-place activations after a layer do no harm, since the edge i
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.vjp import pulled
 from natgrad.model import Inputs, Model, is_ours, map_tensors, tensors_of
-from natgrad.pullback.axes import Axis
-from natgrad.pullback.blocks import Block
-from natgrad.pullback.edges import apart, edge_of, source_of
-from natgrad.pullback.graph import leaf_uses
-from natgrad.pullback.hooks import Hooks
-from natgrad.pullback.scaled import pulled
-from natgrad.pullback.statistics import Statistics
-from natgrad.pullback.uses import Ruled, Use
-from natgrad.rules.base import Call, Replayed, replaying
-from natgrad.rules.shapes import check_cotangents, check_inputs
+from natgrad.pullback.batch_norm import Statistics
+from natgrad.pullback.graph import Axis, leaf_uses, nodes
+from natgrad.pullback.layer import Block
+from natgrad.rules.base import Call, Replay, Replayed, Rule, check_cotangents, check_inputs, replaying
+
+# Edges of the autograd graph: where cotangents of a module's outputs, and of its input, are found.
+
+
+def edge_of(output: Tensor) -> GradientEdge:
+    """As ``get_gradient_edge``, which takes longer: a node of torch's own keeps the graph alive, as the edge must."""
+    node: Any = output.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
+
+
+def source_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdge | None:
+    """The edge of the first argument, if nothing else that is computed is given."""
+    if not args or not isinstance(args[0], Tensor) or args[0].grad_fn is None:
+        return None
+    others = (t for t in tensors_of((args, dict(kwargs))) if t.grad_fn is not None)
+    same = all(t.grad_fn is args[0].grad_fn and t.output_nr == args[0].output_nr for t in others)
+    return edge_of(args[0]) if same else None
+
+
+def apart(output: Any, given: Collection[Any]) -> Any:
+    """The outputs of a module, with a node of its own for one that another was computed from.
+
+    An LSTM cell returns c and h = o tanh c: the cotangent of c holds that of h, which the replay would add again.
+    """
+    tops = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
+    if len(tops) < 2:
+        return output
+    below = set(nodes([child for top in tops for child, _ in top.next_functions], stop=given))
+    if below.isdisjoint(tops):
+        return output
+    return map_tensors(output, lambda t: t.clone() if t.grad_fn in below else t)
+
+
+# One forward hook on many modules.
+
+
+Hook: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+@final
+class Hooks:
+    """Forward hooks, with keyword arguments, that are put on modules before every estimate and taken off after it.
+
+    As ``register_forward_hook(hook, with_kwargs=True)``, which makes a handle with three weak references for every
+    module. Here they all have the number of one handle, which torch gives to no other hook: one a module.
+
+    >>> calls, layer = [], nn.Identity()
+    >>> hooks = Hooks()
+    >>> hooks.put(layer, lambda module, args, kwargs, output: calls.append(args), first=True)
+    >>> _ = layer(1)
+    >>> hooks.remove()
+    >>> _ = layer(2)
+    >>> calls
+    [(1,)]
+    """
+
+    def __init__(self) -> None:
+        self._number = RemovableHandle(OrderedDict()).id
+        self._modules: list[nn.Module] = []
+
+    def put(self, module: nn.Module, hook: Hook, first: bool) -> None:
+        """``first``: before the hooks that the module has now."""
+        module._forward_hooks[self._number] = hook
+        module._forward_hooks_with_kwargs[self._number] = True
+        if first:
+            module._forward_hooks.move_to_end(self._number, last=False)  # type: ignore[attr-defined]
+        self._modules.append(module)
+
+    def remove(self) -> None:
+        """From all modules."""
+        for module in self._modules:
+            module._forward_hooks.pop(self._number, None)
+            module._forward_hooks_with_kwargs.pop(self._number, None)
+        self._modules.clear()
+
+
+# One call of a layer in a forward pass, and how it looks with its examples on the first axis.
+
+
+@final
+@dataclass(frozen=True)
+class Ruled:
+    """A module and its rule; ``entries``: by the id of a parameter, how often a call puts it into the graph."""
+
+    module: nn.Module
+    rule: Rule
+    entries: Mapping[int, int]
+
+
+@final
+@dataclass(frozen=True)
+class Use:
+    """One call of a module with a rule: its arguments, and for every output its shape and its edge in the graph."""
+
+    of: Ruled
+    call: Call
+    edges: tuple[GradientEdge | None, ...]  # None for an output that has no gradient
+    shapes: tuple[torch.Size, ...]
+    half: bool  # whether an output is in float16
+    source: GradientEdge | None = None  # of a replayed module whose first argument is all that it has of the graph
+    axis: Axis | None = None  # of the examples in the graph, where call and shapes are those of a view: see ``turned``
+
+    @property
+    def module(self) -> nn.Module:
+        """The one that was called."""
+        return self.of.module
+
+    @property
+    def rule(self) -> Rule:
+        """Its rule."""
+        return self.of.rule
+
+    @property
+    def entries(self) -> Mapping[int, int]:
+        """What this call has put into the graph."""
+        return self.of.entries
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the first output, for most layers the only one."""
+        return self.shapes[0]
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The call again, in terms of its layers."""
+        assert isinstance(self.rule, Replayed)
+        with torch.enable_grad():
+            return self.rule.replay(self.module, self.call)
+
+    def turns(self, axis: Axis, n: int) -> bool:
+        """Whether the rule can have n examples on this axis of the output: it must be like the first."""
+        return axis.index < self.rule.leading(self.module, self.shape) and axis.fits(tuple(self.shape), n)
+
+    def turned(self, axis: Axis, n: int) -> Use:
+        """The same call of a layer that treats leading axes alike, with its examples, which are there, on the first.
+
+        Inputs and outputs are views. Row n of an output is made of row n of the input, wherever the rows are.
+        """
+        call = self.call.map(lambda t: axis.first(t, n))
+        return replace(self, call=call, shapes=tuple(torch.Size(axis.split(s, n)) for s in self.shapes), axis=axis)
+
+    def first(self, g: Tensor) -> Tensor:
+        """Cotangents [k *output] as the graph has them, with the examples where the rule has them."""
+        return g if self.axis is None else self.axis.first(g, self.shape[0], 1)
 
 
 @final

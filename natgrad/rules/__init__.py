@@ -2,28 +2,28 @@
 
 from natgrad.rules.attention import AttentionRule as AttentionRule
 from natgrad.rules.base import Call as Call
+from natgrad.rules.base import GraphReplay as GraphReplay
 from natgrad.rules.base import Moment as Moment
 from natgrad.rules.base import OneHot as OneHot
 from natgrad.rules.base import Replay as Replay
 from natgrad.rules.base import Replayable as Replayable
 from natgrad.rules.base import Replayed as Replayed
+from natgrad.rules.base import Rows as Rows
+from natgrad.rules.base import RowsRule as RowsRule
 from natgrad.rules.base import Rule as Rule
 from natgrad.rules.conv import ConvRule as ConvRule
 from natgrad.rules.conv import TransposedConvRule as TransposedConvRule
 from natgrad.rules.embedding import EmbeddingBagRule as EmbeddingBagRule
 from natgrad.rules.embedding import EmbeddingRule as EmbeddingRule
 from natgrad.rules.linear import LinearRule as LinearRule
+from natgrad.rules.linear import PReLURule as PReLURule
 from natgrad.rules.norm import BatchNormRule as BatchNormRule
 from natgrad.rules.norm import GroupNormRule as GroupNormRule
 from natgrad.rules.norm import InstanceNormRule as InstanceNormRule
 from natgrad.rules.norm import LayerNormRule as LayerNormRule
 from natgrad.rules.norm import RMSNormRule as RMSNormRule
-from natgrad.rules.prelu import PReLURule as PReLURule
 from natgrad.rules.recurrent import CellRule as CellRule
 from natgrad.rules.recurrent import RecurrentRule as RecurrentRule
-from natgrad.rules.replay import GraphReplay as GraphReplay
-from natgrad.rules.rows import Rows as Rows
-from natgrad.rules.rows import RowsRule as RowsRule
 
 RULES: tuple[Rule, ...] = (
     LinearRule(),

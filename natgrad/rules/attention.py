@@ -12,10 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from natgrad.rules.base import Call, Keys, Replayable, Replayed, plain, trainable
-from natgrad.rules.matrices import argument, own, weight_and_bias
-from natgrad.rules.precision import single
-from natgrad.rules.replay import GraphReplay
+from natgrad.accelerate.moments import single
+from natgrad.rules.base import (
+    Call,
+    GraphReplay,
+    Keys,
+    Replayable,
+    Replayed,
+    argument,
+    own,
+    plain,
+    trainable,
+    weight_and_bias,
+)
 
 _IN, _OUT = ("in_proj_weight", "in_proj_bias"), ("out_proj.weight", "out_proj.bias")
 _SPLIT = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +11,91 @@ from typing import Any, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.moments import (
+    absorb_product,
+    affine_moment,
+    matrices,
+    matrices_shape,
+    pack_matrices,
+    single,
+    symmetric_product,
+    unpack_matrices,
+)
+from natgrad.accelerate.patches import affine_product
+from natgrad.accelerate.vjp import vjp
 from natgrad.model import map_tensors
-from natgrad.rules.modules import plain as plain
-from natgrad.rules.modules import trainable as trainable
-from natgrad.rules.packing import matrices, matrices_shape, pack_matrices, unpack_matrices
-from natgrad.rules.precision import single
-from natgrad.rules.products import symmetric_product
-from natgrad.rules.shapes import check_cotangents, check_inputs
+
+# What a module is, and which parameters are its own.
+
+
+def trainable(module: nn.Module) -> dict[str, Tensor]:
+    """The trainable parameters that the module itself owns, by local name."""
+    # named_parameters(recurse=False) is slow, and this is asked for every layer of every estimate.
+    return {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
+
+
+def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
+    """Whether a module is of this very type, with no parameters but these and the forward of its class.
+
+    Pruning, spectral norm and the like leave the type, and put other parameters or another forward in.
+    """
+    return type(module) is kind and module._parameters.keys() <= set(names) and "forward" not in vars(module)
+
+
+# Whether what a rule returns has the shapes that it promised: a rule may be the user's own.
+
+
+def check_packing(rule: Rule, names: Sequence[str], shape: tuple[int, int, int], size: int) -> None:
+    """W [c o i] must have a place for every number."""
+    if len(shape) != 3 or math.prod(shape) != size:
+        raise ValueError(
+            f"{_name(rule)}.shape gives {tuple(shape)} for {' + '.join(names)}, which has {size} numbers: it must be "
+            "(c, o, i) with as many places"
+        )
+
+
+def check_inputs(rule: Rule, names: Sequence[str], shape: tuple[int, int, int], a: Tensor) -> None:
+    """a [n r c i]."""
+    c, _, i = shape
+    if a.ndim != 4 or a.shape[2:] != (c, i):
+        raise ValueError(
+            f"{_name(rule)}.inputs returns a tensor of shape {tuple(a.shape)} for {' + '.join(names)}: it must be "
+            f"[n r c i] with c = {c} and i = {i}, as {_name(rule)}.shape says"
+        )
+
+
+def check_cotangents(rule: Rule, names: Sequence[str], shape: tuple[int, int, int], g: Tensor) -> None:
+    """g [k n r c o]."""
+    c, o, _ = shape
+    if g.ndim != 5 or g.shape[3:] != (c, o):
+        raise ValueError(
+            f"{_name(rule)}.cotangents returns a tensor of shape {tuple(g.shape)} for {' + '.join(names)}: it must be "
+            f"[k n r c o] with c = {c} and o = {o}, as {_name(rule)}.shape says"
+        )
+
+
+def check_moment(rule: Rule, what: str, names: Sequence[str], shape: tuple[int, int], moment: Tensor) -> None:
+    """S [c o o] or [c o], A [c i i] or [c i]; ``shape`` is (c, o) or (c, i)."""
+    c, d = shape
+    if tuple(moment.shape) not in ((c, d, d), (c, d)):
+        raise ValueError(
+            f"{_name(rule)}.{what} returns a tensor of shape {tuple(moment.shape)} for {' + '.join(names)}: it "
+            f"must be [{c} {d} {d}], or the diagonal [{c} {d}], as {_name(rule)}.shape says"
+        )
+
+
+def check_length(rule: Rule, what: str, names: Sequence[str], c: int, d: int, size: int) -> None:
+    """Rows of ``size`` numbers, of a layer with c groups whose factor is [c d d]."""
+    if c != 1 or size != d:
+        raise ValueError(
+            f"{_name(rule)}.{what} returns rows of {size} numbers for {' + '.join(names)}: there must be {d} in each, "
+            f"and one group, not {c}, as {_name(rule)}.shape says"
+        )
+
+
+def _name(rule: Rule) -> str:
+    return type(rule).__name__
+
 
 Keys: TypeAlias = tuple[str, ...]  # local names of the parameters of one layer
 
@@ -294,3 +373,128 @@ class Replay(ABC):
         if all(t.stride(2) == 0 for t in a):  # the groups c have one input, as in self-attention: it is not repeated
             return replace(parts[0], a=torch.cat([t[:, :, :1] for t in a], dim=-1).expand(-1, -1, a[0].shape[2], -1))
         return replace(parts[0], a=torch.cat(a, dim=-1))
+
+
+# Layers made of one weight and one bias under any names, as fused modules have them.
+
+
+def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[str, Replayable]:
+    """The inputs of a layer W a + b; ``keys`` are the names of W and, where there is one, of b.
+
+    ``a`` [n r c i] is zero where a position is masked, and so are the ones that belong to the bias.
+    """
+    a = a.detach()
+    ones = a.new_ones(()).expand(*a.shape[:-1], 1) if valid is None else valid.unsqueeze(-1)
+    return {key: Replayable(x, valid) for key, x in zip(keys, (a, ones), strict=False)}
+
+
+def own(module: nn.Module, key: str) -> Tensor | None:
+    """A parameter by its local name, without its graph and in single precision at least; None where there is none."""
+    parent, _, name = key.rpartition(".")
+    p = module.get_submodule(parent)._parameters.get(name)
+    return None if p is None else single(p.detach())
+
+
+def argument(call: Call, at: int, name: str, default: Any = None) -> Any:
+    """The argument of a call that is at this position, or has this name."""
+    return call.args[at] if len(call.args) > at else call.kwargs.get(name, default)
+
+
+# A replay whose cotangents are taken by autograd.
+
+
+@final
+@dataclass(frozen=True)
+class GraphReplay(Replay):
+    """The outputs have a graph, in which ``z`` [n r c o] is what the layer of a parameter computed.
+
+    The parameters of one layer have the same tensor. What only has to be seen in the graph may be a leaf.
+    """
+
+    z: Mapping[str, Tensor]
+
+    def pull(self, g: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        own = {id(z): z for z in self.z.values()}
+        pairs = [(y, s.to(y.dtype)) for y, s in zip(self.outputs, g, strict=True) if y.requires_grad]
+        found = vjp(tuple(y for y, _ in pairs), list(own.values()), tuple(s for _, s in pairs))
+        k = g[0].shape[0]
+        by_id = {
+            key: z.new_zeros(k, *z.shape) if got is None else got
+            for (key, z), got in zip(own.items(), found, strict=True)
+        }
+        return {name: by_id[id(z)] for name, z in self.z.items()}
+
+
+# Factors that are second moments of the rows of a matrix, and need not be formed to be averaged.
+
+
+@final
+@dataclass(frozen=True)
+class Rows:
+    """Vectors x [m i], or x̄ = (x, 1) where they are ``homogeneous``; d are their numbers."""
+
+    x: Tensor
+    homogeneous: bool = False
+
+    @property
+    def size(self) -> int:
+        """d."""
+        return self.x.shape[1] + self.homogeneous
+
+    def product(self) -> Tensor:
+        """Σ x xᵀ [d d], in memory of its own.
+
+        >>> Rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), homogeneous=True).product()
+        tensor([[10., 14.,  4.],
+                [14., 20.,  6.],
+                [ 4.,  6.,  2.]])
+        """
+        if not self.homogeneous:
+            return symmetric_product(self.x)
+        if not self.x.shape[1]:
+            return single(self.x).new_full((1, 1), self.x.shape[0])
+        return affine_product(self.x) if self.x.device.type == "cuda" else affine_moment(self.x)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether no number of the product can be too large for its precision, or is none; this waits.
+
+        By Cauchy and Schwarz none is above Σ ‖x‖².
+        """
+        return float(torch.linalg.vector_norm(self.x)) ** 2 < torch.finfo(self.x.dtype).max
+
+    def absorb(self, average: Tensor, keep: float, weight: float) -> None:
+        """keep·Ā + weight Σ x xᵀ in place of Ā [d d], on a processor; symmetric up to rounding.
+
+        >>> average = torch.eye(2)
+        >>> Rows(torch.tensor([[1.0], [3.0]]), homogeneous=True).absorb(average, 0.5, 0.25)
+        >>> average
+        tensor([[3., 1.],
+                [1., 1.]])
+        """
+        m, i = self.x.shape
+        absorb_product(self.x, average[:i, :i], keep, weight)
+        if self.homogeneous:
+            border = average[i]
+            border[:i].mul_(keep).add_(self.x.sum(0), alpha=weight)
+            border[i:].mul_(keep).add_(weight * m)
+            average[:i, i] = border[:i]
+
+
+class RowsRule(Rule):
+    """A layer that is one group, with factors of rows."""
+
+    @abstractmethod
+    def input_rows(self, module: nn.Module, keys: Keys, call: Call) -> Rows:
+        """The inputs a of all examples and positions [n·r i]."""
+
+    @abstractmethod
+    def output_rows(self, module: nn.Module, keys: Keys, g: Tensor) -> Rows:
+        """All cotangents [k·n·r o], from those of the outputs [k *output]."""
+
+    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
+        rows = self.input_rows(module, keys, call)
+        return Moment(rows.product().unsqueeze(0), rows.x.shape[0])
+
+    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        return self.output_rows(module, keys, g).product().unsqueeze(0)

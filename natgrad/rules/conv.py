@@ -9,13 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from natgrad.accelerate.moments import bordered, homogeneous, output_moment, single, symmetric_product
+from natgrad.accelerate.patches import Axis, example_gradients, patch_mean, patch_moment, patch_product, patches
 from natgrad.rules.base import Call, Keys, Moment, Rule, plain
-from natgrad.rules.correlation import example_gradients, patch_moment
-from natgrad.rules.launches import patch_product
-from natgrad.rules.packing import bordered, homogeneous
-from natgrad.rules.patches import Axis, patch_mean, patches
-from natgrad.rules.precision import single
-from natgrad.rules.products import output_moment, symmetric_product
 
 _Conv: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d

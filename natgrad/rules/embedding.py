@@ -8,8 +8,8 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.moments import rows
 from natgrad.rules.base import Call, Keys, Moment, OneHot, Rule, plain
-from natgrad.rules.leading import rows
 
 
 class LookupRule(Rule):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Mapping, Sequence
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.rules.base import Call, Keys, plain
-from natgrad.rules.leading import rows
-from natgrad.rules.packing import homogeneous
-from natgrad.rules.rows import Rows, RowsRule
+from natgrad.accelerate.moments import homogeneous, rows, single
+from natgrad.rules.base import Call, Keys, Moment, Rows, RowsRule, Rule, plain
 
 
 @final
@@ -56,3 +54,63 @@ class LinearRule(RowsRule):
 
     def output_rows(self, module: nn.Module, keys: Keys, g: Tensor) -> Rows:
         return Rows(rows(g))
+
+
+# The rule of PReLU: its slopes w are a layer, z = max(x, 0) + w·min(x, 0), entry by entry.
+
+
+@final
+class PReLURule(Rule):
+    """a = min(x, 0): a slope a channel, or one for all (He et al. 2015, (1) and (8)).
+
+    Every channel is a group c of its own with one input and one output; the positions r are those that share its
+    slope: the axes after the channels, or all entries of an example where there is one slope.
+
+    Shapes: input [n c *spatial] gives a [n r c 1], output cotangents [k n c *spatial] give g [k n r c 1].
+
+    >>> import torch
+    >>> x = torch.tensor([[-2.0, 3.0]])
+    >>> PReLURule().inputs(nn.PReLU(), ("weight",), Call((x,), {})).flatten()
+    tensor([-2., 0.])
+    """
+
+    @property
+    def pure(self) -> bool:
+        return True
+
+    def covers(self, module: nn.Module) -> bool:
+        return plain(module, nn.PReLU, "weight")
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        return _channels(module), 1, 1
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        return _by_channel(module, single(call.x).clamp(max=0), 1).mT.unsqueeze(-1)
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        return _by_channel(module, g, 2).mT.unsqueeze(-1)
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        return block["weight"].view(-1, 1, 1)
+
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        return {"weight": packed[..., 0, 0]}
+
+    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
+        a = _by_channel(module, single(call.x).clamp(max=0), 1)
+        return Moment(a.square().sum((0, 2)).view(-1, 1, 1), a.shape[0] * a.shape[2])
+
+    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+        return _by_channel(module, single(call.x).clamp(max=0), 1).mean(2).unsqueeze(-1)
+
+    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+        return _by_channel(module, single(g), 2).square().sum((0, 1, 3)).view(-1, 1, 1)
+
+
+def _channels(module: nn.Module) -> int:
+    return cast(nn.PReLU, module).num_parameters
+
+
+def _by_channel(module: nn.Module, x: Tensor, lead: int) -> Tensor:
+    """[*lead c r] of a tensor [*lead c *spatial], ``lead`` axes before those of an example."""
+    return x.reshape(*x.shape[:lead], _channels(module), -1)

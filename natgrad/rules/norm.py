@@ -17,11 +17,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from natgrad.accelerate.moments import column_moments, column_squares, rows, single
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, Keys, Moment, Rule, plain
-from natgrad.rules.leading import rows
-from natgrad.rules.precision import single
-from natgrad.rules.products import column_moments, column_squares
 
 _NAMES = ("weight", "bias")
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -196,7 +194,7 @@ class ChannelNormRule(NormRule):
 class BatchNormRule(ChannelNormRule):
     """z = γ (x − μ)/√(σ² + ε) + β with the statistics of the batch in training mode, else the running ones.
 
-    The statistics of the batch count as constants (``natgrad.pullback.statistics``). Shapes: input [n c *spatial] gives
+    The statistics of the batch count as constants (``natgrad.pullback.batch_norm``). Shapes: input [n c *spatial] gives
     a [n r c 2], output cotangents [k n c *spatial] give g [k n r c 1].
     """
 

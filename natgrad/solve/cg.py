@@ -12,10 +12,12 @@ from torch import Tensor
 
 from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.linalg import check_damping
-from natgrad.operators import DiagonalOperator, ImplicitOperator, Inverse, Layout, Operator
 from natgrad.slots import check_slots
-from natgrad.solve.base import Solver
-from natgrad.structures import Diagonal, Structure
+from natgrad.solve.solvers import Solver
+from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.structures.diagonal import DiagonalOperator
+from natgrad.structures.exact import Diagonal, Structure
+from natgrad.structures.implicit import ImplicitOperator
 
 
 @final

@@ -16,5 +16,5 @@ from natgrad.step.rules import Fixed as Fixed
 from natgrad.step.rules import GeodesicCorrected as GeodesicCorrected
 from natgrad.step.rules import LevenbergMarquardt as LevenbergMarquardt
 from natgrad.step.rules import TrustRegion as TrustRegion
-from natgrad.step.tuned import KLClip as KLClip
-from natgrad.step.tuned import SelfTuned as SelfTuned
+from natgrad.step.self_tuned import KLClip as KLClip
+from natgrad.step.self_tuned import SelfTuned as SelfTuned

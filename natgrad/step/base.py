@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
-from natgrad.operators.base import Operator
+from natgrad.structures.base import Operator
 
 Rates: TypeAlias = Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
 Trial: TypeAlias = Callable[[Mapping[str, Tensor] | None], float]

@@ -13,11 +13,9 @@ from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback import Pullback, pullback
-from natgrad.pullback.assemble import at
-from natgrad.pullback.batch import Batch
-from natgrad.solve import Cholesky, Solver
-from natgrad.structures import Dense
+from natgrad.pullback.pullback import Batch, Pullback, at, pullback
+from natgrad.solve.solvers import Cholesky, Solver
+from natgrad.structures.exact import Dense
 
 
 def christoffel(pb: Pullback, v: Vector) -> Covector:

@@ -16,9 +16,10 @@ from natgrad.errors import NatgradError, SingularMetricError
 from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
-from natgrad.operators.hessian import HessianOperator, SumOperator
 from natgrad.output.metric import OutputMetric
-from natgrad.solve import CG, Cholesky, Solver
+from natgrad.solve.cg import CG
+from natgrad.solve.solvers import Cholesky, Solver
+from natgrad.structures.implicit import HessianOperator, SumOperator
 
 Params = Mapping[str, Tensor]
 Objective = Callable[[Params], Tensor]

@@ -4,26 +4,995 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar, final
+from functools import cached_property
+from typing import Literal, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
 
-from natgrad.errors import UncoveredError
+from natgrad.accelerate.inverses import (
+    Chosen,
+    Factor,
+    Newton,
+    Remade,
+    Sides,
+    Task,
+    aligned,
+    by_size,
+    diagonal,
+    full,
+    matrix,
+    mean_diagonal,
+    refuse_singular_factor,
+    room_on,
+    spectrum,
+    stacked,
+    two_sided,
+    two_sided_columns,
+)
+from natgrad.accelerate.moments import spaced
+from natgrad.accelerate.replay import Weight
+from natgrad.errors import IncompatibleError, NonFiniteError, UncoveredError
+from natgrad.geometry import Covector, Vector
+from natgrad.linalg import consecutive, gated_lerp, refuse_indefinite, refuse_singular
 from natgrad.model import Model
-from natgrad.operators import KroneckerOperator, Layout, Operator
-from natgrad.operators.layers import UNSEEN, LayerOperator
-from natgrad.operators.subset import REST
-from natgrad.pullback import Block, Pullback
-from natgrad.pullback.broadcast import SpreadRule, as_spread, parted
-from natgrad.pullback.precision import without_autocast
-from natgrad.pullback.sharing import Expand, Largest, Reduce, Sharing
-from natgrad.pullback.streamed import factors_of, stream
+from natgrad.pullback.bare import SpreadRule, as_spread, parted
+from natgrad.pullback.features import Expand, Largest, Reduce, Sharing, mean
+from natgrad.pullback.layer import Block, trace
+from natgrad.pullback.moments import Sink, factors_of, stream
+from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.rules.base import Moment, Rows
 from natgrad.slots import check_slots
-from natgrad.structures.absorb import Absorb, laid_out
+from natgrad.structures.base import REST, Inverse, Layout, Operator, Subset
 from natgrad.structures.exact import Diagonal, Structure
+
+# Orthonormal bases of the two sides of every layer, in which a metric is (nearly) diagonal.
+
+
+Rotation: TypeAlias = Tensor | None  # columns [c d d]; None for the axes themselves
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Q of the outputs and P of the inputs of every layer; layers with one ``Basis`` object have one basis."""
+
+    left: tuple[Rotation, ...]  # Q [c o o]
+    right: tuple[Rotation, ...]  # P [c i i]
+
+    @staticmethod
+    def of(left: Sequence[Factor], right: Sequence[Factor]) -> Basis:
+        """The eigenvectors of S and of A."""
+        return Basis(tuple(spectra(left)[1]), tuple(spectra(right)[1]))
+
+    @property
+    def sides(self) -> list[tuple[Rotation, Rotation]]:
+        """Q and P of every layer."""
+        return list(zip(self.left, self.right, strict=True))
+
+    def carried(self, scales: Sequence[Tensor], old: Basis) -> tuple[Tensor, ...]:
+        """D' = (U∘U) D (V∘V)ᵀ, U = Q'ᵀQ, V = P'ᵀP: the diagonal, in this basis, of what is D [c o i] in another."""
+        if old is self:
+            return tuple(scales)
+        pairs = zip(scales, self.sides, old.sides, strict=True)
+        return tuple(spread(_overlap(q, q0), d, _overlap(p, p0)) for d, (q, p), (q0, p0) in pairs)
+
+
+def rotated(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
+    """Qᵀ W P: the coordinates of W [*batch c o i] in the basis."""
+    w = w if q is None else q.mT @ w
+    return w if p is None else w @ p
+
+
+def rotated_back(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
+    """Q W Pᵀ: the inverse of ``rotated``."""
+    w = w if q is None else q @ w
+    return w if p is None else w @ p.mT
+
+
+def spread(q: Rotation, d: Tensor, p: Rotation) -> Tensor:
+    """(Q∘Q) D (P∘P)ᵀ [c o i]: the diagonal of (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ."""
+    return rotated_back(None if q is None else q.square(), d, None if p is None else p.square())
+
+
+def spectra(side: Sequence[Factor]) -> tuple[list[Tensor], list[Rotation]]:
+    """Eigenvalues [c d] and eigenvectors [c d d] of the factors of one side; a diagonal one has its own axes."""
+    which = [at for at, factor in enumerate(side) if full(factor)]
+    values: list[Tensor] = list(side)
+    vectors: list[Rotation] = [None] * len(side)
+
+    full_ones = [side[at] for at in which]
+    for stack in by_size(full_ones):
+        λ, q = spectrum(stacked([full_ones[at] for at in stack]))
+        counts = [full_ones[at].shape[0] for at in stack]
+        for at, own_λ, own_q in zip(stack, λ.split(counts), q.split(counts), strict=True):
+            values[which[at]], vectors[which[at]] = own_λ, own_q
+    return values, vectors
+
+
+def _overlap(new: Rotation, old: Rotation) -> Rotation:
+    """Q'ᵀQ."""
+    if new is None:
+        return old
+    return new.mT if old is None else new.mT @ old
+
+
+# Inverses that work layer by layer.
+
+
+# Bytes of layers that are solved at once: products of one layer leave a GPU half idle.
+_ROOM = {"cuda": 2**26, "cpu": 2**22}
+
+
+class LayerInverse(Inverse):
+    """An inverse that works layer by layer, on W [c o i]; the parameters in no layer have one of their own."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    rest: Inverse | None
+    others: Subset | None
+
+    @abstractmethod
+    def apply(self, group: tuple[int, ...], first: int, w: Tensor, spent: bool) -> Tensor:
+        """The solution for layers of a group from the first on, w [b·c o i], in the memory of w where that is spent."""
+
+    def apply_columns(self, group: tuple[int, ...], first: int, parts: list[Tensor]) -> list[Tensor]:
+        """The same for W that have these parts [b·c o j] side by side."""
+        raise TypeError(f"{type(self).__name__} has no use for columns")  # where ``by_columns`` says so
+
+    def by_columns(self, group: tuple[int, ...]) -> bool:
+        """Whether layers of a group are best solved part by part, without packing them."""
+        return False
+
+    @abstractmethod
+    def alike(self, b: int) -> object:
+        """What must be equal in layers that are stacked, beside their shape."""
+
+    def below(self) -> dict[str, Tensor]:
+        """The tensors of the inverse over the other parameters."""
+        return {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
+
+    def overwritten(self, new: Inverse) -> Inverse:
+        if new is self or type(new) is not type(self):
+            return new
+        mine, its = self.tensors(), new.tensors()
+        if {key: t.shape for key, t in mine.items()} != {key: t.shape for key, t in its.items()}:
+            return new
+        changed = [key for key, t in mine.items() if t.data_ptr() != its[key].data_ptr()]
+        if changed:
+            torch._foreach_copy_([mine[key] for key in changed], [its[key] for key in changed])
+        return self
+
+    def __copy__(self) -> LayerInverse:
+        return self  # it remembers nothing
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers that are solved at once, the largest first: later there are more results beside them."""
+        found: dict[object, list[int]] = defaultdict(list)
+        for b, block in enumerate(self.blocks):
+            found[block.shape, self.alike(b)].append(b)
+        return tuple(sorted(map(tuple, found.values()), key=lambda group: -len(group) * self.blocks[group[0]].size))
+
+    def solve(self, ω: Tensor) -> Tensor:
+        v, lent = torch.empty_like(ω), {ω.untyped_storage().data_ptr()}
+        for group, first, last in self._runs:
+            packed = [self.blocks[b].pack(ω) for b in group[first:last]]
+            self._solve(group, first, packed, lent, lambda block, w: block.unpack(w, v))
+        if self.rest is not None and self.others is not None:
+            self.others.put(self.rest.solve(self.others.take(ω)), v)
+        return v
+
+    def sharp(self, ω: Covector) -> Vector:
+        """As ``solve``, without flattening: a step has this many launches, and no more.
+
+        Beside the result, packed layers of one shape are held, not too many, and their product with one side.
+        """
+        lent, like = {t.untyped_storage().data_ptr() for t in ω.values()}, self.layout.like
+        found: dict[str, Tensor] = {}
+
+        def put(block: Block, w: Tensor) -> None:
+            found.update((name, _as(t, like[name])) for name, t in block.unpacked(w).items())
+
+        for group, first, last in self._runs:
+            columns = self._columns(group, first, last, ω)
+            if columns is not None:
+                found.update((name, _as(t.view(like[name].shape), like[name])) for name, t in columns.items())
+                continue
+            packed = [self.blocks[b].packed(ω).to(self.layout.dtype) for b in group[first:last]]
+            self._solve(group, first, packed, lent, put)
+        if self.rest is not None and self.others is not None:
+            others = self.rest.sharp(Covector(self.others.named(ω)))
+            found.update((name, _as(t, like[name])) for name, t in others.items())
+        return Vector({name: found[name] for name in like})
+
+    def memory(self, ω: Covector) -> dict[str, Tensor]:
+        """For covectors like ω, so that layers which are solved at once lie side by side."""
+        found = {name: torch.empty_like(t) for name, t in ω.items()}
+        for group, first, last in self._runs:
+            if last - first == 1 or not self.by_columns(group):
+                continue
+            for names in self._names(group[first:last], ω) or ():
+                alike = [ω[name] for name in names]
+                if all(t.is_contiguous() and t.shape == alike[0].shape for t in alike):
+                    whole = alike[0].new_empty(len(alike), *alike[0].shape)
+                    found.update(zip(names, whole, strict=True))
+        return found
+
+    def _names(self, numbers: Sequence[int], ω: Covector) -> list[tuple[str, ...]] | None:
+        """Of every part of these layers, which lie side by side in W, the names of the parameters."""
+        columns = [self.blocks[b].columns(ω) for b in numbers]
+        if any(own is None or [t.shape for t in own.values()] != _shapes(columns[0]) for own in columns):
+            return None
+        return list(zip(*(own for own in columns if own is not None), strict=True))
+
+    def _columns(self, group: tuple[int, ...], first: int, last: int, ω: Covector) -> dict[str, Tensor] | None:
+        """The solutions by name of layers that are solved part by part; None for layers that are packed."""
+        graph = torch.is_grad_enabled() and any(t.requires_grad for t in ω.values())
+        names = self._names(group[first:last], ω) if self.by_columns(group) and not graph else None
+        if names is None:
+            return None
+        c, o, _ = self.blocks[group[0]].shape
+        parts = [_side_by_side([ω[name].reshape(c, o, -1) for name in own]).to(self.layout.dtype) for own in names]
+        solved = self.apply_columns(group, first, parts)
+        return {
+            name: part
+            for own, whole in zip(names, solved, strict=True)
+            for name, part in zip(own, whole.split(c), strict=True)
+        }
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        """Groups, and from which to which of their layers there is room for at once."""
+        out: list[tuple[tuple[int, ...], int, int]] = []
+        for group in self.groups:
+            block = self.blocks[group[0]]
+            several = max(1, room_on(block.device, _ROOM) // (block.size * self.layout.dtype.itemsize))
+            out += [(group, at, min(at + several, len(group))) for at in range(0, len(group), several)]
+        return tuple(out)
+
+    def _solve(
+        self,
+        group: tuple[int, ...],
+        first: int,
+        packed: list[Tensor],
+        lent: set[int],
+        put: Callable[[Block, Tensor], None],
+    ) -> None:
+        """Hand out the solutions of layers; ``packed`` is used up where it is not in ``lent`` memory."""
+        w = stacked(packed)
+        packed.clear()  # copies, where they have been stacked
+        graph = torch.is_grad_enabled() and w.requires_grad
+        w = self.apply(group, first, w, not graph and w.untyped_storage().data_ptr() not in lent)
+        for at, part in enumerate(w.split(self.blocks[group[0]].shape[0]), first):
+            put(self.blocks[group[at]], part)
+
+
+def _shapes(columns: dict[str, Tensor] | None) -> list[torch.Size]:
+    return [] if columns is None else [t.shape for t in columns.values()]
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """[b·c o j] of parts [c o j], without a copy where they lie side by side already."""
+    whole = consecutive(parts)
+    return torch.cat(parts) if whole is None else whole.flatten(0, 1)
+
+
+def _as(t: Tensor, like: Tensor) -> Tensor:
+    """t in the precision and the memory format of a parameter: kernels over many tensors want them alike."""
+    if t.dtype == like.dtype and t.stride() == like.stride():
+        return t
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=t.device).copy_(t)
+
+
+# Inverses of Kronecker-factored metrics: a product of inverses, or a scaling in the basis of the eigenvectors.
+
+
+@final
+@dataclass(frozen=True)
+class ProductInverse(LayerInverse):
+    """v = S⁻¹ W A⁻¹ (003 (2.10), 004 (38))."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    rest: Inverse | None
+    others: Subset | None
+    stacks: tuple[tuple[Factor, Factor], ...]  # of every group of layers, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
+    kinds: tuple[tuple[bool, bool], ...]  # of every layer, whether its factors are full
+    remade: Remade = field(default_factory=Remade)
+
+    @staticmethod
+    def of(
+        G: KroneckerOperator, rest: Inverse | None, left: Sequence[Factor], right: Sequence[Factor]
+    ) -> ProductInverse:
+        """From S⁻¹ and A⁻¹ of every layer."""
+        empty = ProductInverse._shaped(G, rest, left, right)
+        stacks = tuple(
+            (aligned(stacked([left[b] for b in group])), aligned(stacked([right[b] for b in group])))
+            for group in empty.groups
+        )
+        return replace(empty, stacks=stacks)
+
+    @staticmethod
+    def empty(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
+        """Memory for S⁻¹ and A⁻¹ of every layer, in which nothing has been written yet."""
+        shaped = ProductInverse._shaped(G, rest, G.left, G.right)
+        stacks = tuple((_memory(G.left[group[0]], group), _memory(G.right[group[0]], group)) for group in shaped.groups)
+        return replace(shaped, stacks=stacks)
+
+    @staticmethod
+    def _shaped(
+        G: KroneckerOperator, rest: Inverse | None, left: Sequence[Factor], right: Sequence[Factor]
+    ) -> ProductInverse:
+        kinds = tuple((full(s), full(a)) for s, a in zip(left, right, strict=True))
+        return ProductInverse(G.layout, G.blocks, rest, G.others, (), kinds)
+
+    def begin(self, left: Sequence[Factor], right: Sequence[Factor]) -> None:
+        """Copy S⁻¹ and A⁻¹ of every layer."""
+        mine = self.tensors()
+        for block, s, a in zip(self.blocks, left, right, strict=True):
+            mine[f"{block.names[0]}/S"].copy_(s)
+            mine[f"{block.names[0]}/A"].copy_(a)
+
+    def fits(self, G: KroneckerOperator) -> bool:
+        """Whether the inverse of G can be made in this memory."""
+        mine, its = ([(b.names, b.shape) for b in blocks] for blocks in (self.blocks, G.blocks))
+        if mine != its or self.kinds != ProductInverse._shaped(G, None, G.left, G.right).kinds:
+            return False
+        like = G.left[0]
+        return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
+
+    def tasks(self, sides: Sides, damping: Weight, chosen: Chosen = lambda _: True) -> list[Task]:
+        """What is to be inverted of the ``chosen`` factors, with factored damping, and where it goes."""
+        out: list[Task] = []
+        for group, stacks in zip(self.groups, self.stacks, strict=True):
+            own = [[side[b] for b in group] for side in sides]
+            wanted = [chosen(side[0]) for side in own]
+            if not any(wanted):
+                continue
+            shifts = _shifts(own[0], own[1], damping)
+            for at in (at for at in range(2) if wanted[at]):
+                titles = [f"the factor {'SA'[at]} of {self.blocks[b].title}" for b in group]
+                out.append(Task(own[at], shifts[at], _cut(stacks[at], own[at][0].shape[-1]), titles))
+        return out
+
+    def remake(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
+        """From G, in the place of the inverse that is there."""
+        places = tuple(t.data_ptr() for stack in self.stacks for t in stack)
+        self.remade.again(self.tasks, (G.left, G.right), damping, newton, places)
+
+    def mend(self, G: KroneckerOperator, damping: float) -> None:
+        """From G once more, after it has ``failed``: in double precision, where single is not enough."""
+        self.remade.mend(self.tasks((G.left, G.right), damping))
+
+    def failed(self) -> bool:
+        return any(float(failure) > 0 for failure in self.remade.failures)
+
+    def inherit(self, other: Inverse) -> None:
+        self.remade.failures = list(other.remade.failures) if isinstance(other, ProductInverse) else []
+
+    def forgive(self) -> None:
+        self.remade.failures = []
+
+    def overwritten(self, new: Inverse) -> Inverse:
+        kept = super().overwritten(new)
+        if kept is self is not new:
+            self.inherit(new)
+        return kept
+
+    def alike(self, b: int) -> object:
+        return self.kinds[b]
+
+    def apply(self, group: tuple[int, ...], first: int, w: Tensor, spent: bool) -> Tensor:
+        at = first * self.blocks[group[0]].shape[0]
+        left, right = (side[at : at + len(w)] for side in self.stacks[self.groups.index(group)])
+        return two_sided(left, w, right, w if spent else None)
+
+    def by_columns(self, group: tuple[int, ...]) -> bool:
+        return self.kinds[group[0]] == (True, True) and self.stacks[0][0].device.type == "cuda"
+
+    def apply_columns(self, group: tuple[int, ...], first: int, parts: list[Tensor]) -> list[Tensor]:
+        at = first * self.blocks[group[0]].shape[0]
+        left, right = (side[at : at + len(parts[0])] for side in self.stacks[self.groups.index(group)])
+        return two_sided_columns(left, parts, right)
+
+    def tensors(self) -> dict[str, Tensor]:
+        out = self.below()
+        for group, (left, right) in zip(self.groups, self.stacks, strict=True):
+            c, o, i = self.blocks[group[0]].shape
+            left, right = _cut(left, o), _cut(right, i)
+            for b, s, a in zip(group, left.split(c), right.split(c), strict=True):
+                out[f"{self.blocks[b].names[0]}/S"], out[f"{self.blocks[b].names[0]}/A"] = s, a
+        return out
+
+
+@final
+@dataclass(frozen=True)
+class SpectralInverse(LayerInverse):
+    """v = Q (d ⊙ Qᵀ W P) Pᵀ with the eigenvectors Q of S and P of A, and d the inverse of each damped eigenvalue."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    rest: Inverse | None
+    others: Subset | None
+    left: tuple[Rotation, ...]  # Q [c o o]; None for the axes themselves
+    right: tuple[Rotation, ...]
+    scales: tuple[Tensor, ...]  # d [c o i]
+
+    def alike(self, b: int) -> object:
+        return b  # rotations are many numbers: no copies of them
+
+    def apply(self, group: tuple[int, ...], first: int, w: Tensor, spent: bool) -> Tensor:
+        (b,) = group
+        q, p = self.left[b], self.right[b]
+        turned = rotated(q, w, p)
+        turned = turned.mul_(self.scales[b]) if spent or turned is not w else turned * self.scales[b]
+        return rotated_back(q, turned, p)
+
+    @property
+    def noise(self) -> int:
+        return sum(self._sizes)
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        """Q (√d ⊙ Z) Pᵀ of every layer."""
+        *parts, below = ξ.split(self._sizes, dim=1)
+        out = ξ.new_empty(len(ξ), self.layout.size)
+        for block, q, p, d, z in zip(self.blocks, self.left, self.right, self.scales, parts, strict=True):
+            block.unpack(rotated_back(q, z.view(-1, *block.shape) * d.sqrt(), p), out)
+        if self.rest is not None and self.others is not None:
+            self.others.put(self.rest.coloured(below), out)
+        return out
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        """√d ⊙ QᵀWP of every layer."""
+        sides = zip(self.blocks, self.left, self.right, self.scales, strict=True)
+        parts = [(rotated(q, block.pack(ω), p) * d.sqrt()).flatten(1) for block, q, p, d in sides]
+        if self.rest is not None and self.others is not None:
+            parts.append(self.rest.whitened(self.others.take(ω)))
+        return torch.cat(parts, dim=1)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Numbers of white noise for every layer, and for the other parameters."""
+        return [block.size for block in self.blocks] + [0 if self.rest is None else self.rest.noise]
+
+    def tensors(self) -> dict[str, Tensor]:
+        out = self.below()
+        for block, q, p, d in zip(self.blocks, self.left, self.right, self.scales, strict=True):
+            parts = {"Q": q, "P": p, "d": d}
+            out |= {f"{block.names[0]}/{key}": t for key, t in parts.items() if t is not None}
+        return out
+
+
+@final
+@dataclass(frozen=True)
+class Damped:
+    """1/(λ + damping) of eigenvalues; below ``rtol`` of the largest they count as zero, and so do their inverses."""
+
+    damping: float
+    rtol: float | None
+
+    def of(self, values: Tensor) -> Tensor:
+        """[c o i], each layer by itself; all of its groups have one largest eigenvalue."""
+        if self.rtol is None:
+            # Rounding below zero is zero: λ is what is left.
+            return (values.clamp(min=0) + self.damping).reciprocal()
+        damped = values + self.damping
+        refuse_indefinite(damped.flatten(), self.rtol, self.damping, "the metric")
+        # A group that should be zero (keys of attention have no bias) is noise beside the others.
+        return torch.where(damped > self.rtol * damped.amax(), damped, torch.inf).reciprocal()
+
+
+def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
+    """S⁻¹ ⊗ A⁻¹; a singular factor raises, by the name of its layer."""
+
+    for side, factors in (("S", G.left), ("A", G.right)):
+        for block, factor in zip(G.blocks, factors, strict=True):
+            whole = factor if full(factor) else torch.diag_embed(factor)
+            refuse_singular_factor(whole, f"the factor {side} of {block.title}")
+    out = ProductInverse.empty(G, rest)
+    out.remade.first(out.tasks((G.left, G.right), 0.0))
+    return out
+
+
+def factored(
+    G: KroneckerOperator,
+    rest: Inverse | None,
+    damping: float,
+    last: tuple[list[Tensor], list[Tensor]] | None,
+    newton: Newton | None = None,
+    into: Inverse | None = None,
+) -> ProductInverse:
+    """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹ with π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
+
+    Where a factor is zero (a layer with no gradient) π is 1. A factor that Cholesky cannot invert keeps the ``last``
+    inverse, and when the others are made it raises; on a GPU it has ``failed``, a step or two later. Without a last one
+    it raises at once. With ``newton`` the last inverse is refreshed where that is near enough. ``into``: an inverse in
+    whose memory this one is made, where it fits; it is then the last one, and is used up.
+    """
+    if damping == 0 or not G.blocks:
+        return undamped(G, rest)
+    if isinstance(into, ProductInverse) and into.fits(G):
+        out = into if rest is None and into.rest is None else replace(into, rest=rest)
+    else:
+        out = ProductInverse.empty(G, rest)
+        if last is None:
+            out.remade.first(out.tasks((G.left, G.right), damping))
+            return out
+        out.begin(*last)
+    out.remake(G, damping, newton if newton is not None and newton.trusted() else None)
+    return out
+
+
+def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Weight) -> tuple[list[Tensor], list[Tensor]]:
+    """√λ/π and √λ π [c] of every layer."""
+    π, counts = balance(a, s), [factor.shape[0] for factor in s]
+    return list((damping**0.5 / π).split(counts)), list((damping**0.5 * π).split(counts))
+
+
+def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:
+    """π of every group of every layer, one after the other."""
+    means = [torch.cat([mean_diagonal(factor) for factor in side]) for side in (a, s)]
+    ratio = means[0] / means[1]
+    return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
+
+
+def _memory(factor: Factor, group: Sequence[int]) -> Factor:
+    """For factors like this one of every layer of a group; what aligns them is zero."""
+    shape = (len(group) * factor.shape[0], *factor.shape[1:])
+    like = aligned(factor[:1])
+    if like.shape[-1] == factor.shape[-1]:
+        return torch.empty(shape, dtype=factor.dtype, device=factor.device)
+    return like.new_zeros(shape[0], *like.shape[1:])
+
+
+def _cut(factor: Factor, size: int) -> Factor:
+    """Without the zeros of an aligned factor, a view."""
+    return factor[..., :size, :size] if full(factor) else factor
+
+
+# What metrics that are kept layer by layer have in common.
+
+
+UNSEEN = "unseen"  # in place of the letters of a layer's tensors
+
+
+class LayerOperator(Operator):
+    """A metric with one block a layer, on W [c o i], which is diagonal in a basis Q ⊗ P of the layer.
+
+    A layer that the forward pass did not use (an expert, a block that was dropped) is zero, and its parameters are
+    ``unseen``: in an average, which is over the passes that used a layer, it does not count.
+    ``rest`` is the metric on the parameters that no layer rule covers, in another structure.
+    """
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    rest: Operator | None
+    unseen: frozenset[str]
+
+    @abstractmethod
+    def applied(self, b: int, w: Tensor) -> Tensor:
+        """G W [c o i] of the layer number b."""
+
+    @abstractmethod
+    def layer_diagonal(self, b: int) -> Tensor:
+        """The diagonal of the layer's block, packed [c o i]."""
+
+    @abstractmethod
+    def layer_dense(self, b: int) -> Iterable[Tensor]:
+        """The layer's block of every group, [(o i) (o i)] each."""
+
+    @abstractmethod
+    def spectrum(self) -> tuple[list[Tensor], Basis]:
+        """The eigenvalues [c o i] of every block, and the basis they belong to."""
+
+    @cached_property
+    def others(self) -> Subset | None:
+        """The parameters of ``rest`` among all."""
+        return None if self.rest is None else Subset.of(self.layout, list(self.rest.layout.like))
+
+    def product(self, v: Tensor) -> Tensor:
+        out = torch.empty_like(v)
+        for b, block in enumerate(self.blocks):
+            block.unpack(self.applied(b, block.pack(v)), out)
+        if self.rest is not None and self.others is not None:
+            self.others.put(self.rest.product(self.others.take(v)), out)
+        return out
+
+    def diagonal(self) -> Tensor:
+        out = self._empty(self.layout.size)
+        for b, block in enumerate(self.blocks):
+            block.unpack(self.layer_diagonal(b), out)
+        if self.rest is not None and self.others is not None:
+            self.others.put(self.rest.diagonal(), out)
+        return out
+
+    def dense(self) -> Tensor:
+        out = self._empty(self.layout.size, self.layout.size).zero_()
+        for b, block in enumerate(self.blocks):
+            index = block.index.view(block.shape[0], -1)
+            for own, dense in zip(index, self.layer_dense(b), strict=True):
+                out[own[:, None], own] = dense
+        if self.rest is not None and self.others is not None:
+            index = self.others.index(out.device)
+            out[index[:, None], index] = self.rest.dense()
+        return out
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        total = self._empty().zero_()
+        for block, values in zip(self.blocks, self.spectrum()[0], strict=True):
+            self.refuse_singular(block, values, damping)
+            total = total + (values + damping).log().sum()
+        return total if self.rest is None else total + self.rest.logdet(damping)
+
+    def refuse_singular(self, block: Block, values: Tensor, damping: float) -> None:
+        """Raise, by the name of its layer, if one of the eigenvalues [c o i] + λ is zero up to rounding."""
+        what = f"the block {block.title} of the metric"
+        refuse_singular((values + damping).flatten().sort().values, self._rounding(block), False, damping, what)
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        if weight is not None:
+            self.refuse("Pinv(weight=…)", "a weight has no Kronecker factors; use Dense or BlockDense")
+        rest = None if self.rest is None else self.rest.pseudo_inverse(damping, rtol, None)
+        return self.spectral(
+            rest, Damped(damping, rtol if rtol is not None else max(map(self._rounding, self.blocks), default=0.0))
+        )
+
+    def spectral(self, rest: Inverse | None, damped: Damped) -> SpectralInverse:
+        """The inverse by the eigenvalues."""
+        values, basis = self.spectrum()
+        scales = tuple(map(damped.of, values))
+        return SpectralInverse(self.layout, self.blocks, rest, self.others, basis.left, basis.right, scales)
+
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        below = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
+        rest = None if self.rest is None else self.rest.inverse_from(below)
+        return None if self.rest is not None and rest is None else self.layers_from(tensors, rest)
+
+    def layers_from(self, tensors: Mapping[str, Tensor], rest: Inverse | None) -> Inverse | None:
+        """The inverse with these tensors and, over the other parameters, the inverse ``rest``."""
+        if any(f"{block.names[0]}/d" not in tensors for block in self.blocks[:1]):
+            return None
+        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in self.blocks) for side in "QP")
+        d = tuple(tensors[f"{block.names[0]}/d"] for block in self.blocks)
+        return SpectralInverse(self.layout, self.blocks, rest, self.others, q, p, d)
+
+    def rest_lerp(self, other: LayerOperator, weight: float) -> Operator | None:
+        """The average over the other parameters."""
+        self.same_layers(other.blocks)
+        return None if self.rest is None else self.rest.lerp(cast(Operator, other.rest), weight)
+
+    def same_layers(self, blocks: Iterable[Block]) -> None:
+        """An estimate must have the same layers."""
+        here, there = {b.names for b in self.blocks}, {b.names for b in blocks}
+        if here != there:
+            names = ", ".join(sorted({name for block in here ^ there for name in block}))
+            raise IncompatibleError(
+                f"the layers of {names} were seen by their rule in one batch and not in another: they are called in "
+                "different ways. Leave them to the fallback, with a rule that does not cover them, or call them alike"
+            )
+
+    def saw(self, b: int) -> bool:
+        """Whether the layer number b has been used."""
+        return self.blocks[b].names[0] not in self.unseen
+
+    def joined(
+        self, other: LayerOperator, old: Iterable[Tensor], new: Iterable[Tensor], mean: Iterable[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Of every layer the mean, or what it is in the one operator that has seen it."""
+        if not self.unseen and not other.unseen:
+            return tuple(mean)
+        choices = enumerate(zip(old, new, mean, strict=True))
+        return tuple((m if self.saw(b) else y) if other.saw(b) else x for b, (x, y, m) in choices)
+
+    def named(self, parts: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
+        """As ``every``; of a layer that is unseen only that."""
+        hidden = [block.names[0] for b, block in enumerate(self.blocks) if not self.saw(b)]
+        out = {key: t for key, t in self.every(parts).items() if key.rpartition("/")[0] not in hidden}
+        return out | {f"{name}/{UNSEEN}": self._empty(0) for name in hidden}
+
+    def every(self, parts: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
+        """Tensors of every layer by the layer's first name and their letter, with those of ``rest``."""
+        out = {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
+        for letter, side in parts.items():
+            pairs = zip(self.blocks, side, strict=True)
+            out |= {f"{block.names[0]}/{letter}": t for block, t in pairs if t is not None}
+        return out
+
+    def _rounding(self, block: Block) -> float:
+        """Eigenvalues of this part of the largest are noise. Each side has the noise of its own size."""
+        return sum(block.shape[1:]) * torch.finfo(self.layout.dtype).eps
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.layout.dtype, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        if self.blocks or self.rest is None:
+            return self.blocks[0].device
+        return next(iter(self.rest.tensors().values())).device  # no layer has a rule
+
+
+# The Kronecker-factored metric: one product S ⊗ A a layer.
+
+
+@final
+@dataclass(frozen=True)
+class KroneckerOperator(LayerOperator):
+    """G = S ⊗ A on every layer: v = W [c o i] goes to S W A (003 (2.8), (4.5), (5.3); ERRATA 51: row-major, S first).
+
+    ``rest`` is the metric on the parameters that no layer rule covers, in another structure.
+    """
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    left: tuple[Factor, ...]  # S [c o o] of every block, or its diagonal [c o]
+    right: tuple[Factor, ...]  # A [c i i] of every block, or its diagonal [c i]
+    rest: Operator | None = None
+    unseen: frozenset[str] = frozenset()
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the factors lie, which is where their averages are made."""
+        return tuple(t.data_ptr() for t in (*self.left, *self.right))
+
+    def applied(self, b: int, w: Tensor) -> Tensor:
+        return two_sided(self.left[b], w, self.right[b])
+
+    def layer_diagonal(self, b: int) -> Tensor:
+        return diagonal(self.left[b]).unsqueeze(-1) * diagonal(self.right[b]).unsqueeze(-2)
+
+    def layer_dense(self, b: int) -> Iterable[Tensor]:
+        pairs = zip(matrix(self.left[b]), matrix(self.right[b]), strict=True)
+        return (torch.kron(s.contiguous(), a.contiguous()) for s, a in pairs)
+
+    def spectrum(self) -> tuple[list[Tensor], Basis]:
+        """The products s_o a_i, in the eigenvectors of the factors."""
+        (s, q), (a, p) = spectra(self.left), spectra(self.right)
+        products = [x.unsqueeze(-1) * y.unsqueeze(-2) for x, y in zip(s, a, strict=True)]
+        return products, Basis(tuple(q), tuple(p))
+
+    def lerp(self, other: Operator, weight: float) -> KroneckerOperator:
+        """A and S are averaged, each by itself, as in Martens and Grosse (2015, section 5)."""
+        self.same_kind(other)
+        there = cast(KroneckerOperator, other)
+        rest = self.rest_lerp(there, weight)
+        if not self.blocks:
+            return replace(self, rest=rest)
+        both = torch._foreach_lerp([*self.left, *self.right], [*there.left, *there.right], weight)
+        left = self.joined(there, self.left, there.left, both[: len(self.left)])
+        right = self.joined(there, self.right, there.right, both[len(self.left) :])
+        return replace(self, left=left, right=right, rest=rest, unseen=self.unseen & there.unseen)
+
+    def absorbed(self, rest: Operator | None, weight: float, unseen: frozenset[str]) -> KroneckerOperator:
+        """The average after factors have been averaged in place, with the estimate over the other parameters."""
+        if self.rest is not None and rest is not None:
+            rest = self.rest.merged(rest, weight)
+        same = rest is self.rest and self.unseen <= unseen
+        return self if same else replace(self, rest=rest, unseen=self.unseen & unseen)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.named({"S": self.left, "A": self.right})
+
+    def averaged(self) -> dict[str, Tensor] | None:
+        if self.rest is not None and self.rest.averaged() is None:
+            return None
+        return self.every({"S": self.left, "A": self.right})
+
+    def inverse(self, damping: float) -> Inverse:
+        """(G + λ)⁻¹ exactly: by Cholesky of the factors without damping, through their eigenvalues with it."""
+        rest = None if self.rest is None else self.rest.inverse(damping)
+        return undamped(self, rest) if damping == 0 else self.spectral(rest, Damped(damping, None))
+
+    def factored_inverse(
+        self,
+        damping: float,
+        warm: Mapping[str, Tensor],
+        newton: Newton | None = None,
+        into: Inverse | None = None,
+    ) -> Inverse:
+        """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹: an approximation of (G + λ)⁻¹ that needs no eigenvalues (ERRATA D)."""
+        rest = None if self.rest is None else self.rest.inverse(damping)
+        return factored(self, rest, damping, self._sides(warm), newton, into)
+
+    def mend(self, inverse: Inverse, damping: float) -> None:
+        if isinstance(inverse, ProductInverse) and inverse.fits(self):
+            inverse.mend(self, damping)
+        else:
+            super().mend(inverse, damping)
+
+    def layers_from(self, tensors: Mapping[str, Tensor], rest: Inverse | None) -> Inverse | None:
+        sides = self._sides(tensors)
+        if sides is None:
+            return super().layers_from(tensors, rest)
+        left, right = (tuple(side) for side in sides)
+        return ProductInverse.of(self, rest, left, right)
+
+    def _sides(self, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """S⁻¹ and A⁻¹ of every layer, where they are there."""
+        names = [block.names[0] for block in self.blocks]
+        if any(f"{name}/S" not in tensors for name in names[:1]):
+            return None
+        return [tensors[f"{name}/S"] for name in names], [tensors[f"{name}/A"] for name in names]
+
+
+# The moving average of Kronecker factors, in place: every factor is absorbed as it arrives.
+
+
+_HELD = 2**22  # bytes that wait to be absorbed together on a GPU, at least: a launch of few takes as long as of many
+_PART = 8  # or this part of all factors
+_LARGE = 2**20  # numbers
+_LAUNCH = 320 * 2**16  # numbers that torch's fused kernels take in one launch
+_VECTOR = 4  # numbers that they read at once, where a tensor starts at such a multiple
+
+
+@final
+class Absorb(Sink):
+    """Ā ← (1 − w) Ā + w A of factors that arrive one by one, and S̄ likewise (Martens and Grosse 2015, section 5).
+
+    ``numbers``: of each layer that arrives, its number in the average. One that the average has not seen counts whole.
+    A factor that is not finite is not absorbed: it raises or, on a GPU, where nobody looks, leaves the average alone.
+    """
+
+    def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Weight) -> None:
+        self.average, self.numbers = average, numbers
+        self._weight = weight
+        self._held: list[Held] = []
+        self._bytes = 0
+
+    @property
+    def weight(self) -> float:
+        return float(self._weight)
+
+    @property
+    def places(self) -> Hashable:
+        return tuple(self.numbers), self.average.unseen, self.average.addresses
+
+    def weighted(self, weight: Weight) -> Absorb:
+        return Absorb(self.average, self.numbers, weight)
+
+    def input_rows(self, b: int, rows: Rows, count: int) -> bool:
+        return self._absorbed(b, self.average.right, rows, count)
+
+    def output_rows(self, b: int, rows: Rows, count: int) -> bool:
+        return self._absorbed(b, self.average.left, rows, count)
+
+    def _absorbed(self, b: int, factors: Sequence[Tensor], rows: Rows, count: int) -> bool:
+        """On a processor, and where nothing can overflow; what was not seen before has nothing to be added to."""
+        number = self.numbers[b]
+        factor = factors[number]
+        alike = factor.ndim == 3 and factor.dtype == rows.x.dtype
+        if factor.device.type == "cuda" or not alike or not self.average.saw(number) or not rows.bounded:
+            return False
+        rows.absorb(factor[0], 1 - self.weight, self.weight / max(count, 1))
+        return True
+
+    def inputs(self, b: int, moment: Moment) -> None:
+        if isinstance(moment.count, Tensor):
+            moment = Moment(mean(moment), 1)
+        assert not isinstance(moment.count, Tensor)
+        self._put(b, self.average.right[self.numbers[b]], moment.total, moment.count)
+
+    def outputs(self, b: int, total: Tensor, count: int) -> None:
+        self._put(b, self.average.left[self.numbers[b]], total, count)
+
+    @cached_property
+    def _most(self) -> int:
+        """Bytes that may wait."""
+        return max(_HELD, sum(factor.nbytes for factor in (*self.average.left, *self.average.right)) // _PART)
+
+    def _put(self, b: int, factor: Tensor, total: Tensor, count: int) -> None:
+        number, count = self.numbers[b], max(count, 1)
+        assert factor.shape == total.shape
+        known = self.average.saw(number)
+        if factor.device.type == "cuda":
+            self._held.append(Held.of(factor, total, self._weight if known else 1.0, count))
+            self._bytes += total.numel() * total.element_size()
+            if self._bytes > self._most:
+                self.flush()
+            return
+        # Second moments are finite where their diagonals are.
+        if not math.isfinite(float(trace(total).sum())):
+            title = self.average.blocks[number].title
+            raise NonFiniteError(
+                f"the estimate of the metric of {title} holds NaN or infinity, and was not averaged: clean the batch, "
+                "or lower the learning rate"
+            )
+        weight = float(self._weight) if known else 1.0
+        factor.mul_(1 - weight).add_(total, alpha=weight / count)
+
+    def flush(self) -> None:
+        held, self._held, self._bytes = self._held, [], 0
+        if held:
+            absorb_together(held)
+
+
+def laid_out(factor: Tensor) -> Tensor:
+    """With rows that begin at whole vectors, as those of estimates: an average meets them without a copy."""
+    if factor.ndim != 3 or factor.shape[0] != 1:
+        return factor.contiguous()
+    if factor.device.type != "cuda":
+        return spaced(factor)
+    if not factor.is_contiguous():
+        return factor if _padded(factor) else factor.contiguous()
+    wider = aligned(factor)
+    return factor if wider is factor else wider[:, : factor.shape[1], : factor.shape[2]]
+
+
+@final
+@dataclass(frozen=True)
+class Held:
+    """A factor and what arrived of it, each as numbers in a row, and numbers that show whether that is finite."""
+
+    factor: Tensor
+    total: Tensor
+    sign: Tensor | None  # the diagonal; None where all are to be looked at
+    weight: Weight
+    count: int
+
+    @staticmethod
+    def of(factor: Tensor, total: Tensor, weight: Weight, count: int) -> Held:
+        """In the memory of the factor; what lies between the rows of a matrix may be anything."""
+        diagonal = total.diagonal(dim1=-2, dim2=-1) if total.ndim == 3 else total
+        if not _padded(factor):
+            total = total.contiguous().view(-1)
+            return Held(factor.view(-1), total, diagonal if len(total) >= _LARGE else None, weight, count)
+        if total.stride()[1:] != factor.stride()[1:]:
+            like = torch.empty_strided(factor.shape, factor.stride(), dtype=total.dtype, device=total.device)
+            total = like.copy_(total)
+        length = (factor.shape[1] - 1) * factor.stride(1) + factor.shape[2]
+        return Held(factor.as_strided((length,), (1,)), total.as_strided((length,), (1,)), diagonal, weight, count)
+
+
+def absorb_together(held: Sequence[Held]) -> None:
+    """(1 − w) x + w y/count of all of them in few launches; nothing, if one of the y is not finite."""
+    found = _not_finite(held)
+    for key in dict.fromkeys((id(one.weight), one.count) for one in held):
+        alike = [one for one in held if (id(one.weight), one.count) == key]
+        for launch in _launches(alike):
+            factors, totals = zip(*launch, strict=True)
+            gated_lerp(factors, totals, alike[0].weight, key[1], found)
+
+
+def _launches(held: Sequence[Held], most: int = _LAUNCH) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Factors and totals that are averaged at once: a large one in equal parts, as a small rest would take as long.
+
+    >>> x = torch.zeros(22)
+    >>> [[len(part) for part, _ in launch] for launch in _launches([Held(x, x, None, 1.0, 1)], most=16)]
+    [[12], [10]]
+    """
+    small = [(one.factor, one.total) for one in held if len(one.factor) <= most]
+    if small:
+        yield small
+    for one in held:
+        if len(one.factor) > most:
+            size = _divided(_divided(len(one.factor), _divided(len(one.factor), most)), _VECTOR) * _VECTOR
+            yield from ([pair] for pair in zip(one.factor.split(size), one.total.split(size), strict=True))
+
+
+def _divided(count: int, by: int) -> int:
+    """Rounded up."""
+    return -(-count // by)
+
+
+def _padded(factor: Tensor) -> bool:
+    """Whether a matrix [1 d d] has rows that are longer in memory."""
+    return factor.ndim == 3 and factor.shape[0] == 1 and not factor.is_contiguous() and factor.stride(2) == 1
+
+
+def _not_finite(held: Sequence[Held]) -> Tensor:
+    """1 where one of the totals is not finite, on the device: second moments are finite where their diagonals are."""
+    found = torch.zeros((), device=held[0].total.device)
+    whole = [one.total for one in held if one.sign is None]
+    if whole:
+        torch._amp_foreach_non_finite_check_and_unscale_(whole, found, torch.ones_like(found))
+    signs = [one.sign.flatten() for one in held if one.sign is not None]
+    # NaN and infinity times zero are NaN, and NaN is not zero.
+    return torch.cat(signs).mul_(0).sum().add(found).ne(0).to(found.dtype) if signs else found
+
 
 T = TypeVar("T")
 
@@ -143,7 +1112,7 @@ class Kronecker(Layered):
     LayerScale), are covered: every entry is a group of its own, so that they have the diagonal of G.
 
     An embedding that is also the weight of a linear head is one layer, W [V d], with one product for both uses, whose
-    trace and partial traces are those of the sum of the two (``natgrad.pullback.tied``).
+    trace and partial traces are those of the sum of the two (``natgrad.pullback.layer``).
 
     In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass. The
     parameters that fall back need passes of their own: they are seen in evaluation mode then, and the log says so once.

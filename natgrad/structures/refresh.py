@@ -10,9 +10,10 @@ from torch import Tensor
 
 from natgrad.errors import IncompatibleError
 from natgrad.model import Model
-from natgrad.operators import Operator
-from natgrad.pullback import Block, Pullback
+from natgrad.pullback.layer import Block
+from natgrad.pullback.pullback import Pullback
 from natgrad.slots import check_slots
+from natgrad.structures.base import Operator
 from natgrad.structures.exact import Implicit, Structure
 
 

@@ -16,7 +16,15 @@ from torch.distributions import constraints
 from torch.distributions.constraints import Constraint
 
 from natgrad.errors import DomainError
-from natgrad.families import Bernoulli, Beta, Categorical, Dirichlet, ExponentialFamily, VonMises
+from natgrad.families.categorical import Categorical
+from natgrad.families.circle import VonMises
+from natgrad.families.diagonal_gaussian import DiagonalGaussian
+from natgrad.families.dirichlet import Beta, Dirichlet
+from natgrad.families.discrete import Bernoulli
+from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.gaussian import FullGaussian
+from natgrad.families.positive import Gamma
+from natgrad.families.wishart import Wishart
 
 
 class Conjugate(ABC):
@@ -219,3 +227,246 @@ def check_positive(likelihood: Conjugate, name: str, value: float | Tensor) -> N
     inside = bool(((value > 0) & value.isfinite()).all()) if isinstance(value, Tensor) else 0 < value < math.inf
     if not inside:
         raise ValueError(f"{type(likelihood).__name__}({name}=…) must be positive and finite, got {value}")
+
+
+# Conjugate likelihoods of a mean, or of linear weights: Gaussian priors.
+
+
+@final
+@dataclass(frozen=True)
+class GaussianMean(Conjugate):
+    """x [d] ~ N(z, Σ) with a known ``covariance`` Σ [d d], t = (z, −½vec zzᵀ): λ = (Σ⁻¹Σ_n x_n, n Σ⁻¹).
+
+    >>> GaussianMean(torch.tensor([[0.5]])).sites(torch.tensor([[1.0], [2.0]]))
+    tensor([6., 4.])
+    """
+
+    covariance: Tensor
+
+    def __post_init__(self) -> None:
+        _check_covariance(self.covariance)
+
+    @property
+    def family(self) -> FullGaussian:
+        return FullGaussian()
+
+    @property
+    def support(self) -> Constraint:
+        return constraints.real_vector
+
+    def _sites(self, x: Tensor) -> Tensor:
+        Λ = torch.linalg.inv(self.covariance)
+        Λ = 0.5 * (Λ + Λ.mT)
+        each = torch.cat([x @ Λ, Λ.flatten().expand(*x.shape[:-1], -1)], -1)
+        return each.sum(0)
+
+
+@dataclass(frozen=True)
+class DiagonalMean(Conjugate):
+    """Coordinates by themselves, around a mean z [d], with known ``variance`` σ² [d] or one for all; t = (z, −½z²)."""
+
+    variance: float | Tensor
+
+    def __post_init__(self) -> None:
+        check_positive(self, "variance", self.variance)
+
+    @property
+    def family(self) -> DiagonalGaussian:
+        return DiagonalGaussian()
+
+
+@final
+@dataclass(frozen=True)
+class DiagonalGaussianMean(DiagonalMean):
+    """x [d] ~ N(z, diag σ²): λ = (Σ x/σ², n/σ²)."""
+
+    @property
+    def support(self) -> Constraint:
+        return constraints.real_vector
+
+    def _sites(self, x: Tensor) -> Tensor:
+        return torch.cat([x / self.variance, torch.ones_like(x) / self.variance], -1).sum(0)
+
+
+@final
+@dataclass(frozen=True)
+class LogNormalMean(DiagonalMean):
+    """log x [d] ~ N(z, diag σ²) with known ``variance`` of the logarithms."""
+
+    @property
+    def support(self) -> Constraint:
+        return constraints.independent(constraints.positive, 1)
+
+    def _sites(self, x: Tensor) -> Tensor:
+        return DiagonalGaussianMean(self.variance).sites(x.log())
+
+
+@final
+@dataclass(frozen=True)
+class LinearWeights(Conjugate):
+    """y_n ~ N(x_nᵀz, σ²): Bayesian linear regression at known inputs x [n d]. λ = (Σ x_n y_n/σ², Σ x_n x_nᵀ/σ²)."""
+
+    inputs: Tensor
+    variance: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, "variance", self.variance)
+
+    @property
+    def family(self) -> FullGaussian:
+        return FullGaussian()
+
+    @property
+    def support(self) -> Constraint:
+        return constraints.real
+
+    def _sites(self, x: Tensor) -> Tensor:
+        if x.shape != self.inputs.shape[:1]:
+            raise ValueError(f"inputs {tuple(self.inputs.shape)} need one datum a row, got shape {tuple(x.shape)}")
+        return torch.cat([self.inputs.T @ x, (self.inputs.T @ self.inputs).flatten()]) / self.variance
+
+
+def _check_covariance(covariance: Tensor) -> None:
+    square = covariance.ndim == 2 and covariance.shape[0] == covariance.shape[1]
+    if not square or not torch.allclose(covariance, covariance.mT):
+        raise ValueError(f"the covariance must be a symmetric matrix [d d], got shape {tuple(covariance.shape)}")
+    _, info = torch.linalg.cholesky_ex(covariance)
+    if bool(info > 0):
+        raise DomainError("the covariance must be positive definite: add a little to its diagonal, or drop a direction")
+
+
+# Conjugate likelihoods of a rate, a precision or a precision matrix: Gamma and Wishart priors.
+
+
+class Rate(Conjugate):
+    """z > 0 with a Gamma prior, t = (log z, z), and log p(x | z) = u(x) log z − w(x) z + constant: λ = Σ (u, −w)."""
+
+    @property
+    def family(self) -> Gamma:
+        return Gamma()
+
+    @property
+    def support(self) -> Constraint:
+        return constraints.positive
+
+
+@final
+@dataclass(frozen=True)
+class PoissonRate(Rate):
+    """Counts x with mean z: u = x, w = 1.
+
+    >>> PoissonRate().sites(torch.tensor([2.0, 0.0, 4.0]))
+    tensor([ 6., -3.])
+    """
+
+    @property
+    def support(self) -> Constraint:
+        return constraints.nonnegative_integer
+
+    def _sites(self, x: Tensor) -> Tensor:
+        return torch.stack([x.sum(0), -torch.ones_like(x).sum(0)], -1)
+
+
+@final
+@dataclass(frozen=True)
+class GammaRate(Rate):
+    """Gamma data of known ``shape`` k and rate z: u = k, w = x. With k = 1, exponential data."""
+
+    shape: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "shape", self.shape)
+
+    def _sites(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.full_like(x, self.shape).sum(0), -x.sum(0)], -1)
+
+
+@final
+@dataclass(frozen=True)
+class WeibullRate(Rate):
+    """p(x | z) = k z x^{k−1} exp(−z xᵏ) with known ``shape`` k, z = scale^−k: u = 1, w = xᵏ."""
+
+    shape: float
+
+    def __post_init__(self) -> None:
+        check_positive(self, "shape", self.shape)
+
+    def _sites(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.ones_like(x).sum(0), -x.pow(self.shape).sum(0)], -1)
+
+
+@final
+@dataclass(frozen=True)
+class LaplaceRate(Rate):
+    """p(x | z) = (z/2) exp(−z|x − c|) with a known ``centre`` c, z = 1/scale: u = 1, w = |x − c|."""
+
+    centre: float = 0.0
+
+    @property
+    def support(self) -> Constraint:
+        return constraints.real
+
+    def _sites(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.ones_like(x).sum(0), -(x - self.centre).abs().sum(0)], -1)
+
+
+@final
+@dataclass(frozen=True)
+class GaussianPrecision(Rate):
+    """N(m, 1/z) with a known ``mean`` m: u = ½, w = ½(x − m)²."""
+
+    mean: float = 0.0
+
+    @property
+    def support(self) -> Constraint:
+        return constraints.real
+
+    def _sites(self, x: Tensor) -> Tensor:
+        return 0.5 * torch.stack([torch.ones_like(x).sum(0), -(x - self.mean).square().sum(0)], -1)
+
+
+@final
+@dataclass(frozen=True)
+class LogNormalPrecision(Rate):
+    """log x ~ N(m, 1/z) with a known ``mean`` m of the logarithm: u = ½, w = ½(log x − m)²."""
+
+    mean: float = 0.0
+
+    def _sites(self, x: Tensor) -> Tensor:
+        return GaussianPrecision(self.mean).sites(x.log())
+
+
+@final
+@dataclass(frozen=True)
+class InverseGaussianShape(Rate):
+    """p(x | z) = √(z/2πx³) exp(−z(x − m)²/2m²x) with a known ``mean`` m: u = ½, w = (x − m)²/2m²x."""
+
+    mean: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "mean", self.mean)
+
+    def _sites(self, x: Tensor) -> Tensor:
+        w = (x - self.mean).square() / (self.mean**2 * x)
+        return 0.5 * torch.stack([torch.ones_like(x).sum(0), -w.sum(0)], -1)
+
+
+@final
+@dataclass(frozen=True)
+class GaussianPrecisionMatrix(Conjugate):
+    """N(m, z⁻¹) with a known ``mean`` m [d] and a Wishart prior, t = (log|z|, −½vec z): λ = (n/2, Σ δδᵀ), δ = x − m."""
+
+    mean: Tensor
+
+    @property
+    def family(self) -> Wishart:
+        return Wishart()
+
+    @property
+    def support(self) -> Constraint:
+        return constraints.real_vector
+
+    def _sites(self, x: Tensor) -> Tensor:
+        δ = x - self.mean
+        half = torch.full_like(δ[..., :1], 0.5).sum(0)
+        return torch.cat([half, torch.einsum("n...d,n...e->...de", δ, δ).flatten(-2)], -1)

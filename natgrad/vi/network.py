@@ -14,15 +14,21 @@ from torch import Tensor, nn
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.model import Inputs, Model
-from natgrad.operators.base import Inverse, Operator
-from natgrad.optim.described import metric_in_words
-from natgrad.optim.fitting import check_entries, check_finite, check_generator, check_signature, operator_of
+from natgrad.optim.checkpoint import (
+    check_entries,
+    check_finite,
+    check_generator,
+    check_signature,
+    metric_in_words,
+    operator_of,
+)
 from natgrad.output.metric import OutputMetric, fresh_generator
-from natgrad.pullback.assemble import View, layers_of
+from natgrad.pullback.pullback import View, layers_of
 from natgrad.slots import check_slots
-from natgrad.solve import Cholesky
-from natgrad.structures import Structure
-from natgrad.vi.step import check_rate
+from natgrad.solve.solvers import Cholesky
+from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.exact import Structure
+from natgrad.vi.posterior import check_rate
 
 _EXACT = 2048  # numbers of noise up to which the trace of the covariance is exact
 _DRAWS = 64

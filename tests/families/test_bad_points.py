@@ -9,7 +9,7 @@ from torch import distributions as D
 
 from natgrad import families as f
 from natgrad.errors import DomainError, NatgradError
-from natgrad.families.inverse import solved
+from natgrad.families.exponential import solved
 from tests.output.table import normal
 
 t = torch.tensor

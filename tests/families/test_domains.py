@@ -7,8 +7,7 @@ import torch
 
 from natgrad import families as f
 from natgrad.errors import DomainError
-from natgrad.families.domain import Box, Concave, Domain, Interval, Simplex
-from natgrad.families.regions import Cone, Parts, SecondHalf
+from natgrad.families.domains import Box, Concave, Cone, Domain, Interval, Parts, SecondHalf, Simplex
 from tests.families.members import MEMBERS, Member
 from tests.output.table import close, normal
 

@@ -8,7 +8,7 @@ import torch
 from torch import distributions as D
 
 from natgrad import families as f
-from natgrad.families.shapes import broadcast
+from natgrad.families.base import broadcast
 from tests.families.members import definite
 from tests.output.table import close, normal
 

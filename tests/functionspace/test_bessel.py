@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import special
 
-from natgrad.functionspace.bessel import log_scaled_bessel
+from natgrad.kernels.matern import log_scaled_bessel
 from tests.pulled import close
 
 RADII = torch.tensor([1e-6, 1e-3, 0.1, 0.7, 1.9, 1.999999, 2.000001, 2.5, 7.0, 31.0, 120.0, 650.0], dtype=torch.float64)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from natgrad.functionspace.distances import points, squared_distances
+from natgrad.kernels.distances import points, squared_distances
 from tests.pulled import close, normal
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.functionspace import NTKOperator, PushforwardMetric, layer_ntks, ntk
-from natgrad.functionspace.gram import Layer, cross_gram
+from natgrad.functionspace.ntk import Layer, cross_gram
 from natgrad.pullback import Factors
 from tests import memory, oracle, zoo
 from tests.golden import agrees, golden, tensor

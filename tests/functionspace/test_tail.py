@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.functionspace.tail import TailedMean
+from natgrad.functionspace.flatness import TailedMean
 from tests.pulled import normal
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate import inverses as inverting
+from natgrad.accelerate.inverses import inverse as by_cholesky
 from natgrad.errors import FactorisationError, SingularMetricError
-from natgrad.operators import KroneckerOperator, inverting
-from natgrad.operators.factor import inverse as by_cholesky
-from natgrad.operators.kronecker_inverse import ProductInverse
+from natgrad.operators import KroneckerOperator
+from natgrad.structures.kronecker import ProductInverse
 from tests.waiting import no_waiting
 
 pytestmark = [

@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.operators import DenseOperator, Layout
-from natgrad.operators.hessian import HessianOperator
 from natgrad.solve import Solver
 from natgrad.structures import Structure
+from natgrad.structures.implicit import HessianOperator
 
 HALF = [torch.bfloat16, torch.float16]
 PAIRS: list[tuple[Structure, Solver]] = [

@@ -10,13 +10,22 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate import inverses as inverting
+from natgrad.accelerate.inverses import (
+    Task,
+    by_size,
+    gram_of_upper,
+    inverse_by_products,
+    inverse_in_place,
+    invert,
+    invert_upper,
+    room,
+    two_sided_columns,
+)
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.linalg import consecutive
-from natgrad.operators import KroneckerOperator, inverting
-from natgrad.operators.factor import by_size, inverse_by_products, inverse_in_place, room, two_sided_columns
-from natgrad.operators.inverting import Task, invert
-from natgrad.operators.kronecker_inverse import ProductInverse
-from natgrad.operators.triangular import gram_of_upper, invert_upper
+from natgrad.operators import KroneckerOperator
+from natgrad.structures.kronecker import ProductInverse
 from tests import zoo
 from tests.memory import peak
 from tests.pulled import close, covector, normal, pull, random_roots

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import SingularMetricError
 from natgrad.operators import KroneckerOperator
-from natgrad.operators.kronecker_inverse import Damped
+from natgrad.structures.kronecker import Damped
 from tests.pulled import close, covector, normal
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError, SingularMetricError
+from natgrad.kernels.gram import KernelMatrix
 from natgrad.operators import KernelOperator, Layout
-from natgrad.operators.gram import KernelMatrix
-from natgrad.operators.pushthrough import PushThrough
-from natgrad.pullback.blocks import Block, Place
 from natgrad.pullback.factors import Factors
+from natgrad.pullback.layer import Block, Place
+from natgrad.structures.kernel import PushThrough
 from tests.pulled import close, normal
 
 COPIES = [0, 1, 2, 3, 1, 0, 1]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.operators import inverting, remade
-from natgrad.operators.factor import inverse
-from natgrad.operators.inverting import Task
-from natgrad.operators.kronecker_inverse import ProductInverse
-from natgrad.pullback.recorded import Recordings, _Recording
+from natgrad.accelerate import inverses as inverting
+from natgrad.accelerate import inverses as remade
+from natgrad.accelerate.inverses import Task, inverse
+from natgrad.accelerate.replay import Recordings, _Recording
+from natgrad.structures.kronecker import ProductInverse
 from tests.operators.test_inverting import operator_of, scaled
 from tests.pulled import close
 
@@ -103,7 +103,7 @@ def _recorded(
 def test_what_is_replayed_follows_the_factors_and_the_damping(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the factors are copied to where a recording reads them, or known by their addresses."""
     monkeypatch.setattr(Recordings, "_record", _recorded)
-    monkeypatch.setattr(importlib.import_module("natgrad.pullback.recorded"), "_SMALL", few)
+    monkeypatch.setattr(importlib.import_module("natgrad.accelerate.replay"), "_SMALL", few)
     _, G = operator_of("mlp_tanh")
     last = ng.Factored().init(G, 0.1)
     assert isinstance(last, ProductInverse)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from natgrad.operators.kronecker_inverse import ProductInverse
+from natgrad.structures.kronecker import ProductInverse
 from tests import oracle
 from tests.optim.tasks import seeded
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.spawn import spawn
 import natgrad as ng
 from natgrad.model import Model
 from natgrad.optim.distributed import shares
-from natgrad.pullback.assemble import layers_of
+from natgrad.pullback.pullback import layers_of
 from tests.optim import ranks
 
 

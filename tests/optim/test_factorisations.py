@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
+from natgrad.accelerate.inverses import spectrum
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators import KroneckerOperator
-from natgrad.operators.base import Inverse, Operator
-from natgrad.operators.factor import spectrum
-from natgrad.operators.kronecker_inverse import ProductInverse
-from natgrad.optim.solves import hear
+from natgrad.optim.preconditioner import hear
 from natgrad.solve import Solver
+from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.kronecker import ProductInverse
 from tests.optim.tasks import seeded, task
 from tests.pulled import normal
 from tests.zoo import mlp

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import natgrad as ng
 from natgrad.errors import FactorisationError, NonFiniteError, SingularMetricError, UncoveredError
-from natgrad.operators.kronecker_inverse import ProductInverse
 from natgrad.step import StepRule
+from natgrad.structures.kronecker import ProductInverse
 from tests.optim.tasks import Task, task
 
 

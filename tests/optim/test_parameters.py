@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from natgrad.model import Model
-from natgrad.optim.parameters import Parameters
+from natgrad.optim.frozen import Parameters
 
 
 def made(module: nn.Module) -> Parameters:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import natgrad as ng
-from natgrad.optim.plan import Plan
+from natgrad.optim.report import Plan
 from tests.pulled import normal
 from tests.zoo import case
 

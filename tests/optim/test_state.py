@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import natgrad as ng
-from natgrad.optim.described import in_words, metric_in_words, solver_in_words
+from natgrad.optim.checkpoint import in_words, metric_in_words, solver_in_words
 from natgrad.output import OutputMetric
 from tests.optim.states import EXACT, MAKES, alike, net, state_of, train
 from tests.pulled import normal

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.operators import KroneckerOperator
-from natgrad.pullback.broadcast import Bare, SpreadRule
+from natgrad.pullback.bare import Bare, SpreadRule
 from tests import oracle, zoo
 from tests.optim.tasks import resumes
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.output.metric import Coupling
-from natgrad.pullback.coupled import Coupled, mixed, root_of
-from natgrad.pullback.factors import Factors
+from natgrad.pullback.coupling import Coupled, mixed, root_of
+from natgrad.pullback.factors import Factors, traces
+from natgrad.pullback.features import Expand
+from natgrad.pullback.features import mean as mean_of
 from natgrad.pullback.moments import cotangents
-from natgrad.pullback.sharing import Expand
-from natgrad.pullback.sharing import mean as mean_of
-from natgrad.pullback.traces import traces
 from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, normal
 
@@ -156,7 +155,7 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
     (block,), tape = pb.layers, pb.tape((0, N))
     g = cotangents(tape, pb.root / math.sqrt(N))
     exact = torch.cat(coupled._traces(tape, block, g))
-    module = importlib.import_module("natgrad.pullback.coupled")
+    module = importlib.import_module("natgrad.pullback.coupling")
     monkeypatch.setattr(module, "_PROBED", 0)
     monkeypatch.setattr(module, "pairs_pay", lambda *sizes: False)
     found = []

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NatgradError
 from natgrad.model import Model
-from natgrad.pullback.assemble import layers_of
-from natgrad.pullback.flow import Flow
-from natgrad.pullback.sharing import Cotangents, Expand
-from natgrad.pullback.sink import Collected, Layers
-from natgrad.pullback.streamed import factors_of
+from natgrad.pullback.features import Cotangents, Expand
+from natgrad.pullback.moments import Collected, Flow, Layers, factors_of
+from natgrad.pullback.pullback import layers_of
 from natgrad.pullback.tape import record
 from tests import zoo
 from tests.pulled import close, normal, pull, random_roots

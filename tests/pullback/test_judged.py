@@ -11,11 +11,9 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.assemble import View, layers_of
-from natgrad.pullback.batch import Batch
+from natgrad.pullback.batch_axis import Judgements, Verdicts
 from natgrad.pullback.graph import leaf_uses, survey
-from natgrad.pullback.judged import Judgements
-from natgrad.pullback.separate import Verdicts
+from natgrad.pullback.pullback import Batch, View, layers_of
 from natgrad.pullback.tape import record
 
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate.moments import rows as leading_rows
 from natgrad.model import Model
 from natgrad.operators import Operator
-from natgrad.pullback.assemble import View, layers_of
-from natgrad.pullback.axes import Axis
-from natgrad.pullback.batch import Batch
+from natgrad.pullback.graph import Axis
+from natgrad.pullback.pullback import Batch, View, layers_of
 from natgrad.pullback.tape import record
 from natgrad.rules import EmbeddingRule
-from natgrad.rules.leading import rows as leading_rows
 from natgrad.structures import Structure
 from tests import zoo
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows

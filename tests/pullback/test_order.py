@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from natgrad.pullback.axes import Axis
-from natgrad.pullback.order import ordered
+from natgrad.pullback.batch_axis import ordered
+from natgrad.pullback.graph import Axis
 from tests.pulled import normal
 
 N, T, D, H = 5, 4, 6, 2

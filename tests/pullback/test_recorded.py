@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.pullback.recorded import Recordings, recording
+from natgrad.accelerate.replay import Recordings, recording
 
 
 @dataclass

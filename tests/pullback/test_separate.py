@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.assemble import View, layers_of
-from natgrad.pullback.batch import Batch
-from natgrad.pullback.separate import _codes
+from natgrad.pullback.batch_axis import _codes
+from natgrad.pullback.pullback import Batch, View, layers_of
 from tests.oracle import flatten
 from tests.pulled import close, normal
 

@@ -13,8 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
-from natgrad.pullback.assemble import View, layers_of
-from natgrad.pullback.batch import Batch
+from natgrad.pullback.pullback import Batch, View, layers_of
 from natgrad.pullback.tape import Recorder
 from tests import zoo
 from tests.pulled import Rooted, close, covered, normal, oracle_rows, rows

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.assemble import layers_of
+from natgrad.pullback.pullback import layers_of
 from natgrad.pullback.tape import record
 from natgrad.rules import Moment
 from tests import zoo

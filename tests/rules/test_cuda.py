@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate.moments import column_moments, symmetric_product
+from natgrad.accelerate.vjp import vjp
 from natgrad.rules import RULES, Call
-from natgrad.rules.products import column_moments, symmetric_product
-from natgrad.vjp import vjp
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal
 from tests.waiting import no_waiting

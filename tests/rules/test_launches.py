@@ -8,11 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.rules import launches, products
-from natgrad.rules import strips as strips_module
-from natgrad.rules.launches import affine_product, patch_product, product_by_patches, product_by_strips
-from natgrad.rules.patches import Axis
-from natgrad.rules.strips import Span, strip_product, strips
+from natgrad.accelerate import moments as products
+from natgrad.accelerate import patches as launches
+from natgrad.accelerate import patches as strips_module
+from natgrad.accelerate.patches import (
+    Axis,
+    Span,
+    affine_product,
+    patch_product,
+    product_by_patches,
+    product_by_strips,
+    strip_product,
+    strips,
+)
 from tests.rules.test_patches import explicit, fits, lines, near, normal, planes, volumes
 
 Table = Callable[[], Iterator[tuple[tuple[int, ...], tuple[Axis, ...]]]]

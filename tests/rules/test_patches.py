@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from natgrad.rules.correlation import (
+from natgrad.accelerate.patches import (
+    Axis,
     autocorrelation_by_convolution,
     autocorrelation_by_shifts,
     moment_by_correlation,
     moment_by_patches,
     moment_by_rows,
+    patch_mean,
     patch_moment,
+    patches,
 )
-from natgrad.rules.patches import Axis, patch_mean, patches
 
 PADDINGS = ((0, 0), (1, 1), (2, 2), (0, 2), (3, 1))
 

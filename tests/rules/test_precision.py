@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from natgrad.rules.precision import (
+from natgrad.accelerate.moments import (
     bfloat16_allowed,
     in_half,
     multiplied,

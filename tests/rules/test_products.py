@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from natgrad.rules.products import (
+from natgrad.accelerate.moments import (
     affine_moment,
     column_moments,
     column_squares,

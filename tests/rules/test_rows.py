@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate.moments import spaced
 from natgrad.operators import KroneckerOperator
 from natgrad.rules import LinearRule
-from natgrad.rules.base import Call, Keys
-from natgrad.rules.products import spaced
-from natgrad.rules.rows import Rows, RowsRule
+from natgrad.rules.base import Call, Keys, Rows, RowsRule
 from tests.pulled import close, normal
 
 SIZES = [(5, 3), (0, 3), (4, 0), (4, 1), (9, 129), (1100, 130), (300, 257), (40, 1024)]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate.inverses import matrix
 from natgrad.errors import FactorisationError, IncompatibleError, SingularMetricError
 from natgrad.operators import KroneckerOperator
-from natgrad.operators.factor import matrix
 from natgrad.structures import Structure
 from tests import oracle, zoo
 from tests.golden import agrees, golden, golden_mlp, tensor

@@ -141,7 +141,7 @@ def test_a_shift_is_added_to_the_matrix_also_where_it_is_aligned(
     whole = ng.Newton(steps).refreshed(damped, X)
     if more:  # as on a GPU
         monkeypatch.setattr(
-            "natgrad.operators.newton.aligned", lambda M: torch.nn.functional.pad(M, (0, more, 0, more))
+            "natgrad.accelerate.inverses.aligned", lambda M: torch.nn.functional.pad(M, (0, more, 0, more))
         )
     found = ng.Newton(steps).refreshed(M, X, shift)
     for got, expected in zip(found, whole, strict=True):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import IncompatibleError, SingularMetricError
 from natgrad.operators import DenseOperator, DiagonalOperator, Layout
-from natgrad.operators.hessian import HessianOperator, SumOperator
 from natgrad.structures import Structure
+from natgrad.structures.implicit import HessianOperator, SumOperator
 from tests import oracle, zoo
 from tests.golden import agrees, golden, names, tensor
 from tests.pulled import close, covector, normal, pull, random_roots

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.optim.guard import Guard
-from natgrad.optim.solves import Solves
+from natgrad.accelerate.flags import Guard
+from natgrad.optim.preconditioner import Solves
 from natgrad.step.base import Proposal, Step, StepRule
 from tests.optim.tasks import seeded
 

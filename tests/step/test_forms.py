@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.batch import Batch
-from natgrad.step.forms import quadratic_forms
+from natgrad.pullback.pullback import Batch
+from natgrad.step.self_tuned import quadratic_forms
 from tests import oracle
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal

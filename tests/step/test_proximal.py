@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.errors import IncompatibleError, NatgradError, SingularMetricError
-from natgrad.operators.hessian import HessianOperator, SumOperator
+from natgrad.structures.implicit import HessianOperator, SumOperator
 from tests.golden import agrees, golden, tensor
 
 Params = Mapping[str, Tensor]

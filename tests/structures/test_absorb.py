@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate.replay import Recordings
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.operators import KroneckerOperator
-from natgrad.optim.mass import Mass
-from natgrad.pullback.flow import above
-from natgrad.pullback.recorded import Recordings
-from natgrad.structures.absorb import Held, absorb_together
+from natgrad.optim.tracker import Mass
+from natgrad.pullback.moments import above
+from natgrad.structures.kronecker import Held, absorb_together
 from tests import zoo
 from tests.pulled import Rooted, close, normal, pull, random_roots
 

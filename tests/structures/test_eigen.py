@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate.inverses import spectrum
 from natgrad.errors import FactorisationError
 from natgrad.operators import EigenKroneckerOperator
-from natgrad.operators.factor import spectrum
 from tests import kronecker_oracle, oracle, zoo
 from tests.pulled import close, normal, pull, random_roots
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.operators.factor import two_sided
+from natgrad.accelerate.inverses import two_sided
 from natgrad.structures import Structure
 from tests import kronecker_oracle, oracle, zoo
 from tests.golden import agrees, golden, golden_mlp, tensor

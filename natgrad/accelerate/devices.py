@@ -1,0 +1,42 @@
+"""What a device can do, asked by meaning instead of by name: the rest of the library never looks at a device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether kernels run behind the host's back, so that reading a value makes the host wait (a GPU)."""
+    return device.type != "cpu"
+
+
+def in_transform() -> bool:
+    """Whether a ``torch.func`` transform (vmap, jvp, grad) is active: tensors then have no values to look at."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def can_read(t: Tensor) -> bool:
+    """Whether the host may look at the values of ``t`` without waiting for a device, and there are values.
+
+    >>> can_read(torch.ones(2))
+    True
+    >>> torch.func.vmap(lambda row: row if can_read(row) else 2 * row)(torch.ones(1, 2))
+    tensor([[2., 2.]])
+    """
+    return not is_asynchronous(t.device) and not in_transform()
+
+
+def rng_devices(device: torch.device) -> list[torch.device]:
+    """The devices, beside the CPU, whose random stream ``torch.random.fork_rng`` has to protect."""
+    return [device] if device.type == "cuda" else []
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, autocast rounds nothing. Switching autocast off takes time, so nothing happens where it is not on."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -1,0 +1,341 @@
+"""Gaussians of independent numbers: mean and precision, precision alone, and the log-normal family."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch import distributions as D
+from torch.distributions import constraints as C
+
+from natgrad.families.base import Family, broadcast, check_event, check_vector, diagonal_root, drawn_once, over_terms
+from natgrad.families.domains import Box, Concave, Domain, SecondHalf
+from natgrad.families.exponential import ExponentialFamily, expect
+from natgrad.families.information import Diagonal, Information
+
+
+@final
+@dataclass(frozen=True)
+class DiagonalInformation(Information):
+    """F of independent N(μ, σ²) in (h, λ) = (μ/σ², 1/σ²): δμ = σ²(δh − μ δλ), and ξ = (μ, −½(σ² + μ²))."""
+
+    μ: Tensor
+    variance: Tensor
+
+    def flat(self, v: Tensor) -> Tensor:
+        h, λ = v.chunk(2, -1)
+        δμ = self.variance * (h - self.μ * λ)
+        return torch.cat([δμ, 0.5 * self.variance.square() * λ - self.μ * δμ], -1)
+
+    def sharp(self, w: Tensor) -> Tensor:
+        δμ, m = w.chunk(2, -1)
+        λ = 2 * (m + self.μ * δμ) / self.variance.square()
+        return torch.cat([δμ / self.variance + self.μ * λ, λ], -1)
+
+    def dense(self) -> Tensor:
+        corner = torch.diag_embed(self.variance)
+        cross = torch.diag_embed(-self.μ * self.variance)
+        last = torch.diag_embed(self.variance * (0.5 * self.variance + self.μ.square()))
+        return torch.cat([torch.cat([corner, cross], -1), torch.cat([cross, last], -1)], -2)
+
+
+@final
+@dataclass(frozen=True)
+class DiagonalGaussian(ExponentialFamily):
+    """d independent N(μ, σ²): t = (x, −½x²), η = (h, λ) = (μ/σ², 1/σ²), points [*batch 2d], data [*batch d].
+
+    log Z = Σ ½ (log 2π − log λ + h²/λ), with a plus (ERRATA 30).
+
+    >>> DiagonalGaussian().mean(torch.tensor([1.0, 2.0]))  # μ = ½, σ² = ½
+    tensor([ 0.5000, -0.3750])
+    """
+
+    @property
+    def natural_domain(self) -> Domain:
+        return SecondHalf()
+
+    @property
+    def mean_domain(self) -> Domain:
+        return Concave(_least_variance, ("E x² = −2ξ₂ above 0", "variances −2ξ₂ − ξ₁² above 0, in units of E x²"))
+
+    @property
+    def support(self) -> C.Constraint:
+        return C.real_vector
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return torch.cat([x, -0.5 * x.square()], -1)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x[..., 0])
+
+    def event_shape(self, p: int) -> tuple[int, ...]:
+        return (p // 2,)
+
+    def from_covariance(self, μ: Tensor, variance: Tensor) -> Tensor:
+        """η of the covariance form (μ, σ²)."""
+        μ, variance = broadcast("DiagonalGaussian", μ, variance, 1)
+        return torch.cat([μ / variance, variance.reciprocal()], -1)
+
+    def from_information(self, h: Tensor, λ: Tensor) -> Tensor:
+        """η of the information form (h, λ)."""
+        return torch.cat(broadcast("DiagonalGaussian", h, λ, 1), -1)
+
+    def covariance_form(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """(μ, σ²)."""
+        h, λ = self._inside(eta, self.natural_domain, "eta").chunk(2, -1)
+        return h / λ, λ.reciprocal()
+
+    def information_form(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """(h, λ)."""
+        h, λ = self._inside(eta, self.natural_domain, "eta").chunk(2, -1)
+        return h, λ
+
+    def distribution(self, eta: Tensor) -> D.Distribution:
+        μ, variance = self.covariance_form(eta)
+        return D.Independent(D.Normal(μ, variance.sqrt()), 1)
+
+    def from_distribution(self, d: D.Distribution) -> Tensor:
+        base = _independent(self, d, D.Normal)
+        assert isinstance(base, D.Normal)
+        return self.from_covariance(base.loc, base.scale.square())
+
+    def _width(self, p: int) -> str:
+        return "" if p and p % 2 == 0 else "(h, λ), 2d entries,"
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        h, λ = eta.chunk(2, -1)
+        return 0.5 * (math.log(2 * math.pi) - λ.log() + h.square() / λ).sum(-1)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        h, λ = eta.chunk(2, -1)
+        μ = h / λ
+        return torch.cat([μ, -0.5 * (λ.reciprocal() + μ.square())], -1)
+
+    def _natural(self, xi: Tensor) -> Tensor:
+        μ, m = xi.chunk(2, -1)
+        return self.from_covariance(μ, -2 * m - μ.square())
+
+    def _fisher(self, eta: Tensor) -> Information:
+        h, λ = eta.chunk(2, -1)
+        return DiagonalInformation(h / λ, λ.reciprocal())
+
+    def _expected_log_base(self, eta: Tensor) -> Tensor:
+        return torch.zeros_like(eta[..., 0])
+
+
+@final
+@dataclass(frozen=True)
+class LogNormal(ExponentialFamily):
+    """x = exp of d independent N(μ, σ²): t = (log x, −½ log²x), h = Π 1/x, and all else as the Gaussian of log x.
+
+    >>> LogNormal().mean(torch.tensor([1.0, 2.0]))
+    tensor([ 0.5000, -0.3750])
+    """
+
+    @property
+    def natural_domain(self) -> Domain:
+        return DiagonalGaussian().natural_domain
+
+    @property
+    def mean_domain(self) -> Domain:
+        return DiagonalGaussian().mean_domain
+
+    @property
+    def support(self) -> C.Constraint:
+        return C.independent(C.positive, 1)
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return DiagonalGaussian().statistics(x.log())
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -x.log().sum(-1)
+
+    def event_shape(self, p: int) -> tuple[int, ...]:
+        return (p // 2,)
+
+    def distribution(self, eta: Tensor) -> D.Distribution:
+        h, λ = self._inside(eta, self.natural_domain, "eta").chunk(2, -1)
+        return D.Independent(D.LogNormal(h / λ, λ.rsqrt()), 1)
+
+    def from_distribution(self, d: D.Distribution) -> Tensor:
+        base = _independent(self, d, D.LogNormal)
+        assert isinstance(base, D.LogNormal)
+        return DiagonalGaussian().from_covariance(base.loc, base.scale.square())
+
+    def _width(self, p: int) -> str:
+        return DiagonalGaussian()._width(p)
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return DiagonalGaussian()._log_partition(eta)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return DiagonalGaussian()._mean(eta)
+
+    def _natural(self, xi: Tensor) -> Tensor:
+        return DiagonalGaussian()._natural(xi)
+
+    def _fisher(self, eta: Tensor) -> Information:
+        return DiagonalGaussian()._fisher(eta)
+
+    def _expected_log_base(self, eta: Tensor) -> Tensor:
+        h, λ = eta.chunk(2, -1)
+        return -(h / λ).sum(-1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DiagonalGaussianKnownMean(ExponentialFamily):
+    """d independent N(m, σ²) with known m [d]: t = −½(x − m)², η = λ = 1/σ² [*batch d].
+
+    >>> DiagonalGaussianKnownMean(torch.zeros(1)).mean(torch.tensor([4.0]))
+    tensor([-0.1250])
+    """
+
+    m: Tensor
+
+    def __post_init__(self) -> None:
+        check_vector(self.m, "DiagonalGaussianKnownMean(m)")
+
+    @property
+    def natural_domain(self) -> Domain:
+        return Box((0.0,))
+
+    @property
+    def mean_domain(self) -> Domain:
+        return Box(upper=(0.0,))
+
+    @property
+    def support(self) -> C.Constraint:
+        return C.real_vector
+
+    def statistics(self, x: Tensor) -> Tensor:
+        check_event("DiagonalGaussianKnownMean", tuple(self.m.shape), x)
+        return -0.5 * (x - self.m.to(x)).square()
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x[..., 0])
+
+    def event_shape(self, p: int) -> tuple[int, ...]:
+        return (p,)
+
+    def distribution(self, eta: Tensor) -> D.Distribution:
+        eta = self._inside(eta, self.natural_domain, "eta")
+        return D.Independent(D.Normal(self.m.to(eta).expand_as(eta), eta.rsqrt()), 1)
+
+    def from_distribution(self, d: D.Distribution) -> Tensor:
+        base = _independent(self, d, D.Normal)
+        assert isinstance(base, D.Normal)
+        if not bool((base.loc == self.m.to(base.loc)).all()):
+            raise ValueError(
+                "DiagonalGaussianKnownMean cannot hold a distribution with another mean: make a family with that mean, "
+                "or use DiagonalGaussian"
+            )
+        return base.scale.square().reciprocal()
+
+    def _width(self, p: int) -> str:
+        d = self.m.shape[-1]
+        return "" if p == d else f"as many precisions as the mean has entries, {d},"
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return 0.5 * (math.log(2 * math.pi) - eta.log()).sum(-1)
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return -0.5 / eta
+
+    def _natural(self, xi: Tensor) -> Tensor:
+        return -0.5 / xi
+
+    def _fisher(self, eta: Tensor) -> Information:
+        return Diagonal(0.5 / eta.square())
+
+    def _expected_log_base(self, eta: Tensor) -> Tensor:
+        return torch.zeros_like(eta[..., 0])
+
+
+def _least_variance(xi: Tensor) -> Tensor:
+    μ, m = xi.chunk(2, -1)
+    square = -2 * m
+    return torch.cat([square, 1 - μ.square() / square], -1)
+
+
+def _independent(family: ExponentialFamily, d: D.Distribution, kind: type[D.Distribution]) -> D.Distribution:
+    """The base of Independent(kind, 1)."""
+    if isinstance(d, kind):
+        raise TypeError(
+            f"{type(family).__name__}.from_distribution needs to know which axis holds the numbers of one datum: wrap "
+            f"it, Independent({kind.__name__}(…), 1)"
+        )
+    base = d.base_dist if isinstance(d, D.Independent) and d.reinterpreted_batch_ndims == 1 else d
+    expect(family, base, kind)
+    return base
+
+
+# Gaussian output families, with a fixed and with a learned scale.
+
+
+@final
+@dataclass(frozen=True)
+class Gaussian(Family):
+    """N(μ, σ²) a term. With ``scale`` given, the outputs are means and F = 1/σ²: the loss is ½‖y − t‖²/σ².
+
+    With ``scale=None`` the scale is learned: the last axis of the outputs holds (μ₁ … μ_d, log σ₁ … log σ_d), and
+    F = diag(1/σ², 2) in that chart.
+
+    >>> Gaussian(scale=2.0).flat(torch.zeros(1, 1), torch.ones(1, 1))
+    tensor([[0.2500]])
+    >>> Gaussian(scale=None).flat(torch.zeros(1, 2), torch.ones(1, 2))
+    tensor([[1., 2.]])
+    """
+
+    scale: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"Gaussian(scale=…) must be positive, or None to learn it, got {self.scale}")
+
+    def check(self, y: Tensor) -> None:
+        if self.scale is None and (y.ndim < 2 or y.shape[-1] % 2):
+            raise ValueError(
+                "Gaussian(scale=None) needs as many log-scales as means on the last axis, outputs [n … 2d], "
+                f"got outputs of shape {tuple(y.shape)}"
+            )
+
+    def terms(self, y: Tensor) -> int:
+        return y.shape[1:].numel() // (2 if self.scale is None else 1)
+
+    def flat(self, y: Tensor, u: Tensor) -> Tensor:
+        return self._information(y) * u
+
+    def root(self, y: Tensor) -> Tensor:
+        return diagonal_root(y, self._information(y))
+
+    def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        if self.scale is not None:
+            z = torch.randn(samples, *y.shape, generator=generator, dtype=y.dtype, device=y.device)  # (t − μ)/σ
+            return z if self.scale == 1 else z.div_(self.scale)
+        μ, log_σ = self._split(y)
+        z = torch.randn(samples, *μ.shape, generator=generator, dtype=y.dtype, device=y.device)
+        return torch.cat([z * (-log_σ).exp(), z.square() - 1], dim=-1)
+
+    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        return drawn_once(y, samples, generator) * self._information(y).sqrt()
+
+    def kl(self, y: Tensor, y2: Tensor) -> Tensor:
+        (μ, log_σ), (μ2, log_σ2) = self._split(y), self._split(y2)
+        gap = log_σ - log_σ2
+        moved = (μ - μ2) * (-log_σ2).exp()
+        return over_terms(0.5 * ((2 * gap).exp() - 1 + moved.square()) - gap)
+
+    def _split(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self.scale is not None:
+            return y, torch.full_like(y, self.scale).log()
+        μ, log_σ = y.chunk(2, dim=-1)
+        return μ, log_σ
+
+    def _information(self, y: Tensor) -> Tensor:
+        _, log_σ = self._split(y)
+        precision = (-2 * log_σ).exp()
+        return precision if self.scale is not None else torch.cat([precision, torch.full_like(precision, 2.0)], dim=-1)

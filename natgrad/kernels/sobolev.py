@@ -1,0 +1,383 @@
+"""Reproducing kernels: the Sobolev spaces H_s(R^d) of paper 000, that is, Matérn kernels."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property
+from numbers import Real
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import MemoryBoundError
+from natgrad.kernels.distances import Features, among, check_features, points, squared_distances
+from natgrad.kernels.matern import matern
+
+# How far apart two points must be to be unlike: the lengthscale ℓ of a kernel, given or measured on the data.
+
+
+_GRID, _ROUNDS = 16, 6  # lengthscales that are tried at once, and how often the interval between two is taken anew
+_AT_ONCE = 2**20  # numbers, of kernels of several lengthscales, or of some rows of one
+_MEMORY = 2**32  # bytes of distances, and of what is made of them
+
+
+class Lengthscale(ABC):
+    """A rule that finds ℓ from points."""
+
+    @abstractmethod
+    def of(self, points: Tensor) -> Tensor:
+        """ℓ > 0, one number, from points [n d]; no value is read back from the device."""
+
+
+@final
+@dataclass(frozen=True)
+class Median(Lengthscale):
+    """ℓ = the median distance between distinct points, over ``divisor``: the median rule.
+
+    Equal points say nothing about scale and are left out. Where all points are equal (or there is one), the kernel
+    is 1 whatever ℓ is, and ℓ = 1. Of an even number of distances the lower of the middle two is taken. Paper 000
+    divides CIFAR images by 20, about a quarter of their median distance: ``Median(divisor=4)`` (ERRATA 14 and D).
+
+    >>> Median().of(torch.tensor([[0.0], [1.0], [3.0]]))
+    tensor(2.)
+    """
+
+    divisor: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_number("Median(divisor=…)", self.divisor, "the median distance is divided by it")
+        if not (math.isfinite(self.divisor) and self.divisor > 0):
+            raise ValueError(f"Median(divisor={self.divisor}): the median distance is divided by a positive number")
+
+    def of(self, points: Tensor) -> Tensor:
+        u = _pairs(self, points)
+        median = u.masked_fill_(u == 0, torch.nan).nanmedian().sqrt()  # pairs are there twice, which moves no median
+        return torch.where(median.isnan(), 1.0, median / float(self.divisor)).to(points.dtype)
+
+
+@final
+@dataclass(frozen=True)
+class Alike(Lengthscale):
+    """ℓ for which the mean of k(‖x_n − x_m‖/ℓ) over all pairs of distinct points is ``value``, k of smoothness ``nu``.
+
+    Measured on every batch it adapts: however the inputs are scaled, spread, or change while features are learned, the
+    kernel matrix stays as far from 1 as it was asked to be. λ_max(K) is at least 1 + (N − 1)·value then, and about that
+    where the points are spread evenly. CIFAR images over 20 have a mean of about 0.1 with ν = 3/2 (ERRATA 14).
+
+    Equal points are left out; where all are equal ℓ = 1. Between ℓ = min d/r and max d/r with k(r) = value the mean
+    passes the value; it is found there to 1e-6 of ℓ by nested grids, and no value is read back from the device.
+
+    >>> x = torch.tensor([[0.0], [1.0], [3.0]])
+    >>> ℓ = Alike(0.3, nu=0.5).of(x)
+    >>> torch.exp(-torch.tensor([1.0, 2.0, 3.0]) / ℓ).mean()
+    tensor(0.3000)
+    """
+
+    value: float = 0.1
+    nu: float = 1.5
+
+    def __post_init__(self) -> None:
+        _check_number("Alike(value=…)", self.value, "it is the mean of the kernel")
+        _check_number("Alike(nu=…)", self.nu, "it is the smoothness of the kernel")
+        if not 0 < self.value < 1:
+            raise ValueError(f"Alike(value={self.value}): the mean of a kernel between 0 and 1 lies between 0 and 1")
+        if not (math.isfinite(self.nu) and self.nu > 0):
+            raise ValueError(f"Alike(nu={self.nu}): the smoothness of the kernel is a positive number")
+
+    def of(self, points: Tensor) -> Tensor:
+        u = _pairs(self, points)
+        apart = u > 0
+        r = self._radius
+        low = (u.where(apart, torch.inf).amin().sqrt() / r).log()
+        high = (u.amax().sqrt() / r).log()
+        steps, wanted = torch.linspace(0, 1, _GRID, dtype=u.dtype, device=u.device), float(self.value) * apart.sum()
+        for _ in range(_ROUNDS):
+            tried = low + (high - low) * steps  # [g], the mean grows along it
+            sums = [self._sums(u, apart, ℓ) for ℓ in tried.exp().split(max(1, _AT_ONCE // u.numel()))]
+            below = (torch.cat(sums) < wanted).sum().clamp(1, _GRID - 1)
+            low, high = tried.gather(0, torch.stack([below - 1, below])).unbind()
+        return torch.where(apart.any(), ((low + high) / 2).exp(), 1.0).to(points.dtype)
+
+    def _sums(self, u: Tensor, apart: Tensor, lengthscales: Tensor) -> Tensor:
+        """Σ k over the pairs that are apart [g], for lengthscales [g]."""
+        step, total, square = max(1, _AT_ONCE // len(u)), torch.zeros_like(lengthscales), lengthscales.square()
+        for rows, pairs in zip(u.split(step), apart.split(step), strict=True):
+            total = total + matern(float(self.nu), rows / square.view(-1, 1, 1)).where(pairs, 0).sum((1, 2))
+        return total
+
+    @cached_property
+    def _radius(self) -> float:
+        """r with k(r) = value, by bisection; the points do not matter to it."""
+        low, high, value = 0.0, 1.0, float(self.value)
+        while self._profile(high) > value:
+            high *= 2
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._profile(middle) > value else (low, middle)
+        return high
+
+    def _profile(self, r: float) -> float:
+        return float(matern(float(self.nu), torch.tensor([r * r], dtype=torch.float64)))
+
+
+@final
+@dataclass(frozen=True)
+class Measured(Lengthscale):
+    """ℓ that a rule has found on some points, kept for others."""
+
+    value: Tensor
+
+    def of(self, points: Tensor) -> Tensor:
+        return self.value
+
+
+def check_lengthscale(lengthscale: float | Tensor | Lengthscale) -> None:
+    """Refuse what is neither a positive number nor a rule."""
+    if isinstance(lengthscale, Lengthscale):
+        return
+    if not (isinstance(lengthscale, Tensor) or is_number(lengthscale)):
+        raise TypeError(f"lengthscale={lengthscale!r}: give a positive number, or a rule such as Median()")
+    if isinstance(lengthscale, Tensor) and (lengthscale.ndim > 0 or not lengthscale.is_floating_point()):
+        raise TypeError(
+            f"lengthscale is a tensor {lengthscale.dtype} of shape {tuple(lengthscale.shape)}: it must be one real "
+            "number. Scale the inputs by features= for a lengthscale a coordinate"
+        )
+    value = float(lengthscale.detach() if isinstance(lengthscale, Tensor) else lengthscale)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"lengthscale={value:g} must be positive and finite: distances are divided by it")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number: of Python, of numpy, a fraction; True and False are none.
+
+    >>> from fractions import Fraction
+    >>> is_number(2), is_number(Fraction(3, 2)), is_number(True), is_number("2")
+    (True, True, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_number(where: str, value: object, why: str) -> None:
+    if not is_number(value):
+        raise TypeError(f"{where} got {value!r}: give a real number, {why}")
+
+
+def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
+    """The squared distances [n n] of the points among themselves, where they fit, in double precision.
+
+    Squares leave the range of single precision long before distances do. What leaves that of double is refused, but on
+    a GPU, which is not waited for: there it is NaN, which is reported where steps are checked.
+    """
+    x = points.detach().double()
+    if x.ndim != 2 or len(x) == 0:
+        raise ValueError(
+            f"{rule!r} measures a lengthscale on points [n d], at least one, and got {tuple(x.shape)}: give a batch "
+            "with examples in it, or a number as the lengthscale"
+        )
+    needed = 3 * len(x) ** 2 * x.element_size()
+    if needed > _MEMORY:
+        raise MemoryBoundError(
+            f"{rule!r} needs {needed:,} bytes for the distances of {len(x):,} points, over {_MEMORY:,}: measure it on "
+            "some of them, kernel = kernel.at(x[:1000]), or give a number as the lengthscale"
+        )
+    with torch.no_grad():
+        u = squared_distances(x, x)
+    if u.device.type == "cpu" and bool(u.isinf().any()) and bool(x.isfinite().all()):
+        raise ValueError(
+            f"{rule!r} cannot measure points that are {float(x.amax() - x.amin()):.3g} apart in a coordinate: the "
+            "squares of their distances are infinite. Scale the inputs, or give features= that does"
+        )
+    return u
+
+
+_SMALL = 1e-15  # lengthscale, below which its square and those of distances like it are too small for single precision
+_ELEMENTS = 2**18  # of a temporary; Bessel functions have twenty of them, in double precision
+
+
+class ReproducingKernel(ABC):
+    """K with ⟨K(x, ·), f⟩ = f(x) for every f of its Hilbert space of functions (000 section 4.2).
+
+    Functions with several outputs have the kernel K(x, y) δ_ij: every output by itself (ERRATA 12).
+    """
+
+    @abstractmethod
+    def __call__(self, x: Any, y: Any = None) -> Tensor:
+        """K [n m] between inputs x [n *shape] and y [m *shape]; y = None is x itself: the Gram matrix [n n]."""
+
+    def at(self, x: Any) -> ReproducingKernel:
+        """The same kernel with everything that is measured on data (a lengthscale) measured on x, once and for all."""
+        return self
+
+
+@final
+@dataclass(frozen=True)
+class SobolevKernel(ReproducingKernel):
+    """The reproducing kernel of the Sobolev space H_s(R^d), s = d + 2ν (000 lemma 8, (34)), of every real ν > 0:
+
+        K(x, y) = k(‖x − y‖/ℓ),   k(r) = 2^{1−ν}/Γ(ν) r^ν K_ν(r),   k(0) = 1
+
+    Half-integers in closed form: e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3) for ν = ½, 3/2, 5/2. There is no √(2ν) as
+    in other Matérn kernels (ERRATA 7). Paper 000 uses ν = 3/2 (s = d + 3) and ℓ = 20. Its s is not the usual one: the
+    space is the standard Sobolev space of order ν + d/2, and any ν > 0 makes it a space of continuous functions, in any
+    dimension (ERRATA 5, 6).
+
+    ``normalised=False`` multiplies by the constant of the space, ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for functions of x/ℓ;
+    what (36)–(39) print for it is wrong (ERRATA 1, 2). It underflows in high dimension: ``log_constant`` does not.
+
+    ``lengthscale``: a positive number, or a rule such as ``Median()``, which ``at(x)`` measures. ``features`` maps
+    inputs that are not points (tokens) to points. Inputs [n *shape] are flattened; n numbers are points on a line.
+
+    Differentiable in the points: m times where 2ν > m, at equal points too. A first derivative at equal points is 0 for
+    every ν. Distances below 10⁻¹⁵⁰ count as none (of ν ≥ 1 in single precision below 10⁻²², where it does not show).
+
+    >>> kernel = SobolevKernel(1.5)
+    >>> kernel(torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
+    tensor([[1.0000, 0.7358],
+            [0.7358, 1.0000]])
+    >>> SobolevKernel(2.2)(torch.zeros(4, 3, 32, 32), torch.ones(2, 3, 32, 32)).shape
+    torch.Size([4, 2])
+    """
+
+    nu: float
+    lengthscale: float | Tensor | Lengthscale = 1.0
+    normalised: bool = True
+    features: Features | None = None
+
+    def __post_init__(self) -> None:
+        check_smoothness(self.nu)
+        check_lengthscale(self.lengthscale)
+        self._check_alike()
+        check_features(self.features)
+
+    def __call__(self, x: Any, y: Any = None) -> Tensor:
+        a = points(x, self.features)
+        b = a if y is None else points(y, self.features)
+        ℓ, ν = self._lengthscale(a, y is not None), float(self.nu)
+        if not _differentiated(a, b, ℓ):
+            return self._values(a, None if y is None else b, ℓ)
+        # k' is r^{2ν−2} near r = 0: what it is multiplied by, and what it is made of, may be too small for single.
+        wide = (a.double(), b.double()) if ν < 1 or self._extreme else (a, b)
+        u = squared_distances(*wide) / ℓ / ℓ
+        if y is not None or not u.requires_grad:
+            return (self._constant(a) * matern(ν, u)).to(torch.promote_types(a.dtype, b.dtype))
+        # A point is at distance 0 from itself wherever it moves: the diagonal is constant, whatever ν is.
+        diagonal = torch.eye(a.shape[0], dtype=torch.bool, device=a.device)
+        k = matern(ν, u.masked_fill(diagonal, 1.0))
+        return (self._constant(a) * k.masked_fill(diagonal, 1.0)).to(a.dtype)
+
+    def _values(self, a: Tensor, b: Tensor | None, ℓ: float | Tensor) -> Tensor:
+        """K [n m] without derivatives, a few rows at a time; of points among themselves each pair once.
+
+        Beside K itself it holds some temporaries of ``_ELEMENTS`` numbers.
+        """
+        ν, constant = float(self.nu), self._constant(a)
+        n, m = len(a), len(a if b is None else b)
+        dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
+        # r^{2ν} shows where r² is too small for single precision.
+        double = ν < 0.5 or self._extreme
+        wide = a.double() if double else a
+        other = wide if b is None else b.double() if double else b
+        if n * m <= _ELEMENTS:
+            u = among(wide) if b is None else squared_distances(wide, other)
+            return matern(ν, u / ℓ / ℓ).mul_(constant).to(dtype)
+        K = torch.empty(n, m, dtype=dtype, device=a.device)
+        step = max(1, _ELEMENTS // m)
+        for start in range(0, n, step):
+            rows, columns = slice(start, start + step), slice(0 if b is not None else start, None)
+            u = squared_distances(wide[rows], other[columns])
+            K[rows, columns] = matern(ν, u.div_(ℓ).div_(ℓ)).mul_(constant)
+            if b is None:
+                K[columns, rows] = K[rows, columns].T
+        return K
+
+    def at(self, x: Any) -> SobolevKernel:
+        """The kernel with its lengthscale measured on x, for use on other points.
+
+        >>> from natgrad.functionspace import Median
+        >>> kernel = SobolevKernel(0.5, lengthscale=Median()).at(torch.tensor([0.0, 1.0, 3.0]))
+        >>> kernel(torch.tensor([0.0]), torch.tensor([2.0]))  # exp(−2/2)
+        tensor([[0.3679]])
+        """
+        if not isinstance(self.lengthscale, Lengthscale) or isinstance(self.lengthscale, Measured):
+            return self
+        found = points(x, self.features)
+        ℓ = self.lengthscale.of(found)
+        if not bool((found != found[:1]).any()):
+            raise ValueError(
+                f"lengthscale={self.lengthscale!r} cannot be told from {len(found)} equal point(s), and is for others "
+                "too: give a number as the lengthscale, or points that differ (to fit, or to the first partial_fit)"
+            )
+        return replace(self, lengthscale=Measured(ℓ))
+
+    def log_constant(self, dimension: int) -> float:
+        """log K(x, x) without normalisation: log Γ(ν) − (d/2) log 4π − log Γ(ν + d/2), for x in R^d (ERRATA 1, 4).
+
+        >>> round(SobolevKernel(1.5).log_constant(784), 3)
+        -2947.908
+        """
+        if not isinstance(dimension, int) or dimension < 1:
+            raise ValueError(
+                f"dimension={dimension!r} must be a positive integer: the number of coordinates of a point"
+            )
+        half = dimension / 2
+        return math.lgamma(self.nu) - half * math.log(4 * math.pi) - math.lgamma(self.nu + half)
+
+    def _check_alike(self) -> None:
+        if isinstance(self.lengthscale, Alike) and self.lengthscale.nu != self.nu:
+            raise ValueError(
+                f"lengthscale={self.lengthscale!r} keeps the mean of a kernel of another smoothness than ν = "
+                f"{self.nu:g}: give Alike({self.lengthscale.value:g}, nu={self.nu:g})"
+            )
+
+    def _constant(self, x: Tensor) -> float:
+        if self.normalised:
+            return 1.0
+        log_constant = self.log_constant(x.shape[1])
+        if log_constant < math.log(torch.finfo(x.dtype).tiny):
+            raise ValueError(
+                f"in dimension {x.shape[1]} the constant of the Sobolev space is e^{log_constant:.0f}, which is zero "
+                f"in {x.dtype}. Use normalised=True, and log_constant({x.shape[1]}) where the constant matters"
+            )
+        return math.exp(log_constant)
+
+    @property
+    def _extreme(self) -> bool:
+        """Whether r² or ℓ² may be out of the range of single precision where r/ℓ is not."""
+        if isinstance(self.lengthscale, Lengthscale):
+            return True  # it may be anything
+        return not isinstance(self.lengthscale, Tensor) and not _SMALL < float(self.lengthscale) < 1 / _SMALL
+
+    def _lengthscale(self, x: Tensor, other: bool) -> float | Tensor:
+        if isinstance(self.lengthscale, Tensor):
+            return self.lengthscale
+        if not isinstance(self.lengthscale, Lengthscale):
+            return float(self.lengthscale)
+        if other and not isinstance(self.lengthscale, Measured):
+            raise ValueError(
+                f"lengthscale={self.lengthscale!r} is measured on data, and two sets of points were given: say which "
+                "by kernel = kernel.at(x), and use that"
+            )
+        return self.lengthscale.of(x)
+
+
+def _differentiated(a: Tensor, b: Tensor, ℓ: float | Tensor) -> bool:
+    """Whether derivatives may be asked for, in reverse or in forward mode."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    tensors = (a, b, ℓ) if isinstance(ℓ, Tensor) else (a, b)
+    forward = any(torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return forward or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+def check_smoothness(nu: float) -> None:
+    """Refuse a smoothness for which H_s is not a space of continuous functions."""
+    if not is_number(nu):
+        raise TypeError(f"nu={nu!r}: the smoothness is a real number")
+    if not (math.isfinite(nu) and nu > 0):
+        raise ValueError(
+            f"nu={nu!r} must be positive and finite: H_s(R^d) with s = d + 2ν has a reproducing kernel only for ν > 0 "
+            "(1.5 is the paper's)"
+        )

@@ -1,0 +1,304 @@
+"""Riemannian metrics: an inner product at every point, from a matrix, a potential, or the outputs of a model."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.errors import DomainError, NatgradError
+from natgrad.geometry import Vector, unflatten
+from natgrad.mirror.potentials import Potential, checked_square, dense, scaled_cholesky
+from natgrad.model import Inputs, Model
+from natgrad.output.metric import OutputMetric
+from natgrad.pullback.pullback import pullback
+from natgrad.slots import check_slots
+from natgrad.solve.solvers import Cholesky, Solver
+from natgrad.structures.base import Inverse, Operator
+from natgrad.structures.exact import Dense, Structure
+
+
+@final
+@dataclass(frozen=True)
+class InnerProduct:
+    """⟨u, v⟩_g = uᵀ(G + λ)v at one point, with its two maps; elements have the shape of the point, or are flat [p].
+
+    ``sharp`` inverts ``flat`` with a solver that adds λ as it is (``Factored`` splits it between its factors).
+    """
+
+    operator: Operator
+    solver: Solver = field(default_factory=Cholesky)
+    damping: float = 0.0
+
+    @cached_property
+    def _inverse(self) -> Inverse:
+        return self.solver.init(self.operator, self.damping)
+
+    def flat(self, v: Tensor) -> Tensor:
+        """v♭ = (G + λ)v."""
+        return self.operator.product(v.reshape(-1)).view_as(v) + self.damping * v
+
+    def sharp(self, ω: Tensor) -> Tensor:
+        """ω♯ = (G + λ)⁻¹ω: of a differential, the gradient ∇^g f (000 (47))."""
+        return self._inverse.solve(ω.reshape(-1)).view_as(ω)
+
+    def squared(self, v: Tensor) -> Tensor:
+        """‖v‖²_g []."""
+        return (v * self.flat(v)).sum()
+
+    def dense(self) -> Tensor:
+        """G + λ as a matrix [p q]."""
+        G = self.operator.dense()
+        return G + self.damping * torch.eye(len(G), dtype=G.dtype, device=G.device)
+
+
+class RiemannianMetric(ABC):
+    """g: a positive inner product at every point x of a convex set of Rᵈ (000 appendix F)."""
+
+    @abstractmethod
+    def at(self, x: Tensor) -> InnerProduct:
+        """g(x)."""
+
+    @abstractmethod
+    def check(self, x: Tensor) -> None:
+        """Refuse a point where there is no metric."""
+
+
+@final
+@dataclass(frozen=True)
+class MatrixMetric(RiemannianMetric):
+    """g(x) = ``matrix``(x) [p q], positive definite (or not, with ``solver=Pinv()``).
+
+    >>> half_plane = MatrixMetric(lambda x: torch.eye(2) / x[1] ** 2)
+    >>> half_plane.at(torch.tensor([0.0, 2.0])).sharp(torch.ones(2))
+    tensor([4., 4.])
+    """
+
+    matrix: Callable[[Tensor], Tensor]
+    solver: Solver = field(default_factory=Cholesky)
+
+    def at(self, x: Tensor) -> InnerProduct:
+        G = checked_square(self.matrix(x), "the matrix of the metric")
+        if len(G) != x.numel():
+            raise ValueError(f"the matrix of the metric has {len(G)} rows, and x has {x.numel()} entries")
+        return InnerProduct(dense(G), self.solver)
+
+    def check(self, x: Tensor) -> None:
+        """The matrix itself is checked where it is used."""
+
+
+@final
+@dataclass(frozen=True)
+class HessianMetric(RiemannianMetric):
+    """g = ∇²ψ, in the chart x; that of the dual chart is ``HessianMetric(Conjugate(ψ))`` (000 (52), (54)).
+
+    >>> from natgrad.mirror import NegativeEntropy
+    >>> HessianMetric(NegativeEntropy()).at(torch.tensor([4.0])).sharp(torch.tensor([1.0]))
+    tensor([4.])
+    """
+
+    potential: Potential
+    solver: Solver = field(default_factory=Cholesky)
+
+    def __post_init__(self) -> None:
+        check_slots(potential=(self.potential, Potential), solver=(self.solver, Solver))
+
+    def at(self, x: Tensor) -> InnerProduct:
+        return InnerProduct(self.potential.hessian(x), self.solver)
+
+    def check(self, x: Tensor) -> None:
+        self.potential.domain.check(x, "x")
+
+
+@final
+@dataclass(frozen=True)
+class PulledBack(RiemannianMetric):
+    """The metric on a model's outputs at ``inputs``, pulled back to its parameters; a point is θ flattened [p].
+
+    Any output metric × structure × solver of the library; the model itself is never changed. ``start`` is where its
+    parameters are, ``objective(loss)`` is θ ↦ loss(y(θ)), and ``parameters(θ)`` gives the names back. A pure function
+    f(θ, x) comes as ``Model.of(f, params)``.
+
+    >>> import natgrad as ng
+    >>> model, x, t = nn.Linear(2, 1).double(), torch.eye(2).double(), torch.tensor([[1.0], [2.0]]).double()
+    >>> g = PulledBack(model, x, ng.Euclidean(), damping=1e-3)
+    >>> f = g.objective(lambda y: (y - t).square().mean() / 2)
+    >>> trace = ng.mirror.PrimalDescent(g, lipschitz=1.0).run(f, g.start, steps=3)
+    >>> bool(trace.values[-1] < 1e-6), g.parameters(trace.point)
+    (True, Vector(weight: (1, 2), bias: (1,)))
+    """
+
+    model: nn.Module | Model
+    inputs: Inputs
+    metric: OutputMetric
+    structure: Structure = field(default_factory=Dense)
+    solver: Solver = field(default_factory=Cholesky)
+    damping: float = 0.0
+    target: Any = None
+
+    def __post_init__(self) -> None:
+        check_slots(metric=(self.metric, OutputMetric), structure=(self.structure, Structure))
+        check_slots(solver=(self.solver, Solver))
+
+    @cached_property
+    def _model(self) -> Model:
+        return Model.of(self.model)
+
+    @property
+    def start(self) -> Tensor:
+        """θ [p] as the model has it."""
+        return torch.cat([p.detach().reshape(-1) for p in self._model.params.values()])
+
+    def parameters(self, θ: Tensor) -> Vector:
+        """θ [p] by name."""
+        return Vector(unflatten(θ, self._model.params))
+
+    def objective(self, loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """θ [p] ↦ loss(y(θ)) [], a function of the outputs y [n *out]."""
+        return lambda θ: loss(self._model(unflatten(θ, self._model.params), self.inputs))
+
+    def at(self, x: Tensor) -> InnerProduct:
+        there = self._moved(unflatten(x.detach(), self._model.params))
+        G = self.structure.estimate(pullback(there, self.inputs, self.metric, self.target))
+        return InnerProduct(G, self.solver, self.damping)
+
+    def check(self, x: Tensor) -> None:
+        if x.shape != (self._model.size,):
+            raise ValueError(f"a point of this model is θ flattened, [{self._model.size}], got shape {tuple(x.shape)}")
+
+    def _moved(self, params: Mapping[str, Tensor]) -> Model:
+        """The model at other parameters: a copy, as layers are only found in a module that holds its own."""
+        if self._model.module is None:
+            return Model(self._model.function, dict(params), self._model.output)
+        moved = Model.of(copy.deepcopy(self._model.module), output=self._model.output)
+        with torch.no_grad():
+            for name, p in moved.params.items():
+                p.copy_(params[name])
+        return moved
+
+
+def compatibility(metric: RiemannianMetric, points: Tensor) -> Tensor:
+    """C = max_x 1/λ_min(g(x)) [] over some points [k *shape], the constant of 000 (49) there.
+
+    ‖v‖_E ≤ √C ‖v‖_{g,x} for all v at all these points; the definition asks it of the whole set.
+
+    >>> half_plane = MatrixMetric(lambda x: torch.eye(2) / x[1] ** 2)
+    >>> compatibility(half_plane, torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
+    tensor(9.)
+    """
+    smallest = torch.stack([torch.linalg.eigvalsh(metric.at(x).dense())[0] for x in points])
+    if bool((smallest <= 0).any()):
+        raise ValueError(
+            f"the metric at point {int(smallest.argmin())} has the eigenvalue {float(smallest.min()):.3g}: no constant "
+            "C makes it compatible with the Euclidean one. Add damping"
+        )
+    return smallest.min().reciprocal()
+
+
+# The set Q that a step may not leave: Grad minimises its quadratic model over it (000 definition 12).
+
+
+_STEPS, _HALVINGS = 200, 60
+
+
+class Region(ABC):
+    """A closed convex set Q."""
+
+    @abstractmethod
+    def check(self, x: Tensor) -> None:
+        """Refuse a point outside, by entry and bound."""
+
+    @abstractmethod
+    def step(self, g: InnerProduct, x: Tensor, ω: Tensor, α: float) -> tuple[Tensor, Tensor]:
+        """argmin_{y ∈ Q} m(y) and −min m, for m(y) = ⟨ω, y − x⟩ + (α/2)‖y − x‖²_g."""
+
+
+@final
+@dataclass(frozen=True)
+class Everywhere(Region):
+    """Q = Rᵈ: y = x − ω♯/α, and −min m = ‖ω♯‖²_g/2α (000 lemma 13)."""
+
+    def check(self, x: Tensor) -> None:
+        """Every point is inside."""
+
+    def step(self, g: InnerProduct, x: Tensor, ω: Tensor, α: float) -> tuple[Tensor, Tensor]:
+        gradient = g.sharp(ω)
+        return x - gradient / α, 0.5 * (ω * gradient).sum() / α
+
+
+@final
+@dataclass(frozen=True)
+class Box(Region):
+    """Q = {lower ≤ x ≤ upper}, entry by entry (000 corollary 15).
+
+    m is minimised by Newton steps in the entries that are free, projected on Q (Bertsekas 1982), with G as a matrix:
+    for small spaces.
+
+    >>> from natgrad.mirror import SquaredNorm
+    >>> G = InnerProduct(SquaredNorm().hessian(torch.zeros(2)))
+    >>> Box(torch.zeros(2), torch.ones(2)).step(G, torch.full((2,), 0.5), torch.tensor([1.0, -0.1]), α=1.0)[0]
+    tensor([0.0000, 0.6000])
+    """
+
+    lower: Tensor
+    upper: Tensor
+
+    def __post_init__(self) -> None:
+        if self.lower.shape != self.upper.shape or not bool((self.lower < self.upper).all()):
+            raise ValueError(
+                f"Box(lower, upper) of shapes {tuple(self.lower.shape)} and {tuple(self.upper.shape)}: both need the "
+                "shape of x, and lower must be below upper in every entry"
+            )
+
+    def check(self, x: Tensor) -> None:
+        if x.shape != self.lower.shape:
+            raise ValueError(f"x has shape {tuple(x.shape)} and the box {tuple(self.lower.shape)}")
+        outside = ~((x >= self.lower) & (x <= self.upper))
+        if bool(outside.any()):
+            at = tuple(int(i) for i in outside.nonzero()[0])
+            raise DomainError(
+                f"x{list(at)} = {float(x[at]):.6g} is outside [{float(self.lower[at]):g}, {float(self.upper[at]):g}]: "
+                "start inside the box"
+            )
+
+    def step(self, g: InnerProduct, x: Tensor, ω: Tensor, α: float) -> tuple[Tensor, Tensor]:
+        M, linear = α * g.dense(), ω.reshape(-1)
+        scaled_cholesky(M, "the metric in a box")  # raises where m has no minimum, or more than one
+        low, high = (self.lower - x).reshape(-1), (self.upper - x).reshape(-1)
+        d = torch.zeros_like(low)
+        scale = 64 * torch.finfo(x.dtype).eps * (1 + float(linear.abs().max()))
+        for _ in range(_STEPS):
+            slope = linear + M @ d
+            if float((d - (d - slope).clamp(low, high)).abs().max()) <= scale:
+                break
+            free = ~(((d <= low) & (slope > 0)) | ((d >= high) & (slope < 0)))
+            newton = torch.zeros_like(d)
+            newton[free] = -torch.linalg.solve(M[free][:, free], slope[free])
+            moved = _searched(M, linear, d, newton, low, high)
+            if moved is None:
+                break  # m is flat to rounding
+            d = moved
+        else:
+            raise NatgradError(f"the step in the box was not found in {_STEPS} iterations: is the metric positive?")
+        y = torch.where(d <= low, self.lower.reshape(-1), torch.where(d >= high, self.upper.reshape(-1), x.ravel() + d))
+        return y.view_as(x), -_model(M, linear, d)
+
+
+def _model(M: Tensor, linear: Tensor, d: Tensor) -> Tensor:
+    return (linear * d).sum() + 0.5 * (d * (M @ d)).sum()
+
+
+def _searched(M: Tensor, linear: Tensor, d: Tensor, newton: Tensor, low: Tensor, high: Tensor) -> Tensor | None:
+    """The projected step, halved until m falls."""
+    here = float(_model(M, linear, d))
+    for k in range(_HALVINGS):
+        moved = (d + 0.5**k * newton).clamp(low, high)
+        if float(_model(M, linear, moved)) < here:
+            return moved
+    return None

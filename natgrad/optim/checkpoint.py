@@ -1,0 +1,520 @@
+"""The metric and the solver in a checkpoint: what a run needs to go on bit for bit, and whether it fits."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from numbers import Real
+from typing import Any, TypeAlias, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.inverses import Newton
+from natgrad.errors import NonFiniteError
+from natgrad.model import Model
+from natgrad.optim.distributed import Divided
+from natgrad.optim.tracker import Keeper
+from natgrad.optim.update import check_numbers, common_damping
+from natgrad.output.fisher import Fisher
+from natgrad.output.metric import OutputMetric, Sampled
+from natgrad.output.sobolev import Sobolev
+from natgrad.pullback.layer import Block
+from natgrad.solve.solvers import Solver
+from natgrad.structures.base import REST, Inverse, Operator
+from natgrad.structures.dense import BlockDenseOperator, DenseOperator
+from natgrad.structures.diagonal import DiagonalOperator
+from natgrad.structures.eigen_kronecker import EigenKronecker, EigenKroneckerOperator
+from natgrad.structures.exact import Structure
+from natgrad.structures.kernel import KernelOperator
+from natgrad.structures.kronecker import UNSEEN, Kronecker, KroneckerOperator, LayerOperator
+from natgrad.structures.low_rank import LowRankOperator
+
+# What a metric or a solver is, in words that are the same in every process: for checkpoints, and for messages.
+
+
+def metric_in_words(metric: OutputMetric) -> str:
+    """Which metric it is; how many samples estimate it does not matter.
+
+    >>> import natgrad as ng
+    >>> metric_in_words(ng.Fisher(ng.Categorical(), samples=1, reduction="mean"))
+    "Fisher(family=Categorical(), reduction='mean')"
+    """
+    return in_words(_exact(metric))
+
+
+def solver_in_words(solver: Solver) -> str:
+    """Which inverse it makes; who makes it, and how fast, does not matter.
+
+    >>> import natgrad as ng
+    >>> solver_in_words(ng.Factored(ng.Newton()))
+    'Factored()'
+    """
+    return in_words(solver.solver if isinstance(solver, Divided) else solver)
+
+
+def in_words(value: Any) -> str:
+    """As ``repr`` of a dataclass, without what has its default, and without addresses, or tensors but for numbers.
+
+    A default is left out so that one that is added later does not make another thing of what was saved before.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = [(f.name, in_words(getattr(value, f.name))) for f in fields(value) if _tells(f, value)]
+        return f"{type(value).__name__}({', '.join(f'{name}={words}' for name, words in parts)})"
+    if value is None or isinstance(value, bool | str):
+        return repr(value)
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
+        number = float(value)
+        return repr(int(number)) if number.is_integer() else repr(number)  # 1 and 1.0 are the same
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {in_words(value[key])}" for key in sorted(value, key=repr)) + "}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(in_words, value))}]"
+    return "…" if callable(value) else type(value).__name__
+
+
+def _tells(field: Field[Any], value: Any) -> bool:
+    """Whether this field of a dataclass says something about it."""
+    own = getattr(value, field.name)
+    if isinstance(own, Newton):
+        return False
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return default is MISSING or in_words(own) != in_words(default)
+
+
+def _exact(metric: OutputMetric) -> OutputMetric:
+    """The metric that a sampled one is an estimate of."""
+    match metric:
+        case Sampled():
+            return _exact(metric.base)
+        case Fisher():
+            return replace(metric, samples=None)
+        case Sobolev():
+            return replace(metric, base=_exact(metric.base))
+        case _:
+            return metric
+
+
+# Whether what a checkpoint holds fits the model: every message names the tensor, and nothing has been changed.
+
+
+T = TypeVar("T")
+_NOTHING = "Nothing was loaded"
+Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
+ENTRIES: Kinds = {  # all that ``export`` writes
+    "structure": str,
+    "parameters": dict,
+    "layers": dict,
+    "dtype": str,
+    "step": int,
+    "count": int,
+    "estimated": int,
+    "inverted": int,
+    "operator": dict,
+    "inverse": dict,
+    "inverse_damping": (int, float),
+    "outdated": bool,
+    "generator": Tensor,
+    "rank": int,
+}
+
+
+def check_entries(state: Mapping[str, Any], entries: Kinds, where: str) -> None:
+    """All these are there, and of their kind; what later versions added may be missing."""
+    missing = [name for name in entries if name not in state]
+    if missing:
+        raise ValueError(f"{where} has no {', '.join(missing)}: it is incomplete. {_NOTHING}")
+    for name, kind in entries.items():
+        if not isinstance(state[name], kind):
+            raise ValueError(f'"{name}" of the state is a {type(state[name]).__name__}: it is damaged. {_NOTHING}')
+
+
+def check_signature(whose: str, state: Mapping[str, Any], signature: Mapping[str, Any]) -> None:
+    """What must be the same for a state to mean the same is so, names in their order too."""
+    for what, mine in signature.items():
+        saved = state.get(what, mine)
+        if saved != mine or (isinstance(mine, dict) and list(saved) != list(mine)):
+            raise ValueError(f"this is the state of another {whose}: {_difference(what, saved, mine)}. {_NOTHING}")
+
+
+def _difference(what: str, saved: Any, mine: Any) -> str:
+    """In words, and of many names only those that differ."""
+    if not isinstance(saved, dict) or not isinstance(mine, dict):
+        return f"its {what} is {saved}, here it is {mine}"
+    names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
+    if not names:
+        return f"its {what} are in the order {', '.join(saved)}, here it is {', '.join(mine)}"
+    shown = [f"{name} is {saved.get(name, 'not there')} and here {mine.get(name, 'not there')}" for name in names[:5]]
+    more = f", and {len(names) - 5} others" if len(names) > 5 else ""
+    return f"of its {what}, {', '.join(shown)}{more}"
+
+
+def check_finite(what: str, tensors: Mapping[str, Any]) -> None:
+    """Only tensors, of finite numbers."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} of {what} in the state is a {type(t).__name__}, not a tensor. {_NOTHING}")
+        if t.is_floating_point() and not bool(t.isfinite().all()):
+            raise NonFiniteError(
+                f"{name} of {what} in the state holds NaN or infinity. {_NOTHING}: take an earlier checkpoint"
+            )
+
+
+def check_generator(saved: Tensor, generator: torch.Generator) -> None:
+    """The numbers of a sampled metric can be gone on with; those of another kind of device need not."""
+    if saved.dtype != torch.uint8 or saved.ndim != 1:
+        raise ValueError(f'"generator" of the state is no state of a torch.Generator: it is damaged. {_NOTHING}')
+    if saved.shape == generator.get_state().shape:
+        _made("the generator", lambda: torch.Generator(generator.device).set_state(saved.cpu()))
+
+
+def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
+    """What torch.optim keeps: parameter groups like these ``groups``, and momentum like the parameters, by id named."""
+    for entry in ("state", "param_groups"):
+        if entry not in state:
+            raise ValueError(f'the state has no "{entry}": it is incomplete. {_NOTHING}')
+    saved = state["param_groups"]
+    sizes, here = ([len(group["params"]) for group in side] for side in (saved, groups))
+    if sizes != here:
+        raise ValueError(
+            f"this is the state of another optimizer: its parameter groups have {sizes} parameters, here they have "
+            f"{here}. {_NOTHING}"
+        )
+    for at, group in enumerate(saved):
+        missing = [key for key in ("lr", "damping", "momentum", "weight_decay") if key not in group]
+        if missing:
+            raise ValueError(f"parameter group {at} of the state has no {', '.join(missing)}. {_NOTHING}")
+        check_numbers(group)
+    common_damping(saved)
+    keys, own = ([p for group in side for p in group["params"]] for side in (saved, groups))
+    params = dict(zip(keys, own, strict=True))
+    for key, entry in state["state"].items():
+        if key not in params:
+            raise ValueError(f"the state has momentum of a parameter number {key}, which no group has. {_NOTHING}")
+        name = names[id(params[key])]
+        tensors = {what: t for what, t in entry.items() if isinstance(t, Tensor)}
+        if "momentum" in tensors:  # what a hook of the user's keeps may have any shape
+            _same(f"momentum of {name}", tensors["momentum"], tuple(params[key].shape))
+        check_finite(name, tensors)
+
+
+def operator_of(
+    structure: Structure, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
+) -> Operator | None:
+    """The metric with these tensors, each of which is what it must be."""
+    if isinstance(structure, Kronecker | EigenKronecker):
+        for block in blocks:
+            _check_layer(structure, block, tensors)
+    found = _made("the metric", lambda: structure.restore(model, blocks, tensors))
+    if found is not None:
+        _check_operator(found, tensors, "")
+    return found
+
+
+def check_guess(size: int, tensors: Mapping[str, Tensor]) -> None:
+    """What an iterative solver starts from is over all parameters."""
+    if "guess" in tensors:
+        _same("guess of the inverse of the metric", tensors["guess"], (size,))
+
+
+def inverse_of(G: Operator, tensors: Mapping[str, Tensor]) -> Inverse | None:
+    """The inverse of G, or of an earlier metric, with these tensors; None if it must be made again."""
+    what, like = "the inverse of the metric", next(iter(tensors.values()))
+    if isinstance(G, LayerOperator):
+        for key, shape in _layer_shapes(G).items():
+            if key in tensors:
+                _same(f"{key} of {what}", tensors[key], shape)
+
+    def attempt() -> Inverse | None:
+        found = G.inverse_from(tensors)
+        if found is not None:  # once, for nothing: matrices of other sizes cannot be multiplied
+            found.solve(like.new_zeros(G.layout.size))
+        return found
+
+    return _made(what, attempt)
+
+
+def _made(what: str, make: Callable[[], T]) -> T:
+    """What is made of the tensors of a state; where that fails, some are missing, or do not belong together."""
+    try:
+        return make()
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} of {what} is missing in the state. {_NOTHING}") from error
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"the tensors of {what} in the state do not fit the model ({error}). {_NOTHING}") from error
+
+
+def _same(name: str, t: Tensor, shape: Sequence[int]) -> None:
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{name} in the state has the shape {list(t.shape)}, here it is {list(shape)}. {_NOTHING}")
+
+
+def _check_layer(structure: Kronecker | EigenKronecker, block: Block, tensors: Mapping[str, Tensor]) -> None:
+    """S and A of a layer: both, and of its size, or of the size of those parameters that are a layer by themselves."""
+    whole = (block.size, 1, 1)
+    for name, place in zip(block.names, block.places, strict=True):
+        own = {side: tensors[f"{name}/{side}"] for side in "SA" if f"{name}/{side}" in tensors}
+        if not own:
+            continue
+        for side in "SA":
+            if side not in own:
+                raise ValueError(f"{name}/{side} of the metric is missing in the state. {_NOTHING}")
+        alone = (place.shape.numel(), 1, 1)
+        choices = (
+            [(alone, alone)] if name != block.names[0] else [structure.shapes(block), (whole, whole), (alone, alone)]
+        )
+        if tuple(tuple(t.shape) for t in own.values()) not in choices:
+            for (side, t), shape in zip(own.items(), choices[0], strict=True):
+                _same(f"{name}/{side} of the metric", t, shape)
+
+
+def _check_operator(G: Operator, tensors: Mapping[str, Tensor], prefix: str) -> None:
+    """Every tensor that G must have is there, with its shape, and no other."""
+    expected = _shapes(G)
+    if expected is None:
+        return
+    below = G.rest if isinstance(G, LayerOperator) else None
+    rest = {key.removeprefix(REST): t for key, t in tensors.items() if below is not None and key.startswith(REST)}
+    own = {key: t for key, t in tensors.items() if below is None or not key.startswith(REST)}
+    for key, shape in expected.items():
+        if key not in own:
+            raise ValueError(f"{prefix}{key} of the metric is missing in the state. {_NOTHING}")
+        _same(f"{prefix}{key} of the metric", own[key], shape)
+    strange = [prefix + key for key in own if key not in expected]
+    if strange:
+        raise ValueError(f"the metric in the state has {', '.join(strange)}, for which there is no layer. {_NOTHING}")
+    if below is not None:
+        _check_operator(below, rest, prefix + REST)
+
+
+def _shapes(G: Operator) -> dict[str, tuple[int, ...]] | None:
+    """Of its tensors, without those of what is over other parameters; None of a structure that is not known here."""
+    p = G.layout.size
+    match G:
+        case KroneckerOperator() | EigenKroneckerOperator():
+            _check_covered(G)
+            letters = ("S", "A") if isinstance(G, KroneckerOperator) else ("S", "A", "Q", "P", "D")
+            shapes = _layer_shapes(G)
+            kept = {key: shape for key, shape in shapes.items() if key.rpartition("/")[2] in letters}
+            return kept | {f"{b.names[0]}/{UNSEEN}": (0,) for b in G.blocks if b.names[0] in G.unseen}
+        case DiagonalOperator():
+            return {"values": (p,)}
+        case DenseOperator():
+            return {"matrix": (p, p)}
+        case BlockDenseOperator():
+            if len(G.names) != len(G.indices):
+                raise ValueError(
+                    f"the metric in the state has {len(G.names)} blocks, here it has {len(G.indices)}. {_NOTHING}"
+                )
+            return {name: (len(index),) * 2 for name, index in zip(G.names, G.indices, strict=True)}
+        case LowRankOperator():
+            r = G.values.numel()
+            return {"vectors": (p, r), "values": (r,), "floor": (p,)}
+        case KernelOperator():
+            k, n = G.factors[0].g.shape[:2]
+            shapes = {}
+            for block, f in zip(G.blocks, G.factors, strict=True):
+                packed = (f.a.shape[2], f.g.shape[4], f.a.shape[3])  # of parameters that are spread, a group each
+                (c, o, i), r = packed if math.prod(packed) == block.size else block.shape, f.g.shape[2]
+                shapes |= {f"{block.names[0]}/a": (n, r, c, i), f"{block.names[0]}/g": (k, n, r, c, o)}
+            return shapes if G.K is None else shapes | {"K": tuple(G.K.whole.shape)}
+        case _:
+            return None
+
+
+def _check_covered(G: KroneckerOperator | EigenKroneckerOperator) -> None:
+    """Every parameter is in a layer, or in the rest."""
+    found = {name for block in G.blocks for name in block.names} | set(G.rest.layout.like if G.rest is not None else ())
+    missing = [name for name in G.layout.like if name not in found]
+    if missing:
+        raise ValueError(f"the factors of {', '.join(missing)} are missing in the metric of the state. {_NOTHING}")
+
+
+def _layer_shapes(G: LayerOperator) -> dict[str, tuple[int, ...]]:
+    """Of everything that a metric by layers, or an inverse of it, may keep of the layers that were seen."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    assert isinstance(G, KroneckerOperator | EigenKroneckerOperator)
+    for block, s, a in zip(G.blocks, G.left, G.right, strict=True):
+        if block.names[0] in G.unseen:
+            continue
+        c, o, i = block.shape
+        found = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i), "d": (c, o, i)}
+        found |= {"Q": (c, o, o)} if s.ndim == 3 else {}
+        found |= {"P": (c, i, i)} if a.ndim == 3 else {}
+        shapes |= {f"{block.names[0]}/{letter}": shape for letter, shape in found.items()}
+    return shapes
+
+
+_log = logging.getLogger("natgrad")
+
+
+@final
+@dataclass(frozen=True)
+class Restored:
+    """What was read from a checkpoint and checked; nothing has been changed by reading it."""
+
+    clock: Clock
+    mass: tuple[float, int]  # the weight of what is in the average, and the examples of a usual step, 0 if unknown
+    average: Operator | None
+    solved: Solved
+    stream: Stream
+    wanted: frozenset[str]  # parameters that wait for the metric to see them
+
+    def put(self, keeper: Keeper) -> None:
+        """Give the keeper its part."""
+        self.clock.put(keeper)
+        keeper.average, keeper.wanted = self.average, self.wanted
+        keeper.mass.total, keeper.mass.usual = self.mass
+        self.stream.put(keeper)
+        keeper.discard()
+
+
+@final
+@dataclass(frozen=True)
+class Clock:
+    """The steps so far, those whose estimates are in the average, and in which the metric was last ``estimated``."""
+
+    step: int
+    count: int
+    estimated: int
+    inverted: int
+
+    def put(self, keeper: Keeper) -> None:
+        """Go on from here."""
+        keeper.step, keeper.count = self.step, self.count
+        keeper.estimated, keeper.inverted = self.estimated, self.inverted
+
+
+@final
+@dataclass(frozen=True)
+class Solved:
+    """The inverse, its damping, and whether the metric has changed since."""
+
+    inverse: Inverse | None
+    damping: float
+    outdated: bool
+
+
+@final
+@dataclass(frozen=True)
+class Stream:
+    """The random numbers of a sampled metric: the state of a generator, and of which process it was."""
+
+    state: Tensor
+    rank: int
+
+    def put(self, keeper: Keeper) -> None:
+        """Go on with these numbers; other processes, or another kind of device, go on with their own from here."""
+        generator = keeper.generator
+        if self.rank == keeper.world.rank and self.state.shape == generator.get_state().shape:
+            generator.set_state(self.state)
+            return
+        digest = hashlib.sha256(bytes(self.state.tolist()) + keeper.world.rank.to_bytes(8, "big")).digest()
+        generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
+
+
+def export(keeper: Keeper, solver: Solver, solved: Solved) -> dict[str, Any]:
+    """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
+    # One of several processes has seen a part of the examples: it says nothing of how many there were.
+    usual = keeper.mass.usual if keeper.world.size == 1 else 0
+    return {
+        **_signature(keeper),
+        "solver": solver_in_words(solver),
+        "dtype": str(keeper.model.example.dtype),
+        "step": keeper.step,
+        "count": keeper.count,
+        "mass": (keeper.mass.total, usual),
+        "estimated": keeper.estimated,
+        "inverted": keeper.inverted,
+        "wanted": sorted(keeper.wanted),
+        "operator": {} if keeper.average is None else keeper.average.tensors(),
+        "inverse": {} if solved.inverse is None else solved.inverse.tensors(),
+        "inverse_damping": solved.damping,
+        "outdated": solved.outdated,
+        "generator": keeper.generator.get_state(),
+        "rank": keeper.world.rank,
+    }
+
+
+def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
+    """Check that the state belongs to this model, structure and metric, whole, and build what it holds.
+
+    The metric keeps the precision that it was saved in; where the model has another one than the model that was saved,
+    it takes that of the metrics of this model. An inverse that another solver has made is not kept: the next step makes
+    it anew. States of before metric and solver were saved are taken for those of this optimizer.
+    """
+    check_entries(state, ENTRIES, 'the "natgrad" entry of the state')
+    check_signature("optimizer", state, _signature(keeper))
+    for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
+        check_finite(what, state[entry])
+    check_guess(keeper.model.size, state["inverse"])
+    check_generator(state["generator"], keeper.generator)
+    example = keeper.model.example
+    dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
+
+    def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Copies: the average and its inverse are changed in place.
+        kinds = {name: dtype if t.is_floating_point() else None for name, t in tensors.items()}
+        return {name: t.to(example.device, kinds[name], copy=True) for name, t in tensors.items()}
+
+    tensors = placed(state["operator"])
+    structure = keeper.structure.structure
+    average = operator_of(structure, keeper.model, keeper.view.blocks, tensors) if tensors else None
+    inverse = None if _solved_otherwise(state, solver) else _inverse(state, average, solver, placed(state["inverse"]))
+    stream = Stream(state["generator"].cpu(), state["rank"])
+    # A state of before there was a mass has as much as its number of estimates says.
+    total, usual = state.get("mass", (0.0 if not state["count"] else 1 / keeper.structure.weight(state["count"]), 0))
+    return Restored(
+        clock=Clock(state["step"], state["count"], state["estimated"], state["inverted"]),
+        mass=(total, usual),
+        average=average,
+        solved=Solved(inverse, state["inverse_damping"], state["outdated"]),
+        stream=stream,
+        wanted=frozenset(state.get("wanted", ())),
+    )
+
+
+def _inverse(
+    state: Mapping[str, Any], average: Operator | None, solver: Solver, warm: dict[str, Tensor]
+) -> Inverse | None:
+    """An inverse may be older than the average: it is kept, where it has tensors, and made again where it has none."""
+    if average is None:
+        return _Warm(warm) if warm else None
+    kept = inverse_of(average, warm) if warm else None
+    return kept or solver.init(average, state["inverse_damping"], warm)
+
+
+def _solved_otherwise(state: Mapping[str, Any], solver: Solver) -> bool:
+    """Whether another solver has made the inverse in the state, which is said in the log."""
+    mine = solver_in_words(solver)
+    saved = state.get("solver", mine)
+    if saved != mine:
+        _log.info("the state was saved with the solver %s, here it is %s: the next step inverts anew", saved, mine)
+    return bool(saved != mine)
+
+
+def _signature(keeper: Keeper) -> dict[str, Any]:
+    """What must be the same for a state to mean the same."""
+    return {
+        "metric": metric_in_words(keeper.metric),
+        "structure": repr(keeper.structure.structure),
+        "parameters": {name: list(p.shape) for name, p in keeper.model.params.items()},
+        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in keeper.view.blocks},
+    }
+
+
+@final
+class _Warm(Inverse):
+    """Only what an iterative solver can start from, until the metric is estimated again."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def solve(self, ω: Tensor) -> Tensor:
+        raise AssertionError("the metric is estimated before it is solved with")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._tensors

@@ -1,0 +1,528 @@
+"""What an optimizer is going to do with every parameter, and what that costs: known before any forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.inverses import Factor, diagonal, full
+from natgrad.errors import NatgradError
+from natgrad.geometry import Covector, Vector
+from natgrad.pullback.layer import Block
+from natgrad.solve.cg import CG
+from natgrad.solve.solvers import Factored, Pinv, Solver
+from natgrad.structures.eigen_kronecker import EigenKronecker, EigenKroneckerOperator
+from natgrad.structures.exact import BlockDense, Dense, Diagonal, Implicit, Structure
+from natgrad.structures.kronecker import Kronecker, KroneckerOperator, balance
+from natgrad.structures.low_rank import LowRank
+from natgrad.structures.refresh import Refresh
+
+if TYPE_CHECKING:
+    from natgrad.optim.optimizer import NaturalGradient
+
+
+# What the metric of a layer costs, in numbers kept and operations, as far as its shape tells.
+#
+# Counts are of multiplications and additions, leading terms only. A Cholesky decomposition of d rows takes d³/3 and the
+# inverse from it 2d³/3; eigenvalues with eigenvectors take about 9d³ (Golub and Van Loan, section 8.3); a symmetric
+# product Σ a aᵀ takes d² a term.
+
+
+EIGENVECTORS = 9  # times d³
+
+
+@final
+@dataclass(frozen=True)
+class Cost:
+    """``kept``: how many numbers the metric and its inverse are. ``invert``, ``solve``: operations of one inverse and
+    of one product with it; ``position``: of the estimate, a position of an example and a column of the root.
+
+    ``factors``: shapes of what is kept of the metric by letter, [c d d], or [c d] for a diagonal.
+    """
+
+    kept: int
+    invert: int
+    solve: int
+    position: int
+    factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def layer_cost(structure: Structure, block: Block, solver: Solver, damped: bool) -> Cost | None:
+    """Of one layer in a structure that keeps layers apart; None for others, and for those this page does not know."""
+    match structure:
+        case Kronecker() | EigenKronecker() if block.rule is not None:
+            return _product(structure, block, isinstance(solver, Factored) or not damped)
+        case Kronecker() | EigenKronecker():
+            return whole_cost(structure.fallback, [block], solver)
+    return None
+
+
+def whole_cost(structure: Structure, blocks: Sequence[Block], solver: Solver) -> Cost | None:
+    """Of all parameters together, in a structure that does not keep layers apart."""
+    size = sum(block.size for block in blocks)
+    match structure:
+        case Diagonal():
+            return Cost(2 * size, size, size, size, {"G": (1, size)})
+        case BlockDense():  # a module's layers together
+            sizes: Counter[str] = Counter()
+            for block in blocks:
+                sizes[block.names[0].rpartition(".")[0]] += block.size
+            return _sum([_dense(own) for own in sizes.values()])
+        case Dense() if isinstance(solver, CG):
+            return Cost(size**2, 0, 2 * size**2, size**2, {"G": (1, size, size)})
+        case Dense():
+            return _dense(size)
+        case LowRank(rank=rank):
+            return Cost((rank + 1) * size, rank**2 * size, 4 * rank * size, size, {"U": (1, size, rank)})
+    return None
+
+
+def _dense(p: int) -> Cost:
+    return Cost(2 * p**2, p**3 // 3, 2 * p**2, p**2, {"G": (1, p, p)})
+
+
+def _sum(costs: Sequence[Cost]) -> Cost:
+    """All of them; what is kept is known by its shape where there is one."""
+    if len(costs) == 1:
+        return costs[0]
+    numbers = [(cost.kept, cost.invert, cost.solve, cost.position) for cost in costs]
+    return Cost(*(sum(column) for column in zip(*numbers, strict=True)))
+
+
+def _product(structure: Kronecker | EigenKronecker, block: Block, by_product: bool) -> Cost:
+    """S ⊗ A: inverted as a product, or through eigenvectors."""
+    c, o, i = block.shape
+    left, right = structure.shapes(block)
+    sides = [(shape, d) for shape, d in ((left, o), (right, i))]
+    factors = sum(math.prod(shape) for shape, _ in sides)
+    cubes = sum(c * d**3 for shape, d in sides if len(shape) == 3)
+    # One product with each side: a full factor takes 2d a number of W, a diagonal one takes 1.
+    products = sum(block.size * (2 * d if len(shape) == 3 else 1) for shape, d in sides)
+    squares = sum(math.prod(shape) for shape, _ in sides)
+    shapes = {"S": left, "A": right}
+    rotations = sum(math.prod(shape) for shape, _ in sides if len(shape) == 3)
+    match structure:
+        case EigenKronecker():
+            kept = factors + rotations + 2 * block.size
+            rotate = 2 * rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
+            return Cost(kept, EIGENVECTORS * cubes, 2 * products, squares + rotate, {**shapes, "D": block.shape})
+        case Kronecker() if by_product:
+            return Cost(2 * factors, cubes, products, squares, shapes)
+    return Cost(factors + rotations + block.size, EIGENVECTORS * cubes, 2 * products, squares, shapes)
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One layer: its parameters, its rule (None: rows come from torch.func), its structure, and what it costs.
+
+    ``cost`` is None where the structure keeps no layer by itself, or where the cost depends on the batch.
+    """
+
+    names: tuple[str, ...]
+    rule: str | None
+    structure: str
+    shape: tuple[int, int, int]  # of the packed parameters W [c o i]; without a rule one column [1 p 1]
+    cost: Cost | None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def factors(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of S, A, … ; [c d] where only the diagonal is kept."""
+        return {} if self.cost is None else self.cost.factors
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """A row a layer, the schedule and the totals; ``print`` it before training.
+
+    ``bytes`` of the metric and its inverse, in the precision they are kept in; ``flops`` of a step, inverses shared out
+    over the steps between them; ``position_flops``: what the estimate adds, shared out likewise, for every position of
+    every example and every column of the metric's root (an output, or a sample). Each is None where it depends on the
+    batch. ``notes``: what a reader should know about damping, momentum, and parameters that are treated otherwise.
+    """
+
+    rows: tuple[Row, ...]
+    together: Cost | None  # of all parameters, in a structure that does not keep layers apart
+    schedule: Refresh
+    element: int  # bytes a number
+    notes: tuple[str, ...]
+
+    @property
+    def uncovered(self) -> tuple[str, ...]:
+        """The parameters that no layer rule covers."""
+        return tuple(name for row in self.rows if row.rule is None for name in row.names)
+
+    @property
+    def diagonals(self) -> tuple[str, ...]:
+        """The factors of which only the diagonal is kept."""
+        pairs = ((row, letter, shape) for row in self.rows if row.rule for letter, shape in row.factors.items())
+        return tuple(f"{letter} of {' + '.join(row.names)}" for row, letter, shape in pairs if len(shape) == 2)
+
+    @property
+    def costs(self) -> tuple[Cost, ...] | None:
+        """All there is to add up; None where a part of it depends on the batch."""
+        if self.together is not None:
+            return (self.together,)
+        found = tuple(row.cost for row in self.rows if row.cost is not None)
+        return found if len(found) == len(self.rows) else None
+
+    @property
+    def bytes(self) -> int | None:
+        return None if self.costs is None else self.element * sum(cost.kept for cost in self.costs)
+
+    @property
+    def flops(self) -> float | None:
+        between = max(self.schedule.every, self.schedule.inverse)
+        return None if self.costs is None else sum(cost.solve + cost.invert / between for cost in self.costs)
+
+    @property
+    def position_flops(self) -> float | None:
+        every = self.schedule.every
+        return None if self.costs is None else sum(cost.position for cost in self.costs) / every
+
+    def __str__(self) -> str:
+        heads = ("parameters", "rule", "structure", "W [c o i]", "kept", "bytes", "inverse", "solve", "position")
+        cells = [self._cells(row) for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        lines = [_line(row, widths) for row in (heads, *cells)]
+        size = sum(row.size for row in self.rows)
+        total = [f"{len(self.rows)} layers, {size:,} parameters"]
+        if self.bytes is not None and self.flops is not None and self.position_flops is not None:
+            total += [
+                f"{self.bytes:,} bytes",
+                f"{self.flops:.2g} flops a step",
+                f"and {self.position_flops:.2g} a position and column",
+            ]
+        else:
+            total.append("memory and cost depend on the batch")
+        return "\n".join([*lines, ", ".join(total), *self.notes])
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        title, shape = " + ".join(row.names), " × ".join(map(str, row.shape))
+        front = (title, row.rule or "none", row.structure, shape)
+        if row.cost is None:
+            return (*front, "", "", "", "", "")
+        counts = (f"{count:.1e}" for count in (row.cost.invert, row.cost.solve, row.cost.position))
+        kept = ", ".join(f"{letter} {_shape(of)}" for letter, of in row.factors.items())
+        return (*front, kept, f"{self.element * row.cost.kept:,}", *counts)
+
+
+def plan(opt: NaturalGradient) -> Plan:
+    """The plan of an optimizer: nothing is run, and nothing changes. After a step it knows what the pass has shown.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
+    >>> found = ng.KFAC(model, ng.Fisher(ng.Categorical())).plan()
+    >>> [(row.names, row.rule, dict(row.factors)) for row in found.rows][1]
+    (('2.weight', '2.bias'), 'Linear', {'S': (1, 10, 10), 'A': (1, 21, 21)})
+    >>> found.bytes  # 2 (20² + 65² + 10² + 21²) numbers of 4 bytes
+    41328
+    """
+    schedule, blocks = opt.keeper.structure, _blocks(opt)
+    damped = float(opt.param_groups[0]["damping"]) > 0
+    rows = tuple(_row(opt, block, damped) for block in blocks)
+    together = whole_cost(schedule.structure, blocks, opt.solver)
+    dtype = torch.promote_types(opt.keeper.model.example.dtype, torch.float32)
+    found = Plan(rows, together, schedule, dtype.itemsize, ())
+    notes = (_schedule(opt), _damping(opt), _movement(opt), *_exceptions(opt, found))
+    return Plan(rows, together, schedule, dtype.itemsize, notes)
+
+
+def _blocks(opt: NaturalGradient) -> list[Block]:
+    """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
+    blocks, G = opt.keeper.view.blocks, opt.keeper.average
+    if not isinstance(G, KroneckerOperator | EigenKroneckerOperator):
+        return blocks
+    seen = {name for block in G.blocks for name in block.names}
+    found = [*G.blocks, *(left for block in blocks for left in _left(block, seen))]
+    order = {name: at for at, name in enumerate(opt.keeper.model.params)}
+    return sorted(found, key=lambda block: order[block.names[0]])
+
+
+def _left(block: Block, seen: Collection[str]) -> list[Block]:
+    """What is left of a block without the parameters that were seen by a rule."""
+    bare = block.without_rule()
+    pairs = [pair for pair in zip(bare.names, bare.places, strict=True) if pair[0] not in seen]
+    if not pairs:
+        return []
+    names, places = zip(*pairs, strict=True)
+    return [replace(bare, names=names, places=places, shape=(1, sum(place.shape.numel() for place in places), 1))]
+
+
+def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:
+    structure = opt.keeper.structure.structure
+    name = type(structure).__name__
+    if block.rule is None and isinstance(structure, Kronecker | EigenKronecker):
+        fallback = f"{type(structure.fallback).__name__} (fallback)"
+        name = "refused (strict=True)" if structure.strict else fallback
+    rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
+    return Row(block.names, rule, name, block.shape, layer_cost(structure, block, opt.solver, damped))
+
+
+def _schedule(opt: NaturalGradient) -> str:
+    schedule, metric = opt.keeper.structure, opt.keeper.metric
+    average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
+    inverse = f"inverted every {schedule.inverse} steps" if schedule.inverse > 1 else "inverted when it has changed"
+    return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {inverse}"
+
+
+def _damping(opt: NaturalGradient) -> str:
+    λ = float(opt.param_groups[0]["damping"])
+    identity = "1 the identity in the coordinates of the parameters"
+    match opt.solver:
+        case Factored():
+            how = f"factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1, {identity}"
+        case Pinv():
+            how = f"exact, (G + λ·1)⁺, {identity}"
+        case CG():
+            how = f"exact, G + λ·1 solved by conjugate gradients, {identity}"
+        case _:
+            how = f"exact, (G + λ·1)⁻¹, {identity}"
+    return f"damping: λ = {λ:g}, {how}"
+
+
+def _movement(opt: NaturalGradient) -> str:
+    groups = opt.param_groups
+    numbers = {key: ", ".join(dict.fromkeys(f"{g[key]:g}" for g in groups)) for key in ("lr", "momentum")}
+    decay = ", ".join(dict.fromkeys(f"{g['weight_decay']:g}" for g in groups))
+    closure = ", which needs opt.step(closure)" if opt.needs_closure else ""
+    return (
+        f"step: {opt.rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of vectors "
+        f"(m ← μm + v, v after the metric), weight decay {decay} (decoupled)"
+    )
+
+
+def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
+    structure, fresh = opt.keeper.structure.structure, opt.keeper.average is None
+    lines = []
+    if found.uncovered and not isinstance(structure, Implicit):
+        first = "the first pass may find them spread over the examples; if not, " if fresh else ""
+        then = "their rows come from torch.func, which is slow"
+        if isinstance(structure, Kronecker | EigenKronecker):
+            refused = (
+                f"strict=True refuses them in the first pass that uses them (strict=False: {structure.fallback!r})"
+            )
+            then = refused if structure.strict else f"{then}, and their metric is {structure.fallback!r}"
+            then = f"{then}: {_way_out(opt, found)}"
+        lines.append(f"no layer rule covers {', '.join(found.uncovered)}: {first}{then}")
+    if found.diagonals:
+        lines.append(f"only the diagonal is kept of {', '.join(found.diagonals)}")
+    if fresh and any(row.rule for row in found.rows):
+        lines.append("a weight that is used without its module's forward loses its rule when the first pass shows it")
+    return lines
+
+
+def _way_out(opt: NaturalGradient, found: Plan) -> str:
+    """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
+    ruled = {name for block in opt.keeper.view.blocks if block.rule for name in block.names}
+    lost = [name for name in found.uncovered if name in ruled]
+    if not lost:
+        return "pass rules=[…] with a rule for their module"
+    return (
+        f"{', '.join(lost)} had a rule, but the outputs of one example depend on the others, or more than its module's "
+        "own forward uses it"
+    )
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    """[1 d d] as d², [c d d] as c·d², [c d] as diag(c·d), D [c o i] as it is."""
+    c, d = shape[0], shape[1]
+    groups = f"{c}·" if c > 1 else ""
+    if len(shape) == 2:
+        return f"diag({groups}{d})"
+    return f"{groups}{d}²" if shape[2] == d else f"{groups}{d}·{shape[2]}"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [
+        cell.ljust(w) if at < 5 else cell.rjust(w) for at, (cell, w) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(padded).rstrip()
+
+
+# How the metric of an optimizer stands after some steps: conditions, damping, staleness, and the last step.
+
+
+@final
+@dataclass(frozen=True)
+class Side:
+    """One factor of a layer: its condition, by how much its rank falls short, and how many of its rows are zero.
+
+    Over several groups c the worst condition, and the sums. ``damped``: the condition after √λ/π or π√λ is added.
+    A zero row of S is a unit that no gradient reaches, a zero row of A an input that is always zero.
+    """
+
+    condition: float
+    damped: float
+    deficit: int
+    dead: int
+    size: int  # c·d
+
+
+@final
+@dataclass(frozen=True)
+class Health:
+    """One layer. ``share`` = λ/(λ + the mean eigenvalue of S ⊗ A): how much of the damped metric is damping.
+
+    ``damped``: the condition of what is inverted, (S + √λ/π) ⊗ (A + π√λ) or G + λ. ``step``: √(δᵀGδ) of the last step
+    δ on this layer. Parameters without a layer rule have no factors, and only a step.
+    """
+
+    names: tuple[str, ...]
+    step: float
+    factors: Mapping[str, Side]
+    share: float | None = None
+    damped: float | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Diagnostics:
+    """The layers, and what they have in common; ``print`` it.
+
+    ``metric_age`` and ``inverse_age``: steps since the metric was estimated, and since it was inverted, 0 if the last
+    step did so. ``step``: √(δᵀGδ) of the last step, whole; for a Fisher metric ½ of its square is, to second order, the
+    divergence of the outputs after the step from those before. ``accepted``: whether the last step was made.
+    """
+
+    layers: tuple[Health, ...]
+    damping: float
+    metric_age: int
+    inverse_age: int
+    step: float
+    accepted: bool
+
+    def __str__(self) -> str:
+        heads = ("parameters", "cond S", "cond A", "damped", "damping", "rank S", "rank A", "dead units", "step")
+        cells = [_cells(layer) for layer in self.layers]
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        lines = [_diagnostic_line(row, widths) for row in (heads, *cells)]
+        refused = "" if self.accepted else ", which was refused"
+        lines.append(f"last step{refused}: √(δᵀGδ) = {self.step:.3g}; damping λ = {self.damping:.3g}")
+        lines.append(f"the metric was estimated {_ago(self.metric_age)}, and inverted {_ago(self.inverse_age)}")
+        return "\n".join(lines)
+
+
+def diagnostics(opt: NaturalGradient) -> Diagnostics:
+    """Look at the metric and the last step. It waits for the device and computes eigenvalues: call it now and then.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    >>> opt = ng.KFAC(model, ng.Fisher(ng.Gaussian()))
+    >>> model(torch.randn(32, 4)).square().sum().backward()
+    >>> opt.step()
+    >>> found = opt.diagnostics()
+    >>> len(found.layers), found.metric_age, found.layers[1].factors["S"].condition  # S is the unit matrix
+    (2, 0, 1.0)
+    """
+    G, last = opt.keeper.average, opt.last
+    if G is None or last is None:
+        raise NatgradError(
+            "there is nothing to diagnose before the first step: opt.plan() says what the optimizer is going to do"
+        )
+    λ = opt.inverse_damping  # of the inverse that the last step was made with
+    δ = last.displacement
+    ω = G.flat(δ)
+    with torch.no_grad():
+        if isinstance(G, KroneckerOperator | EigenKroneckerOperator):
+            factored = isinstance(opt.solver, Factored)
+            layers = [_layer(G, b, λ, factored, _norm(δ, ω, block.names)) for b, block in enumerate(G.blocks)]
+            known = {name for layer in layers for name in layer.names}
+        else:
+            layers, known = [], set()
+        others = [tuple(n for n in block.names if n not in known) for block in opt.keeper.view.blocks]
+        layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
+    order = {name: at for at, name in enumerate(opt.keeper.model.params)}
+    ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
+    ages = (opt.keeper.step - 1 - opt.keeper.estimated, opt.keeper.step - 1 - opt.keeper.inverted)
+    return Diagnostics(tuple(ordered), last.damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
+
+
+def _layer(G: KroneckerOperator | EigenKroneckerOperator, b: int, λ: float, factored: bool, step: float) -> Health:
+    block: Block = G.blocks[b]
+    s, a = G.left[b].double(), G.right[b].double()
+    π = balance([a], [s])
+    values = {"S": _eigenvalues(s), "A": _eigenvalues(a)}
+    shifts = {"S": λ**0.5 / π, "A": λ**0.5 * π}
+    sides = {key: _side(values[key], factor, shifts[key]) for key, factor in (("S", s), ("A", a))}
+    if isinstance(G, EigenKroneckerOperator):
+        spectrum = G.scales[b].double().clamp(min=0)
+    else:
+        spectrum = values["S"].clamp(min=0).unsqueeze(-1) * values["A"].clamp(min=0).unsqueeze(-2)
+    mean = float(spectrum.mean())
+    damped = sides["S"].damped * sides["A"].damped if factored else _condition(spectrum.flatten(1), λ)
+    return Health(block.names, step, sides, λ / (λ + mean) if λ > 0 else 0.0, damped)
+
+
+def _eigenvalues(factor: Factor) -> Tensor:
+    """[c d], ascending."""
+    return torch.linalg.eigvalsh(factor) if full(factor) else factor.sort(-1).values
+
+
+def _side(values: Tensor, factor: Factor, shift: Tensor) -> Side:
+    largest = values.amax(-1, keepdim=True)
+    noise = values.shape[-1] * torch.finfo(torch.float32).eps * largest
+    zero = values <= noise
+    cleaned = values.masked_fill(zero, 0.0)
+    return Side(
+        condition=_condition(cleaned, 0.0),
+        damped=_condition(cleaned + shift.unsqueeze(-1), 0.0),
+        deficit=int(zero.sum()),
+        dead=int((diagonal(factor) == 0).sum()),
+        size=values.numel(),
+    )
+
+
+def _condition(values: Tensor, λ: float) -> float:
+    """The largest of max/min over groups [c d]; ∞ where a value is zero."""
+    shifted = values + λ
+    smallest = shifted.amin(-1)
+    return float(torch.where(smallest > 0, shifted.amax(-1) / smallest, torch.inf).max())
+
+
+def _norm(δ: Vector, ω: Covector, names: Sequence[str]) -> float:
+    """√⟨ω, δ⟩ over some parameters; below zero it is rounding."""
+    total = sum((δ[name].double() * ω[name].double()).sum() for name in names)
+    return math.sqrt(max(float(total), 0.0))
+
+
+def _cells(layer: Health) -> tuple[str, ...]:
+    title, step = " + ".join(layer.names), f"{layer.step:.1e}"
+    if not layer.factors:
+        return (title, *[""] * 7, step)
+    s, a = layer.factors["S"], layer.factors["A"]
+    ranks = (f"{side.size - side.deficit}/{side.size}" for side in (s, a))
+    return (
+        title,
+        f"{s.condition:.1e}",
+        f"{a.condition:.1e}",
+        f"{layer.damped:.1e}",
+        f"{layer.share:.0%}",
+        *ranks,
+        str(s.dead),
+        step,
+    )
+
+
+def _ago(age: int) -> str:
+    return "in the last step" if age == 0 else f"{age} step{'s' if age > 1 else ''} before it"
+
+
+def _diagnostic_line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()

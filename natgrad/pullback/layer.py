@@ -1,0 +1,412 @@
+"""Blocks: the partition of a model's parameters into layers, and how each layer's coordinates are packed."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.model import Model
+from natgrad.pullback.factors import Factors
+from natgrad.rules.base import Keys, Rule, check_packing, trainable
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies: its local name in the layer, its first position in the flattening order, its shape."""
+
+    key: str
+    start: int
+    shape: torch.Size
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.shape.numel())
+
+
+@final
+@dataclass(frozen=True)
+class Block:
+    """The parameters of one layer. With a rule they are packed as W [c o i]; without, they are one column [1 p 1].
+
+    A weight that modules of several kinds have (an embedding and the head of a language model) has ``facets``: it is
+    packed as the first of them packs it, whose rule and modules are the block's.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[Place, ...]
+    shape: tuple[int, int, int]
+    device: torch.device
+    rule: Rule | None = None
+    modules: tuple[nn.Module, ...] = ()
+    facets: tuple[Facet, ...] = ()
+
+    @cached_property
+    def kinds(self) -> tuple[Block, ...]:
+        """The block, as every kind of module has it: itself, where there is one kind."""
+        return tuple(facet.block for facet in self.facets) or (self,)
+
+    @cached_property
+    def owners(self) -> tuple[nn.Module, ...]:
+        """The modules of every kind."""
+        return tuple(module for kind in self.kinds for module in kind.modules)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the second moment on the side of i is diagonal, whatever the inputs."""
+        if not self.facets:
+            return self.rule is not None and self.rule.sparse
+        return all(facet.block.sparse and not facet.transposed for facet in self.facets)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def title(self) -> str:
+        """The names of the parameters, for people."""
+        return " + ".join(self.names)
+
+    @cached_property
+    def keys(self) -> Keys:
+        """The local names, in the order of the places."""
+        return tuple(place.key for place in self.places)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[p], the position in the flattening order of every packed coordinate, row-major over [c o i].
+
+        Made when asked for: beside one backward pass, as many integers as there are parameters are not cheap.
+        """
+        spans = (torch.arange(place.span.start, place.span.stop, device=self.device) for place in self.places)
+        if self.rule is None:
+            return torch.cat(list(spans))
+        local = {place.key: span.view(place.shape) for place, span in zip(self.places, spans, strict=True)}
+        return self.rule.pack(self.modules[0], local).reshape(-1)
+
+    def pack(self, flat: Tensor) -> Tensor:
+        """W [*batch c o i] from flattened parameters [*batch p]."""
+        if self.rule is None:
+            packed = torch.cat([flat[..., place.span] for place in self.places], dim=-1)
+        elif flat.ndim > 1:
+            packed = flat[..., self.index]
+        else:
+            local = {place.key: flat[place.span].view(place.shape) for place in self.places}
+            packed = self.rule.pack(self.modules[0], local)
+        return packed.reshape(*flat.shape[:-1], *self.shape)
+
+    def unpack(self, packed: Tensor, flat: Tensor) -> None:
+        """Write W [*batch c o i] into flattened parameters [*batch p]."""
+        batch = flat.shape[:-1]
+        if self.rule is None:
+            sizes = [place.shape.numel() for place in self.places]
+            for place, part in zip(self.places, packed.reshape(*batch, -1).split(sizes, dim=-1), strict=True):
+                flat[..., place.span] = part
+            return
+        local = self.rule.unpack(self.modules[0], self.keys, packed.reshape(*batch, *self.shape))
+        for place in self.places:
+            flat[..., place.span].view(batch + place.shape).copy_(local[place.key])
+
+    def packed(self, named: Mapping[str, Tensor]) -> Tensor:
+        """W [c o i] from named tensors, without flattening."""
+        if self.rule is None:
+            return torch.cat([named[name].reshape(-1) for name in self.names]).view(self.shape)
+        local = {key: named[name] for key, name in self._named.items()}
+        return self.rule.pack(self.modules[0], local).reshape(self.shape)
+
+    def columns(self, named: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The parts [c o j] that lie side by side in W, by their names; None where a rule packs in its own way."""
+        if self.rule is None:
+            return None
+        local = {key: named[name] for key, name in self._named.items()}
+        found = self.rule.columns(self.modules[0], local)
+        if found is None or any(part.shape[:2] != self.shape[:2] for part in found.values()):
+            return None
+        return {self._named[key]: part for key, part in found.items()}
+
+    @cached_property
+    def _named(self) -> dict[str, str]:
+        """The names of the parameters by their keys, in the order of W."""
+        by_start = sorted(self.places, key=lambda place: place.start)
+        names = {place.key: name for name, place in zip(self.names, by_start, strict=True)}
+        return {key: names[key] for key in self.keys}
+
+    def unpacked(self, packed: Tensor) -> dict[str, Tensor]:
+        """The inverse of ``packed``."""
+        by_start = sorted(self.places, key=lambda place: place.start)
+        if self.rule is None:
+            parts = packed.reshape(-1).split([place.shape.numel() for place in by_start])
+            pairs = zip(self.names, by_start, parts, strict=True)
+            return {name: part.view(place.shape) for name, place, part in pairs}
+        local = self.rule.unpack(self.modules[0], self.keys, packed)
+        return {name: local[place.key] for name, place in zip(self.names, by_start, strict=True)}
+
+    def without_rule(self) -> Block:
+        """The same parameters, to be differentiated by ``torch.func`` instead of by the rule."""
+        ordered = tuple(sorted(self.places, key=lambda place: place.start))
+        return replace(self, places=ordered, shape=(1, self.size, 1), rule=None, modules=(), facets=())
+
+
+@final
+@dataclass(frozen=True)
+class Facet:
+    """A tied weight as the modules of one kind have it: packed as the block's W [c o i], or transposed [c i o]."""
+
+    block: Block
+    transposed: bool = False
+
+    def oriented(self, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """What is on the side of o, and what is on that of i, from the two factors of this kind."""
+        return (a, s) if self.transposed else (s, a)
+
+
+@final
+@dataclass(frozen=True)
+class _Claim:
+    """A parameter as one module has it: under which name, and in which of the module's layers."""
+
+    module: nn.Module
+    rule: Rule | None
+    key: str
+    layer: int
+
+    @property
+    def where(self) -> tuple[int, int]:
+        return id(self.module), self.layer
+
+
+_Claims: TypeAlias = dict[str, list[_Claim]]
+
+
+def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
+    """Blocks of all trainable parameters, in flattening order: one a layer, with its rule where there is one.
+
+    Parameters that are together in a layer of every module that has them are one block, with several uses where there
+    are several modules. A weight that one kind of module packs as the transpose of what another does (an embedding and
+    a linear layer) has a facet for each. A parameter that also belongs to a module without a rule is seen only in part,
+    and one that two modules pack in other different ways has no common packing: both go without a rule, together with
+    the others whose names agree up to the last dot.
+    """
+    places, start = {}, 0
+    for name, p in model.params.items():
+        places[name] = Place(name, start, p.shape)
+        start += p.numel()
+    claims = _claims(model, rules)
+    grouped: dict[object, list[str]] = defaultdict(list)
+    for name in model.params:
+        own = claims.get(name, [])
+        ruled = bool(own) and all(claim.rule for claim in own)
+        grouped[tuple(c.where for c in own) if ruled else name.rpartition(".")[0]].append(name)
+    blocks = []
+    for group, names in grouped.items():
+        size = sum(places[name].shape.numel() for name in names)
+        block = Block(tuple(names), tuple(places[name] for name in names), (1, size, 1), model.example.device)
+        blocks.append(_with_rule(block, claims) if isinstance(group, tuple) else block)
+    return blocks
+
+
+def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
+    """Every module's claims on the trainable parameters."""
+    claims: _Claims = defaultdict(list)
+    if model.module is None:
+        return claims
+    names = {id(p): name for name, p in model.params.items()}
+    spoken_for: set[nn.Module] = set()  # submodules whose parameters the rule of a module above speaks for
+    for module in model.module.modules():
+        if module in spoken_for:
+            continue
+        rule = next((rule for rule in rules if rule.covers(module)), None)
+        # What the rule does not speak for is the module's own all the same.
+        own = trainable(module) if rule is None else trainable(module) | rule.parameters(module)
+        layers = () if rule is None else rule.layers(module)
+        spoken_for |= {module.get_submodule(key.rpartition(".")[0]) for key in own if "." in key}
+        for key, p in own.items():
+            layer = next((at for at, keys in enumerate(layers) if key in keys), -1)
+            claims[names[id(p)]].append(_Claim(module, rule if layer >= 0 else None, key, layer))
+    return claims
+
+
+def _with_rule(block: Block, claims: _Claims) -> Block:
+    """The block with the rules of its modules; without one where they have no common packing."""
+    kinds: dict[object, list[tuple[_Claim, ...]]] = defaultdict(list)
+    for own in zip(*(claims[name] for name in block.names), strict=True):
+        kinds[type(own[0].rule), tuple(claim.key for claim in own)].append(own)
+    found = [_of_kind(block, owners) for owners in kinds.values()]
+    if len(found) == 1 or any(kind.rule is None for kind in found):
+        return found[0] if len(found) == 1 else block
+    modules = [module for kind in found for module in kind.modules]
+    # A module that has a parameter under two names enters it into the graph twice in one call.
+    return block if len(set(modules)) < len(modules) else _tied(block, found)
+
+
+def _of_kind(block: Block, owners: Sequence[tuple[_Claim, ...]]) -> Block:
+    """The block with the rule of modules of one kind; without one where their shapes differ."""
+    rule, modules = owners[0][0].rule, tuple(own[0].module for own in owners)
+    assert rule is not None
+    order = rule.layers(modules[0])[owners[0][0].layer]
+    named = (replace(place, key=claim.key) for place, claim in zip(block.places, owners[0], strict=True))
+    places = tuple(sorted(named, key=lambda place: order.index(place.key)))
+    shapes = {rule.shape(m, tuple(place.key for place in places)) for m in modules}
+    if len(shapes) > 1:
+        return block
+    shape = shapes.pop()
+    check_packing(rule, block.names, shape, block.size)
+    return replace(block, places=places, shape=shape, rule=rule, modules=modules)
+
+
+def _tied(block: Block, kinds: Sequence[Block]) -> Block:
+    """The kinds as facets of one block, if every one packs it like the first, or transposed.
+
+    First is one whose inputs are not one-hot: W [1 V d] of the linear layer where an embedding has W [1 d V].
+    """
+    first = next((kind for kind in kinds if not kind.sparse), kinds[0])
+    facets = [_facet(first, kind) for kind in (first, *(kind for kind in kinds if kind is not first))]
+    known = tuple(facet for facet in facets if facet is not None)
+    return replace(first, facets=known) if len(known) == len(facets) else block
+
+
+def _facet(first: Block, kind: Block) -> Facet | None:
+    one, other = _packed_view(first), _packed_view(kind)
+    if one is None or other is None:
+        return None
+    for transposed in (False, True):
+        turned = other.mT if transposed else other
+        if turned.shape == one.shape and any(
+            a.is_contiguous() and b.is_contiguous() for a, b in ((one, turned), (one.mT, turned.mT))
+        ):
+            return Facet(kind, transposed)
+    return None
+
+
+def _packed_view(kind: Block) -> Tensor | None:
+    """W as a view of its one parameter, whose strides tell its order; no numbers are looked at. None if it is none."""
+    if len(kind.places) > 1 or kind.rule is None:
+        return None
+    flat = torch.empty(kind.places[0].shape, device="meta")
+    packed = kind.rule.pack(kind.modules[0], {kind.keys[0]: flat})
+    return packed if packed is flat or packed._base is flat else None
+
+
+# A weight that two kinds of modules have: the embedding of a language model, and its head.
+#
+# The head is z = W a with W [V d]; the embedding is z = Wᵀ e with e one-hot. The row of example n is the sum of both,
+#
+#     R_kn = Σ_r g_knr a_nrᵀ + Σ_r e_nr h_knrᵀ          (g, h the cotangents of head and embedding)
+#
+# and rows are exact. In a Kronecker product each kind u has its own factors S_u on the side of V and A_u on that of d
+# (for the embedding these are the counts of the words, a diagonal, and the second moment of h). Between kinds a and g
+# count as independent and centred, as they do between the layers, and the sum of the products is replaced by one,
+#
+#     Σ_u S_u ⊗ A_u ≈ S ⊗ A,   S = Σ_u tr(A_u) S_u,   A = Σ_u tr(S_u) A_u / Σ_u tr(S_u) tr(A_u),
+#
+# which has the same trace and the same two partial traces. It is the sum itself where only one kind has a gradient, or
+# where all S_u, or all A_u, are multiples of one another; else it is an approximation.
+
+
+def joined(block: Block, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """S and A of a block from those of its kinds, in their own packing: the ones above, or the only pair.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
+    >>> model[1].weight = model[0].weight
+    >>> pb = ng.pullback(model, torch.tensor([[0, 1], [2, 4]]), ng.Euclidean())
+    >>> {name: tuple(factor.shape) for name, factor in ng.Kronecker().estimate(pb).tensors().items()}
+    {'0.weight/S': (1, 5, 5), '0.weight/A': (1, 3, 3)}
+    """
+    if not block.facets:
+        return pairs[0]
+    sides = [facet.oriented(*pair) for facet, pair in zip(block.facets, pairs, strict=True)]
+    weights = [(trace(a), trace(s)) for s, a in sides]
+    total = sum((x * y for x, y in weights[1:]), start=weights[0][0] * weights[0][1])
+    S = _sum([_times(s, of_a) for (s, _), (of_a, _) in zip(sides, weights, strict=True)])
+    A = _sum([_times(a, of_s) for (_, a), (_, of_s) in zip(sides, weights, strict=True)])
+    # Without any gradient S or A is zero, and the other may be anything.
+    return S, _times(A, torch.where(total > 0, total, 1.0).reciprocal())
+
+
+def trace(factor: Tensor) -> Tensor:
+    """[c] of [c d d], or of a diagonal [c d]."""
+    return factor.sum(-1) if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _times(factor: Tensor, weight: Tensor) -> Tensor:
+    """A factor times a number a group, [c]."""
+    return factor * weight.view(-1, *[1] * (factor.ndim - 1))
+
+
+def _sum(factors: Sequence[Tensor]) -> Tensor:
+    """Of matrices [c d d] and diagonals [c d], in place: a diagonal only where all are."""
+    first, *others = sorted(factors, key=lambda factor: factor.ndim, reverse=True)
+    for other in others:
+        (first if first.ndim == other.ndim else first.diagonal(dim1=-2, dim2=-1)).add_(other)
+    return first
+
+
+@final
+@dataclass(frozen=True)
+class Tied:
+    """The gradients of the examples with respect to a tied weight, from the a [n r c i] and g [k n r c o] of its kinds.
+
+    They are no factors of one kind: on the side of o, the roots k are in g for the one and not in e for the other.
+    """
+
+    block: Block
+    a: Sequence[Tensor]
+    g: Sequence[Tensor]
+
+    @staticmethod
+    def of(block: Block, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tied:
+        """From (a, g) of every kind, in this precision."""
+        return Tied(block, [a.to(dtype) for a, _ in pairs], [g.to(dtype) for _, g in pairs])
+
+    def at(self, part: slice) -> Factors:
+        """Explicit rows of some of the examples, in flattening order."""
+        block = self.block
+        assert block.rule is not None
+        local = block.rule.unpack(block.modules[0], block.keys, self._rows(part))
+        return Factors.of_rows(local[block.keys[0]].flatten(2))
+
+    def rows(self, limit: int) -> Iterator[Tensor]:
+        """R [k n c o i], packed as the block is, some examples at a time: up to ``limit`` numbers, or one example."""
+        return map(self._rows, _slices(self.a[0].shape[0], limit // self.numbers))
+
+    @property
+    def numbers(self) -> int:
+        """How many the rows of one example are."""
+        return self.g[0].shape[0] * self.block.size
+
+    def _rows(self, part: slice) -> Tensor:
+        out: Tensor | None = None
+        for facet, a, g in zip(self.block.facets, self.a, self.g, strict=True):
+            rows = Factors(a[part], g[:, part]).rows().unflatten(-1, facet.block.shape)
+            rows = rows.mT if facet.transposed else rows
+            out = rows if out is None else out.add_(rows)
+        assert out is not None
+        return out
+
+
+def formed(found: Sequence[Factors | Tied], limit: int) -> Iterator[list[Factors]]:
+    """Factors of all blocks; with a tied weight some examples at a time, so that its rows are up to ``limit`` numbers.
+
+    The forward pass is not run again for that.
+    """
+    tied = [f for f in found if isinstance(f, Tied)]
+    if not tied:
+        yield [f for f in found if isinstance(f, Factors)]
+        return
+    n = tied[0].a[0].shape[0]
+    for part in _slices(n, limit // sum(f.numbers for f in tied)):
+        yield [f.at(part) for f in found]
+
+
+def _slices(n: int, step: int) -> list[slice]:
+    """Of n examples, ``step`` of them, or one, at a time."""
+    size = max(1, step)
+    return [slice(None)] if size >= n else [slice(start, start + size) for start in range(0, n, size)]

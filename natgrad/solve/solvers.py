@@ -1,0 +1,165 @@
+"""The solver: from a metric and a covector to the vector."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.inverses import Newton
+from natgrad.geometry import Covector, Vector
+from natgrad.linalg import check_damping
+from natgrad.structures.base import Inverse, Operator
+
+
+class Solver(ABC):
+    """v = (G + λ)⁻¹ω or G⁺ω. ``init`` does the expensive part once; ``sharp`` applies it to any covector."""
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the last inverse turned out to be no good, so that it must be made again before it is due."""
+        return False
+
+    @abstractmethod
+    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+        """Factor, or refuse by name a structure that cannot be solved this way.
+
+        ``warm``: the ``tensors()`` of an earlier inverse, to start from.
+        """
+
+    def again(self, last: Inverse, G: Operator, damping: float = 0.0) -> Inverse:
+        """As ``init``, from the last inverse, which may be used up: the new one may be made in its memory.
+
+        Where that raises, some layers of the last inverse may be new, and the others as they were.
+        """
+        return self.init(G, damping, last.tensors())
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether the inverse of a layer depends on that layer alone, where the metric is kept by layers."""
+        return False
+
+    def renewed(self, G: Operator) -> Operator:
+        """The same metric, with what is amortised over many estimates computed anew, before ``init``."""
+        return G.renewed()
+
+    def sharp(self, state: Inverse, ω: Covector) -> Vector:
+        """ω♯ from what ``init`` returned."""
+        return state.sharp(ω)
+
+
+# The direct solver: Cholesky, in the form each structure has for it.
+
+
+@final
+@dataclass(frozen=True)
+class Cholesky(Solver):
+    """(G + λ)⁻¹ by Cholesky: of the matrix, of its blocks, of the kernel (Woodbury) or of the capacity of a low rank.
+
+    A singular or indefinite matrix raises, with its rank and smallest eigenvalue.
+
+    >>> import torch, natgrad as ng
+    >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 4.0]))
+    >>> Cholesky().init(G, damping=1.0).sharp(ng.Covector({"w": torch.tensor([2.0, 10.0])}))["w"]
+    tensor([1., 2.])
+    """
+
+    @property
+    def by_layer(self) -> bool:
+        return True
+
+    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+        check_damping(damping, G.layout.dtype)
+        return G.inverse(damping)
+
+
+# Factored damping: each factor of a Kronecker product is damped by itself.
+
+
+@final
+@dataclass(frozen=True)
+class Factored(Solver):
+    """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹, π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3; ERRATA D).
+
+    The inverse of G + λM with the reference metric M = 1 ⊗ 1, up to the cross terms √λ(π S ⊗ 1 + 1 ⊗ A/π): the step
+    is shorter than that of ``Cholesky``, which damps by exactly λM through the eigenvalues. It needs no eigenvalues.
+    ``newton=Newton()`` refreshes an inverse that is nearly right by matrix products, and falls back to Cholesky.
+
+    >>> import torch, natgrad as ng
+    >>> model = torch.nn.Linear(2, 3)
+    >>> pb = ng.pullback(model, torch.randn(8, 2), ng.Euclidean())
+    >>> ω = ng.Covector({name: torch.ones_like(p) for name, p in model.named_parameters()})
+    >>> ng.sharp(ng.Kronecker().estimate(pb), ω, Factored(), damping=0.1)
+    Vector(weight: (3, 2), bias: (3,))
+    """
+
+    newton: Newton | None = None
+
+    @property
+    def by_layer(self) -> bool:
+        return True
+
+    @property
+    def doubtful(self) -> bool:
+        return self.newton is not None and self.newton.failed()
+
+    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+        check_damping(damping, G.layout.dtype)
+        return G.factored_inverse(damping, warm or {}, self.newton)
+
+    def again(self, last: Inverse, G: Operator, damping: float = 0.0) -> Inverse:
+        check_damping(damping, G.layout.dtype)
+        return G.factored_inverse(damping, last.tensors(), self.newton, last)
+
+
+# The generalised inverse: natural gradients of singular metrics.
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Pinv(Solver):
+    """v = argmin ‖y‖_W subject to G y = ω (001 (33)); Moore–Penrose without a weight (001 definitions 2 and 3).
+
+    Its pushforward is the projection of the gradient onto the span of the coordinate vectors, for every W (theorem 1);
+    the vector itself does depend on W and on the parametrisation (section 3.2). ``rtol``: eigenvalues at most rtol
+    times the largest count as zero (default: size × machine epsilon). ``weight``: positive numbers for every
+    parameter (a mapping of tensors by name), or a positive definite matrix [p q] in flattening order.
+
+    >>> import natgrad as ng
+    >>> G = ng.operators.DenseOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.ones(2, 2))
+    >>> ng.sharp(G, ng.Covector({"w": torch.tensor([6.0, 6.0])}), solver=Pinv())["w"]
+    tensor([3.0000, 3.0000])
+    """
+
+    rtol: float | None = None
+    weight: Mapping[str, Tensor] | Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.rtol is not None and not 0 <= self.rtol < 1:
+            raise ValueError(f"Pinv(rtol=…) must be in [0, 1), got {self.rtol}")
+        if isinstance(self.weight, Mapping) and not all(map(_positive, self.weight.values())):
+            raise ValueError("Pinv(weight=…) must be positive and finite for every parameter")
+        if isinstance(self.weight, Tensor) and not _positive_definite(self.weight):
+            raise ValueError("Pinv(weight=…) must be a symmetric positive definite matrix")
+
+    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+        check_damping(damping, G.layout.dtype)
+        weight = G.layout.flatten(self.weight) if isinstance(self.weight, Mapping) else self.weight
+        if weight is not None and weight.shape[0] != G.layout.size:
+            raise ValueError(
+                f"Pinv(weight=…) is over {weight.shape[0]} parameters, and the metric over {G.layout.size}"
+            )
+        return G.pseudo_inverse(damping, self.rtol, None if weight is None else weight.to(G.layout.dtype))
+
+
+def _positive(weight: Tensor) -> bool:
+    return bool(((weight > 0) & weight.isfinite()).all())
+
+
+def _positive_definite(matrix: Tensor) -> bool:
+    square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
+    return square and torch.allclose(matrix, matrix.T) and bool(torch.linalg.cholesky_ex(matrix).info == 0)

@@ -1,0 +1,90 @@
+"""The diagonal of the metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor
+
+from natgrad.linalg import check_finite, refuse_indefinite, refuse_singular
+from natgrad.structures.base import Inverse, Layout, Operator
+
+
+@final
+@dataclass(frozen=True)
+class DiagonalOperator(Operator):
+    """G_pp, nothing beside it: ``values`` [p]."""
+
+    layout: Layout
+    values: Tensor
+
+    def product(self, v: Tensor) -> Tensor:
+        return self.values * v
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def dense(self) -> Tensor:
+        return self.values.diag()
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return self._damped(damping).log().sum()
+
+    def lerp(self, other: Operator, weight: float) -> DiagonalOperator:
+        self.same_kind(other)
+        return DiagonalOperator(self.layout, torch.lerp(self.values, cast(DiagonalOperator, other).values, weight))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"values": self.values}
+
+    def averaged(self) -> dict[str, Tensor]:
+        return self.tensors()
+
+    def inverse(self, damping: float) -> Inverse:
+        return ScaleInverse(self.layout, self._damped(damping).reciprocal())
+
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        return ScaleInverse(self.layout, tensors["scale"]) if "scale" in tensors else None
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        # The weight chooses among solutions that differ in the null space; a diagonal G has one of least norm, for
+        # every diagonal weight the same: zero where G is zero.
+        if weight is not None and weight.ndim == 2:
+            self.refuse("Pinv(weight=matrix)", "a full weight mixes the coordinates; give numbers a parameter")
+        check_finite(self.values, "the diagonal of the metric")
+        damped = self.values + damping
+        rtol = damped.numel() * torch.finfo(damped.dtype).eps if rtol is None else rtol
+        refuse_indefinite(damped, rtol, damping, "the diagonal metric")
+        cut = rtol * damped.max()
+        return ScaleInverse(self.layout, torch.where(damped > cut, damped, torch.inf).reciprocal())
+
+    def _damped(self, damping: float) -> Tensor:
+        check_finite(self.values, "the diagonal of the metric")
+        damped = self.values + damping
+        if bool((damped <= 0).any()):
+            refuse_singular(damped.sort().values, 0.0, True, damping, "the diagonal metric")
+        return damped
+
+
+@final
+@dataclass(frozen=True)
+class ScaleInverse(Inverse):
+    """Division by the diagonal."""
+
+    layout: Layout
+    scale: Tensor  # [p]
+
+    def solve(self, ω: Tensor) -> Tensor:
+        return self.scale * ω
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        return self.scale.sqrt() * ξ
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        return self.scale.sqrt() * ω
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"scale": self.scale}

@@ -1,0 +1,330 @@
+"""The eigenvalue-corrected Kronecker structure (EK-FAC): the diagonal in the eigenvectors of the two factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, cast, final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.inverses import Factor, Newton
+from natgrad.model import Model
+from natgrad.pullback.factors import Factors, Squares
+from natgrad.pullback.features import Cotangents
+from natgrad.pullback.layer import Block, Tied
+from natgrad.pullback.moments import Watcher, passes, second_moments
+from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullback.tape import Tape
+from natgrad.rules.base import OneHot
+from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.structures.kronecker import Basis, Damped, Layered, LayerOperator, dtype_of, rotated, rotated_back, spread
+
+# The eigenvalue-corrected Kronecker metric: diagonal in the eigenvectors of the two factors.
+
+
+@final
+@dataclass(frozen=True)
+class Moments:
+    """S and A of every block, of which the next basis is made."""
+
+    left: tuple[Factor, ...]  # S [c o o], or its diagonal [c o]
+    right: tuple[Factor, ...]  # A [c i i], or its diagonal [c i]
+
+
+@final
+@dataclass(frozen=True)
+class EigenKroneckerOperator(LayerOperator):
+    """G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
+
+    Q and P are eigenvectors of S and A, or of what S and A were when the basis was last ``renewed``; D are the second
+    moments of the gradients in that basis. S and A are kept for the next basis. ``rest`` is the metric on the
+    parameters that no layer rule covers.
+    """
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    moments: Moments
+    basis: Basis
+    scales: tuple[Tensor, ...]  # D [c o i]
+    rest: Operator | None = None
+    unseen: frozenset[str] = frozenset()
+
+    @property
+    def left(self) -> tuple[Factor, ...]:
+        """S of every block."""
+        return self.moments.left
+
+    @property
+    def right(self) -> tuple[Factor, ...]:
+        """A of every block."""
+        return self.moments.right
+
+    def applied(self, b: int, w: Tensor) -> Tensor:
+        q, p = self.basis.left[b], self.basis.right[b]
+        return rotated_back(q, self.scales[b] * rotated(q, w, p), p)
+
+    def layer_diagonal(self, b: int) -> Tensor:
+        return spread(self.basis.left[b], self.scales[b], self.basis.right[b])
+
+    def layer_dense(self, b: int) -> Iterable[Tensor]:
+        c, o, i = self.blocks[b].shape
+        unit = torch.eye(o * i, dtype=self.layout.dtype, device=self.blocks[b].device).view(-1, 1, o, i)
+        return self.applied(b, unit.expand(-1, c, o, i)).movedim(1, 0).flatten(2)
+
+    def spectrum(self) -> tuple[list[Tensor], Basis]:
+        return list(self.scales), self.basis
+
+    def lerp(self, other: Operator, weight: float) -> EigenKroneckerOperator:
+        """A, S and D are averaged, D in the basis of ``other``, the newer one.
+
+        Where this one has another basis, its diagonal in the newer one is taken: no more than that can be kept.
+        """
+        self.same_kind(other)
+        there = cast(EigenKroneckerOperator, other)
+        rest = self.rest_lerp(there, weight)
+
+        def mean(old: Iterable[Tensor], new: Iterable[Tensor]) -> tuple[Tensor, ...]:
+            old, new = list(old), list(new)
+            return self.joined(there, old, new, torch._foreach_lerp(old, new, weight)) if self.blocks else ()
+
+        scales = mean(there.basis.carried(self.scales, self.basis), there.scales)
+        moments = Moments(mean(self.left, there.left), mean(self.right, there.right))
+        return replace(there, moments=moments, scales=scales, rest=rest, unseen=self.unseen & there.unseen)
+
+    def renewed(self) -> EigenKroneckerOperator:
+        """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""
+        basis = Basis.of(self.left, self.right)
+        rest = None if self.rest is None else self.rest.renewed()
+        return replace(self, basis=basis, scales=basis.carried(self.scales, self.basis), rest=rest)
+
+    def tensors(self) -> dict[str, Tensor]:
+        sides = {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right}
+        return self.named({**sides, "D": self.scales})
+
+    def averaged(self) -> dict[str, Tensor] | None:
+        """All but the basis, in which both are."""
+        if self.rest is not None and self.rest.averaged() is None:
+            return None
+        return self.every({"S": self.left, "A": self.right, "D": self.scales})
+
+    def inverse(self, damping: float) -> Inverse:
+        """(G + λ)⁻¹ = Q (QᵀWP / (D + λ)) Pᵀ, exactly, and with nothing to be factored."""
+        rest = None if self.rest is None else self.rest.inverse(damping)
+        if damping == 0:
+            for block, values in zip(self.blocks, self.scales, strict=True):
+                self.refuse_singular(block, values, 0.0)
+        return self.spectral(rest, Damped(damping, None))
+
+    def factored_inverse(
+        self,
+        damping: float,
+        warm: Mapping[str, Tensor],
+        newton: Newton | None = None,
+        into: Inverse | None = None,
+    ) -> Inverse:
+        self.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")
+
+
+# Second moments of per-example gradients in a basis of every layer: D = Σ_kn (Qᵀ R_kn P)² (George et al. 2018).
+
+
+Sides: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [c o o] and P [c i i] of a layer; None for the axes
+_ROWS = 2**24  # numbers, of explicit rows at a time
+
+
+@final
+class RotatedSquares(Watcher):
+    """D [c o i] of every layer, summed over chunks of examples and roots.
+
+    With one position D is (g Q)²ᵀ(a P)², and no row is formed. With several the rows Σ_r g aᵀ come first, a chunk at a
+    time; whether they are rotated, or g and a before, is decided by what is less work. One-hot inputs are not formed.
+    The rows of a tied weight are the sum of those of its kinds, and rotated.
+    """
+
+    def __init__(self, layers: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype) -> None:
+        self._layers, self._sides, self._dtype = list(layers), list(sides), dtype
+        self._sums = [Squares() for _ in layers]
+        self._tape: Tape | None = None
+        self._inputs: dict[int, Tensor] = {}  # of the tape, rotated: where there is one position they are few numbers
+
+    def add(self, tape: Tape, g: Cotangents) -> None:
+        if tape is not self._tape:
+            self._tape = tape
+            self._inputs.clear()
+        for b, block in enumerate(self._layers):
+            if block.facets:
+                pairs = [(tape.inputs(kind), g.whole(tape, kind)) for kind in block.kinds]
+                self._add_tied(b, Tied.of(block, pairs, self._dtype))
+                continue
+            cotangents = g.whole(tape, block).to(self._dtype)
+            if isinstance(block.rule, OneHot):
+                self._sums[b].accumulate(_of_places(tape, block, _turned(cotangents, self._sides[b][0])))
+                continue
+            if b in self._inputs:
+                self._add_plain(b, cotangents)
+                continue
+            f = Factors(tape.inputs(block).to(self._dtype), cotangents)
+            if f.a.shape[1] == 1:
+                self._inputs[b] = _turned(f.a, self._sides[b][1])
+                self._add_plain(b, cotangents)
+            else:
+                self._add_shared(b, f)
+
+    def totals(self) -> list[Tensor]:
+        """D of every layer."""
+        return [total.total().contiguous() for total in self._sums]
+
+    def _add_plain(self, b: int, g: Tensor) -> None:
+        self._sums[b].add(Factors(self._inputs[b], _turned(g, self._sides[b][0])))
+
+    def _add_shared(self, b: int, f: Factors) -> None:
+        q, p = self._sides[b]
+        k, _, r, c, o = f.g.shape
+        i = f.a.shape[3]
+        positions = r * (k * o * o * (q is not None) + i * i * (p is not None))
+        rows = k * o * i * (o * (q is not None) + i * (p is not None))
+        if positions <= rows:
+            self._sums[b].add(Factors(_turned(f.a, p), _turned(f.g, q)))
+            return
+        step = max(1, _ROWS // (k * c * o * i))
+        for a, g in zip(f.a.split(step), f.g.split(step, dim=1), strict=True):
+            self._sums[b].accumulate(_squares(Factors(a, g).rows().unflatten(-1, (c, o, i)), q, p))
+
+    def _add_tied(self, b: int, tied: Tied) -> None:
+        q, p = self._sides[b]
+        for rows in tied.rows(_ROWS):
+            self._sums[b].accumulate(_squares(rows, q, p))
+
+
+def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
+    """D [c o i] of every layer in ``layers``, which have rules: the diagonal of G in the basis of its sides."""
+    if not layers:
+        return []
+    if pb.coupling is not None:
+        return _coupled(pb, layers, sides)
+    squares = RotatedSquares(layers, sides, pb.y.dtype)
+    for tape, chunks in passes(pb):
+        for g in chunks:
+            squares.add(tape, g)
+    return squares.totals()
+
+
+def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
+    """The rows of a coupled metric come mixed, and in flattening order."""
+    totals = [Squares() for _ in layers]
+    orders = [block.index.argsort().argsort() for block in layers]
+    for factors in replace(pb, seen=replace(pb.seen, layers=list(layers))).factors():
+        for total, f, block, order, (q, p) in zip(totals, factors, layers, orders, sides, strict=True):
+            total.accumulate(_squares(f.rows()[..., order].unflatten(-1, block.shape), q, p))
+    return [total.total() for total in totals]
+
+
+def _of_places(tape: Tape, block: Block, g: Tensor) -> Tensor:
+    """Σ_kn (Σ_r g aᵀ)² [1 o i] for one-hot a: at every place r its g times the sum of those at the same word."""
+    rule = block.rule
+    assert isinstance(rule, OneHot)
+    found = [rule.places(use.module, block.keys, use.call) for use in tape.of(block)]
+    words, values = (torch.cat(side, dim=1) for side in zip(*found, strict=True))
+    g = g.squeeze(3) * values.to(g.dtype).unsqueeze(-1)  # [k n r o]
+    total = g.new_zeros(block.shape[2], block.shape[1])
+    step = max(1, _ROWS // words.shape[1] ** 2)  # examples, whose pairs of places are formed
+    for at, part in zip(words.split(step), g.split(step, dim=1), strict=True):
+        same = (at.unsqueeze(-1) == at.unsqueeze(-2)).to(g.dtype)
+        total.index_add_(0, at.flatten(), (part * (same @ part)).sum(0).flatten(0, 1))
+    return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
+
+
+def _turned(x: Tensor, basis: Tensor | None) -> Tensor:
+    """x [*lead c d] in the coordinates of a basis [c d d]."""
+    if basis is None:
+        return x
+    return x @ basis[0] if basis.shape[0] == 1 else torch.einsum("...cd,cde->...ce", x, basis)
+
+
+def _squares(rows: Tensor, q: Tensor | None, p: Tensor | None) -> Tensor:
+    """Σ_kn (QᵀRP)² [c o i] of rows [k n c o i]."""
+    rows = rows if q is None else q.mT @ rows
+    return (rows if p is None else rows @ p).square().sum((0, 1))
+
+
+@final
+@dataclass(frozen=True)
+class EigenKronecker(Layered):
+    """G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer, Q and P the eigenvectors of the factors S and A of ``Kronecker``.
+
+    D = Σ_kn (Qᵀ R_kn P)² are the second moments of the per-example gradients R_kn = Σ_r g aᵀ in that basis (George et
+    al. 2018, (9)): the diagonal of G itself, in the basis where S ⊗ A is diagonal. So it is never further from G than
+    ``Kronecker`` is, in the Frobenius norm, and its trace is that of G, whatever the ``sharing`` of positions, which
+    here chooses the basis only. ``fallback``, ``strict`` and ``largest`` are those of ``Kronecker``.
+
+    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate_like``).
+
+    >>> import torch, natgrad as ng
+    >>> model = torch.nn.Linear(2, 2, bias=False)
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    >>> pb = ng.pullback(model, x, ng.Euclidean())
+    >>> EigenKronecker().estimate(pb).dense().diagonal()
+    tensor([0.5000, 2.0000, 0.5000, 2.0000])
+    """
+
+    def layer_elements(self, block: Block) -> int:
+        sides = self.shapes(block)
+        return block.size + sum(math.prod(shape) * (2 if len(shape) == 3 else 1) for shape in sides)
+
+    def estimate(self, pullback: Pullback) -> EigenKroneckerOperator:
+        return self.estimate_like(pullback, None)
+
+    @without_autocast
+    def estimate_like(self, pullback: Pullback, like: Operator | None) -> EigenKroneckerOperator:
+        """In the basis of ``like`` where it is one of these layers: no eigenvectors, and one backward pass a root."""
+        parts, dtype = self.parts(pullback, like), pullback.y.dtype
+        basis = self._basis_of(like, parts.blocks)
+        if basis is None or pullback.coupling is not None:
+            found = second_moments(pullback, parts.seen, self.rule_of_sharing)
+            if basis is None:
+                own = Basis.of([s for s, _ in found], [a for _, a in found]).sides
+                sides = parts.everywhere(own, lambda block: (None, None))  # until it is renewed
+                basis = Basis(tuple(q for q, _ in sides), tuple(p for _, p in sides))
+            scales = rotated_squares(pullback, parts.seen, parts.of_seen(basis.sides))
+        else:
+            squares = RotatedSquares(parts.seen, parts.of_seen(basis.sides), dtype)
+            found = second_moments(pullback, parts.seen, self.rule_of_sharing, squares)
+            scales = squares.totals()
+        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
+        rest = None if not isinstance(like, EigenKroneckerOperator) else like.rest
+        return EigenKroneckerOperator(
+            Layout(pullback.model.like, dtype),
+            parts.blocks,
+            Moments(tuple(s for s, _ in factors), tuple(a for _, a in factors)),
+            basis,
+            tuple(parts.everywhere(scales, lambda block: _nothing(block, dtype))),
+            None if parts.others is None else self.fallback.estimate_like(parts.others, rest),
+            parts.unseen,
+        )
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
+        parts, rest = self.restored(model, blocks, tensors)
+        dtype = dtype_of(parts, tensors, rest)
+        names = [block.names[0] for block in parts.seen]
+        found = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
+        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
+        moments = Moments(tuple(s for s, _ in factors), tuple(a for _, a in factors))
+        d = tuple(parts.everywhere((tensors[f"{name}/D"] for name in names), lambda block: _nothing(block, dtype)))
+        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in parts.blocks) for side in "QP")
+        layout = Layout.of(model.params, dtype)
+        return EigenKroneckerOperator(layout, parts.blocks, moments, Basis(q, p), d, rest, parts.unseen)
+
+    def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
+        """The basis of an operator over the same layers."""
+        if not isinstance(like, EigenKroneckerOperator):
+            return None
+        alike = [block.names for block in like.blocks] == [block.names for block in covered]
+        return like.basis if alike else None
+
+
+def _nothing(block: Block, dtype: torch.dtype) -> Tensor:
+    """D of a layer that a pass did not use."""
+    return torch.zeros(block.shape, dtype=dtype, device=block.device)

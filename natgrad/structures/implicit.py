@@ -1,0 +1,185 @@
+"""The metric as a product only: v ↦ Jᵀ(C ⊗ h)Jv, nothing stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast, final
+
+import torch
+from torch import Tensor
+
+from natgrad.geometry import Covector, unflatten
+from natgrad.linearise import Linearisation
+from natgrad.pullback.pullback import Pullback
+from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.structures.dense import DenseOperator
+
+
+@final
+@dataclass(frozen=True)
+class ImplicitOperator(Operator):
+    """G v = Jᵀ h J v (002 section 5.2, 004 (43)): the model is linearised once, at a snapshot of the parameters.
+
+    A moving average is a weighted sum of such terms.
+    """
+
+    layout: Layout
+    terms: tuple[tuple[float, Pullback, Linearisation], ...]
+
+    def __post_init__(self) -> None:
+        for _, pullback, _ in self.terms:
+            pullback.check_metric()
+
+    def product(self, v: Tensor) -> Tensor:
+        named = unflatten(v, self.layout.like)
+        parts = []
+        for weight, pullback, linear in self.terms:
+            pushed = linear.push(named).to(pullback.y.dtype)
+            # The weight goes where there are few numbers: onto the outputs.
+            pulled = linear.pull((pullback.output_flat(pushed) * weight).to(linear.y.dtype))
+            parts.append(torch.cat([t.reshape(-1) for t in pulled.values()]).to(v.dtype))
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    @property
+    def columns(self) -> int:
+        """K·N: the columns of the root Rᵀ of G = RᵀR."""
+        return sum(pullback.columns * pullback.n for _, pullback, _ in self.terms)
+
+    def push_root(self, v: Tensor) -> Tensor:
+        """R v [(k n)], where a row of R is J_nᵀs_kn √(w/N)."""
+        named, parts = unflatten(v, self.layout.like), []
+        for weight, pullback, linear in self.terms:
+            pushed = linear.push(named).to(pullback.y.dtype)
+            s = pullback.root
+            t = torch.einsum("knd,nd->kn", s.reshape(*s.shape[:2], -1), pushed.reshape(pullback.n, -1))
+            parts.append(t.flatten() * math.sqrt(weight / pullback.n))
+        return torch.cat(parts)
+
+    def pull_root(self, t: Tensor) -> Tensor:
+        """Rᵀ t [p] for t [(k n)]."""
+        total = t.new_zeros(self.layout.size)
+        sizes = [pullback.columns * pullback.n for _, pullback, _ in self.terms]
+        for (weight, pullback, linear), own in zip(self.terms, t.split(sizes), strict=True):
+            u = torch.einsum("kn...,kn->n...", pullback.root, own.view(-1, pullback.n)) * math.sqrt(weight / pullback.n)
+            pulled = linear.pull(u.to(linear.y.dtype))
+            total += torch.cat([g.reshape(-1) for g in pulled.values()]).to(t.dtype)
+        return total
+
+    def diagonal(self) -> Tensor:
+        return torch.stack([weight * pullback.square() for weight, pullback, _ in self.terms]).sum(0)
+
+    def dense(self) -> Tensor:
+        eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.terms[0][1].y.device)
+        return torch.stack([self.product(column) for column in eye], dim=1)
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        self.refuse("logdet", "it has products only; estimate Dense or Kernel from the same pullback")
+
+    def lerp(self, other: Operator, weight: float) -> ImplicitOperator:
+        self.same_kind(other)
+        old = tuple(((1 - weight) * w, pullback, linear) for w, pullback, linear in self.terms)
+        new = tuple((weight * w, pullback, linear) for w, pullback, linear in cast(ImplicitOperator, other).terms)
+        return ImplicitOperator(self.layout, old + new)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Nothing is kept: a resumed run linearises again at its next forward pass."""
+        return {}
+
+    def inverse(self, damping: float) -> Inverse:
+        self.refuse("Cholesky", "it has products only; solve with CG(), or use Dense or Kernel")
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        self.refuse("Pinv", "it has products only; solve with CG(), or use Dense or Kernel")
+
+
+# The Hessian of a scalar function, and weighted sums of operators: what proximal and Newton steps solve with.
+
+
+@final
+@dataclass(frozen=True)
+class HessianOperator(Operator):
+    """H = ∇²J at a point, as products; it need not be positive. Built by ``HessianOperator.at``."""
+
+    layout: Layout
+    leaves: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]  # with their graph
+
+    @staticmethod
+    def at(objective: Callable[[Mapping[str, Tensor]], Tensor], point: Mapping[str, Tensor]) -> HessianOperator:
+        leaves = {name: p.detach().clone().requires_grad_() for name, p in point.items()}
+        with torch.enable_grad():
+            # 0·θ² keeps a graph for parameters in which J is linear or constant: their Hessian is zero, not missing.
+            value = objective(leaves) + sum((0 * p.square()).sum() for p in leaves.values())
+            gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
+        return HessianOperator(Layout.of(point), tuple(leaves.values()), tuple(gradients))
+
+    @property
+    def differential(self) -> Covector:
+        """dJ at the same point."""
+        return Covector({name: g.detach() for name, g in zip(self.layout.like, self.gradients, strict=True)})
+
+    def product(self, v: Tensor) -> Tensor:
+        tangents = list(self.layout.vector(v).values())
+        parts = torch.autograd.grad(self.gradients, self.leaves, tangents, retain_graph=True)
+        return torch.cat([part.reshape(-1) for part in parts]).to(v.dtype)
+
+    def diagonal(self) -> Tensor:
+        return self.dense().diagonal()
+
+    def dense(self) -> Tensor:
+        eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.leaves[0].device)
+        matrix = torch.stack([self.product(column) for column in eye])
+        return 0.5 * (matrix + matrix.T)
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return self._matrix().logdet(damping)
+
+    def lerp(self, other: Operator, weight: float) -> SumOperator:
+        return SumOperator(self.layout, ((1 - weight, self), (weight, other)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"matrix": self.dense()}
+
+    def inverse(self, damping: float) -> Inverse:
+        return self._matrix().inverse(damping)
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        self.refuse("Pinv", "a Hessian can be indefinite, and then it need not descend; use CG() or Cholesky()")
+
+    def _matrix(self) -> DenseOperator:
+        return DenseOperator(self.layout, self.dense())
+
+
+@final
+@dataclass(frozen=True)
+class SumOperator(Operator):
+    """Σ w G of operators over the same parameters, such as H + λG."""
+
+    layout: Layout
+    terms: tuple[tuple[float, Operator], ...]
+
+    def product(self, v: Tensor) -> Tensor:
+        return torch.stack([w * G.product(v) for w, G in self.terms]).sum(0)
+
+    def diagonal(self) -> Tensor:
+        return torch.stack([w * G.diagonal() for w, G in self.terms]).sum(0)
+
+    def dense(self) -> Tensor:
+        return torch.stack([w * G.dense() for w, G in self.terms]).sum(0)
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return DenseOperator(self.layout, self.dense()).logdet(damping)
+
+    def lerp(self, other: Operator, weight: float) -> SumOperator:
+        return SumOperator(self.layout, ((1 - weight, self), (weight, other)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"matrix": self.dense()}
+
+    def inverse(self, damping: float) -> Inverse:
+        return DenseOperator(self.layout, self.dense()).inverse(damping)
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        self.refuse("Pinv", "a sum with a Hessian can be indefinite; use CG() or Cholesky()")

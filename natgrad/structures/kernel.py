@@ -1,0 +1,326 @@
+"""The kernel: G = RᵀR kept through its factors, inverted in the space of examples and roots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import cast, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from natgrad.kernels.gram import KernelMatrix, root_or_nan
+from natgrad.linalg import check_finite, cholesky, refuse_lost_damping, refuse_singular
+from natgrad.pullback.factors import Factors
+from natgrad.pullback.layer import Block
+from natgrad.structures.base import Inverse, Layout, Operator
+
+# The inverse of a metric that couples the examples by K⁻¹, in the push-through form: K is inverted nowhere.
+
+
+_REFINED = 2  # times
+
+
+@final
+@dataclass(frozen=True)
+class PushThrough:
+    """z ↦ (λK + BBᵀ)⁻¹, for the rows B [(k n) p] of a metric BᵀK⁻¹B and K [n n] for every column k (ERRATA 13):
+
+        (BᵀK⁻¹B + λ)⁻¹BᵀK⁻¹v = Bᵀ(λK + BBᵀ)⁻¹v
+
+    It holds for a singular K too, with K⁺ for K⁻¹ and what K sees of B and v. Equal examples are rows that are equal:
+    they count once.
+    """
+
+    rows: KernelOperator  # B, in float64
+    K: KernelMatrix
+    damping: float
+    factor: Tensor  # of λK' + QᵀBBᵀQ [(k n) (l m)]
+
+    @staticmethod
+    def of(rows: KernelOperator, K: KernelMatrix, damping: float) -> PushThrough:
+        double = rows.to(torch.float64)
+        matrix = K.restrict_gram(double.gram())
+        check_finite(matrix, "the kernel")
+        n = K.whole.shape[0]
+        k = matrix.shape[0] // n
+        matrix.view(k, n, k, n).diagonal(dim1=0, dim2=2).add_(damping * K.inner.unsqueeze(2))
+        # λK may be less than the rounding of BBᵀ. Up to this rounding the factor is that of a positive matrix, and
+        # refinement with B itself takes out again what was added.
+        diagonal = matrix.diagonal()
+        diagonal.add_(matrix.shape[0] * torch.finfo(matrix.dtype).eps * diagonal.amax())
+        return PushThrough(double, K, damping, root_or_nan(matrix))
+
+    def solve(self, v: Tensor) -> Tensor:
+        """(λK + BBᵀ)⁻¹v [k n], of what K sees of v [k n]."""
+        inside = self.K.restrict(v.double())
+        z = self._apply(inside)
+        for _ in range(_REFINED):
+            z = z + self._apply(inside - self._product(z))
+        return self.K.extend(z)
+
+    def _apply(self, t: Tensor) -> Tensor:
+        return torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)
+
+    def _product(self, z: Tensor) -> Tensor:
+        through = self.rows.push(self.rows.pull(self.K.extend(z)))
+        return self.damping * (z @ self.K.inner) + self.K.restrict(through)
+
+
+@final
+@dataclass(frozen=True)
+class PushThroughInverse(Inverse):
+    """(BᵀK⁻¹B + λ)⁻¹ω = (ω − Bᵀ(λK + BBᵀ)⁻¹Bω)/λ, which for ω = Bᵀe is Bᵀ(λK + BBᵀ)⁻¹K e (ERRATA 13)."""
+
+    layout: Layout
+    dual: PushThrough
+
+    @staticmethod
+    def of(layout: Layout, dual: PushThrough) -> PushThroughInverse:
+        """Refused where dividing by the damping would leave rounding. No eigenvalue of K is above its trace."""
+        diagonal = dual.factor.square().sum(-1) / dual.K.whole.diagonal().sum()
+        refuse_lost_damping(dual.damping, diagonal, "the metric coupled by a kernel")
+        return PushThroughInverse(layout, dual)
+
+    def solve(self, ω: Tensor) -> Tensor:
+        rows, exact = self.dual.rows, ω.double()
+        return ((exact - rows.pull(self.dual.solve(rows.push(exact)))) / self.dual.damping).to(ω.dtype)
+
+
+_ELEMENTS = 2**24  # of explicit rows at a time
+
+
+@final
+@dataclass(frozen=True)
+class KernelOperator(Operator):
+    """G = RᵀR with R [(k n) p] kept as factors of every block; exact, and cheap when N·K < P.
+
+    The Gram matrix R Rᵀ [(k n) (l m)] is the neural tangent kernel in the output metric, over N.
+
+    A metric that couples the examples by the inverse of a kernel matrix K is G = BᵀK⁻¹B. The factors are those of B,
+    which K does not mix, and R = L⁻¹B with K = L Lᵀ is formed a few parameters at a time. With damping it is solved
+    without K⁻¹, by ``PushThrough``.
+    """
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    factors: tuple[Factors, ...]
+    K: KernelMatrix | None = None
+
+    def gram(self) -> Tensor:
+        """R Rᵀ [(k n) (l m)]."""
+        if self.K is None:
+            total = self.factors[0].gram()
+            for f in self.factors[1:]:
+                total += f.gram()
+            return total
+        k, n = self.factors[0].g.shape[:2]
+        total = self.factors[0].g.new_zeros(k * n, k * n)
+        for rows in (r for f in self.factors for r in _slices(f)):
+            mixed = self.K.whiten(rows).flatten(0, 1)
+            total.addmm_(mixed, mixed.T)
+        return total
+
+    def push(self, v: Tensor) -> Tensor:
+        """R v [k n]."""
+        parts = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
+        total = torch.stack(parts).sum(0)
+        return total if self.K is None else self.K.whiten(total)
+
+    def pull(self, t: Tensor) -> Tensor:
+        """Rᵀ t [p], for t [k n]."""
+        t = t if self.K is None else self.K.unwhiten(t)
+        out = t.new_empty(self.layout.size)
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            block.unpack(f.pull(t), out)
+        return out
+
+    def product(self, v: Tensor) -> Tensor:
+        return self.pull(self.push(v))
+
+    def diagonal(self) -> Tensor:
+        out = self.factors[0].g.new_empty(self.layout.size)
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            block.unpack(f.square() if self.K is None else self._mixed_square(f, self.K), out)
+        return out
+
+    def _mixed_square(self, f: Factors, K: KernelMatrix) -> Tensor:
+        """Σ_kn R² [c o i] of a block."""
+        parts = [K.whiten(r).square().sum((0, 1)).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
+        return torch.cat(parts, dim=1)
+
+    def dense(self) -> Tensor:
+        rows = self.rows()
+        return rows.T @ rows
+
+    def rows(self) -> Tensor:
+        """R [(k n) p] in flattening order."""
+        k, n = self.factors[0].g.shape[:2]
+        out = self.factors[0].g.new_empty(k * n, self.layout.size)
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            found = f.rows() if self.K is None else self.K.whiten(f.rows())
+            block.unpack(found.flatten(0, 1), out)
+        return out
+
+    def to(self, dtype: torch.dtype) -> KernelOperator:
+        """The same operator in another precision."""
+        factors = tuple(Factors(f.a.to(dtype), f.g.to(dtype)) for f in self.factors)
+        return replace(self, layout=Layout(self.layout.like, dtype), factors=factors)
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        """log det(G + λ) = (P − NK) log λ + log det(RRᵀ + λ), Sylvester's identity."""
+        self._check(damping)
+        factor = cholesky(self.gram(), damping, "the kernel")
+        return (self.layout.size - factor.shape[0]) * math.log(damping) + 2 * factor.diagonal().log().sum()
+
+    def lerp(self, other: Operator, weight: float) -> KernelOperator:
+        """Both sets of rows, weighted: exact, and as large as the two together."""
+        self.same_kind(other)
+        new_kernel = cast(KernelOperator, other)
+        theirs = new_kernel.factors
+        if any(f.g.shape[0] != h.g.shape[0] for f, h in zip(self.factors, theirs, strict=True)):
+            raise ValueError("kernels with different numbers of roots cannot be joined")
+        old, new = math.sqrt(1 - weight), math.sqrt(weight)
+        joined = tuple(
+            _join(Factors(f.a, old * f.g), Factors(h.a, new * h.g)) for f, h in zip(self.factors, theirs, strict=True)
+        )
+        return KernelOperator(self.layout, self.blocks, joined, _beside(self, new_kernel))
+
+    def tensors(self) -> dict[str, Tensor]:
+        out = {}
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            out[f"{block.names[0]}/a"], out[f"{block.names[0]}/g"] = f.a, f.g
+        return out if self.K is None else out | {"K": self.K.whole}
+
+    def inverse(self, damping: float) -> Inverse:
+        self._check(damping)
+        if self.K is not None:
+            return PushThroughInverse.of(self.layout, PushThrough.of(replace(self, K=None), self.K, damping))
+        gram = self.gram()
+        factor = cholesky(gram, damping, "the kernel")
+        refuse_lost_damping(damping, gram.diagonal(), "the kernel metric")
+        return WoodburyInverse(self.layout, self, factor, damping)
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        if weight is not None:
+            self.refuse("Pinv(weight=…)", "its solution has the least plain norm; use Dense for another norm")
+        if damping > 0:
+            return self.inverse(damping)
+        gram = self.gram()
+        check_finite(gram, "the kernel")
+        values, vectors = torch.linalg.eigh(gram)
+        cut = (gram.shape[0] * torch.finfo(gram.dtype).eps if rtol is None else rtol) * values[-1]
+        return KernelPseudoInverse(self.layout, self, vectors, torch.where(values > cut, values, torch.inf).pow(-2))
+
+    def _check(self, damping: float) -> None:
+        """Woodbury divides by λ; without damping, say how singular the metric is."""
+        if damping > 0:
+            return
+        gram = self.gram()
+        check_finite(gram, "the kernel")
+        values = torch.linalg.eigvalsh(gram.double())
+        zeros = values.new_zeros(max(self.layout.size - values.numel(), 0))
+        spectrum = torch.cat([zeros, values]).sort().values[-self.layout.size :]
+        rtol = values.numel() * torch.finfo(gram.dtype).eps
+        refuse_singular(spectrum, rtol, False, damping, "the kernel metric, which Woodbury inverts only with damping,")
+        self.refuse("Cholesky without damping", "Woodbury divides by it; add damping > 0, or use Pinv() or Dense")
+
+
+@final
+@dataclass(frozen=True)
+class WoodburyInverse(Inverse):
+    """(RᵀR + λ)⁻¹ω = (ω − Rᵀ(RRᵀ + λ)⁻¹Rω)/λ (001 section 4)."""
+
+    layout: Layout
+    kernel: KernelOperator
+    factor: Tensor
+    damping: float
+
+    def solve(self, ω: Tensor) -> Tensor:
+        # For ω in the range of G, the usual case, nearly all of it cancels in the difference above: refine.
+        return _refined(self._apply, self.kernel, ω, self.damping)
+
+    @property
+    def noise(self) -> int:
+        return self.layout.size + self.factor.shape[0]
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂)."""
+        own, pulled = ξ.split([self.layout.size, self.factor.shape[0]], dim=1)
+        shape = self.kernel.factors[0].g.shape[:2]
+
+        def one(a: Tensor, b: Tensor) -> Tensor:
+            return self.solve(a * math.sqrt(self.damping) + self.kernel.pull(b.view(shape)))
+
+        return torch.func.vmap(one)(own, pulled)
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        def one(own: Tensor) -> Tensor:
+            v = self.solve(own)
+            return torch.cat([v * math.sqrt(self.damping), self.kernel.push(v).flatten()])
+
+        return torch.func.vmap(one)(ω)
+
+    def _apply(self, ω: Tensor) -> Tensor:
+        t = self.kernel.push(ω)
+        inner = torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)
+        return (ω - self.kernel.pull(inner)) / self.damping
+
+
+@final
+@dataclass(frozen=True)
+class KernelPseudoInverse(Inverse):
+    """G⁺ω = Rᵀ (RRᵀ)⁺² R ω."""
+
+    layout: Layout
+    kernel: KernelOperator
+    vectors: Tensor
+    scale: Tensor
+
+    def solve(self, ω: Tensor) -> Tensor:
+        # Rounding is multiplied by the condition number to the power 3/2, and not to 1: refine.
+        return _refined(self._apply, self.kernel, ω, 0.0)
+
+    def _apply(self, ω: Tensor) -> Tensor:
+        t = self.kernel.push(ω)
+        inner = self.vectors @ (self.scale * (self.vectors.T @ t.reshape(-1)))
+        return self.kernel.pull(inner.view_as(t))
+
+
+def _refined(apply: Callable[[Tensor], Tensor], G: Operator, ω: Tensor, damping: float) -> Tensor:
+    """v = Aω and then A of what is left, v + A(ω − (G + λ)v): one step of iterative refinement."""
+    v = apply(ω)
+    return v + apply(ω - G.product(v) - damping * v)
+
+
+def _slices(f: Factors) -> Iterator[Tensor]:
+    """The rows [k n (c o i)] of a block, some outputs o at a time."""
+    k, n, _, c, o = f.g.shape
+    step = max(1, _ELEMENTS // (k * n * c * f.a.shape[3]))
+    for g in f.g.split(step, dim=4) if step < o else [f.g]:
+        yield Factors(f.a, g).rows()
+
+
+def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:
+    """K of the examples of both, which are not coupled to each other."""
+    if left.K is None and right.K is None:
+        return None
+    found = [
+        f.factors[0].g.new_ones(f.factors[0].g.shape[1]).diag() if f.K is None else f.K.whole for f in (left, right)
+    ]
+    return KernelMatrix.of(torch.block_diag(*[K.double() for K in found]))
+
+
+def _join(left: Factors, right: Factors) -> Factors:
+    """The examples of both. Shorter sequences get positions of zeros, which add nothing to Σ_r g aᵀ."""
+    r = max(left.a.shape[1], right.a.shape[1])
+    a = [_pad(f.a, 1, r) for f in (left, right)]
+    g = [_pad(f.g, 2, r) for f in (left, right)]
+    return Factors(torch.cat(a), torch.cat(g, dim=1))
+
+
+def _pad(t: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - t.shape[dim]
+    return t if missing == 0 else F.pad(t, (*[0, 0] * (t.ndim - 1 - dim), 0, missing))
