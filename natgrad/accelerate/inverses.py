@@ -11,7 +11,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.replay import Recordings, Weight
+from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.linalg import refuse_singular
 
@@ -517,7 +517,7 @@ _RECORDED = 2048  # rows; of larger ones the kernels take longer than to start t
 
 Sides: TypeAlias = Sequence[Sequence[Factor]]  # S of every layer, and A
 Chosen: TypeAlias = Callable[[Factor], bool]
-Make: TypeAlias = Callable[[Sides, Weight, Chosen], list[Task]]
+Make: TypeAlias = Callable[[Sides, Scalar, Chosen], list[Task]]
 
 
 @final
@@ -529,7 +529,7 @@ class Remade:
     """
 
     def __init__(self) -> None:
-        self._recordings = Recordings()
+        self.graphs = GraphCache[None]()
         self._flag: Tensor | None = None
         self.failures: list[Tensor] = []  # above 0 if a matrix could not be inverted; on their way to the host
 
@@ -561,11 +561,11 @@ class Remade:
             d = factor.shape[-1]
             return not full(factor) or (d < _RECORDED and (newton is None or not newton.takes(d)))
 
-        def compute(sources: Sequence[Tensor], weight: Weight) -> None:
+        def compute(sources: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             here = sources[: len(sides[0])], sources[len(sides[0]) :]
-            flag.copy_(sum(invert(make(here, weight, small), True), torch.zeros_like(flag)))
+            flag.copy_(sum(invert(make(here, scalars[0], small), True), torch.zeros_like(flag)))
 
-        self._recordings.run([*sides[0], *sides[1]], (places, repr(newton)), compute, damping)
+        self.graphs.run(compute, [*sides[0], *sides[1]], [damping], (places, repr(newton)))
         return [flag, *invert(make(sides, damping, lambda factor: not small(factor)), True, newton)]
 
 

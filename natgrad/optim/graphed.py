@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.replay import recording
+from natgrad.accelerate.replay import capturing
 from natgrad.geometry import Covector
 from natgrad.optim.preconditioner import Solves
 from natgrad.step.base import Step
@@ -133,7 +133,7 @@ class Graphed:
         moves.recorded = rates
         graph = torch.cuda.CUDAGraph()
         try:
-            with recording(graph, self._device):
+            with capturing(graph, self._device):
                 step = opt.propose(solve, Covector(dict(zip(ω, gradients, strict=True))), None, None)
                 moves.guard.look(step.numbers)
                 moves.apply(opt, step, solve.left(step))

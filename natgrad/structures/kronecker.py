@@ -34,7 +34,7 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.moments import spaced
-from natgrad.accelerate.replay import Weight
+from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import consecutive, gated_lerp, refuse_indefinite, refuse_singular
@@ -345,7 +345,7 @@ class ProductInverse(LayerInverse):
         like = G.left[0]
         return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
 
-    def tasks(self, sides: Sides, damping: Weight, chosen: Chosen = lambda _: True) -> list[Task]:
+    def tasks(self, sides: Sides, damping: Scalar, chosen: Chosen = lambda _: True) -> list[Task]:
         """What is to be inverted of the ``chosen`` factors, with factored damping, and where it goes."""
         out: list[Task] = []
         for group, stacks in zip(self.groups, self.stacks, strict=True):
@@ -527,7 +527,7 @@ def factored(
     return out
 
 
-def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Weight) -> tuple[list[Tensor], list[Tensor]]:
+def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Scalar) -> tuple[list[Tensor], list[Tensor]]:
     """√λ/π and √λ π [c] of every layer."""
     π, counts = balance(a, s), [factor.shape[0] for factor in s]
     return list((damping**0.5 / π).split(counts)), list((damping**0.5 * π).split(counts))
@@ -837,7 +837,7 @@ class Absorb(Sink):
     A factor that is not finite is not absorbed: it raises or, on a GPU, where nobody looks, leaves the average alone.
     """
 
-    def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Weight) -> None:
+    def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Scalar) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
         self._held: list[Held] = []
@@ -851,7 +851,7 @@ class Absorb(Sink):
     def places(self) -> Hashable:
         return tuple(self.numbers), self.average.unseen, self.average.addresses
 
-    def weighted(self, weight: Weight) -> Absorb:
+    def weighted(self, weight: Scalar) -> Absorb:
         return Absorb(self.average, self.numbers, weight)
 
     def input_rows(self, b: int, rows: Rows, count: int) -> bool:
@@ -930,11 +930,11 @@ class Held:
     factor: Tensor
     total: Tensor
     sign: Tensor | None  # the diagonal; None where all are to be looked at
-    weight: Weight
+    weight: Scalar
     count: int
 
     @staticmethod
-    def of(factor: Tensor, total: Tensor, weight: Weight, count: int) -> Held:
+    def of(factor: Tensor, total: Tensor, weight: Scalar, count: int) -> Held:
         """In the memory of the factor; what lies between the rows of a matrix may be anything."""
         diagonal = total.diagonal(dim1=-2, dim2=-1) if total.ndim == 3 else total
         if not _padded(factor):
