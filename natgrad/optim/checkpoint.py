@@ -23,6 +23,7 @@ from natgrad.output.fisher import Fisher
 from natgrad.output.metric import OutputMetric, Sampled
 from natgrad.output.sobolev import Sobolev
 from natgrad.pullback.layer import Block
+from natgrad.pullback.operation_layers import loaded, with_layers
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import REST, Inverse, Operator
 from natgrad.structures.dense import BlockDenseOperator, DenseOperator
@@ -362,9 +363,11 @@ class Restored:
     solved: Solved
     stream: Stream
     wanted: frozenset[str]  # parameters that wait for the metric to see them
+    layers: tuple[Block, ...] = ()  # that operations have shown
 
     def put(self, keeper: Keeper) -> None:
         """Give the keeper its part."""
+        keeper.view.known.operations.put(self.layers, keeper.view.blocks)
         self.clock.put(keeper)
         keeper.average, keeper.wanted = self.average, self.wanted
         keeper.mass.total, keeper.mass.usual = self.mass
@@ -430,6 +433,7 @@ def export(keeper: Keeper, solver: Solver, solved: Solved) -> dict[str, Any]:
         "estimated": keeper.estimated,
         "inverted": keeper.inverted,
         "wanted": sorted(keeper.wanted),
+        "operations": keeper.view.known.operations.state(),
         "operator": {} if keeper.average is None else keeper.average.tensors(),
         "inverse": {} if solved.inverse is None else solved.inverse.tensors(),
         "inverse_damping": solved.damping,
@@ -462,7 +466,9 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
 
     tensors = placed(state["operator"])
     structure = keeper.structure.structure
-    average = operator_of(structure, keeper.model, keeper.view.blocks, tensors) if tensors else None
+    layers = loaded(keeper.model, keeper.view.blocks, state.get("operations", ()))
+    blocks = with_layers(keeper.view.blocks, layers)
+    average = operator_of(structure, keeper.model, blocks, tensors) if tensors else None
     inverse = None if _solved_otherwise(state, solver) else _inverse(state, average, solver, placed(state["inverse"]))
     stream = Stream(state["generator"].cpu(), state["rank"])
     # A state of before there was a mass has as much as its number of estimates says.
@@ -474,6 +480,7 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
         solved=Solved(inverse, state["inverse_damping"], state["outdated"]),
         stream=stream,
         wanted=frozenset(state.get("wanted", ())),
+        layers=tuple(layers),
     )
 
 
@@ -502,8 +509,13 @@ def _signature(keeper: Keeper) -> dict[str, Any]:
         "metric": metric_in_words(keeper.metric),
         "structure": repr(keeper.structure.structure),
         "parameters": {name: list(p.shape) for name, p in keeper.model.params.items()},
-        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in keeper.view.blocks},
+        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in _declared(keeper)},
     }
+
+
+def _declared(keeper: Keeper) -> Sequence[Block]:
+    """The layers as the modules of the model declare them, whatever operations have shown since."""
+    return keeper.view.known.operations.declared(keeper.view.blocks)
 
 
 @final

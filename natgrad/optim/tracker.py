@@ -37,7 +37,7 @@ from natgrad.optim.frozen import Parameters
 from natgrad.output.fisher import Fisher
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.chunks import check_inputs
-from natgrad.pullback.pullback import Batch, Pullback, View
+from natgrad.pullback.pullback import Batch, OperationsNeededError, Pullback, View
 from natgrad.pullback.tape import Recorder
 from natgrad.step.geodesic import christoffel_at
 from natgrad.step.self_tuned import quadratic_forms
@@ -408,7 +408,7 @@ class Keeper:
             self.model.check_separable()
         eagerly = compiled or self.watched is not self.module or self._parameters.compiled()
         self._recorder = self._recorders[eagerly]
-        self._recorder.start()
+        self._recorder.start(Arguments(args, kwargs) if self.view.operations else None)
         if eagerly or not self.structure.one_pass:
             self._stream = random_stream(self.model.example.device)
         if eagerly:
@@ -446,7 +446,24 @@ class Keeper:
             recorder.uses = []  # they hold the graph
         with self._numbered():  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
-            self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs()))
+            try:
+                pb = self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
+            except OperationsNeededError:  # once for a model: its modules do not tell all
+                pb = self._again(batch)
+            self._add(pb)
+
+    def _again(self, batch: Batch) -> Pullback:
+        """The pullback at a batch, in another pass, whose operations are recorded; the random stream is put back."""
+        recorder, stream = self._recorders[True], random_stream(self.model.example.device)
+        recorder.start(batch.x)
+        try:
+            with torch.enable_grad(), ours(), untouched(self.module), eager(self.module):
+                raw = self.module(*batch.x.args, **batch.x.kwargs)
+        finally:
+            recorder.stop()
+            put_back(self.model.example.device, stream)
+        tape = recorder.tape(self.model.outputs(raw))
+        return self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
 
     def _end(self) -> Recorder:
         """The pass is not watched any longer."""

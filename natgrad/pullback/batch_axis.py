@@ -434,9 +434,10 @@ def _judged(model: Model, given: list[Block], tape: Tape, seen: Survey, whole: b
             for places in (seating.elsewhere, seating.idle)
         )
     )
-    out = seen.unreached(model.params) if whole else frozenset()
-    # A pass neither called the layer nor used its parameters.
-    unused = {b.names[0]: b for b in given if not tape.places(b) and out.issuperset(b.names)}
+    out = seen.unreached(tape.leaves or model.params) if whole else frozenset()
+    # Nothing that the pass returned depends on them, whether or not the layer was called.
+    unused = {b.names[0]: b for b in given if out.issuperset(b.names)}
+    blocks = [b.without_rule() if b.names[0] in unused else b for b in blocks]
     told = [b for b in blocks if b.rule is not None and not any(isinstance(kind.rule, Replayed) for kind in b.kinds)]
     positions = {b.names[0]: tape.positions(b) for b in told}
     return Judged(list(given), blocks, refused, unused, positions, seating.axes)

@@ -79,6 +79,11 @@ class Block:
         """The local names, in the order of the places."""
         return tuple(place.key for place in self.places)
 
+    @property
+    def named_places(self) -> dict[str, Place]:
+        """The places by the names of the parameters."""
+        return dict(zip(self.names, sorted(self.places, key=lambda place: place.start), strict=True))
+
     @cached_property
     def index(self) -> Tensor:
         """[p], the position in the flattening order of every packed coordinate, row-major over [c o i].

@@ -15,7 +15,6 @@ from natgrad.errors import MemoryBoundError
 from natgrad.kernels.gram import KernelMatrix
 from natgrad.linearise import linearise
 from natgrad.model import Model
-from natgrad.pullback.bare import parted
 from natgrad.pullback.factors import Factors, cross
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
@@ -272,8 +271,7 @@ class Kernel(Structure):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
         kept, factors = [], []
-        pieces = [piece for whole in blocks for piece in _as_before(model, whole, tensors)]
-        for block in pieces:
+        for block in blocks:
             f = Factors(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
             packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
             kept.append(block if packed == block.shape else block.without_rule())
@@ -309,11 +307,3 @@ class Implicit(Structure):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> None:
         return None
-
-
-def _as_before(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
-    """A block, or the pieces of it, whose rows these tensors are."""
-    rows = {name: tensors[f"{name}/g"] for name in block.names if f"{name}/g" in tensors}
-    if len(rows) < 2:
-        return [block]
-    return parted(model, block, [name for name, g in rows.items() if g.shape[3] == model.params[name].numel()])

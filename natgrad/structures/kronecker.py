@@ -39,10 +39,10 @@ from natgrad.errors import IncompatibleError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import consecutive, gated_lerp, refuse_indefinite, refuse_singular
 from natgrad.model import Model
-from natgrad.pullback.bare import SpreadRule, as_spread, parted
 from natgrad.pullback.features import Expand, Largest, Reduce, Sharing, mean
 from natgrad.pullback.layer import Block, trace
 from natgrad.pullback.moments import Sink, factors_of, stream
+from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.rules.base import Moment, Rows
 from natgrad.slots import check_slots
@@ -1084,7 +1084,6 @@ class Layered(Structure):
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
     ) -> tuple[Parts, Operator | None]:
         """The layers that have a product among these tensors, and the operator over the other parameters."""
-        blocks = [piece for block in blocks for piece in _as_before(model, block, tensors)]
         hidden = [block for block in blocks if f"{block.names[0]}/{UNSEEN}" in tensors]
         kept = [block for block in blocks if f"{block.names[0]}/S" in tensors or block in hidden]
         parts = Parts(tuple(kept), frozenset(name for block in hidden for name in block.names))
@@ -1224,24 +1223,12 @@ def split(pullback: Pullback, like: Operator | None) -> tuple[list[Block], list[
         pieces, fallen = [layer], any(name in below for name in layer.names)
         if layer.names[0] in pullback.seen.unused:
             own = known.get(layer.names, pullback.seen.unused[layer.names[0]])
-            alone = {name for name in layer.names if (name,) in known}
-            pieces = parted(pullback.model, layer, alone) if fallen or own.rule is None else [own]
-        elif fallen and isinstance(layer.rule, SpreadRule):
+            pieces = [layer] if fallen or own.rule is None else [own]
+        elif fallen and is_operation(layer):
             pieces = [layer.without_rule()]
         blocks += [piece for piece in pieces if piece.rule is not None]
         others += [piece for piece in pieces if piece.rule is None]
     return blocks, others
-
-
-def _as_before(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
-    """A block, or the pieces of it, that had these factors."""
-    named = {name for name in block.names if f"{name}/S" in tensors}
-    if block.names[0] in named:
-        s, a = (tensors[f"{block.names[0]}/{side}"] for side in "SA")
-        if s.shape[0] * s.shape[1] * a.shape[-1] == block.size:  # of all parameters, with the rule or a number each
-            ruled = block.rule is not None and not s.shape[0] == block.size != block.shape[0]
-            return [block if ruled else as_spread(model, block)]
-    return parted(model, block, named)
 
 
 def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
