@@ -49,7 +49,8 @@ class Wrapped(nn.Module):
 
     def forward(self, **inputs: Tensor) -> Tensor:
         with InDouble():
-            return self.model(**inputs).logits  # type: ignore[no-any-return]
+            logits: Tensor = self.model(**inputs).logits
+            return logits
 
 
 def _tokens() -> dict[str, Tensor]:

@@ -14,6 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class OperationMode(TorchDispatchMode, ABC):
     """While it is entered, ``see`` is called for every operation, below autograd, in place of the operation."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def enter(self) -> None:
+        """As ``with`` does, for those who begin in one hook and end in another."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::").split(".")[0]
         return self.see(name, func, args, kwargs or {})

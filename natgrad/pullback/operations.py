@@ -78,7 +78,7 @@ class Operand:
         # At once: an in-place operation changes it.
         self.at: Tensor | GradientEdge = t if t.is_leaf else get_gradient_edge(t)
         self.storage, self._copies = copies.get(storage(t), (storage(t), ()))
-        self.shape, self.dtype, self._stride, self._start = t.shape, t.dtype, t.stride(), t.storage_offset()
+        self.shape, self.dtype, self._stride, self._start = t.shape, t.dtype, t.stride(), int(t.storage_offset())
         # 1 where it was expanded.
         self.unexpanded = tuple(1 if step == 0 else size for size, step in zip(t.shape, t.stride(), strict=True))
 
@@ -104,7 +104,7 @@ class Operand:
     def _index(self, at: Tensor, p: Tensor) -> Tensor:
         for copy in self._copies:
             at = copy.source(at)
-        return torch.stack([*unravel(at - p.storage_offset(), p.shape, p.stride()), at * 0], dim=-1)[..., :-1]
+        return torch.stack([*unravel(at - int(p.storage_offset()), p.shape, p.stride()), at * 0], dim=-1)[..., :-1]
 
     def _separate(self, p: Tensor, first: Tensor, axes: Sequence[Tensor]) -> bool:
         """Whether the index of a number is the sum of those along the axes, looked at for some numbers."""
@@ -317,21 +317,11 @@ def _quotient(p: Find, x: Any, y: Any, rounding_mode: Any = None) -> Operation |
 def _choice(p: Find, mask: Tensor, x: Tensor, y: Tensor) -> list[Operation]:
     """where(mask, x, y)."""
     shape = torch.broadcast_shapes(mask.shape, x.shape, y.shape)
-    found = []
-    for operand, chosen in ((x, mask), (y, ~mask)):
-        if p(operand):
-            dtype = operand.dtype
-            found.append(
-                _entries(
-                    p,
-                    lambda t: t.expand(shape),
-                    lambda c=chosen, d=dtype: c.to(d),
-                    operand,
-                    mask,
-                    "choice",  # type: ignore[misc]
-                )
-            )
-    return found
+
+    def chosen(operand: Tensor, where: Tensor) -> Operation:
+        return _entries(p, lambda t: t.expand(shape), lambda: where.to(operand.dtype), operand, mask, "choice")
+
+    return [chosen(t, where) for t, where in ((x, mask), (y, ~mask)) if p(t)]
 
 
 def _joined(p: Find, tensors: Sequence[Tensor], dim: int = 0) -> list[Operation]:
@@ -363,7 +353,7 @@ def _convolution(
     sizes = [list(v) * (k // len(v)) for v in (stride, pad, dilation)]
 
     def cut(t: Tensor) -> Tensor:
-        return _patches(t, w.shape[2:], *sizes, c)
+        return _patches(t, w.shape[2:], sizes[0], sizes[1], sizes[2], c)
 
     def whole(t: Tensor) -> Tensor:
         return _patches(t, [1] * k, [1] * k, [0] * k, [1] * k, c)
@@ -409,8 +399,8 @@ def _normalised(p: Find, lay: Map, read: Callable[[], Tensor], w: Any, b: Any, x
 def _batch_norm(
     p: Find, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, _: Any, eps: float, *__: Any
 ) -> Any:
-    saved = (None, None) if training else (mean.clone(), var.clone())
-    return _normalised(p, _last, lambda: F.batch_norm(x, *saved, training=training, eps=eps), w, b, x)
+    mean, var = (None, None) if training else (mean.clone(), var.clone())
+    return _normalised(p, _last, lambda: F.batch_norm(x, mean, var, training=training, eps=eps), w, b, x)
 
 
 def _linear(p: Find, x: Tensor, w: Tensor, b: Any = None) -> Operation | None:
@@ -510,7 +500,7 @@ class OperationRecorder(OperationMode):
         self._copies.pop(at, None)
         if name in _COPIES and args and t.shape == args[0].shape and args[0].layout is torch.strided:
             source, chain = self._copies.get(storage(args[0]), (storage(args[0]), ()))
-            copy = Copy(t.shape, t.stride(), t.storage_offset(), args[0].stride(), args[0].storage_offset())
+            copy = Copy(t.shape, t.stride(), int(t.storage_offset()), args[0].stride(), int(args[0].storage_offset()))
             self._copies[at] = source, (copy, *chain)
 
     def _found(self, name: str, operands: dict[int, Operand], args: Any, kwargs: Any) -> list[Operation]:
@@ -535,8 +525,8 @@ class OperationRecorder(OperationMode):
         for use, out, whole in self._pending:
             # In place on a view, the node of the view is made anew each time: that of its base stays.
             if whole is not None and whole.is_contiguous():
-                at = out.shape, out.stride(), out.storage_offset() - whole.storage_offset()
-                use.write, out = _within(use.write, *at), whole
+                start = int(out.storage_offset()) - int(whole.storage_offset())
+                use.write, out = _within(use.write, out.shape, out.stride(), start), whole
             use.shape, use.half = out.shape, out.dtype is torch.float16
             if out.grad_fn is not None:
                 use.edge = get_gradient_edge(out)

@@ -649,8 +649,8 @@ class View:
         by_reason: dict[str, list[str]] = {}
         for name, reason in reasons.items():
             by_reason.setdefault(reason, []).append(name)
-        for reason, names in by_reason.items():
-            message = _WITHOUT.format(", ".join(sorted(names)), reason)
+        for reason, which in by_reason.items():
+            message = _WITHOUT.format(", ".join(sorted(which)), reason)
             if self.known.verdicts.news(message):
                 _log.warning(message)
         if not blocks:

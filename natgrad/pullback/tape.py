@@ -220,11 +220,11 @@ class Recorder:
         self._operations = None
         if x is not None:
             self._operations = OperationRecorder(tensors_of(x))
-            self._operations.__enter__()
+            self._operations.enter()
 
     def stop(self) -> None:
         if self._operations is not None and not self._stopped:
-            self._operations.__exit__(None, None, None)
+            self._operations.leave()
         self._stopped = True
         self._hooks.remove()
         for handle in self._handles:

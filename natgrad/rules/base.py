@@ -57,17 +57,20 @@ def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
 
 
 @cache
-def _inherits(own: type[nn.Module], kind: type[nn.Module]) -> bool:
+def _inherits(own: Any, kind: Any) -> bool:
     """Whether a subclass leaves all that ``kind`` computes with as it is."""
     between = own.__mro__[: own.__mro__.index(kind)]
     return all(name in _HARMLESS or not hasattr(kind, name) for cls in between for name in vars(cls))
 
 
 _HARMLESS = frozenset(
-    "__init__ __repr__ __doc__ __module__ __qualname__ __annotations__ __constants__ __dict__ __weakref__ __slots__ "
-    "__firstlineno__ __static_attributes__ __annotate__ __annotate_func__ __orig_bases__ __parameters__ "
-    "__type_params__ __hash__ __eq__ __init_subclass__ __class_getitem__ __abstractmethods__ _abc_impl "
-    "__jit_unused_properties__ reset_parameters extra_repr".split()
+    (
+        *("__init__", "__repr__", "__doc__", "__module__", "__qualname__", "__annotations__", "__constants__"),
+        *("__dict__", "__weakref__", "__slots__", "__firstlineno__", "__static_attributes__", "__annotate__"),
+        *("__annotate_func__", "__orig_bases__", "__parameters__", "__type_params__", "__hash__", "__eq__"),
+        *("__init_subclass__", "__class_getitem__", "__abstractmethods__", "_abc_impl", "__jit_unused_properties__"),
+        *("reset_parameters", "extra_repr"),
+    )
 )
 
 

@@ -238,7 +238,7 @@ def test_an_operator_does_not_hold_the_graph() -> None:
     of = problem("residual scale")
     G = ng.Kronecker().estimate(pull(of, ng.Euclidean()))
     assert isinstance(G, KroneckerOperator)
-    bare = [block for block in G.blocks if isinstance(block.rule, EntriesRule)]
-    assert [block.names for block in bare] == [("bare.p",)]
-    assert all(isinstance(m, ParameterGroup) for m in bare[0].modules)
-    assert bare[0].rule.pulled is None
+    ((block, rule),) = [(block, block.rule) for block in G.blocks if isinstance(block.rule, EntriesRule)]
+    assert block.names == ("bare.p",)
+    assert all(isinstance(m, ParameterGroup) for m in block.modules)
+    assert rule.pulled is None
