@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from scipy import stats
 
 from experiments import arms
-from experiments.arms import FIFTHS, TENTHS
-from experiments.student import critical
+from experiments.configs import FIFTHS, TENTHS
 from experiments.timing import Timing
 from tests.cifar_page import PAGE, RESULTS, ROOT, finals, pair, reached, read, signed, text
 
@@ -84,7 +84,7 @@ def test_sobolev_less_amari_on_the_test_images_is_as_the_page_says() -> None:
     apart = math.hypot(found["tenths"]["deviation"], found["fifths"]["deviation"]) / 2
     assert f"deviation, {found['both']['deviation']:.2f}, is half of the {apart:.2f}" in text()
     assert min(found["tenths"]["margin"], found["fifths"]["margin"]) > 0.25  # "a quarter of a point"
-    assert f"|t| has to be above {critical(0.05, 2):.2f}" in text()
+    assert f"|t| has to be above {stats.t.isf(0.025, 2):.2f}" in text()
 
 
 def test_sobolev_less_amari_in_training_is_as_the_page_says() -> None:

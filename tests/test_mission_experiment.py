@@ -12,10 +12,9 @@ from torch import nn
 
 import natgrad as ng
 from experiments import arms
-from experiments.cifar import CIFAR10, CIFAR100
-from experiments.packing import write_pieces
+from experiments.cifar import CIFAR10, CIFAR100, write_pieces
 from experiments.sobolev_cifar import main, parsed
-from experiments.vgg import vgg16
+from experiments.training import vgg16
 from tests.experiments.test_cifar import images
 
 

@@ -1,4 +1,4 @@
-"""Entry point of the `natgrad` command: one module a subcommand, each with `configure(parser)` and `run(arguments)`."""
+"""Entry point of the `natgrad` command: one module per subcommand, with `configure(parser)` and `run(arguments)`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from natgrad.cli import demo
 
 EXTRA = ("rich", "matplotlib")
-COMMANDS = {"demo": (demo, "train on digits with SGD, AdamW and two natural gradients, and compare")}
+COMMANDS = {"demo": (demo, "compare SGD, AdamW, natural gradients and K-FAC on handwritten digits")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,8 +12,8 @@ import pytest
 
 from experiments import pairs, report
 from experiments.cifar import CIFAR100
-from experiments.plots import draw
 from experiments.record import Name, Point, Record, load_all
+from experiments.report import draw
 from experiments.sobolev_cifar import RESULTS, main
 from experiments.timing import Timing
 from tests.experiments.test_cifar import images, write_archive
