@@ -357,9 +357,9 @@ def fitted(basin: Basin, scale: float, limit: float, generator: torch.Generator)
             return basin
         reach = 2.0
     raise ValueError(
-        f"the basin did not fit into an ellipsoid after {_LINE_ROUNDS} rounds of {PILOT} random lines: each had more to add "
-        "to its extent. It is unbounded, with an infinite volume (a direction in which the loss does not rise), or too "
-        "long and thin. Lower epsilon=, or freeze the parameters that the loss does not determine with "
+        f"the basin did not fit into an ellipsoid after {_LINE_ROUNDS} rounds of {PILOT} random lines: each had more "
+        "to add to its extent. It is unbounded, with an infinite volume (a direction in which the loss does not "
+        "rise), or too long and thin. Lower epsilon=, or freeze the parameters that the loss does not determine with "
         "requires_grad_(False)"
     )
 
