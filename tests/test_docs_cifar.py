@@ -7,7 +7,7 @@ import math
 import pytest
 from scipy import stats
 
-from experiments import arms
+from experiments import configs
 from experiments.configs import FIFTHS, TENTHS
 from experiments.timing import Timing
 from tests.cifar_page import PAGE, RESULTS, ROOT, finals, pair, reached, read, signed, text
@@ -42,12 +42,12 @@ def test_the_page_says_which_parts_have_not_been_run() -> None:
 
 
 def test_the_settings_of_the_page_are_those_of_the_runs() -> None:
-    c, sobolev = arms.Constants(), arms.sobolev().metric
+    c, sobolev = configs.Constants(), configs.sobolev().metric
     for schedule in ("tenths", "fifths"):
         for arm in ("amari", "sobolev", "independent"):
             settings = finals(schedule)[arm]["settings"]
             assert (settings["epochs"], settings["batch"]) == (50, 128)
-            assert settings["arm"] == pytest.approx(arms.amari().numbers())
+            assert settings["arm"] == pytest.approx(configs.amari().numbers())
         assert max(max(curve["workers"]) for curve in finals(schedule).values()) == 12
     assert f"learning rate {c.lr:g}, momentum {c.momentum:g}, damping {c.damping:g}" in text()
     assert f"weight decay {c.weight_decay:g}, factors every {c.metric_every}" in text()

@@ -30,6 +30,8 @@ from torch.optim import Optimizer
 
 import natgrad as ng
 from natgrad.data import load_digits
+from natgrad.solve import Solver
+from natgrad.structures import Structure
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +112,7 @@ def optimizers(
     conjugate gradients without forming G. K-FAC has two small matrices per layer and no number to choose.
     """
 
-    def natural(structure: ng.Structure, solver: ng.Solver) -> MakeOptimizer:
+    def natural(structure: Structure, solver: Solver) -> MakeOptimizer:
         return lambda m: ng.NaturalGradient(
             m, ng.Fisher(family), structure, solver, ng.TrustRegion(radius, longest=1.0), lr=lr, damping=damping
         )
