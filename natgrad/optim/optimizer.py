@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from natgrad.accelerate.flags import Guard
+from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector
 from natgrad.isolation import random_stream
 from natgrad.model import Inputs, Model, unwrapped
@@ -107,7 +107,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
         self.warned = False  # of a factorisation that failed
         self.last: Step | None = None
-        self.moves, self._graphed = Moves(self, Guard()), Graphed(self)
+        self.moves, self._graphed = Moves(self, Flag()), Graphed(self)
         self._stream = torch.empty(0)  # the random stream before the closure was called
         watch(self.keeper, self)
         if self.rule.needs_closure:
@@ -165,7 +165,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         hear(self)
-        self.moves.guard.report()
+        self.moves.flag.raise_pending()
         value = None
         try:
             if closure is not None:
@@ -184,7 +184,7 @@ class NaturalGradient(torch.optim.Optimizer):
             return
         ω = self.moves.differential(self.keeper.model.params)
         if self.keeper.model.example.device.type != "cuda":  # there, what is in the gradient shows in the step
-            self.moves.guard.check(ω, "the gradient", self.keeper.step)
+            self.moves.flag.check(ω, "the gradient", self.keeper.step)
         operator, refreshed = self.keeper.candidate()
         self.keeper.wanted |= self.moves.waiting(operator.unseen)
         damping = common_damping(self.param_groups)
@@ -192,10 +192,10 @@ class NaturalGradient(torch.optim.Optimizer):
         step = None if closure is not None or self.moves.resting else self._graphed.step(solve, ω)
         if step is None:
             step = self.propose(solve, ω, closure, value)
-            self.moves.guard.check(step.numbers, "the step", self.keeper.step)
+            self.moves.flag.check(step.numbers, "the step", self.keeper.step)
             self.moves.apply(self, step, solve.left(step))
         else:
-            self.moves.guard.send("the step", self.keeper.step)
+            self.moves.flag.send("the step", self.keeper.step)
         self._put(solve)
         for group in self.param_groups:
             group["damping"] = step.damping
@@ -212,7 +212,7 @@ class NaturalGradient(torch.optim.Optimizer):
         step = self._graphed.quick(self, [p.grad for p in keeper.model.params.values()])
         if step is None or keeper.average is None:
             return False
-        self.moves.guard.send("the step", keeper.step)
+        self.moves.flag.send("the step", keeper.step)
         keeper.commit(keeper.average, False)
         self.last = step
         return True

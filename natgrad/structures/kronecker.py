@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias, TypeVar, cast, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate import fused
 from natgrad.accelerate.inverses import (
     Chosen,
     Factor,
@@ -34,10 +35,10 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.moments import spaced
-from natgrad.accelerate.replay import Weight
+from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector, Vector
-from natgrad.linalg import consecutive, gated_lerp, refuse_indefinite, refuse_singular
+from natgrad.linalg import consecutive, refuse_indefinite, refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.bare import SpreadRule, as_spread, parted
 from natgrad.pullback.features import Expand, Largest, Reduce, Sharing, mean
@@ -163,7 +164,7 @@ class LayerInverse(Inverse):
             return new
         changed = [key for key, t in mine.items() if t.data_ptr() != its[key].data_ptr()]
         if changed:
-            torch._foreach_copy_([mine[key] for key in changed], [its[key] for key in changed])
+            fused.copy_([mine[key] for key in changed], [its[key] for key in changed])
         return self
 
     def __copy__(self) -> LayerInverse:
@@ -345,7 +346,7 @@ class ProductInverse(LayerInverse):
         like = G.left[0]
         return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
 
-    def tasks(self, sides: Sides, damping: Weight, chosen: Chosen = lambda _: True) -> list[Task]:
+    def tasks(self, sides: Sides, damping: Scalar, chosen: Chosen = lambda _: True) -> list[Task]:
         """What is to be inverted of the ``chosen`` factors, with factored damping, and where it goes."""
         out: list[Task] = []
         for group, stacks in zip(self.groups, self.stacks, strict=True):
@@ -527,7 +528,7 @@ def factored(
     return out
 
 
-def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Weight) -> tuple[list[Tensor], list[Tensor]]:
+def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Scalar) -> tuple[list[Tensor], list[Tensor]]:
     """√λ/π and √λ π [c] of every layer."""
     π, counts = balance(a, s), [factor.shape[0] for factor in s]
     return list((damping**0.5 / π).split(counts)), list((damping**0.5 * π).split(counts))
@@ -762,7 +763,7 @@ class KroneckerOperator(LayerOperator):
         rest = self.rest_lerp(there, weight)
         if not self.blocks:
             return replace(self, rest=rest)
-        both = torch._foreach_lerp([*self.left, *self.right], [*there.left, *there.right], weight)
+        both = fused.lerp([*self.left, *self.right], [*there.left, *there.right], weight)
         left = self.joined(there, self.left, there.left, both[: len(self.left)])
         right = self.joined(there, self.right, there.right, both[len(self.left) :])
         return replace(self, left=left, right=right, rest=rest, unseen=self.unseen & there.unseen)
@@ -837,7 +838,7 @@ class Absorb(Sink):
     A factor that is not finite is not absorbed: it raises or, on a GPU, where nobody looks, leaves the average alone.
     """
 
-    def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Weight) -> None:
+    def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Scalar) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
         self._held: list[Held] = []
@@ -851,7 +852,7 @@ class Absorb(Sink):
     def places(self) -> Hashable:
         return tuple(self.numbers), self.average.unseen, self.average.addresses
 
-    def weighted(self, weight: Weight) -> Absorb:
+    def weighted(self, weight: Scalar) -> Absorb:
         return Absorb(self.average, self.numbers, weight)
 
     def input_rows(self, b: int, rows: Rows, count: int) -> bool:
@@ -930,11 +931,11 @@ class Held:
     factor: Tensor
     total: Tensor
     sign: Tensor | None  # the diagonal; None where all are to be looked at
-    weight: Weight
+    weight: Scalar
     count: int
 
     @staticmethod
-    def of(factor: Tensor, total: Tensor, weight: Weight, count: int) -> Held:
+    def of(factor: Tensor, total: Tensor, weight: Scalar, count: int) -> Held:
         """In the memory of the factor; what lies between the rows of a matrix may be anything."""
         diagonal = total.diagonal(dim1=-2, dim2=-1) if total.ndim == 3 else total
         if not _padded(factor):
@@ -954,7 +955,7 @@ def absorb_together(held: Sequence[Held]) -> None:
         alike = [one for one in held if (id(one.weight), one.count) == key]
         for launch in _launches(alike):
             factors, totals = zip(*launch, strict=True)
-            gated_lerp(factors, totals, alike[0].weight, key[1], found)
+            fused.average_(factors, totals, alike[0].weight, count=key[1], gate=found)
 
 
 def _launches(held: Sequence[Held], most: int = _LAUNCH) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -985,10 +986,8 @@ def _padded(factor: Tensor) -> bool:
 
 def _not_finite(held: Sequence[Held]) -> Tensor:
     """1 where one of the totals is not finite, on the device: second moments are finite where their diagonals are."""
-    found = torch.zeros((), device=held[0].total.device)
     whole = [one.total for one in held if one.sign is None]
-    if whole:
-        torch._amp_foreach_non_finite_check_and_unscale_(whole, found, torch.ones_like(found))
+    found = fused.nonfinite(whole) if whole else torch.zeros((), device=held[0].total.device)
     signs = [one.sign.flatten() for one in held if one.sign is not None]
     # NaN and infinity times zero are NaN, and NaN is not zero.
     return torch.cat(signs).mul_(0).sum().add(found).ne(0).to(found.dtype) if signs else found

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.accelerate.replay import Recordings
+from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.operators import KroneckerOperator
 from natgrad.optim.tracker import Mass
@@ -48,8 +48,7 @@ def test_an_absorbed_estimate_is_a_whole_one(name: str, k: int, structure: ng.Kr
 @pytest.mark.parametrize("name", zoo.IDS)
 def test_inputs_and_cotangents_can_be_absorbed_apart(name: str, k: int) -> None:
     """As the kernels of a GPU are recorded; here none is, and they run one by one."""
-    (before, now), structure, recordings = _two(zoo.case(name).make(), k), ng.Kronecker(), Recordings()
-    recordings._possible = False
+    (before, now), structure, recordings = _two(zoo.case(name).make(), k), ng.Kronecker(), GraphCache[None]()
     expected = _average(structure, before).lerp(structure.estimate(now), 0.3)
     recorded = replace(now, passes=replace(now.passes, recordings=recordings))
     found = structure.absorb(recorded, _average(structure, before), 0.3)
