@@ -46,7 +46,7 @@ def render(template: Path) -> str:
     return NOTE.format(name=template.name) + PLACEHOLDER.sub(value, template.read_text())
 
 
-# ------------------------------------------------------------------------------------------------------------ benchmarks
+# ----------------------------------------------------------------------------------------------------------- benchmarks
 
 
 @cache
@@ -116,7 +116,7 @@ def vi_table() -> str:
     return "\n".join(lines)
 
 
-# ----------------------------------------------------------------------------------------------------------- experiments
+# ---------------------------------------------------------------------------------------------------------- experiments
 
 
 def cifar_table(name: str) -> str:
@@ -159,10 +159,11 @@ def regression_table(index: int) -> str:
 
 def online_table() -> str:
     """Error over the Cramér–Rao bound after one pass over a stream."""
-    lines = ["| distribution | optimizer | rate | error / bound |", "| --- | --- | --- | --- |"]
-    for curve in results("online_mle/record"):
-        lines.append(f"| {curve['problem']} | {curve['arm']} | {curve['settings']} | {curve['error'][-1]:.2f} |")
-    return "\n".join(lines)
+    rows = [
+        f"| {curve['problem']} | {curve['arm']} | {curve['settings']} | {curve['error'][-1]:.2f} |"
+        for curve in results("online_mle/record")
+    ]
+    return "\n".join(["| distribution | optimizer | rate | error / bound |", "| --- | --- | --- | --- |", *rows])
 
 
 NAMES = {
@@ -174,7 +175,7 @@ NAMES = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------- figure
+# --------------------------------------------------------------------------------------------------------------- figure
 
 
 def draw(path: Path = FIGURE) -> None:

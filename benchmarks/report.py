@@ -185,10 +185,11 @@ def ratio_table(results: Mapping[str, Any], what: str) -> str:
         if section.startswith(f"{what}: ")
     }
     columns = list(dict.fromkeys(column for _, column in cells))
-    lines = [f"| {what} | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
-    for name in dict.fromkeys(name for name, _ in cells):
-        lines.append(f"| {name} | " + " | ".join(cells.get((name, column), "–") for column in columns) + " |")
-    return "\n".join(lines)
+    rows = [
+        f"| {name} | " + " | ".join(cells.get((name, column), "–") for column in columns) + " |"
+        for name in dict.fromkeys(name for name, _ in cells)
+    ]
+    return "\n".join([f"| {what} | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns), *rows])
 
 
 def claim_table(targets: list[dict[str, Any]]) -> str:
