@@ -183,10 +183,11 @@ def draw(path: Path = FIGURE) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "natgrad", "axes.spines.top": False}
-    with matplotlib.rc_context({**style, "axes.spines.right": False}):
+    with matplotlib.rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "natgrad"}):
         figure = Figure(figsize=(7.2, 2.6), layout="constrained")
         left, right = figure.subplots(1, 2)
+        for ax in (left, right):
+            ax.spines[["top", "right"]].set_visible(False)
         record = curves.Record.load(ROOT / "benchmarks" / "results" / "training-cuda.json")
         colours = {curves.KFAC: "tab:red", curves.SOAP: "tab:orange", curves.ADAMW: "tab:blue", curves.SGD: "tab:gray"}
         for run in record.runs:
