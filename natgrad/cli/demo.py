@@ -1,4 +1,4 @@
-"""`natgrad demo`: SGD, AdamW, natural gradients and K-FAC on two small tasks with 8 × 8 digits.
+"""The tasks, the optimizers and the training loop of `natgrad demo`.
 
 The runs of a task share data, initial weights and mini-batches; they differ in the optimizer alone. The clock counts
 optimization steps only, and stands still while losses are measured.
@@ -13,15 +13,11 @@ The numbers of the natural gradients (lr, damping, radius) were chosen by hand f
 
 from __future__ import annotations
 
-import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
-from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +29,6 @@ from natgrad.data import load_digits
 from natgrad.solve import Solver
 from natgrad.structures import Structure
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-SECONDS = 3.6  # training time of a run of weight 1; five runs on each of the two tasks take 72 s
-INTERRUPTED = 130  # 128 + SIGINT, the exit code that shells expect
 E24 = (10, 11, 12, 13, 15, 16, 18, 20, 22, 24, 27, 30, 33, 36, 39, 43, 47, 51, 56, 62, 68, 75, 82, 91)
 
 Status: TypeAlias = Literal["running", "finished", "diverged", "interrupted"]
@@ -330,81 +321,3 @@ def compare(tasks: tuple[Task, ...], budget: Budget, seed: int, watch: Watch = l
         for run in result.runs:
             run.status = "interrupted" if run.status == "running" else run.status
     return result
-
-
-# The command.
-
-
-def configure(parser: ArgumentParser) -> None:
-    """Options of the command."""
-    parser.add_argument("--out", type=Path, default=Path("natgrad-demo"), help="folder for the results (%(default)s)")
-    parser.add_argument("--seconds", type=float, help="training time of all runs together (72 unless --steps is given)")
-    parser.add_argument("--steps", type=int, help="at most this many steps per run")
-    parser.add_argument("--seed", type=int, default=0, help="seed of initial weights and mini-batches (%(default)s)")
-    # Networks of this size gain nothing from more threads, and lose a lot where another process wants the cores.
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch (%(default)s)")
-
-
-def budget_of(arguments: Namespace, tasks: tuple[Task, ...]) -> Budget:
-    """The budget of a run of weight 1."""
-    for option in ("seconds", "steps", "threads"):
-        value = getattr(arguments, option)
-        if value is not None and not value > 0:
-            raise ValueError(f"natgrad demo: --{option} is {value}, but must be positive")
-    if arguments.seconds is None:
-        return Budget(arguments.steps, seconds=None if arguments.steps else SECONDS)
-    return Budget(arguments.steps, arguments.seconds / sum(task.weight * len(task.optimizers) for task in tasks))
-
-
-@contextmanager
-def threads(number: int) -> Iterator[None]:
-    """Set torch's number of threads, and restore it afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def compare_with_progress(tasks: tuple[Task, ...], budget: Budget, seed: int, console: Console) -> Comparison:
-    """``compare`` with one progress bar per run."""
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-    columns = ("{task.description}", BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[state]}"))
-    with Progress(*columns, console=console) as progress:
-        bars: dict[int, TaskID] = {}
-
-        def watch(run: Run, spent: float) -> None:
-            if id(run) not in bars:
-                bars[id(run)] = progress.add_task(f"{run.task.name}: {run.optimizer}", total=1.0, state="")
-            last = run.history[-1]
-            progress.update(bars[id(run)], completed=spent, state=f"step {last.step}, loss {last.train_loss:.3g}")
-
-        return compare(tasks, budget, seed, watch)
-
-
-def run(arguments: Namespace) -> int:
-    """Run the command; the exit code is 0, 130 after Ctrl-C, or 1 if it could not start."""
-    from rich.console import Console
-
-    # Imported before the training, so that a missing extra is noticed before and not after it.
-    from natgrad.cli.report import report
-
-    tasks = (classifier(), autoencoder())
-    try:
-        budget = budget_of(arguments, tasks)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=132)  # a file or a pipe has no width of its own; rich's 80 would cut the tables
-    with threads(arguments.threads):
-        comparison = compare_with_progress(tasks, budget, arguments.seed, console)
-        report(comparison, arguments.seed, arguments.out, console)
-    if comparison.interrupted:
-        console.print("Interrupted: the results cover the runs above.")
-        return INTERRUPTED
-    return 0

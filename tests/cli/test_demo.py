@@ -24,13 +24,12 @@ from natgrad.cli.demo import (
     Run,
     Task,
     batches,
-    budget_of,
     classifier,
     compare,
     milestones,
     train,
 )
-from natgrad.cli.main import main
+from natgrad.cli.main import budget_of, main
 from natgrad.cli.report import AXES, ladder, reached
 from natgrad.data import load_digits
 
