@@ -51,16 +51,17 @@ clean:  ## remove the virtual environment, caches and results
 	rm -rf $(VENV) build dist natgrad-demo .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first and pinned: an open range may resolve to a build with gigabytes of libraries for a GPU.
+# torch comes first and pinned: an open range may resolve to a build with gigabytes of libraries for a GPU. It is named
+# again with the rest, so that no other package replaces it.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
 	@touch $@
 
 $(VENV)/.cli: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable '.[cli]'
+	$(PIP) --editable '.[cli]' '$(TORCH)'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev]' '$(TORCH)'
 	@touch $@ $(VENV)/.cli
