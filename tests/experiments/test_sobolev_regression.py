@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.regression_arms import (
+from experiments.regression_configs import (
     ARMS,
     AdamW,
     Arm,
@@ -25,9 +25,8 @@ from experiments.regression_arms import (
     train,
 )
 from experiments.regression_data import Checks, Problem, Sampled, Sines, Table, real
-from experiments.regression_plots import draw
 from experiments.regression_record import CONFIRM, CONTEST, MATCHED, SWEEP, TUNE, Key, Record, summary, tables
-from experiments.sobolev_regression import Study
+from experiments.sobolev_regression import Study, draw
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "experiments" / "results" / "sobolev_regression"
