@@ -69,7 +69,7 @@ def hooked(problem: c.Problem) -> Contestant:
 
     def contestant() -> None:
         own.model(own.x)
-        made.keeper.discard()  # the next pass is due again
+        made.tracker.discard()  # the next pass is due again
 
     return contestant
 

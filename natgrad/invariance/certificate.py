@@ -205,7 +205,7 @@ class _Run:
 
             seen = [self.function(model, what, 0)]
             for step in range(1, self.steps + 1):
-                if isinstance(optimizer, NaturalGradient) and optimizer.keeper.metric.needs_target:
+                if isinstance(optimizer, NaturalGradient) and optimizer.tracker.metric.needs_target:
                     optimizer.refresh(x, target)
                 optimizer.step(closure)  # type: ignore[arg-type]  # torch types the value as a float
                 seen.append(self.function(model, what, step))

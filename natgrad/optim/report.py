@@ -229,11 +229,11 @@ def plan(opt: NaturalGradient) -> Plan:
     >>> found.bytes  # 2 (20² + 65² + 10² + 21²) numbers of 4 bytes
     41328
     """
-    schedule, blocks = opt.keeper.structure, _blocks(opt)
+    schedule, blocks = opt.tracker.structure, _blocks(opt)
     damped = float(opt.param_groups[0]["damping"]) > 0
     rows = tuple(_row(opt, block, damped) for block in blocks)
     together = whole_cost(schedule.structure, blocks, opt.solver)
-    dtype = torch.promote_types(opt.keeper.model.example.dtype, torch.float32)
+    dtype = torch.promote_types(opt.tracker.model.example.dtype, torch.float32)
     found = Plan(rows, together, schedule, dtype.itemsize, ())
     notes = (_schedule(opt), _damping(opt), _movement(opt), *_exceptions(opt, found))
     return Plan(rows, together, schedule, dtype.itemsize, notes)
@@ -241,12 +241,12 @@ def plan(opt: NaturalGradient) -> Plan:
 
 def _blocks(opt: NaturalGradient) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
-    blocks, G = opt.keeper.view.blocks, opt.keeper.average
+    blocks, G = opt.tracker.view.blocks, opt.tracker.average
     if not isinstance(G, KroneckerOperator | EigenKroneckerOperator):
         return blocks
     seen = {name for block in G.blocks for name in block.names}
     found = [*G.blocks, *(left for block in blocks for left in _left(block, seen))]
-    order = {name: at for at, name in enumerate(opt.keeper.model.params)}
+    order = {name: at for at, name in enumerate(opt.tracker.model.params)}
     return sorted(found, key=lambda block: order[block.names[0]])
 
 
@@ -261,7 +261,7 @@ def _left(block: Block, seen: Collection[str]) -> list[Block]:
 
 
 def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:
-    structure = opt.keeper.structure.structure
+    structure = opt.tracker.structure.structure
     name = type(structure).__name__
     if block.rule is None and isinstance(structure, Kronecker | EigenKronecker):
         fallback = f"{type(structure.fallback).__name__} (fallback)"
@@ -271,7 +271,7 @@ def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:
 
 
 def _schedule(opt: NaturalGradient) -> str:
-    schedule, metric = opt.keeper.structure, opt.keeper.metric
+    schedule, metric = opt.tracker.structure, opt.tracker.metric
     average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
     inverse = f"inverted every {schedule.inverse} steps" if schedule.inverse > 1 else "inverted when it has changed"
     return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {inverse}"
@@ -304,7 +304,7 @@ def _movement(opt: NaturalGradient) -> str:
 
 
 def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
-    structure, fresh = opt.keeper.structure.structure, opt.keeper.average is None
+    structure, fresh = opt.tracker.structure.structure, opt.tracker.average is None
     lines = []
     if found.uncovered and not isinstance(structure, Implicit):
         first = "the first pass may find them spread over the examples; if not, " if fresh else ""
@@ -325,7 +325,7 @@ def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
 
 def _way_out(opt: NaturalGradient, found: Plan) -> str:
     """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
-    ruled = {name for block in opt.keeper.view.blocks if block.rule for name in block.names}
+    ruled = {name for block in opt.tracker.view.blocks if block.rule for name in block.names}
     lost = [name for name in found.uncovered if name in ruled]
     if not lost:
         return "pass rules=[…] with a rule for their module"
@@ -430,7 +430,7 @@ def diagnostics(opt: NaturalGradient) -> Diagnostics:
     >>> len(found.layers), found.metric_age, found.layers[1].factors["S"].condition  # S is the unit matrix
     (2, 0, 1.0)
     """
-    G, last = opt.keeper.average, opt.last
+    G, last = opt.tracker.average, opt.last
     if G is None or last is None:
         raise NatgradError(
             "there is nothing to diagnose before the first step: opt.plan() says what the optimizer is going to do"
@@ -445,11 +445,11 @@ def diagnostics(opt: NaturalGradient) -> Diagnostics:
             known = {name for layer in layers for name in layer.names}
         else:
             layers, known = [], set()
-        others = [tuple(n for n in block.names if n not in known) for block in opt.keeper.view.blocks]
+        others = [tuple(n for n in block.names if n not in known) for block in opt.tracker.view.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
-    order = {name: at for at, name in enumerate(opt.keeper.model.params)}
+    order = {name: at for at, name in enumerate(opt.tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
-    ages = (opt.keeper.step - 1 - opt.keeper.estimated, opt.keeper.step - 1 - opt.keeper.inverted)
+    ages = (opt.tracker.step - 1 - opt.tracker.estimated, opt.tracker.step - 1 - opt.tracker.inverted)
     return Diagnostics(tuple(ordered), last.damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
 
 

@@ -225,7 +225,7 @@ def _resumed(case: Case, file: Path, rank: int) -> tuple[Tensor, dict[str, Any]]
 
 
 def _names() -> list[str]:
-    return list(ng.KFAC(DistributedDataParallel(build(CASES["kfac"])), EXACT).keeper.model.params)
+    return list(ng.KFAC(DistributedDataParallel(build(CASES["kfac"])), EXACT).tracker.model.params)
 
 
 def _shares(rank: int) -> list[int]:
@@ -272,9 +272,9 @@ def _sampled(rank: int) -> tuple[int, Tensor, Tensor]:
     case = Case(lambda m: ng.KFAC(m, SAMPLED, **SCHEDULE))
     model = DistributedDataParallel(build(case))
     opt = case.make(model)
-    seed = opt.keeper.generator.initial_seed()
+    seed = opt.tracker.generator.initial_seed()
     θ = train(case, model, opt, range(STEPS), rank)
     states: list[Any] = [None] * len(SHARDS)
     dist.all_gather_object(states, opt.state_dict())
     opt.load_state_dict(states[0])
-    return seed, θ, opt.keeper.generator.get_state()
+    return seed, θ, opt.tracker.generator.get_state()

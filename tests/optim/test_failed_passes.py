@@ -114,8 +114,8 @@ def test_an_estimate_that_is_refused_does_not_count_in_the_average() -> None:
                 with pytest.raises(NonFiniteError, match=rf"at step {at}: the estimate of the metric of a\.weight"):
                     model(torch.full((8, 4), 1e200, dtype=torch.float64))
             step(model, opt, normal(8, 4, seed=at))
-        assert opt.keeper.average is not None
-        return opt.keeper.average.tensors()
+        assert opt.tracker.average is not None
+        return opt.tracker.average.tensors()
 
     for found, expected in zip(run(True).values(), run(False).values(), strict=True):
         close(found, expected, 1e-12)
@@ -139,8 +139,8 @@ def test_a_metric_of_other_parameters_that_is_not_finite_is_refused_and_not_aver
     with pytest.raises(NonFiniteError, match=r"the estimate of the metric \(.*\) holds NaN or infinity, and was not"):
         model(bad)
     step(model, opt, x)
-    assert opt.keeper.average is not None
-    assert all(bool(t.isfinite().all()) for t in opt.keeper.average.tensors().values())
+    assert opt.tracker.average is not None
+    assert all(bool(t.isfinite().all()) for t in opt.tracker.average.tensors().values())
 
 
 def test_after_a_step_that_failed_the_inverse_is_that_of_the_average_which_has_its_estimate() -> None:
@@ -152,9 +152,9 @@ def test_after_a_step_that_failed_the_inverse_is_that_of_the_average_which_has_i
     with pytest.raises(NonFiniteError, match=r"the gradient of a\.weight"):
         opt.step()
     step(model, opt, x)
-    assert opt.keeper.average is not None
+    assert opt.tracker.average is not None
     assert opt.inverse is not None
-    for key, t in ng.Factored().init(opt.keeper.average, opt.inverse_damping).tensors().items():
+    for key, t in ng.Factored().init(opt.tracker.average, opt.inverse_damping).tensors().items():
         close(opt.inverse.tensors()[key], t, 1e-12)
 
 
@@ -198,9 +198,9 @@ def test_a_model_that_calls_itself_is_seen_as_one_pass(graph: bool) -> None:
             opt.zero_grad()
             model(normal(8, 4, seed=at), through=through).square().mean().backward()
             opt.step()
-        assert isinstance(opt.keeper.average, KroneckerOperator)
-        assert opt.keeper.average.rest is None
-        return opt.keeper.average.tensors()
+        assert isinstance(opt.tracker.average, KroneckerOperator)
+        assert opt.tracker.average.rest is None
+        return opt.tracker.average.tensors()
 
     expected = factors(False)
     for key, t in factors(True).items():

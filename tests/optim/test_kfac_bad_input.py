@@ -131,7 +131,7 @@ def test_kfac_trains_with_a_rule_of_ones_own_and_strict() -> None:
     model(normal(5, 2)).square().sum().backward()
     opt.step()
     assert {row.names: row.rule for row in opt.plan().rows}[("2.weight",)] == "Scaled"
-    G = opt.keeper.average
+    G = opt.tracker.average
     assert isinstance(G, KroneckerOperator)
     close(G.left[1], torch.eye(2, dtype=torch.float64)[None])
 
@@ -233,7 +233,7 @@ def test_nan_changes_nothing_and_the_run_goes_on_as_if_it_had_not_been(preset: A
                 assert torch.equal(of.theta(), before)
             elif step == 2 and where == "gradients":
                 of.model(_input(of, where))
-                opt.keeper.discard()
+                opt.tracker.discard()
             of.step(opt)
         return of.theta()
 

@@ -68,9 +68,9 @@ def test_inverses_stay_where_they_are_and_are_those_of_an_optimizer_that_makes_t
         backward(model, opt)
         opt.step()
         assert opt.inverse is not None
-        assert opt.keeper.average is not None
+        assert opt.tracker.average is not None
         places.add(tuple(t.data_ptr() for t in opt.inverse.tensors().values()))
-        new = ng.Factored().init(opt.keeper.average, opt.inverse_damping)
+        new = ng.Factored().init(opt.tracker.average, opt.inverse_damping)
         for key, t in new.tensors().items():
             close(opt.inverse.tensors()[key], t)
     assert len(places) == 1

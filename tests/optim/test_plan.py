@@ -60,9 +60,9 @@ def test_the_bytes_of_the_plan_are_those_of_the_metric_and_its_inverse_after_a_s
             planned = opt.plan().bytes
             model(torch.randn(8, 5)).square().sum().backward()
             opt.step()
-            assert opt.keeper.average is not None
+            assert opt.tracker.average is not None
             assert opt.inverse is not None
-            kept = {**opt.keeper.average.tensors(), **{f"inverse {k}": t for k, t in opt.inverse.tensors().items()}}
+            kept = {**opt.tracker.average.tensors(), **{f"inverse {k}": t for k, t in opt.inverse.tensors().items()}}
             # The inverse of EK-FAC is in the same eigenvectors: they are there once.
             storage = {t.data_ptr(): t.numel() * t.element_size() for t in kept.values()}
             assert planned == sum(storage.values())
@@ -123,8 +123,8 @@ def test_a_factor_with_too_many_rows_is_listed_and_is_diagonal() -> None:
     assert "only the diagonal is kept of A of 0.weight + 0.bias" in str(plan)
     model(torch.randn(8, 9)).square().sum().backward()
     opt.step()
-    assert opt.keeper.average is not None
-    shapes = {key: tuple(t.shape) for key, t in opt.keeper.average.tensors().items()}
+    assert opt.tracker.average is not None
+    shapes = {key: tuple(t.shape) for key, t in opt.tracker.average.tensors().items()}
     rows = {f"{row.names[0]}/{letter}": shape for row in plan.rows for letter, shape in row.factors.items()}
     assert shapes == rows
 

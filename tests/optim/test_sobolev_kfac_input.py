@@ -36,7 +36,7 @@ def test_tokens_train_with_features() -> None:
     model = seeded(lambda: Words().double())
     opt = ng.SobolevKFAC(model, EXACT, lr=0.3, features=lambda words: model.table(words).mean(1), metric_every=1)
     first = last = F.cross_entropy(model(words), t).item()
-    opt.keeper.discard()
+    opt.tracker.discard()
     for _ in range(30):
         opt.zero_grad()
         loss = F.cross_entropy(model(words), t)
@@ -60,8 +60,8 @@ def test_half_precision_trains_in_factors_of_single_precision() -> None:
         opt.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
-    assert opt.keeper.average is not None
-    assert {s.dtype for s in opt.keeper.average.tensors().values()} == {torch.float32}
+    assert opt.tracker.average is not None
+    assert {s.dtype for s in opt.tracker.average.tensors().values()} == {torch.float32}
 
 
 def test_factors_under_autocast_are_near_those_without() -> None:
@@ -72,8 +72,8 @@ def test_factors_under_autocast_are_near_those_without() -> None:
         opt = ng.SobolevKFAC(model, EXACT, lengthscale=3.0)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             model(x.float())
-        assert opt.keeper.fresh is not None
-        found.append(opt.keeper.fresh.dense())
+        assert opt.tracker.fresh is not None
+        found.append(opt.tracker.fresh.dense())
         del opt
     assert (found[0] - found[1]).norm() < 0.05 * found[0].norm()
 

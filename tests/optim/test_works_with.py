@@ -118,8 +118,8 @@ def test_ekfac_measures_its_first_micro_batches_in_the_basis_of_the_first_one() 
         for xs, ts in zip(x.split(sizes), t.split(sizes), strict=True):
             (half_square(model(xs), ts) * len(xs) / len(x)).backward()
         opt.step()
-        assert opt.keeper.average is not None
-        found.append(opt.keeper.average.tensors())
+        assert opt.tracker.average is not None
+        found.append(opt.tracker.average.tensors())
     for key, joint in found[1].items():
         if key[-1] in "SA":
             torch.testing.assert_close(found[0][key], joint)
@@ -146,8 +146,8 @@ def test_factors_under_autocast_are_products_in_single_precision() -> None:
     opt = ng.KFAC(model, EUCLIDEAN)
     with torch.autocast("cpu", torch.bfloat16):
         y = model(x.float())
-    assert opt.keeper.fresh is not None
-    found = opt.keeper.fresh.tensors()
+    assert opt.tracker.fresh is not None
+    found = opt.tracker.fresh.tensors()
     with silent(model), torch.autocast("cpu", torch.bfloat16):
         z = model[0](x.float())  # type: ignore[index]
         h = torch.tanh(z)
@@ -181,9 +181,9 @@ def test_cotangents_in_float16_do_not_underflow(structure: ng.structures.Structu
     exact = structure.estimate(ng.pullback(model, x, EUCLIDEAN)).diagonal()
     with torch.autocast("cpu", torch.float16):
         model(x)
-    assert opt.keeper.fresh is not None
+    assert opt.tracker.fresh is not None
     sizes = [16, 20, 10]  # of the layers
-    for got, expected in zip(opt.keeper.fresh.diagonal().split(sizes), exact.split(sizes), strict=True):
+    for got, expected in zip(opt.tracker.fresh.diagonal().split(sizes), exact.split(sizes), strict=True):
         assert 0 < expected.sum() < 10
         torch.testing.assert_close(got.sum(), expected.sum(), rtol=1e-2, atol=0.0)
 
@@ -210,7 +210,7 @@ def _scaled(scale: float, clip: bool = False) -> tuple[ng.NaturalGradient, nn.Mo
 @pytest.mark.parametrize("clip", [False, True])
 def test_steps_do_not_depend_on_the_scale_of_the_loss(clip: bool) -> None:
     (opt, model, _), (other, twin, _) = _scaled(1.0, clip), _scaled(2.0**10, clip)
-    assert opt.keeper.step == other.keeper.step == 3
+    assert opt.tracker.step == other.tracker.step == 3
     torch.testing.assert_close(_theta(model), _theta(twin), rtol=2e-3, atol=2e-3)
     assert (_theta(model) - _theta(_model()).float()).norm() > 1e-2
 
@@ -226,16 +226,16 @@ def test_a_step_that_the_scaler_skips_leaves_its_estimate_to_the_next_one() -> N
     scaler.step(opt)
     scaler.update()
     assert torch.equal(_theta(model), before)
-    assert opt.keeper.step == 0
+    assert opt.tracker.step == 0
     opt.zero_grad()
     scaler.scale(half_square(model(x2), t2)).backward()
     with silent(model):
         joint = ng.Kronecker().estimate(ng.pullback(model, torch.cat([x, x2]), EUCLIDEAN))
     scaler.step(opt)
-    assert opt.keeper.step == opt.keeper.count == 1
-    assert opt.keeper.fresh is None
-    assert opt.keeper.average is not None
-    torch.testing.assert_close(opt.keeper.average.dense(), joint.dense())
+    assert opt.tracker.step == opt.tracker.count == 1
+    assert opt.tracker.fresh is None
+    assert opt.tracker.average is not None
+    torch.testing.assert_close(opt.tracker.average.dense(), joint.dense())
 
 
 @pytest.mark.parametrize("steps", [0, 1])

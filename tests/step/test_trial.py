@@ -61,4 +61,4 @@ def test_exact_products_are_those_of_the_function_that_is_trained() -> None:
     )
     v = ng.Vector({name: normal(*p.shape, seed=3) for name, p in params.items()})
     flat = v.flatten()
-    close(opt.keeper.asked.curvature([v], 0.5), (flat @ J.T @ J @ flat / 6).view(1, 1), 1e-9)
+    close(opt.tracker.batch_queries.curvature([v], 0.5), (flat @ J.T @ J @ flat / 6).view(1, 1), 1e-9)
