@@ -9,8 +9,12 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# What must hold at every commit: names, laws, the oracle itself, golden values, every pair of slots, the theorems.
+CORE := tests/test_product.py tests/test_house.py tests/test_public_names.py tests/test_oracle.py \
+    tests/families/test_golden.py tests/families/test_expfam_golden.py $(wildcard tests/test_mission*.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench clean
+.PHONY: help demo lint check test bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,11 +23,20 @@ help:  ## list the targets
 demo: $(VENV)/.cli  ## train on digits with five optimizers, in under two minutes
 	$(BIN)/natgrad demo $(DEMO)
 
-test: $(VENV)/.dev  ## ruff, mypy, doctests and tests, JOBS files at a time
+# One thread for each job: small matrices are no faster with more, and jobs would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+lint: $(VENV)/.dev  ## ruff, the order of imports, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+check: lint  ## the quick gate: lint, the laws of the house, golden values, product table, mission theorems
+	$(PYTEST) $(CORE)
+
+test: lint  ## the whole gate: lint, doctests and all tests, JOBS files at a time
+	$(PYTEST)
 
 bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/core.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,22 +10,10 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.linalg import refuse_singular
-
-# Numbers that a device sends to the host, which does not wait for them.
-
-
-def sent(number: Tensor) -> Tensor:
-    """The number [] on its way to the host: not a number until it has arrived, and infinity where it is none itself.
-
-    >>> float(sent(torch.tensor(2.0))), float(sent(torch.tensor(math.nan)))
-    (2.0, inf)
-    """
-    host = torch.full((), math.nan, pin_memory=number.device.type == "cuda")  # others would be waited for
-    return host.copy_(number.nan_to_num(nan=math.inf), non_blocking=True)
-
 
 # Inverses of large triangular matrices by products: few launches, where a solve on a GPU has a thousand.
 
@@ -369,7 +356,7 @@ class Newton:
                 damped.diagonal(dim1=-2, dim2=-1).add_(shift[~good].unsqueeze(-1))
                 X[~good], good[~good] = inverse(damped)
             return X, good
-        self._errors.append(sent(error.amax()))
+        self._errors.append(to_host_async(error.amax()))
         return X, good
 
 
@@ -549,7 +536,7 @@ class Remade:
         ``places``: where the inverses lie.
         """
         self.failures = []  # also where it raises
-        self.failures = [sent(count) for count in self._again(make, sides, damping, newton, places)]
+        self.failures = [to_host_async(count) for count in self._again(make, sides, damping, newton, places)]
 
     def _again(self, make: Make, sides: Sides, damping: float, newton: Newton | None, places: Hashable) -> list[Tensor]:
         like = sides[0][0]

@@ -78,7 +78,9 @@ def natural(name: str, metric: ng.OutputMetric, lr: float, damping: float, radiu
 
     def optimizer(model: nn.Module) -> Optimizer:
         rule = ng.TrustRegion(radius, longest=1.0)
-        return ng.NaturalGradient(model, metric, ng.Dense(), ng.Cholesky(), rule, lr=lr, damping=damping)
+        return ng.NaturalGradient(
+            model, metric, structure=ng.Dense(), solver=ng.Cholesky(), step=rule, lr=lr, damping=damping
+        )
 
     return Contender(name, optimizer)
 
@@ -88,7 +90,9 @@ def natural_cg(name: str, metric: ng.OutputMetric, lr: float, damping: float, ra
 
     def optimizer(model: nn.Module) -> Optimizer:
         rule, solver = ng.TrustRegion(radius, longest=1.0), ng.CG(tol=1e-2, max_steps=30)
-        return ng.NaturalGradient(model, metric, ng.Implicit(), solver, rule, lr=lr, damping=damping)
+        return ng.NaturalGradient(
+            model, metric, structure=ng.Implicit(), solver=solver, step=rule, lr=lr, damping=damping
+        )
 
     return Contender(name, optimizer)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from natgrad.accelerate.fused import copy_
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.pullback.layer import Block
 from natgrad.solve.solvers import Solver
@@ -94,7 +95,7 @@ class Group(World):
         averaged = operator.averaged()
         if averaged is not None:
             values = list(averaged.values())
-            torch._foreach_copy_(values, self.mean_of(values, n))
+            copy_(values, self.mean_of(values, n))
             return operator
         if not operator.tensors():
             raise IncompatibleError(

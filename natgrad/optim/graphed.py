@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.fused import copy_
 from natgrad.accelerate.replay import capturing
 from natgrad.geometry import Covector
 from natgrad.optim.preconditioner import Solves
@@ -35,7 +36,7 @@ class _Recording:
     graph: torch.cuda.CUDAGraph
     gradients: list[Tensor]  # where the recorded kernels read them
     rates: list[Tensor]
-    found: Tensor | None  # the guard's flag
+    found: Tensor | None  # the value of the flag
     step: Step
     inverse: Inverse  # held, so that no other can lie where it lay
 
@@ -97,7 +98,7 @@ class Graphed:
     def _replay(self, opt: NaturalGradient, recording: _Recording, gradients: list[Tensor]) -> Step:
         self._load(opt, recording, gradients)
         recording.graph.replay()
-        opt.moves.guard.adopt(recording.found)
+        opt.moves.flag.value = recording.found
         return recording.step
 
     def _state(self, opt: NaturalGradient) -> object:
@@ -106,7 +107,7 @@ class Graphed:
         return groups, [p.data_ptr() for p in opt.tracker.model.params.values()]
 
     def _load(self, opt: NaturalGradient, recording: _Recording, gradients: list[Tensor]) -> None:
-        torch._foreach_copy_(recording.gradients, gradients)
+        copy_(recording.gradients, gradients)
         rates = [float(group["lr"]) for group in opt.param_groups]
         if rates != self._rates:
             for rate, value in zip(recording.rates, rates, strict=True):
@@ -135,14 +136,14 @@ class Graphed:
         try:
             with capturing(graph, self._device):
                 step = opt.propose(solve, Covector(dict(zip(ω, gradients, strict=True))), None, None)
-                moves.guard.look(step.numbers)
+                moves.flag.look(step.numbers)
                 moves.apply(opt, step, solve.left(step))
-                found = moves.guard.found
+                found = moves.flag.value
         except RuntimeError as error:  # something in the step cannot be recorded: a structure, or a rule of the user
             _log.info("the step cannot be recorded as a CUDA graph (%s): it is made kernel by kernel", error)
             self._possible = False
             return None
         finally:
             moves.recorded = None
-            moves.guard.forget()
+            moves.flag.value = None
         return _Recording(graph, gradients, rates, found, moves.kept(opt, step), solve.inverse)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from natgrad.accelerate.flags import Guard
+from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector
 from natgrad.isolation import random_stream
 from natgrad.model import Inputs, Model, unwrapped
 from natgrad.optim.checkpoint import Solved, check_plain, export, restore
 from natgrad.optim.distributed import world_of
 from natgrad.optim.graphed import Graphed
-from natgrad.optim.options import Options, check_arguments
 from natgrad.optim.preconditioner import Solves, hear
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.tracker import MetricTracker, Trial, load_compiler, watch
 from natgrad.optim.update import Moves, check_numbers, common_damping, complete
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, View, layers_of
+from natgrad.rules.base import Rule
 from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Look, Proposal, Step, StepRule
@@ -33,6 +32,7 @@ from natgrad.structures.exact import Dense, Structure
 from natgrad.structures.refresh import Refresh
 
 _log = logging.getLogger("natgrad")
+_DENSE, _CHOLESKY, _FIXED = Dense(), Cholesky(), Fixed()
 
 
 @final
@@ -53,6 +53,11 @@ class NaturalGradient(torch.optim.Optimizer):
     ``opt.needs_closure``, by ``repr(opt)`` and by a message of the logger "natgrad" at construction: then
     ``opt.step(closure)``.
 
+    ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. ``rules``:
+    layer rules for modules of your own. ``output`` takes what the model returns to its output tensor. ``generator`` is
+    for sampled metrics; by default the optimizer has its own, so the random stream of the user does not move.
+    ``memory`` bounds, in bytes, what the structure may occupy.
+
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
     >>> opt = ng.NaturalGradient(model, ng.Fisher(ng.Categorical()), lr=0.5, damping=1e-2)
@@ -67,38 +72,40 @@ class NaturalGradient(torch.optim.Optimizer):
         self,
         model: nn.Module,
         metric: OutputMetric,
-        structure: Structure | None = None,
-        solver: Solver | None = None,
-        step: StepRule | None = None,
+        *,
+        structure: Structure = _DENSE,
+        solver: Solver = _CHOLESKY,
+        step: StepRule = _FIXED,
         lr: float = 1.0,
         damping: float = 1e-2,
-        **options: Unpack[Options],
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        groups: Iterable[dict[str, Any]] = (),
+        rules: Sequence[Rule] = (),
+        output: Callable[[Any], Tensor] | None = None,
+        generator: torch.Generator | None = None,
+        memory: int = MEMORY,
     ) -> None:
-        check_arguments(model, options)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        wrapped, wrapping = Model.of(model, output=options.get("output")), unwrapped(model)
+        wrapped, wrapping = Model.of(model, output=output), unwrapped(model)
         world = world_of(wrapping)
-        defaults = {
-            "lr": lr,
-            "damping": damping,
-            "momentum": options.get("momentum", 0.0),
-            "weight_decay": options.get("weight_decay", 0.0),
-        }
-        super().__init__(complete(wrapped, options.get("groups", ())), defaults)
+        defaults = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(complete(wrapped, groups), defaults)
         common_damping(self.param_groups)
-        structure = structure or Dense()
-        self.solver, self.rule = solver or Cholesky(), step or Fixed()
+        self.solver, self.rule = solver, step
         check_slots(
             metric=(metric, OutputMetric),
             structure=(structure, Structure),
             solver=(self.solver, Solver),
             step=(self.rule, StepRule),
         )
-        generator = options.get("generator") or _generator(wrapped.example.device, world.rank)
+        generator = generator or _generator(wrapped.example.device, world.rank)
         refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
-        blocks = layers_of(wrapped, options.get("rules", ()))
+        blocks = layers_of(wrapped, rules)
         on_gpu = wrapped.example.device.type == "cuda"
-        view = View(wrapped, metric, blocks, generator, options.get("memory", MEMORY), deferred=on_gpu)
+        view = View(wrapped, metric, blocks, generator, memory, deferred=on_gpu)
         self.tracker = MetricTracker(view, refresh, generator, wrapping, world)
         self.solver = world.divided(self.solver)
         self.inverse: Inverse | None = None
@@ -107,7 +114,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
         self.warned = False  # of a factorisation that failed
         self.last: Step | None = None
-        self.moves, self._graphed = Moves(self, Guard()), Graphed(self)
+        self.moves, self._graphed = Moves(self, Flag()), Graphed(self)
         self._stream = torch.empty(0)  # the random stream before the closure was called
         watch(self.tracker, self)
         if self.rule.needs_closure:
@@ -153,11 +160,17 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
-        return plan(self)
+        return plan(self.tracker, solver=self.solver, rule=self.rule, groups=self.param_groups)
 
     def diagnostics(self) -> Diagnostics:
         """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
-        return diagnostics(self)
+        return diagnostics(
+            self.tracker,
+            solver=self.solver,
+            inverse_damping=self.inverse_damping,
+            inverted=self.tracker.inverted,
+            last=self.last,
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -165,7 +178,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         hear(self)
-        self.moves.guard.report()
+        self.moves.flag.raise_pending()
         value = None
         try:
             if closure is not None:
@@ -184,7 +197,7 @@ class NaturalGradient(torch.optim.Optimizer):
             return
         ω = self.moves.differential(self.tracker.model.params)
         if self.tracker.model.example.device.type != "cuda":  # there, what is in the gradient shows in the step
-            self.moves.guard.check(ω, "the gradient", self.tracker.step)
+            self.moves.flag.check(ω, "the gradient", self.tracker.step)
         operator, refreshed = self.tracker.average_with_new()
         self.tracker.pending_params |= self.moves.waiting(operator.unseen)
         damping = common_damping(self.param_groups)
@@ -192,10 +205,10 @@ class NaturalGradient(torch.optim.Optimizer):
         step = None if closure is not None or self.moves.resting else self._graphed.step(solve, ω)
         if step is None:
             step = self.propose(solve, ω, closure, value)
-            self.moves.guard.check(step.numbers, "the step", self.tracker.step)
+            self.moves.flag.check(step.numbers, "the step", self.tracker.step)
             self.moves.apply(self, step, solve.left(step))
         else:
-            self.moves.guard.send("the step", self.tracker.step)
+            self.moves.flag.send("the step", self.tracker.step)
         self._put(solve)
         for group in self.param_groups:
             group["damping"] = step.damping
@@ -212,7 +225,7 @@ class NaturalGradient(torch.optim.Optimizer):
         step = self._graphed.quick(self, [p.grad for p in tracker.model.params.values()])
         if step is None or tracker.average is None:
             return False
-        self.moves.guard.send("the step", tracker.step)
+        self.moves.flag.send("the step", tracker.step)
         tracker.commit(tracker.average, False)
         self.last = step
         return True
@@ -221,7 +234,9 @@ class NaturalGradient(torch.optim.Optimizer):
         """What the rule makes of the gradient. Nothing is changed."""
         look = Look(
             step=self.tracker.step,
-            divergence=lambda δ: self.tracker.batch_queries.divergence(self.moves.decayed(self) + δ),  # not proposal: a cycle
+            divergence=lambda δ: self.tracker.batch_queries.divergence(
+                self.moves.decayed(self) + δ
+            ),  # not proposal: a cycle
             acceleration=solve.acceleration,
             curvature=lambda vs, fraction: self.tracker.batch_queries.curvature(vs, fraction),
             velocity=lambda: self.moves.velocity(self),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.fused import add_
 from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
 from natgrad.optim.update import common_damping
@@ -65,7 +66,7 @@ class Solves:
             pairs = zip(group.names, group.params, strict=True)
             begun = {name: state[p]["momentum"] for name, p in pairs if "momentum" in state.get(p, {})} if μ else {}
             if begun:
-                torch._foreach_add_([v[name] for name in begun], list(begun.values()), alpha=μ)
+                add_([v[name] for name in begun], list(begun.values()), alpha=μ)
         self._way = way = Along(v, self.rates())
         return way
 

@@ -256,7 +256,9 @@ class MetricTracker:
         self.mass = EmaWeight(structure.decay)
         self.step = 0
         self.estimated = self.inverted = 0  # the steps in which the metric last was
-        self.pending_params: frozenset[str] = frozenset()  # trained, and not in the metric yet: it is due until they are
+        self.pending_params: frozenset[str] = (
+            frozenset()
+        )  # trained, and not in the metric yet: it is due until they are
         self.fresh: Operator | None = None
         self.batch: Batch | None = None  # the last one seen
         self._examples = 0
@@ -568,7 +570,7 @@ class Trial:
 
     def __call__(self, landing: Mapping[str, Tensor] | None) -> float:
         if landing is None:
-            return self._tracker.agreed(_number(self._value))
+            return self._tracker.mean_over_ranks(_number(self._value))
         params, device = self._tracker.model.params, self._tracker.model.example.device
         saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
         now = random_stream(device)
@@ -578,7 +580,7 @@ class Trial:
                 p.grad = None
             put_back(device, self._stream)
             with torch.enable_grad(), self._tracker.suspended(), untouched(self._tracker.module):
-                return self._tracker.agreed(_number(self._closure()))
+                return self._tracker.mean_over_ranks(_number(self._closure()))
         finally:
             put_back(device, now)
             for name, p in params.items():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from natgrad.accelerate.fused import nonfinite
 from natgrad.accelerate.inverses import Newton
 from natgrad.errors import FactorisationError, IncompatibleError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
@@ -158,8 +159,7 @@ class Operator(ABC):
         values = [t for t in other.tensors().values() if t.is_floating_point() and t.numel()]
         if not values or values[0].device.type != "cuda":
             return self.lerp(other, weight)
-        found = torch.zeros((), device=values[0].device)
-        torch._amp_foreach_non_finite_check_and_unscale_(values, found, torch.ones_like(found))
+        found = nonfinite(values)
         new, before = self.lerp(other, weight), self.tensors()
         for key, its in new.tensors().items():  # a layer that is seen for the first time was nothing before
             its.copy_(torch.where(found > 0, before.get(key, torch.zeros_like(its)), its))

@@ -10,6 +10,7 @@ from typing import TypeAlias, cast, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate import fused
 from natgrad.accelerate.inverses import Factor, Newton
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
@@ -88,7 +89,7 @@ class EigenKroneckerOperator(LayerOperator):
 
         def mean(old: Iterable[Tensor], new: Iterable[Tensor]) -> tuple[Tensor, ...]:
             old, new = list(old), list(new)
-            return self.joined(there, old, new, torch._foreach_lerp(old, new, weight)) if self.blocks else ()
+            return self.joined(there, old, new, fused.lerp(old, new, weight)) if self.blocks else ()
 
         scales = mean(there.basis.carried(self.scales, self.basis), there.scales)
         moments = Moments(mean(self.left, there.left), mean(self.right, there.right))

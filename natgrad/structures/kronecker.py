@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias, TypeVar, cast, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate import fused
 from natgrad.accelerate.inverses import (
     Chosen,
     Factor,
@@ -37,7 +38,7 @@ from natgrad.accelerate.moments import spaced
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector, Vector
-from natgrad.linalg import consecutive, gated_lerp, refuse_indefinite, refuse_singular
+from natgrad.linalg import consecutive, refuse_indefinite, refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.bare import SpreadRule, as_spread, parted
 from natgrad.pullback.features import Expand, Largest, Reduce, Sharing, mean
@@ -163,7 +164,7 @@ class LayerInverse(Inverse):
             return new
         changed = [key for key, t in mine.items() if t.data_ptr() != its[key].data_ptr()]
         if changed:
-            torch._foreach_copy_([mine[key] for key in changed], [its[key] for key in changed])
+            fused.copy_([mine[key] for key in changed], [its[key] for key in changed])
         return self
 
     def __copy__(self) -> LayerInverse:
@@ -762,7 +763,7 @@ class KroneckerOperator(LayerOperator):
         rest = self.rest_lerp(there, weight)
         if not self.blocks:
             return replace(self, rest=rest)
-        both = torch._foreach_lerp([*self.left, *self.right], [*there.left, *there.right], weight)
+        both = fused.lerp([*self.left, *self.right], [*there.left, *there.right], weight)
         left = self.joined(there, self.left, there.left, both[: len(self.left)])
         right = self.joined(there, self.right, there.right, both[len(self.left) :])
         return replace(self, left=left, right=right, rest=rest, unseen=self.unseen & there.unseen)
@@ -954,7 +955,7 @@ def absorb_together(held: Sequence[Held]) -> None:
         alike = [one for one in held if (id(one.weight), one.count) == key]
         for launch in _launches(alike):
             factors, totals = zip(*launch, strict=True)
-            gated_lerp(factors, totals, alike[0].weight, key[1], found)
+            fused.average_(factors, totals, alike[0].weight, count=key[1], gate=found)
 
 
 def _launches(held: Sequence[Held], most: int = _LAUNCH) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -985,10 +986,8 @@ def _padded(factor: Tensor) -> bool:
 
 def _not_finite(held: Sequence[Held]) -> Tensor:
     """1 where one of the totals is not finite, on the device: second moments are finite where their diagonals are."""
-    found = torch.zeros((), device=held[0].total.device)
     whole = [one.total for one in held if one.sign is None]
-    if whole:
-        torch._amp_foreach_non_finite_check_and_unscale_(whole, found, torch.ones_like(found))
+    found = fused.nonfinite(whole) if whole else torch.zeros((), device=held[0].total.device)
     signs = [one.sign.flatten() for one in held if one.sign is not None]
     # NaN and infinity times zero are NaN, and NaN is not zero.
     return torch.cat(signs).mul_(0).sum().add(found).ne(0).to(found.dtype) if signs else found

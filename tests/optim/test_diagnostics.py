@@ -85,7 +85,9 @@ def test_ages_count_the_steps_since_the_metric_was_estimated_and_inverted() -> N
     assert ages == [(0, 0), (1, 1), (0, 2), (1, 3), (0, 0), (1, 1)]
     resumed = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=4)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert (resumed.tracker.estimated, resumed.tracker.inverted) == (opt.tracker.estimated, opt.tracker.inverted) == (4, 4)
+    assert (
+        (resumed.tracker.estimated, resumed.tracker.inverted) == (opt.tracker.estimated, opt.tracker.inverted) == (4, 4)
+    )
 
 
 def test_an_estimate_out_of_turn_is_new() -> None:

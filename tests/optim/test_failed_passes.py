@@ -131,7 +131,7 @@ def test_a_metric_of_other_parameters_that_is_not_finite_is_refused_and_not_aver
 ) -> None:
     """√|x p| has no derivative at x = 0. An average that is infinite would never move its parameters again."""
     model, x = Net(), normal(8, 4)
-    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Refresh(structure, decay=0.9), lr=0.1)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Refresh(structure, decay=0.9), lr=0.1)
     if not first:
         step(model, opt, x)
     bad = x.clone()
@@ -164,7 +164,7 @@ def test_a_step_beyond_the_range_of_the_parameters_is_refused_and_changes_nothin
     dtype: torch.dtype, lr: float, momentum: float
 ) -> None:
     model = nn.Linear(4, 3).to(dtype)
-    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker(), lr=lr, damping=1e-3, momentum=momentum)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kronecker(), lr=lr, damping=1e-3, momentum=momentum)
     before = flat(model)
     (100 * model(normal(8, 4).to(dtype)).sum()).backward()
     with pytest.raises(NonFiniteError, match=r"the step of .*bias holds NaN or infinity. Nothing was changed"):

@@ -117,7 +117,7 @@ def test_inverses_and_estimates_are_shared_out_over_the_steps_between_them() -> 
 
 def test_a_factor_with_too_many_rows_is_listed_and_is_diagonal() -> None:
     model = nn.Sequential(nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3))
-    opt = ng.NaturalGradient(model, FISHER, ng.Kronecker(largest=6), ng.Factored())
+    opt = ng.NaturalGradient(model, FISHER, structure=ng.Kronecker(largest=6), solver=ng.Factored())
     plan = opt.plan()
     assert plan.diagonals == ("A of 0.weight + 0.bias",)
     assert "only the diagonal is kept of A of 0.weight + 0.bias" in str(plan)
@@ -207,7 +207,7 @@ def test_the_notes_say_how_it_is_damped_moved_and_scheduled(options: dict[str, A
 )
 def test_every_structure_has_a_plan(structure: Any, solver: Any, elements: int | None) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2, bias=False), nn.Linear(2, 1)).double()
-    plan = ng.NaturalGradient(model, ng.Euclidean(), structure, solver).plan()
+    plan = ng.NaturalGradient(model, ng.Euclidean(), structure=structure, solver=solver).plan()
     assert sum(row.size for row in plan.rows) == 21
     assert plan.bytes == (None if elements is None else 8 * elements)
     text = str(plan)

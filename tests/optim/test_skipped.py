@@ -52,7 +52,7 @@ def task() -> tuple[Experts, Tensor, Tensor]:
 
 def optimizer(model: nn.Module, structure: Any, every: int = 1, **options: Any) -> ng.NaturalGradient:
     averaged = ng.Refresh(structure, every=every, decay=0.9)
-    return ng.NaturalGradient(model, ng.Euclidean(), averaged, lr=0.1, damping=0.1, **options)
+    return ng.NaturalGradient(model, ng.Euclidean(), structure=averaged, lr=0.1, damping=0.1, **options)
 
 
 def one(

@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lengthscale": ({"lengthscale": 0.0}, ValueError, r"lengthscale=0 must be positive"),
     "rule": ({"lengthscale": "median"}, TypeError, r"give a positive number, or a rule such as Median\(\)"),
     "jitter": ({"jitter": -1.0}, ValueError, r"jitter=-1.0 must be finite and not negative"),
-    "unknown": ({"nus": 1.5}, TypeError, r"K-FAC has no option nus: it has .*, nu, lengthscale, jitter, features"),
+    "unknown": ({"nus": 1.5}, TypeError, "unexpected keyword argument .nus."),
     "every": ({"metric_every": 0}, ValueError, r"metric_every must be at least 1 step, got 0"),
 }
 
@@ -112,5 +112,5 @@ def test_a_metric_that_is_one_of_functions_already_is_refused() -> None:
 
 
 def test_kfac_has_no_option_of_the_kernel() -> None:
-    with pytest.raises(TypeError, match="K-FAC has no option nu: it has"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nu'"):
         ng.KFAC(perceptron(), EXACT, nu=1.5)  # type: ignore[call-arg]

@@ -61,7 +61,7 @@ def test_clipped_and_scheduled_steps_are_those_of_the_textbook(name: str) -> Non
     x, t = _data()
     model, hand = _model(), _model()
     options: dict[str, Any] = {"metric_every": 1, "inverse_every": 1, "decay": 0.0, "step": ng.Fixed()}
-    opt = ng.KFAC(model, EUCLIDEAN, 0.2, 0.1, weight_decay=0.1, **options)
+    opt = ng.KFAC(model, EUCLIDEAN, lr=0.2, damping=0.1, weight_decay=0.1, **options)
     schedule = SCHEDULES[name](opt)
     m, seen = torch.zeros(26, dtype=torch.float64), set()
     for _ in range(5):
@@ -177,7 +177,7 @@ class Deep(nn.Module):
 def test_cotangents_in_float16_do_not_underflow(structure: ng.structures.Structure) -> None:
     x = _data(1024)[0].float()
     model = seeded(Deep)
-    opt = ng.NaturalGradient(model, EUCLIDEAN, structure)
+    opt = ng.NaturalGradient(model, EUCLIDEAN, structure=structure)
     exact = structure.estimate(ng.pullback(model, x, EUCLIDEAN)).diagonal()
     with torch.autocast("cpu", torch.float16):
         model(x)
@@ -192,7 +192,7 @@ def _scaled(scale: float, clip: bool = False) -> tuple[ng.NaturalGradient, nn.Mo
     """Three steps in float16 with a scaler of this scale."""
     x, t = (v.float() for v in _data(32))
     model = _model().float()
-    opt = ng.KFAC(model, EUCLIDEAN, 0.1, 0.1, metric_every=1, inverse_every=1)
+    opt = ng.KFAC(model, EUCLIDEAN, lr=0.1, damping=0.1, metric_every=1, inverse_every=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     for _ in range(3):
         opt.zero_grad()
@@ -219,7 +219,7 @@ def test_a_step_that_the_scaler_skips_leaves_its_estimate_to_the_next_one() -> N
     """The parameters have not moved: the metric of the next step is the mean over both batches."""
     (x, t), (x2, t2) = _data(8), _data(16, seed=1)
     model = _model()
-    opt = ng.NaturalGradient(model, EUCLIDEAN, ng.Refresh(ng.Kronecker(), decay=0.9), lr=0.1)
+    opt = ng.NaturalGradient(model, EUCLIDEAN, structure=ng.Refresh(ng.Kronecker(), decay=0.9), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     before = _theta(model)
     (scaler.scale(half_square(model(x), t)) * torch.inf).backward()

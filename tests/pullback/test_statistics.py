@@ -161,7 +161,9 @@ def test_rows_of_channels_last_images_are_the_same() -> None:
 
 def optimizer(model: nn.Module) -> ng.NaturalGradient:
     """K-FAC with the Euclidean metric."""
-    return ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker(), ng.Cholesky(), damping=0.1, lr=0.01)
+    return ng.NaturalGradient(
+        model, ng.Euclidean(), structure=ng.Kronecker(), solver=ng.Cholesky(), damping=0.1, lr=0.01
+    )
 
 
 def _grads(model: nn.Module) -> list[Tensor]:

@@ -103,7 +103,9 @@ def test_a_step_that_is_not_tried_is_at_most_three_times_as_long_as_the_one_befo
 def test_one_step_lands_at_the_minimum_of_a_quadratic_problem() -> None:
     x, t = normal(20, 3), normal(20, 2, seed=1)
     model = seeded(lambda: nn.Linear(3, 2).double())
-    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Dense(), step=ng.SelfTuned(smallest=1e-12), damping=1e-12)
+    opt = ng.NaturalGradient(
+        model, ng.Euclidean(), structure=ng.Dense(), step=ng.SelfTuned(smallest=1e-12), damping=1e-12
+    )
 
     def closure() -> Tensor:
         opt.zero_grad()
