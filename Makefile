@@ -14,7 +14,7 @@ CORE := tests/test_product.py tests/test_house.py tests/test_public_names.py tes
     tests/families/test_golden.py tests/families/test_expfam_golden.py $(wildcard tests/test_mission*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint check test bench clean
+.PHONY: help demo lint check test cuda bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ check: lint  ## the quick gate: lint, the laws of the house, golden values, prod
 
 test: lint  ## the whole gate: lint, doctests and all tests, JOBS files at a time
 	$(PYTEST)
+
+cuda: $(VENV)/.dev  ## the tests that need a GPU
+	$(BIN)/python -m pytest tests/cuda
 
 bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/core.py

@@ -10,12 +10,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import natgrad as ng
 from tests.pulled import close, covered
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    # torch's own: raised once, by the first backward pass of the process on a GPU
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
-]
-
 
 class Sequences(nn.Module):
     """A recurrence above a Linear layer, on packed sequences or on padded ones."""

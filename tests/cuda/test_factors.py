@@ -12,15 +12,10 @@ import natgrad as ng
 from natgrad.accelerate.moments import column_moments, symmetric_product
 from natgrad.accelerate.vjp import vjp
 from natgrad.rules import RULES, Call
+from tests.cuda.waiting import no_waiting
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal
-from tests.waiting import no_waiting
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    # torch's own: raised once, by the first backward pass of the process on a GPU
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
-]
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "layer": (lambda: nn.LayerNorm(4), (6, 4)),
     "rms": (lambda: nn.RMSNorm(4), (6, 4)),

@@ -9,14 +9,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import NonFiniteError
+from tests.cuda.waiting import no_waiting
 from tests.optim.tasks import KINDS, Task, task
-from tests.waiting import no_waiting
-
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    # torch's own: raised once, by the first backward pass of the process on a GPU
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
-]
 
 
 def _on_gpu(kind: str = "regression") -> Task:

@@ -15,13 +15,7 @@ from natgrad.accelerate.inverses import inverse as by_cholesky
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators import KroneckerOperator
 from natgrad.structures.kronecker import ProductInverse
-from tests.waiting import no_waiting
-
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    # torch's own: raised once, by the first backward pass of the process on a GPU
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
-]
+from tests.cuda.waiting import no_waiting
 
 
 def estimated(*widths: int) -> KroneckerOperator:

@@ -10,12 +10,6 @@ from torch import Tensor, nn
 import natgrad as ng
 from tests.optim.tasks import seeded
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    # torch's own: raised once, by the first backward pass of the process on a GPU
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
-]
-
 Make = Callable[[nn.Module], ng.NaturalGradient]
 FISHER = ng.Fisher(ng.Categorical())
 
