@@ -35,9 +35,14 @@ def rng_devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for the device."""
+    return torch.is_autocast_enabled(device.type)
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, autocast rounds nothing. Switching autocast off takes time, so nothing happens where it is not on."""
-    if not torch.is_autocast_enabled(device.type):
+    if not autocasts(device):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
