@@ -141,7 +141,10 @@ def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
         metric, c = ng.Fisher(ng.Categorical(), samples=1), configs.Constants()
         clip, generator = ng.KLClip(c.clip), torch.Generator().manual_seed(0)
         return ng.SobolevKFAC(
-            *(model, metric, c.lr, c.damping),
+            model,
+            metric,
+            lr=c.lr,
+            damping=c.damping,
             nu=1.5,
             lengthscale=20.0,
             momentum=c.momentum,
