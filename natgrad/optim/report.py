@@ -3,118 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.inverses import Factor, diagonal, full
+from natgrad.accelerate.inverses import balance
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.pullback.layer import Block
-from natgrad.solve.cg import CG
-from natgrad.solve.solvers import Factored, Pinv, Solver
-from natgrad.structures.eigen_kronecker import EigenKronecker, EigenKroneckerOperator
-from natgrad.structures.exact import BlockDense, Dense, Diagonal, Implicit, Structure
-from natgrad.structures.kronecker import Kronecker, KroneckerOperator, balance
-from natgrad.structures.low_rank import LowRank
+from natgrad.structures.base import Cost, LayerSpectrum
 from natgrad.structures.refresh import Refresh
 
 if TYPE_CHECKING:
     from natgrad.optim.optimizer import NaturalGradient
-
-
-# What the metric of a layer costs, in numbers kept and operations, as far as its shape tells.
-#
-# Counts are of multiplications and additions, leading terms only. A Cholesky decomposition of d rows takes d³/3 and the
-# inverse from it 2d³/3; eigenvalues with eigenvectors take about 9d³ (Golub and Van Loan, section 8.3); a symmetric
-# product Σ a aᵀ takes d² a term.
-
-
-EIGENVECTORS = 9  # times d³
-
-
-@final
-@dataclass(frozen=True)
-class Cost:
-    """``kept``: how many numbers the metric and its inverse are. ``invert``, ``solve``: operations of one inverse and
-    of one product with it; ``position``: of the estimate, a position of an example and a column of the root.
-
-    ``factors``: shapes of what is kept of the metric by letter, [c d d], or [c d] for a diagonal.
-    """
-
-    kept: int
-    invert: int
-    solve: int
-    position: int
-    factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-def layer_cost(structure: Structure, block: Block, solver: Solver, damped: bool) -> Cost | None:
-    """Of one layer in a structure that keeps layers apart; None for others, and for those this page does not know."""
-    match structure:
-        case Kronecker() | EigenKronecker() if block.rule is not None:
-            return _product(structure, block, isinstance(solver, Factored) or not damped)
-        case Kronecker() | EigenKronecker():
-            return whole_cost(structure.fallback, [block], solver)
-    return None
-
-
-def whole_cost(structure: Structure, blocks: Sequence[Block], solver: Solver) -> Cost | None:
-    """Of all parameters together, in a structure that does not keep layers apart."""
-    size = sum(block.size for block in blocks)
-    match structure:
-        case Diagonal():
-            return Cost(2 * size, size, size, size, {"G": (1, size)})
-        case BlockDense():  # a module's layers together
-            sizes: Counter[str] = Counter()
-            for block in blocks:
-                sizes[block.names[0].rpartition(".")[0]] += block.size
-            return _sum([_dense(own) for own in sizes.values()])
-        case Dense() if isinstance(solver, CG):
-            return Cost(size**2, 0, 2 * size**2, size**2, {"G": (1, size, size)})
-        case Dense():
-            return _dense(size)
-        case LowRank(rank=rank):
-            return Cost((rank + 1) * size, rank**2 * size, 4 * rank * size, size, {"U": (1, size, rank)})
-    return None
-
-
-def _dense(p: int) -> Cost:
-    return Cost(2 * p**2, p**3 // 3, 2 * p**2, p**2, {"G": (1, p, p)})
-
-
-def _sum(costs: Sequence[Cost]) -> Cost:
-    """All of them; what is kept is known by its shape where there is one."""
-    if len(costs) == 1:
-        return costs[0]
-    numbers = [(cost.kept, cost.invert, cost.solve, cost.position) for cost in costs]
-    return Cost(*(sum(column) for column in zip(*numbers, strict=True)))
-
-
-def _product(structure: Kronecker | EigenKronecker, block: Block, by_product: bool) -> Cost:
-    """S ⊗ A: inverted as a product, or through eigenvectors."""
-    c, o, i = block.shape
-    left, right = structure.shapes(block)
-    sides = [(shape, d) for shape, d in ((left, o), (right, i))]
-    factors = sum(math.prod(shape) for shape, _ in sides)
-    cubes = sum(c * d**3 for shape, d in sides if len(shape) == 3)
-    # One product with each side: a full factor takes 2d a number of W, a diagonal one takes 1.
-    products = sum(block.size * (2 * d if len(shape) == 3 else 1) for shape, d in sides)
-    squares = sum(math.prod(shape) for shape, _ in sides)
-    shapes = {"S": left, "A": right}
-    rotations = sum(math.prod(shape) for shape, _ in sides if len(shape) == 3)
-    match structure:
-        case EigenKronecker():
-            kept = factors + rotations + 2 * block.size
-            rotate = 2 * rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
-            return Cost(kept, EIGENVECTORS * cubes, 2 * products, squares + rotate, {**shapes, "D": block.shape})
-        case Kronecker() if by_product:
-            return Cost(2 * factors, cubes, products, squares, shapes)
-    return Cost(factors + rotations + block.size, EIGENVECTORS * cubes, 2 * products, squares, shapes)
 
 
 @final
@@ -232,7 +136,7 @@ def plan(opt: NaturalGradient) -> Plan:
     schedule, blocks = opt.keeper.structure, _blocks(opt)
     damped = float(opt.param_groups[0]["damping"]) > 0
     rows = tuple(_row(opt, block, damped) for block in blocks)
-    together = whole_cost(schedule.structure, blocks, opt.solver)
+    together = schedule.structure.cost(blocks, iterative=opt.solver.iterative)
     dtype = torch.promote_types(opt.keeper.model.example.dtype, torch.float32)
     found = Plan(rows, together, schedule, dtype.itemsize, ())
     notes = (_schedule(opt), _damping(opt), _movement(opt), *_exceptions(opt, found))
@@ -242,10 +146,10 @@ def plan(opt: NaturalGradient) -> Plan:
 def _blocks(opt: NaturalGradient) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
     blocks, G = opt.keeper.view.blocks, opt.keeper.average
-    if not isinstance(G, KroneckerOperator | EigenKroneckerOperator):
+    if G is None or not G.layers:
         return blocks
-    seen = {name for block in G.blocks for name in block.names}
-    found = [*G.blocks, *(left for block in blocks for left in _left(block, seen))]
+    seen = {name for block in G.layers for name in block.names}
+    found = [*G.layers, *(left for block in blocks for left in _left(block, seen))]
     order = {name: at for at, name in enumerate(opt.keeper.model.params)}
     return sorted(found, key=lambda block: order[block.names[0]])
 
@@ -262,12 +166,10 @@ def _left(block: Block, seen: Collection[str]) -> list[Block]:
 
 def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:
     structure = opt.keeper.structure.structure
-    name = type(structure).__name__
-    if block.rule is None and isinstance(structure, Kronecker | EigenKronecker):
-        fallback = f"{type(structure.fallback).__name__} (fallback)"
-        name = "refused (strict=True)" if structure.strict else fallback
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
-    return Row(block.names, rule, name, block.shape, layer_cost(structure, block, opt.solver, damped))
+    exact = damped and not opt.solver.damps_factors
+    cost = structure.layer_cost(block, exact=exact, iterative=opt.solver.iterative)
+    return Row(block.names, rule, structure.title(block), block.shape, cost)
 
 
 def _schedule(opt: NaturalGradient) -> str:
@@ -279,17 +181,7 @@ def _schedule(opt: NaturalGradient) -> str:
 
 def _damping(opt: NaturalGradient) -> str:
     λ = float(opt.param_groups[0]["damping"])
-    identity = "1 the identity in the coordinates of the parameters"
-    match opt.solver:
-        case Factored():
-            how = f"factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1, {identity}"
-        case Pinv():
-            how = f"exact, (G + λ·1)⁺, {identity}"
-        case CG():
-            how = f"exact, G + λ·1 solved by conjugate gradients, {identity}"
-        case _:
-            how = f"exact, (G + λ·1)⁻¹, {identity}"
-    return f"damping: λ = {λ:g}, {how}"
+    return f"damping: λ = {λ:g}, {opt.solver.damping_note}, 1 the identity in the coordinates of the parameters"
 
 
 def _movement(opt: NaturalGradient) -> str:
@@ -306,14 +198,10 @@ def _movement(opt: NaturalGradient) -> str:
 def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
     structure, fresh = opt.keeper.structure.structure, opt.keeper.average is None
     lines = []
-    if found.uncovered and not isinstance(structure, Implicit):
+    then = structure.uncovered()
+    if found.uncovered and then is not None:
         first = "the first pass may find them spread over the examples; if not, " if fresh else ""
-        then = "their rows come from torch.func, which is slow"
-        if isinstance(structure, Kronecker | EigenKronecker):
-            refused = (
-                f"strict=True refuses them in the first pass that uses them (strict=False: {structure.fallback!r})"
-            )
-            then = refused if structure.strict else f"{then}, and their metric is {structure.fallback!r}"
+        if structure.covers_by_rule:
             then = f"{then}: {_way_out(opt, found)}"
         lines.append(f"no layer rule covers {', '.join(found.uncovered)}: {first}{then}")
     if found.diagonals:
@@ -439,12 +327,9 @@ def diagnostics(opt: NaturalGradient) -> Diagnostics:
     δ = last.displacement
     ω = G.flat(δ)
     with torch.no_grad():
-        if isinstance(G, KroneckerOperator | EigenKroneckerOperator):
-            factored = isinstance(opt.solver, Factored)
-            layers = [_layer(G, b, λ, factored, _norm(δ, ω, block.names)) for b, block in enumerate(G.blocks)]
-            known = {name for layer in layers for name in layer.names}
-        else:
-            layers, known = [], set()
+        spectra = G.layer_spectra()
+        layers = [_layer(own, λ, opt.solver.damps_factors, _norm(δ, ω, own.names)) for own in spectra]
+        known = {name for layer in layers for name in layer.names}
         others = [tuple(n for n in block.names if n not in known) for block in opt.keeper.view.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(opt.keeper.model.params)}
@@ -453,28 +338,16 @@ def diagnostics(opt: NaturalGradient) -> Diagnostics:
     return Diagnostics(tuple(ordered), last.damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
 
 
-def _layer(G: KroneckerOperator | EigenKroneckerOperator, b: int, λ: float, factored: bool, step: float) -> Health:
-    block: Block = G.blocks[b]
-    s, a = G.left[b].double(), G.right[b].double()
-    π = balance([a], [s])
-    values = {"S": _eigenvalues(s), "A": _eigenvalues(a)}
+def _layer(layer: LayerSpectrum, λ: float, factored: bool, step: float) -> Health:
+    π = balance([layer.diagonals["A"]], [layer.diagonals["S"]])
     shifts = {"S": λ**0.5 / π, "A": λ**0.5 * π}
-    sides = {key: _side(values[key], factor, shifts[key]) for key, factor in (("S", s), ("A", a))}
-    if isinstance(G, EigenKroneckerOperator):
-        spectrum = G.scales[b].double().clamp(min=0)
-    else:
-        spectrum = values["S"].clamp(min=0).unsqueeze(-1) * values["A"].clamp(min=0).unsqueeze(-2)
-    mean = float(spectrum.mean())
-    damped = sides["S"].damped * sides["A"].damped if factored else _condition(spectrum.flatten(1), λ)
-    return Health(block.names, step, sides, λ / (λ + mean) if λ > 0 else 0.0, damped)
+    sides = {key: _side(layer.factors[key], layer.diagonals[key], shifts[key]) for key in shifts}
+    mean = float(layer.values.mean())
+    damped = sides["S"].damped * sides["A"].damped if factored else _condition(layer.values.flatten(1), λ)
+    return Health(layer.names, step, sides, λ / (λ + mean) if λ > 0 else 0.0, damped)
 
 
-def _eigenvalues(factor: Factor) -> Tensor:
-    """[c d], ascending."""
-    return torch.linalg.eigvalsh(factor) if full(factor) else factor.sort(-1).values
-
-
-def _side(values: Tensor, factor: Factor, shift: Tensor) -> Side:
+def _side(values: Tensor, diagonal: Tensor, shift: Tensor) -> Side:
     largest = values.amax(-1, keepdim=True)
     noise = values.shape[-1] * torch.finfo(torch.float32).eps * largest
     zero = values <= noise
@@ -483,7 +356,7 @@ def _side(values: Tensor, factor: Factor, shift: Tensor) -> Side:
         condition=_condition(cleaned, 0.0),
         damped=_condition(cleaned + shift.unsqueeze(-1), 0.0),
         deficit=int(zero.sum()),
-        dead=int((diagonal(factor) == 0).sum()),
+        dead=int((diagonal == 0).sum()),
         size=values.numel(),
     )
 
