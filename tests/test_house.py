@@ -62,7 +62,6 @@ DEVICES = {
     "isolation.py": 5,
     "kernels": 3,
     "linalg.py": 3,
-    "linearise.py": 2,
     "mirror": 1,
     "model.py": 1,
     "optim": 15,

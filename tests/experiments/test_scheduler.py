@@ -10,10 +10,10 @@ import pytest
 from torch import nn
 from torch.optim import Optimizer
 
-from experiments.arms import TENTHS, Arm, Momentum
 from experiments.cifar import CIFAR10
-from experiments.jobs import Place, Task, perform_all
+from experiments.configs import TENTHS, Arm, Momentum
 from experiments.record import load_all
+from experiments.scheduler import Place, Task, perform_all
 from experiments.training import Job, Setup
 from tests.experiments.tiny import Ample
 

@@ -1,4 +1,4 @@
-"""The two tasks that optimizers are compared on: data, network, loss, and the metric of the outputs."""
+"""The two tasks on which optimizers are compared: data, network, loss, metric of the outputs, search grid."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from benchmarks.networks import DEEP, deep, tanh_layers
-from natgrad.cli.experiment import Data, Score, Task
-from natgrad.cli.tasks import accuracy
+from natgrad.cli.demo import Task, accuracy
 from natgrad.data import load_digits
 
 
 @final
 @dataclass(frozen=True)
-class Contest:
-    """A task with the metric of its outputs, the seeds it is run with, and what SGD and the others may choose from.
+class TrainingTask:
+    """A task with its metric, its seeds and the grid that SGD, AdamW and SOAP are tuned on.
 
-    K-FAC has the batches of the task, the others any of ``batches``.
+    K-FAC has the batch size of the task; the others may choose any of ``batches``.
     """
 
     task: Task
     metric: ng.OutputMetric
     seeds: tuple[int, ...]
-    sgd: tuple[float, ...]  # learning rates
+    sgd: tuple[float, ...]  # learning rates of SGD; AdamW and SOAP have the same for all tasks
     batches: tuple[int, ...]
 
 
-def digits(device: torch.device, widths: tuple[int, ...] = (64, 128, 64, 10)) -> Contest:
+def digits(device: torch.device, widths: tuple[int, ...] = (64, 128, 64, 10)) -> TrainingTask:
     """A classifier of 8 × 8 digits with tanh units, cross-entropy."""
     data = load_digits()
-    train, test = ((part.images.to(device), part.labels.to(device)) for part in (data.train, data.test))
+    train, test = ((split.images.to(device), split.labels.to(device)) for split in data)
     task = Task(
         name="digits classifier " + "-".join(map(str, widths)),
         network=lambda: nn.Sequential(*tanh_layers(widths)).to(device),
-        data=Data(train, test, batch_size=len(data.train.images)),
+        train=train,
+        test=test,
+        batch_size=len(data.train.images),
         loss=F.cross_entropy,
-        score=Score("test accuracy", accuracy),
-        weight=1.0,
-        contenders=(),
+        score_name="test accuracy",
+        score=accuracy,
     )
     metric = ng.Fisher(ng.Categorical(), samples=1)
-    return Contest(task, metric, (0, 1, 2, 3, 4), (0.03, 0.1, 0.3, 1.0), (256, task.data.batch_size))
+    return TrainingTask(task, metric, (0, 1, 2, 3, 4), (0.03, 0.1, 0.3, 1.0), (256, task.batch_size))
 
 
 def bernoulli(y: Tensor, t: Tensor) -> Tensor:
@@ -62,24 +62,25 @@ def squared_error(y: Tensor, t: Tensor) -> Tensor:
     return (y.sigmoid() - t).square().sum(-1).mean()
 
 
-def mnist(path: Path, device: torch.device, widths: tuple[int, ...] = DEEP) -> Contest:
+def mnist(path: Path, device: torch.device, widths: tuple[int, ...] = DEEP) -> TrainingTask:
     """Hinton and Salakhutdinov's auto-encoder with tanh units and cross-entropy, as in Martens and Grosse (2015)."""
     train, test = (images.to(device) for images in load_mnist(path))
     task = Task(
         name="MNIST auto-encoder " + "-".join(map(str, widths)) + "-…",
         network=lambda: _glorot(deep(widths)).to(device),
-        data=Data((train, train), (test, test), batch_size=min(10_000, len(train))),
+        train=(train, train),
+        test=(test, test),
+        batch_size=min(10_000, len(train)),
         loss=bernoulli,
-        score=Score("squared error", squared_error),
-        weight=1.0,
-        contenders=(),
+        score_name="squared error",
+        score=squared_error,
     )
     metric = ng.Fisher(ng.Bernoulli(), samples=1)
-    return Contest(task, metric, (0,), (1e-4, 3e-4, 1e-3, 3e-3), (min(1000, len(train)), task.data.batch_size))
+    return TrainingTask(task, metric, (0,), (1e-4, 3e-4, 1e-3, 3e-3), (min(1000, len(train)), task.batch_size))
 
 
 def _glorot(model: nn.Sequential) -> nn.Sequential:
-    """Glorot's initial weights, made for tanh: with those of torch the rivals stay on a plateau for long."""
+    """Glorot initialisation, made for tanh: with torch's default SGD, AdamW and SOAP stay on a plateau for long."""
     for layer in model:
         if isinstance(layer, nn.Linear):
             nn.init.xavier_uniform_(layer.weight)

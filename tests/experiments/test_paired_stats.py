@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from experiments import pairs, report
+from experiments import paired_stats, report
+from experiments.paired_stats import Paired
 from experiments.record import Name, Point, Record
-from experiments.student import Paired, critical, two_sided
 from tests.experiments.tiny import MACHINE, SIZES, write_timing
 
 
@@ -23,14 +23,6 @@ def run(arm: str, seed: int, losses: Sequence[float], accuracies: Sequence[float
         for e, (loss, accuracy) in enumerate(zip(losses, accuracies, strict=True))
     ]
     return Record(Name("cifar10", schedule, arm, seed), SIZES, MACHINE, history, finished=True, diverged=False)
-
-
-def test_the_tails_are_those_of_students_distribution_in_closed_form() -> None:
-    """With one degree p = 1 − (2/π) atan|t|, with two p = 1 − |t|/√(2 + t²)."""
-    for t in (0.3, 1.0, -4.303, 25.0):
-        assert two_sided(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(abs(t)))
-        assert two_sided(t, 2) == pytest.approx(1 - abs(t) / math.sqrt(2 + t * t))
-    assert two_sided(critical(0.05, 2), 2) == pytest.approx(0.05)
 
 
 def test_three_differences_have_the_statistics_that_are_computed_by_hand() -> None:
@@ -60,7 +52,7 @@ def test_differences_that_are_one_number_have_an_infinite_t_unless_it_is_zero() 
 def test_runs_are_paired_by_seed_and_seeds_that_one_has_not_are_left_out(tmp_path: Path) -> None:
     ours = [run("sobolev", seed, [1.0, 0.4 + seed / 10], [0.2, 0.5 + seed / 10]) for seed in (2, 0, 1)]
     theirs = [run("amari", seed, [2.0, 0.5], [0.2, 0.5]) for seed in (1, 2, 3)]
-    pairs.save(report.save([*ours, *theirs], tmp_path), tmp_path)
+    paired_stats.save(report.save([*ours, *theirs], tmp_path), tmp_path)
     (found,) = json.loads((tmp_path / "pairs.json").read_text())["pairs"]
     assert found["seeds"] == [1, 2]
     assert found["loss_at_end"]["differences"] == pytest.approx([0.0, 0.1])
@@ -72,20 +64,20 @@ def test_runs_are_paired_by_seed_and_seeds_that_one_has_not_are_left_out(tmp_pat
 
 def test_one_seed_makes_no_pair(tmp_path: Path) -> None:
     found = report.save([run(arm, 0, [1.0], [0.5]) for arm in ("sobolev", "amari")], tmp_path)
-    assert pairs.pairs(found) == []
+    assert paired_stats.pairs(found) == []
 
 
 def test_the_papers_own_pair_is_of_two_schedules(tmp_path: Path) -> None:
     records = [run("amari", seed, [1.0], [0.5]) for seed in (0, 1)]
     records += [run("sobolev", seed, [0.9], [0.6], "fifths") for seed in (0, 1)]
-    (found,) = pairs.pairs(report.save(records, tmp_path))
+    (found,) = paired_stats.pairs(report.save(records, tmp_path))
     assert found.row().startswith("| cifar10 | fifths, tenths | Sobolev K-FAC | K-FAC (Amari) | 2 |")
 
 
 def test_what_the_schedule_alone_does_is_amaris_kfac_less_itself(tmp_path: Path) -> None:
     records = [run("amari", seed, [1.0], [0.5]) for seed in (0, 1)]
     records += [run("amari", seed, [0.9 - seed / 10], [0.5], "fifths") for seed in (0, 1)]
-    (found,) = pairs.pairs(report.save(records, tmp_path))
+    (found,) = paired_stats.pairs(report.save(records, tmp_path))
     assert found.row().startswith("| cifar10 | fifths, tenths | K-FAC (Amari) | K-FAC (Amari) | 2 |")
     assert found.columns()["loss_at_end"]["differences"] == pytest.approx([-0.1, -0.2])
 
@@ -96,9 +88,12 @@ def test_the_metrics_part_and_the_schedules_part_are_what_the_paper_compares(tmp
         for k, (arm, schedule) in enumerate([("amari", "tenths"), ("amari", "fifths"), ("sobolev", "fifths")], 1)
         for seed in (0, 1, 2)
     ]
-    found = {p.first.arm + p.first.schedule + p.second.schedule: p for p in pairs.pairs(report.save(records, tmp_path))}
+    found = {
+        p.first.arm + p.first.schedule + p.second.schedule: p
+        for p in paired_stats.pairs(report.save(records, tmp_path))
+    }
     whole, metric, schedule = (found[k] for k in ("sobolevfifthstenths", "sobolevfifthsfifths", "amarififthstenths"))
-    for quantity in pairs.QUANTITIES:
+    for quantity in paired_stats.QUANTITIES:
         parts = zip(metric.paired(quantity).differences, schedule.paired(quantity).differences, strict=True)
         assert [sum(part) for part in parts] == pytest.approx(whole.paired(quantity).differences)
 
@@ -113,7 +108,7 @@ def test_with_both_schedules_a_seed_counts_once_with_the_mean_of_its_differences
         for seed, more in enumerate(gains)
     ]
     records.append(run("sobolev", 3, [1.0], [0.9], "fifths"))  # a seed that one schedule has not
-    pairs.save(report.save(records, tmp_path), tmp_path)
+    paired_stats.save(report.save(records, tmp_path), tmp_path)
     rows = json.loads((tmp_path / "pairs.json").read_text())["pairs"]
     (found,) = (row for row in rows if row["first"] == ["sobolev", "both"])
     assert (found["second"], found["seeds"]) == (["amari", "both"], [0, 1, 2])
@@ -129,7 +124,7 @@ def test_with_both_schedules_a_seed_counts_once_with_the_mean_of_its_differences
 def test_in_the_papers_comparison_the_end_of_one_schedule_is_reached_with_the_other(tmp_path: Path) -> None:
     records = [run("amari", seed, [0.5, 0.2, 0.1], [0.4, 0.6, 0.8]) for seed in (0, 1)]
     records += [run("sobolev", seed, [0.4, 0.1, 0.1], [0.5, 0.7, 0.9], "fifths") for seed in (0, 1)]
-    pairs.save(report.save(records, tmp_path), tmp_path)
+    paired_stats.save(report.save(records, tmp_path), tmp_path)
     found = json.loads((tmp_path / "pairs.json").read_text())["reached"]
     ends = {level["quantity"]: level["epochs"] for level in found if level["schedule"] == "fifths, tenths"}
     assert ends == {"test accuracy, %": {"sobolev": 3}, "training loss": {"sobolev": 2}}
@@ -139,7 +134,7 @@ def test_a_level_is_reached_in_the_first_epoch_whose_mean_over_seeds_has_it(tmp_
     write_timing(tmp_path, {"amari": 3.0, "sgd": 2.0})
     records = [run("amari", seed, [0.5, 0.2, 0.1], [0.4, 0.7 - seed / 10, 0.8]) for seed in (0, 1)]
     records += [run("sgd", seed, [0.9, 0.5, 0.3], [0.2, 0.5, 0.65]) for seed in (0, 1)]
-    pairs.save(report.save(records, tmp_path), tmp_path)
+    paired_stats.save(report.save(records, tmp_path), tmp_path)
     found = json.loads((tmp_path / "pairs.json").read_text())["reached"]
     ends = {(level["rival"], level["quantity"]): level for level in found}
     accuracy, loss = ends["sgd", "test accuracy, %"], ends["sgd", "training loss"]

@@ -7,16 +7,18 @@ independent. So where both are taken together, a seed's two differences are aver
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from scipy import stats
+
 from experiments.files import write_json
 from experiments.record import Record
 from experiments.report import ORDER, PAPER, TITLES, Group, before_decay
-from experiments.student import Paired
 
 # The first less the second: with one schedule, and the K-FACs with both.
 _METRICS = (("sobolev", "amari"), ("independent", "amari"), ("sobolev", "independent"))
@@ -28,6 +30,57 @@ _SAME = (
 )
 _BOTH = tuple(dict.fromkeys(PAPER.values()))  # schedules
 _RIVALS = ("amari", "sgd", "adamw")  # whose ends are to be reached
+
+
+@final
+@dataclass(frozen=True)
+class Paired:
+    """Differences of two optimizers, one a seed.
+
+    >>> found = Paired((1.0, 2.0, 3.0))
+    >>> found.mean, found.deviation, round(found.t, 3), round(found.p, 4), round(found.margin, 3)
+    (2.0, 1.0, 3.464, 0.0742, 2.484)
+    """
+
+    differences: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return statistics.fmean(self.differences)
+
+    @property
+    def deviation(self) -> float:
+        """With n − 1."""
+        return statistics.stdev(self.differences)
+
+    @property
+    def error(self) -> float:
+        """Of the mean: the deviation over √n."""
+        return self.deviation / math.sqrt(len(self.differences))
+
+    @property
+    def t(self) -> float:
+        """The mean over its error; infinite where all differences are one number that is not zero."""
+        if self.error == 0:
+            return math.copysign(math.inf, self.mean) if self.mean else 0.0
+        return self.mean / self.error
+
+    @property
+    def p(self) -> float:
+        """How often |t| would be as large if there were no difference; n − 1 degrees of freedom."""
+        return float(2 * stats.t.sf(abs(self.t), len(self.differences) - 1))
+
+    @property
+    def margin(self) -> float:
+        """Mean ± margin has the true difference inside with probability 95 %."""
+        return float(stats.t.isf(0.025, len(self.differences) - 1)) * self.error
+
+    def columns(self) -> dict[str, Any]:
+        """For the file; an infinite t is null."""
+        numbers = {name: getattr(self, name) for name in ("mean", "deviation", "t", "p", "margin")}
+        rounded = {name: float(f"{v:.5g}") if math.isfinite(v) else None for name, v in numbers.items()}
+        return {"differences": [float(f"{d:.5g}") for d in self.differences], **rounded}
 
 
 @final
