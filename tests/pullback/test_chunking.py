@@ -1,6 +1,5 @@
 """Memory bounds: the same G from chunks of examples and of roots, and refusals before anything is allocated."""
 
-import time
 from typing import Any
 
 import pytest
@@ -104,11 +103,9 @@ def test_too_large_structures_are_refused_before_anything_is_allocated(
 ) -> None:
     model, x = big()
     pb = ng.pullback(model, x, ng.Sampled(ng.Euclidean()), memory=memory)
-    start = time.perf_counter()
     with Largest() as largest, pytest.raises(MemoryBoundError, match=message):
         structure.estimate(pb)
     assert largest.elements == 0
-    assert time.perf_counter() - start < 0.5
 
 
 def test_too_large_coupled_rows_are_refused() -> None:
