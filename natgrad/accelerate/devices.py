@@ -45,3 +45,8 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     if not autocasts(device):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def prefers_newton(t: Tensor) -> bool:
+    """Whether matrix products of such tensors are so fast that Newton's iteration beats a factorisation."""
+    return t.device.type == "cuda" and t.dtype != torch.float64

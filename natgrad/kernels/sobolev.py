@@ -220,8 +220,8 @@ class SobolevKernel(ReproducingKernel):
         K(x, y) = k(‖x − y‖/ℓ),   k(r) = 2^{1−ν}/Γ(ν) r^ν K_ν(r),   k(0) = 1
 
     For ν = ½, 3/2, 5/2 it is e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3). There is no factor √(2ν), unlike in many
-    other Matérn kernels. Bai, Rosenberg and Xu (2022) use ν = 3/2 and ℓ = 20. They write the space as H_s with
-    s = d + 2ν; in the standard convention its order is s/2 = ν + d/2. For every ν > 0 it consists of continuous functions, in
+    other Matérn kernels. Bai, Rosenberg and Xu (2022) use ν = 3/2 and ℓ = 20. They write the space as H_s with s = d +
+    2ν; in the standard convention its order is s/2 = ν + d/2. For every ν > 0 it consists of continuous functions, in
     any dimension.
 
     ``normalised=False`` multiplies by the constant of the space, ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for functions of x/ℓ.
