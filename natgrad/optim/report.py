@@ -148,7 +148,7 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
 def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
     blocks, G = tracker.view.blocks, tracker.average
-    if G is None or not G.layers:
+    if G is None or not tracker.structure.structure.covers_by_rule:
         return blocks
     seen = {name for block in G.layers for name in block.names}
     found = [*G.layers, *(left for block in blocks for left in _left(block, seen))]
