@@ -118,6 +118,13 @@ def mean_diagonal(factor: Factor) -> Tensor:
     return diagonal(factor).mean(-1)
 
 
+def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:
+    """π = √((tr A/dim A)/(tr S/dim S)) of every group of every layer, one after the other; 1 where a factor is zero."""
+    means = [torch.cat([mean_diagonal(factor) for factor in side]) for side in (a, s)]
+    ratio = means[0] / means[1]
+    return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
+
+
 def aligned(factor: Factor) -> Factor:
     """On a GPU a full factor with rows of whole vectors, zeros added: products of odd sizes are slow."""
     more = -factor.shape[-1] % _ALIGNED
