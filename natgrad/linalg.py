@@ -149,3 +149,19 @@ def consecutive(tensors: Sequence[Tensor]) -> Tensor | None:
         if t.storage_offset() != start + at * size or t.untyped_storage().data_ptr() != place:
             return None
     return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+
+
+def gauss_rule(diagonal: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes and weights [… q] of the Gauss rule of a measure, from its Jacobi matrix (Golub & Welsch 1969).
+
+    x p_k = β_{k+1} p_{k+1} + α_k p_k + β_k p_{k−1} for the orthonormal polynomials of the measure: ``diagonal`` is
+    α [… q], ``beside`` is β [… q−1]. The eigenvalues are the nodes, and the squared first entries of the eigenvectors
+    the weights.
+
+    >>> x, w = gauss_rule(torch.zeros(3, dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64).sqrt())
+    >>> (w @ x**4).round(decimals=6)  # the fourth moment of N(0, 1)
+    tensor(3., dtype=torch.float64)
+    """
+    matrix = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+    eigen = torch.linalg.eigh(matrix)
+    return eigen.eigenvalues, eigen.eigenvectors[..., 0, :].square()

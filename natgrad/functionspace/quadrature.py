@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributions as D
 
 from natgrad.errors import MemoryBoundError
-from natgrad.linalg import check_finite
+from natgrad.linalg import check_finite, gauss_rule
 from natgrad.model import Inputs
 from natgrad.output.metric import Coupling, Euclidean, OnBase, OutputMetric
 
@@ -148,16 +148,11 @@ def _rule(measure: D.Distribution, order: int) -> Quadrature:
         return Quadrature(x, below.weights)
     like, diagonal, beside = _recurrence(measure, order)
     _check_one(measure, like.ndim - 1)
-    axes = torch.linalg.eigh(torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1))
-    return _product(axes.eigenvalues, axes.eigenvectors[..., 0, :].square(), like)
+    return _product(*gauss_rule(diagonal, beside), like)
 
 
 def _recurrence(measure: D.Distribution, order: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A parameter [d] or [], and the Jacobi matrices of the axes: diagonal α [d q] and off-diagonal β [d q−1].
-
-    x p_k = β_{k+1} p_{k+1} + α_k p_k + β_k p_{k−1} for the orthonormal polynomials of a measure (Golub and Welsch
-    1969): its eigenvalues are the nodes, and the squares of the first entries of its eigenvectors the weights.
-    """
+    """A parameter [d] or [], and the Jacobi matrices of the axes: diagonal α [d q] and off-diagonal β [d q−1]."""
     if isinstance(measure, D.Normal):
         loc, scale = _axes(measure.loc), _axes(measure.scale)
         k = torch.arange(order, dtype=torch.float64, device=loc.device)
