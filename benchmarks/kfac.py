@@ -125,7 +125,7 @@ def hooked(problem: Problem, batches: Iterator[Tensor] | None = None) -> Contest
 
     def contestant() -> None:
         problem.model(problem.x if batches is None else next(batches))
-        optimizer.keeper.discard()  # the next pass is due again
+        optimizer.tracker.discard()  # the next pass is due again
 
     return contestant
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 import natgrad as ng
 from natgrad.model import Inputs
-from natgrad.optim.presets import Preset
 from natgrad.solve import Solver
 
 _SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
@@ -152,17 +151,19 @@ class KFAC(Arm):
 
     def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
         c, device = self.constants, next(model.parameters()).device
-        options: Preset = {
-            "momentum": c.momentum,
-            "weight_decay": c.decoupled,
-            "metric_every": c.metric_every,
-            "inverse_every": c.inverse_every,
-            "step": ng.KLClip(c.clip),
-            "generator": torch.Generator(device=device).manual_seed(seed),
-        }
-        if self.solver is not None:
-            options["solver"] = self.solver
-        return ng.KFAC(model, self.metric, c.lr, c.damping, **options)
+        return ng.KFAC(
+            model,
+            self.metric,
+            lr=c.lr,
+            damping=c.damping,
+            momentum=c.momentum,
+            weight_decay=c.decoupled,
+            metric_every=c.metric_every,
+            inverse_every=c.inverse_every,
+            step=ng.KLClip(c.clip),
+            solver=self.solver,
+            generator=torch.Generator(device=device).manual_seed(seed),
+        )
 
     def exactly_damped(self) -> KFAC:
         """(S ⊗ A + λ)⁻¹ by eigenvectors, as in the code of the paper."""

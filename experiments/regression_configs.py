@@ -99,7 +99,7 @@ class Natural:
     def optimizer(self, model: nn.Module, metric: ng.OutputMetric) -> torch.optim.Optimizer:
         """``SelfTuned`` measures a step by the curvature of the loss in both: only the direction is the metric's."""
         rule, damping, decay = ng.SelfTuned(), self.damping, self.weight_decay
-        return ng.NaturalGradient(model, metric, ng.Kernel(), step=rule, damping=damping, weight_decay=decay)
+        return ng.NaturalGradient(model, metric, structure=ng.Kernel(), step=rule, damping=damping, weight_decay=decay)
 
 
 @final

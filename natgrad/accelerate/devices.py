@@ -35,8 +35,18 @@ def rng_devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for the device."""
+    return torch.is_autocast_enabled(device.type)
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, autocast rounds nothing. Switching autocast off takes time, so nothing happens where it is not on."""
-    if not torch.is_autocast_enabled(device.type):
+    if not autocasts(device):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def prefers_newton(t: Tensor) -> bool:
+    """Whether matrix products of such tensors are so fast that Newton's iteration beats a factorisation."""
+    return t.device.type == "cuda" and t.dtype != torch.float64

@@ -105,7 +105,13 @@ def optimizers(
 
     def natural(structure: Structure, solver: Solver) -> MakeOptimizer:
         return lambda m: ng.NaturalGradient(
-            m, ng.Fisher(family), structure, solver, ng.TrustRegion(radius, longest=1.0), lr=lr, damping=damping
+            m,
+            ng.Fisher(family),
+            structure=structure,
+            solver=solver,
+            step=ng.TrustRegion(radius, longest=1.0),
+            lr=lr,
+            damping=damping,
         )
 
     return {

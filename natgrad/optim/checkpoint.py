@@ -17,7 +17,7 @@ from natgrad.accelerate.inverses import Newton
 from natgrad.errors import NonFiniteError
 from natgrad.model import Model
 from natgrad.optim.distributed import Divided
-from natgrad.optim.tracker import Keeper
+from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping
 from natgrad.output.fisher import Fisher
 from natgrad.output.metric import OutputMetric, Sampled
@@ -363,13 +363,13 @@ class Restored:
     stream: Stream
     wanted: frozenset[str]  # parameters that wait for the metric to see them
 
-    def put(self, keeper: Keeper) -> None:
-        """Give the keeper its part."""
-        self.clock.put(keeper)
-        keeper.average, keeper.wanted = self.average, self.wanted
-        keeper.mass.total, keeper.mass.usual = self.mass
-        self.stream.put(keeper)
-        keeper.discard()
+    def put(self, tracker: MetricTracker) -> None:
+        """Give the tracker its part."""
+        self.clock.put(tracker)
+        tracker.average, tracker.pending_params = self.average, self.wanted
+        tracker.mass.total, tracker.mass.usual = self.mass
+        self.stream.put(tracker)
+        tracker.discard()
 
 
 @final
@@ -382,10 +382,10 @@ class Clock:
     estimated: int
     inverted: int
 
-    def put(self, keeper: Keeper) -> None:
+    def put(self, tracker: MetricTracker) -> None:
         """Go on from here."""
-        keeper.step, keeper.count = self.step, self.count
-        keeper.estimated, keeper.inverted = self.estimated, self.inverted
+        tracker.step, tracker.count = self.step, self.count
+        tracker.estimated, tracker.inverted = self.estimated, self.inverted
 
 
 @final
@@ -406,40 +406,40 @@ class Stream:
     state: Tensor
     rank: int
 
-    def put(self, keeper: Keeper) -> None:
+    def put(self, tracker: MetricTracker) -> None:
         """Go on with these numbers; other processes, or another kind of device, go on with their own from here."""
-        generator = keeper.generator
-        if self.rank == keeper.world.rank and self.state.shape == generator.get_state().shape:
+        generator = tracker.generator
+        if self.rank == tracker.world.rank and self.state.shape == generator.get_state().shape:
             generator.set_state(self.state)
             return
-        digest = hashlib.sha256(bytes(self.state.tolist()) + keeper.world.rank.to_bytes(8, "big")).digest()
+        digest = hashlib.sha256(bytes(self.state.tolist()) + tracker.world.rank.to_bytes(8, "big")).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
-def export(keeper: Keeper, solver: Solver, solved: Solved) -> dict[str, Any]:
+def export(tracker: MetricTracker, solver: Solver, solved: Solved) -> dict[str, Any]:
     """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
     # One of several processes has seen a part of the examples: it says nothing of how many there were.
-    usual = keeper.mass.usual if keeper.world.size == 1 else 0
+    usual = tracker.mass.usual if tracker.world.size == 1 else 0
     return {
-        **_signature(keeper),
+        **_signature(tracker),
         "solver": solver_in_words(solver),
-        "dtype": str(keeper.model.example.dtype),
-        "step": keeper.step,
-        "count": keeper.count,
-        "mass": (keeper.mass.total, usual),
-        "estimated": keeper.estimated,
-        "inverted": keeper.inverted,
-        "wanted": sorted(keeper.wanted),
-        "operator": {} if keeper.average is None else keeper.average.tensors(),
+        "dtype": str(tracker.model.example.dtype),
+        "step": tracker.step,
+        "count": tracker.count,
+        "mass": (tracker.mass.total, usual),
+        "estimated": tracker.estimated,
+        "inverted": tracker.inverted,
+        "wanted": sorted(tracker.pending_params),
+        "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": {} if solved.inverse is None else solved.inverse.tensors(),
         "inverse_damping": solved.damping,
         "outdated": solved.outdated,
-        "generator": keeper.generator.get_state(),
-        "rank": keeper.world.rank,
+        "generator": tracker.generator.get_state(),
+        "rank": tracker.world.rank,
     }
 
 
-def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
+def restore(state: dict[str, Any], tracker: MetricTracker, solver: Solver) -> Restored:
     """Check that the state belongs to this model, structure and metric, whole, and build what it holds.
 
     The metric keeps the precision that it was saved in; where the model has another one than the model that was saved,
@@ -447,12 +447,12 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
     it anew. States of before metric and solver were saved are taken for those of this optimizer.
     """
     check_entries(state, ENTRIES, 'the "natgrad" entry of the state')
-    check_signature("optimizer", state, _signature(keeper))
+    check_signature("optimizer", state, _signature(tracker))
     for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
         check_finite(what, state[entry])
-    check_guess(keeper.model.size, state["inverse"])
-    check_generator(state["generator"], keeper.generator)
-    example = keeper.model.example
+    check_guess(tracker.model.size, state["inverse"])
+    check_generator(state["generator"], tracker.generator)
+    example = tracker.model.example
     dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
 
     def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -461,12 +461,12 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
         return {name: t.to(example.device, kinds[name], copy=True) for name, t in tensors.items()}
 
     tensors = placed(state["operator"])
-    structure = keeper.structure.structure
-    average = operator_of(structure, keeper.model, keeper.view.blocks, tensors) if tensors else None
+    structure = tracker.structure.structure
+    average = operator_of(structure, tracker.model, tracker.view.blocks, tensors) if tensors else None
     inverse = None if _solved_otherwise(state, solver) else _inverse(state, average, solver, placed(state["inverse"]))
     stream = Stream(state["generator"].cpu(), state["rank"])
     # A state of before there was a mass has as much as its number of estimates says.
-    total, usual = state.get("mass", (0.0 if not state["count"] else 1 / keeper.structure.weight(state["count"]), 0))
+    total, usual = state.get("mass", (0.0 if not state["count"] else 1 / tracker.structure.weight(state["count"]), 0))
     return Restored(
         clock=Clock(state["step"], state["count"], state["estimated"], state["inverted"]),
         mass=(total, usual),
@@ -496,13 +496,13 @@ def _solved_otherwise(state: Mapping[str, Any], solver: Solver) -> bool:
     return bool(saved != mine)
 
 
-def _signature(keeper: Keeper) -> dict[str, Any]:
+def _signature(tracker: MetricTracker) -> dict[str, Any]:
     """What must be the same for a state to mean the same."""
     return {
-        "metric": metric_in_words(keeper.metric),
-        "structure": repr(keeper.structure.structure),
-        "parameters": {name: list(p.shape) for name, p in keeper.model.params.items()},
-        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in keeper.view.blocks},
+        "metric": metric_in_words(tracker.metric),
+        "structure": repr(tracker.structure.structure),
+        "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
+        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in tracker.view.blocks},
     }
 
 

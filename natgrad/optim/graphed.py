@@ -49,7 +49,7 @@ class Graphed:
     """
 
     def __init__(self, opt: NaturalGradient) -> None:
-        device = opt.keeper.model.example.device
+        device = opt.tracker.model.example.device
         self._device = device
         self._possible = device.type == "cuda" and opt.rule.capturable
         self._key: object = None
@@ -104,7 +104,7 @@ class Graphed:
     def _state(self, opt: NaturalGradient) -> object:
         """What tells, in passing, that a recording still holds."""
         groups = [(group["momentum"], group["weight_decay"], group["damping"]) for group in opt.param_groups]
-        return groups, [p.data_ptr() for p in opt.keeper.model.params.values()]
+        return groups, [p.data_ptr() for p in opt.tracker.model.params.values()]
 
     def _load(self, opt: NaturalGradient, recording: _Recording, gradients: list[Tensor]) -> None:
         copy_(recording.gradients, gradients)
@@ -120,7 +120,7 @@ class Graphed:
         state = solve.opt.state
         places = tuple(
             (p.data_ptr(), state[p]["momentum"].data_ptr() if "momentum" in state.get(p, {}) else 0)
-            for p in solve.opt.keeper.model.params.values()
+            for p in solve.opt.tracker.model.params.values()
         )
         return groups, places, solve.damping, tuple(t.shape for t in ω.values())
 

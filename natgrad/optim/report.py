@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -14,18 +14,16 @@ from torch import Tensor
 from natgrad.accelerate.inverses import Factor, diagonal, full
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
+from natgrad.optim.tracker import MetricTracker
 from natgrad.pullback.layer import Block
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Factored, Pinv, Solver
+from natgrad.step.base import Step, StepRule
 from natgrad.structures.eigen_kronecker import EigenKronecker, EigenKroneckerOperator
 from natgrad.structures.exact import BlockDense, Dense, Diagonal, Implicit, Structure
 from natgrad.structures.kronecker import Kronecker, KroneckerOperator, balance
 from natgrad.structures.low_rank import LowRank
 from natgrad.structures.refresh import Refresh
-
-if TYPE_CHECKING:
-    from natgrad.optim.optimizer import NaturalGradient
-
 
 # What the metric of a layer costs, in numbers kept and operations, as far as its shape tells.
 #
@@ -218,8 +216,10 @@ class Plan:
         return (*front, kept, f"{self.element * row.cost.kept:,}", *counts)
 
 
-def plan(opt: NaturalGradient) -> Plan:
+def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> Plan:
     """The plan of an optimizer: nothing is run, and nothing changes. After a step it knows what the pass has shown.
+
+    ``groups``: the parameter groups, with their numbers.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
@@ -229,24 +229,24 @@ def plan(opt: NaturalGradient) -> Plan:
     >>> found.bytes  # 2 (20² + 65² + 10² + 21²) numbers of 4 bytes
     41328
     """
-    schedule, blocks = opt.keeper.structure, _blocks(opt)
-    damped = float(opt.param_groups[0]["damping"]) > 0
-    rows = tuple(_row(opt, block, damped) for block in blocks)
-    together = whole_cost(schedule.structure, blocks, opt.solver)
-    dtype = torch.promote_types(opt.keeper.model.example.dtype, torch.float32)
-    found = Plan(rows, together, schedule, dtype.itemsize, ())
-    notes = (_schedule(opt), _damping(opt), _movement(opt), *_exceptions(opt, found))
-    return Plan(rows, together, schedule, dtype.itemsize, notes)
+    schedule, blocks = tracker.structure, _blocks(tracker)
+    damping = float(groups[0]["damping"])
+    rows = tuple(_row(schedule.structure, block, solver, damping > 0) for block in blocks)
+    together = whole_cost(schedule.structure, blocks, solver)
+    dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
+    result = Plan(rows, together, schedule, dtype.itemsize, ())
+    notes = (_schedule(tracker), _damping(solver, damping), _movement(rule, groups), *_exceptions(tracker, result))
+    return replace(result, notes=notes)
 
 
-def _blocks(opt: NaturalGradient) -> list[Block]:
+def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
-    blocks, G = opt.keeper.view.blocks, opt.keeper.average
+    blocks, G = tracker.view.blocks, tracker.average
     if not isinstance(G, KroneckerOperator | EigenKroneckerOperator):
         return blocks
     seen = {name for block in G.blocks for name in block.names}
     found = [*G.blocks, *(left for block in blocks for left in _left(block, seen))]
-    order = {name: at for at, name in enumerate(opt.keeper.model.params)}
+    order = {name: at for at, name in enumerate(tracker.model.params)}
     return sorted(found, key=lambda block: order[block.names[0]])
 
 
@@ -260,27 +260,25 @@ def _left(block: Block, seen: Collection[str]) -> list[Block]:
     return [replace(bare, names=names, places=places, shape=(1, sum(place.shape.numel() for place in places), 1))]
 
 
-def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:
-    structure = opt.keeper.structure.structure
+def _row(structure: Structure, block: Block, solver: Solver, damped: bool) -> Row:
     name = type(structure).__name__
     if block.rule is None and isinstance(structure, Kronecker | EigenKronecker):
         fallback = f"{type(structure.fallback).__name__} (fallback)"
         name = "refused (strict=True)" if structure.strict else fallback
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
-    return Row(block.names, rule, name, block.shape, layer_cost(structure, block, opt.solver, damped))
+    return Row(block.names, rule, name, block.shape, layer_cost(structure, block, solver, damped))
 
 
-def _schedule(opt: NaturalGradient) -> str:
-    schedule, metric = opt.keeper.structure, opt.keeper.metric
+def _schedule(tracker: MetricTracker) -> str:
+    schedule, metric = tracker.structure, tracker.metric
     average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
     inverse = f"inverted every {schedule.inverse} steps" if schedule.inverse > 1 else "inverted when it has changed"
     return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {inverse}"
 
 
-def _damping(opt: NaturalGradient) -> str:
-    λ = float(opt.param_groups[0]["damping"])
+def _damping(solver: Solver, λ: float) -> str:
     identity = "1 the identity in the coordinates of the parameters"
-    match opt.solver:
+    match solver:
         case Factored():
             how = f"factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1, {identity}"
         case Pinv():
@@ -292,19 +290,18 @@ def _damping(opt: NaturalGradient) -> str:
     return f"damping: λ = {λ:g}, {how}"
 
 
-def _movement(opt: NaturalGradient) -> str:
-    groups = opt.param_groups
+def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> str:
     numbers = {key: ", ".join(dict.fromkeys(f"{g[key]:g}" for g in groups)) for key in ("lr", "momentum")}
     decay = ", ".join(dict.fromkeys(f"{g['weight_decay']:g}" for g in groups))
-    closure = ", which needs opt.step(closure)" if opt.needs_closure else ""
+    closure = ", which needs opt.step(closure)" if rule.needs_closure else ""
     return (
-        f"step: {opt.rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of vectors "
+        f"step: {rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of vectors "
         f"(m ← μm + v, v after the metric), weight decay {decay} (decoupled)"
     )
 
 
-def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
-    structure, fresh = opt.keeper.structure.structure, opt.keeper.average is None
+def _exceptions(tracker: MetricTracker, found: Plan) -> list[str]:
+    structure, fresh = tracker.structure.structure, tracker.average is None
     lines = []
     if found.uncovered and not isinstance(structure, Implicit):
         first = "the first pass may find them spread over the examples; if not, " if fresh else ""
@@ -314,7 +311,7 @@ def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
                 f"strict=True refuses them in the first pass that uses them (strict=False: {structure.fallback!r})"
             )
             then = refused if structure.strict else f"{then}, and their metric is {structure.fallback!r}"
-            then = f"{then}: {_way_out(opt, found)}"
+            then = f"{then}: {_way_out(tracker, found)}"
         lines.append(f"no layer rule covers {', '.join(found.uncovered)}: {first}{then}")
     if found.diagonals:
         lines.append(f"only the diagonal is kept of {', '.join(found.diagonals)}")
@@ -323,9 +320,9 @@ def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
     return lines
 
 
-def _way_out(opt: NaturalGradient, found: Plan) -> str:
+def _way_out(tracker: MetricTracker, found: Plan) -> str:
     """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
-    ruled = {name for block in opt.keeper.view.blocks if block.rule for name in block.names}
+    ruled = {name for block in tracker.view.blocks if block.rule for name in block.names}
     lost = [name for name in found.uncovered if name in ruled]
     if not lost:
         return "pass rules=[…] with a rule for their module"
@@ -418,8 +415,12 @@ class Diagnostics:
         return "\n".join(lines)
 
 
-def diagnostics(opt: NaturalGradient) -> Diagnostics:
+def diagnostics(
+    tracker: MetricTracker, *, solver: Solver, inverse_damping: float, inverted: int, last: Step | None
+) -> Diagnostics:
     """Look at the metric and the last step. It waits for the device and computes eigenvalues: call it now and then.
+
+    ``inverse_damping`` and ``inverted``: the damping of the inverse that the last step used, and the step it is from.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
@@ -430,26 +431,26 @@ def diagnostics(opt: NaturalGradient) -> Diagnostics:
     >>> len(found.layers), found.metric_age, found.layers[1].factors["S"].condition  # S is the unit matrix
     (2, 0, 1.0)
     """
-    G, last = opt.keeper.average, opt.last
+    G = tracker.average
     if G is None or last is None:
         raise NatgradError(
             "there is nothing to diagnose before the first step: opt.plan() says what the optimizer is going to do"
         )
-    λ = opt.inverse_damping  # of the inverse that the last step was made with
+    λ = inverse_damping
     δ = last.displacement
     ω = G.flat(δ)
     with torch.no_grad():
         if isinstance(G, KroneckerOperator | EigenKroneckerOperator):
-            factored = isinstance(opt.solver, Factored)
+            factored = isinstance(solver, Factored)
             layers = [_layer(G, b, λ, factored, _norm(δ, ω, block.names)) for b, block in enumerate(G.blocks)]
             known = {name for layer in layers for name in layer.names}
         else:
             layers, known = [], set()
-        others = [tuple(n for n in block.names if n not in known) for block in opt.keeper.view.blocks]
+        others = [tuple(n for n in block.names if n not in known) for block in tracker.view.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
-    order = {name: at for at, name in enumerate(opt.keeper.model.params)}
+    order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
-    ages = (opt.keeper.step - 1 - opt.keeper.estimated, opt.keeper.step - 1 - opt.keeper.inverted)
+    ages = (tracker.step - 1 - tracker.estimated, tracker.step - 1 - inverted)
     return Diagnostics(tuple(ordered), last.damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
 
 

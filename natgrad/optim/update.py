@@ -89,7 +89,7 @@ class Moves:
 
     def __init__(self, opt: NaturalGradient, flag: Flag) -> None:
         self.flag = flag
-        names = {id(p): name for name, p in opt.keeper.model.params.items()}
+        names = {id(p): name for name, p in opt.tracker.model.params.items()}
         self._names = [[names[id(p)] for p in group["params"]] for group in opt.param_groups]
         self.recorded: list[Tensor] | None = None  # the learning rates on the device, while a step is recorded
         self.resting: frozenset[str] = frozenset()
@@ -152,7 +152,7 @@ class Moves:
 
     def decayed(self, opt: NaturalGradient) -> dict[str, Tensor]:
         """(1 − lr·wd)θ."""
-        out = {name: p.detach() for name, p in opt.keeper.model.params.items()}
+        out = {name: p.detach() for name, p in opt.tracker.model.params.items()}
         for group in self.groups(opt):
             if group.options["weight_decay"]:
                 factor = 1 - group.rate * group.options["weight_decay"]
@@ -162,7 +162,7 @@ class Moves:
 
     def velocity(self, opt: NaturalGradient) -> Vector | None:
         """What the last step left as momentum; zero where there is none, and for what rests."""
-        params, state = opt.keeper.model.params, opt.state
+        params, state = opt.tracker.model.params, opt.state
         if not any("momentum" in state.get(p, {}) for p in params.values()):
             return None
         own = {name: state.get(p, {}).get("momentum") for name, p in params.items()}

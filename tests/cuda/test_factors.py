@@ -147,10 +147,10 @@ def test_an_estimate_on_a_gpu_is_that_of_the_cpu(training: bool) -> None:
     found = []
     for device in ("cpu", "cuda"):
         there = copy.deepcopy(model).to(device)
-        opt = ng.NaturalGradient(there, ng.Euclidean(), ng.Kronecker(strict=True), damping=0.1, lr=0.1)
+        opt = ng.NaturalGradient(there, ng.Euclidean(), structure=ng.Kronecker(strict=True), damping=0.1, lr=0.1)
         there(tokens.to(device)).square().sum().backward()
-        assert opt.keeper.fresh is not None
-        factors = {key: t.cpu() for key, t in opt.keeper.fresh.tensors().items()}
+        assert opt.tracker.fresh is not None
+        factors = {key: t.cpu() for key, t in opt.tracker.fresh.tensors().items()}
         opt.step()
         found.append(factors | {name: p.detach().cpu() for name, p in there.named_parameters()})
     for key, t in found[0].items():

@@ -76,7 +76,7 @@ def test_sampled_metrics_have_a_generator_on_the_device() -> None:
     opt = of.optimizer(metric=ng.Fisher(ng.Categorical(), samples=1), structure=ng.Diagonal())
     of.step(opt)
     assert torch.equal(torch.cuda.get_rng_state(), before)
-    assert opt.keeper.generator.device.type == "cuda"
+    assert opt.tracker.generator.device.type == "cuda"
 
 
 class _Loop:
@@ -175,7 +175,7 @@ def test_newton_follows_a_metric_that_moves_and_ends_at_the_inverse_of_one_that_
     loop.opt.param_groups[0]["lr"] = 0.0
     loop.schedule.base_lrs = [0.0]
     loop.run(60)
-    average, inverse = loop.opt.keeper.average, loop.opt.inverse
+    average, inverse = loop.opt.tracker.average, loop.opt.inverse
     assert average is not None
     assert inverse is not None
     exact = ng.Factored().init(average, loop.opt.param_groups[0]["damping"]).tensors()
@@ -195,11 +195,11 @@ def test_a_first_estimate_that_is_not_finite_is_refused_at_once() -> None:
 def test_estimates_that_are_not_finite_do_not_reach_the_average() -> None:
     loop = _Loop("cuda", metric_every=1, inverse_every=1)
     loop.run(5)
-    assert loop.opt.keeper.average is not None
-    before = {key: t.clone() for key, t in loop.opt.keeper.average.tensors().items()}
+    assert loop.opt.tracker.average is not None
+    before = {key: t.clone() for key, t in loop.opt.tracker.average.tensors().items()}
     x, loop.x = loop.x, torch.full_like(loop.x, torch.nan)
     loop.run(1)
-    after = loop.opt.keeper.average.tensors()
+    after = loop.opt.tracker.average.tensors()
     assert all(torch.equal(t, before[key]) for key, t in after.items())
     loop.x = x
     torch.cuda.synchronize()

@@ -49,7 +49,7 @@ def test_the_clip_inside_a_constraint_keeps_its_momentum() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [_kfac(), lambda model: ng.NaturalGradient(model, FISHER, ng.Diagonal(), lr=0.05, momentum=0.9)]
+    "make", [_kfac(), lambda model: ng.NaturalGradient(model, FISHER, structure=ng.Diagonal(), lr=0.05, momentum=0.9)]
 )
 def test_parameters_may_have_several_memory_formats(make: Make) -> None:
     here, there = (_trained(device, _images, make) for device in ("cpu", "cuda"))

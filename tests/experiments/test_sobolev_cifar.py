@@ -91,7 +91,7 @@ def test_a_run_whose_loss_is_no_number_is_over_and_said_to_have_diverged(picture
 
 
 def test_the_schedules_are_those_of_the_paper() -> None:
-    """000 App. D: to a tenth after 20 and 40 of 50 epochs, or to a fifth after 20 and 30."""
+    """Bai et al. (2022), App. D: to a tenth after 20 and 40 of 50 epochs, or to a fifth after 20 and 30."""
     tenths, fifths = ([s.left(epoch, 50) for epoch in range(50)] for s in (TENTHS, FIFTHS))
     assert tenths == pytest.approx([1.0] * 20 + [0.1] * 20 + [0.01] * 10)
     assert fifths == pytest.approx([1.0] * 20 + [0.2] * 10 + [0.04] * 20)
@@ -117,7 +117,7 @@ def probes(metric: ng.OutputMetric, y: Tensor) -> Tensor:
 
 
 def test_independent_labels_leave_only_the_diagonal_of_the_coupling_and_shared_probes_all_of_it() -> None:
-    """ERRATA 10: E[s_n s_mᵀ] = 0 for n ≠ m, where the shared probe has the product of the roots."""
+    """E[s_n s_mᵀ] = 0 for n ≠ m, where the shared probe has the product of the roots."""
     torch.manual_seed(0)
     y, x = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
     shared, alone = (arm.metric for arm in (configs.sobolev(), configs.independent()))
@@ -141,7 +141,10 @@ def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
         metric, c = ng.Fisher(ng.Categorical(), samples=1), configs.Constants()
         clip, generator = ng.KLClip(c.clip), torch.Generator().manual_seed(0)
         return ng.SobolevKFAC(
-            *(model, metric, c.lr, c.damping),
+            model,
+            metric,
+            lr=c.lr,
+            damping=c.damping,
             nu=1.5,
             lengthscale=20.0,
             momentum=c.momentum,
@@ -166,7 +169,7 @@ def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
 
 
 def test_the_kernel_has_the_lengthscale_and_the_network_input_is_not_scaled() -> None:
-    """ERRATA 14: k = (1 + r)e^{−r}, r = ‖x − x'‖/20."""
+    """k = (1 + r)e^{−r}, r = ‖x − x'‖/20."""
     x = torch.zeros(2, 3, 32, 32, dtype=torch.float64)
     x[1, 0, 0, 0] = 40.0
     metric = configs.sobolev().metric

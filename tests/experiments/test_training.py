@@ -90,9 +90,12 @@ def steps(optimizer: Optimizer, model: nn.Module, loss: float) -> list[torch.Ten
 
 
 def written_out(model: nn.Module, clip: float = 0.01, metric_every: int = 10, inverse_every: int = 100) -> Optimizer:
-    """K-FAC with the numbers of 000 App. D and Wang's script, none of them ours."""
+    """K-FAC with the numbers of Bai et al. (2022), App. D and Wang's script, none of them ours."""
     return ng.KFAC(
-        *(model, ng.Fisher(ng.Categorical(), samples=1), 0.01, 0.03),
+        model,
+        ng.Fisher(ng.Categorical(), samples=1),
+        lr=0.01,
+        damping=0.03,
         momentum=0.9,
         weight_decay=0.03,
         metric_every=metric_every,

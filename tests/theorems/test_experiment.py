@@ -1,4 +1,4 @@
-"""What MISSION.md promises of the experiment, row S6: VGG16 on both CIFAR sets, at a tiny size where it is run."""
+"""What the library promises of the experiment (S6): VGG16 on both CIFAR sets, at a tiny size where it is run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _as_before() -> Iterator[None]:
 
 
 def test_s6_the_experiment_has_the_network_and_the_hyper_parameters_of_the_paper() -> None:
-    """000 §6.3 and App. D. The lengthscale is the kernel's: the input of the network is not scaled (ERRATA 14)."""
+    """Bai et al. (2022), §6.3 and App. D. The lengthscale is the kernel's: the input of the network is not scaled."""
     args = parsed([])
     assert (args.epochs, args.batch, args.schedules) == (50, 128, ["tenths", "fifths"])
     assert len(args.seeds) >= 3

@@ -23,7 +23,7 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
 
 @every
 def test_e3_mirror_descent_in_either_chart_is_natural_gradient_in_the_other(case: Case) -> None:
-    """002 (20)–(23), with F = ∇²log Z of the textbook and its pseudo-inverse."""
+    """Grosse (2021), eq. 20–23, with F = ∇²log Z of the textbook and its pseudo-inverse."""
     family, lr = case.family, 0.02
     ω_ξ = gradient(objective(case), case.xi)
     ω_η = (case.fisher @ ω_ξ.reshape(-1)).view_as(ω_ξ)
@@ -105,7 +105,7 @@ def test_p1_the_exact_proximal_point_is_implicit_mirror_descent_and_all_three_ag
 def test_s10_mirror_descent_of_families_is_that_of_their_entropies(
     family: ng.families.ExponentialFamily, entropy: Potential, eta: Tensor
 ) -> None:
-    """ψ = −H in the chart ξ makes the step (21), ψ* = log Z in the chart η the step (20), α = 1/lr (ERRATA 23)."""
+    """ψ = −H in the chart ξ makes the step (21), ψ* = log Z in the chart η the step (20), α = 1/lr."""
     ξ, α = family.mean(eta), 9.0
 
     def J(xi: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ class TwoLayer(nn.Module):
 
 
 def _closed_form(A: Tensor, B: Tensor, x: Tensor) -> Tensor:
-    """(43) and (44) as ERRATA 20 has them, J [n m (A, B)]: no x in the first, and the matrix B in the second.
+    """(43) and (44) of Bai et al. (2022), corrected, J [n m (A, B)]: no x in the first, and the matrix B in the second.
 
     ∂φ/∂B_sr = f2'_s f1(Ax)_r e_s; ∂φ/∂A_dc = f2' ⊙ B_{:,d} f1'((Ax)_d) x_c.
     """
@@ -227,7 +227,7 @@ def test_s9_under_a_gaussian_measure_the_rule_agrees_with_a_trapezoid() -> None:
 
 @pytest.mark.parametrize(("half", "integral"), [(10.0, 1.43), (100.0, 13.4), (1000.0, 132.7)])
 def test_s9_under_lebesgue_measure_the_metric_grows_without_bound(half: float, integral: float) -> None:
-    """∫_{−L}^{L} (∂φ/∂b)² dx at a = 0.7, b = 1.3 (ERRATA 20): hence a probability measure."""
+    """∫_{−L}^{L} (∂φ/∂b)² dx at a = 0.7, b = 1.3: hence a probability measure."""
     params = {"a": tensor(0.7), "b": tensor(1.3)}
     rule = Quadrature.of(D.Uniform(tensor(-half), tensor(half)), order=1024)
     pb = ng.pullback(lambda p, x: torch.tanh(p["b"] * torch.tanh(p["a"] * x)), rule.nodes, rule.metric(), params=params)

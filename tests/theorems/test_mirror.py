@@ -52,7 +52,7 @@ def test_s10_a_broken_guarantee_is_noticed_while_it_runs() -> None:
 
 
 def test_s10_mirror_descent_with_the_norm_of_a_metric_is_its_natural_gradient() -> None:
-    """000 proposition 17, at the step 1/α (ERRATA 23)."""
+    """Bai et al. (2022), proposition 17, at the step 1/α."""
     α = 3.0
     expected = X - torch.linalg.solve(metric(X), gradient(objective, X)) / α
     close(MirrorDescent(Quadratic.of(metric(X)), α).grad(objective, X), expected)
@@ -61,7 +61,7 @@ def test_s10_mirror_descent_with_the_norm_of_a_metric_is_its_natural_gradient() 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_s10_mirror_descent_and_natural_gradient_agree_in_both_directions(case: Case) -> None:
-    """000 (52): each is the other, seen from the dual chart."""
+    """Bai et al. (2022), eq. 52: each is the other, seen from the dual chart."""
     ψ, α = case.potential, 9.0
     z, F = ψ.gradient(case.x), ng.mirror.in_dual_chart(objective, ψ)
     mirror = MirrorDescent(ψ, α).grad(objective, case.x)

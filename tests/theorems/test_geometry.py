@@ -28,7 +28,7 @@ def _small() -> tuple[nn.Sequential, Tensor, Tensor]:
 
 
 def test_s7_the_ntk_is_the_dual_of_the_pushforward_metric_in_which_the_parameters_are_orthonormal() -> None:
-    """Θ = J Jᵀ, whole, by layers and as a product; XᵀΘ⁺Y is (φ_*g)(X, Y) (000 lemma 6, ERRATA 18)."""
+    """Θ = J Jᵀ, whole, by layers and as a product; XᵀΘ⁺Y is (φ_*g)(X, Y) (Bai et al. (2022), lemma 6)."""
     model, x, y = _small()
     J, L = (oracle.module_jacobian(model, at) for at in (x, y))
     expected = torch.einsum("nkp,mlp->nmkl", J, L)

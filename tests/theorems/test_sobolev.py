@@ -38,7 +38,7 @@ def squares(t: Tensor, share: float = 1.0) -> Callable[[Tensor], Tensor]:
     return lambda y: share * (y - t).square().sum() / 2
 
 
-# S1: lemmas 8 and 9
+# S1: lemmas 8 and 9 of Bai et al. (2022)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,7 +53,7 @@ def test_s1_the_kernel_of_h_s_is_a_matern_kernel_in_every_dimension_and_for_ever
 
 @pytest.mark.parametrize("name", names("sobolev.C_n."))
 def test_s1_the_constant_is_not_the_one_that_is_printed(name: str) -> None:
-    """(36)–(39) are wrong in every dimension (ERRATA 1, 2)."""
+    """(36)–(39) of Bai et al. (2022) are wrong in every dimension."""
     case = golden(name)
     C = math.exp(SobolevKernel(1.5).log_constant(case["inputs"]["n"]))
     assert math.isclose(C, case["expected"]["C_n"], rel_tol=1e-10)
@@ -96,7 +96,7 @@ def test_s2_descent_in_the_space_one_point_after_the_other_is_13() -> None:
 
 
 def test_s3_the_natural_gradient_is_the_projection_of_the_gradient_in_the_space() -> None:
-    """dφ(∇F̃) = P(∇F), which is closest to ∇F of all that the model can do (ERRATA 17)."""
+    """dφ(∇F̃) = P(∇F), which is closest to ∇F of all that the model can do."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
     x, t = normal(12, 2), normal(12, 2, seed=1)
@@ -121,7 +121,7 @@ def test_s3_over_parametrised_one_sobolev_step_moves_the_outputs_by_minus_k_e_an
 
 
 def test_s4_the_sobolev_metric_is_j_times_the_inverse_kernel_times_j_and_not_the_printed_expectation() -> None:
-    """A sum over outputs and pairs of examples (ERRATA 9, 11, 12); E_K read literally is another, indefinite matrix."""
+    """A sum over outputs and pairs of examples; E_K read literally is another, indefinite matrix."""
     model, x, _ = golden_mlp()
     G = len(x) * ng.Dense().estimate(ng.pullback(model, x, ng.Sobolev(jitter=0.0))).dense()
     agrees(golden("sobolev.mlp.metric.ell1"), G, "g")
@@ -152,7 +152,7 @@ def test_s4_with_a_fisher_base_it_is_the_norm_of_twice_the_root_of_the_probabili
 
 @pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel()], ids=repr)
 def test_s4_duplicates_are_harmless_as_it_is_solved_without_the_inverse_of_k(structure: Structure) -> None:
-    """Jᵀ(λNK + JJᵀ)⁻¹N K e with a K of rank 5 of 8, and no jitter (ERRATA 13)."""
+    """Jᵀ(λNK + JJᵀ)⁻¹N K e with a K of rank 5 of 8, and no jitter."""
     model, x, t = wide()
     x, t = x[[0, 1, 2, 3, 4, 0, 0, 3]], normal(8, 2, seed=1)
     λ, loss = 0.1, squares(t, 1 / 8)
@@ -167,7 +167,7 @@ def test_s4_duplicates_are_harmless_as_it_is_solved_without_the_inverse_of_k(str
 
 
 def test_s5_sobolev_kfac_of_fully_connected_layers_has_the_scale_that_25_misses() -> None:
-    """The printed product is off by more than the block itself (ERRATA 8); matched by traces it is not."""
+    """The printed product is off by more than the block itself; matched by traces it is not."""
     case = golden("sobolev.mlp.kfac.ell1")["expected"]
     model, x, _ = golden_mlp()
     G = ng.Kronecker().estimate(ng.pullback(model, x, ng.Sobolev(jitter=0.0)))
@@ -213,7 +213,7 @@ def test_s5_sobolev_kfac_is_a_drop_in_optimizer_and_kfac_where_k_is_one() -> Non
 
 
 def test_s5_samples_that_examples_do_not_share_would_leave_the_diagonal_of_the_inverse_kernel() -> None:
-    """One random output vector for the whole batch has the exact S in expectation (ERRATA 10)."""
+    """One random output vector for the whole batch has the exact S in expectation."""
     case = golden("sobolev.sampling")
     x, D = tensor(case["inputs"]["X"]), tensor(case["inputs"]["D_dlogit_ds"])
     base = ng.Sampled(ng.Euclidean(), samples=400_000)

@@ -102,7 +102,7 @@ def test_k2_kfac_of_convolutions_is_that_of_their_patches_with_the_number_of_pos
     h = oracle.euclidean(problem.outputs())
     G = ng.Kronecker(strict=True).estimate(pb)
     close(G.dense(), dense(textbook(model, x, h), pb.model.size))
-    assert float(G.right[0][0][-1, -1]) == pytest.approx(1.0)  # A is a mean over |T|, and S a sum (ERRATA 48)
+    assert float(G.right[0][0][-1, -1]) == pytest.approx(1.0)  # A is a mean over |T|, and S a sum
 
 
 class Last(nn.Module):
