@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -132,23 +130,6 @@ def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
     if damping > torch.finfo(dtype).max / 2:
         precision = str(dtype).removeprefix("torch.")
         raise ValueError(f"damping={damping:g} overflows in the {precision} of the metric: use less, or a double model")
-
-
-def consecutive(tensors: Sequence[Tensor]) -> Tensor | None:
-    """[b *shape] of tensors of one shape, each without gaps, that follow each other in memory: a view. Else None.
-
-    >>> both = torch.arange(6.0).view(2, 3)
-    >>> consecutive([both[0], both[1]]).shape, consecutive([both[1], both[0]])
-    (torch.Size([2, 3]), None)
-    """
-    first, size = tensors[0], tensors[0].numel()
-    place, start = first.untyped_storage().data_ptr(), first.storage_offset()
-    for at, t in enumerate(tensors):
-        if t.shape != first.shape or t.dtype != first.dtype or not t.is_contiguous():
-            return None
-        if t.storage_offset() != start + at * size or t.untyped_storage().data_ptr() != place:
-            return None
-    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
 
 
 def gauss_rule(diagonal: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from natgrad.linalg import (
     check_damping,
     check_finite,
     cholesky,
-    consecutive,
     symmetric_root,
 )
 
@@ -101,15 +100,3 @@ def test_damping_is_a_finite_number_that_is_not_negative(damping: float) -> None
     with pytest.raises(ValueError, match="damping must be a finite number ≥ 0, got"):
         check_damping(damping)
     check_damping(0.0)
-
-
-def test_tensors_are_consecutive_only_where_nothing_is_between_them() -> None:
-    x = torch.arange(12.0).view(4, 3)
-    found = consecutive([x[1], x[2], x[3]])
-    assert found is not None
-    assert torch.equal(found, x[1:])
-    assert consecutive([x[0], x[2]]) is None
-    assert consecutive([x[0], x[0].clone()]) is None
-    assert consecutive([x[:, 0], x[:, 1]]) is None
-    assert consecutive([x[0], x[1, :2]]) is None
-    assert consecutive([x[0], x[1].double()]) is None

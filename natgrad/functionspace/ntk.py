@@ -24,8 +24,8 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import MEMORY, pullback, unrounded
 from natgrad.slots import check_slots
 from natgrad.structures.base import Inverse, Layout
-from natgrad.structures.exact import Kernel, index_of, name_of
-from natgrad.structures.kernel import KernelOperator
+from natgrad.structures.dense import index_of, name_of
+from natgrad.structures.kernel import Kernel, KernelOperator
 
 _LIMIT = 2**22  # elements of a temporary
 Range = tuple[int, int]  # of examples

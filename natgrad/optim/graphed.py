@@ -127,8 +127,7 @@ class Graphed:
     def _record(self, solve: Solves, ω: Covector) -> _Recording | None:
         assert solve.inverse is not None
         opt = solve.opt
-        own = solve.inverse.memory(ω)
-        gradients = [own[name] for name in ω]
+        gradients = [torch.empty_like(t) for t in ω.values()]
         rates = [torch.zeros((), device=self._device) for _ in opt.param_groups]
         moves, self._rates = opt.moves, []
         moves.recorded = rates

@@ -27,8 +27,8 @@ from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Look, Proposal, Step, StepRule
 from natgrad.step.rules import Fixed
-from natgrad.structures.base import Inverse
-from natgrad.structures.exact import Dense, Structure
+from natgrad.structures.base import Inverse, Structure
+from natgrad.structures.dense import Dense
 from natgrad.structures.refresh import Refresh
 
 _log = logging.getLogger("natgrad")

@@ -19,8 +19,9 @@ from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Factored, Solver
 from natgrad.step.base import StepRule
 from natgrad.step.self_tuned import KLClip, SelfTuned
+from natgrad.structures.base import Structure
+from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.eigen_kronecker import EigenKronecker
-from natgrad.structures.exact import Diagonal, Structure
 from natgrad.structures.kronecker import Kronecker
 from natgrad.structures.refresh import Refresh
 

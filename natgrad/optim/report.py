@@ -3,116 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.inverses import Factor, diagonal, full
+from natgrad.accelerate.inverses import balance
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.optim.tracker import MetricTracker
 from natgrad.pullback.layer import Block
-from natgrad.solve.cg import CG
-from natgrad.solve.solvers import Factored, Pinv, Solver
+from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
-from natgrad.structures.eigen_kronecker import EigenKronecker, EigenKroneckerOperator
-from natgrad.structures.exact import BlockDense, Dense, Diagonal, Implicit, Structure
-from natgrad.structures.kronecker import Kronecker, KroneckerOperator, balance
-from natgrad.structures.low_rank import LowRank
+from natgrad.structures.base import Cost, LayerSpectrum, Structure
 from natgrad.structures.refresh import Refresh
-
-# What the metric of a layer costs, in numbers kept and operations, as far as its shape tells.
-#
-# Counts are of multiplications and additions, leading terms only. A Cholesky decomposition of d rows takes d³/3 and the
-# inverse from it 2d³/3; eigenvalues with eigenvectors take about 9d³ (Golub and Van Loan, section 8.3); a symmetric
-# product Σ a aᵀ takes d² a term.
-
-
-EIGENVECTORS = 9  # times d³
-
-
-@final
-@dataclass(frozen=True)
-class Cost:
-    """``kept``: how many numbers the metric and its inverse are. ``invert``, ``solve``: operations of one inverse and
-    of one product with it; ``position``: of the estimate, a position of an example and a column of the root.
-
-    ``factors``: shapes of what is kept of the metric by letter, [c d d], or [c d] for a diagonal.
-    """
-
-    kept: int
-    invert: int
-    solve: int
-    position: int
-    factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-def layer_cost(structure: Structure, block: Block, solver: Solver, damped: bool) -> Cost | None:
-    """Of one layer in a structure that keeps layers apart; None for others, and for those this page does not know."""
-    match structure:
-        case Kronecker() | EigenKronecker() if block.rule is not None:
-            return _product(structure, block, isinstance(solver, Factored) or not damped)
-        case Kronecker() | EigenKronecker():
-            return whole_cost(structure.fallback, [block], solver)
-    return None
-
-
-def whole_cost(structure: Structure, blocks: Sequence[Block], solver: Solver) -> Cost | None:
-    """Of all parameters together, in a structure that does not keep layers apart."""
-    size = sum(block.size for block in blocks)
-    match structure:
-        case Diagonal():
-            return Cost(2 * size, size, size, size, {"G": (1, size)})
-        case BlockDense():  # a module's layers together
-            sizes: Counter[str] = Counter()
-            for block in blocks:
-                sizes[block.names[0].rpartition(".")[0]] += block.size
-            return _sum([_dense(own) for own in sizes.values()])
-        case Dense() if isinstance(solver, CG):
-            return Cost(size**2, 0, 2 * size**2, size**2, {"G": (1, size, size)})
-        case Dense():
-            return _dense(size)
-        case LowRank(rank=rank):
-            return Cost((rank + 1) * size, rank**2 * size, 4 * rank * size, size, {"U": (1, size, rank)})
-    return None
-
-
-def _dense(p: int) -> Cost:
-    return Cost(2 * p**2, p**3 // 3, 2 * p**2, p**2, {"G": (1, p, p)})
-
-
-def _sum(costs: Sequence[Cost]) -> Cost:
-    """All of them; what is kept is known by its shape where there is one."""
-    if len(costs) == 1:
-        return costs[0]
-    numbers = [(cost.kept, cost.invert, cost.solve, cost.position) for cost in costs]
-    return Cost(*(sum(column) for column in zip(*numbers, strict=True)))
-
-
-def _product(structure: Kronecker | EigenKronecker, block: Block, by_product: bool) -> Cost:
-    """S ⊗ A: inverted as a product, or through eigenvectors."""
-    c, o, i = block.shape
-    left, right = structure.shapes(block)
-    sides = [(shape, d) for shape, d in ((left, o), (right, i))]
-    factors = sum(math.prod(shape) for shape, _ in sides)
-    cubes = sum(c * d**3 for shape, d in sides if len(shape) == 3)
-    # One product with each side: a full factor takes 2d a number of W, a diagonal one takes 1.
-    products = sum(block.size * (2 * d if len(shape) == 3 else 1) for shape, d in sides)
-    squares = sum(math.prod(shape) for shape, _ in sides)
-    shapes = {"S": left, "A": right}
-    rotations = sum(math.prod(shape) for shape, _ in sides if len(shape) == 3)
-    match structure:
-        case EigenKronecker():
-            kept = factors + rotations + 2 * block.size
-            rotate = 2 * rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
-            return Cost(kept, EIGENVECTORS * cubes, 2 * products, squares + rotate, {**shapes, "D": block.shape})
-        case Kronecker() if by_product:
-            return Cost(2 * factors, cubes, products, squares, shapes)
-    return Cost(factors + rotations + block.size, EIGENVECTORS * cubes, 2 * products, squares, shapes)
 
 
 @final
@@ -232,7 +138,7 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
     schedule, blocks = tracker.structure, _blocks(tracker)
     damping = float(groups[0]["damping"])
     rows = tuple(_row(schedule.structure, block, solver, damping > 0) for block in blocks)
-    together = whole_cost(schedule.structure, blocks, solver)
+    together = schedule.structure.cost(blocks, iterative=solver.iterative)
     dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
     result = Plan(rows, together, schedule, dtype.itemsize, ())
     notes = (_schedule(tracker), _damping(solver, damping), _movement(rule, groups), *_exceptions(tracker, result))
@@ -242,10 +148,10 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
 def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
     blocks, G = tracker.view.blocks, tracker.average
-    if not isinstance(G, KroneckerOperator | EigenKroneckerOperator):
+    if G is None or not tracker.structure.structure.covers_by_rule:
         return blocks
-    seen = {name for block in G.blocks for name in block.names}
-    found = [*G.blocks, *(left for block in blocks for left in _left(block, seen))]
+    seen = {name for block in G.layers for name in block.names}
+    found = [*G.layers, *(left for block in blocks for left in _left(block, seen))]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     return sorted(found, key=lambda block: order[block.names[0]])
 
@@ -261,12 +167,10 @@ def _left(block: Block, seen: Collection[str]) -> list[Block]:
 
 
 def _row(structure: Structure, block: Block, solver: Solver, damped: bool) -> Row:
-    name = type(structure).__name__
-    if block.rule is None and isinstance(structure, Kronecker | EigenKronecker):
-        fallback = f"{type(structure.fallback).__name__} (fallback)"
-        name = "refused (strict=True)" if structure.strict else fallback
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
-    return Row(block.names, rule, name, block.shape, layer_cost(structure, block, solver, damped))
+    exact = damped and not solver.damps_factors
+    cost = structure.layer_cost(block, exact=exact, iterative=solver.iterative)
+    return Row(block.names, rule, structure.title(block), block.shape, cost)
 
 
 def _schedule(tracker: MetricTracker) -> str:
@@ -277,17 +181,7 @@ def _schedule(tracker: MetricTracker) -> str:
 
 
 def _damping(solver: Solver, λ: float) -> str:
-    identity = "1 the identity in the coordinates of the parameters"
-    match solver:
-        case Factored():
-            how = f"factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1, {identity}"
-        case Pinv():
-            how = f"exact, (G + λ·1)⁺, {identity}"
-        case CG():
-            how = f"exact, G + λ·1 solved by conjugate gradients, {identity}"
-        case _:
-            how = f"exact, (G + λ·1)⁻¹, {identity}"
-    return f"damping: λ = {λ:g}, {how}"
+    return f"damping: λ = {λ:g}, {solver.damping_note}, 1 the identity in the coordinates of the parameters"
 
 
 def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> str:
@@ -303,14 +197,10 @@ def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> str:
 def _exceptions(tracker: MetricTracker, found: Plan) -> list[str]:
     structure, fresh = tracker.structure.structure, tracker.average is None
     lines = []
-    if found.uncovered and not isinstance(structure, Implicit):
+    then = structure.uncovered()
+    if found.uncovered and then is not None:
         first = "the first pass may find them spread over the examples; if not, " if fresh else ""
-        then = "their rows come from torch.func, which is slow"
-        if isinstance(structure, Kronecker | EigenKronecker):
-            refused = (
-                f"strict=True refuses them in the first pass that uses them (strict=False: {structure.fallback!r})"
-            )
-            then = refused if structure.strict else f"{then}, and their metric is {structure.fallback!r}"
+        if structure.covers_by_rule:
             then = f"{then}: {_way_out(tracker, found)}"
         lines.append(f"no layer rule covers {', '.join(found.uncovered)}: {first}{then}")
     if found.diagonals:
@@ -440,13 +330,10 @@ def diagnostics(
     δ = last.displacement
     ω = G.flat(δ)
     with torch.no_grad():
-        if isinstance(G, KroneckerOperator | EigenKroneckerOperator):
-            factored = isinstance(solver, Factored)
-            layers = [_layer(G, b, λ, factored, _norm(δ, ω, block.names)) for b, block in enumerate(G.blocks)]
-            known = {name for layer in layers for name in layer.names}
-        else:
-            layers, known = [], set()
-        others = [tuple(n for n in block.names if n not in known) for block in tracker.view.blocks]
+        spectra = G.layer_spectra()
+        layers = [_layer(layer, λ, solver.damps_factors, _norm(δ, ω, layer.names)) for layer in spectra]
+        covered = {name for layer in layers for name in layer.names}
+        others = [tuple(n for n in block.names if n not in covered) for block in tracker.view.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
@@ -454,28 +341,16 @@ def diagnostics(
     return Diagnostics(tuple(ordered), last.damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
 
 
-def _layer(G: KroneckerOperator | EigenKroneckerOperator, b: int, λ: float, factored: bool, step: float) -> Health:
-    block: Block = G.blocks[b]
-    s, a = G.left[b].double(), G.right[b].double()
-    π = balance([a], [s])
-    values = {"S": _eigenvalues(s), "A": _eigenvalues(a)}
+def _layer(layer: LayerSpectrum, λ: float, factored: bool, step: float) -> Health:
+    π = balance([layer.diagonals["A"]], [layer.diagonals["S"]])
     shifts = {"S": λ**0.5 / π, "A": λ**0.5 * π}
-    sides = {key: _side(values[key], factor, shifts[key]) for key, factor in (("S", s), ("A", a))}
-    if isinstance(G, EigenKroneckerOperator):
-        spectrum = G.scales[b].double().clamp(min=0)
-    else:
-        spectrum = values["S"].clamp(min=0).unsqueeze(-1) * values["A"].clamp(min=0).unsqueeze(-2)
-    mean = float(spectrum.mean())
-    damped = sides["S"].damped * sides["A"].damped if factored else _condition(spectrum.flatten(1), λ)
-    return Health(block.names, step, sides, λ / (λ + mean) if λ > 0 else 0.0, damped)
+    sides = {key: _side(layer.factors[key], layer.diagonals[key], shifts[key]) for key in shifts}
+    mean = float(layer.values.mean())
+    damped = sides["S"].damped * sides["A"].damped if factored else _condition(layer.values.flatten(1), λ)
+    return Health(layer.names, step, sides, λ / (λ + mean) if λ > 0 else 0.0, damped)
 
 
-def _eigenvalues(factor: Factor) -> Tensor:
-    """[c d], ascending."""
-    return torch.linalg.eigvalsh(factor) if full(factor) else factor.sort(-1).values
-
-
-def _side(values: Tensor, factor: Factor, shift: Tensor) -> Side:
+def _side(values: Tensor, diagonal: Tensor, shift: Tensor) -> Side:
     largest = values.amax(-1, keepdim=True)
     noise = values.shape[-1] * torch.finfo(torch.float32).eps * largest
     zero = values <= noise
@@ -484,7 +359,7 @@ def _side(values: Tensor, factor: Factor, shift: Tensor) -> Side:
         condition=_condition(cleaned, 0.0),
         damped=_condition(cleaned + shift.unsqueeze(-1), 0.0),
         deficit=int(zero.sum()),
-        dead=int((diagonal(factor) == 0).sum()),
+        dead=int((diagonal == 0).sum()),
         size=values.numel(),
     )
 
