@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from natgrad.accelerate.devices import is_asynchronous, without_fused_recurrence
+from natgrad.accelerate.devices import put_back as put_back
+from natgrad.accelerate.devices import random_stream as random_stream
 from natgrad.errors import BatchStatisticsError
 
 
@@ -26,9 +29,9 @@ def unfused(model: Any, device: torch.device) -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        modules = model.modules() if device.type == "cuda" and isinstance(model, nn.Module) else ()
+        modules = model.modules() if is_asynchronous(device) and isinstance(model, nn.Module) else ()
         if any(isinstance(m, nn.RNNBase) for m in modules):
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(without_fused_recurrence(device))
         yield
 
 
@@ -81,19 +84,6 @@ def refuse_chance() -> NoReturn:
         "the forward pass draws random numbers: two passes give two functions, and there is no Jacobian. Take the "
         "metric in evaluation mode: model.eval(), or with natgrad.evaluating(model): ... around it"
     )
-
-
-def random_stream(device: torch.device) -> torch.Tensor:
-    """The state of the random stream that a model on this device draws from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def put_back(device: torch.device, state: torch.Tensor) -> None:
-    """Set the random stream that a model on this device draws from."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 # Attributes that torch itself keeps in a module. They are containers, which a forward pass does not replace.
