@@ -195,7 +195,8 @@ _PAIRS = 2**23  # numbers, of products of pairs of positions at a time
 def traces(a: Features, g: Tensor, C: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
     """The traces [c] of G at C = 1 and at C = L Lᵀ, in double precision, from inputs and g [k n r c o].
 
-    >>> a, g = Dense(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1, 1)
+    >>> from natgrad.rules.features import DenseFeatures
+    >>> a, g = DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1, 1)
     >>> traces(a, g, torch.ones(2, 2).double(), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))  # 1² + 6² and (1 + 6)²
     (tensor([37.], dtype=torch.float64), tensor([49.], dtype=torch.float64))
     """

@@ -24,7 +24,7 @@ from natgrad.pullback.batch_norm import Statistics
 from natgrad.pullback.graph import Axis, leaf_uses, nodes
 from natgrad.pullback.layer import Block
 from natgrad.rules.base import Call, Replay, Replayed, Rule, cotangent_features, input_features, replaying
-from natgrad.rules.features import Dense, Features, Joined
+from natgrad.rules.features import DenseFeatures, Features, Joined
 
 # Edges of the autograd graph: where cotangents of a module's outputs, and of its input, are found.
 
@@ -397,7 +397,7 @@ class Tape:
     def inner(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Features]:
         """Cotangents [k n r c o] of the layers of a replayed use, by the names of their parameters."""
         pulled = self.uses[at].replay.pull(outer)
-        distinct: dict[int, Features] = {id(g): Dense(g) for g in pulled.values()}  # layers may have one g
+        distinct: dict[int, Features] = {id(g): DenseFeatures(g) for g in pulled.values()}  # layers may have one g
         return {key: distinct[id(g)] for key, g in pulled.items()}
 
     def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Features]:

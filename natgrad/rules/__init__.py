@@ -10,7 +10,7 @@ from natgrad.rules.conv import ConvRule as ConvRule
 from natgrad.rules.conv import TransposedConvRule as TransposedConvRule
 from natgrad.rules.embedding import EmbeddingBagRule as EmbeddingBagRule
 from natgrad.rules.embedding import EmbeddingRule as EmbeddingRule
-from natgrad.rules.features import Dense as Dense
+from natgrad.rules.features import DenseFeatures as DenseFeatures
 from natgrad.rules.features import Entries as Entries
 from natgrad.rules.features import Features as Features
 from natgrad.rules.features import Joined as Joined

@@ -27,7 +27,7 @@ from natgrad.rules.base import (
     trainable,
     weight_and_bias,
 )
-from natgrad.rules.features import Dense
+from natgrad.rules.features import DenseFeatures
 
 _IN, _OUT = ("in_proj_weight", "in_proj_bias"), ("out_proj.weight", "out_proj.bias")
 _SPLIT = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -142,7 +142,7 @@ class _Attention:
         z = (z if bias is None else z + bias.view(3, -1)).requires_grad_()
         return z, [z[:, : t.shape[1], at : at + 1] for at, t in enumerate(self.tokens)]
 
-    def inputs(self) -> dict[str, Dense]:
+    def inputs(self) -> dict[str, DenseFeatures]:
         """The inputs of the three projections."""
         valid = self._valid()
         if own(self.module, "in_proj_weight") is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.moments import single
 from natgrad.accelerate.vjp import vjp
 from natgrad.model import map_tensors
-from natgrad.rules.features import Dense, Features
+from natgrad.rules.features import DenseFeatures, Features
 
 Keys: TypeAlias = tuple[str, ...]  # local names of the parameters of one layer
 
@@ -106,7 +106,7 @@ class Rule(ABC):
 def input_features(rule: Rule, module: nn.Module, keys: Keys, call: Call, names: Sequence[str] = ()) -> Features:
     """a of a call, with the shape that the rule promised: it may be the user's own. ``names`` are for the message."""
     a = rule.inputs(module, keys, call)
-    features = Dense(a) if isinstance(a, Tensor) else a
+    features = DenseFeatures(a) if isinstance(a, Tensor) else a
     c, _, i = rule.shape(module, keys)
     if len(features.shape) != 4 or features.shape[2:] != (c, i):
         raise _wrong_shape(rule, "inputs", names or keys, features.shape, f"[n r c i] with c = {c} and i = {i}")
@@ -116,7 +116,7 @@ def input_features(rule: Rule, module: nn.Module, keys: Keys, call: Call, names:
 def cotangent_features(rule: Rule, module: nn.Module, keys: Keys, g: Tensor) -> Features:
     """g of a layer from cotangents [k *output], likewise."""
     found = rule.cotangents(module, keys, g)
-    features = Dense(found) if isinstance(found, Tensor) else found
+    features = DenseFeatures(found) if isinstance(found, Tensor) else found
     c, o, _ = rule.shape(module, keys)
     if len(features.shape) != 5 or features.shape[3:] != (c, o):
         raise _wrong_shape(rule, "cotangents", keys, features.shape, f"[k n r c o] with c = {c} and o = {o}")
@@ -227,7 +227,7 @@ class Replay(ABC):
     """
 
     outputs: tuple[Tensor, ...]
-    layers: Mapping[str, Dense]
+    layers: Mapping[str, DenseFeatures]
 
     @abstractmethod
     def pull(self, g: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
@@ -236,25 +236,25 @@ class Replay(ABC):
         Parameters of one layer have the same tensor. The cotangents of an output that has none are zeros.
         """
 
-    def layer(self, keys: Keys) -> Dense:
+    def layer(self, keys: Keys) -> DenseFeatures:
         """The inputs of the parameters ``keys`` of one layer, side by side along i."""
         parts = [self.layers[key] for key in keys]
         a, valid = [part.x.detach() for part in parts], parts[0].valid
         if len(a) == 1:
-            return Dense(a[0], valid)
+            return DenseFeatures(a[0], valid)
         if all(t.stride(2) == 0 for t in a):  # the groups c have one input, as in self-attention: it is not repeated
-            return Dense(torch.cat([t[:, :, :1] for t in a], dim=-1).expand(-1, -1, a[0].shape[2], -1), valid)
-        return Dense(torch.cat(a, dim=-1), valid)
+            return DenseFeatures(torch.cat([t[:, :, :1] for t in a], dim=-1).expand(-1, -1, a[0].shape[2], -1), valid)
+        return DenseFeatures(torch.cat(a, dim=-1), valid)
 
 
-def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[str, Dense]:
+def weight_and_bias(keys: Keys, a: Tensor, valid: Tensor | None = None) -> dict[str, DenseFeatures]:
     """The inputs of a layer W a + b; ``keys`` are the names of W and, where there is one, of b.
 
     ``a`` [n r c i] is zero where a position is masked, and so are the ones that belong to the bias.
     """
     a = a.detach()
     ones = a.new_ones(()).expand(*a.shape[:-1], 1) if valid is None else valid.unsqueeze(-1)
-    return {key: Dense(x, valid) for key, x in zip(keys, (a, ones), strict=False)}
+    return {key: DenseFeatures(x, valid) for key, x in zip(keys, (a, ones), strict=False)}
 
 
 @final

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from natgrad.accelerate.patches import Axis
 from natgrad.rules.base import Call, Keys, Rule, matrices, matrices_shape, pack_matrices, plain
-from natgrad.rules.features import Dense, Features, Patches
+from natgrad.rules.features import DenseFeatures, Features, Patches
 
 _Conv: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -109,9 +109,9 @@ class TransposedConvRule(Rule):
         return {"weight": packed.transpose(-1, -2).reshape(*lead, *weight.shape)}
 
 
-def _ones(x: Tensor, n: int, r: int, c: int) -> Dense:
+def _ones(x: Tensor, n: int, r: int, c: int) -> DenseFeatures:
     """The inputs of a bias alone."""
-    return Dense(x.new_ones(()).expand(n, r, c, 1))
+    return DenseFeatures(x.new_ones(()).expand(n, r, c, 1))
 
 
 def _pixels(layer: _Conv | _Transposed) -> tuple[Axis, ...]:

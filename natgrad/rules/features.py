@@ -79,7 +79,7 @@ class Features(ABC):
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         """One position for all r: their mean, or their sum (K-FAC-reduce; Eschenhagen et al. 2023)."""
         x = single(self.dense())
-        return Dense(x.mean(-3, keepdim=True) if how == "mean" else x.sum(-3, keepdim=True))
+        return DenseFeatures(x.mean(-3, keepdim=True) if how == "mean" else x.sum(-3, keepdim=True))
 
     def mixed(self, L: Tensor) -> Features:
         """x̃_m = Σ_n L_nm x_n for L [n m], computed in the precision of L: Σ x̃ x̃ᵀ is Σ C_nm x_n x_mᵀ with C = L Lᵀ."""
@@ -116,10 +116,10 @@ class Features(ABC):
 
 @final
 @dataclass(frozen=True)
-class Dense(Features):
+class DenseFeatures(Features):
     """x [*k n r c d] as a tensor; ``valid`` [n r c] is zero at masked positions, where x is zero too.
 
-    >>> Dense(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
+    >>> DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
     Moment(total=tensor([[[5.]]]), count=2)
     """
 
@@ -146,10 +146,10 @@ class Dense(Features):
         if self.valid is None or how == "sum":
             return super().reduced(how)
         count = self.valid.sum(1, keepdim=True).clamp(min=1).unsqueeze(-1)  # no position at all: the sum is zero, too
-        return Dense(single(self.x).sum(1, keepdim=True) / count)
+        return DenseFeatures(single(self.x).sum(1, keepdim=True) / count)
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
-        return Dense(combine(self.x, -4), self.valid)
+        return DenseFeatures(combine(self.x, -4), self.valid)
 
 
 @final
@@ -238,7 +238,7 @@ class Patches(Features):
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         mean = patch_mean(self._images, self.axes, self.groups).unflatten(0, self.x.shape[: self._examples + 1])
         mean = _with_ones(mean.unsqueeze(-3), self.ones, -4)
-        return Dense(mean if how == "mean" else mean * self.shape[-3])
+        return DenseFeatures(mean if how == "mean" else mean * self.shape[-3])
 
     def project(self, w: Tensor) -> Tensor:
         if self.groups > 1:
@@ -337,7 +337,7 @@ class OneHot(Features):
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         total = self.values.new_zeros(len(self.index), self.size).scatter_add_(1, self.index, self.values)
-        return Dense((total / self.index.shape[1] if how == "mean" else total)[:, None, None])
+        return DenseFeatures((total / self.index.shape[1] if how == "mean" else total)[:, None, None])
 
     def scaled(self, weights: Tensor) -> Features:
         return replace(self, values=_times_examples(self.values, weights.sqrt(), 0))
@@ -356,7 +356,7 @@ class OneHot(Features):
         return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
-        return Dense(self.dense())._map(combine)
+        return DenseFeatures(self.dense())._map(combine)
 
 
 @final
@@ -400,7 +400,7 @@ class Joined(Features):
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         """Every use counts alike in a mean, however many positions it has."""
         total = sum_of([part.reduced(how).dense() for part in self.parts])
-        return Dense(total / len(self.parts) if how == "mean" else total)
+        return DenseFeatures(total / len(self.parts) if how == "mean" else total)
 
     def project(self, w: Tensor) -> Tensor:
         return torch.cat([part.project(w) for part in self.parts], dim=-2)

@@ -21,7 +21,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from natgrad.accelerate.moments import mean_and_variance, single
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, Keys, Rule, plain
-from natgrad.rules.features import Dense, Entries, Features, Moment, border_entries
+from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, border_entries
 
 _NAMES = ("weight", "bias")
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -45,7 +45,7 @@ class NormRule(Rule):
         features = self.normalised(module, call, "bias" in keys)
         if "weight" in keys:
             return features
-        return Dense(single(call.x).new_ones(()).expand(*features.shape[:3], 1))
+        return DenseFeatures(single(call.x).new_ones(()).expand(*features.shape[:3], 1))
 
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return cast(Tensor, module.weight).numel(), 1, len(keys)
@@ -153,7 +153,7 @@ class ChannelEntries(Features):
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         mean = Entries((self.mean * self.scale + self.shift).unsqueeze(1), self.ones)
-        return mean if how == "mean" else Dense(mean.dense() * self.x.shape[2])
+        return mean if how == "mean" else DenseFeatures(mean.dense() * self.x.shape[2])
 
     def gradients(self, g: Tensor, limit: int) -> Iterator[Tensor]:
         return self.entries.gradients(g, limit)

@@ -24,7 +24,7 @@ from natgrad.rules.base import (
     trainable,
     weight_and_bias,
 )
-from natgrad.rules.features import Dense
+from natgrad.rules.features import DenseFeatures
 from natgrad.rules.units import Adjoint, Affine, Gru, State, Trace, unit_of
 
 # Packed sequences as padded ones: where every entry of the data belongs.
@@ -140,7 +140,7 @@ class Direction:
         stacked = [torch.stack(part, dim=1) for part in (after, before, inner)]
         h_after, h_before, m = stacked if keep is None else [part * keep for part in stacked]
         c_old, c_new = (None if state[1] is None else torch.stack(part, dim=1) for part in (c_before, c_after))
-        found: dict[str, Dense] = {}
+        found: dict[str, DenseFeatures] = {}
         for keys, a in zip(self.layers, (x, h_before, m), strict=True):
             found |= weight_and_bias(keys, a.unsqueeze(2), keep)
         trace = Trace(ih, torch.stack(kept, dim=1), h_before, c_old, c_new, keep)
@@ -163,7 +163,7 @@ class Unrolled:
     direction: Direction
     h: Tensor
     state: State
-    layers: dict[str, Dense]
+    layers: dict[str, DenseFeatures]
     trace: Trace
 
     @cached_property

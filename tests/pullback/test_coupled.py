@@ -18,7 +18,7 @@ from natgrad.pullback.coupling import Mixing, root_of
 from natgrad.pullback.factors import Factors, traces
 from natgrad.pullback.moments import cotangents
 from natgrad.pullback.sharing import Sharing
-from natgrad.rules.features import Dense, mix_examples
+from natgrad.rules.features import DenseFeatures, mix_examples
 from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, normal
 
@@ -103,7 +103,7 @@ def test_traces_are_those_of_the_rows(r: int) -> None:
     a, g = normal(N, r, 1, 30), normal(2, N, r, 1, 25, seed=1)
     mix = normal(N, N, seed=2)
     R = Factors(a, g).rows()
-    plain, coupled = traces(Dense(a), g, mix @ mix.T, mix)
+    plain, coupled = traces(DenseFeatures(a), g, mix @ mix.T, mix)
     close(plain, R.square().sum().view(1))
     close(coupled, torch.einsum("nm,knp->kmp", mix, R).square().sum().view(1))
 

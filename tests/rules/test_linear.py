@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from natgrad.rules import Call, Dense, Joined, LinearRule
+from natgrad.rules import Call, DenseFeatures, Joined, LinearRule
 from tests.pulled import close, normal
 
 KEYS = [("weight", "bias"), ("weight",), ("bias",)]
@@ -35,6 +35,6 @@ def test_the_moment_of_the_cotangents_of_several_calls_is_the_sum_of_theirs(k: i
 def test_the_moment_is_that_of_the_explicit_inputs(lead: tuple[int, ...], keys: tuple[str, ...]) -> None:
     layer, rule, call = nn.Linear(3, 2).double(), LinearRule(), Call((normal(*lead, 3),), {})
     rows = rule.inputs(layer, keys, call)
-    explicit = Dense(rows.dense())
+    explicit = DenseFeatures(rows.dense())
     close(rows.moment().total, explicit.moment().total, 1e-13)
     assert rows.moment().count == explicit.moment().count
