@@ -42,11 +42,11 @@ class DomainError(NatgradError, ValueError):
 
 
 class UnsolvedError(NatgradError):
-    """No natural parameters were found; ``found`` [*batch] tells of which members they were."""
+    """Newton's method found no natural parameters; ``solved`` [*batch] marks the members for which it did."""
 
-    def __init__(self, message: str, found: Tensor) -> None:
+    def __init__(self, message: str, solved: Tensor) -> None:
         super().__init__(message)
-        self.found = found
+        self.solved = solved
 
 
 class GuaranteeError(NatgradError):

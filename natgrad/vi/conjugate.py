@@ -21,7 +21,7 @@ from natgrad.families.circle import VonMises
 from natgrad.families.diagonal_gaussian import DiagonalGaussian
 from natgrad.families.dirichlet import Beta, Dirichlet
 from natgrad.families.discrete import Bernoulli
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.base import ExponentialFamily
 from natgrad.families.gaussian import FullGaussian
 from natgrad.families.positive import Gamma
 from natgrad.families.wishart import Wishart

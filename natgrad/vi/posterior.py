@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.base import ExponentialFamily
 from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, spread
 
 # What one natural-gradient step did.
