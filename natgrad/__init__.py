@@ -1,6 +1,6 @@
-"""natgrad: the natural gradient for PyTorch.
+"""natgrad: natural gradients for PyTorch.
 
-Put a metric on a model's outputs, pull it back to its parameters, keep it in a structure that can be inverted, and
+Put a metric on a model's outputs, pull it back to the parameters, keep it in a structure that can be inverted, and
 turn the differential of the loss (a covector) into a step (a vector).
 """
 

@@ -12,7 +12,8 @@ from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Covector, Vector
 from natgrad.pullback.pullback import Pullback, at
 from natgrad.structures.base import Layout
-from natgrad.structures.exact import Dense, Kernel
+from natgrad.structures.dense import Dense
+from natgrad.structures.kernel import Kernel
 
 
 @final

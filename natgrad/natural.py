@@ -15,8 +15,8 @@ from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
 from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.base import Operator
-from natgrad.structures.exact import Dense, Structure
+from natgrad.structures.base import Operator, Structure
+from natgrad.structures.dense import Dense
 
 
 def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: float = 0.0) -> Vector:

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 import natgrad as ng
-from benchmarks import contestants as c
-from benchmarks import core, kfac_peers, peers
-from benchmarks.alone import Alone
-from benchmarks.harness import Race, Spread, disagreement, duels, launch_time, peak_memory, together
+from benchmarks import core, kfac_peers, networks, peers
+from benchmarks.harness import Race, Spread, SubprocessRunner, disagreement, duels, launch_time, peak_memory, together
 from tests import oracle
 
 CPU = torch.device("cpu")
@@ -23,9 +21,9 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def mlp(n: int = 7) -> c.Problem:
+def mlp(n: int = 7) -> networks.Problem:
     """Four inputs, three classes."""
-    return c.mlp((4, 5, 3), n, CPU, torch.float64)
+    return networks.mlp((4, 5, 3), n, CPU, torch.float64)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -33,39 +31,39 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert disagreement({"expected": expected, "found": found}) < 1e-10
 
 
-def dense(problem: c.Problem) -> Tensor:
+def dense(problem: networks.Problem) -> Tensor:
     """G of the oracle."""
     J = oracle.module_jacobian(problem.model, problem.x)
     return oracle.dense(J, oracle.categorical(problem.model(problem.x)))
 
 
-@pytest.mark.parametrize("make", [mlp, lambda: c.resnet(1, 2, CPU, torch.float64)], ids=["mlp", "resnet"])
-def test_all_products_are_the_same_product(make: Callable[[], c.Problem]) -> None:
+@pytest.mark.parametrize("make", [mlp, lambda: networks.resnet(1, 2, CPU, torch.float64)], ids=["mlp", "resnet"])
+def test_all_products_are_the_same_product(make: Callable[[], networks.Problem]) -> None:
     problem = make()
     v = torch.randn(problem.size, dtype=torch.float64)
-    by_hand = c.product_by_hand(problem, v)()
+    by_hand = core.product_by_hand(problem, v)()
     others = peers.products(problem.model, problem.x, v).values()
-    for contestant in (c.product(problem, v), c.cold_product(problem, v), *others):
+    for contestant in (core.product(problem, v), core.cold_product(problem, v), *others):
         close(contestant(), by_hand)
 
 
 def test_the_product_by_hand_and_the_solve_are_those_of_the_oracle() -> None:
     problem = mlp()
     G, v = dense(problem), torch.randn(problem.size, dtype=torch.float64)
-    close(c.product_by_hand(problem, v)(), G @ v)
-    close(c.solve(problem, v, steps=problem.size)(), oracle.damped(G, v, 1.0))
+    close(core.product_by_hand(problem, v)(), G @ v)
+    close(core.solve(problem, v, steps=problem.size)(), oracle.damped(G, v, 1.0))
 
 
 def test_all_matrices_are_the_matrix_of_the_oracle() -> None:
     problem = mlp()
     G = dense(problem)
-    for contestant in (c.matrix(problem), c.matrix_by_hand(problem)):
+    for contestant in (core.matrix(problem), core.matrix_by_hand(problem)):
         close(contestant(), G)
 
 
 def test_all_matrices_and_diagonals_of_the_peers_are_the_same_in_float32() -> None:
-    problem = c.mlp((4, 5, 3), 7, CPU)
-    G = c.matrix_by_hand(problem)()
+    problem = networks.mlp((4, 5, 3), 7, CPU)
+    G = core.matrix_by_hand(problem)()
     for contestant in peers.matrices(problem.model, problem.x).values():
         assert disagreement({"ours": G, "theirs": contestant()}) < 1e-5
     for contestant in peers.diagonals(problem.model, problem.x, sampled=False).values():
@@ -74,7 +72,7 @@ def test_all_matrices_and_diagonals_of_the_peers_are_the_same_in_float32() -> No
 
 def test_the_exact_diagonal_is_the_diagonal_of_the_oracle() -> None:
     problem = mlp()
-    close(c.diagonal(problem, c.EXACT)(), dense(problem).diagonal())
+    close(core.diagonal(problem, core.EXACT)(), dense(problem).diagonal())
 
 
 def test_the_sampled_diagonal_is_the_mean_square_of_gradients_at_targets_drawn_from_the_model() -> None:
@@ -89,15 +87,15 @@ def test_the_sampled_diagonal_is_the_mean_square_of_gradients_at_targets_drawn_f
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))(problem.params, problem.x, t)
     expected = torch.cat([g.flatten(1) for g in each.values()], dim=1).square().mean(0)
-    close(c.diagonal(problem, c.ONE_SAMPLE, torch.Generator().manual_seed(3))(), expected)
+    close(core.diagonal(problem, core.ONE_SAMPLE, torch.Generator().manual_seed(3))(), expected)
 
 
 def test_both_damped_steps_are_the_solution_of_the_oracle() -> None:
     problem = mlp()
     ω = torch.randn(problem.size, dtype=torch.float64)
     expected = oracle.damped(dense(problem), ω, 0.1)
-    close(c.step(problem, ω, 0.1)(), expected)
-    close(c.step_by_hand(problem, ω, 0.1)(), expected)
+    close(core.step(problem, ω, 0.1)(), expected)
+    close(core.step_by_hand(problem, ω, 0.1)(), expected)
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -127,7 +125,7 @@ def test_a_contestant_that_is_alone_is_made_once_in_another_process_under_the_sa
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        with Alone(noting, tmp_path / "calls", device=CPU) as contestant:
+        with SubprocessRunner(noting, tmp_path / "calls", device=CPU) as contestant:
             contestant()
             contestant()
     finally:
@@ -138,7 +136,10 @@ def test_a_contestant_that_is_alone_is_made_once_in_another_process_under_the_sa
 
 
 def test_a_contestant_whose_process_ends_is_an_error() -> None:
-    with Alone(refusing, device=CPU) as contestant, pytest.raises(RuntimeError, match="has ended with code 3"):
+    with (
+        SubprocessRunner(refusing, device=CPU) as contestant,
+        pytest.raises(RuntimeError, match="has ended with code 3"),
+    ):
         contestant()
 
 
@@ -206,7 +207,7 @@ def test_peak_memory_is_that_of_the_tensors() -> None:
 def test_a_tiny_run_makes_a_table_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "peak_memory", lambda prepare, *args, device: (prepare(*args)(), 2**20)[1])
     report = core.Report(CPU, rounds=1)
-    problem = c.mlp((4, 5, 3), 7, CPU)
+    problem = networks.mlp((4, 5, 3), 7, CPU)
     core.products(report, problem, steps=2)
     core.matrices(report, problem)
     core.diagonals(report, problem)
@@ -232,9 +233,9 @@ def test_the_time_of_a_launch_is_in_microseconds() -> None:
 
 def test_a_library_that_changes_what_it_is_given_changes_nothing_for_the_others() -> None:
     """nngeometry asks for the gradient of the inputs; forward+backward, the unit, took twice its time after that."""
-    problem = c.mlp((3, 4, 2), 5, torch.device("cpu"))
+    problem = networks.mlp((3, 4, 2), 5, torch.device("cpu"))
 
-    def greedy(own: c.Problem) -> Callable[[], None]:
+    def greedy(own: networks.Problem) -> Callable[[], None]:
         own.x.requires_grad_(True)
         own.model.requires_grad_(False)
         return lambda: None

@@ -13,14 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import contestants as c
-from benchmarks import contests, coupling, curves, kfac, kfac_cases, networks, training
+from benchmarks import curves, kfac, networks, tasks, training
 from benchmarks import kfac_peers as peers
-from benchmarks.alone import Alone
-from benchmarks.harness import Race
+from benchmarks.harness import Race, SubprocessRunner
 from benchmarks.report import Report, Target, markdown, save, table
 from benchmarks.soap import SOAP
-from natgrad.cli.experiment import Point
+from natgrad.cli.demo import Point
 
 CPU = torch.device("cpu")
 # Other libraries, where they are installed, warn about their own affairs.
@@ -34,31 +32,32 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         (partial(networks.lenet, 2), 61_706),
         (partial(networks.vgg, 2), 14_719_818),
         (partial(networks.vgg, 2, norm=nn.BatchNorm2d), 14_728_266),
-        (partial(c.resnet, 16, 2), 77_706),
-        (partial(c.resnet, 16, 2, blocks=3), 271_690),
+        (partial(networks.resnet, 16, 2), 77_706),
+        (partial(networks.resnet, 16, 2, blocks=3), 271_690),
         (partial(networks.gpt, 1, 256), 10_795_841),
+        (partial(networks.resnet18, 2), 11_173_962),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )
-def test_the_networks_have_the_sizes_of_the_literature(make: kfac_cases.Make, size: int) -> None:
+def test_the_networks_have_the_sizes_of_the_literature(make: kfac.Make, size: int) -> None:
     assert make(CPU).size == size
 
 
-@pytest.mark.parametrize("case", kfac_cases.tiny(), ids=lambda case: case.make.func.__name__)
-def test_every_network_learns_its_batch(case: kfac_cases.Case) -> None:
+@pytest.mark.parametrize("case", kfac.tiny(), ids=lambda case: case.make.func.__name__)
+def test_every_network_learns_its_batch(case: kfac.Case) -> None:
     problem = case.make(CPU)
     before = float(problem.loss(problem.model(problem.x), problem.t))
     kfac.training(problem, kfac.sgd, 1)()
     assert float(problem.loss(problem.model(problem.x), problem.t)) == before  # a network of one's own
     optimizer = torch.optim.AdamW(problem.model.parameters(), lr=0.01)
     for _ in range(20):
-        c.gradient(problem)()
+        networks.gradient(problem)()
         optimizer.step()
     assert float(problem.loss(problem.model(problem.x), problem.t)) < before
 
 
-@pytest.mark.parametrize("case", kfac_cases.tiny(), ids=lambda case: case.make.func.__name__)
-def test_peers_that_run_have_the_input_covariances_of_the_network(case: kfac_cases.Case) -> None:
+@pytest.mark.parametrize("case", kfac.tiny(), ids=lambda case: case.make.func.__name__)
+def test_peers_that_run_have_the_input_covariances_of_the_network(case: kfac.Case) -> None:
     problem = case.make(CPU)
     able, errors = peers.runnable(peers.factors(), problem, peers.same_inputs(problem))
     assert able.keys() | errors.keys() == peers.factors().keys()
@@ -73,7 +72,7 @@ def test_covariances_of_other_inputs_are_refused_and_scales_are_not() -> None:
 
 
 def test_a_peer_that_fails_is_listed_with_its_error() -> None:
-    def make(problem: c.Problem) -> Callable[[], None]:
+    def make(problem: networks.Problem) -> Callable[[], None]:
         raise RuntimeError("two\n lines")
 
     able, errors = peers.runnable({"peer": make}, networks.rnn(2, 2, CPU))
@@ -124,7 +123,7 @@ def test_soap_turns_with_the_coordinates_of_a_matrix() -> None:
 def test_a_tiny_run_makes_a_table_a_file_and_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kfac, "peak_memory", lambda prepare, *args, device: (prepare(*args)(), 2**20)[1])
     report, path = Report(CPU, rounds=1), tmp_path / "kfac.json"
-    kfac.run(report, kfac_cases.tiny(), list(kfac.parts()), lambda: save(report, path, seconds=1.0))
+    kfac.run(report, kfac.tiny(), list(kfac.sections()), lambda: save(report, path, seconds=1.0), quick=True)
     saved = json.loads(path.read_text())
     assert {"factors", "K-FAC step", "peak memory"} <= {
         t["claim"].partition(",")[0].split(" o")[0] for t in saved["targets"]
@@ -191,19 +190,19 @@ def test_mnist_is_read_from_idx_files_and_from_arrays(tmp_path: Path) -> None:
     (tmp_path / "mnist.npz.xz").write_bytes(lzma.compress((tmp_path / "mnist.npz").read_bytes()))
     expected = [torch.from_numpy(array).flatten(1).float() / 255 for array in arrays.values()]
     for path in (tmp_path, tmp_path / "mnist.npz", tmp_path / "mnist.npz.xz"):
-        assert all(torch.equal(a, b) for a, b in zip(contests.load_mnist(path), expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(tasks.load_mnist(path), expected, strict=True))
 
 
 def test_mnist_that_is_not_there_is_missed_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         SystemExit, match=r"holds neither train-images-idx3-ubyte\.gz nor train-images-idx3-ubyte: give"
     ):
-        contests.load_mnist(tmp_path)
+        tasks.load_mnist(tmp_path)
 
 
 def test_everyone_trains_on_the_digits_and_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training.Rival, "grid", lambda self: [curves.Setting(1e-2, 0.0, 256)])
-    contest = replace(contests.digits(CPU, widths=(64, 12, 10)), seeds=(0,))
+    contest = replace(tasks.digits(CPU, widths=(64, 12, 10)), seeds=(0,))
     task, path = contest.task.name, tmp_path / "training.json"
     record = curves.Record({"device": "this"}, 0.2)
     training.tune_all(contest, record, 0.02, path)
@@ -239,7 +238,7 @@ def test_a_record_that_cannot_be_resumed_says_why(tmp_path: Path) -> None:
 
 
 def test_networks_are_chosen_by_a_part_of_their_names() -> None:
-    cases = kfac_cases.tiny()
+    cases = kfac.tiny()
     assert kfac.only(cases, []) is cases
     names = [case.make(torch.device("cpu")).name for case in kfac.only(cases, ["LeNet", "GPT"])]
     assert [name.split()[0] for name in names] == ["LeNet", "GPT"]
@@ -250,7 +249,34 @@ def test_networks_are_chosen_by_a_part_of_their_names() -> None:
 
 
 def test_a_loop_of_sobolev_kfac_runs_in_a_process_of_its_own() -> None:
-    made = partial(coupling.loop, kfac_cases.tiny()[0].make, kfac.metric, kfac.training, coupling.sobolev, 2)
-    with Alone(made, CPU, device=CPU) as steps:
+    loop = partial(kfac.training_loop, kfac.tiny()[0].make, kfac.sobolev_kfac, 2)
+    with SubprocessRunner(loop, CPU, device=CPU) as steps:
         steps()
         steps()
+
+
+@pytest.mark.parametrize("case", kfac.tiny(), ids=lambda case: case.make.func.__name__)
+def test_batches_of_changing_size_have_half_to_all_of_the_inputs_and_their_targets(case: kfac.Case) -> None:
+    problem = case.make(CPU)
+    axis = 0 if problem.x.is_floating_point() else 1
+    batches = kfac.batches_of_changing_size(problem)
+    sizes = set()
+    for _ in range(50):
+        x, t = next(batches)
+        sizes.add(x.shape[axis])
+        assert torch.equal(x, problem.x.narrow(axis, 0, x.shape[axis]))
+        assert torch.equal(t, problem.t.narrow(axis, 0, x.shape[axis]))
+    size = problem.x.shape[axis]
+    assert sizes == set(range(max(1, size // 2), size + 1))
+
+
+def test_the_kinds_of_steps_of_resnet18_are_timed_beside_adamw() -> None:
+    report = Report(CPU, rounds=1)
+    kfac.resnet18(report, kfac.resnet18_case(quick=True))
+    assert [row.contestant for row in report.rows] == [kfac.ADAMW, kfac.FIRST, kfac.NEW_FACTORS, kfac.PLAIN]
+    first, ordinary = report.targets
+    rows = {row.contestant: row for row in report.rows}
+    assert first.measured == rows[kfac.FIRST].seconds.median / rows[kfac.PLAIN].seconds.median
+    assert ordinary.measured == pytest.approx(
+        0.9 * rows[kfac.PLAIN].ratio.median + 0.1 * rows[kfac.NEW_FACTORS].ratio.median
+    )

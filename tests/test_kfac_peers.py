@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import contestants as c
-from benchmarks import kfac, kfac_cases, kfac_peer_steps, networks
+from benchmarks import kfac, networks
 from benchmarks import kfac_peers as peers
 
 CPU = torch.device("cpu")
@@ -22,9 +21,9 @@ def found(name: str, makers: dict[str, peers.Make]) -> dict[str, peers.Make]:
     return {name: makers[name]} if name in makers else pytest.skip(f"{name} is not installed")
 
 
-@pytest.mark.parametrize("case", kfac_cases.tiny(), ids=lambda case: case.make.func.__name__)
+@pytest.mark.parametrize("case", kfac.tiny(), ids=lambda case: case.make.func.__name__)
 @pytest.mark.parametrize("name", ["KAISA", "kronfluence", "singd"])
-def test_a_peer_makes_two_factors_of_every_layer_again_and_again(name: str, case: kfac_cases.Case) -> None:
+def test_a_peer_makes_two_factors_of_every_layer_again_and_again(name: str, case: kfac.Case) -> None:
     problem = case.make(CPU)
     check = peers.same_inputs(problem)
     able, errors = peers.runnable(found(name, peers.factors()), problem, check)
@@ -49,16 +48,16 @@ def test_a_peer_without_samples_has_the_covariances_of_the_gradients_of_the_loss
     for layer in problem.model.modules():
         if isinstance(layer, nn.Linear):
             layer.register_full_backward_hook(see)
-    c.gradient(problem)()
+    networks.gradient(problem)()
     made = able[name]()[len(expected) :]
     assert len(made) == len(expected) > 0
     for G, sums in zip(made, expected, strict=True):
         torch.testing.assert_close(G / G.norm(), sums / sums.norm(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", kfac_cases.tiny(), ids=lambda case: case.make.func.__name__)
+@pytest.mark.parametrize("case", kfac.tiny(), ids=lambda case: case.make.func.__name__)
 @pytest.mark.parametrize("name", ["KAISA", "singd"])
-def test_a_peer_trains_a_network_of_its_own(name: str, case: kfac_cases.Case) -> None:
+def test_a_peer_trains_a_network_of_its_own(name: str, case: kfac.Case) -> None:
     problem = case.make(CPU)
     before = float(problem.loss(problem.model(problem.x), problem.t))
     able, errors = peers.runnable(found(name, peers.steps(1, 2, 10)), problem)  # ten steps are made to try it
@@ -79,5 +78,5 @@ def test_the_package_called_kfac_is_not_mistaken_for_the_script_of_that_name(
     with patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.partition(".")[0] == "kfac"]:
             del sys.modules[name]
-        assert Path(kfac_peer_steps.kaisa().__file__).parents[1] == tmp_path
+        assert Path(peers.kaisa().__file__).parents[1] == tmp_path
     assert sys.path == path

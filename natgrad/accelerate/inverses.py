@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,22 +10,10 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.replay import Recordings, Weight
+from natgrad.accelerate.flags import to_host_async
+from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.linalg import refuse_singular
-
-# Numbers that a device sends to the host, which does not wait for them.
-
-
-def sent(number: Tensor) -> Tensor:
-    """The number [] on its way to the host: not a number until it has arrived, and infinity where it is none itself.
-
-    >>> float(sent(torch.tensor(2.0))), float(sent(torch.tensor(math.nan)))
-    (2.0, inf)
-    """
-    host = torch.full((), math.nan, pin_memory=number.device.type == "cuda")  # others would be waited for
-    return host.copy_(number.nan_to_num(nan=math.inf), non_blocking=True)
-
 
 # Inverses of large triangular matrices by products: few launches, where a solve on a GPU has a thousand.
 
@@ -129,6 +116,13 @@ def diagonal(factor: Factor) -> Tensor:
 def mean_diagonal(factor: Factor) -> Tensor:
     """tr/d [c], the mean of its eigenvalues."""
     return diagonal(factor).mean(-1)
+
+
+def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:
+    """π = √((tr A/dim A)/(tr S/dim S)) of every group of every layer, one after the other; 1 where a factor is zero."""
+    means = [torch.cat([mean_diagonal(factor) for factor in side]) for side in (a, s)]
+    ratio = means[0] / means[1]
+    return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
 
 
 def aligned(factor: Factor) -> Factor:
@@ -369,7 +363,7 @@ class Newton:
                 damped.diagonal(dim1=-2, dim2=-1).add_(shift[~good].unsqueeze(-1))
                 X[~good], good[~good] = inverse(damped)
             return X, good
-        self._errors.append(sent(error.amax()))
+        self._errors.append(to_host_async(error.amax()))
         return X, good
 
 
@@ -517,7 +511,7 @@ _RECORDED = 2048  # rows; of larger ones the kernels take longer than to start t
 
 Sides: TypeAlias = Sequence[Sequence[Factor]]  # S of every layer, and A
 Chosen: TypeAlias = Callable[[Factor], bool]
-Make: TypeAlias = Callable[[Sides, Weight, Chosen], list[Task]]
+Make: TypeAlias = Callable[[Sides, Scalar, Chosen], list[Task]]
 
 
 @final
@@ -529,7 +523,7 @@ class Remade:
     """
 
     def __init__(self) -> None:
-        self._recordings = Recordings()
+        self.graphs = GraphCache[None]()
         self._flag: Tensor | None = None
         self.failures: list[Tensor] = []  # above 0 if a matrix could not be inverted; on their way to the host
 
@@ -549,7 +543,7 @@ class Remade:
         ``places``: where the inverses lie.
         """
         self.failures = []  # also where it raises
-        self.failures = [sent(count) for count in self._again(make, sides, damping, newton, places)]
+        self.failures = [to_host_async(count) for count in self._again(make, sides, damping, newton, places)]
 
     def _again(self, make: Make, sides: Sides, damping: float, newton: Newton | None, places: Hashable) -> list[Tensor]:
         like = sides[0][0]
@@ -561,11 +555,11 @@ class Remade:
             d = factor.shape[-1]
             return not full(factor) or (d < _RECORDED and (newton is None or not newton.takes(d)))
 
-        def compute(sources: Sequence[Tensor], weight: Weight) -> None:
+        def compute(sources: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             here = sources[: len(sides[0])], sources[len(sides[0]) :]
-            flag.copy_(sum(invert(make(here, weight, small), True), torch.zeros_like(flag)))
+            flag.copy_(sum(invert(make(here, scalars[0], small), True), torch.zeros_like(flag)))
 
-        self._recordings.run([*sides[0], *sides[1]], (places, repr(newton)), compute, damping)
+        self.graphs.run(compute, [*sides[0], *sides[1]], [damping], (places, repr(newton)))
         return [flag, *invert(make(sides, damping, lambda factor: not small(factor)), True, newton)]
 
 

@@ -1,165 +1,76 @@
-"""Kernels that are recorded once as a CUDA graph and replayed wherever the same tensors lie in the same memory.
+"""One cache of CUDA graphs: a computation whose tensors lie where they lay before is replayed in one launch.
 
-The second moments of many layers are many small kernels, and a GPU waits for the processor to start them. In a training
-loop torch's allocator hands out the same addresses again and again: a recording that has read these addresses is then
-the whole computation, in one launch. Where the addresses differ, the kernels are started one by one, as always.
+Second moments, inverses and the update of the parameters are hundreds of small kernels, and a GPU waits for the host to
+launch them. In a training loop torch's allocator hands out the same addresses again and again. A graph that was
+captured on these addresses is then the whole computation. Where the addresses differ, the kernels are launched one by
+one, as without a cache.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
-from typing import Any, TypeAlias, final
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from natgrad.accelerate.moments import switches
+from natgrad.lru import LRU
 
-Weight: TypeAlias = float | Tensor
-Compute: TypeAlias = Callable[[Sequence[Tensor], Weight], None]
+T = TypeVar("T")
+Scalar: TypeAlias = float | Tensor  # a number, or a tensor [] on the device that holds it in single precision
 
 _log = logging.getLogger("natgrad")
-_KEPT = 64  # recordings; a loop has few patterns of addresses, or none
-_PRICE = 4  # computations, in whose time one is recorded
-_SMALL = 2**22  # bytes that are copied rather than recognised
-_SEEN = 64  # patterns, and computations, that are remembered
+_CAPACITY = 64  # entries of every table; a loop has few address patterns, or never the same one twice
+_CAPTURE_COST = 4  # runs that take as long as one capture
+_COPY_BYTES = 2**22  # inputs up to this size are copied to a fixed address rather than recognised by their own
+
+
+class Capture(Protocol):
+    """How a computation is captured. ``CudaGraphs`` does it; a test may put something else in its place."""
+
+    def possible(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a computation that reads these tensors can be captured."""
+
+    def capture(self, fn: Callable[[], T], device: torch.device) -> tuple[T, Callable[[], None]]:
+        """What ``fn`` returns, and a function that runs its kernels again. ``fn`` is not executed by this call."""
 
 
 @final
-@dataclass(frozen=True)
-class _Recording:
-    graph: torch.cuda.CUDAGraph
-    sources: list[Tensor]  # where it reads, if that is memory of its own
-
-
-@final
-@dataclass
-class _Account:
-    """Of all recordings of one computation: its number, how many were made, and how often they have been replayed."""
-
-    number: int
-    made: int = 0
-    replayed: int = 0
-
-    @property
-    def paid(self) -> bool:
-        """Whether those that were made have saved as much time as they took."""
-        return self.replayed >= _PRICE * self.made
-
-
-@final
-class Recordings:
-    """Recordings by the addresses, shapes and strides of what they read.
-
-    A pattern of addresses that comes for the second time is recorded, if the recordings before have been worth it:
-    where addresses are never the same again, there is no third. If they have not, it is recorded when it has come as
-    often as that costs: a loop may settle on other addresses than those it began with.
-    """
+class CudaGraphs:
+    """Capture on a CUDA stream. All graphs share one memory pool: only one of them runs at a time."""
 
     def __init__(self) -> None:
-        # By the number of what is computed, and where it is read; the one that was not replayed for longest is first.
-        self._kept: OrderedDict[tuple[Hashable, ...], _Recording] = OrderedDict()
-        self._seen: OrderedDict[Hashable, int] = OrderedDict()  # patterns without one, and how often they came
-        self._accounts: OrderedDict[Hashable, _Account] = OrderedDict()  # by what is computed
-        self._numbers = count()
-        self._pool: Any = None  # a handle of torch's
-        self._possible = True
-        self._weight: Tensor | None = None  # read by all recordings
-        self._told: float | None = None  # what is in it
+        self._pool: Any = None
 
-    def run(self, sources: Sequence[Tensor], what: Hashable, compute: Compute, weight: float) -> None:
-        """``compute(sources, weight)``, which must read nothing else, and depend on nothing but ``what``.
+    def possible(self, tensors: Sequence[Tensor]) -> bool:
+        """On a GPU, outside of a capture, and not in double precision: a graph reads its scalars in single."""
+        return (
+            bool(tensors)
+            and all(t.is_cuda and t.dtype != torch.float64 for t in tensors)
+            and not torch.cuda.is_current_stream_capturing()
+        )
 
-        Few numbers are first copied to where a recording reads them; many must lie where they lay before.
-        """
-        if not self._possible or not sources or torch.cuda.is_current_stream_capturing():
-            compute(sources, weight)
-            return
-        small = sum(t.numel() * t.element_size() for t in sources) <= _SMALL
-        account = self._account((what, switches()))
-        key = (account.number, *[(0 if small else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in sources])
-        found = self._kept.get(key)
-        if found is None and self._seen.get(key, 0) >= (1 if account.paid else _PRICE):
-            found = self._record(key, sources, compute, small)
-            account.made += found is not None
-        if found is None or self._weight is None:
-            compute(sources, weight)
-            self._remember(key)
-            return
-        account.replayed += 1
-        self._kept.move_to_end(key)
-        if small:
-            torch._foreach_copy_(found.sources, list(sources))
-        if weight != self._told:  # one launch less
-            self._weight.fill_(weight)
-            self._told = weight
-        found.graph.replay()
-
-    def _account(self, what: Hashable) -> _Account:
-        """Batches of ever other sizes are ever other computations: the one that came last longest ago is forgotten."""
-        account = self._accounts.get(what)
-        if account is None:
-            if len(self._accounts) == _SEEN:
-                self._close()
-            account = self._accounts[what] = _Account(next(self._numbers))
-        else:
-            self._accounts.move_to_end(what)
-        return account
-
-    def _close(self) -> None:
-        """An account, of something without recordings if there is one; else they go with it."""
-        empty = (what for what, account in self._accounts.items() if not account.made)
-        number = self._accounts.pop(next(empty, next(iter(self._accounts)))).number
-        for key in [key for key in self._kept if key[0] == number]:
-            del self._kept[key]
-
-    def _remember(self, key: Hashable) -> None:
-        """What came once may come again."""
-        self._seen[key] = self._seen.pop(key, 0) + 1
-        _forget(self._seen, _SEEN)
-
-    def _record(
-        self, key: tuple[Hashable, ...], sources: Sequence[Tensor], compute: Compute, copied: bool
-    ) -> _Recording | None:
-        """All recordings share their memory: only one is replayed at a time."""
-        sources = [t.clone() for t in sources] if copied else sources
+    def capture(self, fn: Callable[[], T], device: torch.device) -> tuple[T, Callable[[], None]]:
+        """Raises RuntimeError where ``fn`` waits for the device."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        if self._weight is None:  # in single precision, as the kernels that read it want it
-            self._weight = torch.ones((), device=sources[0].device)
         graph = torch.cuda.CUDAGraph()
-        try:
-            with recording(graph, sources[0].device, self._pool):
-                compute(sources, self._weight)
-        except RuntimeError as error:  # something in it waits for the device
-            _log.info("moments or inverses cannot be recorded as a CUDA graph (%s): kernel by kernel instead", error)
-            self._possible = False
-            return None
-        # What lies in the user's memory is not held: it is recognised by its address.
-        self._kept[key] = _Recording(graph, list(sources) if copied else [])
-        _forget(self._kept, _KEPT)
-        return self._kept[key]
-
-
-def _forget(of: OrderedDict[Any, Any], most: int) -> None:
-    """The first, where there are more."""
-    if len(of) > most:
-        of.popitem(last=False)
+        with capturing(graph, device, self._pool):
+            result = fn()
+        return result, graph.replay
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None) -> Iterator[None]:
-    """The kernels inside, on tensors of the device, are recorded and not run.
+def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None) -> Iterator[None]:
+    """The kernels inside, on tensors of the device, are captured and not executed.
 
-    As ``torch.cuda.graph``, and on its stream: every other one would have 32 MB of its own for matrix products. But the
-    allocator's free memory is left to it: torch would give it back to the device, and the addresses of the next steps
-    would be others. That stream is on the device that was the current one when torch made it: on another one the
-    kernels would run, and nothing would be recorded.
+    As ``torch.cuda.graph``, and on its stream, since every other stream would have a cuBLAS workspace of 32 MB. Unlike
+    it, this does not empty the allocator's cache, after which the next steps would get other addresses. torch creates
+    its capture stream on the device that is current at that time: for another device we need a stream of our own.
     """
     shared = torch.cuda.graph(graph).capture_stream
     stream = shared if shared is not None and shared.device == device else torch.cuda.Stream(device)
@@ -171,3 +82,119 @@ def recording(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = Non
         finally:
             graph.capture_end()
     torch.cuda.current_stream(device).wait_stream(stream)
+
+
+@final
+@dataclass(frozen=True)
+class _Graph(Generic[T]):
+    replay: Callable[[], None]
+    result: T
+    inputs: list[Tensor]  # static copies that the graph reads; empty where it reads the tensors themselves
+
+
+@final
+@dataclass
+class ReplayStats:
+    """How often one computation was captured and replayed, over all address patterns."""
+
+    captures: int = 0
+    replays: int = 0
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether its captures have saved as much time as they took."""
+        return self.replays >= _CAPTURE_COST * self.captures
+
+
+@final
+class GraphCache(Generic[T]):
+    """Run pure functions of tensors, from a captured graph where the same addresses come again.
+
+    An address pattern is captured when it is seen for the second time, as long as captures pay off (replays ≥ 4 ×
+    captures), else when it is seen for the fifth time. At most ``capacity`` graphs are kept (LRU eviction).
+
+    >>> total = torch.zeros(2)
+    >>> def add(tensors, scalars):
+    ...     total.add_(scalars[0] * tensors[0])
+    >>> GraphCache().run(add, [torch.ones(2)], [0.5], key="add")
+    >>> total
+    tensor([0.5000, 0.5000])
+    """
+
+    def __init__(self, *, capacity: int = _CAPACITY, capture: Capture | None = None) -> None:
+        self._capture: Capture = CudaGraphs() if capture is None else capture
+        self._graphs = LRU[Hashable, _Graph[T]](capacity=capacity)
+        self._sightings = LRU[Hashable, int](capacity=_CAPACITY)  # of address patterns that have no graph
+        self.stats = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
+        self._enabled = True
+        self._scalars: list[Tensor] = []  # read by all graphs
+        self._values: list[float] = []  # what they hold
+
+    def run(
+        self,
+        fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T],
+        tensors: Sequence[Tensor],
+        scalars: Sequence[float],
+        key: Hashable,
+        *,
+        copy: bool | None = None,
+    ) -> T:
+        """``fn(tensors, scalars)``. ``fn`` writes in place and must depend on nothing but its arguments and ``key``.
+
+        ``key`` stands for all else that ``fn`` reads or writes: shapes, options, addresses of what it holds.
+        ``copy``: whether the tensors are copied to where the graph reads them, so that they may lie anywhere; by
+        default where they are small. In a graph the scalars are tensors [] of single precision, so that they may change
+        between replays. What comes back from a replay is the result of the capture, with new numbers in its tensors.
+        """
+        if not self._enabled or not self._capture.possible(tensors):
+            return fn(tensors, scalars)
+        if copy is None:
+            copy = sum(t.numel() * t.element_size() for t in tensors) <= _COPY_BYTES
+        computation = (key, len(scalars), switches())
+        stats = self.stats.get(computation)
+        if stats is None:
+            stats = self.stats[computation] = ReplayStats()
+        pattern = (computation, *[(0 if copy else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
+        graph = self._graphs.get(pattern)
+        if graph is None:
+            sightings = self._sightings.get(pattern) or 0
+            if sightings >= (1 if stats.worthwhile else _CAPTURE_COST):
+                graph = self._captured(fn, tensors, len(scalars), copy)
+            if graph is None:
+                self._sightings[pattern] = sightings + 1
+                return fn(tensors, scalars)
+            del self._sightings[pattern]
+            stats.captures += 1
+            self._graphs[pattern] = graph
+        stats.replays += 1
+        if copy:
+            torch._foreach_copy_(graph.inputs, list(tensors))
+        for at, value in enumerate(scalars):
+            if value != self._values[at]:  # else a launch is saved
+                self._scalars[at].fill_(value)
+                self._values[at] = value
+        graph.replay()
+        return graph.result
+
+    def clear(self) -> None:
+        """Forget all graphs: what they read or write is no longer in use."""
+        self._graphs.clear()
+        self._sightings.clear()
+
+    def _captured(
+        self, fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T], tensors: Sequence[Tensor], count: int, copy: bool
+    ) -> _Graph[T] | None:
+        """The graph of ``fn``; None, now and ever after, where it cannot be captured."""
+        inputs = [torch.empty_like(t) for t in tensors] if copy else list(tensors)
+        device = tensors[0].device
+        while len(self._scalars) < count:  # in single precision, as the fused kernels that read them require
+            self._scalars.append(torch.zeros((), device=device))
+            self._values.append(0.0)
+        try:
+            result, replay = self._capture.capture(lambda: fn(inputs, self._scalars[:count]), device)
+        except RuntimeError as error:  # something in it waits for the device
+            _log.info("a computation cannot be captured as a CUDA graph (%s): its kernels are launched singly", error)
+            self._enabled = False
+            return None
+        # Tensors of the user are not kept alive: their addresses are compared.
+        return _Graph(replay, result, inputs if copy else [])

@@ -19,6 +19,9 @@ from natgrad.families.discrete import NegativeBinomial as NegativeBinomial
 from natgrad.families.discrete import Poisson as Poisson
 from natgrad.families.distribution import FromDistribution as FromDistribution
 from natgrad.families.domains import Domain as Domain
+from natgrad.families.domains import OpenBox as OpenBox
+from natgrad.families.domains import Simplex as Simplex
+from natgrad.families.domains import Space as Space
 from natgrad.families.gaussian import FullGaussian as FullGaussian
 from natgrad.families.gaussian import GaussianKnownCovariance as GaussianKnownCovariance
 from natgrad.families.gaussian import GaussianKnownMean as GaussianKnownMean

@@ -7,8 +7,7 @@ and one metric, the Fisher information.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from typing import Any, TypeVar, final
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.distributions.constraints import Constraint
 
-from natgrad.accelerate.devices import can_read, rng_devices
+from natgrad.accelerate.devices import can_read, seeded_streams
 from natgrad.errors import DomainError, UnsolvedError
 from natgrad.families.domains import Domain, entry, first, refuse_non_finite
 from natgrad.families.information import Information
@@ -504,31 +503,16 @@ def over_terms(values: Tensor) -> Tensor:
     return values.flatten(1).sum(1) if values.ndim > 1 else values
 
 
-# Draws from torch.distributions with a generator of one's own
+# Draws from torch.distributions with a given generator
 
 
-@contextmanager
-def seeded(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
-    """Seed the global random streams from ``generator``, and restore them afterwards.
+def seeded(generator: torch.Generator | None, device: torch.device) -> AbstractContextManager[None]:
+    """Inside, torch.distributions, which draw from the global stream only, draw from ``generator`` if there is one.
 
-    torch.distributions draw from the global stream only. Other devices are left alone, which torch.manual_seed would
-    not do. Without a generator the global stream itself is used.
+    The seed is a hash of its state, which then advances: reading a drawn number would wait for a GPU.
     """
     if generator is None:
-        yield
-        return
-    seed = _next_seed(generator)
-    devices = rng_devices(device)
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        for each in devices:
-            with torch.cuda.device(each):
-                torch.cuda.manual_seed(seed)
-        yield
-
-
-def _next_seed(generator: torch.Generator) -> int:
-    """A hash of the state of the generator, which then advances. Reading a drawn number would wait for a GPU."""
+        return nullcontext()
     state = bytes(generator.get_state().tolist())
     torch.rand((), generator=generator, device=generator.device)
-    return int.from_bytes(blake2b(state, digest_size=7).digest(), "little")
+    return seeded_streams(int.from_bytes(blake2b(state, digest_size=7).digest(), "little"), device)

@@ -96,8 +96,9 @@ class Categorical(ExponentialFamily):
         return D.OneHotCategorical(logits=self._full(self._inside(eta, self.natural_domain, "eta")))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        one: D.OneHotCategorical | D.Categorical = expect(self, d, D.OneHotCategorical, D.Categorical)
-        return one.logits[..., :-1] - one.logits[..., -1:] if self.minimal else one.logits
+        expect(self, d, D.OneHotCategorical, D.Categorical)
+        assert isinstance(d, (D.OneHotCategorical, D.Categorical))
+        return d.logits[..., :-1] - d.logits[..., -1:] if self.minimal else d.logits
 
     def _wrong_size(self, p: int) -> str:
         return "" if p else "the logits of the classes"

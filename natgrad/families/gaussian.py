@@ -314,7 +314,8 @@ class GaussianKnownCovariance(ExponentialFamily):
         return eta @ symmetric(self.Σ).to(eta)
 
     def _natural(self, xi: Tensor) -> Tensor:
-        return torch.cholesky_solve(xi.unsqueeze(-1), self._L.to(xi)).squeeze(-1)
+        L = self._L.to(xi)
+        return torch.cholesky_solve(xi.unsqueeze(-1), L).squeeze(-1)
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         return -0.5 * (eta.shape[-1] + self.pair(eta, self._mean(eta)))

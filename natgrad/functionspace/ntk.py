@@ -24,8 +24,8 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import MEMORY, pullback, unrounded
 from natgrad.slots import check_slots
 from natgrad.structures.base import Inverse, Layout
-from natgrad.structures.exact import Kernel, index_of, name_of
-from natgrad.structures.kernel import KernelOperator
+from natgrad.structures.dense import index_of, name_of
+from natgrad.structures.kernel import Kernel, KernelOperator
 
 # Gram matrices of the rows of two sets of examples, from the factors of their layers: J is not formed.
 

@@ -22,8 +22,7 @@ from natgrad.model import Inputs, Model
 from natgrad.output.metric import Euclidean
 from natgrad.pullback.pullback import MEMORY, Pullback, pullback, unrounded
 from natgrad.slots import check_slots
-from natgrad.structures.exact import Kernel
-from natgrad.structures.kernel import KernelOperator, PushThrough
+from natgrad.structures.kernel import Kernel, KernelOperator, PushThrough
 
 # The pushforward of a metric from the parameters to the functions, as the dual of a kernel of the tangent space.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypedDict, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from natgrad.errors import NonFiniteError
 from natgrad.invariance.affine import Bases, Original
@@ -20,21 +19,6 @@ from natgrad.optim.optimizer import NaturalGradient
 _NOISE = 100.0  # times what one rounding of parameters and inputs makes, which every step after it may multiply
 
 MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-class Options(TypedDict, total=False):
-    """What a certificate can be told.
-
-    ``loss`` of outputs and target, by default ½‖y − t‖² summed over the outputs and averaged over the examples;
-    ``seed`` or ``Bases`` of the transformed network, and ``keep``, as for ``reparametrise``; ``output`` takes what the
-    model returns to its output tensor; ``tolerance`` is the largest relative difference that counts as rounding.
-    """
-
-    loss: Callable[[Tensor, Any], Tensor]
-    seed: int | Bases
-    keep: Collection[str]
-    output: Callable[[Any], Tensor]
-    tolerance: float
 
 
 @final
@@ -101,7 +85,12 @@ def certify(
     model: nn.Module,
     batch: tuple[Inputs, Any],
     steps: int = 10,
-    **options: Unpack[Options],
+    *,
+    loss: Callable[[Tensor, Any], Tensor] | None = None,
+    seed: int | Bases = 0,
+    keep: Collection[str] = (),
+    output: Callable[[Any], Tensor] | None = None,
+    tolerance: float = 1e-9,
 ) -> Certificate:
     """Train the model and its affine reparametrisation alike and compare the functions (003 theorems 2.1, 4.2, 5.2).
 
@@ -113,6 +102,10 @@ def certify(
     what is left, and every step multiplies it by the conditions of the metrics. Random numbers are the same for all
     networks; a generator must be made inside ``make_optimizer``.
 
+    ``loss`` of outputs and target: by default ½‖y − t‖² summed over the outputs and averaged over the examples.
+    ``seed`` (or ``Bases``) of the transformed network and ``keep`` are those of ``reparametrise``. ``output`` takes
+    what the model returns to its output tensor. ``tolerance``: the largest relative difference that is rounding.
+
     >>> import natgrad as ng
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.randn(64, 2, dtype=torch.float64)
@@ -120,12 +113,9 @@ def certify(
     >>> sgd.invariant, len(sgd.differences)
     (False, 4)
     """
-    if unknown := sorted(set(options) - set(Options.__annotations__)):
-        raise TypeError(f"certify has no option {', '.join(unknown)}: it has {', '.join(Options.__annotations__)}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    seed, keep = options.get("seed", 0), options.get("keep", ())
-    run = _Run(make_optimizer, batch, steps, options.get("loss", half_squares), options.get("output"))
+    run = _Run(make_optimizer, batch, steps, half_squares if loss is None else loss, output)
     network, dagger = (reparametrise(model, bases, keep=keep) for bases in (Original(), seed))
     run.check_equal(model, network, dagger)
     original, transformed = run.outputs(network, "the network"), run.outputs(dagger, "the transformed network")
@@ -133,7 +123,7 @@ def certify(
     moved = _relative(original[-1], original[0])
     if moved == 0:
         raise ValueError("the optimizer did not move the function, so there is nothing to certify: is its lr zero?")
-    found = Certificate(tuple(differences), moved, options.get("tolerance", 1e-9))
+    found = Certificate(tuple(differences), moved, tolerance)
     if found.invariant:
         return found
     again = reparametrise(model, seed, keep=keep)
@@ -147,7 +137,12 @@ def damping_sweep(
     batch: tuple[Inputs, Any],
     dampings: Sequence[float],
     steps: int = 10,
-    **options: Unpack[Options],
+    *,
+    loss: Callable[[Tensor, Any], Tensor] | None = None,
+    seed: int | Bases = 0,
+    keep: Collection[str] = (),
+    output: Callable[[Any], Tensor] | None = None,
+    tolerance: float = 1e-9,
 ) -> Sweep:
     """The certificates of ``make_optimizer(model, damping)`` for several dampings (003 remark 3.12; ERRATA 46).
 
@@ -163,7 +158,14 @@ def damping_sweep(
     def at(damping: float) -> MakeOptimizer:
         return lambda network: make_optimizer(network, damping)
 
-    return Sweep({damping: certify(at(damping), model, batch, steps, **options) for damping in dampings})
+    return Sweep(
+        {
+            damping: certify(
+                at(damping), model, batch, steps, loss=loss, seed=seed, keep=keep, output=output, tolerance=tolerance
+            )
+            for damping in dampings
+        }
+    )
 
 
 def half_squares(y: Tensor, target: Tensor) -> Tensor:
@@ -205,7 +207,7 @@ class _Run:
 
             seen = [self.function(model, what, 0)]
             for step in range(1, self.steps + 1):
-                if isinstance(optimizer, NaturalGradient) and optimizer.keeper.metric.needs_target:
+                if isinstance(optimizer, NaturalGradient) and optimizer.tracker.metric.needs_target:
                     optimizer.refresh(x, target)
                 optimizer.step(closure)  # type: ignore[arg-type]  # torch types the value as a float
                 seen.append(self.function(model, what, step))

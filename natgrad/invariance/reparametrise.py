@@ -19,7 +19,7 @@ from natgrad.natural import natural_gradient
 from natgrad.output.metric import Euclidean, OutputMetric
 from natgrad.rules.base import trainable
 from natgrad.solve.solvers import Pinv, Solver
-from natgrad.structures.exact import Structure
+from natgrad.structures.base import Structure
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)

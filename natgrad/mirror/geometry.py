@@ -22,8 +22,8 @@ from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
 from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.base import Inverse, Operator
-from natgrad.structures.exact import Dense, Structure
+from natgrad.structures.base import Inverse, Operator, Structure
+from natgrad.structures.dense import Dense
 
 
 @final

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import can_read
-from natgrad.accelerate.flags import Guard
+from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.fused import copy_
 from natgrad.mirror.charts import Boundary, Descent, Mirror, Move, Shorten
 from natgrad.mirror.member import Member
 from natgrad.slots import check_slots
@@ -72,7 +73,7 @@ class MirrorDescent(torch.optim.Optimizer):
         self.last: tuple[tuple[str, Move], ...] = ()
         self._members: dict[int, Member] = {}
         self._warned: set[str] = set()
-        self._guard, self._steps = Guard(), 0
+        self._flag, self._steps = Flag(), 0
         listed: Any = [members] if isinstance(members, Member) else list(members)
         super().__init__(listed, {"lr": lr, "momentum": momentum})
 
@@ -100,7 +101,7 @@ class MirrorDescent(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every member that has a gradient. Returns the loss of the closure, if given."""
-        self._guard.report()
+        self._flag.raise_pending()
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -131,7 +132,7 @@ class MirrorDescent(torch.optim.Optimizer):
         x, ω = member.point.detach(), member.point.grad
         assert ω is not None
         if can_read(ω):  # on a GPU a bad gradient shows in the step
-            self._guard.check({name: ω}, "the gradient", self._steps)
+            self._flag.check({name: ω}, "the gradient", self._steps)
         velocity = None
         if group["momentum"]:
             old = self.state.get(member.point, {}).get(_VELOCITY)
@@ -144,13 +145,13 @@ class MirrorDescent(torch.optim.Optimizer):
     def _apply(self, proposals: list[_MemberStep]) -> None:
         """Move all members, or none."""
         targets = {p.name: p.move.point for p in proposals}
-        self._guard.check(targets, "the step", self._steps)
-        self._guard.put([p.member.point.detach() for p in proposals], list(targets.values()))
+        self._flag.check(targets, "the step", self._steps)
+        copy_([p.member.point.detach() for p in proposals], list(targets.values()), gate=self._flag.value)
         for p in proposals:
             if p.velocity is not None:
                 state = self.state[p.member.point]
                 old = state.setdefault(_VELOCITY, torch.zeros_like(p.velocity))
-                self._guard.put([old], [p.velocity])
+                copy_([old], [p.velocity], gate=self._flag.value)
             self._warn(p)
 
     def _warn(self, p: _MemberStep) -> None:

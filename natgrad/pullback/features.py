@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate import fused
 from natgrad.accelerate.moments import single
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.layer import Block
@@ -60,7 +61,7 @@ def averaged(pairs: Sequence[Pair]) -> list[tuple[Tensor, Tensor]]:
     counts = [pair.count for pair in pairs if isinstance(pair.count, int)]
     if len(counts) < len(pairs):
         return [pair.factors() for pair in pairs]
-    found = torch._foreach_div([pair.a for pair in pairs if pair.a is not None], [float(count) for count in counts])
+    found = fused.divided([pair.a for pair in pairs if pair.a is not None], [float(count) for count in counts])
     return [(pair.s, a) for pair, a in zip(pairs, found, strict=True) if pair.s is not None]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.replay import Recordings, Weight
+from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import NatgradError
 from natgrad.model import tensors_of
 from natgrad.pullback.coupling import Coupled, Relation, Weighed
@@ -152,7 +152,7 @@ class Sink(ABC):
         """Where it writes: kernels that were recorded write there again. None where nothing is recorded."""
         return None
 
-    def weighted(self, weight: Weight) -> Sink:
+    def weighted(self, weight: Scalar) -> Sink:
         """The same sink with another weight, which may be a number on the device."""
         return self
 
@@ -465,7 +465,7 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) 
     sink.flush()
 
 
-def _recorded(pb: Pullback, recordings: Recordings, layers: Layers, sink: Sink) -> None:
+def _recorded(pb: Pullback, recordings: GraphCache[None], layers: Layers, sink: Sink) -> None:
     """The layers whose rules are pure from recordings where there are any, the others kernel by kernel.
 
     There is one for the inputs, which runs while the backward pass is started, and what it needs is free again before
@@ -494,7 +494,7 @@ def _recorded(pb: Pullback, recordings: Recordings, layers: Layers, sink: Sink) 
 class _Recorded:
     """Kernels that read what the layers of a pass were called with, or its cotangents, and write into a sink."""
 
-    recordings: Recordings
+    recordings: GraphCache[None]
     layers: Layers
     tape: Tape
     sink: Sink
@@ -503,29 +503,30 @@ class _Recorded:
         """A of these layers."""
         places = self._places(numbers)
 
-        def compute(sources: Sequence[Tensor], weight: Weight) -> None:
-            here, into = self._reading(places, iter(sources)), self.sink.weighted(weight)
+        def compute(sources: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            here, into = self._reading(places, iter(sources)), self.sink.weighted(scalars[0])
             for b in numbers:
                 self.layers.put_inputs(b, here, into)
             into.flush()
 
-        self.recordings.run(self._called(places), self._what("A", numbers, places), compute, self.sink.weight)
+        key = self._what("A", numbers, places)
+        self.recordings.run(compute, self._called(places), [self.sink.weight], key)
 
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
         """S of these layers and, where it is late, A."""
         places = self._places(numbers)
         late = self._places([b for b in numbers if self.layers.late(b)])
 
-        def compute(sources: Sequence[Tensor], weight: Weight) -> None:
+        def compute(sources: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             supply = iter(sources)
-            here, into = self._reading(late, supply), self.sink.weighted(weight)
+            here, into = self._reading(late, supply), self.sink.weighted(scalars[0])
             own = Cotangents({at: tuple(next(supply) for _ in g.outer[at]) for at in places}, {})
             for b in numbers:
                 self.layers.put_outputs(b, here, own, into)
             into.flush()
 
         sources = [*self._called(late), *(t for at in places for t in g.outer[at])]
-        self.recordings.run(sources, self._what("S", numbers, places), compute, self.sink.weight)
+        self.recordings.run(compute, sources, [self.sink.weight], self._what("S", numbers, places))
 
     def _places(self, numbers: Sequence[int]) -> list[int]:
         """The uses of these layers."""

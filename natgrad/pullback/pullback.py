@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from natgrad.accelerate.replay import Recordings
+from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
@@ -83,7 +83,7 @@ class Passes:
     memory: int
     parts: list[Part]
     tapes: dict[Part, Tape]
-    recordings: Recordings | None = None
+    recordings: GraphCache[None] | None = None
     verdicts: Verdicts = field(default_factory=Verdicts)
 
 
@@ -544,7 +544,7 @@ class Known:
 
     verdicts: Verdicts = field(default_factory=Verdicts)
     judgements: Judgements = field(default_factory=Judgements)
-    recordings: Recordings = field(default_factory=Recordings)
+    recordings: GraphCache[None] = field(default_factory=GraphCache)
 
 
 @final

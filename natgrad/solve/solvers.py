@@ -43,6 +43,26 @@ class Solver(ABC):
         """Whether the inverse of a layer depends on that layer alone, where the metric is kept by layers."""
         return False
 
+    @property
+    def damps_factors(self) -> bool:
+        """Whether the damping is added to the factors of a layer, and not to the metric."""
+        return False
+
+    @property
+    def iterative(self) -> bool:
+        """Whether it needs products with the metric only."""
+        return False
+
+    @property
+    def damping_note(self) -> str:
+        """What becomes of the damping, in words."""
+        return "exact, (G + λ·1)⁻¹"
+
+    @property
+    def whole(self) -> Solver:
+        """The solver of which this one does a share, in one of several processes."""
+        return self
+
     def renewed(self, G: Operator) -> Operator:
         """The same metric, with what is amortised over many estimates computed anew, before ``init``."""
         return G.renewed()
@@ -104,6 +124,14 @@ class Factored(Solver):
         return True
 
     @property
+    def damps_factors(self) -> bool:
+        return True
+
+    @property
+    def damping_note(self) -> str:
+        return "factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1"
+
+    @property
     def doubtful(self) -> bool:
         return self.newton is not None and self.newton.failed()
 
@@ -145,6 +173,10 @@ class Pinv(Solver):
             raise ValueError("Pinv(weight=…) must be positive and finite for every parameter")
         if isinstance(self.weight, Tensor) and not _positive_definite(self.weight):
             raise ValueError("Pinv(weight=…) must be a symmetric positive definite matrix")
+
+    @property
+    def damping_note(self) -> str:
+        return "exact, (G + λ·1)⁺"
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
 from natgrad.linalg import check_finite, refuse_indefinite, refuse_singular
-from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.model import Model
+from natgrad.pullback.layer import Block
+from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, Structure
+
+
+@final
+@dataclass(frozen=True)
+class Diagonal(Structure):
+    """The diagonal of G, without its rows: Σ_n (Σ_k g²) a², one product a layer (002 (31)).
+
+    With a sampled metric this is the pullback sampling trick: one backward pass, and no per-example gradient.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Diagonal().estimate(pb).values
+    tensor([1., 4., 1.])
+    """
+
+    suggested: ClassVar[bool] = True
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        return pullback.model.size
+
+    @without_autocast
+    def estimate(self, pullback: Pullback) -> DiagonalOperator:
+        self.admit(pullback)
+        return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square())
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DiagonalOperator:
+        return DiagonalOperator(Layout.of(model.params, tensors["values"].dtype), tensors["values"])
+
+    def extracted(self, G: Operator) -> DiagonalOperator:
+        return DiagonalOperator(G.layout, G.diagonal())
+
+    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+        p = sum(block.size for block in blocks)
+        return Cost(2 * p, p, p, p, {"G": (1, p)})
 
 
 @final
@@ -42,6 +84,9 @@ class DiagonalOperator(Operator):
 
     def averaged(self) -> dict[str, Tensor]:
         return self.tensors()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"values": (self.layout.size,)}
 
     def inverse(self, damping: float) -> Inverse:
         return ScaleInverse(self.layout, self._damped(damping).reciprocal())

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast, final
+from typing import ClassVar, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
+from natgrad.accelerate import fused
 from natgrad.accelerate.inverses import Factor, Newton
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
@@ -19,19 +20,21 @@ from natgrad.pullback.moments import Watcher, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import OneHot
-from natgrad.structures.base import Inverse, Layout, Operator
-from natgrad.structures.kronecker import Basis, Damped, Layered, LayerOperator, dtype_of, rotated, rotated_back, spread
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
+from natgrad.structures.kronecker import (
+    EIGENVECTORS,
+    Basis,
+    Damped,
+    Layered,
+    LayerOperator,
+    SidesCost,
+    dtype_of,
+    rotated,
+    rotated_back,
+    spread,
+)
 
 # The eigenvalue-corrected Kronecker metric: diagonal in the eigenvectors of the two factors.
-
-
-@final
-@dataclass(frozen=True)
-class Moments:
-    """S and A of every block, of which the next basis is made."""
-
-    left: tuple[Factor, ...]  # S [c o o], or its diagonal [c o]
-    right: tuple[Factor, ...]  # A [c i i], or its diagonal [c i]
 
 
 @final
@@ -44,23 +47,15 @@ class EigenKroneckerOperator(LayerOperator):
     parameters that no layer rule covers.
     """
 
+    letters: ClassVar[tuple[str, ...]] = ("S", "A", "Q", "P", "D")
     layout: Layout
     blocks: tuple[Block, ...]
-    moments: Moments
+    left: tuple[Factor, ...]  # S [c o o], or its diagonal [c o], for the next basis
+    right: tuple[Factor, ...]  # A [c i i], or its diagonal [c i]
     basis: Basis
     scales: tuple[Tensor, ...]  # D [c o i]
     rest: Operator | None = None
     unseen: frozenset[str] = frozenset()
-
-    @property
-    def left(self) -> tuple[Factor, ...]:
-        """S of every block."""
-        return self.moments.left
-
-    @property
-    def right(self) -> tuple[Factor, ...]:
-        """A of every block."""
-        return self.moments.right
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]
@@ -68,6 +63,9 @@ class EigenKroneckerOperator(LayerOperator):
 
     def layer_diagonal(self, b: int) -> Tensor:
         return spread(self.basis.left[b], self.scales[b], self.basis.right[b])
+
+    def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
+        return self.scales[b].double().clamp(min=0)
 
     def layer_dense(self, b: int) -> Iterable[Tensor]:
         c, o, i = self.blocks[b].shape
@@ -88,17 +86,30 @@ class EigenKroneckerOperator(LayerOperator):
 
         def mean(old: Iterable[Tensor], new: Iterable[Tensor]) -> tuple[Tensor, ...]:
             old, new = list(old), list(new)
-            return self.joined(there, old, new, torch._foreach_lerp(old, new, weight)) if self.blocks else ()
+            return self.joined(there, old, new, fused.lerp(old, new, weight)) if self.blocks else ()
 
         scales = mean(there.basis.carried(self.scales, self.basis), there.scales)
-        moments = Moments(mean(self.left, there.left), mean(self.right, there.right))
-        return replace(there, moments=moments, scales=scales, rest=rest, unseen=self.unseen & there.unseen)
+        left, right = mean(self.left, there.left), mean(self.right, there.right)
+        return replace(there, left=left, right=right, scales=scales, rest=rest, unseen=self.unseen & there.unseen)
 
-    def renewed(self) -> EigenKroneckerOperator:
+    def renewed(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
         """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""
-        basis = Basis.of(self.left, self.right)
+        basis = Basis.of(self.left, self.right) if sharing is None else self._shared_basis(sharing)
         rest = None if self.rest is None else self.rest.renewed()
         return replace(self, basis=basis, scales=basis.carried(self.scales, self.basis), rest=rest)
+
+    def _shared_basis(self, sharing: WorkSharing) -> Basis:
+        """The eigenvectors of S and A, every process those of its layers."""
+        names, own = [block.names[0] for block in self.blocks], sharing.own(self.blocks)
+
+        def decompose() -> dict[str, Tensor]:
+            basis = Basis.of([self.left[b] for b in own], [self.right[b] for b in own])
+            sides = {"Q": basis.left, "P": basis.right}
+            pairs = ((f"{names[b]}/{key}", t) for key, side in sides.items() for b, t in zip(own, side, strict=True))
+            return {key: t for key, t in pairs if t is not None}
+
+        tensors = sharing.gathered(decompose)
+        return Basis(*(tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP"))
 
     def tensors(self) -> dict[str, Tensor]:
         sides = {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right}
@@ -274,6 +285,17 @@ class EigenKronecker(Layered):
         sides = self.shapes(block)
         return block.size + sum(math.prod(shape) * (2 if len(shape) == 3 else 1) for shape in sides)
 
+    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+        sides = SidesCost.of(block, self.shapes(block))
+        rotate = 2 * sides.rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
+        return Cost(
+            kept=sides.numbers + sides.rotations + 2 * block.size,
+            invert=EIGENVECTORS * sides.cubes,
+            solve=2 * sides.solve,
+            position=sides.numbers + rotate,
+            factors={"S": sides.left, "A": sides.right, "D": block.shape},
+        )
+
     def estimate(self, pullback: Pullback) -> EigenKroneckerOperator:
         return self.estimate_like(pullback, None)
 
@@ -298,7 +320,8 @@ class EigenKronecker(Layered):
         return EigenKroneckerOperator(
             Layout(pullback.model.like, dtype),
             parts.blocks,
-            Moments(tuple(s for s, _ in factors), tuple(a for _, a in factors)),
+            tuple(s for s, _ in factors),
+            tuple(a for _, a in factors),
             basis,
             tuple(parts.everywhere(scales, lambda block: _nothing(block, dtype))),
             None if parts.others is None else self.fallback.estimate_like(parts.others, rest),
@@ -311,11 +334,11 @@ class EigenKronecker(Layered):
         names = [block.names[0] for block in parts.seen]
         found = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
         factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
-        moments = Moments(tuple(s for s, _ in factors), tuple(a for _, a in factors))
+        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
         d = tuple(parts.everywhere((tensors[f"{name}/D"] for name in names), lambda block: _nothing(block, dtype)))
         q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in parts.blocks) for side in "QP")
         layout = Layout.of(model.params, dtype)
-        return EigenKroneckerOperator(layout, parts.blocks, moments, Basis(q, p), d, rest, parts.unseen)
+        return EigenKroneckerOperator(layout, parts.blocks, left, right, Basis(q, p), d, rest, parts.unseen)
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
         """The basis of an operator over the same layers."""

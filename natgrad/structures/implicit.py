@@ -3,18 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
 from natgrad.geometry import Covector, unflatten
-from natgrad.linearise import Linearisation
-from natgrad.pullback.pullback import Pullback
-from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.linearise import Linearisation, linearise
+from natgrad.model import Model
+from natgrad.pullback.layer import Block
+from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.structures.base import Inverse, Layout, Operator, Structure
 from natgrad.structures.dense import DenseOperator
+
+
+@final
+@dataclass(frozen=True)
+class Implicit(Structure):
+    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (002 section 5.2); solved by ``CG``.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Implicit().estimate(pb).product(torch.tensor([1.0, 0.0, 0.0]))
+    tensor([1., 2., 1.])
+    """
+
+    suggested: ClassVar[bool] = True
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    @property
+    def stored(self) -> bool:
+        return False
+
+    def uncovered(self) -> None:
+        return None
+
+    def elements(self, pullback: Pullback) -> int:
+        return pullback.model.size
+
+    @without_autocast
+    def estimate(self, pullback: Pullback) -> ImplicitOperator:
+        self.admit(pullback)
+        linear = linearise(pullback.model, pullback.batch.x)
+        return ImplicitOperator(Layout(pullback.model.like, pullback.y.dtype), ((1.0, pullback, linear),))
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> None:
+        return None
 
 
 @final
@@ -43,8 +83,14 @@ class ImplicitOperator(Operator):
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     @property
-    def columns(self) -> int:
-        """K·N: the columns of the root Rᵀ of G = RᵀR."""
+    def pullback(self) -> Pullback | None:
+        return self.terms[0][1] if len(self.terms) == 1 else None
+
+    @property
+    def root_columns(self) -> int | None:
+        """K·N, where no metric couples its examples."""
+        if any(pullback.coupling is not None for _, pullback, _ in self.terms):
+            return None
         return sum(pullback.columns * pullback.n for _, pullback, _ in self.terms)
 
     def push_root(self, v: Tensor) -> Tensor:
@@ -92,9 +138,6 @@ class ImplicitOperator(Operator):
 
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
         self.refuse("Pinv", "it has products only; solve with CG(), or use Dense or Kernel")
-
-
-# The Hessian of a scalar function, and weighted sums of operators: what proximal and Newton steps solve with.
 
 
 @final

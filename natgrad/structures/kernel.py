@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
@@ -13,83 +13,67 @@ from torch.nn import functional as F
 
 from natgrad.kernels.gram import KernelMatrix, root_or_nan
 from natgrad.linalg import check_finite, cholesky, refuse_lost_damping, refuse_singular
+from natgrad.model import Model
+from natgrad.pullback.bare import parted
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.layer import Block
-from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.structures.base import Inverse, Layout, Operator, Structure
 
-# The inverse of a metric that couples the examples by K⁻¹, in the push-through form: K is inverted nowhere.
-
-
-_REFINED = 2  # times
+_REFINED = 2  # steps of iterative refinement
+_ELEMENTS = 2**24  # of explicit rows at a time
 
 
 @final
 @dataclass(frozen=True)
-class PushThrough:
-    """z ↦ (λK + BBᵀ)⁻¹, for the rows B [(k n) p] of a metric BᵀK⁻¹B and K [n n] for every column k (ERRATA 13):
+class Kernel(Structure):
+    """R itself, in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury).
 
-        (BᵀK⁻¹B + λ)⁻¹BᵀK⁻¹v = Bᵀ(λK + BBᵀ)⁻¹v
+    Under a ``Sobolev`` metric the kernel matrix of the inputs is not inverted (``PushThrough``), and mixes no rows.
 
-    It holds for a singular K too, with K⁺ for K⁻¹ and what K sees of B and v. Equal examples are rows that are equal:
-    they count once.
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Kernel().estimate(pb).gram()  # ‖(1, 2, 1)‖²
+    tensor([[6.]])
     """
 
-    rows: KernelOperator  # B, in float64
-    K: KernelMatrix
-    damping: float
-    factor: Tensor  # of λK' + QᵀBBᵀQ [(k n) (l m)]
+    suggested: ClassVar[bool] = True
 
-    @staticmethod
-    def of(rows: KernelOperator, K: KernelMatrix, damping: float) -> PushThrough:
-        double = rows.to(torch.float64)
-        matrix = K.restrict_gram(double.gram())
-        check_finite(matrix, "the kernel")
-        n = K.whole.shape[0]
-        k = matrix.shape[0] // n
-        matrix.view(k, n, k, n).diagonal(dim1=0, dim2=2).add_(damping * K.inner.unsqueeze(2))
-        # λK may be less than the rounding of BBᵀ. Up to this rounding the factor is that of a positive matrix, and
-        # refinement with B itself takes out again what was added.
-        diagonal = matrix.diagonal()
-        diagonal.add_(matrix.shape[0] * torch.finfo(matrix.dtype).eps * diagonal.amax())
-        return PushThrough(double, K, damping, root_or_nan(matrix))
+    @property
+    def bounded(self) -> bool:
+        return False
 
-    def solve(self, v: Tensor) -> Tensor:
-        """(λK + BBᵀ)⁻¹v [k n], of what K sees of v [k n]."""
-        inside = self.K.restrict(v.double())
-        z = self._apply(inside)
-        for _ in range(_REFINED):
-            z = z + self._apply(inside - self._product(z))
-        return self.K.extend(z)
+    def elements(self, pullback: Pullback) -> int:
+        coupled = pullback.coupled
+        if coupled is not None and coupled.K is not None:  # the factors again in double, and two matrices in double
+            return self.elements(pullback.unmixed()) * (1 + 8 // pullback.y.element_size())
+        rows = pullback.columns * pullback.n
+        kept = 0
+        for block in pullback.blocks:
+            _, o, i = block.shape
+            shared = 1 if block.rule is None else pullback.seen.positions[block.names[0]]
+            kept += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
+        return kept + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 
-    def _apply(self, t: Tensor) -> Tensor:
-        return torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)
+    @without_autocast
+    def estimate(self, pullback: Pullback) -> KernelOperator:
+        self.admit(pullback)
+        coupled = pullback.coupled
+        K = None if coupled is None or coupled.K is None else KernelMatrix.of(coupled.K)
+        pb = pullback if K is None else pullback.unmixed()
+        return KernelOperator(Layout(pb.model.like, pb.y.dtype), tuple(pb.blocks), tuple(pb.collect()), K)
 
-    def _product(self, z: Tensor) -> Tensor:
-        through = self.rows.push(self.rows.pull(self.K.extend(z)))
-        return self.damping * (z @ self.K.inner) + self.K.restrict(through)
-
-
-@final
-@dataclass(frozen=True)
-class PushThroughInverse(Inverse):
-    """(BᵀK⁻¹B + λ)⁻¹ω = (ω − Bᵀ(λK + BBᵀ)⁻¹Bω)/λ, which for ω = Bᵀe is Bᵀ(λK + BBᵀ)⁻¹K e (ERRATA 13)."""
-
-    layout: Layout
-    dual: PushThrough
-
-    @staticmethod
-    def of(layout: Layout, dual: PushThrough) -> PushThroughInverse:
-        """Refused where dividing by the damping would leave rounding. No eigenvalue of K is above its trace."""
-        diagonal = dual.factor.square().sum(-1) / dual.K.whole.diagonal().sum()
-        refuse_lost_damping(dual.damping, diagonal, "the metric coupled by a kernel")
-        return PushThroughInverse(layout, dual)
-
-    def solve(self, ω: Tensor) -> Tensor:
-        rows, exact = self.dual.rows, ω.double()
-        return ((exact - rows.pull(self.dual.solve(rows.push(exact)))) / self.dual.damping).to(ω.dtype)
-
-
-_ELEMENTS = 2**24  # of explicit rows at a time
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
+        kept, factors = [], []
+        pieces = [piece for whole in blocks for piece in _as_before(model, whole, tensors)]
+        for block in pieces:
+            f = Factors(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
+            packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
+            kept.append(block if packed == block.shape else block.without_rule())
+            factors.append(f)
+        K = KernelMatrix.of(tensors["K"]) if "K" in tensors else None
+        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(kept), tuple(factors), K)
 
 
 @final
@@ -194,6 +178,15 @@ class KernelOperator(Operator):
             out[f"{block.names[0]}/a"], out[f"{block.names[0]}/g"] = f.a, f.g
         return out if self.K is None else out | {"K": self.K.whole}
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        k, n = self.factors[0].g.shape[:2]
+        out: dict[str, tuple[int, ...]] = {}
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            packed = (f.a.shape[2], f.g.shape[4], f.a.shape[3])  # parameters of no module have a group for each entry
+            (c, o, i), r = packed if math.prod(packed) == block.size else block.shape, f.g.shape[2]
+            out |= {f"{block.names[0]}/a": (n, r, c, i), f"{block.names[0]}/g": (k, n, r, c, o)}
+        return out if self.K is None else out | {"K": tuple(self.K.whole.shape)}
+
     def inverse(self, damping: float) -> Inverse:
         self._check(damping)
         if self.K is not None:
@@ -289,6 +282,72 @@ class KernelPseudoInverse(Inverse):
         return self.kernel.pull(inner.view_as(t))
 
 
+@final
+@dataclass(frozen=True)
+class PushThrough:
+    """z ↦ (λK + BBᵀ)⁻¹, for the rows B [(k n) p] of a metric BᵀK⁻¹B and K [n n] for every column k (ERRATA 13):
+
+        (BᵀK⁻¹B + λ)⁻¹BᵀK⁻¹v = Bᵀ(λK + BBᵀ)⁻¹v
+
+    It holds for a singular K too, with K⁺ for K⁻¹ and what K sees of B and v. Equal examples are rows that are equal:
+    they count once.
+    """
+
+    rows: KernelOperator  # B, in float64
+    K: KernelMatrix
+    damping: float
+    factor: Tensor  # of λK' + QᵀBBᵀQ [(k n) (l m)]
+
+    @staticmethod
+    def of(rows: KernelOperator, K: KernelMatrix, damping: float) -> PushThrough:
+        double = rows.to(torch.float64)
+        matrix = K.restrict_gram(double.gram())
+        check_finite(matrix, "the kernel")
+        n = K.whole.shape[0]
+        k = matrix.shape[0] // n
+        matrix.view(k, n, k, n).diagonal(dim1=0, dim2=2).add_(damping * K.inner.unsqueeze(2))
+        # λK may be less than the rounding of BBᵀ. Up to this rounding the factor is that of a positive matrix, and
+        # refinement with B itself takes out again what was added.
+        diagonal = matrix.diagonal()
+        diagonal.add_(matrix.shape[0] * torch.finfo(matrix.dtype).eps * diagonal.amax())
+        return PushThrough(double, K, damping, root_or_nan(matrix))
+
+    def solve(self, v: Tensor) -> Tensor:
+        """(λK + BBᵀ)⁻¹v [k n], of what K sees of v [k n]."""
+        inside = self.K.restrict(v.double())
+        z = self._apply(inside)
+        for _ in range(_REFINED):
+            z = z + self._apply(inside - self._product(z))
+        return self.K.extend(z)
+
+    def _apply(self, t: Tensor) -> Tensor:
+        return torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)
+
+    def _product(self, z: Tensor) -> Tensor:
+        through = self.rows.push(self.rows.pull(self.K.extend(z)))
+        return self.damping * (z @ self.K.inner) + self.K.restrict(through)
+
+
+@final
+@dataclass(frozen=True)
+class PushThroughInverse(Inverse):
+    """(BᵀK⁻¹B + λ)⁻¹ω = (ω − Bᵀ(λK + BBᵀ)⁻¹Bω)/λ, which for ω = Bᵀe is Bᵀ(λK + BBᵀ)⁻¹K e (ERRATA 13)."""
+
+    layout: Layout
+    dual: PushThrough
+
+    @staticmethod
+    def of(layout: Layout, dual: PushThrough) -> PushThroughInverse:
+        """Refused where dividing by the damping would leave rounding. No eigenvalue of K is above its trace."""
+        diagonal = dual.factor.square().sum(-1) / dual.K.whole.diagonal().sum()
+        refuse_lost_damping(dual.damping, diagonal, "the metric coupled by a kernel")
+        return PushThroughInverse(layout, dual)
+
+    def solve(self, ω: Tensor) -> Tensor:
+        rows, exact = self.dual.rows, ω.double()
+        return ((exact - rows.pull(self.dual.solve(rows.push(exact)))) / self.dual.damping).to(ω.dtype)
+
+
 def _refined(apply: Callable[[Tensor], Tensor], G: Operator, ω: Tensor, damping: float) -> Tensor:
     """v = Aω and then A of what is left, v + A(ω − (G + λ)v): one step of iterative refinement."""
     v = apply(ω)
@@ -324,3 +383,11 @@ def _join(left: Factors, right: Factors) -> Factors:
 def _pad(t: Tensor, dim: int, size: int) -> Tensor:
     missing = size - t.shape[dim]
     return t if missing == 0 else F.pad(t, (*[0, 0] * (t.ndim - 1 - dim), 0, missing))
+
+
+def _as_before(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
+    """A block, or the pieces of it, whose rows these tensors are."""
+    rows = {name: tensors[f"{name}/g"] for name in block.names if f"{name}/g" in tensors}
+    if len(rows) < 2:
+        return [block]
+    return parted(model, block, [name for name, g in rows.items() if g.shape[3] == model.params[name].numel()])

@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, TypeAlias, TypeVar, cast, final
+from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
 
+from natgrad.accelerate import fused
+from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.inverses import (
     Chosen,
     Factor,
@@ -21,11 +23,11 @@ from natgrad.accelerate.inverses import (
     Sides,
     Task,
     aligned,
+    balance,
     by_size,
     diagonal,
     full,
     matrix,
-    mean_diagonal,
     refuse_singular_factor,
     room_on,
     spectrum,
@@ -34,10 +36,10 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.moments import spaced
-from natgrad.accelerate.replay import Weight
+from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, NonFiniteError, UncoveredError
 from natgrad.geometry import Covector, Vector
-from natgrad.linalg import consecutive, gated_lerp, refuse_indefinite, refuse_singular
+from natgrad.linalg import refuse_indefinite, refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.bare import SpreadRule, as_spread, parted
 from natgrad.pullback.features import Expand, Largest, Reduce, Sharing, mean
@@ -46,8 +48,20 @@ from natgrad.pullback.moments import Sink, factors_of, stream
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.rules.base import Moment, Rows
 from natgrad.slots import check_slots
-from natgrad.structures.base import REST, Inverse, Layout, Operator, Subset
-from natgrad.structures.exact import Diagonal, Structure
+from natgrad.structures.base import (
+    FALLBACK,
+    Cost,
+    Inverse,
+    LayerSpectrum,
+    Layout,
+    Operator,
+    StateError,
+    Structure,
+    Subset,
+    WorkSharing,
+    check_shape,
+)
+from natgrad.structures.diagonal import Diagonal
 
 # Orthonormal bases of the two sides of every layer, in which a metric is (nearly) diagonal.
 
@@ -113,6 +127,11 @@ def spectra(side: Sequence[Factor]) -> tuple[list[Tensor], list[Rotation]]:
     return values, vectors
 
 
+def eigenvalues(factor: Factor) -> Tensor:
+    """[c d], ascending."""
+    return torch.linalg.eigvalsh(factor) if full(factor) else factor.sort(-1).values
+
+
 def _overlap(new: Rotation, old: Rotation) -> Rotation:
     """Q'ᵀQ."""
     if new is None:
@@ -153,7 +172,7 @@ class LayerInverse(Inverse):
 
     def below(self) -> dict[str, Tensor]:
         """The tensors of the inverse over the other parameters."""
-        return {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
+        return {} if self.rest is None else {FALLBACK + key: t for key, t in self.rest.tensors().items()}
 
     def overwritten(self, new: Inverse) -> Inverse:
         if new is self or type(new) is not type(self):
@@ -163,7 +182,7 @@ class LayerInverse(Inverse):
             return new
         changed = [key for key, t in mine.items() if t.data_ptr() != its[key].data_ptr()]
         if changed:
-            torch._foreach_copy_([mine[key] for key in changed], [its[key] for key in changed])
+            fused.copy_([mine[key] for key in changed], [its[key] for key in changed])
         return self
 
     def __copy__(self) -> LayerInverse:
@@ -209,19 +228,6 @@ class LayerInverse(Inverse):
             found.update((name, _as(t, like[name])) for name, t in others.items())
         return Vector({name: found[name] for name in like})
 
-    def memory(self, ω: Covector) -> dict[str, Tensor]:
-        """For covectors like ω, so that layers which are solved at once lie side by side."""
-        found = {name: torch.empty_like(t) for name, t in ω.items()}
-        for group, first, last in self._runs:
-            if last - first == 1 or not self.by_columns(group):
-                continue
-            for names in self._names(group[first:last], ω) or ():
-                alike = [ω[name] for name in names]
-                if all(t.is_contiguous() and t.shape == alike[0].shape for t in alike):
-                    whole = alike[0].new_empty(len(alike), *alike[0].shape)
-                    found.update(zip(names, whole, strict=True))
-        return found
-
     def _names(self, numbers: Sequence[int], ω: Covector) -> list[tuple[str, ...]] | None:
         """Of every part of these layers, which lie side by side in W, the names of the parameters."""
         columns = [self.blocks[b].columns(ω) for b in numbers]
@@ -236,7 +242,7 @@ class LayerInverse(Inverse):
         if names is None:
             return None
         c, o, _ = self.blocks[group[0]].shape
-        parts = [_side_by_side([ω[name].reshape(c, o, -1) for name in own]).to(self.layout.dtype) for own in names]
+        parts = [stacked([ω[name].reshape(c, o, -1) for name in own]).to(self.layout.dtype) for own in names]
         solved = self.apply_columns(group, first, parts)
         return {
             name: part
@@ -273,12 +279,6 @@ class LayerInverse(Inverse):
 
 def _shapes(columns: dict[str, Tensor] | None) -> list[torch.Size]:
     return [] if columns is None else [t.shape for t in columns.values()]
-
-
-def _side_by_side(parts: list[Tensor]) -> Tensor:
-    """[b·c o j] of parts [c o j], without a copy where they lie side by side already."""
-    whole = consecutive(parts)
-    return torch.cat(parts) if whole is None else whole.flatten(0, 1)
 
 
 def _as(t: Tensor, like: Tensor) -> Tensor:
@@ -345,7 +345,7 @@ class ProductInverse(LayerInverse):
         like = G.left[0]
         return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
 
-    def tasks(self, sides: Sides, damping: Weight, chosen: Chosen = lambda _: True) -> list[Task]:
+    def tasks(self, sides: Sides, damping: Scalar, chosen: Chosen = lambda _: True) -> list[Task]:
         """What is to be inverted of the ``chosen`` factors, with factored damping, and where it goes."""
         out: list[Task] = []
         for group, stacks in zip(self.groups, self.stacks, strict=True):
@@ -392,7 +392,7 @@ class ProductInverse(LayerInverse):
         return two_sided(left, w, right, w if spent else None)
 
     def by_columns(self, group: tuple[int, ...]) -> bool:
-        return self.kinds[group[0]] == (True, True) and self.stacks[0][0].device.type == "cuda"
+        return self.kinds[group[0]] == (True, True) and is_asynchronous(self.stacks[0][0].device)
 
     def apply_columns(self, group: tuple[int, ...], first: int, parts: list[Tensor]) -> list[Tensor]:
         at = first * self.blocks[group[0]].shape[0]
@@ -527,17 +527,10 @@ def factored(
     return out
 
 
-def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Weight) -> tuple[list[Tensor], list[Tensor]]:
+def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Scalar) -> tuple[list[Tensor], list[Tensor]]:
     """√λ/π and √λ π [c] of every layer."""
     π, counts = balance(a, s), [factor.shape[0] for factor in s]
     return list((damping**0.5 / π).split(counts)), list((damping**0.5 * π).split(counts))
-
-
-def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:
-    """π of every group of every layer, one after the other."""
-    means = [torch.cat([mean_diagonal(factor) for factor in side]) for side in (a, s)]
-    ratio = means[0] / means[1]
-    return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
 
 
 def _memory(factor: Factor, group: Sequence[int]) -> Factor:
@@ -568,8 +561,11 @@ class LayerOperator(Operator):
     ``rest`` is the metric on the parameters that no layer rule covers, in another structure.
     """
 
+    letters: ClassVar[tuple[str, ...]]  # of the tensors of a layer
     layout: Layout
     blocks: tuple[Block, ...]
+    left: tuple[Factor, ...]  # S [c o o] of every layer, or its diagonal [c o]
+    right: tuple[Factor, ...]  # A [c i i], or its diagonal [c i]
     rest: Operator | None
     unseen: frozenset[str]
 
@@ -593,6 +589,40 @@ class LayerOperator(Operator):
     def others(self) -> Subset | None:
         """The parameters of ``rest`` among all."""
         return None if self.rest is None else Subset.of(self.layout, list(self.rest.layout.like))
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        return self.blocks
+
+    def layer_spectra(self) -> Iterator[LayerSpectrum]:
+        for b, block in enumerate(self.blocks):
+            s, a = self.left[b].double(), self.right[b].double()
+            factors = {"S": eigenvalues(s), "A": eigenvalues(a)}
+            yield LayerSpectrum(
+                block.names, factors, {"S": diagonal(s), "A": diagonal(a)}, self.layer_values(b, *factors.values())
+            )
+
+    @abstractmethod
+    def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
+        """The eigenvalues [c o i] of the block, in double precision; those of S and A are s [c o] and a [c i]."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        out = {key: shape for key, shape in self.inverse_shapes().items() if key.rpartition("/")[2] in self.letters}
+        out |= {f"{block.names[0]}/{UNSEEN}": (0,) for b, block in enumerate(self.blocks) if not self.saw(b)}
+        return out | ({} if self.rest is None else {FALLBACK + key: shape for key, shape in self.rest.shapes().items()})
+
+    def inverse_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all that a metric by layers, or an inverse of it, may keep of the layers that were seen."""
+        out: dict[str, tuple[int, ...]] = {}
+        for b, block in enumerate(self.blocks):
+            if not self.saw(b):
+                continue
+            (c, o, i), s, a = block.shape, self.left[b], self.right[b]
+            shapes = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i), "d": (c, o, i)}
+            shapes |= {"Q": (c, o, o)} if full(s) else {}
+            shapes |= {"P": (c, i, i)} if full(a) else {}
+            out |= {f"{block.names[0]}/{letter}": shape for letter, shape in shapes.items()}
+        return out
 
     def product(self, v: Tensor) -> Tensor:
         out = torch.empty_like(v)
@@ -648,7 +678,7 @@ class LayerOperator(Operator):
         return SpectralInverse(self.layout, self.blocks, rest, self.others, basis.left, basis.right, scales)
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
-        below = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
+        below = {key.removeprefix(FALLBACK): t for key, t in tensors.items() if key.startswith(FALLBACK)}
         rest = None if self.rest is None else self.rest.inverse_from(below)
         return None if self.rest is not None and rest is None else self.layers_from(tensors, rest)
 
@@ -696,7 +726,7 @@ class LayerOperator(Operator):
 
     def every(self, parts: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
         """Tensors of every layer by the layer's first name and their letter, with those of ``rest``."""
-        out = {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
+        out = {} if self.rest is None else {FALLBACK + key: t for key, t in self.rest.tensors().items()}
         for letter, side in parts.items():
             pairs = zip(self.blocks, side, strict=True)
             out |= {f"{block.names[0]}/{letter}": t for block, t in pairs if t is not None}
@@ -727,6 +757,7 @@ class KroneckerOperator(LayerOperator):
     ``rest`` is the metric on the parameters that no layer rule covers, in another structure.
     """
 
+    letters: ClassVar[tuple[str, ...]] = ("S", "A")
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[Factor, ...]  # S [c o o] of every block, or its diagonal [c o]
@@ -745,6 +776,9 @@ class KroneckerOperator(LayerOperator):
     def layer_diagonal(self, b: int) -> Tensor:
         return diagonal(self.left[b]).unsqueeze(-1) * diagonal(self.right[b]).unsqueeze(-2)
 
+    def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
+        return s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
+
     def layer_dense(self, b: int) -> Iterable[Tensor]:
         pairs = zip(matrix(self.left[b]), matrix(self.right[b]), strict=True)
         return (torch.kron(s.contiguous(), a.contiguous()) for s, a in pairs)
@@ -762,7 +796,7 @@ class KroneckerOperator(LayerOperator):
         rest = self.rest_lerp(there, weight)
         if not self.blocks:
             return replace(self, rest=rest)
-        both = torch._foreach_lerp([*self.left, *self.right], [*there.left, *there.right], weight)
+        both = fused.lerp([*self.left, *self.right], [*there.left, *there.right], weight)
         left = self.joined(there, self.left, there.left, both[: len(self.left)])
         right = self.joined(there, self.right, there.right, both[len(self.left) :])
         return replace(self, left=left, right=right, rest=rest, unseen=self.unseen & there.unseen)
@@ -797,6 +831,23 @@ class KroneckerOperator(LayerOperator):
         """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹: an approximation of (G + λ)⁻¹ that needs no eigenvalues (ERRATA D)."""
         rest = None if self.rest is None else self.rest.inverse(damping)
         return factored(self, rest, damping, self._sides(warm), newton, into)
+
+    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: float) -> Inverse:
+        """Every process inverts the factors of its layers."""
+        rest = None if self.rest is None else self.rest.inverse(damping)
+        own, inverses = sharing.own(self.blocks), list[Inverse]()
+
+        def inverted() -> Mapping[str, Tensor]:
+            left, right = (tuple(side[b] for b in own) for side in (self.left, self.right))
+            share = replace(self, blocks=tuple(self.blocks[b] for b in own), left=left, right=right, rest=None)
+            inverses.extend([invert(share)] if own else [])
+            return inverses[0].tensors() if inverses else {}
+
+        inverse = self.layers_from(sharing.gathered(inverted), rest)
+        assert inverse is not None
+        for share in inverses:  # on a GPU the host reads later that a factor could not be inverted
+            inverse.inherit(share)
+        return inverse
 
     def mend(self, inverse: Inverse, damping: float) -> None:
         if isinstance(inverse, ProductInverse) and inverse.fits(self):
@@ -837,7 +888,7 @@ class Absorb(Sink):
     A factor that is not finite is not absorbed: it raises or, on a GPU, where nobody looks, leaves the average alone.
     """
 
-    def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Weight) -> None:
+    def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Scalar) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
         self._held: list[Held] = []
@@ -851,7 +902,7 @@ class Absorb(Sink):
     def places(self) -> Hashable:
         return tuple(self.numbers), self.average.unseen, self.average.addresses
 
-    def weighted(self, weight: Weight) -> Absorb:
+    def weighted(self, weight: Scalar) -> Absorb:
         return Absorb(self.average, self.numbers, weight)
 
     def input_rows(self, b: int, rows: Rows, count: int) -> bool:
@@ -930,11 +981,11 @@ class Held:
     factor: Tensor
     total: Tensor
     sign: Tensor | None  # the diagonal; None where all are to be looked at
-    weight: Weight
+    weight: Scalar
     count: int
 
     @staticmethod
-    def of(factor: Tensor, total: Tensor, weight: Weight, count: int) -> Held:
+    def of(factor: Tensor, total: Tensor, weight: Scalar, count: int) -> Held:
         """In the memory of the factor; what lies between the rows of a matrix may be anything."""
         diagonal = total.diagonal(dim1=-2, dim2=-1) if total.ndim == 3 else total
         if not _padded(factor):
@@ -954,7 +1005,7 @@ def absorb_together(held: Sequence[Held]) -> None:
         alike = [one for one in held if (id(one.weight), one.count) == key]
         for launch in _launches(alike):
             factors, totals = zip(*launch, strict=True)
-            gated_lerp(factors, totals, alike[0].weight, key[1], found)
+            fused.average_(factors, totals, alike[0].weight, count=key[1], gate=found)
 
 
 def _launches(held: Sequence[Held], most: int = _LAUNCH) -> Iterator[list[tuple[Tensor, Tensor]]]:
@@ -985,16 +1036,39 @@ def _padded(factor: Tensor) -> bool:
 
 def _not_finite(held: Sequence[Held]) -> Tensor:
     """1 where one of the totals is not finite, on the device: second moments are finite where their diagonals are."""
-    found = torch.zeros((), device=held[0].total.device)
     whole = [one.total for one in held if one.sign is None]
-    if whole:
-        torch._amp_foreach_non_finite_check_and_unscale_(whole, found, torch.ones_like(found))
+    found = fused.nonfinite(whole) if whole else torch.zeros((), device=held[0].total.device)
     signs = [one.sign.flatten() for one in held if one.sign is not None]
     # NaN and infinity times zero are NaN, and NaN is not zero.
     return torch.cat(signs).mul_(0).sum().add(found).ne(0).to(found.dtype) if signs else found
 
 
 T = TypeVar("T")
+EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
+
+
+@final
+@dataclass(frozen=True)
+class SidesCost:
+    """What the two factors of a layer cost; d³/3 for a Cholesky factor and 2d³/3 for the inverse from it."""
+
+    left: tuple[int, ...]  # the shape of S
+    right: tuple[int, ...]  # the shape of A
+    numbers: int  # of both: also the operations of a symmetric product, for every row
+    rotations: int  # numbers of the eigenvectors
+    cubes: int  # Σ d³ of the full factors
+    solve: int  # operations of a product with both: a full factor takes 2d for every number of W, a diagonal one 1
+
+    @staticmethod
+    def of(block: Block, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> SidesCost:
+        full_ones = [shape for shape in shapes if len(shape) == 3]
+        return SidesCost(
+            *shapes,
+            numbers=sum(map(math.prod, shapes)),
+            rotations=sum(map(math.prod, full_ones)),
+            cubes=sum(c * d**3 for c, d, _ in full_ones),
+            solve=sum(block.size * (2 * shape[1] if len(shape) == 3 else 1) for shape in shapes),
+        )
 
 
 @dataclass(frozen=True)
@@ -1021,6 +1095,29 @@ class Layered(Structure):
     @abstractmethod
     def layer_elements(self, block: Block) -> int:
         """How many numbers are kept of a layer."""
+
+    @abstractmethod
+    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+        """Of a layer that has a rule."""
+
+    def layer_cost(self, block: Block, *, exact: bool, iterative: bool = False) -> Cost | None:
+        if block.rule is None:
+            return self.fallback.cost([block], iterative=iterative)
+        return self.product_cost(block, exact=exact)
+
+    def title(self, block: Block) -> str:
+        if block.rule is not None:
+            return type(self).__name__
+        return "refused (strict=True)" if self.strict else f"{type(self.fallback).__name__} (fallback)"
+
+    def uncovered(self) -> str | None:
+        if self.strict:
+            return f"strict=True refuses them in the first pass that uses them (strict=False: {self.fallback!r})"
+        return f"{super().uncovered()}, and their metric is {self.fallback!r}"
+
+    @property
+    def covers_by_rule(self) -> bool:
+        return True
 
     @property
     def bounded(self) -> bool:
@@ -1084,18 +1181,42 @@ class Layered(Structure):
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
     ) -> tuple[Parts, Operator | None]:
         """The layers that have a product among these tensors, and the operator over the other parameters."""
+        for block in blocks:
+            self._check_factors(block, tensors)
         blocks = [piece for block in blocks for piece in _as_before(model, block, tensors)]
         hidden = [block for block in blocks if f"{block.names[0]}/{UNSEEN}" in tensors]
         kept = [block for block in blocks if f"{block.names[0]}/S" in tensors or block in hidden]
         parts = Parts(tuple(kept), frozenset(name for block in hidden for name in block.names))
-        rest = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
-        if not rest:
-            return parts, None
+        rest = {key.removeprefix(FALLBACK): t for key, t in tensors.items() if key.startswith(FALLBACK)}
         names = {name for block in kept for name in block.names}
+        if not rest:
+            missing = [name for name in model.params if name not in names]
+            if missing:
+                raise StateError(f"the factors of {', '.join(missing)} are missing in the metric of the state")
+            return parts, None
         ruled = [block for block in blocks if block not in kept]
         params = {name: p for name, p in model.params.items() if name not in names}
         smaller = Model(model.function, params, model.output)
         return parts, self.fallback.restore(smaller, _placed(ruled, params), rest)
+
+    def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
+        """S and A of a layer: both, and of its size, or of the size of parameters that are a layer by themselves."""
+        whole = (block.size, 1, 1)
+        for name, place in zip(block.names, block.places, strict=True):
+            factors = {side: tensors[f"{name}/{side}"] for side in "SA" if f"{name}/{side}" in tensors}
+            if not factors:
+                continue
+            for side in "SA":
+                if side not in factors:
+                    raise StateError(f"{name}/{side} of the metric is missing in the state")
+            alone = (place.shape.numel(), 1, 1)
+            choices: list[tuple[tuple[int, ...], tuple[int, ...]]] = [(alone, alone)]
+            if name == block.names[0]:
+                choices = [self.shapes(block), (whole, whole), (alone, alone)]
+            if tuple(tuple(t.shape) for t in factors.values()) in choices:
+                continue
+            for (side, t), shape in zip(factors.items(), choices[0], strict=True):
+                check_shape(f"{name}/{side} of the metric", t, shape)
 
 
 @final
@@ -1135,6 +1256,15 @@ class Kronecker(Layered):
 
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
+
+    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+        """A product of inverses or, with exact damping, a scaling between two rotations."""
+        sides = SidesCost.of(block, self.shapes(block))
+        factors = {"S": sides.left, "A": sides.right}
+        if not exact:
+            return Cost(2 * sides.numbers, sides.cubes, sides.solve, sides.numbers, factors)
+        kept = sides.numbers + sides.rotations + block.size
+        return Cost(kept, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
 
     def estimate(self, pullback: Pullback) -> KroneckerOperator:
         return self.estimate_like(pullback, None)

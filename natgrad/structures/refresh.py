@@ -13,8 +13,7 @@ from natgrad.model import Model
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback
 from natgrad.slots import check_slots
-from natgrad.structures.base import Operator
-from natgrad.structures.exact import Implicit, Structure
+from natgrad.structures.base import Operator, Structure
 
 
 @final
@@ -51,9 +50,9 @@ class Refresh(Structure):
                 f"Refresh(decay={self.decay}) does not work with {name}: every average would be larger than the last. "
                 "Use decay=0, or LowRank, Diagonal, BlockDense or Dense"
             )
-        if self.every > 1 and isinstance(self.structure, Implicit):
+        if self.every > 1 and not self.structure.stored:
             raise IncompatibleError(
-                f"Refresh(every={self.every}) does not work with Implicit: it is never factored, so nothing is saved "
+                f"Refresh(every={self.every}) does not work with {name}: it is never factored, so nothing is saved "
                 "by keeping it, and its graph would be held. Use every=1"
             )
 

@@ -21,9 +21,10 @@ from natgrad.pullback.pullback import Batch, Pullback, View, layers_of
 from natgrad.slots import check_slots
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.base import Operator
-from natgrad.structures.exact import Dense, Kernel, Structure
+from natgrad.structures.base import Operator, Structure
+from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import ImplicitOperator
+from natgrad.structures.kernel import Kernel
 
 # The metric of a model over all of its data, at a snapshot of the parameters.
 

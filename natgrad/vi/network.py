@@ -26,8 +26,7 @@ from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import View, layers_of
 from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky
-from natgrad.structures.base import Inverse, Operator
-from natgrad.structures.exact import Structure
+from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.vi.posterior import check_rate
 
 _EXACT = 2048  # numbers of noise up to which the trace of the covariance is exact

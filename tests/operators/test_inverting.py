@@ -23,7 +23,6 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.errors import FactorisationError, SingularMetricError
-from natgrad.linalg import consecutive
 from natgrad.operators import KroneckerOperator
 from natgrad.structures.kronecker import ProductInverse
 from tests import zoo
@@ -236,23 +235,9 @@ def test_layers_that_are_not_packed_have_the_solution_of_those_that_are(
         pytest.skip("no layer has a rule")
     expected = inverse.sharp(ω)
     monkeypatch.setattr(ProductInverse, "by_columns", lambda self, group: self.kinds[group[0]] == (True, True))
-    arranged = inverse.memory(ω)
-    assert {key: t.shape for key, t in arranged.items()} == {key: t.shape for key, t in ω.items()}
-    torch._foreach_copy_([arranged[key] for key in ω], list(ω.values()))
-    for given in (ω, ng.Covector(arranged)):
-        found = inverse.sharp(given)
-        for key, right in expected.items():
-            close(found[key], right)
-
-
-def test_memory_puts_the_layers_that_are_solved_at_once_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    pb, G = _repeated()
-    inverse = ng.Factored().init(G, 0.1)
-    monkeypatch.setattr(ProductInverse, "by_columns", lambda self, group: True)
-    own, ω = inverse.memory(covector(pb)), covector(pb)
-    assert set(own) == set(ω)
-    for at, part in ((0, "weight"), (0, "bias"), (1, "weight"), (1, "bias")):
-        assert consecutive([own[f"layers.{3 * b + at}.{part}"] for b in range(3)]) is not None
+    found = inverse.sharp(ω)
+    for key, right in expected.items():
+        close(found[key], right)
 
 
 def test_products_with_aligned_factors_are_those_without_what_aligns_them() -> None:

@@ -123,7 +123,7 @@ def test_a_table_with_a_largest_norm_falls_back_and_is_right() -> None:
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     model = seeded(lambda: Words(nn.Embedding(5, 3, sparse=True)).double())
-    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker())
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kronecker())
     model(_tokens(4, 3)).square().sum().backward()
     with pytest.raises(TypeError, match=r"gradient of words.weight is sparse.*sparse=False"):
         opt.step()

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.accelerate.replay import Recordings
+from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.operators import KroneckerOperator
-from natgrad.optim.tracker import Mass
+from natgrad.optim.tracker import EmaWeight
 from natgrad.pullback.moments import above
 from natgrad.structures.kronecker import Held, absorb_together
 from tests import zoo
@@ -48,8 +48,7 @@ def test_an_absorbed_estimate_is_a_whole_one(name: str, k: int, structure: ng.Kr
 @pytest.mark.parametrize("name", zoo.IDS)
 def test_inputs_and_cotangents_can_be_absorbed_apart(name: str, k: int) -> None:
     """As the kernels of a GPU are recorded; here none is, and they run one by one."""
-    (before, now), structure, recordings = _two(zoo.case(name).make(), k), ng.Kronecker(), Recordings()
-    recordings._possible = False
+    (before, now), structure, recordings = _two(zoo.case(name).make(), k), ng.Kronecker(), GraphCache[None]()
     expected = _average(structure, before).lerp(structure.estimate(now), 0.3)
     recorded = replace(now, passes=replace(now.passes, recordings=recordings))
     found = structure.absorb(recorded, _average(structure, before), 0.3)
@@ -135,7 +134,7 @@ def test_nodes_with_others_below_them_are_found_on_every_path() -> None:
 
 
 def test_whole_steps_have_the_weights_of_the_corrected_average() -> None:
-    mass, structure = Mass(0.9), ng.Refresh(ng.Kronecker(), decay=0.9)
+    mass, structure = EmaWeight(0.9), ng.Refresh(ng.Kronecker(), decay=0.9)
     for step in range(1, 6):
         assert mass.whole(32) == pytest.approx(structure.weight(step), rel=1e-12)
 
@@ -143,7 +142,7 @@ def test_whole_steps_have_the_weights_of_the_corrected_average() -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
 def test_parts_of_a_step_weigh_as_the_whole(decay: float) -> None:
     """Two passes of half a batch, one after the other, against one of the whole batch."""
-    parts, whole = Mass(decay), Mass(decay)
+    parts, whole = EmaWeight(decay), EmaWeight(decay)
     values, of_parts, of_whole = normal(6), 0.0, 0.0
     for mass in (parts, whole):
         mass.whole(32)
@@ -163,7 +162,7 @@ def test_the_average_is_over_examples_whatever_the_sizes_of_the_steps(decay: flo
     sizes, values, mass, found = (
         [[64], [64], [3], [32, 32], [128], [1], [64]],
         iter(normal(8).tolist()),
-        Mass(decay),
+        EmaWeight(decay),
         0.0,
     )
     total = weights = 0.0

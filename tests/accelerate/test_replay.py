@@ -1,0 +1,233 @@
+"""The cache of captured graphs, with a stand-in for a GPU: what is captured, when, and what is evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.replay import CudaGraphs, GraphCache, Scalar, capturing
+from tests.accelerate.standin import EagerGraphs
+
+
+@dataclass
+class _Stream:
+    device: torch.device
+    waited: list[Any] = field(default_factory=list)
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited.append(other)
+
+
+@dataclass
+class _Graph:
+    ended: bool = False
+
+    def capture_begin(self, **_: Any) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        self.ended = True
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """torch.cuda.graph, whose stream was created on the device of the first capture."""
+
+    graph: Any
+    capture_stream = _Stream(torch.device("cuda", 0))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The streams on which kernels are launched."""
+    used: list[Any] = []
+
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", _Shared)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream(torch.device(device)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream(device))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    return used
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_kernels_are_captured_on_a_stream_of_their_device(index: int, streams: list[Any]) -> None:
+    graph, device = _Graph(), torch.device("cuda", index)
+    with capturing(graph, device):  # type: ignore[arg-type]
+        assert streams
+    assert graph.ended
+    (stream,) = streams
+    assert stream.device == device
+    assert (stream is _Shared.capture_stream) == (index == 0)  # one for all, where it can be
+    assert all(other.device == device for other in stream.waited)
+
+
+@pytest.mark.usefixtures("streams")
+def test_a_capture_that_raises_is_ended() -> None:
+    graph = _Graph()
+    with pytest.raises(RuntimeError, match="waits"), capturing(graph, torch.device("cuda", 0)):  # type: ignore[arg-type]
+        raise RuntimeError("it waits for the device")
+    assert graph.ended
+
+
+def test_nothing_is_captured_on_a_processor() -> None:
+    assert not CudaGraphs().possible([torch.zeros(2)])
+    assert not CudaGraphs().possible([])
+
+
+class _Counted:
+    """A cache, and a computation that logs where it runs."""
+
+    def __init__(self, **options: Any) -> None:
+        self.graphs = EagerGraphs()
+        self.cache = GraphCache[None](capture=self.graphs, **options)
+        self.log = self.graphs.log
+
+    def run(self, pattern: Tensor, key: object = "S") -> None:
+        self.cache.run(lambda *_: self.log.append("compute"), [pattern], [0.5], key)
+
+    @property
+    def short(self) -> list[str]:
+        """A replay computes as well."""
+        return " ".join(self.log).replace("replay compute", "replay").split()
+
+
+def _patterns(count: int) -> list[Tensor]:
+    """Of addresses; each is too large to be copied."""
+    whole = torch.zeros(2**21 + count)
+    return [whole[at : at + 2**21] for at in range(count)]
+
+
+def test_a_pattern_that_is_seen_twice_is_captured_and_replayed() -> None:
+    counted = _Counted()
+    for pattern in _patterns(3):
+        for _ in range(6):
+            counted.run(pattern)
+    assert counted.short == 3 * ["compute", "capture", *5 * ["replay"]]
+
+
+def test_captures_that_do_not_pay_off_are_not_repeated() -> None:
+    """Where addresses never come again, they would cost more than they save."""
+    counted = _Counted()
+    for pattern in _patterns(8):
+        for _ in range(2):
+            counted.run(pattern)
+    assert counted.short == ["compute", "capture", "replay", *14 * ["compute"]]
+
+
+def test_a_loop_that_settles_elsewhere_is_captured_there_too() -> None:
+    """Though the first capture did not pay off: after as many runs as another one costs."""
+    counted, (beginning, settled) = _Counted(), _patterns(2)
+    for pattern in (beginning, beginning, *6 * [settled]):
+        counted.run(pattern)
+    assert counted.short == ["compute", "capture", "replay", *4 * ["compute"], "capture", *2 * ["replay"]]
+
+
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+@pytest.mark.parametrize("after", ["highest", "high", "medium"])
+def test_what_was_captured_in_one_precision_is_not_replayed_in_another(before: str, after: str) -> None:
+    precision = torch.get_float32_matmul_precision()
+    counted, (pattern,) = _Counted(), _patterns(1)
+    try:
+        for setting in (before, before, after):
+            torch.set_float32_matmul_precision(setting)
+            counted.run(pattern)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert counted.short == ["compute", "capture", "replay", "replay" if after == before else "compute"]
+
+
+@pytest.mark.parametrize("capacity", [1, 64])
+def test_the_least_recently_used_graph_is_evicted(capacity: int) -> None:
+    counted, patterns = _Counted(capacity=capacity), _patterns(capacity + 1)
+    for pattern in patterns:
+        for _ in range(6):
+            counted.run(pattern)
+    counted.log.clear()
+    counted.run(patterns[-1])
+    counted.run(patterns[0])
+    assert counted.short == ["replay", "compute"]
+
+
+def test_a_graph_outlives_computations_that_come_once() -> None:
+    counted, (pattern,) = _Counted(), _patterns(1)
+    for _ in range(3):
+        counted.run(pattern)
+    for n in range(100):
+        counted.run(torch.zeros(3), n)
+    counted.log.clear()
+    counted.run(pattern)
+    assert counted.short == ["replay"]
+
+
+def test_batches_of_ever_new_sizes_leave_a_bounded_memory() -> None:
+    counted, pattern = _Counted(), torch.zeros(3)
+    for n in range(200):
+        counted.run(pattern, n)
+    cache = counted.cache
+    assert all(len(table) <= 64 for table in (cache._graphs, cache._sightings, cache.stats))
+    assert counted.short == 200 * ["compute"]
+
+
+def test_after_clear_everything_is_captured_anew() -> None:
+    counted, (pattern,) = _Counted(), _patterns(1)
+    for _ in range(6):
+        counted.run(pattern)
+    counted.cache.clear()
+    counted.log.clear()
+    for _ in range(3):
+        counted.run(pattern)
+    assert counted.short == ["compute", "capture", *2 * ["replay"]]
+
+
+def test_what_cannot_be_captured_is_computed_and_not_tried_again() -> None:
+    counted, (pattern,) = _Counted(), _patterns(1)
+    counted.graphs.fails = True
+    for _ in range(5):
+        counted.run(pattern)
+    assert counted.short == ["compute", "capture", *4 * ["compute"]]
+
+
+@pytest.mark.parametrize("copy", [None, True, False])
+@pytest.mark.parametrize("moving", [True, False])
+def test_a_replay_has_the_numbers_of_the_call(copy: bool | None, moving: bool) -> None:
+    """Also where the tensors lie elsewhere: then they are copied, or there is no replay."""
+    total, graphs = torch.zeros(3), EagerGraphs()
+    cache, x, alive = GraphCache[None](capture=graphs), torch.zeros(3), []
+
+    def add(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+        total.add_(tensors[0] * scalars[0] + scalars[1])
+
+    expected = torch.zeros(3)
+    for n in range(6):
+        if moving:
+            x = torch.zeros(3)
+            alive.append(x)  # so that no other has its address
+        x.fill_(n)
+        cache.run(add, [x], [0.5, 2.0 * n], "add", copy=copy)
+        expected += 0.5 * n + 2.0 * n
+        assert torch.equal(total, expected)
+    assert graphs.log.count("replay") == (0 if moving and copy is False else 5)
+
+
+def test_a_replay_returns_the_result_of_the_capture() -> None:
+    class Remembering(EagerGraphs):
+        def capture(self, fn: Any, device: torch.device) -> Any:
+            result = fn()
+            return result, lambda: result.copy_(fn())
+
+    cache = GraphCache[Tensor](capture=Remembering())
+    found = [cache.run(lambda tensors, _: 2 * tensors[0], [torch.full((1,), float(n))], [], "twice") for n in range(4)]
+    assert found[1] is found[2] is found[3]
+    assert float(found[0]) == 0.0
+    assert float(found[3]) == 6.0
