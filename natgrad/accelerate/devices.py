@@ -35,6 +35,14 @@ def rng_devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
+def seed_rng(device: torch.device, seed: int) -> None:
+    """Seed the CPU's random stream, and that of the device if it has its own."""
+    torch.default_generator.manual_seed(seed)
+    for cuda in rng_devices(device):
+        with torch.cuda.device(cuda):
+            torch.cuda.manual_seed(seed)
+
+
 def random_stream(device: torch.device) -> Tensor:
     """The state of the random stream that a model on this device draws from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
