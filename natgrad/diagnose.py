@@ -1,4 +1,4 @@
-"""Diagnose a pulled-back metric: rank, spectrum, null directions, range, properness."""
+"""What a metric cannot see: rank, spectrum, null directions, range and properness of a pullback."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Diagnosis:
     """The state of a metric at a point; ``print`` it for a report.
 
     ``spectrum``: the eigenvalues of G that can differ from zero, largest first. ``null_share``: for every parameter,
-    the share of its coordinates that lies in the null space (1: the outputs do not depend on it). ``null_directions``:
-    a few vectors in the null space. ``outside``: ‖ω − Πω‖/‖ω‖ for the projection Π onto the range of G, and
-    ``in_range`` whether that is rounding (None without ω). ``proper``: whether the rank is the same at nearby
-    parameters (``nearby_rank``). Then the image of the model is a manifold there, and the coordinate vectors span its
-    tangent space;
-    if not, the natural gradient on the model depends on the parametrisation (van Oostrum, Müller and Ay (2023)).
+    the share of its coordinates that lies in the null space (1: the outputs do not see it). ``null_directions``: a few
+    vectors that the outputs do not see. ``outside``: ‖ω − Πω‖/‖ω‖ for the projection Π onto the range of G, and
+    ``in_range`` whether that is rounding (None without ω). ``proper``: whether the rank is the same at parameters
+    nearby, ``nearby_rank``. If so, the image of the model is a manifold there and the coordinate vectors span its
+    tangent space; if not, the natural gradient on the model depends on the parametrisation (van Oostrum, Müller and Ay
+    2023, section 2).
     """
 
     size: int
@@ -71,11 +71,10 @@ class Diagnosis:
 def diagnose(
     pullback: Pullback, ω: Covector | None = None, *, rtol: float | None = None, nearby: int = 2, directions: int = 4
 ) -> Diagnosis:
-    """Analyse a pulled-back metric without inverting it.
+    """Rank, spectrum and null directions of a pulled-back metric, which is not inverted.
 
     ``rtol``: eigenvalues at most rtol times the largest count as zero (default: their number × machine epsilon).
-    ``nearby``: the number of random nearby parameters at which the rank is compared. ``directions``: the number of null
-    directions to return.
+    ``nearby``: at how many random parameters close by the rank is compared. ``directions``: how many null directions.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 3).double()
@@ -85,8 +84,8 @@ def diagnose(
     """
     basis, spectrum, rank = _range(pullback, rtol)
     layout = Layout.of(pullback.model.params, pullback.y.dtype)
-    diagonal = basis.square().sum(1)  # of the projection onto the range
-    share = {name: 1 - float(t.mean()) for name, t in layout.vector(diagonal).items()}
+    seen = basis.square().sum(1)  # the diagonal of the projection onto the range
+    share = {name: 1 - float(t.mean()) for name, t in layout.vector(seen).items()}
     outside = None
     if ω is not None:
         flat = layout.flatten(ω).to(basis)
@@ -98,7 +97,7 @@ def diagnose(
         rank=rank,
         spectrum=spectrum,
         null_share={name: max(value, 0.0) for name, value in share.items()},
-        null_directions=_null(basis, diagonal, layout, min(directions, pullback.model.size - rank)),
+        null_directions=_null(basis, seen, layout, min(directions, pullback.model.size - rank)),
         nearby_rank=max([rank] + [_rank_nearby(pullback, rtol, seed) for seed in range(nearby)]),
         outside=outside,
     )
@@ -125,7 +124,7 @@ def _range(pb: Pullback, rtol: float | None) -> tuple[Tensor, Tensor, int]:
 
 
 def _rank_nearby(pb: Pullback, rtol: float | None, seed: int) -> int:
-    """The rank at randomly perturbed parameters; the squared size of the step is far above rounding."""
+    """The rank at parameters moved at random: by a step whose square, an eigenvalue, is still far above rounding."""
     size = torch.finfo(pb.y.dtype).eps ** (1 / 6)
     generator = torch.Generator().manual_seed(seed)
     moved = {
@@ -135,22 +134,22 @@ def _rank_nearby(pb: Pullback, rtol: float | None, seed: int) -> int:
     return _range(at(pb, moved), rtol)[2]
 
 
-def _null(basis: Tensor, diagonal: Tensor, layout: Layout, count: int) -> tuple[Vector, ...]:
-    """Orthonormal null directions, from the coordinate axes that are closest to the null space."""
+def _null(basis: Tensor, seen: Tensor, layout: Layout, count: int) -> tuple[Vector, ...]:
+    """Orthonormal null directions, from the coordinate axes that the metric sees least."""
     if count < 1:
         return ()
-    axes = diagonal.argsort()[:count]
-    start = torch.zeros(diagonal.numel(), count, dtype=basis.dtype, device=basis.device)
+    axes = seen.argsort()[:count]
+    start = torch.zeros(seen.numel(), count, dtype=basis.dtype, device=basis.device)
     start[axes, torch.arange(count, device=basis.device)] = 1
-    for _ in range(2):  # twice, because one projection loses digits if an axis lies almost in the range
+    for _ in range(2):  # twice: one projection loses digits where an axis lies almost in the range
         start, _ = torch.linalg.qr(start - basis @ (basis.T @ start))
     return tuple(layout.vector(column) for column in start.T.contiguous())
 
 
 def _rounding(spectrum: Tensor) -> float:
-    """How much of an ω = Rᵀt in the range may appear to lie outside it, by rounding.
+    """How much of an ω = Rᵀt in the range can seem to lie outside.
 
-    Directions count as null up to the eigenvalue size·ε·λ_max, and ω contains √λ of each: √(size·ε), doubled for a t
-    that prefers small eigenvalues. More than a tenth is not rounding in any precision.
+    Directions count as null up to the eigenvalue size·ε·λ_max, and ω has the share √λ of each: √(size·ε), and twice
+    that for a t which leans to the small ones. A tenth outside is not rounding in any precision.
     """
     return min(0.1, 2 * (spectrum.numel() * torch.finfo(spectrum.dtype).eps) ** 0.5)
