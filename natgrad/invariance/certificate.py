@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.devices import rng_devices, seed_rng
+from natgrad.accelerate.devices import seeded_streams
 from natgrad.errors import NonFiniteError
 from natgrad.invariance.affine import Bases, Original
 from natgrad.invariance.reparametrise import reparametrise
@@ -195,7 +194,7 @@ class _Run:
         """The function before the first step and after each step."""
         x, target = self.batch
         model = Model.of(network, output=self.output)
-        with _seeded(model.example.device):
+        with seeded_streams(0, model.example.device):
             optimizer = self.make_optimizer(network)
             _check_parameters(optimizer, network)
 
@@ -288,11 +287,3 @@ def _check_parameters(optimizer: torch.optim.Optimizer, network: nn.Module) -> N
             "make_optimizer(model) must make the optimizer of the model that it is given, a copy in other bases; "
             "this one has other parameters"
         )
-
-
-@contextmanager
-def _seeded(device: torch.device) -> Iterator[None]:
-    """The same random numbers for everything inside; afterwards the user's streams are restored."""
-    with torch.random.fork_rng(devices=rng_devices(device)):
-        seed_rng(device, 0)
-        yield
