@@ -25,8 +25,9 @@ class Diagnosis:
     the share of its coordinates that lies in the null space (1: the outputs do not see it). ``null_directions``: a few
     vectors that the outputs do not see. ``outside``: ‖ω − Πω‖/‖ω‖ for the projection Π onto the range of G, and
     ``in_range`` whether that is rounding (None without ω). ``proper``: whether the rank is the same at parameters
-    nearby, ``nearby_rank``: then the image of the model is a manifold there and the coordinate vectors span its tangent
-    space (001 section 2); if not, the natural gradient on the model depends on the parametrisation.
+    nearby, ``nearby_rank``. If so, the image of the model is a manifold there and the coordinate vectors span its
+    tangent space; if not, the natural gradient on the model depends on the parametrisation (van Oostrum, Müller and Ay
+    2023, section 2).
     """
 
     size: int
@@ -70,7 +71,7 @@ class Diagnosis:
 def diagnose(
     pullback: Pullback, ω: Covector | None = None, *, rtol: float | None = None, nearby: int = 2, directions: int = 4
 ) -> Diagnosis:
-    """Look at a pulled-back metric without inverting it (003 theorems 3.6 and 3.10, 001 sections 2 and 4).
+    """Rank, spectrum and null directions of a pulled-back metric, which is not inverted.
 
     ``rtol``: eigenvalues at most rtol times the largest count as zero (default: their number × machine epsilon).
     ``nearby``: at how many random parameters close by the rank is compared. ``directions``: how many null directions.

@@ -35,9 +35,9 @@ class Report:
 @final
 @dataclass(frozen=True)
 class CG(Solver):
-    """(G + λ)v = ω by preconditioned conjugate gradients (002 section 5.2, 004 section 6).
+    """(G + λ)v = ω by preconditioned conjugate gradients (Grosse 2021, section 5.2).
 
-    Stops at ``tol`` (relative residual) or after ``max_steps`` products, and says which in ``inverse.report``. A new
+    It stops at ``tol`` (relative residual) or after ``max_steps`` products, and says which in ``inverse.report``. A new
     solve starts from the last solution. ``preconditioner``: a structure, inverted with the same damping (it must be
     regular: give damping). On a singular but consistent system the solution of least norm is reached when started at
     zero; a direction of negative curvature raises.
@@ -146,7 +146,7 @@ class CGInverse(Inverse):
         return columns
 
     def _converged(self, ω: Tensor) -> Tensor:
-        """The solution, which a covariance is made of: one that is not there is not taken for it."""
+        """The solution; raises where it was not reached, since samples would have another covariance."""
         v = self.solve(ω)
         if self.report is not None and not self.report.converged:
             raise SingularMetricError(

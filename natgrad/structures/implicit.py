@@ -1,4 +1,4 @@
-"""The metric as a product only: v ↦ Jᵀ(C ⊗ h)Jv, nothing stored."""
+"""Implicit: the metric as a product v ↦ Jᵀ(C ⊗ h)Jv, of which nothing is stored; also Hessians and sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from natgrad.structures.dense import DenseOperator
 @final
 @dataclass(frozen=True)
 class Implicit(Structure):
-    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (002 section 5.2); solved by ``CG``.
+    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (Grosse 2021, section 5.2); solved by ``CG``.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -60,7 +60,7 @@ class Implicit(Structure):
 @final
 @dataclass(frozen=True)
 class ImplicitOperator(Operator):
-    """G v = Jᵀ h J v (002 section 5.2, 004 (43)): the model is linearised once, at a snapshot of the parameters.
+    """G v = Jᵀ h J v (Johnson 2017, (43)): the model is linearised once, at a snapshot of the parameters.
 
     A moving average is a weighted sum of such terms.
     """

@@ -1,4 +1,4 @@
-"""The leading eigenpairs of the metric, with a diagonal floor."""
+"""LowRank: the leading eigenpairs of the metric, and the diagonal of what is left as a floor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from natgrad.structures.dense import CholeskyInverse, Dense, restored_inverse
 from natgrad.structures.kernel import Kernel
 
 _WHAT = "the low-rank metric"
-_LARGEST = 4096  # parameters up to which a matrix is affordable
+_LARGEST = 4096  # parameters, up to which a matrix is affordable
 
 
 @final
@@ -194,7 +194,7 @@ class LowRankInverse(Inverse):
 def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The largest eigenvalues [r] of a positive semi-definite matrix, descending, at most ``rank``, with vectors [d r].
 
-    What is zero to rounding is left out.
+    Eigenvalues that are zero up to rounding are left out.
     """
     check_finite(matrix, "the metric")
     values, vectors = torch.linalg.eigh(matrix)
