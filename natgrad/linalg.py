@@ -130,3 +130,19 @@ def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
     if damping > torch.finfo(dtype).max / 2:
         precision = str(dtype).removeprefix("torch.")
         raise ValueError(f"damping={damping:g} overflows in the {precision} of the metric: use less, or a double model")
+
+
+def gauss_rule(diagonal: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes and weights [… q] of the Gauss rule of a measure, from its Jacobi matrix (Golub & Welsch 1969).
+
+    x p_k = β_{k+1} p_{k+1} + α_k p_k + β_k p_{k−1} for the orthonormal polynomials of the measure: ``diagonal`` is
+    α [… q], ``beside`` is β [… q−1]. The eigenvalues are the nodes, and the squared first entries of the eigenvectors
+    the weights.
+
+    >>> x, w = gauss_rule(torch.zeros(3, dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64).sqrt())
+    >>> (w @ x**4).round(decimals=6)  # the fourth moment of N(0, 1)
+    tensor(3., dtype=torch.float64)
+    """
+    matrix = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+    eigen = torch.linalg.eigh(matrix)
+    return eigen.eigenvalues, eigen.eigenvectors[..., 0, :].square()

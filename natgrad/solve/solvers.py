@@ -144,7 +144,7 @@ class Pinv(Solver):
     """v = argmin ‖y‖_W subject to G y = ω; without a weight the Moore–Penrose inverse.
 
     This is (33) of van Oostrum, Müller and Ay (2023). For every W its pushforward is the projection of the gradient
-    onto the span of the coordinate vectors (their theorem 1); the vector itself depends on W and the parametrisation.
+    onto the span of the coordinate vectors (their theorem 1); the vector itself depends on both W and the coordinates.
     ``rtol``: eigenvalues at most rtol times the largest count as zero (default: size × machine epsilon). ``weight``:
     positive numbers for every parameter (a mapping of tensors by name), or a positive definite matrix [p q] in
     flattening order.
