@@ -11,10 +11,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # What must hold at every commit: names, laws, the oracle itself, golden values, every pair of slots, the theorems.
 CORE := tests/test_product.py tests/test_house.py tests/test_public_names.py tests/test_oracle.py \
-    tests/families/test_golden.py tests/families/test_expfam_golden.py $(wildcard tests/test_mission*.py)
+    tests/families/test_golden.py tests/families/test_expfam_golden.py tests/theorems
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint check test bench clean
+.PHONY: help demo lint check test cuda bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ check: lint  ## the quick gate: lint, the laws of the house, golden values, prod
 test: lint  ## the whole gate: lint, doctests and all tests, JOBS files at a time
 	$(PYTEST)
 
+cuda: $(VENV)/.dev  ## the tests that need a GPU
+	$(BIN)/python -m pytest tests/cuda
+
 bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/kfac.py
@@ -48,16 +51,17 @@ clean:  ## remove the virtual environment, caches and results
 	rm -rf $(VENV) build dist natgrad-demo .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first and pinned: an open range may resolve to a build with gigabytes of libraries for a GPU.
+# torch comes first and pinned: an open range may resolve to a build with gigabytes of libraries for a GPU. It is named
+# again with the rest, so that no other package replaces it.
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
 	@touch $@
 
 $(VENV)/.cli: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable '.[cli]'
+	$(PIP) --editable '.[cli]' '$(TORCH)'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev]' '$(TORCH)'
 	@touch $@ $(VENV)/.cli

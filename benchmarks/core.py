@@ -21,34 +21,136 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch import Tensor
+from torch.func import functional_call, jacrev, jvp, vjp, vmap
 
 import natgrad as ng
-from benchmarks import contestants as c
-from benchmarks import peers
+from benchmarks import networks, peers
 from benchmarks.harness import machine, peak_memory, settle
+from benchmarks.networks import Problem, gradient
+from benchmarks.peers import Contestant
 from benchmarks.report import Report as Report
 from benchmarks.report import Target
 from benchmarks.report import save as save
 from benchmarks.report import table as table
+from natgrad.geometry import unflatten
 from natgrad.operators import DiagonalOperator
 
 OURS = "natgrad"
+EXACT = ng.Fisher(ng.Categorical())
+ONE_SAMPLE = ng.Fisher(ng.Categorical(), samples=1)
 
 
-def products(report: Report, problem: c.Problem, steps: int = 10) -> None:
+def product(problem: Problem, v: Tensor) -> Contestant:
+    """G v by ``Implicit``, linearised beforehand."""
+    G = ng.Implicit().estimate(ng.pullback(problem.model, problem.x, EXACT))
+    return lambda: G.product(v)
+
+
+def cold_product(problem: Problem, v: Tensor) -> Contestant:
+    """One G v by ``Implicit``, with everything that comes before it."""
+    return lambda: ng.Implicit().estimate(ng.pullback(problem.model, problem.x, EXACT)).product(v)
+
+
+def solve(problem: Problem, ω: Tensor, steps: int) -> Contestant:
+    """That many steps of conjugate gradients: as many products, and one more for the residual that is reported."""
+    G = ng.Implicit().estimate(ng.pullback(problem.model, problem.x, EXACT))
+    return lambda: ng.CG(tol=1e-30, max_steps=steps).init(G, damping=1.0).solve(ω)
+
+
+def product_by_hand(problem: Problem, v: Tensor) -> Contestant:
+    """Jᵀ h J v by jvp, the closed form of h = diag p − p pᵀ, and vjp."""
+    params, tangent = problem.params, unflatten(v, problem.params)
+
+    def f(θ: dict[str, Tensor]) -> Tensor:
+        return functional_call(problem.model, θ, (problem.x,))
+
+    def contestant() -> Tensor:
+        y, u, *_ = jvp(f, (params,), (tangent,))
+        p = y.softmax(-1)
+        hu = p * (u - (p * u).sum(-1, keepdim=True)) / len(y)
+        pull: Callable[..., Any] = vjp(f, params)[1]
+        return torch.cat([g.reshape(-1) for g in pull(hu)[0].values()])
+
+    return contestant
+
+
+def jacobian(problem: Problem) -> Tensor:
+    """J [n c p] by vmap(jacrev)."""
+
+    def one(θ: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(problem.model, θ, (x.unsqueeze(0),)).squeeze(0)
+
+    parts: dict[str, Tensor] = vmap(jacrev(one), in_dims=(None, 0))(problem.params, problem.x)
+    return torch.cat([part.flatten(2) for part in parts.values()], dim=2)
+
+
+def output_fisher(problem: Problem) -> Tensor:
+    """h [n c c] = diag p − p pᵀ."""
+    with torch.no_grad():
+        p = problem.model(problem.x).softmax(-1)
+    return torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
+
+
+def matrix(problem: Problem) -> Contestant:
+    """G by ``Dense``."""
+    return lambda: ng.Dense().estimate(ng.pullback(problem.model, problem.x, EXACT)).matrix
+
+
+def matrix_by_hand(problem: Problem) -> Contestant:
+    """G = (1/N) Σ Jᵀ h J: the Jacobian of every example, then one einsum."""
+
+    def contestant() -> Tensor:
+        J = jacobian(problem)
+        return torch.einsum("ncp,ncd,ndq->pq", J, output_fisher(problem), J) / len(J)
+
+    return contestant
+
+
+def diagonal(problem: Problem, metric: ng.Fisher, generator: torch.Generator | None = None) -> Contestant:
+    """diag G by ``Diagonal``."""
+    return lambda: ng.Diagonal().estimate(ng.pullback(problem.model, problem.x, metric, generator=generator)).values
+
+
+def step(problem: Problem, ω: Tensor, damping: float) -> Contestant:
+    """(G + λ)⁻¹ω by ``Kernel``."""
+
+    def contestant() -> Tensor:
+        G = ng.Kernel().estimate(ng.pullback(problem.model, problem.x, EXACT))
+        return G.inverse(damping).solve(ω)
+
+    return contestant
+
+
+def step_by_hand(problem: Problem, ω: Tensor, damping: float) -> Contestant:
+    """(G + λ)⁻¹ω by Woodbury's identity from the Jacobian: R = √h J, v = (ω − Rᵀ(RRᵀ + λN)⁻¹Rω)/λ."""
+
+    def contestant() -> Tensor:
+        with torch.no_grad():
+            p = problem.model(problem.x).softmax(-1)
+            root = torch.diag_embed(p.sqrt()) - p.unsqueeze(-1) * p.sqrt().unsqueeze(-2)  # [n c k]
+        R = torch.einsum("nck,ncp->knp", root, jacobian(problem)).flatten(0, 1)
+        gram = R @ R.T + damping * len(p) * torch.eye(len(R), dtype=R.dtype, device=R.device)
+        inner = torch.cholesky_solve((R @ ω).unsqueeze(-1), torch.linalg.cholesky(gram))
+        return (ω - R.T @ inner.squeeze(-1)) / damping
+
+    return contestant
+
+
+def products(report: Report, problem: Problem, steps: int = 10) -> None:
     """G v by Implicit, alone and inside conjugate gradients."""
     section = f"Fisher-vector product, {problem.name}"
     v = torch.randn(problem.size, device=problem.x.device, dtype=problem.x.dtype)
     others = peers.products(problem.model, problem.x, v)
-    exact: dict[str, peers.Contestant] = {
-        OURS: c.product(problem, v),
-        f"{OURS}, from nothing": c.cold_product(problem, v),
-        "jvp, h, vjp": c.product_by_hand(problem, v),
+    exact: dict[str, Contestant] = {
+        OURS: product(problem, v),
+        f"{OURS}, from nothing": cold_product(problem, v),
+        "jvp, h, vjp": product_by_hand(problem, v),
         **others,
     }
     report.agree(section, exact)
     inside = f"{OURS}, {steps} steps of CG"
-    entries = {"gradient": c.gradient(problem), **exact, inside: c.solve(problem, v, steps)}
+    entries = {"gradient": gradient(problem), **exact, inside: solve(problem, v, steps)}
     result = report.race(section, entries, "gradient", report.rounds)
     by_hand, unit = result.ratio(OURS, "jvp, h, vjp").median, result.ratio(OURS, "gradient").median
     a_product = result.ratio(inside, "gradient").median / (steps + 1)
@@ -65,11 +167,11 @@ def products(report: Report, problem: c.Problem, steps: int = 10) -> None:
     ]
 
 
-def matrices(report: Report, problem: c.Problem) -> None:
+def matrices(report: Report, problem: Problem) -> None:
     """The exact dense Fisher matrix."""
     section = f"exact dense Fisher, {problem.size:,} parameters, {problem.name}"
     others = peers.matrices(problem.model, problem.x)
-    entries = {OURS: c.matrix(problem), "vmap(jacrev), einsum": c.matrix_by_hand(problem), **others}
+    entries = {OURS: matrix(problem), "vmap(jacrev), einsum": matrix_by_hand(problem), **others}
     report.agree(section, entries)
     result = report.race(section, entries, OURS, max(2, report.rounds // 3))
     by_hand = result.ratio("vmap(jacrev), einsum", OURS).median
@@ -78,16 +180,16 @@ def matrices(report: Report, problem: c.Problem) -> None:
         report.targets.append(Target(f"Dense: the fastest peer ({best[0]}) over natgrad", best[1], 1.0, False))
 
 
-def diagonals(report: Report, problem: c.Problem) -> None:
+def diagonals(report: Report, problem: Problem) -> None:
     """The diagonal of the Fisher metric, from one sample an example and exactly."""
     for sampled, bound, best in ((True, 1.15, 1.07), (False, 4.0, 5.1)):
         kind = "one sample" if sampled else "exact"
         section = f"diagonal Fisher, {kind}, {problem.name}"
         others = peers.diagonals(problem.model, problem.x, sampled)
-        ours = c.diagonal(problem, c.ONE_SAMPLE if sampled else c.EXACT)
+        ours = diagonal(problem, ONE_SAMPLE if sampled else EXACT)
         if not sampled:
             report.agree(section, {OURS: ours, **others})
-        entries = {"gradient": c.gradient(problem), OURS: ours, **others}
+        entries = {"gradient": gradient(problem), OURS: ours, **others}
         result = report.race(section, entries, "gradient", report.rounds)
         ratio = result.ratio(OURS, "gradient").median
         note = f"the best peer on record: {best}"
@@ -112,10 +214,10 @@ def diagonal_memory(report: Report, widths: tuple[int, ...], examples: tuple[int
 
 def prepare_diagonal(widths: tuple[int, ...], n: int, memory: int, device: torch.device) -> Callable[[], Any]:
     """The exact diagonal of a batch of n, with a bound on memory."""
-    problem = c.mlp(widths, n, device)
+    problem = networks.mlp(widths, n, device)
 
-    def run(x: torch.Tensor) -> DiagonalOperator:
-        return ng.Diagonal().estimate(ng.pullback(problem.model, x, c.EXACT, memory=memory))
+    def run(x: Tensor) -> DiagonalOperator:
+        return ng.Diagonal().estimate(ng.pullback(problem.model, x, EXACT, memory=memory))
 
     run(problem.x[:64])
     return lambda: run(problem.x)
@@ -123,13 +225,13 @@ def prepare_diagonal(widths: tuple[int, ...], n: int, memory: int, device: torch
 
 def kernels(report: Report, widths: tuple[int, ...], n: int, few: int, damping: float = 0.1) -> None:
     """The damped step by Kernel beside the Jacobian, which is formed for a few examples only."""
-    problem = c.mlp(widths, n, report.device)
+    problem = networks.mlp(widths, n, report.device)
     ω = torch.randn(problem.size, device=report.device)
     small, section = problem.first(few), f"damped step, {problem.size:,} parameters, {problem.name}"
-    both = {OURS: c.step(small, ω, damping), "Jacobian, Woodbury": c.step_by_hand(small, ω, damping)}
+    both = {OURS: step(small, ω, damping), "Jacobian, Woodbury": step_by_hand(small, ω, damping)}
     report.agree(f"{section}: {few} examples", both)
     report.race(f"{section}: {few} examples, in full", both, OURS, 5)
-    entries = {OURS: c.step(problem, ω, damping), f"Jacobian of {few} examples": lambda: c.jacobian(small)}
+    entries = {OURS: step(problem, ω, damping), f"Jacobian of {few} examples": lambda: jacobian(small)}
     result = report.race(section, entries, OURS, max(3, report.rounds // 3))
     faster = result.ratio(f"Jacobian of {few} examples", OURS).median * n / few
     note = f"forming the Jacobian of {few} examples, times {n / few:g}: its work is linear in the examples"
@@ -142,10 +244,10 @@ def kernels(report: Report, widths: tuple[int, ...], n: int, few: int, damping: 
 
 def prepare_step(widths: tuple[int, ...], n: int, damping: float, device: torch.device) -> Callable[[], Any]:
     """The damped step of n examples."""
-    problem = c.mlp(widths, n, device)
+    problem = networks.mlp(widths, n, device)
     ω = torch.randn(problem.size, device=device)
-    c.step(problem.first(4), ω, damping)()
-    return c.step(problem, ω, damping)
+    step(problem.first(4), ω, damping)()
+    return step(problem, ω, damping)
 
 
 def main() -> None:
@@ -158,10 +260,10 @@ def main() -> None:
     settle()
     start, device = time.perf_counter(), torch.device(args.device)
     report = Report(device, args.rounds)
-    products(report, c.mlp((784, 1000, 1000, 10), 512, device))
-    products(report, c.resnet(16, 64, device))
-    matrices(report, c.mlp((64, 26, 10, 10), 1000, device))
-    diagonals(report, c.mlp((784, 1000, 1000, 10), 512, device))
+    products(report, networks.mlp((784, 1000, 1000, 10), 512, device))
+    products(report, networks.resnet(16, 64, device))
+    matrices(report, networks.mlp((64, 26, 10, 10), 1000, device))
+    diagonals(report, networks.mlp((784, 1000, 1000, 10), 512, device))
     diagonal_memory(report, (784, 256, 256, 10), (2048, 8192, 32768), 2**24)
     kernels(report, (784, 800, 440, 10), 200, 20)
     seconds = time.perf_counter() - start

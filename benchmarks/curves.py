@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from benchmarks.report import Target, verdicts
-from natgrad.cli.experiment import Point
+from natgrad.cli.demo import Point
 
 KFAC, SGD, ADAMW, SOAP = "K-FAC, self-tuned", "SGD with momentum", "AdamW", "SOAP"
 

@@ -1,17 +1,20 @@
-"""K-FAC beside forward+backward, AdamW and other libraries: ratios, all taken in one run.
+"""K-FAC beside forward+backward, AdamW and other libraries: ratios, all measured in one run.
 
     make bench
-    python benchmarks/kfac.py                           # on the processor, one thread
+    python benchmarks/kfac.py                           # on the CPU, one thread
     python benchmarks/kfac.py --device cuda             # matrix products "medium": tf32, factors in bfloat16
-    python benchmarks/kfac.py --section factors         # one part: the other parts of the file stay as they are
-    python benchmarks/kfac.py --device cuda --together  # where no loop settles, and nothing recorded is replayed
-    python benchmarks/kfac.py --markdown                # print the tables of the file
+    python benchmarks/kfac.py --section factors         # one section; the rest of the result file stays as it is
+    python benchmarks/kfac.py --device cuda --together  # all contestants alternate, so no CUDA graph is ever replayed
+    python benchmarks/kfac.py --markdown                # print the tables of the result file
 
-factors  from the model and the batch to the Kronecker factors, one sampled target an example, over forward+backward:
-         ours as an optimizer makes them, in the hook on a forward pass; "from nothing" is pullback and estimate
-steps    training steps over those of fused AdamW, a whole cycle of the refreshes in every round; "10 & 100": the
-         factors every ten steps, their inverses every hundred; sobolev: those of Sobolev K-FAC over those of K-FAC
-memory   peak of a training step that refreshes everything, less the averaged factors and inverses it keeps, over SGD's
+factors   Kronecker factors of a batch, one sampled target per example, over forward+backward. "natgrad" is what the
+          optimizer's forward hook does; "natgrad, from nothing" is pullback and estimate
+changing  the same where every batch has another size, so that a GPU never sees the same addresses twice
+steps     training steps over fused AdamW's, averaged over a whole refresh cycle; "10 & 100" means factors every ten
+          steps, inverses every hundred
+sobolev   Sobolev K-FAC steps over K-FAC steps
+memory    peak memory of a training step that refreshes everything, less the factors and inverses, over SGD's
+resnet18  ResNet-18 at full width: the first K-FAC step, a step with new factors and a plain step, over AdamW's
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,95 +37,152 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from benchmarks import contestants as c
 from benchmarks import kfac_peers as peers
-from benchmarks.coupling import compare
-from benchmarks.harness import Race, duels, machine, peak_memory, settle, together
-from benchmarks.kfac_cases import Case, Make, cases, tiny
-from benchmarks.report import Report, Target, markdown, save, table
+from benchmarks import networks
+from benchmarks.harness import Race, SubprocessRunner, duels, machine, now, peak_memory, settle, together
+from benchmarks.networks import Problem, gradient
+from benchmarks.report import Report, Row, Target, markdown, save, table
 from benchmarks.soap import SOAP
 
 OURS, OURS_TF32, FROM_NOTHING = "natgrad", "natgrad, all in tf32", "natgrad, from nothing"
 UNIT, ADAMW, SGD = "forward+backward", "AdamW, fused", "SGD with momentum, fused"
-TURNS = 10  # of a contestant and the unit in one round on a GPU: what starts the kernels is fast and slow for seconds
-Contestant = Callable[[], Any]
-Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+KFAC, SOBOLEV = "natgrad K-FAC, 10 & 100", "natgrad Sobolev K-FAC, 10 & 100"
+TURNS = 10  # turns of a contestant and the unit in one round on a GPU: the host's launch speed drifts over seconds
+Contestant: TypeAlias = Callable[[], Any]
+Optimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
+Make: TypeAlias = Callable[[torch.device], Problem]
 
 
-def metric(problem: c.Problem) -> ng.Fisher:
-    """The Fisher metric of the problem's family, one target an example."""
+@final
+@dataclass(frozen=True)
+class Case:
+    """A network and the bounds it has to meet; None where there is no bound.
+
+    ``factors``: time over forward+backward. ``margin``: the fastest peer's time over ours. ``steps``: time over
+    AdamW's, by (metric_every, inverse_every). ``sobolev``: Sobolev K-FAC steps over K-FAC steps.
+    """
+
+    make: Make
+    factors: float | None = None
+    margin: float = 1.0
+    steps: Mapping[tuple[int, int], float | None] = field(default_factory=dict)
+    sobolev: float | None = None
+
+
+def cases(device: torch.device) -> list[Case]:
+    """The networks of a device."""
+    if device.type == "cuda":
+        return [
+            Case(partial(networks.autoencoder, 1000), 1.2, steps={(10, 100): 1.25, (1, 10): 3.0}),
+            Case(partial(networks.vgg, 128), 1.3, steps={(10, 100): 1.25, (1, 10): 4.0}, sobolev=1.1),
+            Case(partial(networks.vgg, 128, norm=nn.BatchNorm2d), steps={(10, 100): None}, sobolev=1.1),
+            Case(partial(networks.gpt, 32, 256), 1.1, steps={(10, 100): 1.15, (1, 10): 2.5}),
+        ]
+    free: dict[tuple[int, int], float | None] = {(10, 100): None, (1, 10): None}
+    return [
+        Case(partial(networks.mlp, (784, 1000, 1000, 10), 512), 1.5, steps=free),
+        Case(partial(networks.lenet, 256), 1.3),
+        Case(partial(networks.resnet, 16, 128), 1.9, margin=2.0, steps=free),
+        Case(partial(networks.resnet, 16, 128, blocks=3), 1.9, margin=2.0),
+        Case(partial(networks.transformer, 16, 64), 1.5, steps=free),
+        Case(partial(networks.rnn, 128, 20)),
+    ]
+
+
+def tiny() -> list[Case]:
+    """The same kinds of networks at sizes that run in a moment."""
+    every: dict[tuple[int, int], float | None] = {(1, 2): 100.0}
+    return [
+        Case(partial(networks.autoencoder, 8, widths=(6, 5, 3)), 100.0, steps=every),
+        Case(partial(networks.lenet, 4, pixels=16), 100.0),
+        Case(partial(networks.vgg, 4, plan=(3, 0, 4, 0), pixels=8), 100.0),
+        Case(partial(networks.gpt, 2, 5, layers=1, width=12, vocabulary=7), 100.0, steps=every),
+        Case(partial(networks.rnn, 4, 3, i=3, width=4), 100.0),
+    ]
+
+
+def metric(problem: Problem) -> ng.Fisher:
+    """The Fisher metric of the problem's family, one sampled target per example."""
     return ng.Fisher(problem.family, samples=1)
 
 
-def estimate(problem: c.Problem) -> Any:
-    """The Kronecker factors, from nothing."""
+def estimate(problem: Problem) -> Any:
+    """The Kronecker factors by pullback and estimate."""
     with ng.evaluating(problem.model):
         return ng.Kronecker().estimate(ng.pullback(problem.model, problem.x, metric(problem)))
 
 
-def hooked(problem: c.Problem) -> Contestant:
-    """A forward pass of a network of its own, in which an optimizer's hook makes the factors and averages them."""
-    own = replace(problem, model=copy.deepcopy(problem.model))
-    made = ng.KFAC(own.model, metric(own), lr=0.0, metric_every=1)
-    own.loss(own.model(own.x), own.t).backward()
-    made.step()  # there is an average from now on
-    made.zero_grad()
+def hooked(problem: Problem, batches: Iterator[Tensor] | None = None) -> Contestant:
+    """A forward pass of a copy of the network, in which the optimizer's hook computes and averages the factors.
+
+    ``batches``: the inputs of every call; by default those of the problem.
+    """
+    problem = replace(problem, model=copy.deepcopy(problem.model))
+    optimizer = ng.KFAC(problem.model, metric(problem), lr=0.0, metric_every=1)
+    problem.loss(problem.model(problem.x), problem.t).backward()
+    optimizer.step()  # from now on there is a moving average
+    optimizer.zero_grad()
 
     def contestant() -> None:
-        own.model(own.x)
-        made.keeper.discard()  # the next pass is due again
+        problem.model(problem.x if batches is None else next(batches))
+        optimizer.tracker.discard()  # the next pass is due again
 
     return contestant
 
 
-def inputs_of(problem: c.Problem) -> list[Tensor]:
+def inputs_of(problem: Problem) -> list[Tensor]:
     """A [i i] of every Linear and Conv2d layer by this library."""
-    made = estimate(problem).tensors()
+    tensors = estimate(problem).tensors()
     layers = [name for name, m in problem.model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-    return [made[f"{name}.weight/A"].squeeze(0) for name in layers]
+    return [tensors[f"{name}.weight/A"].squeeze(0) for name in layers]
 
 
-def kfac(problem: c.Problem, metric_every: int, inverse_every: int) -> Optimizer:
-    """K-FAC with momentum; the step is short, so that random targets are not learned while the clock runs."""
+def kfac(problem: Problem, metric_every: int, inverse_every: int) -> Optimizer:
+    """K-FAC with momentum; the learning rate is small, so that the timed network hardly changes."""
     return lambda model: ng.KFAC(
         model, metric(problem), lr=1e-4, momentum=0.9, metric_every=metric_every, inverse_every=inverse_every
     )
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The reference of memory."""
+    """The reference for memory."""
     return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The reference of time."""
+    """The reference for time."""
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
 def soap(model: nn.Module) -> torch.optim.Optimizer:
-    """Bases every ten steps."""
+    """SOAP with new eigenbases every ten steps."""
     return SOAP(model.parameters(), lr=1e-5, frequency=10)
 
 
-def training(problem: c.Problem, optimizer: Optimizer, steps: int) -> Contestant:
-    """So many training steps of a network of one's own."""
-    own = replace(problem, model=copy.deepcopy(problem.model))
-    made = optimizer(own.model)
+def training(problem: Problem, optimizer: Optimizer, steps: int) -> Contestant:
+    """So many training steps of a copy of the network."""
+    problem = replace(problem, model=copy.deepcopy(problem.model))
+    opt = optimizer(problem.model)
 
     def contestant() -> None:
         for _ in range(steps):
-            made.zero_grad(set_to_none=True)
-            own.loss(own.model(own.x), own.t).backward()
-            made.step()
+            opt.zero_grad(set_to_none=True)
+            problem.loss(problem.model(problem.x), problem.t).backward()
+            opt.step()
 
     return contestant
 
 
+def has_batch_norm(problem: Problem) -> bool:
+    """Whether the network mixes the examples of a batch in training mode."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in problem.model.modules())
+
+
 def factors(report: Report, case: Case) -> None:
-    """The factors by this library and by others."""
+    """The factors by this library and by its peers."""
     problem = case.make(report.device)
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in problem.model.modules()):
-        return  # in training mode there are factors in an optimizer's hook only, and peers have none to compare
+    if has_batch_norm(problem):
+        return  # in training mode only an optimizer's hook has factors, and the peers have none to compare with
     section = f"K-FAC factors, one sample: {problem.name}"
     check = peers.same_inputs(problem)
     if wrong := check(inputs_of(problem)):
@@ -130,9 +191,9 @@ def factors(report: Report, case: Case) -> None:
     mine = {OURS: hooked(problem)}
     if report.device.type == "cuda":
         mine[OURS_TF32] = _in_tf32(hooked(problem))
-    result = _in_turns(report, section, {UNIT: c.gradient(problem), **mine, **others}, dict.fromkeys(mine, TURNS))
-    # A race of its own: what it leaves in the allocator of a GPU would move what the others find there.
-    alone = {UNIT: c.gradient(problem), FROM_NOTHING: lambda: estimate(problem)}
+    result = _in_turns(report, section, {UNIT: gradient(problem), **mine, **others}, dict.fromkeys(mine, TURNS))
+    # A separate race: it would move the addresses that the other contestants find in a GPU's allocator.
+    alone = {UNIT: gradient(problem), FROM_NOTHING: lambda: estimate(problem)}
     _in_turns(report, f"K-FAC factors from nothing: {problem.name}", alone)
     if case.factors is not None:
         ratio = result.ratio(OURS, UNIT).median
@@ -143,7 +204,7 @@ def factors(report: Report, case: Case) -> None:
 
 
 def _in_tf32(contestant: Contestant) -> Contestant:
-    """The same where matrix products may not be in bfloat16."""
+    """The same without bfloat16 in matrix products."""
 
     def run() -> None:
         torch.set_float32_matmul_precision("high")
@@ -156,9 +217,9 @@ def _in_tf32(contestant: Contestant) -> Contestant:
 def _in_turns(
     report: Report, section: str, entries: dict[str, Contestant], turns: dict[str, int] | None = None
 ) -> Race:
-    """A race; on a GPU ten calls at a turn, so that the processor runs ahead of it as it does in training.
+    """A race; on a GPU with ten calls per turn, so that the host runs ahead of the device as it does in training.
 
-    ``turns``: how many of a contestant and the unit are a round there.
+    ``turns``: turns of a contestant and the unit in one round on a GPU.
     """
     often, warmup = (10, report.cycles[1]) if report.device.type == "cuda" else (1, 2)
     calls = {name: partial(_repeated, contestant, often) for name, contestant in entries.items()}
@@ -170,8 +231,36 @@ def _repeated(contestant: Contestant, often: int) -> None:
         contestant()
 
 
+def changing(report: Report, case: Case) -> None:
+    """The factors where every batch has another size: the host launches every kernel, and nothing is replayed."""
+    problem = case.make(report.device)
+    if has_batch_norm(problem):
+        return
+    model, loss, batches = problem.model, problem.loss, batches_of_changing_size(problem)
+
+    def forward_backward() -> None:
+        x, t = next(batches)
+        model.zero_grad(set_to_none=True)
+        loss(model(x), t).backward()
+
+    inputs = (x for x, _ in batches_of_changing_size(problem))
+    entries = {UNIT: forward_backward, OURS: hooked(problem, inputs)}
+    result = _in_turns(report, f"K-FAC factors, batches of changing size: {problem.name}", entries, {OURS: TURNS})
+    claim = f"factors over forward+backward, batches of changing size, {problem.name}"
+    report.targets.append(Target(claim, result.ratio(OURS, UNIT).median, 1.5, True))
+
+
+def batches_of_changing_size(problem: Problem) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches with half to all of the examples; tokens have half to all of their positions instead."""
+    axis = 0 if problem.x.is_floating_point() else 1
+    size, generator = problem.x.shape[axis], torch.Generator().manual_seed(0)
+    while True:
+        n = int(torch.randint(max(1, size // 2), size + 1, (), generator=generator))
+        yield problem.x.narrow(axis, 0, n).contiguous(), problem.t.narrow(axis, 0, n).contiguous()
+
+
 def steps(report: Report, case: Case) -> None:
-    """Training steps; whoever has a rhythm is timed over all of it, on a GPU in short turns with AdamW."""
+    """Training steps, timed over whole refresh cycles; on a GPU in short turns with AdamW."""
     problem = case.make(report.device)
     section = f"training step: {problem.name}"
     plain, on_gpu = (10, True) if report.device.type == "cuda" else (20, False)
@@ -199,14 +288,60 @@ def steps(report: Report, case: Case) -> None:
 
 
 def sobolev(report: Report, case: Case) -> None:
-    """Steps of Sobolev K-FAC."""
-    compare(report, case.make, metric, training, case.sobolev)
+    """Sobolev K-FAC steps over K-FAC steps. A kernel of tokens does not exist: language models are left out."""
+    problem = case.make(report.device)
+    if not problem.x.is_floating_point():
+        return
+    steps, (rounds, warmup) = 100 if report.device.type == "cuda" else 10, report.cycles
+    loops = {name: partial(training_loop, case.make, opt, steps) for name, opt in _COUPLINGS.items()}
+    with _running(loops, report.device) as entries:
+        count = dict.fromkeys(entries, steps)
+        result = report.race(f"Sobolev K-FAC: {problem.name}", entries, KFAC, rounds, count, warmup)
+    if case.sobolev is not None:
+        claim = f"Sobolev K-FAC step, 10 & 100, over K-FAC, {problem.name}"
+        report.targets.append(Target(claim, result.ratio(SOBOLEV, KFAC).median, case.sobolev, True))
 
 
-def prepare_training(make: Make, optimizer: Callable[[c.Problem], Optimizer], device: torch.device) -> Contestant:
+def plain_kfac(metric: ng.OutputMetric, model: nn.Module) -> torch.optim.Optimizer:
+    """The unit of the section."""
+    return ng.KFAC(model, metric, lr=1e-4, metric_every=10, inverse_every=100)
+
+
+def sobolev_kfac(metric: ng.OutputMetric, model: nn.Module) -> torch.optim.Optimizer:
+    """The same schedule with a coupled metric."""
+    return ng.SobolevKFAC(model, metric, lr=1e-4, lengthscale=20.0, metric_every=10, inverse_every=100)
+
+
+_COUPLINGS = {KFAC: plain_kfac, SOBOLEV: sobolev_kfac}
+
+
+def training_loop(
+    make: Make,
+    optimizer: Callable[[ng.OutputMetric, nn.Module], torch.optim.Optimizer],
+    steps: int,
+    device: torch.device,
+) -> Contestant:
+    """So many steps of a new network."""
+    problem = make(device)
+    return training(problem, partial(optimizer, metric(problem)), steps)
+
+
+@contextmanager
+def _running(
+    loops: Mapping[str, Callable[[torch.device], Contestant]], device: torch.device
+) -> Iterator[dict[str, Contestant]]:
+    """The loops, ready to be called. On a GPU each has its own process: a second one would move its addresses."""
+    if device.type != "cuda":
+        yield {name: loop(device) for name, loop in loops.items()}
+        return
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(SubprocessRunner(loop, device, device=device)) for name, loop in loops.items()}
+
+
+def prepare_training(make: Make, optimizer: Callable[[Problem], Optimizer], device: torch.device) -> Contestant:
     """A network, its optimizer and six steps, after the same with two examples."""
 
-    def train(problem: c.Problem) -> None:
+    def train(problem: Problem) -> None:
         training(problem, optimizer(problem), 6)()
 
     train(make(device).first(2))
@@ -214,59 +349,107 @@ def prepare_training(make: Make, optimizer: Callable[[c.Problem], Optimizer], de
 
 
 def memory(report: Report, case: Case) -> None:
-    """All that a training step holds at its peak: parameters, gradients, activations, factors and their inverses."""
+    """The peak of a training step: parameters, gradients, activations, factors and their inverses."""
     problem = case.make(report.device)
     contenders = {SGD: _sgd, OURS: partial(kfac, metric_every=1, inverse_every=1)}
     peak = {
         name: peak_memory(prepare_training, case.make, optimizer, report.device, device=report.device)
         for name, optimizer in contenders.items()
     }
-    kept = 2 * sum(t.numel() * t.element_size() for t in estimate(problem).tensors().values())
-    sizes = {**peak, "factors and their inverses": kept}
+    state = 2 * sum(t.numel() * t.element_size() for t in estimate(problem).tensors().values())
+    sizes = {**peak, "factors and their inverses": state}
     note = ", ".join(f"{name}: {size / 2**20:.0f} MB" for name, size in sizes.items())
     claim = f"peak memory of a K-FAC step less the factors and their inverses, over SGD's, {problem.name}"
-    report.targets.append(Target(claim, (peak[OURS] - kept) / peak[SGD], 1.3, True, note))
+    report.targets.append(Target(claim, (peak[OURS] - state) / peak[SGD], 1.3, True, note))
 
 
-def _sgd(problem: c.Problem) -> Optimizer:
+def _sgd(problem: Problem) -> Optimizer:
     return sgd
 
 
-def parts() -> dict[str, Callable[[Report, Case], None]]:
+FIRST, NEW_FACTORS, PLAIN = "natgrad K-FAC, first step", "natgrad K-FAC, new factors", "natgrad K-FAC, plain step"
+
+
+def resnet18(report: Report, case: Case) -> None:
+    """The kinds of steps of a K-FAC run, each timed beside a step of AdamW; factors are new every ten steps."""
+    problem = case.make(report.device)
+    seconds: dict[str, list[float]] = {name: [] for name in (ADAMW, FIRST, NEW_FACTORS, PLAIN)}
+    beside: dict[str, list[float]] = {name: [] for name in seconds}
+    for _ in range(max(1, report.rounds // 3)):
+        training(problem, adamw, 2)()  # memory and caches are warm
+        ours, theirs = training(problem, kfac(problem, 10, 100), 1), training(problem, adamw, 1)
+        for step in range(21):
+            name = FIRST if step == 0 else NEW_FACTORS if step % 10 == 0 else PLAIN
+            unit, time = _seconds(theirs, report.device), _seconds(ours, report.device)
+            seconds[name].append(time)
+            seconds[ADAMW].append(unit)
+            beside[name].append(unit)
+    race = Race(ADAMW, seconds, {**beside, ADAMW: seconds[ADAMW]})
+    section = f"kinds of steps: {problem.name}"
+    for name in seconds:
+        report.rows.append(Row(section, name, race.time(name), race.ratio(name, ADAMW), ADAMW))
+    plain, renewed = race.ratio(PLAIN, ADAMW).median, race.ratio(NEW_FACTORS, ADAMW).median
+    first = race.time(FIRST).median / race.time(PLAIN).median
+    report.targets.append(Target(f"first K-FAC step over a plain one, {problem.name}", first, 3.0, True))
+    claim = f"ten K-FAC steps, one of them with new factors, over ten of fused AdamW, {problem.name}"
+    report.targets.append(Target(claim, (9 * plain + renewed) / 10, 2.0, True))
+
+
+def _seconds(contestant: Contestant, device: torch.device) -> float:
+    start = now(device)
+    contestant()
+    return now(device) - start
+
+
+def sections() -> dict[str, Callable[[Report, Case], None]]:
     """The sections by name."""
-    return {"factors": factors, "steps": steps, "sobolev": sobolev, "memory": memory}
+    return {
+        "factors": factors,
+        "changing": changing,
+        "steps": steps,
+        "sobolev": sobolev,
+        "memory": memory,
+        "resnet18": resnet18,
+    }
 
 
-def run(report: Report, chosen: list[Case], names: list[str], done: Callable[[], Any] = lambda: None) -> None:
-    """Section by section, network by network; ``done`` is called after each: a run may be cut off."""
+def resnet18_case(quick: bool = False) -> Case:
+    """The only network of its section."""
+    return Case(partial(networks.resnet18, 2, width=4, pixels=8) if quick else partial(networks.resnet18, 32))
+
+
+def run(
+    report: Report, chosen: list[Case], names: list[str], done: Callable[[], Any] = lambda: None, quick: bool = False
+) -> None:
+    """Section by section, network by network; ``done`` is called after each, since a run may be cut off."""
     for name in names:
-        for case in chosen:
-            if name == "factors" or case.steps:
-                parts()[name](report, case)
+        for case in [resnet18_case(quick)] if name == "resnet18" else chosen:
+            if name in ("factors", "changing", "resnet18") or case.steps:
+                sections()[name](report, case)
                 done()
                 if report.device.type == "cuda":
                     torch.cuda.empty_cache()
 
 
 def only(chosen: list[Case], words: list[str]) -> list[Case]:
-    """Those networks whose names have one of the words in them; all, where there are no words."""
+    """The networks whose names contain one of the words; all of them, where there are no words."""
     if not words:
         return chosen
     names = [case.make(torch.device("cpu")).name for case in chosen]
-    found = [case for case, name in zip(chosen, names, strict=True) if any(word in name for word in words)]
-    if not found:
+    matching = [case for case, name in zip(chosen, names, strict=True) if any(word in name for word in words)]
+    if not matching:
         raise ValueError(f"--network {' '.join(words)}: no network is called so. Take a part of {'; '.join(names)}")
-    return found
+    return matching
 
 
 def main() -> None:
-    """Run what was asked for, print the table, save the numbers."""
-    parser = argparse.ArgumentParser(description="K-FAC in ratios, in one run.")
+    """Run the sections that were asked for, print the table, save the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda")
-    parser.add_argument("--rounds", type=int, default=7, help="of one turn or several; half for steps on cpu")
-    parser.add_argument("--section", choices=parts(), action="append", help="a part; may be given more than once")
-    parser.add_argument("--network", action="append", help="only those whose names have this in them; may be repeated")
-    parser.add_argument("--together", action="store_true", help="all contestants in every round")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of the timing; half of them for steps on cpu")
+    parser.add_argument("--section", choices=sections(), action="append", help="run this section; may be repeated")
+    parser.add_argument("--network", action="append", help="only networks whose names contain this; may be repeated")
+    parser.add_argument("--together", action="store_true", help="all contestants alternate in every round")
     parser.add_argument("--quick", action="store_true", help="tiny networks and one round, to see that it runs")
     parser.add_argument("--markdown", action="store_true", help="print the tables of the saved file and stop")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
@@ -284,7 +467,13 @@ def main() -> None:
     report = Report(device, 1 if args.quick else args.rounds, timed)
     before = json.loads(path.read_text()) if (args.section or args.network) and path.exists() else None
     chosen = only(tiny() if args.quick else cases(device), args.network or [])
-    run(report, chosen, args.section or list(parts()), lambda: save(report, path, time.perf_counter() - start, before))
+    run(
+        report,
+        chosen,
+        args.section or list(sections()),
+        lambda: save(report, path, time.perf_counter() - start, before),
+        quick=args.quick,
+    )
     print(table(report))
     print(f"\n{time.perf_counter() - start:.0f} s; torch {torch.__version__}, {machine(device)['device']}")
 

@@ -10,34 +10,89 @@ their input covariances is checked before they are timed.
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.contestants import Problem, gradient
-from benchmarks.kfac_peer_steps import Make, Rows, flat_targets, gaussian, kaisa, layers_of, steps, terms
+import natgrad as ng
+from benchmarks.networks import Problem, gradient
 from benchmarks.peers import OneBatch, installed
 
-__all__ = ["Make", "factors", "input_covariances", "runnable", "same_inputs", "steps"]
-
+Make: TypeAlias = Callable[[Problem], Callable[[], Any]]
 Factors: TypeAlias = Callable[[], list[Tensor]]
+
+
+@final
+class Rows(nn.Module):
+    """The same outputs as a matrix [n·r c]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n …] to [n·r c]."""
+        return self.model(x).flatten(0, -2)
+
+
+@final
+@dataclass(frozen=True)
+class Rhythm:
+    """So many steps in a call; the factors and their inverses are made every so many."""
+
+    metric_every: int
+    inverse_every: int
+    count: int
+
+
+def gaussian(problem: Problem) -> bool:
+    """Whether the loss is of squares, not of classes."""
+    return isinstance(problem.family, ng.Gaussian)
+
+
+def flat_targets(problem: Problem) -> Tensor:
+    """The targets of ``Rows``."""
+    return problem.t.flatten(0, -2) if gaussian(problem) else problem.t.flatten()
+
+
+def terms(problem: Problem) -> str:
+    """What the loss is a mean over, in the words of singd."""
+    return "batch" if len(flat_targets(problem)) == len(problem.x) else "batch+sequence"
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers that all of these libraries have factors of."""
+    return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+
+
+def kaisa() -> Any:
+    """KAISA, or None. Its package is called kfac, as a script here is, which must not be taken for it."""
+    here, path = Path(__file__).resolve().parent, sys.path.copy()
+    sys.path[:] = [entry for entry in path if Path(entry).resolve() != here]
+    try:
+        return installed("kfac.preconditioner")
+    finally:
+        sys.path[:] = path
 
 
 def factors() -> dict[str, Make]:
     """How each of them makes the factors."""
     makers = {
         "curvlinops": (installed("curvlinops"), _curvlinops),
-        "asdl": (installed("asdl"), _asdl),
+        "asdl": (installed("asdl"), _asdl_factors),
         "nngeometry": (installed("nngeometry"), _nngeometry),
         "BackPACK": (installed("backpack"), _backpack),
-        "KAISA": (kaisa(), _kaisa),
+        "KAISA": (kaisa(), _kaisa_factors),
         "kronfluence": (installed("kronfluence.analyzer"), _kronfluence),
-        "singd": (installed("singd.optim.optimizer"), _singd),
+        "singd": (installed("singd.optim.optimizer"), _singd_factors),
     }
     return {name: make for name, (library, make) in makers.items() if library}
 
@@ -60,7 +115,7 @@ def _try(make: Make, problem: Problem, check: Callable[[Any], str | None]) -> Ca
             return contestant()
 
     try:
-        contestant = make(problem.own())
+        contestant = make(problem.copy())
         return check(quiet()) or quiet
     except Exception as error:  # a foreign library may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
@@ -124,7 +179,7 @@ def _curvlinops(problem: Problem) -> Factors:
     return contestant
 
 
-def _asdl(problem: Problem) -> Factors:
+def _asdl_factors(problem: Problem) -> Factors:
     library, own = installed("asdl"), Rows(problem.model)
     kind = "mse" if gaussian(problem) else "cross_entropy"
     config = library.FisherConfig("fisher_mc", ["kron"], loss_type=kind, data_size=len(problem.x))
@@ -171,7 +226,7 @@ def _backpack(problem: Problem) -> Factors:
     return contestant
 
 
-def _kaisa(problem: Problem) -> Factors:
+def _kaisa_factors(problem: Problem) -> Factors:
     own = replace(problem, model=copy.deepcopy(problem.model))
     # A layer may be used more than once: its uses are one batch only if the average is made after the backward pass.
     made = kaisa().KFACPreconditioner(own.model, update_factors_in_hook=False)
@@ -209,7 +264,7 @@ def _kronfluence(problem: Problem) -> Factors:
     return contestant
 
 
-def _singd(problem: Problem) -> Factors:
+def _singd_factors(problem: Problem) -> Factors:
     own = replace(problem, model=copy.deepcopy(problem.model))
     made = installed("singd.optim.optimizer").SINGD(own.model, T=1, loss_average=terms(own), warn_unsupported=False)
     passes = gradient(own)
@@ -220,5 +275,93 @@ def _singd(problem: Problem) -> Factors:
         made.H_Ks.clear()  # the next batch is not added to this one
         made.H_Cs.clear()
         return found[0] + found[1]
+
+    return contestant
+
+
+def steps(metric_every: int, inverse_every: int, count: int) -> dict[str, Make]:
+    """K-FAC training steps, that many in a call."""
+    makers = {
+        "asdl": (installed("asdl"), _asdl_steps),
+        "KAISA": (kaisa(), _kaisa_steps),
+        "singd": (installed("singd.optim.optimizer"), _singd_steps),
+    }
+    rhythm = Rhythm(metric_every, inverse_every, count)
+    return {name: partial(make, rhythm) for name, (library, make) in makers.items() if library}
+
+
+def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True)
+
+
+def _asdl_steps(rhythm: Rhythm, problem: Problem) -> Callable[[], Any]:
+    library, own = installed("asdl"), Rows(problem.model)
+    config = library.PreconditioningConfig(
+        data_size=len(problem.x),
+        damping=1e-2,
+        ema_decay=0.05,
+        curvature_upd_interval=rhythm.metric_every,
+        preconditioner_upd_interval=rhythm.inverse_every,
+    )
+    kind = "mse" if gaussian(problem) else "cross_entropy"
+    maker = library.KfacGradientMaker(own, config, loss_type=kind)
+    optimizer = _sgd(list(own.parameters()))
+    t, loss = flat_targets(problem), nn.functional.mse_loss if gaussian(problem) else nn.functional.cross_entropy
+
+    def contestant() -> Any:
+        for _ in range(rhythm.count):
+            optimizer.zero_grad()
+            y = maker.setup_model_call(own, problem.x)
+            maker.setup_loss_call(loss, y, t)
+            _, value = maker.forward_and_backward()
+            optimizer.step()
+        return value.detach()
+
+    return contestant
+
+
+def _kaisa_steps(rhythm: Rhythm, problem: Problem) -> Callable[[], Tensor]:
+    """In one process there is nobody to talk to: it runs without a process group."""
+    own = replace(problem, model=copy.deepcopy(problem.model))
+    preconditioner = kaisa().KFACPreconditioner(
+        own.model,
+        factor_update_steps=rhythm.metric_every,
+        inv_update_steps=rhythm.inverse_every,
+        damping=1e-2,
+        compute_method="inverse",  # as the others, and sooner done than the eigenvectors
+        kl_clip=lambda step: None,  # no clipping, which reads numbers of every layer; None itself is refused
+    )
+    return _training(own, rhythm, [preconditioner, _sgd(list(own.model.parameters()))])
+
+
+def _singd_steps(rhythm: Rhythm, problem: Problem) -> Callable[[], Tensor]:
+    """Its variant nearest to K-FAC. It multiplies where others invert: no inverses could be made less often."""
+    own = replace(problem, model=copy.deepcopy(problem.model))
+    layered = {p for layer in layers_of(own.model) for p in layer.parameters()}
+    rest = [p for p in own.model.parameters() if p not in layered]
+    optimizer = installed("singd.optim.optimizer").SINGD(
+        own.model,
+        lr=1e-4,
+        momentum=0.9,
+        damping=1e-2,
+        alpha1=0.0,
+        kfac_like=True,
+        T=rhythm.metric_every,
+        loss_average=terms(own),
+        warn_unsupported=False,
+    )
+    return _training(own, rhythm, [optimizer, *([_sgd(rest)] if rest else [])])
+
+
+def _training(own: Problem, rhythm: Rhythm, stages: list[Any]) -> Callable[[], Tensor]:
+    """So many gradients, each followed by the steps of all stages in turn."""
+    passes = gradient(own)
+
+    def contestant() -> Tensor:
+        for _ in range(rhythm.count):
+            loss = passes()
+            for stage in stages:
+                stage.step()
+        return loss
 
     return contestant

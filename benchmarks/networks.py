@@ -1,11 +1,13 @@
-"""The networks that K-FAC is timed on, each with a batch, a loss and the family of its outputs. All in float32.
+"""The networks of the benchmarks, each with a random batch, a loss and the family of its outputs.
 
-Inputs and targets are random: what a step costs does not depend on them.
+What a step costs does not depend on the values of inputs and targets.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import final
 
@@ -14,11 +16,88 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
-from benchmarks.contestants import Problem, classification
-from natgrad.cli.tasks import half_squared_error
+from natgrad.cli.demo import half_squared_error
 
 VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0: a pooling layer
 DEEP = (784, 1000, 500, 250, 30)
+
+
+def cross_entropy(y: Tensor, t: Tensor) -> Tensor:
+    """The mean over all terms, for y [n … c] and t [n …]."""
+    return F.cross_entropy(y.flatten(0, -2), t.flatten())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model with a batch, by default a classifier. Its parameters require gradients, as in training."""
+
+    name: str
+    model: nn.Module
+    x: Tensor
+    t: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    family: ng.families.Family = field(default_factory=ng.Categorical)
+
+    @property
+    def size(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def copy(self) -> Problem:
+        """A copy that a library may change: one that asks for the gradient of x would do so for everybody."""
+        return replace(self, model=copy.deepcopy(self.model), x=self.x.detach().clone(), t=self.t.clone())
+
+    def first(self, n: int) -> Problem:
+        """The first n examples."""
+        return replace(self, x=self.x[:n], t=self.t[:n])
+
+
+def mlp(widths: tuple[int, ...], n: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Problem:
+    """Linear layers of these widths with ReLU between them."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i, o in pairwise(widths):
+        layers += [nn.Linear(i, o), nn.ReLU()]
+    model = nn.Sequential(*layers[:-1]).to(device, dtype)
+    return classification("MLP " + "-".join(map(str, widths)), model, (n, widths[0]), widths[-1])
+
+
+def resnet(
+    width: int, n: int, device: torch.device, dtype: torch.dtype = torch.float32, blocks: int = 1, pixels: int = 32
+) -> Problem:
+    """6·blocks + 2 layers of convolutions in residual blocks without normalisation, ten classes."""
+    torch.manual_seed(0)
+    stages: list[nn.Module] = []
+    for i, o, stride in ((width, width, 1), (width, 2 * width, 2), (2 * width, 4 * width, 2)):
+        stages += [Residual(i, o, stride), *(Residual(o, o, 1) for _ in range(blocks - 1))]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
+    model = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), *stages, *head).to(device, dtype)
+    return classification(f"ResNet-{6 * blocks + 2} of width {width}", model, (n, 3, pixels, pixels), 10)
+
+
+@final
+class Residual(nn.Module):
+    """relu(skip(x) + conv(relu(conv(x))))."""
+
+    def __init__(self, i: int, o: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(i, o, 3, stride, padding=1)
+        self.second = nn.Conv2d(o, o, 3, padding=1)
+        self.skip = nn.Identity() if i == o and stride == 1 else nn.Conv2d(i, o, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n i h w] to [n o h/stride w/stride]."""
+        return torch.relu(self.skip(x) + self.second(torch.relu(self.first(x))))
+
+
+def classification(name: str, model: nn.Module, shape: tuple[int, ...], classes: int) -> Problem:
+    """A random batch and random classes."""
+    p = next(model.parameters())
+    x = torch.randn(shape, dtype=p.dtype).to(p.device)
+    return Problem(f"{name}, batch {shape[0]}", model, x, torch.randint(classes, shape[:1]).to(p.device))
 
 
 def tanh_layers(widths: tuple[int, ...]) -> list[nn.Module]:
@@ -30,7 +109,7 @@ def tanh_layers(widths: tuple[int, ...]) -> list[nn.Module]:
 
 
 def deep(widths: tuple[int, ...]) -> nn.Sequential:
-    """Down to the code, which is linear, and back up again."""
+    """An encoder with a linear code, and the mirrored decoder."""
     return nn.Sequential(*tanh_layers(widths), *tanh_layers(widths[::-1]))
 
 
@@ -78,8 +157,39 @@ def vgg(
 
 
 @final
+class BasicBlock(nn.Module):
+    """relu(skip(x) + norm(conv(relu(norm(conv(x))))))."""
+
+    def __init__(self, i: int, o: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(i, o, 3, stride, padding=1, bias=False), nn.BatchNorm2d(o)
+        self.conv2, self.norm2 = nn.Conv2d(o, o, 3, padding=1, bias=False), nn.BatchNorm2d(o)
+        changes = i != o or stride != 1
+        self.skip = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o)) if changes else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n i h w] to [n o h/stride w/stride]."""
+        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        return torch.relu(y + (x if self.skip is None else self.skip(x)))
+
+
+def resnet18(n: int, device: torch.device, width: int = 64, pixels: int = 32) -> Problem:
+    """ResNet-18 of He et al. (2016) for CIFAR: a 3 × 3 stem, four stages of two blocks, BatchNorm, ten classes."""
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = []
+    i = width
+    for stage in range(4):
+        o = width * 2**stage
+        blocks += [BasicBlock(i, o, 1 if stage == 0 else 2), BasicBlock(o, o, 1)]
+        i = o
+    stem = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(i, 10)).to(device)
+    return classification(f"ResNet-18 of width {width}", model, (n, 3, pixels, pixels), 10)
+
+
+@final
 class Attention(nn.Module):
-    """Self-attention of several heads; all that has weights is a Linear layer."""
+    """Multi-head self-attention whose weights are all in Linear layers."""
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
@@ -110,7 +220,7 @@ class Block(nn.Module):
 
 
 def transformer(n: int, r: int, device: torch.device, width: int = 256, classes: int = 65) -> Problem:
-    """One block on vectors, and a class for every position."""
+    """One block with a class for every position."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(width, 4, causal=False), nn.LayerNorm(width), nn.Linear(width, classes)).to(device)
     x, t = torch.randn(n, r, width).to(device), torch.randint(classes, (n, r)).to(device)
@@ -119,7 +229,7 @@ def transformer(n: int, r: int, device: torch.device, width: int = 256, classes:
 
 @final
 class GPT(nn.Module):
-    """A causal language model with learned positions and a head of its own."""
+    """A causal language model with learned positions and an untied head."""
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
@@ -128,13 +238,13 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens [n r] to logits [n r c]. Every example looks up its own positions, so that all inputs have an n."""
+        """Tokens [n r] to logits [n r c]. Positions are looked up per example, so that every input has a batch axis."""
         r = torch.arange(x.shape[1], device=x.device).expand_as(x)
         return self.head(self.norm(self.blocks(self.tokens(x) + self.positions(r))))
 
 
 def gpt(n: int, r: int, device: torch.device, layers: int = 6, width: int = 384, vocabulary: int = 65) -> Problem:
-    """The next character."""
+    """A character-level language model."""
     torch.manual_seed(0)
     model = GPT(layers, width, 6, vocabulary, r).to(device)
     x, t = torch.randint(vocabulary, (2, n, r)).to(device)
@@ -159,6 +269,18 @@ class RNN(nn.Module):
 
 
 def rnn(n: int, r: int, device: torch.device, i: int = 64, width: int = 256) -> Problem:
-    """A sequence and its class."""
+    """A classifier of sequences."""
     torch.manual_seed(0)
     return classification(f"RNN of Linear cells, width {width}, {r} steps", RNN(i, width, 10).to(device), (n, r, i), 10)
+
+
+def gradient(problem: Problem) -> Callable[[], Tensor]:
+    """A forward and a backward pass, the unit of time."""
+
+    def contestant() -> Tensor:
+        problem.model.zero_grad(set_to_none=True)
+        loss = problem.loss(problem.model(problem.x), problem.t)
+        loss.backward()
+        return loss.detach()
+
+    return contestant

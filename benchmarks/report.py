@@ -165,31 +165,38 @@ def _merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(path: Path) -> str:
-    """The saved ratios as tables, a column a network and a row a contestant; then the claims.
-
-    Sections are named "what: network", and those with the same "what" share a table.
-    """
+    """The saved ratios as tables, one for each kind of measurement; then the claims."""
     results = json.loads(path.read_text())
-    lines: list[str] = []
-    for what in dict.fromkeys(row["section"].partition(": ")[0] for row in results["rows"]):
-        cells = {
-            (row["contestant"], row["section"].partition(": ")[2]): f"{row['ratio']['median']:.2f}"
-            for row in results["rows"]
-            if row["section"].startswith(f"{what}: ")
-        }
-        cells |= {
-            (name, section.partition(": ")[2]): "fails"
-            for section, errors in results.get("failures", {}).items()
-            for name in errors
-            if section.startswith(f"{what}: ")
-        }
-        columns = list(dict.fromkeys(column for _, column in cells))
-        lines += [f"| {what} | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
-        for name in dict.fromkeys(name for name, _ in cells):
-            lines.append(f"| {name} | " + " | ".join(cells.get((name, column), "–") for column in columns) + " |")
-        lines.append("")
-    lines += ["| claim | measured | bound |", "| --- | --- | --- |"]
-    for t in results["targets"]:
+    kinds = dict.fromkeys(row["section"].partition(": ")[0] for row in results["rows"])
+    return "\n\n".join([*(ratio_table(results, what) for what in kinds), claim_table(results["targets"])])
+
+
+def ratio_table(results: Mapping[str, Any], what: str) -> str:
+    """The sections "what: network" of a result file: a column for each network, a row for each contestant."""
+    cells = {
+        (row["contestant"], row["section"].partition(": ")[2]): f"{row['ratio']['median']:.2f}"
+        for row in results["rows"]
+        if row["section"].startswith(f"{what}: ")
+    }
+    cells |= {
+        (name, section.partition(": ")[2]): "fails"
+        for section, errors in results.get("failures", {}).items()
+        for name in errors
+        if section.startswith(f"{what}: ")
+    }
+    columns = list(dict.fromkeys(column for _, column in cells))
+    rows = [
+        f"| {name} | " + " | ".join(cells.get((name, column), "–") for column in columns) + " |"
+        for name in dict.fromkeys(name for name, _ in cells)
+    ]
+    return "\n".join([f"| {what} | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns), *rows])
+
+
+def claim_table(targets: list[dict[str, Any]]) -> str:
+    """A row for each claim: the number and its bound. ``None`` was never reached."""
+    lines = ["| claim | measured | bound |", "| --- | --- | --- |"]
+    for t in targets:
         sign, missed = "≤" if t["at_most"] else "≥", "" if t["met"] else ", not met"
-        lines.append(f"| {t['claim']} | {t['measured']:.2f} | {sign} {t['bound']:g}{missed} |")
+        measured = "never" if t["measured"] is None else f"{t['measured']:.2f}"
+        lines.append(f"| {t['claim']} | {measured} | {sign} {t['bound']:g}{missed} |")
     return "\n".join(lines)

@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 
 import natgrad as ng
 from benchmarks import soap
-from benchmarks.contests import Contest, digits, mnist
 from benchmarks.curves import ADAMW, KFAC, SGD, SOAP, Record, Run, Setting, table
 from benchmarks.harness import machine, now, settle
-from natgrad.cli.experiment import batches, measure
+from benchmarks.tasks import TrainingTask, digits, mnist
+from natgrad.cli.demo import batches, measure
 
 Make = Callable[[nn.Module], Optimizer]
 _FINALISTS = 3  # of a grid, that are tried for the whole budget
@@ -72,14 +72,14 @@ class Rival:
         return Contender(self.name, lambda model: self.make(model, setting.lr), setting.batch, setting.left)
 
 
-def rivals(contest: Contest) -> list[Rival]:
+def rivals(training: TrainingTask) -> list[Rival]:
     """Who is tuned. Adam's steps do not depend on the scale of the loss, those of SGD do."""
-    sizes = contest.batches
+    sizes = training.batches
     return [
         Rival(
             SGD,
             lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=True),
-            contest.sgd,
+            training.sgd,
             sizes,
         ),
         Rival(ADAMW, lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, fused=True), _LRS, sizes),
@@ -87,17 +87,17 @@ def rivals(contest: Contest) -> list[Rival]:
     ]
 
 
-def self_tuned(contest: Contest) -> Contender:
+def self_tuned(training: TrainingTask) -> Contender:
     """K-FAC with default arguments, and the largest batches."""
-    batch = contest.task.data.batch_size
-    return Contender(KFAC, lambda model: ng.KFAC(model, contest.metric, step=ng.SelfTuned()), batch)
+    batch = training.task.batch_size
+    return Contender(KFAC, lambda model: ng.KFAC(model, training.metric, step=ng.SelfTuned()), batch)
 
 
-def train(contest: Contest, contender: Contender, seed: int, seconds: float, points: int = 100) -> Run:
+def train(training: TrainingTask, contender: Contender, seed: int, seconds: float, points: int = 100) -> Run:
     """One run, measured at so many times, at first more often; it ends early where the loss is no number."""
-    task = contest.task
+    task = training.task
     torch.manual_seed(seed)
-    model, (inputs, targets) = task.network(), task.data.train
+    model, (inputs, targets) = task.network(), task.train
     optimizer, stream = contender.make(model), batches(len(inputs), contender.batch, seed)
     start_lr = [group["lr"] for group in optimizer.param_groups if contender.left < 1]
     stride = 10 if inputs.is_cuda else 1  # a clock that waits for the queue of a GPU is read now and then
@@ -122,23 +122,23 @@ def train(contest: Contest, contender: Contender, seed: int, seconds: float, poi
             history.append(measure(task, model, step, spent))
             if not math.isfinite(history[-1].train_loss):
                 break
-    return Run(task.name, contender.name, seed, history, _train_score(contest, model))
+    return Run(task.name, contender.name, seed, history, _train_score(training, model))
 
 
-def _train_score(contest: Contest, model: nn.Module) -> float:
+def _train_score(training: TrainingTask, model: nn.Module) -> float:
     with torch.no_grad():
-        inputs, targets = contest.task.data.train
-        return float(contest.task.score.measure(model(inputs), targets))
+        inputs, targets = training.task.train
+        return float(training.task.score(model(inputs), targets))
 
 
-def tune(contest: Contest, rival: Rival, brief: float, seconds: float) -> tuple[Setting, Run]:
+def tune(training: TrainingTask, rival: Rival, brief: float, seconds: float) -> tuple[Setting, Run]:
     """The best of the grid with the first seed: the smallest final training loss, then the soonest; and its run.
 
-    All settings are tried for a ``brief`` time, and the best three for the ``seconds`` of the contest.
+    All settings are tried for a ``brief`` time, and the best three for the ``seconds`` of the budget.
     """
 
     def ranked(settings: Iterable[Setting], budget: float) -> dict[Setting, Run]:
-        found = {s: train(contest, rival.at(s), contest.seeds[0], budget) for s in settings}
+        found = {s: train(training, rival.at(s), training.seeds[0], budget) for s in settings}
         print(f"  {rival.name}, {budget:g} s:")
         print(
             *(f"    batch {s.batch}, lr {s.lr:g} to {s.lr * s.left:g}: {found[s].final:.4g}" for s in found), sep="\n"
@@ -150,28 +150,28 @@ def tune(contest: Contest, rival: Rival, brief: float, seconds: float) -> tuple[
     return next(iter(best.items()))
 
 
-def tune_all(contest: Contest, record: Record, brief: float, path: Path) -> None:
+def tune_all(training: TrainingTask, record: Record, brief: float, path: Path) -> None:
     """A choice for every rival that has none; each is saved when it is made, with its run."""
-    chosen = record.chosen.setdefault(contest.task.name, {})
-    for rival in rivals(contest):
+    chosen = record.chosen.setdefault(training.task.name, {})
+    for rival in rivals(training):
         if rival.name not in chosen:
-            chosen[rival.name], run = tune(contest, rival, brief, record.seconds)
+            chosen[rival.name], run = tune(training, rival, brief, record.seconds)
             record.runs.append(run)
             record.save(path)
 
 
-def compete(contest: Contest, record: Record, path: Path) -> None:
+def compete(training: TrainingTask, record: Record, path: Path) -> None:
     """Everybody with every seed; each run is saved when it is done."""
-    chosen = record.chosen[contest.task.name]
-    contenders = [*(rival.at(chosen[rival.name]) for rival in rivals(contest)), self_tuned(contest)]
-    for seed in contest.seeds:
+    chosen = record.chosen[training.task.name]
+    contenders = [*(rival.at(chosen[rival.name]) for rival in rivals(training)), self_tuned(training)]
+    for seed in training.seeds:
         for contender in contenders:
-            if record.has(contest.task.name, contender.name, seed):
+            if record.has(training.task.name, contender.name, seed):
                 continue
-            on_gpu = contest.task.data.train[0].is_cuda
+            on_gpu = training.task.train[0].is_cuda
             if on_gpu:  # what it loads and compiles once, everybody has before the clock runs
-                train(contest, contender, seed, 0.5, points=1)
-            record.runs.append(train(contest, contender, seed, record.seconds))
+                train(training, contender, seed, 0.5, points=1)
+            record.runs.append(train(training, contender, seed, record.seconds))
             record.save(path)
 
 
@@ -204,12 +204,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     name = "training.json" if device.type == "cpu" else f"training-{device.type}.json"
     path = args.output or Path(__file__).parent / "results" / name
-    contest = mnist(args.mnist, device) if args.mnist else digits(device)
+    training = mnist(args.mnist, device) if args.mnist else digits(device)
     fresh = Record(machine(device), args.seconds)
-    record = begin(path, fresh, contest.task.name, args.tune is not None, args.resume)
+    record = begin(path, fresh, training.task.name, args.tune is not None, args.resume)
     if args.tune:
-        tune_all(contest, record, args.tune, path)
-    compete(contest, record, path)
+        tune_all(training, record, args.tune, path)
+    compete(training, record, path)
     print(table(record))
 
 

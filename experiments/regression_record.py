@@ -10,7 +10,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-from experiments.regression_arms import ARMS, LENGTHSCALES, SMOOTHNESS, AdamW, Arm, GaussNewton, Look, Result, Sobolev
+from experiments.regression_configs import (
+    ARMS,
+    LENGTHSCALES,
+    SMOOTHNESS,
+    AdamW,
+    Arm,
+    GaussNewton,
+    Look,
+    Result,
+    Sobolev,
+)
 
 TUNE, CONTEST, MATCHED, SWEEP, CONFIRM = "tune", "contest", "matched", "sweep", "confirm"
 

@@ -1,4 +1,4 @@
-"""Sobolev K-FAC against K-FAC, SGD and AdamW: VGG16 on CIFAR-10 and CIFAR-100 (000 §6.3 and App. D; ERRATA 10, 14).
+"""Sobolev K-FAC against K-FAC, SGD and AdamW: VGG16 on CIFAR-10 and CIFAR-100, after Bai, Rosenberg and Xu (2022).
 
     python experiments/sobolev_cifar.py --data DATA --tune             # choose rates for SGD and AdamW, in two rounds
     python experiments/sobolev_cifar.py --data DATA --tune --anew      # … again, where they were chosen in another way
@@ -17,7 +17,7 @@ replaced, and the choice before stays in ``tuned.json``.
 Both schedules of the paper: "tenths", of its baseline, and "fifths", of its Sobolev gradient; "cosine" is ours. A seed
 has the same first weights and the same images in the same order for all arms. Augmentation is the usual: four black
 pixels around the image, a random crop, a random mirror. Training losses are means during an epoch, in training mode.
-What the arms are, and how the paper's weight decay is done here, is in ``experiments/arms.py``. Workers use a GPU in
+What the arms are, and how the paper's weight decay is done here, is in ``experiments/configs.py``. Workers use a GPU in
 turns; with NVIDIA's service for several processes (``nvidia-cuda-mps-control -d``) they run side by side.
 """
 
@@ -36,17 +36,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from experiments import pairs, report
-from experiments.arms import FIFTHS, TENTHS, AdamW, Arm, Cosine, Momentum, Schedule, amari, grid, independent, sobolev
-from experiments.choices import Choices, Whose
+from experiments import paired_stats, report
 from experiments.cifar import CIFAR10, CIFAR100, pack
+from experiments.configs import (
+    FIFTHS,
+    TENTHS,
+    AdamW,
+    Arm,
+    Cosine,
+    Momentum,
+    Schedule,
+    amari,
+    grid,
+    independent,
+    sobolev,
+)
 from experiments.images import Part
-from experiments.jobs import Place, Task, perform_all
-from experiments.plots import draw
 from experiments.record import Record, load_all, load_each
+from experiments.report import draw
+from experiments.scheduler import Place, Task, perform_all
 from experiments.timing import Timing, lines, measured
 from experiments.training import Budget, Job, Pace, Setup, Until
-from experiments.tuning import Round, Tuning
+from experiments.tuning import Choices, Round, Tuning, TuningKey
 
 # The names of the command line: the one place where names are looked up.
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
@@ -77,12 +88,12 @@ COUNTS = {
 RESULTS = Path(__file__).resolve().parent / "results" / "sobolev_cifar"
 
 
-def arm(whose: Whose, results: Path, setup: Setup) -> Arm:
+def arm(key: TuningKey, results: Path, setup: Setup) -> Arm:
     """By name; SGD and AdamW as they were tuned on these images with this schedule."""
-    if whose.arm in FIXED:
-        return FIXED[whose.arm]()
-    found = Choices.load(results / TUNED_FILE).chosen(whose, setup)
-    return TUNED[whose.arm](lr=found["lr"], weight_decay=found["weight_decay"])
+    if key.arm in FIXED:
+        return FIXED[key.arm]()
+    found = Choices.load(results / TUNED_FILE).chosen(key, setup)
+    return TUNED[key.arm](lr=found["lr"], weight_decay=found["weight_decay"])
 
 
 def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
@@ -103,7 +114,7 @@ def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) ->
     known = {record.name.key: record for record in records(args) if record.finished}
     benchmarks = [BENCHMARKS[name] for name in args.datasets]
     arms = {
-        (what, schedule): [arm(Whose(what.name, name, schedule), args.results, setup) for name in args.arms]
+        (what, schedule): [arm(TuningKey(what.name, name, schedule), args.results, setup) for name in args.arms]
         for what in benchmarks
         for schedule in args.schedules
     }
@@ -145,8 +156,8 @@ def records(args: argparse.Namespace) -> list[Record]:
 def summarise(args: argparse.Namespace) -> None:
     """All that is known into the folder of results, and the tables."""
     found = report.save(records(args), args.results)
-    pairs.save(found, args.results)
-    print(report.table(found), pairs.table(found), pairs.reached(found), sep="\n\n")
+    paired_stats.save(found, args.results)
+    print(report.table(found), paired_stats.table(found), paired_stats.reached(found), sep="\n\n")
 
 
 def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:

@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from benchmarks.harness import Spread, together
-from experiments.arms import TENTHS, Arm
+from experiments.configs import TENTHS, Arm
 from experiments.files import write_json
 from experiments.images import Images
 from experiments.record import Record

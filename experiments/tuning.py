@@ -2,19 +2,138 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
-from experiments.arms import Arm, Schedule
-from experiments.choices import Choice, Choices, Whose
 from experiments.cifar import Benchmark
-from experiments.jobs import Place, Task, perform_all
-from experiments.record import Record, load_all
+from experiments.configs import Arm, Schedule
+from experiments.files import write_json
+from experiments.record import Record, load_all, longest
+from experiments.scheduler import Place, Task, perform_all
 from experiments.training import Budget, Job, Setup
 
-TUNING_SEED = 1000  # which no run that is reported has
+TUNING_SEED = 1000  # no reported run has it
+_MATTERS = ("batch", "width", "limit")  # to a rate that was chosen
+
+
+@final
+@dataclass(frozen=True)
+class TuningKey:
+    """TuningKey settings.
+
+    >>> print(TuningKey("cifar10", "sgd", "fifths"))
+    sgd on cifar10 with fifths
+    """
+
+    dataset: str
+    arm: str
+    schedule: str
+
+    def __str__(self) -> str:
+        return f"{self.arm} on {self.dataset} with {self.schedule}"
+
+    @staticmethod
+    def of(record: Record) -> TuningKey:
+        """Those that a run had."""
+        return TuningKey(record.name.dataset, record.name.arm, record.name.schedule)
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """The rounds of a search and what came out: None before the last. ``before``: what was found in another way."""
+
+    rounds: tuple[Mapping[str, Any], ...] = ()
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    chosen: Mapping[str, float] | None = None
+    before: tuple[Choice, ...] = ()
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> Choice:
+        """From the file."""
+        before = tuple(Choice.of(one) for one in entry.get("before", ()))
+        return Choice(tuple(entry["rounds"]), entry.get("conditions", {}), entry.get("chosen"), before)
+
+    def entry(self) -> dict[str, Any]:
+        """For the file, without what is not known."""
+        found = {"conditions": self.conditions, "rounds": list(self.rounds), "chosen": self.chosen}
+        known = {key: value for key, value in found.items() if key == "rounds" or value}
+        return {**known, "before": [one.entry() for one in self.before]} if self.before else known
+
+    def aside(self) -> Choice:
+        """A new search, which keeps this one."""
+        return Choice(before=(*self.before, replace(self, before=())))
+
+
+@final
+@dataclass(frozen=True)
+class Choices:
+    """All that there are."""
+
+    entries: Mapping[TuningKey, Choice]
+
+    @staticmethod
+    def load(path: Path) -> Choices:
+        """What is in the file; nothing where there is none."""
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        entries = {}
+        for dataset, arms in found.items():
+            for arm, schedules in arms.items():
+                for schedule, entry in schedules.items():
+                    if not isinstance(entry, Mapping) or "rounds" not in entry:
+                        raise SystemExit(
+                            f"{path} has settings of {arm} on {dataset} that were not found in rounds: move it away, "
+                            "and run --tune again"
+                        )
+                    entries[TuningKey(dataset, arm, schedule)] = Choice.of(entry)
+        return Choices(entries)
+
+    def save(self, path: Path) -> None:
+        """All of them."""
+        found: dict[str, Any] = {}
+        for key, choice in self.entries.items():
+            found.setdefault(key.dataset, {}).setdefault(key.arm, {})[key.schedule] = choice.entry()
+        write_json(path, found)
+
+    def of(self, key: TuningKey) -> Choice:
+        """That one, or one that has yet to be made."""
+        return self.entries.get(key, Choice())
+
+    def beside(self, key: TuningKey, choice: Choice) -> Choices:
+        """All others, and this one."""
+        return Choices({**self.entries, key: choice})
+
+    def chosen(self, key: TuningKey, setup: Setup) -> Mapping[str, float]:
+        """The settings that were found for such runs; refused where those were others, or nothing was found."""
+        choice, anew = self.of(key), f"--datasets {key.dataset} --schedules {key.schedule}"
+        if choice.chosen is None:
+            raise SystemExit(
+                f"{key.arm} has not been tuned on {key.dataset} with the schedule {key.schedule}: run --tune "
+                f"{anew} first, or leave it out of --arms"
+            )
+        was, now = choice.conditions, setup.conditions("")
+        other = ", ".join(f"{key} {was[key]} and not {now[key]}" for key in _MATTERS if was[key] != now[key])
+        if other:
+            raise SystemExit(
+                f"{key} was tuned with {other}: run --tune --anew {anew} with these options, or leave {key.arm} "
+                "out of --arms"
+            )
+        return choice.chosen
+
+    def current(self, records: Sequence[Record]) -> list[Record]:
+        """A run of each name, those with settings that are no longer chosen only while there is none of the choice.
+
+        Means are over runs of one kind: the first run with a new choice that is finished replaces all with the old one.
+        """
+        new = {TuningKey.of(record) for record in records if record.finished and self._made_with(record)}
+        return longest(record for record in records if TuningKey.of(record) not in new or self._made_with(record))
+
+    def _made_with(self, record: Record) -> bool:
+        """Whether it has the settings of the choice for such runs."""
+        return self.of(TuningKey.of(record)).chosen == record.settings["arm"]
 
 
 @final
@@ -38,9 +157,9 @@ class Search:
     grid: Sequence[Arm]
 
     @property
-    def whose(self) -> Whose:
+    def key(self) -> TuningKey:
         """What it is for."""
-        return Whose(self.what.name, self.name, self.schedule.name)
+        return TuningKey(self.what.name, self.name, self.schedule.name)
 
     def edges(self, best: Mapping[str, float]) -> str:
         """Which of these numbers are the largest or the smallest of several that were tried; empty where none is."""
@@ -71,10 +190,10 @@ class Tuning:
         """
         searches, choices = self._searches(grids, benchmarks), Choices.load(self.path)
         for search in searches:
-            other = self._other(search, choices.of(search.whose))
+            other = self._other(search, choices.of(search.key))
             if other:
                 raise SystemExit(
-                    f"{self.path} has settings of {search.whose} that were found with {other}: run --tune --anew, "
+                    f"{self.path} has settings of {search.key} that were found with {other}: run --tune --anew, "
                     "which keeps them in the file, or move it away, or tune as before"
                 )
         for number in range(len(self.rounds)):
@@ -84,11 +203,11 @@ class Tuning:
         """Keep what was found in another way as what was chosen before. What is found as it is asked for goes on."""
         choices = Choices.load(self.path)
         for search in self._searches(grids, benchmarks):
-            choice = choices.of(search.whose)
+            choice = choices.of(search.key)
             other = self._other(search, choice)
             if other:
-                print(f"{search.whose} is tuned anew: {choice.chosen} was found with {other}")
-                choices = choices.beside(search.whose, choice.aside())
+                print(f"{search.key} is tuned anew: {choice.chosen} was found with {other}")
+                choices = choices.beside(search.key, choice.aside())
                 choices.save(self.path)
 
     def _searches(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark]) -> list[Search]:
@@ -104,24 +223,24 @@ class Tuning:
     def _round(self, number: int, searches: Sequence[Search], budget: Budget) -> None:
         choices, tasks = Choices.load(self.path), {}
         for search in searches:
-            choice = choices.of(search.whose)
+            choice = choices.of(search.key)
             if len(choice.rounds) == number:
-                tasks[search.whose] = self._tasks(number, search, choice)
+                tasks[search.key] = self._tasks(number, search, choice)
         images = {search.what: search.images for search in searches}
         left = [task for own in tasks.values() for task in own if _done(task, images[task.what]) is None]
         perform_all(left, self.setup.pace.workers, budget)
-        for search in (one for one in searches if one.whose in tasks):
-            own = tasks[search.whose]
+        for search in (one for one in searches if one.key in tasks):
+            own = tasks[search.key]
             mine = [record for task in own if (record := _done(task, search.images)) is not None]
             if len(mine) < len(own):
-                print(f"{search.whose}: {len(mine)} of {len(own)} trials are done, run --tune again")
+                print(f"{search.key}: {len(mine)} of {len(own)} trials are done, run --tune again")
                 continue
             self._write(number, search, [_result(record) for record in mine])
 
     def _write(self, number: int, search: Search, tried: Sequence[Mapping[str, Any]]) -> None:
         """A round that is done; and, if it is the last, the choice."""
         choices, epochs, last = Choices.load(self.path), self.rounds[number].epochs, number == len(self.rounds) - 1
-        choice, done = choices.of(search.whose), {"epochs": epochs, "tried": list(tried)}
+        choice, done = choices.of(search.key), {"epochs": epochs, "tried": list(tried)}
         best = {key: _ranked(done)[0][key] for key in search.grid[0].numbers()}
         new = replace(
             choice,
@@ -129,11 +248,11 @@ class Tuning:
             conditions=self.setup.conditions(search.images),
             chosen=best if last else None,
         )
-        choices.beside(search.whose, new).save(self.path)
-        print(f"{search.whose}: {best} after {epochs} epochs")
+        choices.beside(search.key, new).save(self.path)
+        print(f"{search.key}: {best} after {epochs} epochs")
         edges = search.edges(best)
         if last and edges:
-            print(f"{search.whose}: {edges} that was tried, the best may lie beyond")
+            print(f"{search.key}: {edges} that was tried, the best may lie beyond")
 
     def _other(self, search: Search, choice: Choice) -> str:
         """What was not so when it was found: images, networks, candidates or rounds; empty where all was."""

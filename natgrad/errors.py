@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class NatgradError(Exception):
-    """Base of the errors that are about mathematics or data, not about a wrong call."""
+    """Base class of errors about mathematics or data (wrong calls raise ``TypeError`` or ``ValueError``)."""
 
 
 class SingularMetricError(NatgradError):
@@ -14,19 +14,19 @@ class SingularMetricError(NatgradError):
 
 
 class FactorisationError(NatgradError):
-    """A factorisation did not converge. An optimizer goes on with the last good inverse and says so once."""
+    """A factorisation did not converge. An optimizer keeps the last good inverse and warns once."""
 
 
 class UncoveredError(NatgradError):
-    """Parameters that no layer rule covers, where the user asked to be told."""
+    """Parameters without a layer rule, with ``strict=True`` or where a rule is required."""
 
 
 class NonFiniteError(NatgradError):
-    """NaN or infinity where a number is needed. Parameters and state are as they were before."""
+    """NaN or infinity in a gradient, factor or loss. Parameters and state are unchanged."""
 
 
 class MemoryBoundError(NatgradError):
-    """Something would not fit into the memory bound. Raised before anything is allocated."""
+    """A result would exceed the memory bound. Raised before anything is allocated."""
 
 
 class IncompatibleError(NatgradError, TypeError):
@@ -38,16 +38,16 @@ class BatchStatisticsError(NatgradError):
 
 
 class DomainError(NatgradError, ValueError):
-    """A point lies outside the domain of a convex function: the message names the entry and the bound."""
+    """A point lies outside a domain; the message names the entry and its bound."""
 
 
 class UnsolvedError(NatgradError):
-    """No natural parameters were found; ``found`` [*batch] tells of which members they were."""
+    """The solver for natural parameters did not converge; ``solved`` [*batch] marks the members for which it did."""
 
-    def __init__(self, message: str, found: Tensor) -> None:
+    def __init__(self, message: str, solved: Tensor) -> None:
         super().__init__(message)
-        self.found = found
+        self.solved = solved
 
 
 class GuaranteeError(NatgradError):
-    """A step fell short of the decrease that it was promised: a constant of smoothness is too small."""
+    """A step decreased the objective by less than guaranteed: the smoothness constant is too small."""

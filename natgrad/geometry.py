@@ -1,7 +1,7 @@
 """Vectors, covectors and the pairing between them.
 
-A gradient is a covector, a step is a vector, and only a metric turns one into the other: gradient descent, which adds
-a covector to parameters, is a type error (paper 002, section 6.1). Here it is one, literally.
+A gradient is a covector, a step is a vector, and only a metric turns one into the other. Gradient descent adds a
+covector to the parameters, which is a type error (Grosse (2021), section 6.1). Here it raises ``TypeError``.
 
 Index legend, used in every einsum, docstring and shape annotation of the library:
 
@@ -148,7 +148,7 @@ class Covector(NamedTensors):
     Traceback (most recent call last):
     ...
     TypeError: Vector + Covector: a Covector (a gradient) is not a Vector (a step). A metric turns one into the \
-other: v = natgrad.sharp(G, ω), paper 002 section 6
+other: v = natgrad.sharp(G, ω)
     """
 
     def __matmul__(self, vector: object) -> Tensor:
@@ -162,7 +162,7 @@ other: v = natgrad.sharp(G, ω), paper 002 section 6
         _refuse(point, self)
 
     def __rsub__(self, point: object) -> NoReturn:
-        """θ − ηω: gradient descent, the type error of paper 002."""
+        """θ − ηω: gradient descent, a type error."""
         _refuse(point, self)
 
     def norm(self, metric: Sharp) -> Tensor:
@@ -202,7 +202,7 @@ def _refuse(left: object, right: object) -> NoReturn:
     if Covector in (type(left), type(right)):
         raise TypeError(
             f"{names}: a Covector (a gradient) is not a Vector (a step). A metric turns one into the other: "
-            "v = natgrad.sharp(G, ω), paper 002 section 6"
+            "v = natgrad.sharp(G, ω)"
         )
     raise TypeError(f"{names}: vectors add to vectors, and parameters (a mapping of tensors) move along a Vector")
 
@@ -228,7 +228,7 @@ def unflatten(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     sizes = [tensor.numel() for tensor in like.values()]
     if flat.shape != (sum(sizes),):
         raise ValueError(f"expected a flat tensor of {sum(sizes)} entries, got shape {tuple(flat.shape)}")
-    return {name: part.view_as(t) for (name, t), part in zip(like.items(), flat.split(sizes), strict=True)}
+    return {name: piece.view_as(t) for (name, t), piece in zip(like.items(), flat.split(sizes), strict=True)}
 
 
 def differential(model: nn.Module | Mapping[str, Tensor], loss: Tensor) -> Covector:
@@ -251,14 +251,16 @@ def differential(model: nn.Module | Mapping[str, Tensor], loss: Tensor) -> Covec
 
 
 def require_all(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Refuse missing gradients by name: a parameter the loss does not see has no natural gradient."""
+    """Refuse missing gradients by name: a parameter that the loss does not depend on has no natural gradient."""
     missing = [name for name, grad in grads.items() if grad is None]
     if missing:
         raise ValueError(
             f"the loss does not depend on {', '.join(missing)}: freeze what is not trained with .requires_grad_(False)"
         )
-    if thin := [name for name, grad in grads.items() if grad is not None and grad.is_sparse]:
-        raise TypeError(f"the gradient of {', '.join(thin)} is sparse: take a dense layer, nn.Embedding(sparse=False)")
+    if sparse := [name for name, grad in grads.items() if grad is not None and grad.is_sparse]:
+        raise TypeError(
+            f"the gradient of {', '.join(sparse)} is sparse: take a dense layer, nn.Embedding(sparse=False)"
+        )
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
@@ -269,7 +271,7 @@ def pushforward(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Tensor:
-    """J v: the velocity [n *out] of the outputs when the parameters move along v (paper 003, section 2.1.2).
+    """J v: the velocity [n *out] of the outputs when the parameters move along v (Luk and Grosse (2018), section 2.1).
 
     >>> model = nn.Linear(2, 1)
     >>> pushforward(model, torch.ones(3, 2), Vector({"weight": torch.ones(1, 2), "bias": torch.ones(1)})).flatten()

@@ -1,4 +1,4 @@
-"""A model linearised once: J and Jᵀ at a snapshot of the parameters, ready to be applied many times."""
+"""Linearise a model once, at a snapshot of the parameters; then apply J and Jᵀ many times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from natgrad.accelerate.devices import autocasts, in_transform
 from natgrad.model import Inputs, Model
 
-# Convolutions whose backward pass is cheap to differentiate in its cotangent, for a model that is linearised once.
-#
-# J v is the derivative of u ↦ Jᵀu. Torch's double backward pass of a convolution always forms its derivatives in inputs
-# and weights as well, whoever asks: twice the work. Here the backward pass is one linear map of the cotangent alone.
+# J v is the derivative of u ↦ Jᵀu. Torch's double backward pass of a convolution always computes the derivatives in the
+# inputs and weights as well, which doubles the work. Below, the backward pass is a linear function of u alone.
 
 
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -25,10 +24,10 @@ _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 
 @contextmanager
 def linear_convolutions() -> Iterator[None]:
-    """Inside the block, convolutions of the model are recorded such that u ↦ Jᵀu is cheap to differentiate in u.
+    """Inside the block, record convolutions so that u ↦ Jᵀu is cheap to differentiate in u (and only in u).
 
-    Only in u: a model that differentiates inside its own forward pass needs the other derivatives too, and backward
-    passes that happen inside the block keep them.
+    A model that differentiates inside its own forward pass needs the other derivatives too. So backward passes that run
+    inside the block keep them.
 
     >>> x, w = torch.randn(2, 1, 5), torch.randn(3, 1, 2, requires_grad=True)
     >>> with linear_convolutions():
@@ -66,7 +65,7 @@ class _Geometry(NamedTuple):
         return _CONVOLUTIONS[x.ndim - 3](x, weight, bias, *self)
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Cotangents of x, weight and bias, as far as they are needed."""
+        """Cotangents of x, weight and bias; None where they are not needed."""
         d = x.ndim - 2
         stride, padding, dilation = ([v] * d if isinstance(v, int) else list(v) for v in self[:3])
         return torch.ops.aten.convolution_backward(
@@ -77,15 +76,15 @@ class _Geometry(NamedTuple):
 def _call(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, _Geometry] | None:
-    """The arguments of a convolution, or None for one that is better left as it is."""
+    """The arguments of a convolution, or None if torch's own version must be used."""
     geometry = _Geometry(*args, **kwargs)
-    left = (
-        input.ndim != weight.ndim  # one example without its axis
+    unsupported = (
+        input.ndim != weight.ndim  # an example without a batch axis
         or isinstance(geometry.padding, str)
-        or torch.is_autocast_enabled(input.device.type)  # its casts are part of the graph
-        or torch._C._are_functorch_transforms_active()
+        or autocasts(input.device)  # the casts belong to the graph
+        or in_transform()
     )
-    return None if left else (input, weight, bias, geometry)
+    return None if unsupported else (input, weight, bias, geometry)
 
 
 @final
@@ -101,7 +100,7 @@ class _Convolution(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if ctx.mode.open:  # the model itself differentiates: its parameters must be seen through this, too
+        if ctx.mode.open:  # the model itself differentiates, so all derivatives must stay in the graph
             return *ctx.geometry.backward(g, x, weight, ctx.needs_input_grad[:3]), None, None
         pulled = _Pull.apply(g, x.detach(), weight.detach(), ctx.needs_input_grad[:3], ctx.geometry)  # type: ignore[no-untyped-call]
         return *pulled, None, None
@@ -109,7 +108,7 @@ class _Convolution(Function):
 
 @final
 class _Pull(Function):
-    """g ↦ the cotangents of x, W and b. It is linear in g, and its transpose is v ↦ v_x ∗ W + x ∗ v_W + v_b."""
+    """g ↦ the cotangents of x, W and b. It is linear in g; its transpose is v ↦ v_x ∗ W + x ∗ v_W + v_b."""
 
     @staticmethod
     def forward(
@@ -136,10 +135,10 @@ class _Pull(Function):
 @final
 @dataclass(frozen=True)
 class Linearisation:
-    """y = f(θ₀, x) with J and Jᵀ, both ready to be applied many times.
+    """y = f(θ₀, x) with J and Jᵀ.
 
-    The graph is built once: ``pull`` is a backward pass, and ``push`` is a backward pass through the backward pass,
-    since u ↦ Jᵀu is linear and ⟨Jᵀu, v⟩ = ⟨u, Jv⟩. Forward mode would compute the primal again in every product.
+    The graph is built once. ``pull`` is a backward pass, and ``push`` a backward pass through that one: u ↦ Jᵀu is
+    linear, and ⟨Jᵀu, v⟩ = ⟨u, Jv⟩. Forward mode would recompute y in every product.
     """
 
     y: Tensor  # [n *out], detached
@@ -156,7 +155,7 @@ class Linearisation:
         return torch.zeros_like(self.y) if jv is None else jv
 
     def pull(self, u: Tensor) -> dict[str, Tensor]:
-        """Jᵀu, a tensor for every parameter."""
+        """Jᵀu, one tensor for each parameter."""
         leaves = list(self.params.values())
         grads = torch.autograd.grad(self._y, leaves, u, retain_graph=True, allow_unused=True)
         return {name: _or_zero(g, p) for (name, p), g in zip(self.params.items(), grads, strict=True)}
@@ -167,7 +166,7 @@ def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
 
 
 def linearise(model: Model, x: Inputs, params: Mapping[str, Tensor] | None = None) -> Linearisation:
-    """Linearise the model at its parameters (a snapshot: later in-place updates do not reach it)."""
+    """Linearise the model at a snapshot of its parameters: later in-place updates do not change it."""
     leaves = {name: p.detach().clone().requires_grad_() for name, p in (params or model.params).items()}
     with torch.enable_grad():
         with linear_convolutions():
@@ -176,6 +175,6 @@ def linearise(model: Model, x: Inputs, params: Mapping[str, Tensor] | None = Non
             raise ValueError("the outputs do not depend on any trainable parameter")
         u = torch.zeros_like(y, requires_grad=True)
         pulled = torch.autograd.grad(y, list(leaves.values()), u, create_graph=True, allow_unused=True)
-    # A gradient that does not depend on u (a parameter that only adds) is constant zero in u.
+    # A gradient that is not a function of u (a parameter that the outputs ignore) is zero.
     linear = tuple(g if g is not None and g.requires_grad else None for g in pulled)
     return Linearisation(y.detach(), leaves, y, u, linear)

@@ -189,7 +189,7 @@ def assembled(blocks: Sequence[tuple[Tensor, Tensor]], G: Tensor) -> Tensor:
 
 
 def kfac(found: Sequence[Layer], sharing: str, G: Tensor, coupling: Tensor | None = None) -> Tensor:
-    """S ⊗ A in every layer, row-major (ERRATA 51), and the diagonal of G elsewhere."""
+    """S ⊗ A in every layer, row-major, and the diagonal of G elsewhere."""
     blocks = [(layer.index, torch.kron(*layer.factors(sharing, coupling))) for layer in found]
     return assembled(blocks, G)
 

@@ -275,8 +275,9 @@ def pinv(G: Tensor, covector: Tensor, rtol: float = 1e-10) -> Tensor:
 
 
 def weighted_pinv(G: Tensor, covector: Tensor, weight: Tensor, rtol: float = 1e-10) -> Tensor:
-    """argmin_y {‖y‖_W : G y = ω}, ‖y‖²_W = yᵀ W y, W[P P] positive definite; W = F⁻¹F⁻ᵀ gives 001 eq. (33).
+    """argmin_y {‖y‖_W : G y = ω}, ‖y‖²_W = yᵀ W y, W[P P] positive definite.
 
+    W = F⁻¹F⁻ᵀ gives van Oostrum et al. (2023), eq. 33.
     With W = L Lᵀ and z = Lᵀ y the norm is Euclidean and the constraint G L⁻ᵀ z = ω, so y = L⁻ᵀ (G L⁻ᵀ)⁺ ω.
     """
     L_inverse_T = torch.linalg.inv(torch.linalg.cholesky(weight)).T

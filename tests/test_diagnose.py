@@ -1,4 +1,4 @@
-"""Degenerate metrics are detected and reported: rank, spectrum, null directions, range, properness (M8, O4)."""
+"""Degenerate metrics are detected and reported: rank, spectrum, null directions, range, properness."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_dead_layer_is_named_and_the_point_is_not_proper() -> None:
 
 
 def test_the_cusp_is_not_proper_and_the_parabola_is() -> None:
-    """φ(ξ) = (ξ², ξ³) has dφ = 0 at 0 only (001 section 4, Sard); φ(ξ) = (ξ, ξ²) is an immersion."""
+    """φ(ξ) = (ξ², ξ³) has dφ = 0 at 0 only (van Oostrum et al. (2023), section 4); φ(ξ) = (ξ, ξ²) is an immersion."""
 
     def look(φ: object, at: float) -> ng.Diagnosis:
         params = {"ξ": torch.tensor(at, dtype=torch.float64)}

@@ -276,7 +276,7 @@ def test_outputs_without_parameters_are_refused() -> None:
         ng.pullback_covector(lambda params, x: x, normal(3, 2), normal(3, 2), {"w": normal(2)})
 
 
-# Units (paper 002, section 6)
+# Units (Grosse (2021), section 6)
 
 
 def test_gradient_descent_depends_on_the_units_and_the_natural_gradient_does_not() -> None:

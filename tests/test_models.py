@@ -270,7 +270,7 @@ def test_an_optimizer_sees_them_in_the_users_own_pass(name: str) -> None:
             opt.step()
         y = model(**x)
         expected = ng.Kronecker().estimate(ng.pullback(model, x, ng.Euclidean())).tensors()
-        found = opt.keeper.fresh or opt.keeper.average
+        found = opt.tracker.fresh or opt.tracker.average
     assert y.isfinite().all()
     assert found is not None
     assert expected.keys() == found.tensors().keys()

@@ -123,7 +123,7 @@ def test_pushforward_depends_on_the_point_where_the_model_crosses_itself(name: s
 
 
 def test_minimum_norm_depends_on_the_parametrisation() -> None:
-    """001 (33) with (61)-(68): the least norm of the one chart is a weighted norm of the other."""
+    """van Oostrum et al. (2023), eq. 33: the least norm of one chart is a weighted norm of the other."""
     case = golden("oostrum.A3")
     G, w = tensor(case["expected"]["G_xi"]), tensor(case["expected"]["grad_xi"])
     inverse = torch.linalg.inv(tensor(case["expected"]["F"]))
@@ -134,9 +134,10 @@ def test_minimum_norm_depends_on_the_parametrisation() -> None:
 
 
 def test_minimum_norm_takes_the_transposed_jacobian_of_the_chart() -> None:
-    """001 (33) at A.3 with ∂ξ/∂θ = [[1, 2], [1, 1]]: by hand, u = F(1, 1) = (2, 3), y = 6 Fᵀu/|u|² = (48, 30)/13.
+    """van Oostrum et al. (2023), eq. 33 at example A.3 with ∂ξ/∂θ = [[1, 2], [1, 1]].
 
-    A.3 itself has a diagonal F, for which F and Fᵀ cannot be told apart; the wrong one gives (30, 48)/13 here.
+    By hand, u = F(1, 1) = (2, 3) and y = 6 Fᵀu/|u|² = (48, 30)/13. A.3 itself has a diagonal F, for
+    which F and Fᵀ cannot be told apart; the wrong one gives (30, 48)/13 here.
     """
     G, w = torch.ones(2, 2, dtype=torch.float64), tensor([6.0, 6.0])
     jacobian = tensor([[1.0, 2.0], [1.0, 1.0]])

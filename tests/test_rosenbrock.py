@@ -1,4 +1,4 @@
-"""The example of paper 002, section 1: Rosenbrock's function as a loss on the outputs of a model."""
+"""The example of Grosse (2021), section 1: Rosenbrock's function as a loss on the outputs of a model."""
 
 import math
 from typing import Any

@@ -106,7 +106,7 @@ def test_low_rank_is_exact_once_the_rank_suffices(rank: int, columns: int) -> No
 
 @pytest.mark.parametrize("name", ["mlp_tanh", "sequence", "layer_norm", "tied_weights", "scalar_output"])
 def test_empirical_fisher_is_covariance_plus_the_square_of_the_gradient(name: str) -> None:
-    """002 (35): F_emp = C + ∇J∇Jᵀ, in every structure."""
+    """Grosse (2021), eq. 35: F_emp = C + ∇J∇Jᵀ, in every structure."""
     problem = zoo.case(name).make()
     target = torch.ones_like(problem.outputs())
 
@@ -142,7 +142,7 @@ SAMPLED: dict[str, tuple[ng.OutputMetric, Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_diagonal_approaches_the_exact_one(name: str) -> None:
-    """M5, 002 (31): the mean over 4000 roots lies within 6 standard errors of the exact diagonal.
+    """Grosse (2021), eq. 31: the mean over 4000 roots lies within 6 standard errors of the exact diagonal.
 
     An entry is a mean of independent terms. The standard error is estimated from 40 groups of 100, so the ratio has
     Student's distribution with 39 degrees of freedom: P(|t| > 6) < 6e-7 an entry, under 2e-5 for all 31 of them.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,8 +36,51 @@ def rng_devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
+@contextmanager
+def seeded_streams(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global random streams of the CPU and of ``device``, and restore them afterwards.
+
+    Streams of other devices are left alone, which ``torch.manual_seed`` would not do.
+    """
+    devices = rng_devices(device)
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        for each in devices:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def random_stream(device: torch.device) -> Tensor:
+    """The state of the random stream that a model on this device draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def put_back(device: torch.device, state: Tensor) -> None:
+    """Restore the random stream that a model on this device draws from."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def without_fused_recurrence(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, recurrent layers on a GPU do not run in cuDNN."""
+    return torch.backends.cudnn.flags(enabled=False) if device.type == "cuda" else nullcontext()
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for the device."""
+    return torch.is_autocast_enabled(device.type)
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, autocast rounds nothing. Switching autocast off takes time, so nothing happens where it is not on."""
-    if not torch.is_autocast_enabled(device.type):
+    if not autocasts(device):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def prefers_newton(t: Tensor) -> bool:
+    """Whether matrix products of such tensors are so fast that Newton's iteration beats a factorisation."""
+    return t.device.type == "cuda" and t.dtype != torch.float64

@@ -1,1 +1,1 @@
-"""The `natgrad` command. Plots and progress bars need `pip install 'natgrad[cli]'`; the library itself does not."""
+"""The `natgrad` command. It needs `pip install 'natgrad[cli]'`; the library does not."""

@@ -1,4 +1,4 @@
-"""What a comparison leaves behind: tables, two plots and a JSON summary. Needs rich and matplotlib."""
+"""The results of `natgrad demo`: tables, two plots and a JSON summary. Needs rich and matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from natgrad.cli.experiment import Comparison, Point, Run, Task
+from natgrad.cli.demo import Comparison, Point, Run, Task
 
 COLOURS = ("#8c8c8c", "#e08214", "#2166ac", "#1b9e77", "#762a83", "#b2182b")
 AXES: dict[str, Callable[[Point], float]] = {"steps": lambda point: point.step, "seconds": lambda point: point.seconds}
@@ -41,25 +41,25 @@ def ladder(top: float, rungs: int) -> list[float]:
 
 
 def reached(runs: Sequence[Run], axis: Callable[[Point], float]) -> float:
-    """How far on this axis a typical finished run got (the lower median): up to there most losses can be compared."""
+    """The lower median of where finished runs ended on this axis: most losses can be compared up to there."""
     finished = [run for run in runs if run.status == "finished"] or runs
     return median_low(axis(run.history[-1]) for run in finished)
 
 
 def table(task: Task, runs: Sequence[Run], rungs: int) -> Table:
-    """One row an optimizer: training loss after `rungs` numbers of steps and of seconds, then how the run ended."""
+    """One row per optimizer: training loss after `rungs` numbers of steps and of seconds, then the end of the run."""
     steps = [int(step) for step in ladder(reached(runs, AXES["steps"]), rungs) if step >= 1]
     seconds = ladder(reached(runs, AXES["seconds"]), rungs)
     result = Table(title=f"{task.name}: training loss after …", title_justify="left")
     result.add_column("optimizer")
     names = [f"{step}\nstep{'s' if step > 1 else ''}" for step in steps] + [f"{second:g}\ns" for second in seconds]
-    for name in [*names, "steps\nin all", "train\nloss", task.score.name.replace(" ", "\n")]:
+    for name in [*names, "steps\nin all", "train\nloss", task.score_name.replace(" ", "\n")]:
         result.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         points = [run.at_step(step) for step in steps] + [run.at_seconds(second) for second in seconds]
         last = run.history[-1]
         result.add_row(
-            run.contender.name + ("" if run.status == "finished" else f" ({run.status})"),
+            run.optimizer + ("" if run.status == "finished" else f" ({run.status})"),
             *(f"{point.train_loss:.2g}" if point else "–" for point in points),
             str(last.step),
             f"{last.train_loss:.2g}",
@@ -69,14 +69,14 @@ def table(task: Task, runs: Sequence[Run], rungs: int) -> Table:
 
 
 def plot(runs: Sequence[Run], axis: str) -> Figure:
-    """Training loss against `axis` (a key of AXES), one panel a task."""
+    """Training loss against `axis` (a key of AXES), one panel per task."""
     groups = by_task(runs)
     figure = Figure(figsize=(6.4 * max(1, len(groups)), 4.8), layout="constrained")
     for panel, (task, members) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
         for run, colour in zip(members, cycle(COLOURS), strict=False):
-            points = [point for point in run.history if point.step]  # step 0 has no place on a logarithmic axis
+            points = [point for point in run.history if point.step]  # a logarithmic axis has no 0
             x, y = [AXES[axis](point) for point in points], [point.train_loss for point in points]
-            panel.plot(x, y, color=colour, label=run.contender.name, linewidth=2)
+            panel.plot(x, y, color=colour, label=run.optimizer, linewidth=2)
         panel.set(title=task.name, xlabel=axis, ylabel="training loss", xscale="log", yscale="log")
         panel.grid(alpha=0.3)
         panel.legend()
@@ -93,11 +93,11 @@ def summary(comparison: Comparison, seed: int) -> dict[str, Any]:
         "tasks": [
             {
                 "name": task.name,
-                "score": task.score.name,
-                "batch_size": task.data.batch_size,
+                "score": task.score_name,
+                "batch_size": task.batch_size,
                 "runs": [
                     {
-                        "optimizer": run.contender.name,
+                        "optimizer": run.optimizer,
                         "status": run.status,
                         "history": [asdict(point) for point in run.history],
                     }

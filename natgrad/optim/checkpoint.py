@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from numbers import Real
@@ -16,8 +15,7 @@ from torch import Tensor
 from natgrad.accelerate.inverses import Newton
 from natgrad.errors import NonFiniteError
 from natgrad.model import Model
-from natgrad.optim.distributed import Divided
-from natgrad.optim.tracker import Keeper
+from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping
 from natgrad.output.fisher import Fisher
 from natgrad.output.metric import OutputMetric, Sampled
@@ -25,14 +23,7 @@ from natgrad.output.sobolev import Sobolev
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import loaded, with_layers
 from natgrad.solve.solvers import Solver
-from natgrad.structures.base import REST, Inverse, Operator
-from natgrad.structures.dense import BlockDenseOperator, DenseOperator
-from natgrad.structures.diagonal import DiagonalOperator
-from natgrad.structures.eigen_kronecker import EigenKronecker, EigenKroneckerOperator
-from natgrad.structures.exact import Structure
-from natgrad.structures.kernel import KernelOperator
-from natgrad.structures.kronecker import UNSEEN, Kronecker, KroneckerOperator, LayerOperator
-from natgrad.structures.low_rank import LowRankOperator
+from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
 
 # What a metric or a solver is, in words that are the same in every process: for checkpoints, and for messages.
 
@@ -48,13 +39,13 @@ def metric_in_words(metric: OutputMetric) -> str:
 
 
 def solver_in_words(solver: Solver) -> str:
-    """Which inverse it makes; who makes it, and how fast, does not matter.
+    """Which inverse it computes; how the work is divided, and how fast, does not matter.
 
     >>> import natgrad as ng
     >>> solver_in_words(ng.Factored(ng.Newton()))
     'Factored()'
     """
-    return in_words(solver.solver if isinstance(solver, Divided) else solver)
+    return in_words(solver.whole)
 
 
 def in_words(value: Any) -> str:
@@ -169,7 +160,7 @@ def check_generator(saved: Tensor, generator: torch.Generator) -> None:
     if saved.dtype != torch.uint8 or saved.ndim != 1:
         raise ValueError(f'"generator" of the state is no state of a torch.Generator: it is damaged. {_NOTHING}')
     if saved.shape == generator.get_state().shape:
-        _made("the generator", lambda: torch.Generator(generator.device).set_state(saved.cpu()))
+        _built("the generator", lambda: torch.Generator(generator.device).set_state(saved.cpu()))
 
 
 def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> None:
@@ -205,14 +196,19 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
 def operator_of(
     structure: Structure, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
 ) -> Operator | None:
-    """The metric with these tensors, each of which is what it must be."""
-    if isinstance(structure, Kronecker | EigenKronecker):
-        for block in blocks:
-            _check_layer(structure, block, tensors)
-    found = _made("the metric", lambda: structure.restore(model, blocks, tensors))
-    if found is not None:
-        _check_operator(found, tensors, "")
-    return found
+    """The metric with these tensors, each of which has the shape that it must have."""
+    G = _built("the metric", lambda: structure.restore(model, blocks, tensors))
+    if G is None:
+        return None
+    expected = _built("the metric", G.shapes)
+    for key, shape in expected.items():
+        if key not in tensors:
+            raise ValueError(f"{key} of the metric is missing in the state. {_NOTHING}")
+        _same(f"{key} of the metric", tensors[key], shape)
+    strange = [key for key in tensors if key not in expected]
+    if strange:
+        raise ValueError(f"the metric in the state has {', '.join(strange)}, for which there is no layer. {_NOTHING}")
+    return G
 
 
 def check_guess(size: int, tensors: Mapping[str, Tensor]) -> None:
@@ -222,26 +218,27 @@ def check_guess(size: int, tensors: Mapping[str, Tensor]) -> None:
 
 
 def inverse_of(G: Operator, tensors: Mapping[str, Tensor]) -> Inverse | None:
-    """The inverse of G, or of an earlier metric, with these tensors; None if it must be made again."""
+    """The inverse of G, or of an earlier metric, with these tensors; None if it must be computed again."""
     what, like = "the inverse of the metric", next(iter(tensors.values()))
-    if isinstance(G, LayerOperator):
-        for key, shape in _layer_shapes(G).items():
-            if key in tensors:
-                _same(f"{key} of {what}", tensors[key], shape)
+    for key, shape in G.inverse_shapes().items():
+        if key in tensors:
+            _same(f"{key} of {what}", tensors[key], shape)
 
     def attempt() -> Inverse | None:
-        found = G.inverse_from(tensors)
-        if found is not None:  # once, for nothing: matrices of other sizes cannot be multiplied
-            found.solve(like.new_zeros(G.layout.size))
-        return found
+        inverse = G.inverse_from(tensors)
+        if inverse is not None:  # once, for nothing: matrices of other sizes cannot be multiplied
+            inverse.solve(like.new_zeros(G.layout.size))
+        return inverse
 
-    return _made(what, attempt)
+    return _built(what, attempt)
 
 
-def _made(what: str, make: Callable[[], T]) -> T:
-    """What is made of the tensors of a state; where that fails, some are missing, or do not belong together."""
+def _built(what: str, build: Callable[[], T]) -> T:
+    """What is built from the tensors of a state; an error says which of them are missing, or do not fit."""
     try:
-        return make()
+        return build()
+    except StateError as error:
+        raise ValueError(f"{error}. {_NOTHING}") from error
     except KeyError as error:
         raise ValueError(f"{error.args[0]} of {what} is missing in the state. {_NOTHING}") from error
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -249,104 +246,7 @@ def _made(what: str, make: Callable[[], T]) -> T:
 
 
 def _same(name: str, t: Tensor, shape: Sequence[int]) -> None:
-    if tuple(t.shape) != tuple(shape):
-        raise ValueError(f"{name} in the state has the shape {list(t.shape)}, here it is {list(shape)}. {_NOTHING}")
-
-
-def _check_layer(structure: Kronecker | EigenKronecker, block: Block, tensors: Mapping[str, Tensor]) -> None:
-    """S and A of a layer: both, and of its size, or of the size of those parameters that are a layer by themselves."""
-    whole = (block.size, 1, 1)
-    for name, place in zip(block.names, block.places, strict=True):
-        own = {side: tensors[f"{name}/{side}"] for side in "SA" if f"{name}/{side}" in tensors}
-        if not own:
-            continue
-        for side in "SA":
-            if side not in own:
-                raise ValueError(f"{name}/{side} of the metric is missing in the state. {_NOTHING}")
-        alone = (place.shape.numel(), 1, 1)
-        choices = (
-            [(alone, alone)] if name != block.names[0] else [structure.shapes(block), (whole, whole), (alone, alone)]
-        )
-        if tuple(tuple(t.shape) for t in own.values()) not in choices:
-            for (side, t), shape in zip(own.items(), choices[0], strict=True):
-                _same(f"{name}/{side} of the metric", t, shape)
-
-
-def _check_operator(G: Operator, tensors: Mapping[str, Tensor], prefix: str) -> None:
-    """Every tensor that G must have is there, with its shape, and no other."""
-    expected = _shapes(G)
-    if expected is None:
-        return
-    below = G.rest if isinstance(G, LayerOperator) else None
-    rest = {key.removeprefix(REST): t for key, t in tensors.items() if below is not None and key.startswith(REST)}
-    own = {key: t for key, t in tensors.items() if below is None or not key.startswith(REST)}
-    for key, shape in expected.items():
-        if key not in own:
-            raise ValueError(f"{prefix}{key} of the metric is missing in the state. {_NOTHING}")
-        _same(f"{prefix}{key} of the metric", own[key], shape)
-    strange = [prefix + key for key in own if key not in expected]
-    if strange:
-        raise ValueError(f"the metric in the state has {', '.join(strange)}, for which there is no layer. {_NOTHING}")
-    if below is not None:
-        _check_operator(below, rest, prefix + REST)
-
-
-def _shapes(G: Operator) -> dict[str, tuple[int, ...]] | None:
-    """Of its tensors, without those of what is over other parameters; None of a structure that is not known here."""
-    p = G.layout.size
-    match G:
-        case KroneckerOperator() | EigenKroneckerOperator():
-            _check_covered(G)
-            letters = ("S", "A") if isinstance(G, KroneckerOperator) else ("S", "A", "Q", "P", "D")
-            shapes = _layer_shapes(G)
-            kept = {key: shape for key, shape in shapes.items() if key.rpartition("/")[2] in letters}
-            return kept | {f"{b.names[0]}/{UNSEEN}": (0,) for b in G.blocks if b.names[0] in G.unseen}
-        case DiagonalOperator():
-            return {"values": (p,)}
-        case DenseOperator():
-            return {"matrix": (p, p)}
-        case BlockDenseOperator():
-            if len(G.names) != len(G.indices):
-                raise ValueError(
-                    f"the metric in the state has {len(G.names)} blocks, here it has {len(G.indices)}. {_NOTHING}"
-                )
-            return {name: (len(index),) * 2 for name, index in zip(G.names, G.indices, strict=True)}
-        case LowRankOperator():
-            r = G.values.numel()
-            return {"vectors": (p, r), "values": (r,), "floor": (p,)}
-        case KernelOperator():
-            k, n = G.factors[0].g.shape[:2]
-            shapes = {}
-            for block, f in zip(G.blocks, G.factors, strict=True):
-                packed = (f.a.shape[2], f.g.shape[4], f.a.shape[3])  # of parameters that are spread, a group each
-                (c, o, i), r = packed if math.prod(packed) == block.size else block.shape, f.g.shape[2]
-                shapes |= {f"{block.names[0]}/a": (n, r, c, i), f"{block.names[0]}/g": (k, n, r, c, o)}
-            return shapes if G.K is None else shapes | {"K": tuple(G.K.whole.shape)}
-        case _:
-            return None
-
-
-def _check_covered(G: KroneckerOperator | EigenKroneckerOperator) -> None:
-    """Every parameter is in a layer, or in the rest."""
-    found = {name for block in G.blocks for name in block.names} | set(G.rest.layout.like if G.rest is not None else ())
-    missing = [name for name in G.layout.like if name not in found]
-    if missing:
-        raise ValueError(f"the factors of {', '.join(missing)} are missing in the metric of the state. {_NOTHING}")
-
-
-def _layer_shapes(G: LayerOperator) -> dict[str, tuple[int, ...]]:
-    """Of everything that a metric by layers, or an inverse of it, may keep of the layers that were seen."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    assert isinstance(G, KroneckerOperator | EigenKroneckerOperator)
-    for block, s, a in zip(G.blocks, G.left, G.right, strict=True):
-        if block.names[0] in G.unseen:
-            continue
-        c, o, i = block.shape
-        found = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i), "d": (c, o, i)}
-        found |= {"Q": (c, o, o)} if s.ndim == 3 else {}
-        found |= {"P": (c, i, i)} if a.ndim == 3 else {}
-        shapes |= {f"{block.names[0]}/{letter}": shape for letter, shape in found.items()}
-    return shapes
+    _built(name, lambda: check_shape(name, t, shape))
 
 
 _log = logging.getLogger("natgrad")
@@ -365,14 +265,14 @@ class Restored:
     wanted: frozenset[str]  # parameters that wait for the metric to see them
     layers: tuple[Block, ...] = ()  # that operations have shown
 
-    def put(self, keeper: Keeper) -> None:
-        """Give the keeper its part."""
-        keeper.view.known.operations.put(self.layers, keeper.view.blocks)
-        self.clock.put(keeper)
-        keeper.average, keeper.wanted = self.average, self.wanted
-        keeper.mass.total, keeper.mass.usual = self.mass
-        self.stream.put(keeper)
-        keeper.discard()
+    def put(self, tracker: MetricTracker) -> None:
+        """Give the tracker its part."""
+        tracker.view.known.operations.put(self.layers, tracker.view.blocks)
+        self.clock.put(tracker)
+        tracker.average, tracker.pending_params = self.average, self.wanted
+        tracker.mass.total, tracker.mass.usual = self.mass
+        self.stream.put(tracker)
+        tracker.discard()
 
 
 @final
@@ -385,10 +285,10 @@ class Clock:
     estimated: int
     inverted: int
 
-    def put(self, keeper: Keeper) -> None:
+    def put(self, tracker: MetricTracker) -> None:
         """Go on from here."""
-        keeper.step, keeper.count = self.step, self.count
-        keeper.estimated, keeper.inverted = self.estimated, self.inverted
+        tracker.step, tracker.count = self.step, self.count
+        tracker.estimated, tracker.inverted = self.estimated, self.inverted
 
 
 @final
@@ -409,41 +309,41 @@ class Stream:
     state: Tensor
     rank: int
 
-    def put(self, keeper: Keeper) -> None:
+    def put(self, tracker: MetricTracker) -> None:
         """Go on with these numbers; other processes, or another kind of device, go on with their own from here."""
-        generator = keeper.generator
-        if self.rank == keeper.world.rank and self.state.shape == generator.get_state().shape:
+        generator = tracker.generator
+        if self.rank == tracker.world.rank and self.state.shape == generator.get_state().shape:
             generator.set_state(self.state)
             return
-        digest = hashlib.sha256(bytes(self.state.tolist()) + keeper.world.rank.to_bytes(8, "big")).digest()
+        digest = hashlib.sha256(bytes(self.state.tolist()) + tracker.world.rank.to_bytes(8, "big")).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
-def export(keeper: Keeper, solver: Solver, solved: Solved) -> dict[str, Any]:
+def export(tracker: MetricTracker, solver: Solver, solved: Solved) -> dict[str, Any]:
     """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
     # One of several processes has seen a part of the examples: it says nothing of how many there were.
-    usual = keeper.mass.usual if keeper.world.size == 1 else 0
+    usual = tracker.mass.usual if tracker.world.size == 1 else 0
     return {
-        **_signature(keeper),
+        **_signature(tracker),
         "solver": solver_in_words(solver),
-        "dtype": str(keeper.model.example.dtype),
-        "step": keeper.step,
-        "count": keeper.count,
-        "mass": (keeper.mass.total, usual),
-        "estimated": keeper.estimated,
-        "inverted": keeper.inverted,
-        "wanted": sorted(keeper.wanted),
-        "operations": keeper.view.known.operations.state(),
-        "operator": {} if keeper.average is None else keeper.average.tensors(),
+        "dtype": str(tracker.model.example.dtype),
+        "step": tracker.step,
+        "count": tracker.count,
+        "mass": (tracker.mass.total, usual),
+        "estimated": tracker.estimated,
+        "inverted": tracker.inverted,
+        "wanted": sorted(tracker.pending_params),
+        "operations": tracker.view.known.operations.state(),
+        "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": {} if solved.inverse is None else solved.inverse.tensors(),
         "inverse_damping": solved.damping,
         "outdated": solved.outdated,
-        "generator": keeper.generator.get_state(),
-        "rank": keeper.world.rank,
+        "generator": tracker.generator.get_state(),
+        "rank": tracker.world.rank,
     }
 
 
-def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
+def restore(state: dict[str, Any], tracker: MetricTracker, solver: Solver) -> Restored:
     """Check that the state belongs to this model, structure and metric, whole, and build what it holds.
 
     The metric keeps the precision that it was saved in; where the model has another one than the model that was saved,
@@ -451,12 +351,12 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
     it anew. States of before metric and solver were saved are taken for those of this optimizer.
     """
     check_entries(state, ENTRIES, 'the "natgrad" entry of the state')
-    check_signature("optimizer", state, _signature(keeper))
+    check_signature("optimizer", state, _signature(tracker))
     for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
         check_finite(what, state[entry])
-    check_guess(keeper.model.size, state["inverse"])
-    check_generator(state["generator"], keeper.generator)
-    example = keeper.model.example
+    check_guess(tracker.model.size, state["inverse"])
+    check_generator(state["generator"], tracker.generator)
+    example = tracker.model.example
     dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
 
     def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -465,14 +365,14 @@ def restore(state: dict[str, Any], keeper: Keeper, solver: Solver) -> Restored:
         return {name: t.to(example.device, kinds[name], copy=True) for name, t in tensors.items()}
 
     tensors = placed(state["operator"])
-    structure = keeper.structure.structure
-    layers = loaded(keeper.model, keeper.view.blocks, state.get("operations", ()))
-    blocks = with_layers(keeper.view.blocks, layers)
-    average = operator_of(structure, keeper.model, blocks, tensors) if tensors else None
+    structure = tracker.structure.structure
+    layers = loaded(tracker.model, tracker.view.blocks, state.get("operations", ()))
+    blocks = with_layers(tracker.view.blocks, layers)
+    average = operator_of(structure, tracker.model, blocks, tensors) if tensors else None
     inverse = None if _solved_otherwise(state, solver) else _inverse(state, average, solver, placed(state["inverse"]))
     stream = Stream(state["generator"].cpu(), state["rank"])
     # A state of before there was a mass has as much as its number of estimates says.
-    total, usual = state.get("mass", (0.0 if not state["count"] else 1 / keeper.structure.weight(state["count"]), 0))
+    total, usual = state.get("mass", (0.0 if not state["count"] else 1 / tracker.structure.weight(state["count"]), 0))
     return Restored(
         clock=Clock(state["step"], state["count"], state["estimated"], state["inverted"]),
         mass=(total, usual),
@@ -503,19 +403,19 @@ def _solved_otherwise(state: Mapping[str, Any], solver: Solver) -> bool:
     return bool(saved != mine)
 
 
-def _signature(keeper: Keeper) -> dict[str, Any]:
+def _signature(tracker: MetricTracker) -> dict[str, Any]:
     """What must be the same for a state to mean the same."""
     return {
-        "metric": metric_in_words(keeper.metric),
-        "structure": repr(keeper.structure.structure),
-        "parameters": {name: list(p.shape) for name, p in keeper.model.params.items()},
-        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in _declared(keeper)},
+        "metric": metric_in_words(tracker.metric),
+        "structure": repr(tracker.structure.structure),
+        "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
+        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in _declared(tracker)},
     }
 
 
-def _declared(keeper: Keeper) -> Sequence[Block]:
+def _declared(tracker: MetricTracker) -> Sequence[Block]:
     """The layers as the modules of the model declare them, whatever operations have shown since."""
-    return keeper.view.known.operations.declared(keeper.view.blocks)
+    return tracker.view.known.operations.declared(tracker.view.blocks)
 
 
 @final

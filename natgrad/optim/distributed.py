@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from natgrad.accelerate.fused import copy_
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.pullback.layer import Block
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator
-from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
-from natgrad.structures.kronecker import Basis, KroneckerOperator, LayerOperator
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
@@ -89,12 +88,12 @@ class Group(World):
 
     def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
         """In the memory of the estimate, where the mean is one of numbers; else of all estimates, one by one."""
-        if isinstance(operator, LayerOperator) and operator.blocks:
+        if operator.layers:
             self._used_alike(operator)
         averaged = operator.averaged()
         if averaged is not None:
             values = list(averaged.values())
-            torch._foreach_copy_(values, self.mean_of(values, n))
+            copy_(values, self.mean_of(values, n))
             return operator
         if not operator.tensors():
             raise IncompatibleError(
@@ -109,12 +108,12 @@ class Group(World):
             mean = other if at == 0 else mean.lerp(other, count / total)
         return mean
 
-    def _used_alike(self, operator: LayerOperator) -> None:
+    def _used_alike(self, operator: Operator) -> None:
         """Raise, in every process, if some have used a layer that others have not."""
-        flags = [float(operator.saw(b)) for b in range(len(operator.blocks))]
+        flags = [float(block.names[0] not in operator.unseen) for block in operator.layers]
         seen = torch.tensor(flags, device=self._device)
         dist.all_reduce(seen, group=self._group)
-        names = [b.title for b, count in zip(operator.blocks, seen.tolist(), strict=True) if 0 < count < self.size]
+        names = [b.title for b, count in zip(operator.layers, seen.tolist(), strict=True) if 0 < count < self.size]
         if names:
             raise IncompatibleError(
                 f"some processes have used {', '.join(names)} in this step and others have not: choose the layers that "
@@ -153,23 +152,9 @@ class Group(World):
         return Divided(solver, self)
 
     def renewed(self, G: Operator) -> Operator:
-        if not isinstance(G, EigenKroneckerOperator):
-            return G.renewed()
-        names = [block.names[0] for block in G.blocks]
-        own = self.own(G.blocks)
+        return G.renewed(self)
 
-        def decompose() -> Tensors:
-            basis = Basis.of([G.left[b] for b in own], [G.right[b] for b in own])
-            sides = {"Q": basis.left, "P": basis.right}
-            pairs = ((f"{names[b]}/{key}", t) for key, side in sides.items() for b, t in zip(own, side, strict=True))
-            return {key: t for key, t in pairs if t is not None}
-
-        found = self.gathered(decompose)
-        basis = Basis(*(tuple(found.get(f"{name}/{side}") for name in names) for side in "QP"))
-        rest = None if G.rest is None else G.rest.renewed()
-        return replace(G, basis=basis, scales=basis.carried(G.scales, G.basis), rest=rest)
-
-    def own(self, blocks: Sequence[Block]) -> list[int]:
+    def share(self, blocks: Sequence[Block]) -> list[int]:
         """The layers that this process inverts."""
         return [b for b, rank in enumerate(shares(blocks, self.size)) if rank == self.rank]
 
@@ -244,22 +229,26 @@ class Divided(Solver):
         return self.solver.by_layer
 
     def init(self, G: Operator, damping: float = 0.0, warm: Tensors | None = None) -> Inverse:
-        if not isinstance(G, KroneckerOperator) or not self.by_layer:
-            return self.solver.init(G, damping, warm)
-        rest = None if G.rest is None else G.rest.inverse(damping)
-        own, made = self.world.own(G.blocks), list[Inverse]()
+        def invert(share: Operator) -> Inverse:
+            return self.solver.init(share, damping, warm)
 
-        def invert() -> Tensors:
-            left, right = tuple(G.left[b] for b in own), tuple(G.right[b] for b in own)
-            share = replace(G, blocks=tuple(G.blocks[b] for b in own), left=left, right=right, rest=None)
-            made.extend([self.solver.init(share, damping, warm)] if own else [])
-            return made[0].tensors() if made else {}
+        return G.shared_inverse(invert, self.world, damping) if self.by_layer else invert(G)
 
-        inverse = G.layers_from(self.world.gathered(invert), rest)
-        assert inverse is not None
-        for share in made:  # on a GPU it may turn out later that a factor of its own could not be inverted
-            inverse.inherit(share)
-        return inverse
+    @property
+    def whole(self) -> Solver:
+        return self.solver
+
+    @property
+    def damps_factors(self) -> bool:
+        return self.solver.damps_factors
+
+    @property
+    def iterative(self) -> bool:
+        return self.solver.iterative
+
+    @property
+    def damping_note(self) -> str:
+        return self.solver.damping_note
 
     def renewed(self, G: Operator) -> Operator:
         return self.world.renewed(G)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.fused import copy_
 from natgrad.accelerate.replay import capturing
 from natgrad.geometry import Covector
 from natgrad.optim.preconditioner import Solves
@@ -35,7 +36,7 @@ class _Recording:
     graph: torch.cuda.CUDAGraph
     gradients: list[Tensor]  # where the recorded kernels read them
     rates: list[Tensor]
-    found: Tensor | None  # the guard's flag
+    found: Tensor | None  # the value of the flag
     step: Step
     inverse: Inverse  # held, so that no other can lie where it lay
 
@@ -48,7 +49,7 @@ class Graphed:
     """
 
     def __init__(self, opt: NaturalGradient) -> None:
-        device = opt.keeper.model.example.device
+        device = opt.tracker.model.example.device
         self._device = device
         self._possible = device.type == "cuda" and opt.rule.capturable
         self._key: object = None
@@ -97,16 +98,16 @@ class Graphed:
     def _replay(self, opt: NaturalGradient, recording: _Recording, gradients: list[Tensor]) -> Step:
         self._load(opt, recording, gradients)
         recording.graph.replay()
-        opt.moves.guard.adopt(recording.found)
+        opt.moves.flag.value = recording.found
         return recording.step
 
     def _state(self, opt: NaturalGradient) -> object:
         """What tells, in passing, that a recording still holds."""
         groups = [(group["momentum"], group["weight_decay"], group["damping"]) for group in opt.param_groups]
-        return groups, [p.data_ptr() for p in opt.keeper.model.params.values()]
+        return groups, [p.data_ptr() for p in opt.tracker.model.params.values()]
 
     def _load(self, opt: NaturalGradient, recording: _Recording, gradients: list[Tensor]) -> None:
-        torch._foreach_copy_(recording.gradients, gradients)
+        copy_(recording.gradients, gradients)
         rates = [float(group["lr"]) for group in opt.param_groups]
         if rates != self._rates:
             for rate, value in zip(recording.rates, rates, strict=True):
@@ -119,15 +120,14 @@ class Graphed:
         state = solve.opt.state
         places = tuple(
             (p.data_ptr(), state[p]["momentum"].data_ptr() if "momentum" in state.get(p, {}) else 0)
-            for p in solve.opt.keeper.model.params.values()
+            for p in solve.opt.tracker.model.params.values()
         )
         return groups, places, solve.damping, tuple(t.shape for t in ω.values())
 
     def _record(self, solve: Solves, ω: Covector) -> _Recording | None:
         assert solve.inverse is not None
         opt = solve.opt
-        own = solve.inverse.memory(ω)
-        gradients = [own[name] for name in ω]
+        gradients = [torch.empty_like(t) for t in ω.values()]
         rates = [torch.zeros((), device=self._device) for _ in opt.param_groups]
         moves, self._rates = opt.moves, []
         moves.recorded = rates
@@ -135,14 +135,14 @@ class Graphed:
         try:
             with capturing(graph, self._device):
                 step = opt.propose(solve, Covector(dict(zip(ω, gradients, strict=True))), None, None)
-                moves.guard.look(step.numbers)
+                moves.flag.look(step.numbers)
                 moves.apply(opt, step, solve.left(step))
-                found = moves.guard.found
+                found = moves.flag.value
         except RuntimeError as error:  # something in the step cannot be recorded: a structure, or a rule of the user
             _log.info("the step cannot be recorded as a CUDA graph (%s): it is made kernel by kernel", error)
             self._possible = False
             return None
         finally:
             moves.recorded = None
-            moves.guard.forget()
+            moves.flag.value = None
         return _Recording(graph, gradients, rates, found, moves.kept(opt, step), solve.inverse)

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from natgrad.accelerate.flags import Guard
+from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector
 from natgrad.isolation import random_stream
 from natgrad.model import Inputs, Model, unwrapped
 from natgrad.optim.checkpoint import Solved, check_plain, export, restore
 from natgrad.optim.distributed import world_of
 from natgrad.optim.graphed import Graphed
-from natgrad.optim.options import Options, check_arguments
 from natgrad.optim.preconditioner import Solves, hear
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
-from natgrad.optim.tracker import Keeper, Trial, load_compiler, watch
+from natgrad.optim.tracker import MetricTracker, Trial, load_compiler, watch
 from natgrad.optim.update import Moves, check_numbers, common_damping, complete
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, View, layers_of
+from natgrad.rules.base import Rule
 from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Look, Proposal, Step, StepRule
 from natgrad.step.rules import Fixed
-from natgrad.structures.base import Inverse
-from natgrad.structures.exact import Dense, Structure
+from natgrad.structures.base import Inverse, Structure
+from natgrad.structures.dense import Dense
 from natgrad.structures.refresh import Refresh
 
 _log = logging.getLogger("natgrad")
+_DENSE, _CHOLESKY, _FIXED = Dense(), Cholesky(), Fixed()
 
 
 @final
@@ -53,6 +53,11 @@ class NaturalGradient(torch.optim.Optimizer):
     ``opt.needs_closure``, by ``repr(opt)`` and by a message of the logger "natgrad" at construction: then
     ``opt.step(closure)``.
 
+    ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. ``rules``:
+    layer rules for modules of your own. ``output`` takes what the model returns to its output tensor. ``generator`` is
+    for sampled metrics; by default the optimizer has its own, so the random stream of the user does not move.
+    ``memory`` bounds, in bytes, what the structure may occupy.
+
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
     >>> opt = ng.NaturalGradient(model, ng.Fisher(ng.Categorical()), lr=0.5, damping=1e-2)
@@ -67,39 +72,41 @@ class NaturalGradient(torch.optim.Optimizer):
         self,
         model: nn.Module,
         metric: OutputMetric,
-        structure: Structure | None = None,
-        solver: Solver | None = None,
-        step: StepRule | None = None,
+        *,
+        structure: Structure = _DENSE,
+        solver: Solver = _CHOLESKY,
+        step: StepRule = _FIXED,
         lr: float = 1.0,
         damping: float = 1e-2,
-        **options: Unpack[Options],
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        groups: Iterable[dict[str, Any]] = (),
+        rules: Sequence[Rule] = (),
+        output: Callable[[Any], Tensor] | None = None,
+        generator: torch.Generator | None = None,
+        memory: int = MEMORY,
     ) -> None:
-        check_arguments(model, options)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        wrapped, wrapping = Model.of(model, output=options.get("output")), unwrapped(model)
+        wrapped, wrapping = Model.of(model, output=output), unwrapped(model)
         world = world_of(wrapping)
-        defaults = {
-            "lr": lr,
-            "damping": damping,
-            "momentum": options.get("momentum", 0.0),
-            "weight_decay": options.get("weight_decay", 0.0),
-        }
-        super().__init__(complete(wrapped, options.get("groups", ())), defaults)
+        defaults = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(complete(wrapped, groups), defaults)
         common_damping(self.param_groups)
-        structure = structure or Dense()
-        self.solver, self.rule = solver or Cholesky(), step or Fixed()
+        self.solver, self.rule = solver, step
         check_slots(
             metric=(metric, OutputMetric),
             structure=(structure, Structure),
             solver=(self.solver, Solver),
             step=(self.rule, StepRule),
         )
-        generator = options.get("generator") or _generator(wrapped.example.device, world.rank)
+        generator = generator or _generator(wrapped.example.device, world.rank)
         refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
-        blocks = layers_of(wrapped, options.get("rules", ()))
+        blocks = layers_of(wrapped, rules)
         on_gpu = wrapped.example.device.type == "cuda"
-        view = View(wrapped, metric, blocks, generator, options.get("memory", MEMORY), deferred=on_gpu)
-        self.keeper = Keeper(view, refresh, generator, wrapping, world)
+        view = View(wrapped, metric, blocks, generator, memory, deferred=on_gpu)
+        self.tracker = MetricTracker(view, refresh, generator, wrapping, world)
         self.solver = world.divided(self.solver)
         self.inverse: Inverse | None = None
         self.inverse_damping = damping
@@ -107,15 +114,15 @@ class NaturalGradient(torch.optim.Optimizer):
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
         self.warned = False  # of a factorisation that failed
         self.last: Step | None = None
-        self.moves, self._graphed = Moves(self, Guard()), Graphed(self)
+        self.moves, self._graphed = Moves(self, Flag()), Graphed(self)
         self._stream = torch.empty(0)  # the random stream before the closure was called
-        watch(self.keeper, self)
+        watch(self.tracker, self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim while the optimizer is made; after that the metric is over the parameters it has."""
-        if hasattr(self, "keeper"):
+        if hasattr(self, "tracker"):
             raise ValueError("the metric is over the parameters that were trainable at first: make a new optimizer")
         check_numbers({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -124,10 +131,10 @@ class NaturalGradient(torch.optim.Optimizer):
         raise TypeError("an optimizer is not copied: copy the model, make a new optimizer for it, and load_state_dict")
 
     def __repr__(self) -> str:
-        keeper = self.keeper
+        tracker = self.tracker
         first, rest = super().__repr__().split("\n", 1)
         closure = ", which evaluates the loss again: opt.step(closure)" if self.needs_closure else ""
-        slots = {"metric": keeper.metric, "structure": keeper.structure, "solver": self.solver, "step": self.rule}
+        slots = {"metric": tracker.metric, "structure": tracker.structure, "solver": self.solver, "step": self.rule}
         return "\n".join([first, *(f"{slot}: {value!r}" for slot, value in slots.items())]) + f"{closure}\n{rest}"
 
     @property
@@ -149,15 +156,21 @@ class NaturalGradient(torch.optim.Optimizer):
         >>> model(x).square().mean().backward()
         >>> opt.step()
         """
-        self.keeper.refresh(x, target)
+        self.tracker.refresh(x, target)
 
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
-        return plan(self)
+        return plan(self.tracker, solver=self.solver, rule=self.rule, groups=self.param_groups)
 
     def diagnostics(self) -> Diagnostics:
         """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
-        return diagnostics(self)
+        return diagnostics(
+            self.tracker,
+            solver=self.solver,
+            inverse_damping=self.inverse_damping,
+            inverted=self.tracker.inverted,
+            last=self.last,
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -165,70 +178,72 @@ class NaturalGradient(torch.optim.Optimizer):
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         hear(self)
-        self.moves.guard.report()
+        self.moves.flag.raise_pending()
         value = None
         try:
             if closure is not None:
-                self._stream = random_stream(self.keeper.model.example.device)
+                self._stream = random_stream(self.tracker.model.example.device)
                 with torch.enable_grad():
                     value = closure()
-            with self.keeper.located():
+            with self.tracker.checked():
                 self._step(closure, value)
         finally:
-            self.outdated |= self.keeper.absorbed  # in a step that failed: the average has changed all the same
-            self.keeper.discard()
+            self.outdated |= self.tracker.absorbed  # in a step that failed: the average has changed all the same
+            self.tracker.discard()
         return value
 
     def _step(self, closure: Callable[[], Any] | None, value: Any) -> None:
         if closure is None and self._replayed():
             return
-        ω = self.moves.differential(self.keeper.model.params)
-        if self.keeper.model.example.device.type != "cuda":  # there, what is in the gradient shows in the step
-            self.moves.guard.check(ω, "the gradient", self.keeper.step)
-        operator, refreshed = self.keeper.candidate()
-        self.keeper.wanted |= self.moves.waiting(operator.unseen)
+        ω = self.moves.differential(self.tracker.model.params)
+        if self.tracker.model.example.device.type != "cuda":  # there, what is in the gradient shows in the step
+            self.moves.flag.check(ω, "the gradient", self.tracker.step)
+        operator, refreshed = self.tracker.average_with_new()
+        self.tracker.pending_params |= self.moves.waiting(operator.unseen)
         damping = common_damping(self.param_groups)
         solve = Solves(self, operator, damping, refreshed)
         step = None if closure is not None or self.moves.resting else self._graphed.step(solve, ω)
         if step is None:
             step = self.propose(solve, ω, closure, value)
-            self.moves.guard.check(step.numbers, "the step", self.keeper.step)
+            self.moves.flag.check(step.numbers, "the step", self.tracker.step)
             self.moves.apply(self, step, solve.left(step))
         else:
-            self.moves.guard.send("the step", self.keeper.step)
+            self.moves.flag.send("the step", self.tracker.step)
         self._put(solve)
         for group in self.param_groups:
             group["damping"] = step.damping
-        self.keeper.commit(solve.operator, refreshed)
+        self.tracker.commit(solve.operator, refreshed)
         self.last = self.moves.kept(self, step).stamped()
 
     def _replayed(self) -> bool:
         """Most steps on a GPU: neither the metric nor its inverse is due, and all the rest has been recorded."""
-        keeper = self.keeper
-        if not self._graphed.recorded or keeper.renewed or keeper.due or keeper.inverse_due:
+        tracker = self.tracker
+        if not self._graphed.recorded or tracker.renewed or tracker.due or tracker.inverse_due:
             return False
         if self.solver.doubtful:
             return False
-        step = self._graphed.quick(self, [p.grad for p in keeper.model.params.values()])
-        if step is None or keeper.average is None:
+        step = self._graphed.quick(self, [p.grad for p in tracker.model.params.values()])
+        if step is None or tracker.average is None:
             return False
-        self.moves.guard.send("the step", keeper.step)
-        keeper.commit(keeper.average, False)
+        self.moves.flag.send("the step", tracker.step)
+        tracker.commit(tracker.average, False)
         self.last = step
         return True
 
     def propose(self, solve: Solves, ω: Covector, closure: Callable[[], Any] | None, value: Any) -> Step:
         """What the rule makes of the gradient. Nothing is changed."""
         look = Look(
-            step=self.keeper.step,
-            divergence=lambda δ: self.keeper.asked.divergence(self.moves.decayed(self) + δ),  # not proposal: a cycle
+            step=self.tracker.step,
+            divergence=lambda δ: self.tracker.batch_queries.divergence(
+                self.moves.decayed(self) + δ
+            ),  # not proposal: a cycle
             acceleration=solve.acceleration,
-            curvature=lambda vs, fraction: self.keeper.asked.curvature(vs, fraction),
+            curvature=lambda vs, fraction: self.tracker.batch_queries.curvature(vs, fraction),
             velocity=lambda: self.moves.velocity(self),
-            trial=None if closure is None else Trial(self.keeper, closure, value, self._stream),
+            trial=None if closure is None else Trial(self.tracker, closure, value, self._stream),
         )
         proposal = Proposal(
-            params={name: p.detach() for name, p in self.keeper.model.params.items()},
+            params={name: p.detach() for name, p in self.tracker.model.params.items()},
             decay=lambda: self.moves.decayed(self),
             differential=ω,
             operator=solve.operator,
@@ -242,17 +257,17 @@ class NaturalGradient(torch.optim.Optimizer):
         """The inverse of this step is that of the next ones; a recorded step finds it where the last one was."""
         if self._graphed.recorded and self.inverse is not None and solve.inverse is not None:
             solve.inverse = self.inverse.overwritten(solve.inverse)
-        if solve.inverted != self.keeper.inverted or self.inverse is None:
-            self.inverted_before = None if self.inverse is None else self.keeper.inverted
+        if solve.inverted != self.tracker.inverted or self.inverse is None:
+            self.inverted_before = None if self.inverse is None else self.tracker.inverted
         self.inverse, self.inverse_damping, self.outdated = solve.inverse, solve.damping, solve.outdated
-        self.keeper.inverted = solve.inverted
+        self.tracker.inverted = solve.inverted
 
     def state_dict(self) -> dict[str, Any]:
         """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
         state = super().state_dict()
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
         state["state"] = _copied(state["state"])
-        own = export(self.keeper, self.solver, Solved(self.inverse, self.inverse_damping, self.outdated))
+        own = export(self.tracker, self.solver, Solved(self.inverse, self.inverse_damping, self.outdated))
         state["natgrad"] = own | {
             what: {k: t.clone() for k, t in own[what].items()} for what in ("operator", "inverse")
         }
@@ -266,12 +281,12 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
-        restored = restore(state_dict["natgrad"], self.keeper, self.solver)
-        check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.keeper.model.params.items()})
+        restored = restore(state_dict["natgrad"], self.tracker, self.solver)
+        check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.tracker.model.params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})
-        restored.put(self.keeper)
+        restored.put(self.tracker)
         solved = restored.solved
         self.inverse, self.inverse_damping, self.outdated = solved.inverse, solved.damping, solved.outdated
         self._graphed.forget()

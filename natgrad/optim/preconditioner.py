@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.fused import add_
 from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
 from natgrad.optim.update import common_damping
@@ -34,7 +35,7 @@ class Solves:
         self.inverse, self.damping = copy.copy(opt.inverse), opt.inverse_damping
         self.outdated = opt.outdated or refreshed or opt.inverse_damping != damping
         self._way: Along | Ahead | None = None  # the last move that was asked for
-        self.inverted = opt.keeper.inverted
+        self.inverted = opt.tracker.inverted
         if self._due(damping):
             self.operator = self._renewed(operator)
 
@@ -44,7 +45,7 @@ class Solves:
 
     def sharp(self, ω: Covector, damping: float) -> Vector:
         """(G + λ)⁻¹ω, in the precision of the metric: under autocast, too."""
-        with unrounded(self.opt.keeper.model.example.device):
+        with unrounded(self.opt.tracker.model.example.device):
             if self._due(damping):
                 self._invert(damping)
             assert self.inverse is not None
@@ -65,7 +66,7 @@ class Solves:
             pairs = zip(group.names, group.params, strict=True)
             begun = {name: state[p]["momentum"] for name, p in pairs if "momentum" in state.get(p, {})} if μ else {}
             if begun:
-                torch._foreach_add_([v[name] for name in begun], list(begun.values()), alpha=μ)
+                add_([v[name] for name in begun], list(begun.values()), alpha=μ)
         self._way = way = Along(v, self.rates())
         return way
 
@@ -82,7 +83,7 @@ class Solves:
         Not in double precision, as ``shrink`` is in single, and not in float16, where μm + v may be beyond its range
         though v is not: the sum must be looked at before it is used.
         """
-        moves, params, state = self.opt.moves, self.opt.keeper.model.params, self.opt.state
+        moves, params, state = self.opt.moves, self.opt.tracker.model.params, self.opt.state
         if moves.resting:
             return None
         persistence = {name: group.options["momentum"] for group in moves.groups(self.opt) for name in group.names}
@@ -111,8 +112,8 @@ class Solves:
         """−(G + λ)⁻¹Γ♭(δ, δ)."""
         assert self.inverse is not None
         # A copy: the next gradient is like the last one, and must not be solved from here.
-        bent = self.opt.keeper.asked.christoffel(δ)
-        with unrounded(self.opt.keeper.model.example.device):
+        bent = self.opt.tracker.batch_queries.christoffel(δ)
+        with unrounded(self.opt.tracker.model.example.device):
             v = self.opt.solver.sharp(copy.copy(self.inverse), bent)
         return -self.opt.moves.at_rest(v)
 
@@ -127,11 +128,11 @@ class Solves:
         changed = self.outdated or self.damping != damping
         if self.opt.solver.doubtful:
             return True
-        return changed and (self.opt.keeper.structure.inverse == 1 or self.opt.keeper.inverse_due)
+        return changed and (self.opt.tracker.structure.inverse == 1 or self.opt.tracker.inverse_due)
 
     def _renewed(self, operator: Operator) -> Operator:
         try:
-            with unrounded(self.opt.keeper.model.example.device):
+            with unrounded(self.opt.tracker.model.example.device):
                 return self.opt.solver.renewed(operator)
         except FactorisationError as error:
             if self.inverse is None:  # there is nothing to go on with
@@ -146,7 +147,7 @@ class Solves:
         try:
             G = self.operator
             self.inverse = solver.init(G, damping) if last is None else solver.again(last, G, damping)
-            self.inverted = self.opt.keeper.step
+            self.inverted = self.opt.tracker.step
         except FactorisationError as error:
             if self.inverse is None:
                 raise
@@ -177,20 +178,20 @@ def hear(opt: NaturalGradient) -> None:
     if why is None:
         return
     if opt.inverted_before is None:
-        if opt.keeper.world.size > 1:
+        if opt.tracker.world.size > 1:
             return  # its NaN are everybody's: all processes raise, and none alone
         raise SingularMetricError(why)  # made here: an error in a variable of its traceback would hold the optimizer
-    opt.keeper.inverted = opt.inverted_before
+    opt.tracker.inverted = opt.inverted_before
     say_once(opt, why)
 
 
 def _mended(opt: NaturalGradient, inverse: Inverse) -> str | None:
     """Why the inverse could not be mended; None where it was. Processes that share their inverses would differ."""
-    G = opt.keeper.average
-    if opt.keeper.world.size > 1 or G is None:
+    G = opt.tracker.average
+    if opt.tracker.world.size > 1 or G is None:
         return NOT_POSITIVE
     try:
-        with unrounded(opt.keeper.model.example.device):
+        with unrounded(opt.tracker.model.example.device):
             G.mend(inverse, opt.inverse_damping)
     except FactorisationError as error:
         return str(error)

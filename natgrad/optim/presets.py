@@ -2,69 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
+from natgrad.accelerate.devices import prefers_newton
 from natgrad.accelerate.inverses import Newton
 from natgrad.kernels.sobolev import Lengthscale, Median
 from natgrad.optim.optimizer import NaturalGradient
-from natgrad.optim.options import Options
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
+from natgrad.pullback.pullback import MEMORY
+from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Factored, Solver
 from natgrad.step.base import StepRule
 from natgrad.step.self_tuned import KLClip, SelfTuned
+from natgrad.structures.base import Structure
+from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.eigen_kronecker import EigenKronecker
-from natgrad.structures.exact import Diagonal, Structure
 from natgrad.structures.kronecker import Kronecker
 from natgrad.structures.refresh import Refresh
 
-
-class Preset(Options, total=False):
-    """The options of ``NaturalGradient``, and those of K-FAC.
-
-    The metric is estimated every ``metric_every`` steps (10; with ``SelfTuned`` 2), averaged with ``decay`` (0.95), and
-    inverted every ``inverse_every`` (100; with ``SelfTuned`` 5); on a GPU by ``Newton`` where the last inverse is near
-    enough. ``step``: ``KLClip()`` unless another rule is given. The others are those of ``Kronecker``.
-    """
-
-    metric_every: int
-    inverse_every: int
-    decay: float
-    step: StepRule
-    solver: Solver
-    sharing: Literal["expand", "reduce"]
-    fallback: Structure
-    strict: bool
-
-
-class SobolevPreset(Preset, total=False):
-    """The options of ``KFAC``, and those of ``Sobolev``: the kernel that compares the inputs of a batch."""
-
-    nu: float
-    lengthscale: float | Tensor | Lengthscale
-    jitter: float
-    features: Callable[..., Tensor]
+_DIAGONAL, _CHOLESKY, _CLIP, _QUARTER = Diagonal(), Cholesky(), KLClip(), Median(divisor=4.0)
 
 
 def KFAC(
-    model: nn.Module, metric: OutputMetric, lr: float = 0.1, damping: float = 1e-2, **options: Unpack[Preset]
+    model: nn.Module,
+    metric: OutputMetric,
+    *,
+    lr: float = 0.1,
+    damping: float = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    metric_every: int | None = None,
+    inverse_every: int | None = None,
+    decay: float = 0.95,
+    step: StepRule = _CLIP,
+    solver: Solver | None = None,
+    sharing: Literal["expand", "reduce"] = "expand",
+    fallback: Structure = _DIAGONAL,
+    strict: bool = False,
+    groups: Iterable[dict[str, Any]] = (),
+    rules: Sequence[Rule] = (),
+    output: Callable[[Any], Tensor] | None = None,
+    generator: torch.Generator | None = None,
+    memory: int = MEMORY,
 ) -> NaturalGradient:
-    """K-FAC (Martens and Grosse 2015; paper 003): θ ← θ − lr·m, m ← μm + (S + √λ/π)⁻¹ ∇ (A + π√λ)⁻¹, every layer.
+    """K-FAC (Martens and Grosse 2015): θ ← θ − lr·m, m ← μm + (S + √λ/π)⁻¹ ∇ (A + π√λ)⁻¹ in every layer.
 
-    A drop-in optimizer for any model and any metric on its outputs. Momentum (0.9) is kept in the space of vectors,
-    weight decay is decoupled, steps are clipped in KL. ``opt.plan()`` says what becomes of every parameter;
-    ``step=ng.SelfTuned()`` chooses learning rate, momentum and damping by itself and needs ``opt.step(closure)``.
+    A drop-in optimizer for any model and any metric on its outputs. The metric is estimated every ``metric_every``
+    steps (default 10; 2 with ``SelfTuned``), enters a moving average with ``decay``, and is inverted every
+    ``inverse_every`` steps (default 100; 5 with ``SelfTuned``). The default ``solver`` is ``Factored()``; on a GPU it
+    refreshes inverses by Newton's iteration where the last one is near enough. ``opt.plan()`` says what becomes of
+    every parameter. ``step=ng.SelfTuned()`` chooses learning rate, momentum and damping by itself and needs
+    ``opt.step(closure)``.
+
+    ``sharing``, ``fallback`` and ``strict`` are those of ``Kronecker``; parameters that no layer rule covers have the
+    structure ``fallback``. The other arguments are those of ``NaturalGradient``.
 
     G is a mean over the examples. For a loss that is a mean over tokens give ``Fisher(family, reduction="mean")``: by
     default the terms of an example are summed, S is larger by their number, and the steps are too short.
 
-    All forward passes with gradients between two steps are seen by the metric, as with gradient accumulation: call the
-    model under ``torch.no_grad()`` to evaluate it. What no layer rule covers falls back to ``fallback``.
+    The metric sees all forward passes with gradients between two steps, so gradient accumulation works. Call the model
+    under ``torch.no_grad()`` to evaluate it.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -75,44 +77,118 @@ def KFAC(
     ...     nn.functional.cross_entropy(model(x), t).backward()
     ...     opt.step()
     """
-    return _preset(Kronecker, Factored(_newton(model)), model, metric, lr, damping, options)
+    return NaturalGradient(
+        model,
+        metric,
+        structure=_schedule(Kronecker(sharing, fallback, strict), step, metric_every, inverse_every, decay),
+        solver=Factored(_newton(model)) if solver is None else solver,
+        step=step,
+        lr=lr,
+        damping=damping,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        groups=groups,
+        rules=rules,
+        output=output,
+        generator=generator,
+        memory=memory,
+    )
 
 
 def EKFAC(
-    model: nn.Module, metric: OutputMetric, lr: float = 0.1, damping: float = 1e-2, **options: Unpack[Preset]
+    model: nn.Module,
+    metric: OutputMetric,
+    *,
+    lr: float = 0.1,
+    damping: float = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    metric_every: int | None = None,
+    inverse_every: int | None = None,
+    decay: float = 0.95,
+    step: StepRule = _CLIP,
+    solver: Solver = _CHOLESKY,
+    sharing: Literal["expand", "reduce"] = "expand",
+    fallback: Structure = _DIAGONAL,
+    strict: bool = False,
+    groups: Iterable[dict[str, Any]] = (),
+    rules: Sequence[Rule] = (),
+    output: Callable[[Any], Tensor] | None = None,
+    generator: torch.Generator | None = None,
+    memory: int = MEMORY,
 ) -> NaturalGradient:
     """EK-FAC (George et al. 2018): as ``KFAC``, scaled by second moments in the eigenbasis of the factors.
 
-    The damping is exact, (G + λ)⁻¹; eigenvectors are computed where ``KFAC`` inverts.
+    The damping is exact, (G + λ)⁻¹. Eigenvectors are computed where ``KFAC`` inverts. The arguments are those of
+    ``KFAC``.
 
-    With gradient accumulation the first step is not that of the joint batch: its second moments are measured in the
-    eigenbasis of the first micro-batch. Later ones are in that of all examples seen. ``opt.refresh(x)`` with the joint
-    batch, before the first step, makes it exact.
+    With gradient accumulation the first step differs from that of the joint batch: its second moments are measured in
+    the eigenbasis of the first micro-batch, later ones in that of all examples so far. To make the first step exact,
+    call ``opt.refresh(x)`` with the joint batch before it.
     """
-    return _preset(EigenKronecker, Cholesky(), model, metric, lr, damping, options)
+    return NaturalGradient(
+        model,
+        metric,
+        structure=_schedule(EigenKronecker(sharing, fallback, strict), step, metric_every, inverse_every, decay),
+        solver=solver,
+        step=step,
+        lr=lr,
+        damping=damping,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        groups=groups,
+        rules=rules,
+        output=output,
+        generator=generator,
+        memory=memory,
+    )
 
 
 def SobolevKFAC(
-    model: nn.Module, metric: OutputMetric, lr: float = 0.1, damping: float = 1e-2, **options: Unpack[SobolevPreset]
+    model: nn.Module,
+    metric: OutputMetric,
+    *,
+    nu: float = 1.5,
+    lengthscale: float | Tensor | Lengthscale = _QUARTER,
+    jitter: float = 1e-6,
+    features: Callable[..., Tensor] | None = None,
+    lr: float = 0.1,
+    damping: float = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    metric_every: int | None = None,
+    inverse_every: int | None = None,
+    decay: float = 0.95,
+    step: StepRule = _CLIP,
+    solver: Solver | None = None,
+    sharing: Literal["expand", "reduce"] = "expand",
+    fallback: Structure = _DIAGONAL,
+    strict: bool = False,
+    groups: Iterable[dict[str, Any]] = (),
+    rules: Sequence[Rule] = (),
+    output: Callable[[Any], Tensor] | None = None,
+    generator: torch.Generator | None = None,
+    memory: int = MEMORY,
 ) -> NaturalGradient:
-    """Sobolev K-FAC (000 (24)–(25), ERRATA 8–14): ``KFAC`` with the metric of functions ``Sobolev(metric, …)``.
+    """Sobolev K-FAC (Bai, Rosenberg and Xu 2022): ``KFAC`` with the metric of functions ``Sobolev(metric, …)``.
 
     A = Σ_nm C_nm a_n a_mᵀ/(N R), S = κ Σ_nm C_nm g_n g_mᵀ/N with C = K⁻¹, K the Sobolev kernel of the inputs of the
     batch, and κ the scale that gives A ⊗ S the trace of its block as far as K-FAC has it (in large layers estimated,
     from random signs that stay the same). Where K = 1 (ℓ small beside all distances, or a batch of one) every step is
-    that of ``KFAC``. A sampled metric shares its samples (ERRATA 10).
+    that of ``KFAC``. A sampled metric shares its samples between the examples.
 
-    ``lengthscale``: a number, or a rule that adapts as it is measured on every batch: ``Median(divisor=4)`` (the
-    default; about what the paper has, ERRATA 14), or ``Alike(0.1)``, which keeps the mean of the kernel. ``features``
-    is called as the model is, for inputs that are no points (tokens) or say little. ``nu``, ``jitter``: as ``Sobolev``.
+    ``lengthscale``: a number, or a rule that is measured on every batch: ``Median(divisor=4)`` (the default), or
+    ``Alike(0.1)``, which fixes the mean of the kernel. ``features`` is called as the model is, for inputs that are no
+    points (tokens) or say little. ``nu`` and ``jitter`` are those of ``Sobolev``, the other arguments those of
+    ``KFAC``.
 
     Smooth changes of the function cost less than in K-FAC, down to 1/λ_max(K), and λ_max(K) is up to N: undamped and
-    over-parametrised, outputs move by −lr·K e, which descends for lr < 2/λ_max(K). The clip of ``KLClip``, which bounds
-    the length of a step in its own metric, is what makes the learning rate of K-FAC safe here; with ``step=Fixed()``
-    divide it by λ_max(K) yourself, which is at most the largest row sum of ``Sobolev(…).gram(x, n)``.
+    over-parametrised, outputs move by −lr·K e, which descends for lr < 2/λ_max(K). ``KLClip`` bounds the length of a
+    step in its own metric; this is what makes the learning rate of K-FAC safe here. With ``step=Fixed()`` divide it by
+    λ_max(K) yourself, which is at most the largest row sum of ``Sobolev(…).gram(x, n)``.
 
     Micro-batches of gradient accumulation, and the batches of several processes, are coupled each by itself, and
-    averaged as those of ``KFAC`` are. Examples that are equal count as one (ERRATA 13).
+    averaged as those of ``KFAC`` are. Equal examples count as one.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -123,43 +199,43 @@ def SobolevKFAC(
     ...     (model(x) - x.sin().sum(1, keepdim=True)).square().mean().backward()
     ...     opt.step()
     """
-    _known(options, SobolevPreset.__annotations__)
-    given: Any = {"lengthscale": Median(divisor=4.0), **options}
-    own = {name: given.pop(name) for name in ("nu", "lengthscale", "jitter", "features") if name in given}
-    return _preset(Kronecker, Factored(_newton(model)), model, Sobolev(metric, **own), lr, damping, given)
+    return KFAC(
+        model,
+        Sobolev(metric, nu=nu, lengthscale=lengthscale, jitter=jitter, features=features),
+        lr=lr,
+        damping=damping,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        metric_every=metric_every,
+        inverse_every=inverse_every,
+        decay=decay,
+        step=step,
+        solver=solver,
+        sharing=sharing,
+        fallback=fallback,
+        strict=strict,
+        groups=groups,
+        rules=rules,
+        output=output,
+        generator=generator,
+        memory=memory,
+    )
 
 
 def _newton(model: nn.Module) -> Newton | None:
-    """On a GPU and in single precision a few products take the place of a factorisation; elsewhere it is exact."""
-    p = next(model.parameters(), None) if isinstance(model, nn.Module) else None  # refused below
-    return Newton() if p is not None and p.device.type == "cuda" and p.dtype != torch.float64 else None
+    """Newton's iteration for the inverses, where matrix products are much faster than factorisations."""
+    p = next(model.parameters(), None) if isinstance(model, nn.Module) else None  # NaturalGradient refuses the rest
+    return Newton() if p is not None and prefers_newton(p) else None
 
 
-def _preset(
-    kind: type[Kronecker] | type[EigenKronecker],
-    solver: Solver,
-    model: nn.Module,
-    metric: OutputMetric,
-    lr: float,
-    damping: float,
-    options: Preset,
-) -> NaturalGradient:
-    _known(options, Preset.__annotations__)
-    given: dict[str, Any] = dict(options)
-    structure = kind(given.pop("sharing", "expand"), given.pop("fallback", Diagonal()), given.pop("strict", False))
-    solver, step = given.pop("solver", solver), given.pop("step", None) or KLClip()
-    # Steps that are as long as the metric of the batch allows need a metric, and an inverse, that are new.
+def _schedule(
+    structure: Structure, step: StepRule, metric_every: int | None, inverse_every: int | None, decay: float
+) -> Refresh:
+    # Steps that are as long as the metric of the batch allows need a recent metric and a recent inverse.
     often = (2, 5) if isinstance(step, SelfTuned) else (10, 100)
-    every, inverse = given.pop("metric_every", often[0]), given.pop("inverse_every", often[1])
+    every = often[0] if metric_every is None else metric_every
+    inverse = often[1] if inverse_every is None else inverse_every
     for name, count in (("metric_every", every), ("inverse_every", inverse)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1 step, got {count}")
-    schedule = Refresh(structure, every, given.pop("decay", 0.95), inverse)
-    given = {"momentum": 0.9, **given}
-    return NaturalGradient(model, metric, schedule, solver, step, lr, damping, **given)
-
-
-def _known(options: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuse options that there are not."""
-    if unknown := sorted(set(options) - set(names)):
-        raise TypeError(f"K-FAC has no option {', '.join(unknown)}: it has {', '.join(names)}")
+    return Refresh(structure, every, decay, inverse)

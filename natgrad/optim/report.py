@@ -3,118 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, final
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.inverses import Factor, diagonal, full
+from natgrad.accelerate.inverses import balance
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
+from natgrad.optim.tracker import MetricTracker
 from natgrad.pullback.layer import Block
-from natgrad.solve.cg import CG
-from natgrad.solve.solvers import Factored, Pinv, Solver
-from natgrad.structures.eigen_kronecker import EigenKronecker, EigenKroneckerOperator
-from natgrad.structures.exact import BlockDense, Dense, Diagonal, Implicit, Structure
-from natgrad.structures.kronecker import Kronecker, KroneckerOperator, balance
-from natgrad.structures.low_rank import LowRank
+from natgrad.solve.solvers import Solver
+from natgrad.step.base import Step, StepRule
+from natgrad.structures.base import Cost, LayerSpectrum, Structure
 from natgrad.structures.refresh import Refresh
-
-if TYPE_CHECKING:
-    from natgrad.optim.optimizer import NaturalGradient
-
-
-# What the metric of a layer costs, in numbers kept and operations, as far as its shape tells.
-#
-# Counts are of multiplications and additions, leading terms only. A Cholesky decomposition of d rows takes d³/3 and the
-# inverse from it 2d³/3; eigenvalues with eigenvectors take about 9d³ (Golub and Van Loan, section 8.3); a symmetric
-# product Σ a aᵀ takes d² a term.
-
-
-EIGENVECTORS = 9  # times d³
-
-
-@final
-@dataclass(frozen=True)
-class Cost:
-    """``kept``: how many numbers the metric and its inverse are. ``invert``, ``solve``: operations of one inverse and
-    of one product with it; ``position``: of the estimate, a position of an example and a column of the root.
-
-    ``factors``: shapes of what is kept of the metric by letter, [c d d], or [c d] for a diagonal.
-    """
-
-    kept: int
-    invert: int
-    solve: int
-    position: int
-    factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-def layer_cost(structure: Structure, block: Block, solver: Solver, damped: bool) -> Cost | None:
-    """Of one layer in a structure that keeps layers apart; None for others, and for those this page does not know."""
-    match structure:
-        case Kronecker() | EigenKronecker() if block.rule is not None:
-            return _product(structure, block, isinstance(solver, Factored) or not damped)
-        case Kronecker() | EigenKronecker():
-            return whole_cost(structure.fallback, [block], solver)
-    return None
-
-
-def whole_cost(structure: Structure, blocks: Sequence[Block], solver: Solver) -> Cost | None:
-    """Of all parameters together, in a structure that does not keep layers apart."""
-    size = sum(block.size for block in blocks)
-    match structure:
-        case Diagonal():
-            return Cost(2 * size, size, size, size, {"G": (1, size)})
-        case BlockDense():  # a module's layers together
-            sizes: Counter[str] = Counter()
-            for block in blocks:
-                sizes[block.names[0].rpartition(".")[0]] += block.size
-            return _sum([_dense(own) for own in sizes.values()])
-        case Dense() if isinstance(solver, CG):
-            return Cost(size**2, 0, 2 * size**2, size**2, {"G": (1, size, size)})
-        case Dense():
-            return _dense(size)
-        case LowRank(rank=rank):
-            return Cost((rank + 1) * size, rank**2 * size, 4 * rank * size, size, {"U": (1, size, rank)})
-    return None
-
-
-def _dense(p: int) -> Cost:
-    return Cost(2 * p**2, p**3 // 3, 2 * p**2, p**2, {"G": (1, p, p)})
-
-
-def _sum(costs: Sequence[Cost]) -> Cost:
-    """All of them; what is kept is known by its shape where there is one."""
-    if len(costs) == 1:
-        return costs[0]
-    numbers = [(cost.kept, cost.invert, cost.solve, cost.position) for cost in costs]
-    return Cost(*(sum(column) for column in zip(*numbers, strict=True)))
-
-
-def _product(structure: Kronecker | EigenKronecker, block: Block, by_product: bool) -> Cost:
-    """S ⊗ A: inverted as a product, or through eigenvectors."""
-    c, o, i = block.shape
-    left, right = structure.shapes(block)
-    sides = [(shape, d) for shape, d in ((left, o), (right, i))]
-    factors = sum(math.prod(shape) for shape, _ in sides)
-    cubes = sum(c * d**3 for shape, d in sides if len(shape) == 3)
-    # One product with each side: a full factor takes 2d a number of W, a diagonal one takes 1.
-    products = sum(block.size * (2 * d if len(shape) == 3 else 1) for shape, d in sides)
-    squares = sum(math.prod(shape) for shape, _ in sides)
-    shapes = {"S": left, "A": right}
-    rotations = sum(math.prod(shape) for shape, _ in sides if len(shape) == 3)
-    match structure:
-        case EigenKronecker():
-            kept = factors + rotations + 2 * block.size
-            rotate = 2 * rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
-            return Cost(kept, EIGENVECTORS * cubes, 2 * products, squares + rotate, {**shapes, "D": block.shape})
-        case Kronecker() if by_product:
-            return Cost(2 * factors, cubes, products, squares, shapes)
-    return Cost(factors + rotations + block.size, EIGENVECTORS * cubes, 2 * products, squares, shapes)
 
 
 @final
@@ -174,12 +78,12 @@ class Plan:
         """All there is to add up; None where a part of it depends on the batch."""
         if self.together is not None:
             return (self.together,)
-        found = tuple(row.cost for row in self.rows if row.cost is not None)
-        return found if len(found) == len(self.rows) else None
+        costs = tuple(row.cost for row in self.rows if row.cost is not None)
+        return costs if len(costs) == len(self.rows) else None
 
     @property
     def bytes(self) -> int | None:
-        return None if self.costs is None else self.element * sum(cost.kept for cost in self.costs)
+        return None if self.costs is None else self.element * sum(cost.numbers for cost in self.costs)
 
     @property
     def flops(self) -> float | None:
@@ -214,12 +118,14 @@ class Plan:
         if row.cost is None:
             return (*front, "", "", "", "", "")
         counts = (f"{count:.1e}" for count in (row.cost.invert, row.cost.solve, row.cost.position))
-        kept = ", ".join(f"{letter} {_shape(of)}" for letter, of in row.factors.items())
-        return (*front, kept, f"{self.element * row.cost.kept:,}", *counts)
+        factors = ", ".join(f"{letter} {_shape(of)}" for letter, of in row.factors.items())
+        return (*front, factors, f"{self.element * row.cost.numbers:,}", *counts)
 
 
-def plan(opt: NaturalGradient) -> Plan:
+def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> Plan:
     """The plan of an optimizer: nothing is run, and nothing changes. After a step it knows what the pass has shown.
+
+    ``groups``: the parameter groups, with their numbers.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
@@ -229,104 +135,85 @@ def plan(opt: NaturalGradient) -> Plan:
     >>> found.bytes  # 2 (20² + 65² + 10² + 21²) numbers of 4 bytes
     41328
     """
-    schedule, blocks = opt.keeper.structure, _blocks(opt)
-    damped = float(opt.param_groups[0]["damping"]) > 0
-    rows = tuple(_row(opt, block, damped) for block in blocks)
-    together = whole_cost(schedule.structure, blocks, opt.solver)
-    dtype = torch.promote_types(opt.keeper.model.example.dtype, torch.float32)
-    found = Plan(rows, together, schedule, dtype.itemsize, ())
-    notes = (_schedule(opt), _damping(opt), _movement(opt), *_exceptions(opt, found))
-    return Plan(rows, together, schedule, dtype.itemsize, notes)
+    schedule, blocks = tracker.structure, _blocks(tracker)
+    damping = float(groups[0]["damping"])
+    rows = tuple(_row(schedule.structure, block, solver, damping > 0) for block in blocks)
+    together = schedule.structure.cost(blocks, iterative=solver.iterative)
+    dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
+    result = Plan(rows, together, schedule, dtype.itemsize, ())
+    notes = (_schedule(tracker), _damping(solver, damping), _movement(rule, groups), *_exceptions(tracker, result))
+    return replace(result, notes=notes)
 
 
-def _blocks(opt: NaturalGradient) -> list[Block]:
+def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
-    blocks, G = opt.keeper.view.blocks, opt.keeper.average
-    if not isinstance(G, KroneckerOperator | EigenKroneckerOperator):
+    blocks, G = tracker.view.blocks, tracker.average
+    if G is None or not tracker.structure.structure.covers_by_rule:
         return blocks
-    seen = {name for block in G.blocks for name in block.names}
-    found = [*G.blocks, *(left for block in blocks for left in _left(block, seen))]
-    order = {name: at for at, name in enumerate(opt.keeper.model.params)}
-    return sorted(found, key=lambda block: order[block.names[0]])
+    covered = {name for block in G.layers for name in block.names}
+    layers = [*G.layers, *(left for block in blocks for left in _left(block, covered))]
+    order = {name: at for at, name in enumerate(tracker.model.params)}
+    return sorted(layers, key=lambda block: order[block.names[0]])
 
 
-def _left(block: Block, seen: Collection[str]) -> list[Block]:
-    """What is left of a block without the parameters that were seen by a rule."""
+def _left(block: Block, covered: Collection[str]) -> list[Block]:
+    """What is left of a block without the parameters that a rule covers."""
     bare = block.without_rule()
-    pairs = [pair for pair in zip(bare.names, bare.places, strict=True) if pair[0] not in seen]
+    pairs = [pair for pair in zip(bare.names, bare.places, strict=True) if pair[0] not in covered]
     if not pairs:
         return []
     names, places = zip(*pairs, strict=True)
     return [replace(bare, names=names, places=places, shape=(1, sum(place.shape.numel() for place in places), 1))]
 
 
-def _row(opt: NaturalGradient, block: Block, damped: bool) -> Row:
-    structure = opt.keeper.structure.structure
-    name = type(structure).__name__
-    if block.rule is None and isinstance(structure, Kronecker | EigenKronecker):
-        fallback = f"{type(structure.fallback).__name__} (fallback)"
-        name = "refused (strict=True)" if structure.strict else fallback
+def _row(structure: Structure, block: Block, solver: Solver, damped: bool) -> Row:
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
-    return Row(block.names, rule, name, block.shape, layer_cost(structure, block, opt.solver, damped))
+    exact = damped and not solver.damps_factors
+    cost = structure.layer_cost(block, exact=exact, iterative=solver.iterative)
+    return Row(block.names, rule, structure.title(block), block.shape, cost)
 
 
-def _schedule(opt: NaturalGradient) -> str:
-    schedule, metric = opt.keeper.structure, opt.keeper.metric
+def _schedule(tracker: MetricTracker) -> str:
+    schedule, metric = tracker.structure, tracker.metric
     average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
     inverse = f"inverted every {schedule.inverse} steps" if schedule.inverse > 1 else "inverted when it has changed"
     return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {inverse}"
 
 
-def _damping(opt: NaturalGradient) -> str:
-    λ = float(opt.param_groups[0]["damping"])
-    identity = "1 the identity in the coordinates of the parameters"
-    match opt.solver:
-        case Factored():
-            how = f"factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1, {identity}"
-        case Pinv():
-            how = f"exact, (G + λ·1)⁺, {identity}"
-        case CG():
-            how = f"exact, G + λ·1 solved by conjugate gradients, {identity}"
-        case _:
-            how = f"exact, (G + λ·1)⁻¹, {identity}"
-    return f"damping: λ = {λ:g}, {how}"
+def _damping(solver: Solver, λ: float) -> str:
+    return f"damping: λ = {λ:g}, {solver.damping_note}, 1 the identity in the coordinates of the parameters"
 
 
-def _movement(opt: NaturalGradient) -> str:
-    groups = opt.param_groups
+def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> str:
     numbers = {key: ", ".join(dict.fromkeys(f"{g[key]:g}" for g in groups)) for key in ("lr", "momentum")}
     decay = ", ".join(dict.fromkeys(f"{g['weight_decay']:g}" for g in groups))
-    closure = ", which needs opt.step(closure)" if opt.needs_closure else ""
+    closure = ", which needs opt.step(closure)" if rule.needs_closure else ""
     return (
-        f"step: {opt.rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of vectors "
+        f"step: {rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of vectors "
         f"(m ← μm + v, v after the metric), weight decay {decay} (decoupled)"
     )
 
 
-def _exceptions(opt: NaturalGradient, found: Plan) -> list[str]:
-    structure, fresh = opt.keeper.structure.structure, opt.keeper.average is None
+def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
+    structure, fresh = tracker.structure.structure, tracker.average is None
     lines = []
-    if found.uncovered and not isinstance(structure, Implicit):
+    then = structure.uncovered()
+    if result.uncovered and then is not None:
         first = "the first pass may find them spread over the examples; if not, " if fresh else ""
-        then = "their rows come from torch.func, which is slow"
-        if isinstance(structure, Kronecker | EigenKronecker):
-            refused = (
-                f"strict=True refuses them in the first pass that uses them (strict=False: {structure.fallback!r})"
-            )
-            then = refused if structure.strict else f"{then}, and their metric is {structure.fallback!r}"
-            then = f"{then}: {_way_out(opt, found)}"
-        lines.append(f"no layer rule covers {', '.join(found.uncovered)}: {first}{then}")
-    if found.diagonals:
-        lines.append(f"only the diagonal is kept of {', '.join(found.diagonals)}")
-    if fresh and any(row.rule for row in found.rows):
+        if structure.covers_by_rule:
+            then = f"{then}: {_way_out(tracker, result)}"
+        lines.append(f"no layer rule covers {', '.join(result.uncovered)}: {first}{then}")
+    if result.diagonals:
+        lines.append(f"only the diagonal is kept of {', '.join(result.diagonals)}")
+    if fresh and any(row.rule for row in result.rows):
         lines.append("a weight that is used without its module's forward loses its rule when the first pass shows it")
     return lines
 
 
-def _way_out(opt: NaturalGradient, found: Plan) -> str:
+def _way_out(tracker: MetricTracker, result: Plan) -> str:
     """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
-    ruled = {name for block in opt.keeper.view.blocks if block.rule for name in block.names}
-    lost = [name for name in found.uncovered if name in ruled]
+    ruled = {name for block in tracker.view.blocks if block.rule for name in block.names}
+    lost = [name for name in result.uncovered if name in ruled]
     if not lost:
         return "pass rules=[…] with a rule for their module"
     return (
@@ -418,8 +305,12 @@ class Diagnostics:
         return "\n".join(lines)
 
 
-def diagnostics(opt: NaturalGradient) -> Diagnostics:
+def diagnostics(
+    tracker: MetricTracker, *, solver: Solver, inverse_damping: float, inverted: int, last: Step | None
+) -> Diagnostics:
     """Look at the metric and the last step. It waits for the device and computes eigenvalues: call it now and then.
+
+    ``inverse_damping`` and ``inverted``: the damping of the inverse that the last step used, and the step it is from.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
@@ -430,51 +321,36 @@ def diagnostics(opt: NaturalGradient) -> Diagnostics:
     >>> len(found.layers), found.metric_age, found.layers[1].factors["S"].condition  # S is the unit matrix
     (2, 0, 1.0)
     """
-    G, last = opt.keeper.average, opt.last
+    G = tracker.average
     if G is None or last is None:
         raise NatgradError(
             "there is nothing to diagnose before the first step: opt.plan() says what the optimizer is going to do"
         )
-    λ = opt.inverse_damping  # of the inverse that the last step was made with
+    λ = inverse_damping
     δ = last.displacement
     ω = G.flat(δ)
     with torch.no_grad():
-        if isinstance(G, KroneckerOperator | EigenKroneckerOperator):
-            factored = isinstance(opt.solver, Factored)
-            layers = [_layer(G, b, λ, factored, _norm(δ, ω, block.names)) for b, block in enumerate(G.blocks)]
-            known = {name for layer in layers for name in layer.names}
-        else:
-            layers, known = [], set()
-        others = [tuple(n for n in block.names if n not in known) for block in opt.keeper.view.blocks]
+        spectra = G.layer_spectra()
+        layers = [_layer(layer, λ, solver.damps_factors, _norm(δ, ω, layer.names)) for layer in spectra]
+        covered = {name for layer in layers for name in layer.names}
+        others = [tuple(n for n in block.names if n not in covered) for block in tracker.view.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
-    order = {name: at for at, name in enumerate(opt.keeper.model.params)}
+    order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
-    ages = (opt.keeper.step - 1 - opt.keeper.estimated, opt.keeper.step - 1 - opt.keeper.inverted)
+    ages = (tracker.step - 1 - tracker.estimated, tracker.step - 1 - inverted)
     return Diagnostics(tuple(ordered), last.damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
 
 
-def _layer(G: KroneckerOperator | EigenKroneckerOperator, b: int, λ: float, factored: bool, step: float) -> Health:
-    block: Block = G.blocks[b]
-    s, a = G.left[b].double(), G.right[b].double()
-    π = balance([a], [s])
-    values = {"S": _eigenvalues(s), "A": _eigenvalues(a)}
+def _layer(layer: LayerSpectrum, λ: float, factored: bool, step: float) -> Health:
+    π = balance([layer.diagonals["A"]], [layer.diagonals["S"]])
     shifts = {"S": λ**0.5 / π, "A": λ**0.5 * π}
-    sides = {key: _side(values[key], factor, shifts[key]) for key, factor in (("S", s), ("A", a))}
-    if isinstance(G, EigenKroneckerOperator):
-        spectrum = G.scales[b].double().clamp(min=0)
-    else:
-        spectrum = values["S"].clamp(min=0).unsqueeze(-1) * values["A"].clamp(min=0).unsqueeze(-2)
-    mean = float(spectrum.mean())
-    damped = sides["S"].damped * sides["A"].damped if factored else _condition(spectrum.flatten(1), λ)
-    return Health(block.names, step, sides, λ / (λ + mean) if λ > 0 else 0.0, damped)
+    sides = {key: _side(layer.factors[key], layer.diagonals[key], shifts[key]) for key in shifts}
+    mean = float(layer.values.mean())
+    damped = sides["S"].damped * sides["A"].damped if factored else _condition(layer.values.flatten(1), λ)
+    return Health(layer.names, step, sides, λ / (λ + mean) if λ > 0 else 0.0, damped)
 
 
-def _eigenvalues(factor: Factor) -> Tensor:
-    """[c d], ascending."""
-    return torch.linalg.eigvalsh(factor) if full(factor) else factor.sort(-1).values
-
-
-def _side(values: Tensor, factor: Factor, shift: Tensor) -> Side:
+def _side(values: Tensor, diagonal: Tensor, shift: Tensor) -> Side:
     largest = values.amax(-1, keepdim=True)
     noise = values.shape[-1] * torch.finfo(torch.float32).eps * largest
     zero = values <= noise
@@ -483,7 +359,7 @@ def _side(values: Tensor, factor: Factor, shift: Tensor) -> Side:
         condition=_condition(cleaned, 0.0),
         damped=_condition(cleaned + shift.unsqueeze(-1), 0.0),
         deficit=int(zero.sum()),
-        dead=int((diagonal(factor) == 0).sum()),
+        dead=int((diagonal == 0).sum()),
         size=values.numel(),
     )
 

@@ -1,4 +1,4 @@
-"""The keeper of the metric: it is told of the model's own forward passes and averages what it estimates."""
+"""The tracker of the metric: it is told of the model's own forward passes and averages what it estimates."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from natgrad.structures.refresh import Refresh
 
 @final
 @dataclass
-class Mass:
+class EmaWeight:
     """The weights of Ḡ = Σ_t β^{T−t} Σ_j m_tj G_tj / Σ_t β^{T−t} Σ_j m_tj, estimate by estimate (002 (32)).
 
     G_tj is the estimate of the pass j of step t, and m_tj the number of its examples over that of the last whole step:
     the average is over examples, and older steps count less. Where all steps have as many examples it is the usual
     average, corrected for its start (ERRATA, section D).
 
-    >>> mass = Mass(decay=0.5)
+    >>> mass = EmaWeight(decay=0.5)
     >>> mass.whole(8), mass.whole(8), mass.part(4), mass.part(4)
     (1.0, 0.6666666666666666, 0.4, 0.2857142857142857)
     """
@@ -164,7 +164,7 @@ class Notices:
 
 @final
 @dataclass(frozen=True)
-class Questions:
+class BatchQueries:
     """About the model and its metric on the batch of this step, the mean over the batches of all processes."""
 
     batch: Batch
@@ -225,7 +225,7 @@ class Questions:
 
 
 @final
-class Keeper:
+class MetricTracker:
     """Estimates G in a hook on the model's forward pass when it is due, and holds its moving average.
 
     Several forward passes between two steps (gradient accumulation) are averaged by their numbers of examples. After a
@@ -253,10 +253,12 @@ class Keeper:
         self.model, self.metric = view.model, view.metric
         self.average: Operator | None = None
         self.count = 0  # steps whose estimates are in the average
-        self.mass = Mass(structure.decay)
+        self.mass = EmaWeight(structure.decay)
         self.step = 0
         self.estimated = self.inverted = 0  # the steps in which the metric last was
-        self.wanted: frozenset[str] = frozenset()  # trained, and not in the metric yet: it is due until they are
+        self.pending_params: frozenset[str] = (
+            frozenset()
+        )  # trained, and not in the metric yet: it is due until they are
         self.fresh: Operator | None = None
         self.batch: Batch | None = None  # the last one seen
         self._examples = 0
@@ -282,7 +284,7 @@ class Keeper:
 
     @property
     def due(self) -> bool:
-        return self.average is None or self.step % self.structure.every == 0 or bool(self.wanted)
+        return self.average is None or self.step % self.structure.every == 0 or bool(self.pending_params)
 
     @property
     def inverse_due(self) -> bool:
@@ -304,7 +306,7 @@ class Keeper:
             self._suspended = before
 
     @contextmanager
-    def located(self) -> Iterator[None]:
+    def checked(self) -> Iterator[None]:
         """The model has the parameters of the optimizer; NaN and infinity inside are reported with the step."""
         self._parameters.check()
         with self._numbered():
@@ -324,7 +326,7 @@ class Keeper:
         self.metric.check_target(target)
         if not self.structure.one_pass:
             self.model.check_separable()
-        with self.located():
+        with self.checked():
             batch = Batch(self.model, x, target)
             pb = self.view.of(batch)
             self.batch = batch
@@ -332,20 +334,20 @@ class Keeper:
         self._told = True
 
     @property
-    def asked(self) -> Questions:
+    def batch_queries(self) -> BatchQueries:
         """What a step rule may ask of the batch of this step."""
         if self.batch is None:
             raise NatgradError(NOTHING_SEEN)
-        return Questions(self.batch, self.metric, self.world)
+        return BatchQueries(self.batch, self.metric, self.world)
 
-    def agreed(self, loss: float) -> float:
+    def mean_over_ranks(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
         if self.world.size == 1:
             return loss
         own = torch.tensor([loss], dtype=torch.float64, device=self.model.example.device)
         return float(self.world.mean_of([own], 1)[0])
 
-    def candidate(self) -> tuple[Operator, bool]:
+    def average_with_new(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
         if self.due and not self.renewed:
             raise NatgradError(NEEDS_TARGET if self.metric.needs_target else NOTHING_SEEN)
@@ -367,7 +369,7 @@ class Keeper:
 
     def commit(self, operator: Operator, refreshed: bool) -> None:
         """A step has succeeded with this operator."""
-        self.average, self.wanted = operator, self.wanted & operator.unseen
+        self.average, self.pending_params = operator, self.pending_params & operator.unseen
         self.count += refreshed
         if self.absorbed:
             self.mass.end()
@@ -516,10 +518,10 @@ _WHY = (
 
 @final
 class Watch:
-    """Tells a keeper of every call. It does not keep the keeper alive, and copies of the model are not watched."""
+    """Tells a tracker of every call. It does not keep the tracker alive, and copies of the model are not watched."""
 
-    def __init__(self, keeper: Keeper | None = None) -> None:
-        self._keeper = None if keeper is None else weakref.ref(keeper)
+    def __init__(self, tracker: MetricTracker | None = None) -> None:
+        self._tracker = None if tracker is None else weakref.ref(tracker)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # No training pass, and torch.export refuses what is not compiled: it is not reached there.
@@ -529,17 +531,17 @@ class Watch:
     # The call itself is not compiled, and so sees whether its caller is.
     @torch.compiler.disable(recursive=False, reason=_WHY)  # type: ignore[untyped-decorator]
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keeper = None if self._keeper is None else self._keeper()
-        if keeper is not None:
-            _tell(keeper, args, kwargs, compiling())
+        tracker = None if self._tracker is None else self._tracker()
+        if tracker is not None:
+            _tell(tracker, args, kwargs, compiling())
 
     def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
         return Watch, ()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _tell(keeper: Keeper, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> None:
-    keeper.before(args, kwargs, inside)
+def _tell(tracker: MetricTracker, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> None:
+    tracker.before(args, kwargs, inside)
 
 
 # An optimizer watches its model for as long as it is held, and not until Python next looks for cycles.
@@ -557,15 +559,15 @@ def load_compiler() -> None:
         gc.collect()
 
 
-def watch(keeper: Keeper, owner: object) -> None:
-    """Tell the keeper of the model's forward passes until its owner, the optimizer, is let go.
+def watch(tracker: MetricTracker, owner: object) -> None:
+    """Tell the tracker of the model's forward passes until its owner, the optimizer, is let go.
 
-    Not until the keeper is: the traceback of an error in a pass holds it, and an interactive session holds its last
+    Not until the tracker is: the traceback of an error in a pass holds it, and an interactive session holds its last
     error. The optimizer that the message of the error advises must not find the old one at work.
     """
     from natgrad.optim.tracker import Watch
 
-    handle = keeper.watched.register_forward_pre_hook(Watch(keeper), with_kwargs=True)
+    handle = tracker.watched.register_forward_pre_hook(Watch(tracker), with_kwargs=True)
     weakref.finalize(owner, handle.remove)
 
 
@@ -580,13 +582,13 @@ class Trial:
     the first time; buffers, such as running statistics, do not see where the step was only tried.
     """
 
-    def __init__(self, keeper: Keeper, closure: Callable[[], Any], value: Any, stream: Tensor) -> None:
-        self._keeper, self._closure, self._value, self._stream = keeper, closure, value, stream
+    def __init__(self, tracker: MetricTracker, closure: Callable[[], Any], value: Any, stream: Tensor) -> None:
+        self._tracker, self._closure, self._value, self._stream = tracker, closure, value, stream
 
     def __call__(self, landing: Mapping[str, Tensor] | None) -> float:
         if landing is None:
-            return self._keeper.agreed(_number(self._value))
-        params, device = self._keeper.model.params, self._keeper.model.example.device
+            return self._tracker.mean_over_ranks(_number(self._value))
+        params, device = self._tracker.model.params, self._tracker.model.example.device
         saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
         now = random_stream(device)
         try:
@@ -594,8 +596,8 @@ class Trial:
                 p.copy_(landing[name])
                 p.grad = None
             put_back(device, self._stream)
-            with torch.enable_grad(), self._keeper.suspended(), untouched(self._keeper.module):
-                return self._keeper.agreed(_number(self._closure()))
+            with torch.enable_grad(), self._tracker.suspended(), untouched(self._tracker.module):
+                return self._tracker.mean_over_ranks(_number(self._closure()))
         finally:
             put_back(device, now)
             for name, p in params.items():

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.flags import Guard
+from natgrad.accelerate import fused
+from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.model import Model
 from natgrad.step.base import Ahead, Along, Step
@@ -79,16 +80,16 @@ class Moving:
 
 @final
 class Moves:
-    """Learning rates, weight decay and momentum of the parameter groups. ``guard`` keeps what is not finite out.
+    """Learning rates, weight decay and momentum of the parameter groups. ``flag`` keeps what is not finite out.
 
     A parameter without a gradient is at rest: in this step it does not move, has no weight decay and keeps its
     momentum, as in torch.optim. The optimizer, which holds this, is handed to every call: held here, it would stay on
     the model, and watch it, until Python next looks for cycles.
     """
 
-    def __init__(self, opt: NaturalGradient, guard: Guard) -> None:
-        self.guard = guard
-        names = {id(p): name for name, p in opt.keeper.model.params.items()}
+    def __init__(self, opt: NaturalGradient, flag: Flag) -> None:
+        self.flag = flag
+        names = {id(p): name for name, p in opt.tracker.model.params.items()}
         self._names = [[names[id(p)] for p in group["params"]] for group in opt.param_groups]
         self.recorded: list[Tensor] | None = None  # the learning rates on the device, while a step is recorded
         self.resting: frozenset[str] = frozenset()
@@ -151,17 +152,17 @@ class Moves:
 
     def decayed(self, opt: NaturalGradient) -> dict[str, Tensor]:
         """(1 − lr·wd)θ."""
-        out = {name: p.detach() for name, p in opt.keeper.model.params.items()}
+        out = {name: p.detach() for name, p in opt.tracker.model.params.items()}
         for group in self.groups(opt):
             if group.options["weight_decay"]:
                 factor = 1 - group.rate * group.options["weight_decay"]
-                scaled = torch._foreach_mul([out[name] for name in group.names], factor)
+                scaled = fused.scaled([out[name] for name in group.names], factor)
                 out.update(zip(group.names, scaled, strict=True))
         return out
 
     def velocity(self, opt: NaturalGradient) -> Vector | None:
         """What the last step left as momentum; zero where there is none, and for what rests."""
-        params, state = opt.keeper.model.params, opt.state
+        params, state = opt.tracker.model.params, opt.state
         if not any("momentum" in state.get(p, {}) for p in params.values()):
             return None
         own = {name: state.get(p, {}).get("momentum") for name, p in params.items()}
@@ -175,23 +176,31 @@ class Moves:
         if kept is step.way:
             kept = kept.map(torch.clone)  # what is kept as momentum is used up
         for group in self.groups(opt):
-            params, names = group.params, group.names
+            params, names, gate = group.params, group.names, self.flag.value
             if not step.accepted:
                 for p in params:
                     opt.state.pop(p, None)
                 continue
             if group.options["weight_decay"]:
-                self.guard.scale(params, 1 - group.rate * group.options["weight_decay"])
+                fused.scale_(params, 1 - group.rate * group.options["weight_decay"], gate=gate)
             if isinstance(step.way, Ahead):
                 v, m = ([side[name] for name in names] for side in (step.way.v, step.way.momentum))
-                self.guard.roll(params, v, m, group.rate, group.options["momentum"], step.way.shrink)
+                fused.momentum_update_(
+                    params,
+                    v,
+                    m,
+                    rate=group.rate,
+                    momentum=group.options["momentum"],
+                    divisor=step.way.shrink.reciprocal(),
+                    gate=gate,
+                )
             elif isinstance(step.way, Along):
-                self.guard.descend(params, [step.way.velocity[name] for name in names], group.rate)
+                fused.descend_(params, [step.way.velocity[name] for name in names], group.rate, gate=gate)
             else:
-                self.guard.add(params, [step.way[name] for name in names])
+                fused.add_(params, [step.way[name] for name in names], gate=gate)
             landed = [(p, step.landing[name]) for p, name in zip(params, names, strict=True) if name in step.landing]
             if landed:
-                self.guard.put([p for p, _ in landed], [value for _, value in landed])
+                fused.copy_([p for p, _ in landed], [value for _, value in landed], gate=gate)
             if kept is not None and (group.options["momentum"] or step.velocity is not None):
                 self._remember(opt.state, params, [kept[name] for name in names])
 
@@ -214,4 +223,4 @@ class Moves:
         for p in params:
             if "momentum" not in state[p]:
                 state[p]["momentum"] = torch.zeros_like(p)
-        self.guard.move([state[p]["momentum"] for p in params], velocity)
+        fused.move_([state[p]["momentum"] for p in params], velocity, gate=self.flag.value)

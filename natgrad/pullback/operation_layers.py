@@ -8,11 +8,11 @@ operations used, and every entry is a group of its own. Dense, diagonal and kern
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from natgrad.model import Model
 from natgrad.pullback.layer import Block, Facet, Place
 from natgrad.pullback.operations import Operand, Operation, missed
 from natgrad.pullback.tape import Ruled, Tape, Use
-from natgrad.rules.base import Call, Keys, Moment, Rule
+from natgrad.rules.base import Call, Keys, Rule
+from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, OneHot, Rows
 
 # The example of every row.
 
@@ -284,31 +285,57 @@ class ParameterGroup(nn.Module):
 
 @final
 @dataclass(frozen=True)
-class Placed:
-    """One use of a layer W [c o i] in a pass: an operation, the examples of its rows, and its part of W."""
+class Slice(Features):
+    """x [*k n r c d] of some of the groups C and coordinates D of a layer: a slice of a weight, one expert of a stack.
 
-    operation: Operation
-    owners: Owners
-    c: Tensor | None = None  # places of its groups, outputs and inputs in W; None where they are all, in order
-    o: Tensor | None = None
-    i: Tensor | None = None
+    ``groups`` [c] and ``coordinates`` [d] are their places, None for all; ``valid`` [n r c] is one where a row belongs
+    to a group, zero where it is masked or there is none.
 
-    def inputs(self, ones: bool) -> Tensor:
-        """a [r c i] of the operation, in single precision at least, with the 1 of a bias, or 0 where it adds none."""
-        a = single(self.operation.inputs())
-        if not ones:
-            return a
-        one = a.new_zeros(a.shape[:2]) if self.operation.bias is None else self.members(a)
-        return torch.cat([a, one.unsqueeze(2)], dim=2)
+    >>> one = Slice(torch.ones(1, 2, 1, 1), (3, 1), groups=torch.tensor([1]))
+    >>> one.moment()
+    Moment(total=tensor([[[0.]],
+    <BLANKLINE>
+            [[2.]],
+    <BLANKLINE>
+            [[0.]]]), count=tensor([0., 2., 0.]))
+    """
 
-    def members(self, a: Tensor) -> Tensor:
-        """[r c], one where a row belongs to a group, zero where it is masked or of another expert."""
-        operation = self.operation
-        if operation.members is not None:
-            return operation.members().to(a.dtype)
-        if operation.valid is not None:
-            return operation.valid.to(a.dtype)[:, None]
-        return a.new_ones(a.shape[:2])
+    x: Tensor
+    size: tuple[int, int]  # C and D
+    groups: Tensor | None = None
+    coordinates: Tensor | None = None
+    valid: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-2], *self.size)
+
+    def dense(self) -> Tensor:
+        return _into(_into(self.x, self.groups, self.size[0], -2), self.coordinates, self.size[1], -1)
+
+    def count(self, weights: Tensor | None = None) -> int | Tensor:
+        n, r, c = self.x.shape[-4:-1]
+        if self.valid is None and self.groups is None:
+            return super().count(weights)
+        valid = self.x.new_ones(n, r, c) if self.valid is None else self.valid
+        own = valid.sum((0, 1)) if weights is None else torch.einsum("n,nrc->c", weights, valid.to(weights))
+        return _into(own, self.groups, self.size[0], 0)
+
+    def moment(self) -> Moment:
+        c, d = self.size
+        total = DenseFeatures(self.x).moment().total
+        total = _into(_into(total, self.coordinates, d, -1), self.coordinates, d, -2)
+        return Moment(_into(total, self.groups, c, 0), self.count())
+
+    def squares(self) -> Moment:
+        total = _into(DenseFeatures(self.x).squares().total, self.coordinates, self.size[1], -1)
+        return Moment(_into(total, self.groups, self.size[0], 0), self.count())
+
+    def reduced(self, how: Literal["mean", "sum"]) -> Features:
+        return DenseFeatures(replace(self, x=DenseFeatures(self.x, self.valid).reduced(how).dense()).dense())
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return replace(self, x=combine(self.x, -4))
 
 
 def _into(t: Tensor, at: Tensor | None, size: int, axis: int) -> Tensor:
@@ -318,6 +345,54 @@ def _into(t: Tensor, at: Tensor | None, size: int, axis: int) -> Tensor:
     shape = list(t.shape)
     shape[axis] = size
     return t.new_zeros(shape).index_copy(axis, at.to(t.device), t)
+
+
+@final
+@dataclass(frozen=True)
+class Placed:
+    """One use of a layer W [c o i] in a pass: an operation, the examples of its rows, and its part of W."""
+
+    operation: Operation
+    owners: Owners
+    c: Tensor | None = None  # places of its groups, outputs and inputs in W; None where they are all, in order
+    o: Tensor | None = None
+    i: Tensor | None = None
+
+    def inputs(self, size: tuple[int, int], ones: bool) -> Features:
+        """a, with the 1 of a bias, or 0 where the operation adds none; ``size`` are C and I of the layer."""
+        operation, owners = self.operation, self.owners
+        if operation.index is not None and operation.valid is not None and self.c is None and self.i is None:
+            values = owners.rows(operation.valid.to(torch.promote_types(_dtype(operation), torch.float32)))
+            return OneHot(owners.rows(operation.index), size[1], values, masked=True)
+        a = single(operation.inputs())
+        x, biased = owners.rows(a), ones and operation.bias is not None
+        if self.c is None and self.i is None and a.shape[1] == 1 and owners.valid is None and biased == ones:
+            return Rows(x.squeeze(2), ones)
+        valid = None
+        if operation.members is not None or operation.valid is not None or owners.valid is not None:
+            valid = owners.rows(self._members(a))
+        if not ones:
+            return Slice(x, size, self.c, self.i, valid)
+        one = x.new_full((*x.shape[:3], 1), float(biased)) if valid is None else valid.unsqueeze(3) * float(biased)
+        at = None if self.i is None else torch.cat([self.i, self.i.new_tensor([size[1] - 1])])
+        return Slice(torch.cat([x, one], dim=3), size, self.c, at, valid)
+
+    def cotangents(self, size: tuple[int, int], g: Tensor) -> Features:
+        """g from cotangents [k *output]; ``size`` are C and O of the layer."""
+        x = self.owners.rows(self.operation.cotangents(g), 1)
+        return Rows(x.squeeze(3)) if self.c is None and self.o is None and x.shape[3] == 1 else self._cut(x, size)
+
+    def _cut(self, x: Tensor, size: tuple[int, int]) -> Features:
+        return Slice(x, size, self.c, self.o)
+
+    def _members(self, a: Tensor) -> Tensor:
+        """[r c], one where a row belongs to a group."""
+        operation = self.operation
+        if operation.members is not None:
+            return operation.members().to(a.dtype)
+        if operation.valid is not None:
+            return operation.valid.to(a.dtype)[:, None]
+        return a.new_ones(a.shape[:2])
 
 
 @final
@@ -344,16 +419,12 @@ class ProductRule(Rule):
         return (tuple(module.shapes),)
 
     @property
-    def sparse(self) -> bool:
+    def one_hot(self) -> bool:  # type: ignore[override]
         return self.lookup
 
-    @property
-    def _shape(self) -> tuple[int, int, int]:
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         c, o, i = self.packing.shape
         return c, o, i + self.bias
-
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        return self._shape
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         weight, *bias = block.values()
@@ -372,62 +443,13 @@ class ProductRule(Rule):
         assert self.placed is not None, "asked of a block, not of a use"
         return self.placed
 
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        use, (c, _, i) = self._use, self._shape
-        return _into(_into(use.owners.rows(use.inputs(self.bias)), use.c, c, 2), self._along_i, i, 3)
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
+        c, _, i = self.shape(module, keys)
+        return self._use.inputs((c, i), self.bias)
 
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        use, (c, o, _) = self._use, self._shape
-        return _into(_into(use.owners.rows(use.operation.cotangents(g), 1), use.c, c, 3), use.o, o, 4)
-
-    @property
-    def _along_i(self) -> Tensor | None:
-        """The places of the inputs, and of the 1 of the bias."""
-        i = self._use.i
-        if i is None or not self.bias:
-            return i
-        return torch.cat([i, i.new_tensor([self._shape[2] - 1])])
-
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        use, (c, _, i) = self._use, self._shape
-        operation = use.operation
-        if self.lookup and operation.index is not None and operation.valid is not None and use.i is None:
-            ones = operation.valid.to(torch.promote_types(_dtype(operation), torch.float32))
-            total = ones.new_zeros(c, i).index_add_(1, operation.index, ones[None])
-            return Moment(total, operation.valid.sum().view(1))
-        a = use.inputs(self.bias)
-        if self.lookup:
-            total = _into(_into(a.square().sum(0), use.c, c, 0), self._along_i, i, 1)
-        else:
-            total = Moment.of(a.unsqueeze(0)).total
-            total = _into(_into(_into(total, use.c, c, 0), self._along_i, i, 1), self._along_i, i, 2)
-        return Moment(total, self._count(a))
-
-    def _count(self, a: Tensor) -> int | Tensor:
-        """How many rows there are, of every group where these differ."""
-        use, c = self._use, self._shape[0]
-        if use.operation.valid is not None:
-            return use.operation.valid.sum().view(1)
-        if c == 1:
-            return a.shape[0]
-        return _into(use.members(a).sum(0), use.c, c, 0)
-
-    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        use, (c, o, _) = self._use, self._shape
-        total = Moment.of(single(use.operation.cotangents(g))).total
-        return _into(_into(_into(total, use.c, c, 0), use.o, o, 1), use.o, o, 2)
-
-    def valid(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        """[n r c]."""
-        use = self._use
-        a = use.inputs(False)
-        return _into(use.owners.rows(use.members(a)), use.c, self._shape[0], 2)
-
-    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        a = self.inputs(module, keys, call)
-        if self._use.owners.valid is None:
-            return a.mean(1)
-        return a.sum(1) / self._use.owners.valid.sum(1).clamp(min=1).view(-1, 1, 1).to(a.device)
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
+        c, o, _ = self.shape(module, keys)
+        return self._use.cotangents((c, o), g)
 
 
 def _dtype(operation: Operation) -> torch.dtype:
@@ -545,20 +567,13 @@ class EntriesRule(Rule):
         assert self.pulled is not None, "asked of a block, not of a use"
         return self.pulled
 
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
         leaf = self._use.leaf
         one = torch.ones((), dtype=torch.promote_types(leaf.dtype, torch.float32), device=leaf.device)
-        return one.expand(self._use.owners.n, 1, leaf.numel(), 1)
+        return Entries(one.expand(self._use.owners.n, 1, leaf.numel()))
 
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        a = self.inputs(module, keys, call)
-        return Moment(a.new_full((a.shape[2], 1, 1), a.shape[0]), a.shape[0])
-
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return self._use.rows(g)[:, :, None, :, None]
-
-    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return single(self.cotangents(module, keys, g)).square().sum((0, 1, 2)).unsqueeze(-1)
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
+        return Entries(self._use.rows(g).unsqueeze(2))
 
 
 # From the operations of a pass to layers and their uses.

@@ -210,7 +210,7 @@ Form: TypeAlias = Callable[..., Operation | Sequence[Operation] | None]
 
 
 def _product(p: Find, x: Tensor, y: Tensor, b: Any = None, beta: float = 1, alpha: float = 1) -> Operation | None:
-    """x y + b, of matrices or of stacks [c r i] [c i o]; of a matrix that was expanded to a stack, the stack is rows."""
+    """x y + b, of matrices or of stacks [c r i] [c i o]; the stack is rows where one matrix was expanded to it."""
     flip = p(x) is not None
     weight, data, bias = (p(x), y, p(b)) if flip else (p(y), x, p(b))
     shared = weight is not None and len(weight.shape) == 3 and weight.unexpanded[0] == 1

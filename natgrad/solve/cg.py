@@ -14,10 +14,7 @@ from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricErro
 from natgrad.linalg import check_damping
 from natgrad.slots import check_slots
 from natgrad.solve.solvers import Solver
-from natgrad.structures.base import Inverse, Layout, Operator
-from natgrad.structures.diagonal import DiagonalOperator
-from natgrad.structures.exact import Diagonal, Structure
-from natgrad.structures.implicit import ImplicitOperator
+from natgrad.structures.base import Inverse, Layout, Operator, Structure
 
 
 @final
@@ -38,9 +35,9 @@ class Report:
 @final
 @dataclass(frozen=True)
 class CG(Solver):
-    """(G + λ)v = ω by preconditioned conjugate gradients (002 section 5.2, 004 section 6).
+    """(G + λ)v = ω by preconditioned conjugate gradients (Grosse 2021, section 5.2).
 
-    Stops at ``tol`` (relative residual) or after ``max_steps`` products, and says which in ``inverse.report``. A new
+    It stops at ``tol`` (relative residual) or after ``max_steps`` products, and says which in ``inverse.report``. A new
     solve starts from the last solution. ``preconditioner``: a structure, inverted with the same damping (it must be
     regular: give damping). On a singular but consistent system the solution of least norm is reached when started at
     zero; a direction of negative curvature raises.
@@ -66,6 +63,14 @@ class CG(Solver):
         if self.preconditioner is not None:
             check_slots(preconditioner=(self.preconditioner, Structure))
 
+    @property
+    def iterative(self) -> bool:
+        return True
+
+    @property
+    def damping_note(self) -> str:
+        return "exact, G + λ·1 solved by conjugate gradients"
+
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> CGInverse:
         check_damping(damping, G.layout.dtype)
         guess = (warm or {}).get("guess")
@@ -74,10 +79,10 @@ class CG(Solver):
     def _preconditioner(self, G: Operator, damping: float) -> Inverse | None:
         if self.preconditioner is None:
             return None
-        if isinstance(G, ImplicitOperator) and len(G.terms) == 1:
-            return self.preconditioner.estimate(G.terms[0][1]).inverse(damping)
-        if isinstance(self.preconditioner, Diagonal):
-            return DiagonalOperator(G.layout, G.diagonal()).inverse(damping)
+        pb = G.pullback
+        P = self.preconditioner.extracted(G) if pb is None else self.preconditioner.estimate(pb)
+        if P is not None:
+            return P.inverse(damping)
         raise IncompatibleError(
             f"CG(preconditioner={self.preconditioner!r}) does not work with {type(G).__name__}: only an Implicit "
             "metric still has its pullback to estimate it from. Use preconditioner=Diagonal()"
@@ -118,28 +123,30 @@ class CGInverse(Inverse):
 
     @property
     def noise(self) -> int:
-        return self.layout.size + self._implicit().columns
+        return self.layout.size + self._columns()
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂), one solve a sample."""
-        G = self._implicit()
-        own, pulled = ξ.split([self.layout.size, G.columns], dim=1)
-        pairs = zip(own, pulled, strict=True)
+        G = self.operator
+        white, pulled = ξ.split([self.layout.size, self._columns()], dim=1)
+        pairs = zip(white, pulled, strict=True)
         return torch.stack([self._converged(math.sqrt(self.damping) * a + G.pull_root(b)) for a, b in pairs])
 
     def whitened(self, ω: Tensor) -> Tensor:
-        G = self._implicit()
+        self._columns()
+        G = self.operator
         solved = [self._converged(row) for row in ω]
         return torch.stack([torch.cat([math.sqrt(self.damping) * v, G.push_root(v)]) for v in solved])
 
-    def _implicit(self) -> ImplicitOperator:
-        G = self.operator
-        if not isinstance(G, ImplicitOperator) or any(pullback.coupling is not None for _, pullback, _ in G.terms):
+    def _columns(self) -> int:
+        """The size of the root of the metric, without which there are no samples."""
+        columns = self.operator.root_columns
+        if columns is None:
             self.refuse_root()
-        return G
+        return columns
 
     def _converged(self, ω: Tensor) -> Tensor:
-        """The solution, which a covariance is made of: one that is not there is not taken for it."""
+        """The solution; raises where it was not reached, since samples would have another covariance."""
         v = self.solve(ω)
         if self.report is not None and not self.report.converged:
             raise SingularMetricError(

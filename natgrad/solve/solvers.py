@@ -1,4 +1,4 @@
-"""The solver: from a metric and a covector to the vector."""
+"""Solvers: from a metric and a covector to the vector, by a direct method."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Solver(ABC):
 
     @property
     def doubtful(self) -> bool:
-        """Whether the last inverse turned out to be no good, so that it must be made again before it is due."""
+        """Whether the last inverse has failed, so that it must be computed again before it is due."""
         return False
 
     @abstractmethod
@@ -32,7 +32,7 @@ class Solver(ABC):
         """
 
     def again(self, last: Inverse, G: Operator, damping: float = 0.0) -> Inverse:
-        """As ``init``, from the last inverse, which may be used up: the new one may be made in its memory.
+        """As ``init``, from the last inverse, which may be overwritten.
 
         Where that raises, some layers of the last inverse may be new, and the others as they were.
         """
@@ -43,6 +43,26 @@ class Solver(ABC):
         """Whether the inverse of a layer depends on that layer alone, where the metric is kept by layers."""
         return False
 
+    @property
+    def damps_factors(self) -> bool:
+        """Whether the damping is added to the factors of a layer, and not to the metric."""
+        return False
+
+    @property
+    def iterative(self) -> bool:
+        """Whether it needs products with the metric only."""
+        return False
+
+    @property
+    def damping_note(self) -> str:
+        """What becomes of the damping, in words."""
+        return "exact, (G + λ·1)⁻¹"
+
+    @property
+    def whole(self) -> Solver:
+        """The solver of which this one does a share, in one of several processes."""
+        return self
+
     def renewed(self, G: Operator) -> Operator:
         """The same metric, with what is amortised over many estimates computed anew, before ``init``."""
         return G.renewed()
@@ -50,9 +70,6 @@ class Solver(ABC):
     def sharp(self, state: Inverse, ω: Covector) -> Vector:
         """ω♯ from what ``init`` returned."""
         return state.sharp(ω)
-
-
-# The direct solver: Cholesky, in the form each structure has for it.
 
 
 @final
@@ -77,13 +94,10 @@ class Cholesky(Solver):
         return G.inverse(damping)
 
 
-# Factored damping: each factor of a Kronecker product is damped by itself.
-
-
 @final
 @dataclass(frozen=True)
 class Factored(Solver):
-    """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹, π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3; ERRATA D).
+    """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹, π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
 
     The inverse of G + λM with the reference metric M = 1 ⊗ 1, up to the cross terms √λ(π S ⊗ 1 + 1 ⊗ A/π): the step
     is shorter than that of ``Cholesky``, which damps by exactly λM through the eigenvalues. It needs no eigenvalues.
@@ -104,6 +118,14 @@ class Factored(Solver):
         return True
 
     @property
+    def damps_factors(self) -> bool:
+        return True
+
+    @property
+    def damping_note(self) -> str:
+        return "factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1"
+
+    @property
     def doubtful(self) -> bool:
         return self.newton is not None and self.newton.failed()
 
@@ -116,18 +138,16 @@ class Factored(Solver):
         return G.factored_inverse(damping, last.tensors(), self.newton, last)
 
 
-# The generalised inverse: natural gradients of singular metrics.
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class Pinv(Solver):
-    """v = argmin ‖y‖_W subject to G y = ω (001 (33)); Moore–Penrose without a weight (001 definitions 2 and 3).
+    """v = argmin ‖y‖_W subject to G y = ω; without a weight the Moore–Penrose inverse.
 
-    Its pushforward is the projection of the gradient onto the span of the coordinate vectors, for every W (theorem 1);
-    the vector itself does depend on W and on the parametrisation (section 3.2). ``rtol``: eigenvalues at most rtol
-    times the largest count as zero (default: size × machine epsilon). ``weight``: positive numbers for every
-    parameter (a mapping of tensors by name), or a positive definite matrix [p q] in flattening order.
+    This is (33) of van Oostrum, Müller and Ay (2023). For every W its pushforward is the projection of the gradient
+    onto the span of the coordinate vectors (their theorem 1); the vector itself depends on both W and the coordinates.
+    ``rtol``: eigenvalues at most rtol times the largest count as zero (default: size × machine epsilon). ``weight``:
+    positive numbers for every parameter (a mapping of tensors by name), or a positive definite matrix [p q] in
+    flattening order.
 
     >>> import natgrad as ng
     >>> G = ng.operators.DenseOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.ones(2, 2))
@@ -145,6 +165,10 @@ class Pinv(Solver):
             raise ValueError("Pinv(weight=…) must be positive and finite for every parameter")
         if isinstance(self.weight, Tensor) and not _positive_definite(self.weight):
             raise ValueError("Pinv(weight=…) must be a symmetric positive definite matrix")
+
+    @property
+    def damping_note(self) -> str:
+        return "exact, (G + λ·1)⁺"
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.fused import scale_, scaled
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
 from natgrad.structures.base import Operator
@@ -64,7 +65,7 @@ class Proposal:
         ahead = self.solve.ahead(v, shrink, sign)
         if ahead is not None:
             return Step(ahead, self.damping)
-        torch._foreach_mul_(list(v.values()), shrink)  # v is ours: memory for one more is not taken
+        scale_(list(v.values()), shrink)  # v is ours: memory for one more is not taken
         return self.plain(v)
 
     def direction(self, ω: Covector, damping: float) -> Vector:
@@ -149,7 +150,7 @@ class Along:
             )
         moved: dict[str, Tensor] = {}
         for names, rate in self.rates:
-            moved.update(zip(names, torch._foreach_mul([self.velocity[name] for name in names], -rate), strict=True))
+            moved.update(zip(names, scaled([self.velocity[name] for name in names], -rate), strict=True))
         return Vector(
             {name: moved[name] if name in moved else torch.zeros_like(t) for name, t in self.velocity.items()}
         )

@@ -15,7 +15,7 @@ from natgrad.natural import sharp
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import Batch, Pullback, at, pullback
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.exact import Dense
+from natgrad.structures.dense import Dense
 
 
 def christoffel(pb: Pullback, v: Vector) -> Covector:

@@ -10,9 +10,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.fused import pairing
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Vector
-from natgrad.linalg import pairing
 from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.output.metric import OutputMetric

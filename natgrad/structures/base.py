@@ -1,20 +1,33 @@
-"""The operator: a metric G on parameter space, kept in some structure, that can be applied and inverted."""
+"""A structure keeps a part of the metric, an operator is that part, and an inverse solves with it.
+
+    G = Structure.estimate(pullback)      Operator: products, averages, inverses
+    v = G.inverse(damping).solve(ω)       Inverse: factored once, applied to many covectors
+
+A new structure is one file with three classes, a ``Structure``, its ``Operator`` and an ``Inverse``, and one line in
+``natgrad/structures/__init__.py``. Costs, checkpoints, diagnostics and the division of work over processes are methods
+with defaults: nothing outside of that file asks which structure it is.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import NoReturn, final
+from typing import ClassVar, NoReturn, Protocol, final
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from natgrad.accelerate.devices import can_read, is_asynchronous
+from natgrad.accelerate.fused import copy_, nonfinite
 from natgrad.accelerate.inverses import Newton
-from natgrad.errors import FactorisationError, IncompatibleError, NonFiniteError
+from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
+from natgrad.model import Model
+from natgrad.pullback.layer import Block
+from natgrad.pullback.pullback import Pullback
 
 NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the damping, or use a larger batch"
 
@@ -22,10 +35,10 @@ NOT_POSITIVE = "a factor of the metric was not positive after damping: raise the
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of the parameters, in flattening order, and the precision of the metric over them.
+    """Names and shapes of the parameters, in flattening order, and the precision of the metric on them.
 
-    Parameters may be in half precision; a metric is not, and is applied to flattened elements in its own. What comes
-    back as a vector or a covector has the precision of every parameter.
+    Parameters may be in half precision, a metric is not: products are computed in the precision of the metric, and
+    vectors and covectors come back in the precision of every parameter.
     """
 
     like: dict[str, Tensor]  # tensors on the meta device: shapes without values
@@ -33,7 +46,7 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Layout:
-        """``dtype``: of the metric, where it is known; else that of the parameters, and single at least."""
+        """``dtype``: of the metric; by default that of the parameters, and at least single."""
         like = {name: torch.empty_like(t, device="meta", requires_grad=False) for name, t in tensors.items()}
         if dtype is None:
             dtype = reduce(torch.promote_types, (t.dtype for t in like.values()), torch.float32)
@@ -61,6 +74,323 @@ class Layout:
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:
         return {name: t.to(self.like[name].dtype) for name, t in unflatten(flat, self.like).items()}
+
+
+@final
+@dataclass(frozen=True)
+class Cost:
+    """What a metric costs, as far as shapes tell: leading terms, in multiplications and additions.
+
+    ``numbers``: of the metric and its inverse. ``invert``: operations of one inverse, ``solve``: of one product
+    with it, ``position``: of the estimate, for every position of an example and column of the root. ``factors``: shapes
+    of what is kept of the metric by letter, [c d d], or [c d] for a diagonal.
+    """
+
+    numbers: int
+    invert: int
+    solve: int
+    position: int
+    factors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def total(costs: Sequence[Cost]) -> Cost:
+        """The sum; shapes are kept where there is one term."""
+        if len(costs) == 1:
+            return costs[0]
+        columns = [(cost.numbers, cost.invert, cost.solve, cost.position) for cost in costs]
+        return Cost(*(sum(column) for column in zip(*columns, strict=True)))
+
+
+class Structure(ABC):
+    """A choice of what to keep of the metric G = RᵀCR/N."""
+
+    suggested: ClassVar[bool] = False  # whether an error about memory may name this structure as one that fits
+
+    @property
+    @abstractmethod
+    def bounded(self) -> bool:
+        """Whether a moving average of its operators stays as small as one of them."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether an operator holds numbers, so that keeping it for several steps saves work."""
+        return True
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether an estimate needs one forward pass of the model, whose random numbers are then constants."""
+        return False
+
+    @abstractmethod
+    def elements(self, pullback: Pullback) -> int:
+        """How many numbers the operator will hold."""
+
+    @abstractmethod
+    def estimate(self, pullback: Pullback) -> Operator:
+        """The operator of this structure, at the model and the batch of the pullback."""
+
+    def estimate_like(self, pullback: Pullback, like: Operator | None) -> Operator:
+        """An estimate that will be averaged with ``like``; what is amortised over many estimates is taken from it."""
+        return self.estimate(pullback)
+
+    def absorbs(self, average: Operator) -> bool:
+        """Whether ``absorb`` updates this average in place, layer by layer, so that no estimate is ever whole."""
+        return False
+
+    def absorb(self, pullback: Pullback, average: Operator, weight: float) -> Operator:
+        """The moving average (1 − w) Ḡ + w G; in place where ``absorbs`` says so."""
+        return average.lerp(self.estimate_like(pullback, average), weight)
+
+    def extracted(self, G: Operator) -> Operator | None:
+        """This structure of a metric that is kept in another one; None where that needs the pullback."""
+        return None
+
+    @abstractmethod
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
+        """The operator with these ``tensors()``; None if nothing is stored and it must be estimated again.
+
+        Raises ``StateError`` where they do not fit the model.
+        """
+
+    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost | None:
+        """Of all parameters together; None where it depends on the batch, or layers are kept apart.
+
+        ``iterative``: the metric is not inverted, but solved with products.
+        """
+        return None
+
+    def layer_cost(self, block: Block, *, exact: bool, iterative: bool = False) -> Cost | None:
+        """Of one layer, where layers are kept apart. ``exact``: the damping is added to G and not to its factors."""
+        return None
+
+    def title(self, block: Block) -> str:
+        """What becomes of a layer, in a word for a table."""
+        return type(self).__name__
+
+    def uncovered(self) -> str | None:
+        """What becomes of parameters that no layer rule covers, in words; None where rules do not matter."""
+        return "their rows come from torch.func, which is slow"
+
+    @property
+    def covers_by_rule(self) -> bool:
+        """Whether parameters without a layer rule are treated in another way than those with one."""
+        return False
+
+    def admit(self, pullback: Pullback) -> None:
+        """Refuse, before anything is allocated, what exceeds the memory bound, and say what would fit."""
+        size = pullback.y.element_size()
+        needed = self.elements(pullback) * size
+        if needed <= pullback.memory:
+            return
+        others = [kind() for kind in Structure.__subclasses__() if kind.suggested and kind is not type(self)]
+        sizes = sorted((other.elements(pullback) * size, type(other).__name__) for other in others)
+        fitting = ", ".join(f"{name} ({b:,} bytes)" for b, name in sizes if b <= pullback.memory)
+        raise MemoryBoundError(
+            f"{type(self).__name__} of {pullback.model.size:,} parameters needs {needed:,} bytes, over the bound "
+            f"memory={pullback.memory:,}. {'These fit: ' + fitting if fitting else 'No structure fits: raise memory='}"
+        )
+
+
+class StateError(ValueError):
+    """The tensors of a checkpoint do not fit the model."""
+
+
+def check_shape(name: str, t: Tensor, shape: Sequence[int]) -> None:
+    """Raise if a tensor of a checkpoint has another shape than here."""
+    if tuple(t.shape) != tuple(shape):
+        raise StateError(f"{name} in the state has the shape {list(t.shape)}, here it is {list(shape)}")
+
+
+class WorkSharing(Protocol):
+    """Processes that divide expensive work by layers."""
+
+    def share(self, blocks: Sequence[Block]) -> list[int]:
+        """The numbers of the layers that this process works on."""
+
+    def gathered(self, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors that all processes computed; an error of one is raised by all."""
+
+
+@final
+@dataclass(frozen=True)
+class LayerSpectrum:
+    """The eigenvalues of one layer: of its factors, S and A, and of its block of the metric."""
+
+    names: tuple[str, ...]
+    factors: Mapping[str, Tensor]  # [c d], ascending
+    diagonals: Mapping[str, Tensor]  # [c d], of the factors
+    values: Tensor  # [c o i]
+
+
+class Operator(ABC):
+    """A metric on parameter space. ``product`` and the rest work on flattened [p], ``flat`` on vectors.
+
+    An operator says how it is inverted, and refuses by name what it cannot do.
+    """
+
+    layout: Layout
+    unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
+
+    # Linear algebra.
+
+    @abstractmethod
+    def product(self, v: Tensor) -> Tensor:
+        """G v [p]."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """The diagonal of G [p]."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """G as a matrix [p q]."""
+
+    @abstractmethod
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        """log det(G + λ); a singular G raises."""
+
+    def flat(self, v: Vector) -> Covector:
+        """v♭ = G v."""
+        return self.layout.covector(self.product(self.layout.flatten(v)))
+
+    def trace(self) -> Tensor:
+        return self.diagonal().sum()
+
+    @property
+    def root_columns(self) -> int | None:
+        """m, where G = RᵀR has a root R [m p] that can be applied; None where it has none."""
+        return None
+
+    def push_root(self, v: Tensor) -> Tensor:
+        """R v [m]."""
+        self.refuse("push_root", "it has no root")
+
+    def pull_root(self, t: Tensor) -> Tensor:
+        """Rᵀ t [p]."""
+        self.refuse("pull_root", "it has no root")
+
+    # Inverses.
+
+    @abstractmethod
+    def inverse(self, damping: float) -> Inverse:
+        """(G + λ)⁻¹ by the direct method of this structure."""
+
+    @abstractmethod
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        """(G + λ)⁺, or the solution of least weighted norm; weight is [p] or [p q]."""
+
+    def factored_inverse(
+        self,
+        damping: float,
+        warm: Mapping[str, Tensor],
+        newton: Newton | None = None,
+        into: Inverse | None = None,
+    ) -> Inverse:
+        """An approximate (G + λ)⁻¹ from the damped factors of a structure that has two.
+
+        ``warm``: the ``tensors()`` of the last inverse. A factor that cannot be inverted keeps them, and ``newton``
+        refreshes them. ``into``: the last inverse itself, where it may be overwritten.
+        """
+        self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
+
+    def mend(self, inverse: Inverse, damping: float) -> None:
+        """Compute an inverse that has ``failed`` again, in place and in double precision. This waits for the device.
+
+        Raises where it fails again.
+        """
+        raise FactorisationError(NOT_POSITIVE)
+
+    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: float) -> Inverse:
+        """``invert(self)``, divided over processes by layers where this structure has layers to divide."""
+        return invert(self)
+
+    def renewed(self, sharing: WorkSharing | None = None) -> Operator:
+        """The same metric, with what is amortised over many estimates (eigenvectors) computed anew."""
+        return self
+
+    # Averages.
+
+    @abstractmethod
+    def lerp(self, other: Operator, weight: float) -> Operator:
+        """(1 − w) G + w G': the moving average."""
+
+    def merged(self, other: Operator, weight: float) -> Operator:
+        """As ``lerp``; on a GPU, where nobody has looked at ``other``, nothing changes if that is not finite."""
+        values = [t for t in other.tensors().values() if t.is_floating_point() and t.numel()]
+        if not values or not is_asynchronous(values[0].device):
+            return self.lerp(other, weight)
+        finite = 1 - nonfinite(values)
+        new, old = self.lerp(other, weight), self.tensors()
+        after = new.tensors()
+        # A layer that is seen for the first time was nothing before.
+        before = [old.get(key, torch.zeros_like(t)) for key, t in after.items()]
+        copy_(list(after.values()), before, gate=finite)
+        return new
+
+    def finite(self, wait: bool = False) -> Self:
+        """Itself; raises if it holds NaN or infinity. On a GPU it looks only where it may ``wait`` for the device."""
+        for key, t in self.tensors().items():
+            # A sum is quick, and finite only if every number is; one that overflows is looked at again.
+            if (wait or can_read(t)) and not bool(t.sum().isfinite()) and not bool(t.isfinite().all()):
+                raise NonFiniteError(
+                    f"the estimate of the metric ({key}) holds NaN or infinity, and was not averaged: clean the batch, "
+                    "or lower the learning rate"
+                )
+        return self
+
+    def averaged(self) -> dict[str, Tensor] | None:
+        """Those of ``tensors()`` of which ``lerp`` takes the mean, number by number; the others stay as they are.
+
+        None where an average is more than that. Several processes average their estimates in this memory.
+        """
+        return None
+
+    def same_kind(self, other: Operator) -> None:
+        """Check that a moving average joins two operators of one structure over the same parameters."""
+        if type(other) is not type(self):
+            raise IncompatibleError(
+                f"a moving average joins operators of one kind, not {type(self).__name__} and {type(other).__name__}"
+            )
+        if list(other.layout.like) != list(self.layout.like):
+            raise ValueError("a moving average joins operators over the same parameters")
+
+    # Checkpoints.
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the operator by name, from which ``Structure.restore`` builds it again."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes that ``tensors()`` must have, by what is known without them."""
+        return {key: tuple(t.shape) for key, t in self.tensors().items()}
+
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        """The inverse with these ``tensors()``, of this metric or an earlier one; None if it must be computed again."""
+        return None
+
+    def inverse_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes that tensors of an inverse must have, as far as they are known."""
+        return {}
+
+    # Reports.
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        """The layers that are kept by a rule, each by itself."""
+        return ()
+
+    def layer_spectra(self) -> Iterator[LayerSpectrum]:
+        """The eigenvalues of these layers, in double precision."""
+        return iter(())
+
+    @property
+    def pullback(self) -> Pullback | None:
+        """The pullback of which it is the whole metric, where it still has that."""
+        return None
+
+    def refuse(self, action: str, reason: str) -> NoReturn:
+        """Raise the error of a pair of slots that cannot work together."""
+        raise IncompatibleError(f"{action} does not work with {type(self).__name__}: {reason}")
 
 
 class Inverse(ABC):
@@ -96,12 +426,8 @@ class Inverse(ABC):
             "with damping > 0 and a metric that does not couple the examples"
         )
 
-    def memory(self, ω: Covector) -> dict[str, Tensor]:
-        """Memory for covectors like ω, by name, laid out as ``sharp`` likes them best."""
-        return {name: torch.empty_like(t) for name, t in ω.items()}
-
     def tensors(self) -> dict[str, Tensor]:
-        """What it is made of, for ``inverse_from``; of an iterative one, the last solution, to start from."""
+        """What it consists of, for ``Operator.inverse_from``; of an iterative one the last solution, to start from."""
         return {}
 
     @property
@@ -110,152 +436,27 @@ class Inverse(ABC):
         return False
 
     def failed(self) -> bool:
-        """Whether a GPU could not make a part of it, as far as the host has heard; that part is of an earlier one."""
+        """Whether a GPU could not compute a part of it, as far as the host has read; that part is an older one."""
         return False
 
-    def inherit(self, other: Inverse) -> None:  # noqa: B027 - what never fails has nothing to hear of
-        """This one is made of the other, and has ``failed`` where that has."""
+    def inherit(self, other: Inverse) -> None:  # noqa: B027 - what never fails has nothing to inherit
+        """Take over the failures of an inverse that this one was built from."""
 
     def forgive(self) -> None:  # noqa: B027 - what never fails has nothing to forget
-        """What has ``failed`` has been heard."""
+        """Forget failures that have been handled."""
 
     def overwritten(self, new: Inverse) -> Inverse:
         """The new inverse in the memory of this one, where that is possible; else the new one as it is."""
         return new
 
 
-class Operator(ABC):
-    """A metric on parameter space. ``product`` and the rest work on flattened [p]; ``flat`` on vectors.
-
-    A new structure is a new operator: it says how it is inverted, and refuses, by name, what it cannot do.
-    """
-
-    layout: Layout
-    unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
-
-    @abstractmethod
-    def product(self, v: Tensor) -> Tensor:
-        """G v [p]."""
-
-    @abstractmethod
-    def diagonal(self) -> Tensor:
-        """The diagonal of G [p]."""
-
-    @abstractmethod
-    def dense(self) -> Tensor:
-        """G as a matrix [p q]."""
-
-    @abstractmethod
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        """log det(G + λ); a singular G raises."""
-
-    @abstractmethod
-    def lerp(self, other: Operator, weight: float) -> Operator:
-        """(1 − w) G + w G': the moving average."""
-
-    def merged(self, other: Operator, weight: float) -> Operator:
-        """As ``lerp``; on a GPU, where nobody has looked at ``other``, it stays what it is if that is not finite."""
-        values = [t for t in other.tensors().values() if t.is_floating_point() and t.numel()]
-        if not values or values[0].device.type != "cuda":
-            return self.lerp(other, weight)
-        found = torch.zeros((), device=values[0].device)
-        torch._amp_foreach_non_finite_check_and_unscale_(values, found, torch.ones_like(found))
-        new, before = self.lerp(other, weight), self.tensors()
-        for key, its in new.tensors().items():  # a layer that is seen for the first time was nothing before
-            its.copy_(torch.where(found > 0, before.get(key, torch.zeros_like(its)), its))
-        return new
-
-    def finite(self, wait: bool = False) -> Self:
-        """Itself; if it holds NaN or infinity it raises, on a CPU. A GPU is waited for only where that is asked."""
-        for key, t in self.tensors().items():
-            # A sum is quick, and finite only if every number is; one that overflows is looked at again.
-            if (wait or t.device.type == "cpu") and not bool(t.sum().isfinite()) and not bool(t.isfinite().all()):
-                raise NonFiniteError(
-                    f"the estimate of the metric ({key}) holds NaN or infinity, and was not averaged: clean the batch, "
-                    "or lower the learning rate"
-                )
-        return self
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the operator by name, from which its structure can restore it."""
-
-    def averaged(self) -> dict[str, Tensor] | None:
-        """Those of ``tensors()`` that an average is taken of, number by number, while the others stay as they are.
-
-        None where an average is more than that. Several processes average their estimates in this memory.
-        """
-        return None
-
-    @abstractmethod
-    def inverse(self, damping: float) -> Inverse:
-        """(G + λ)⁻¹ by the direct method of this structure."""
-
-    @abstractmethod
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
-        """(G + λ)⁺, or the solution of least weighted norm; weight is [p] or [p q]."""
-
-    def factored_inverse(
-        self,
-        damping: float,
-        warm: Mapping[str, Tensor],
-        newton: Newton | None = None,
-        into: Inverse | None = None,
-    ) -> Inverse:
-        """An approximate (G + λ)⁻¹ from the damped factors of a structure that has two.
-
-        ``warm``: the ``tensors()`` of the last one, which is kept where a factor cannot be inverted, and refreshed by
-        ``newton`` where that is given. ``into``: the last one itself, where it may be used up: the new one is made in
-        its memory.
-        """
-        self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
-
-    def mend(self, inverse: Inverse, damping: float) -> None:
-        """Make an inverse that has ``failed`` again where it is, from this metric. A GPU is waited for.
-
-        Raises where it fails again.
-        """
-        raise FactorisationError(NOT_POSITIVE)
-
-    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
-        """The inverse with these ``tensors()``, of this metric or of an earlier one; None if it must be made again."""
-        return None
-
-    def renewed(self) -> Operator:
-        """The same metric, with what is amortised over many estimates (eigenvectors) computed anew."""
-        return self
-
-    def flat(self, v: Vector) -> Covector:
-        """v♭ = G v."""
-        return self.layout.covector(self.product(self.layout.flatten(v)))
-
-    def trace(self) -> Tensor:
-        return self.diagonal().sum()
-
-    def refuse(self, action: str, reason: str) -> NoReturn:
-        """Raise the error of a pair of slots that cannot work together."""
-        raise IncompatibleError(f"{action} does not work with {type(self).__name__}: {reason}")
-
-    def same_kind(self, other: Operator) -> None:
-        """Check that a moving average joins two operators of one structure over the same parameters."""
-        if type(other) is not type(self):
-            raise IncompatibleError(
-                f"a moving average joins operators of one kind, not {type(self).__name__} and {type(other).__name__}"
-            )
-        if list(other.layout.like) != list(self.layout.like):
-            raise ValueError("a moving average joins operators over the same parameters")
-
-
-# Some of the parameters of a larger set, by their places in its flattening order.
-
-
-REST = "rest/"  # before the names of the tensors of what is over the other parameters
+FALLBACK = "rest/"  # before the names of tensors of what is over uncovered parameters
 
 
 @final
 @dataclass(frozen=True)
 class Subset:
-    """Where the parameters ``names`` lie among all, flattened."""
+    """Where some parameters lie in the flattening order of all."""
 
     names: tuple[str, ...]
     spans: tuple[slice, ...]
@@ -272,11 +473,11 @@ class Subset:
         """The elements of these parameters, from the elements [*batch p] of all."""
         return torch.cat([flat[..., span] for span in self.spans], dim=-1)
 
-    def put(self, part: Tensor, flat: Tensor) -> None:
+    def put(self, values: Tensor, flat: Tensor) -> None:
         """The inverse of ``take``."""
         sizes = [span.stop - span.start for span in self.spans]
-        for span, values in zip(self.spans, part.split(sizes, dim=-1), strict=True):
-            flat[..., span] = values
+        for span, piece in zip(self.spans, values.split(sizes, dim=-1), strict=True):
+            flat[..., span] = piece
 
     def index(self, device: torch.device) -> Tensor:
         """The positions."""

@@ -1,19 +1,125 @@
-"""The full matrix, and the block-diagonal one."""
+"""Dense and BlockDense: all of the metric, or one matrix for every layer, inverted by Cholesky."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, final
+from itertools import accumulate, pairwise
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
 from natgrad.linalg import check_finite, cholesky, refuse_indefinite
-from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.model import Model
+from natgrad.pullback.factors import Factors, cross
+from natgrad.pullback.layer import Block
+from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, StateError, Structure
 
-_CHOLESKY, _ROOT = "cholesky/", "root/"  # before the numbers of the tensors of an inverse
+_CHOLESKY, _ROOT = "cholesky/", "root/"  # prefixes of the tensors of an inverse
+
+
+@final
+@dataclass(frozen=True)
+class Dense(Structure):
+    """All of G [p q]: RᵀCR/N.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Dense().estimate(pb).dense()
+    tensor([[1., 2., 1.],
+            [2., 4., 2.],
+            [1., 2., 1.]])
+    """
+
+    suggested: ClassVar[bool] = True
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        return pullback.model.size**2
+
+    @without_autocast
+    def estimate(self, pullback: Pullback) -> DenseOperator:
+        self.admit(pullback)
+        p = pullback.model.size
+        packed = pullback.y.new_zeros(p, p)
+        order = torch.cat([block.index for block in pullback.blocks])
+        starts = spans_of(pullback)
+        for factors in pullback.factors():
+            for b, left in enumerate(factors):
+                for d in range(b + 1):
+                    packed[starts[b], starts[d]] += cross(left, factors[d], pullback.chunk)
+        matrix = torch.empty_like(packed)
+        matrix[order[:, None], order] = packed.tril() + packed.tril(-1).T
+        return DenseOperator(Layout(pullback.model.like, pullback.y.dtype), matrix)
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DenseOperator:
+        return DenseOperator(Layout.of(model.params, tensors["matrix"].dtype), tensors["matrix"])
+
+    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+        p = sum(block.size for block in blocks)
+        return Cost(p**2, 0, 2 * p**2, p**2, {"G": (1, p, p)}) if iterative else _cost(p)
+
+
+@final
+@dataclass(frozen=True)
+class BlockDense(Structure):
+    """The diagonal blocks of G, one for every layer (its weight and bias together).
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> BlockDense().estimate(pb).names
+    ('weight + bias',)
+    """
+
+    suggested: ClassVar[bool] = True
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        return sum(sum(block.size for block in group) ** 2 for group in layers_in(pullback.blocks).values())
+
+    @without_autocast
+    def estimate(self, pullback: Pullback) -> BlockDenseOperator:
+        self.admit(pullback)
+        blocks = pullback.blocks
+        groups = layers_in(blocks)
+        at = {id(block): b for b, block in enumerate(blocks)}
+        members = [[at[id(block)] for block in group] for group in groups.values()]
+        totals = [pullback.y.new_zeros(index_of(group).numel(), index_of(group).numel()) for group in groups.values()]
+        for factors in pullback.factors():
+            for total, group in zip(totals, members, strict=True):
+                add_pairs(total, [factors[b] for b in group], pullback.chunk)
+        # Blocks are kept in flattening order, whatever the packing: the order must not depend on the batch.
+        orders = [index_of(group).argsort() for group in groups.values()]
+        matrices = tuple(0.5 * (t + t.T)[o[:, None], o] for t, o in zip(totals, orders, strict=True))
+        indices = tuple(index_of(group).sort().values for group in groups.values())
+        names = tuple(map(name_of, groups.values()))
+        return BlockDenseOperator(Layout(pullback.model.like, pullback.y.dtype), names, indices, matrices)
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
+        indices = tuple(index_of(group).sort().values for group in layers_in(blocks).values())
+        if len(tensors) != len(indices):
+            raise StateError(f"the metric in the state has {len(tensors)} blocks, here it has {len(indices)}")
+        layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
+        return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()))
+
+    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+        return Cost.total([_cost(sum(block.size for block in group)) for group in layers_in(blocks).values()])
+
+
+def _cost(p: int) -> Cost:
+    """Of a matrix that is inverted by Cholesky."""
+    return Cost(2 * p**2, p**3 // 3, 2 * p**2, p**2, {"G": (1, p, p)})
 
 
 @final
@@ -47,6 +153,9 @@ class DenseOperator(Operator):
     def averaged(self) -> dict[str, Tensor]:
         return self.tensors()
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"matrix": (self.layout.size, self.layout.size)}
+
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         return restored_inverse(self.layout, [torch.arange(self.layout.size, device=self.matrix.device)], tensors)
 
@@ -56,13 +165,13 @@ class DenseOperator(Operator):
 
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
         whole = torch.arange(self.layout.size, device=self.matrix.device)
-        return SpectralInverse.of(self.layout, [whole], [self.matrix], damping, rtol, weight)
+        return PseudoInverse.of(self.layout, [whole], [self.matrix], damping, rtol, weight)
 
 
 @final
 @dataclass(frozen=True)
 class BlockDenseOperator(Operator):
-    """The diagonal blocks of G, one a layer; block b lives on the flattened positions ``indices[b]``."""
+    """The diagonal blocks of G, one for every layer; block b is at the flattened positions ``indices[b]``."""
 
     layout: Layout
     names: tuple[str, ...]
@@ -103,6 +212,9 @@ class BlockDenseOperator(Operator):
     def averaged(self) -> dict[str, Tensor]:
         return self.tensors()
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: (len(index), len(index)) for name, index in zip(self.names, self.indices, strict=True)}
+
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         return restored_inverse(self.layout, self.indices, tensors)
 
@@ -113,7 +225,7 @@ class BlockDenseOperator(Operator):
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the blocks; give positive numbers a parameter")
-        return SpectralInverse.of(self.layout, self.indices, self.matrices, damping, rtol, weight)
+        return PseudoInverse.of(self.layout, self.indices, self.matrices, damping, rtol, weight)
 
     @staticmethod
     def _block(name: str) -> str:
@@ -153,8 +265,8 @@ class CholeskyInverse(Inverse):
         """L⁻ᵀ t or L⁻¹ t of every block, for t [s p]."""
         out = torch.empty_like(t)
         for index, factor in zip(self.indices, self.factors, strict=True):
-            own = t[:, index].permute(1, 2, 0)  # [b d s]
-            solved = torch.linalg.solve_triangular(factor.mT if upper else factor, own, upper=upper)
+            columns = t[:, index].permute(1, 2, 0)  # [b d s]
+            solved = torch.linalg.solve_triangular(factor.mT if upper else factor, columns, upper=upper)
             out[:, index] = solved.permute(2, 0, 1)
         return out
 
@@ -164,8 +276,10 @@ class CholeskyInverse(Inverse):
 
 @final
 @dataclass(frozen=True)
-class SpectralInverse(Inverse):
-    """W^{-½} (W^{-½} G W^{-½})⁺ W^{-½}: the solution of G v = ω of least ‖v‖_W (001 (33)); Moore–Penrose at W = 1.
+class PseudoInverse(Inverse):
+    """W^{-½} (W^{-½} G W^{-½})⁺ W^{-½}: the solution of G v = ω of least ‖v‖_W.
+
+    Without a weight it is the Moore–Penrose inverse (van Oostrum, Müller and Ay (2023, (33)).
 
     Eigenvalues at most ``rtol`` times the largest count as zero.
     """
@@ -182,7 +296,7 @@ class SpectralInverse(Inverse):
         damping: float,
         rtol: float | None,
         weight: Tensor | None,
-    ) -> SpectralInverse:
+    ) -> PseudoInverse:
         batches = _batched(indices, matrices)
         roots = []
         for index, matrix in batches:
@@ -190,7 +304,7 @@ class SpectralInverse(Inverse):
             damped = matrix + damping * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
             inverse_root = None if weight is None else _inverse_root(weight, index)
             roots.append(_pseudo_root(damped, rtol, inverse_root, damping))
-        return SpectralInverse(layout, tuple(index for index, _ in batches), tuple(roots))
+        return PseudoInverse(layout, tuple(index for index, _ in batches), tuple(roots))
 
     def solve(self, ω: Tensor) -> Tensor:
         v = torch.empty_like(ω)
@@ -203,12 +317,12 @@ class SpectralInverse(Inverse):
 
 
 def restored_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
-    """The inverse with these tensors, of matrices at these places."""
-    places = tuple(index for index, _ in _batched(indices, indices))
-    for kind, prefix in ((CholeskyInverse, _CHOLESKY), (SpectralInverse, _ROOT)):
-        found = tuple(tensors[f"{prefix}{at}"] for at in range(len(places)) if f"{prefix}{at}" in tensors)
-        if len(found) == len(places):
-            return kind(layout, places, found)
+    """The inverse with these tensors, of matrices at these flattened positions."""
+    batches = tuple(index for index, _ in _batched(indices, indices))
+    for kind, prefix in ((CholeskyInverse, _CHOLESKY), (PseudoInverse, _ROOT)):
+        factors = tuple(tensors[f"{prefix}{at}"] for at in range(len(batches)) if f"{prefix}{at}" in tensors)
+        if len(factors) == len(batches):
+            return kind(layout, batches, factors)
     return None
 
 
@@ -242,3 +356,42 @@ def _batched(indices: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[tupl
         (torch.stack([indices[b] for b in group]), torch.stack([matrices[b] for b in group]))
         for group in by_size.values()
     ]
+
+
+def spans_of(pullback: Pullback) -> list[slice]:
+    """The rows of every block in a packed matrix."""
+    ends = accumulate((block.size for block in pullback.blocks), initial=0)
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def layers_in(blocks: Sequence[Block]) -> dict[str, list[Block]]:
+    """Blocks by the names of their parameters up to the last dot: what a user calls a layer."""
+    grouped: dict[str, list[Block]] = {}
+    for block in blocks:
+        grouped.setdefault(block.names[0].rpartition(".")[0], []).append(block)
+    return grouped
+
+
+def index_of(group: Sequence[Block]) -> Tensor:
+    """The positions [p] of the blocks' parameters in flattening order."""
+    return torch.cat([block.index for block in group])
+
+
+def name_of(group: Sequence[Block]) -> str:
+    """The names of the blocks' parameters, in flattening order."""
+    starts: dict[str, int] = {}
+    for block in group:
+        starts.update(zip(block.names, sorted(place.start for place in block.places), strict=True))
+    return " + ".join(sorted(starts, key=lambda name: starts[name]))
+
+
+def add_pairs(total: Tensor, factors: Sequence[Factors], limit: int) -> None:
+    """Add Σ_kn R Rᵀ of several blocks that are one matrix."""
+    ends = list(accumulate((f.g.shape[3] * f.g.shape[4] * f.a.shape[3] for f in factors), initial=0))
+    spans = [slice(start, end) for start, end in pairwise(ends)]
+    for b, left in enumerate(factors):
+        for d in range(b + 1):
+            product = cross(left, factors[d], limit)
+            total[spans[b], spans[d]] += product
+            if d < b:
+                total[spans[d], spans[b]] += product.T

@@ -5,33 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast, final
+from typing import ClassVar, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.inverses import Factor, Newton
+from natgrad.accelerate import fused
+from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
-from natgrad.pullback.features import Cotangents
 from natgrad.pullback.layer import Block, Tied
-from natgrad.pullback.moments import Watcher, passes, second_moments
+from natgrad.pullback.moments import Cotangents, Watcher, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Tape
-from natgrad.rules.base import OneHot
-from natgrad.structures.base import Inverse, Layout, Operator
-from natgrad.structures.kronecker import Basis, Damped, Layered, LayerOperator, dtype_of, rotated, rotated_back, spread
+from natgrad.rules.features import Features
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
+from natgrad.structures.kronecker import (
+    EIGENVECTORS,
+    Basis,
+    Damped,
+    Layered,
+    LayerOperator,
+    SidesCost,
+    dtype_of,
+    rotated,
+    rotated_back,
+    spread,
+)
 
 # The eigenvalue-corrected Kronecker metric: diagonal in the eigenvectors of the two factors.
-
-
-@final
-@dataclass(frozen=True)
-class Moments:
-    """S and A of every block, of which the next basis is made."""
-
-    left: tuple[Factor, ...]  # S [c o o], or its diagonal [c o]
-    right: tuple[Factor, ...]  # A [c i i], or its diagonal [c i]
 
 
 @final
@@ -44,23 +46,15 @@ class EigenKroneckerOperator(LayerOperator):
     parameters that no layer rule covers.
     """
 
+    letters: ClassVar[tuple[str, ...]] = ("S", "A", "Q", "P", "D")
     layout: Layout
     blocks: tuple[Block, ...]
-    moments: Moments
+    left: tuple[SymFactor, ...]  # S [c o o], or its diagonal [c o], for the next basis
+    right: tuple[SymFactor, ...]  # A [c i i], or its diagonal [c i]
     basis: Basis
     scales: tuple[Tensor, ...]  # D [c o i]
     rest: Operator | None = None
     unseen: frozenset[str] = frozenset()
-
-    @property
-    def left(self) -> tuple[Factor, ...]:
-        """S of every block."""
-        return self.moments.left
-
-    @property
-    def right(self) -> tuple[Factor, ...]:
-        """A of every block."""
-        return self.moments.right
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]
@@ -68,6 +62,9 @@ class EigenKroneckerOperator(LayerOperator):
 
     def layer_diagonal(self, b: int) -> Tensor:
         return spread(self.basis.left[b], self.scales[b], self.basis.right[b])
+
+    def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
+        return self.scales[b].double().clamp(min=0)
 
     def layer_dense(self, b: int) -> Iterable[Tensor]:
         c, o, i = self.blocks[b].shape
@@ -88,17 +85,30 @@ class EigenKroneckerOperator(LayerOperator):
 
         def mean(old: Iterable[Tensor], new: Iterable[Tensor]) -> tuple[Tensor, ...]:
             old, new = list(old), list(new)
-            return self.joined(there, old, new, torch._foreach_lerp(old, new, weight)) if self.blocks else ()
+            return self.joined(there, old, new, fused.lerp(old, new, weight)) if self.blocks else ()
 
         scales = mean(there.basis.carried(self.scales, self.basis), there.scales)
-        moments = Moments(mean(self.left, there.left), mean(self.right, there.right))
-        return replace(there, moments=moments, scales=scales, rest=rest, unseen=self.unseen & there.unseen)
+        left, right = mean(self.left, there.left), mean(self.right, there.right)
+        return replace(there, left=left, right=right, scales=scales, rest=rest, unseen=self.unseen & there.unseen)
 
-    def renewed(self) -> EigenKroneckerOperator:
+    def renewed(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
         """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""
-        basis = Basis.of(self.left, self.right)
+        basis = Basis.of(self.left, self.right) if sharing is None else self._shared_basis(sharing)
         rest = None if self.rest is None else self.rest.renewed()
         return replace(self, basis=basis, scales=basis.carried(self.scales, self.basis), rest=rest)
+
+    def _shared_basis(self, sharing: WorkSharing) -> Basis:
+        """The eigenvectors of S and A, every process those of its layers."""
+        names, share = [block.names[0] for block in self.blocks], sharing.share(self.blocks)
+
+        def decompose() -> dict[str, Tensor]:
+            basis = Basis.of([self.left[b] for b in share], [self.right[b] for b in share])
+            sides = {"Q": basis.left, "P": basis.right}
+            pairs = ((f"{names[b]}/{key}", t) for key, side in sides.items() for b, t in zip(share, side, strict=True))
+            return {key: t for key, t in pairs if t is not None}
+
+        tensors = sharing.gathered(decompose)
+        return Basis(*(tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP"))
 
     def tensors(self) -> dict[str, Tensor]:
         sides = {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right}
@@ -140,8 +150,8 @@ class RotatedSquares(Watcher):
     """D [c o i] of every layer, summed over chunks of examples and roots.
 
     With one position D is (g Q)²ᵀ(a P)², and no row is formed. With several the rows Σ_r g aᵀ come first, a chunk at a
-    time; whether they are rotated, or g and a before, is decided by what is less work. One-hot inputs are not formed.
-    The rows of a tied weight are the sum of those of its kinds, and rotated.
+    time; whether they are rotated, or g and a before, is decided by what is less work. The rows of a tied weight are
+    the sum of those of its kinds, and rotated.
     """
 
     def __init__(self, layers: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype) -> None:
@@ -156,47 +166,43 @@ class RotatedSquares(Watcher):
             self._inputs.clear()
         for b, block in enumerate(self._layers):
             if block.facets:
-                pairs = [(tape.inputs(kind), g.whole(tape, kind)) for kind in block.kinds]
-                self._add_tied(b, Tied.of(block, pairs, self._dtype))
+                pairs = [(tape.inputs(kind).dense(), g.of(tape, kind).dense()) for kind in block.kinds]
+                for rows in Tied.of(block, pairs, self._dtype).rows(_ROWS):
+                    self._sums[b].accumulate(_squares(rows, *self._sides[b]))
                 continue
-            cotangents = g.whole(tape, block).to(self._dtype)
-            if isinstance(block.rule, OneHot):
-                self._sums[b].accumulate(_of_places(tape, block, _turned(cotangents, self._sides[b][0])))
-                continue
+            h = g.of(tape, block).dense().to(self._dtype)
             if b in self._inputs:
-                self._add_plain(b, cotangents)
-                continue
-            f = Factors(tape.inputs(block).to(self._dtype), cotangents)
-            if f.a.shape[1] == 1:
-                self._inputs[b] = _turned(f.a, self._sides[b][1])
-                self._add_plain(b, cotangents)
+                self._add_plain(b, h)
             else:
-                self._add_shared(b, f)
+                self._add(b, tape.inputs(block), h)
 
     def totals(self) -> list[Tensor]:
         """D of every layer."""
         return [total.total().contiguous() for total in self._sums]
 
-    def _add_plain(self, b: int, g: Tensor) -> None:
-        self._sums[b].add(Factors(self._inputs[b], _turned(g, self._sides[b][0])))
-
-    def _add_shared(self, b: int, f: Factors) -> None:
+    def _add(self, b: int, a: Features, g: Tensor) -> None:
         q, p = self._sides[b]
-        k, _, r, c, o = f.g.shape
-        i = f.a.shape[3]
+        k, _, r, c, o = g.shape
+        i = a.shape[-1]
+        if p is None and r > 1:  # a need not be dense
+            self._sums[b].accumulate(a.squared_gradients(_turned(g, q)))
+            return
+        x = a.dense().to(self._dtype)
+        if r == 1:
+            self._inputs[b] = _turned(x, p)
+            self._add_plain(b, g)
+            return
         positions = r * (k * o * o * (q is not None) + i * i * (p is not None))
         rows = k * o * i * (o * (q is not None) + i * (p is not None))
         if positions <= rows:
-            self._sums[b].add(Factors(_turned(f.a, p), _turned(f.g, q)))
+            self._sums[b].add(Factors(_turned(x, p), _turned(g, q)))
             return
         step = max(1, _ROWS // (k * c * o * i))
-        for a, g in zip(f.a.split(step), f.g.split(step, dim=1), strict=True):
-            self._sums[b].accumulate(_squares(Factors(a, g).rows().unflatten(-1, (c, o, i)), q, p))
+        for part, h in zip(x.split(step), g.split(step, dim=1), strict=True):
+            self._sums[b].accumulate(_squares(Factors(part, h).rows().unflatten(-1, (c, o, i)), q, p))
 
-    def _add_tied(self, b: int, tied: Tied) -> None:
-        q, p = self._sides[b]
-        for rows in tied.rows(_ROWS):
-            self._sums[b].accumulate(_squares(rows, q, p))
+    def _add_plain(self, b: int, g: Tensor) -> None:
+        self._sums[b].add(Factors(self._inputs[b], _turned(g, self._sides[b][0])))
 
 
 def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
@@ -220,21 +226,6 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> l
         for total, f, block, order, (q, p) in zip(totals, factors, layers, orders, sides, strict=True):
             total.accumulate(_squares(f.rows()[..., order].unflatten(-1, block.shape), q, p))
     return [total.total() for total in totals]
-
-
-def _of_places(tape: Tape, block: Block, g: Tensor) -> Tensor:
-    """Σ_kn (Σ_r g aᵀ)² [1 o i] for one-hot a: at every place r its g times the sum of those at the same word."""
-    rule = block.rule
-    assert isinstance(rule, OneHot)
-    found = [rule.places(use.module, block.keys, use.call) for use in tape.of(block)]
-    words, values = (torch.cat(side, dim=1) for side in zip(*found, strict=True))
-    g = g.squeeze(3) * values.to(g.dtype).unsqueeze(-1)  # [k n r o]
-    total = g.new_zeros(block.shape[2], block.shape[1])
-    step = max(1, _ROWS // words.shape[1] ** 2)  # examples, whose pairs of places are formed
-    for at, part in zip(words.split(step), g.split(step, dim=1), strict=True):
-        same = (at.unsqueeze(-1) == at.unsqueeze(-2)).to(g.dtype)
-        total.index_add_(0, at.flatten(), (part * (same @ part)).sum(0).flatten(0, 1))
-    return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
 
 
 def _turned(x: Tensor, basis: Tensor | None) -> Tensor:
@@ -274,6 +265,17 @@ class EigenKronecker(Layered):
         sides = self.shapes(block)
         return block.size + sum(math.prod(shape) * (2 if len(shape) == 3 else 1) for shape in sides)
 
+    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+        sides = SidesCost.of(block, self.shapes(block))
+        rotate = 2 * sides.rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
+        return Cost(
+            numbers=sides.numbers + sides.rotations + 2 * block.size,
+            invert=EIGENVECTORS * sides.cubes,
+            solve=2 * sides.solve,
+            position=sides.numbers + rotate,
+            factors={"S": sides.left, "A": sides.right, "D": block.shape},
+        )
+
     def estimate(self, pullback: Pullback) -> EigenKroneckerOperator:
         return self.estimate_like(pullback, None)
 
@@ -298,7 +300,8 @@ class EigenKronecker(Layered):
         return EigenKroneckerOperator(
             Layout(pullback.model.like, dtype),
             parts.blocks,
-            Moments(tuple(s for s, _ in factors), tuple(a for _, a in factors)),
+            tuple(s for s, _ in factors),
+            tuple(a for _, a in factors),
             basis,
             tuple(parts.everywhere(scales, lambda block: _nothing(block, dtype))),
             None if parts.others is None else self.fallback.estimate_like(parts.others, rest),
@@ -311,11 +314,11 @@ class EigenKronecker(Layered):
         names = [block.names[0] for block in parts.seen]
         found = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
         factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
-        moments = Moments(tuple(s for s, _ in factors), tuple(a for _, a in factors))
+        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
         d = tuple(parts.everywhere((tensors[f"{name}/D"] for name in names), lambda block: _nothing(block, dtype)))
         q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in parts.blocks) for side in "QP")
         layout = Layout.of(model.params, dtype)
-        return EigenKroneckerOperator(layout, parts.blocks, moments, Basis(q, p), d, rest, parts.unseen)
+        return EigenKroneckerOperator(layout, parts.blocks, left, right, Basis(q, p), d, rest, parts.unseen)
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
         """The basis of an operator over the same layers."""

@@ -1,26 +1,66 @@
-"""The metric as a product only: v ↦ Jᵀ(C ⊗ h)Jv, nothing stored."""
+"""Implicit: the metric as a product v ↦ Jᵀ(C ⊗ h)Jv, of which nothing is stored; also Hessians and sums."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
 from natgrad.geometry import Covector, unflatten
-from natgrad.linearise import Linearisation
-from natgrad.pullback.pullback import Pullback
-from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.linearise import Linearisation, linearise
+from natgrad.model import Model
+from natgrad.pullback.layer import Block
+from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.structures.base import Inverse, Layout, Operator, Structure
 from natgrad.structures.dense import DenseOperator
 
 
 @final
 @dataclass(frozen=True)
+class Implicit(Structure):
+    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (Grosse 2021, section 5.2); solved by ``CG``.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Implicit().estimate(pb).product(torch.tensor([1.0, 0.0, 0.0]))
+    tensor([1., 2., 1.])
+    """
+
+    suggested: ClassVar[bool] = True
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    @property
+    def stored(self) -> bool:
+        return False
+
+    def uncovered(self) -> None:
+        return None
+
+    def elements(self, pullback: Pullback) -> int:
+        return pullback.model.size
+
+    @without_autocast
+    def estimate(self, pullback: Pullback) -> ImplicitOperator:
+        self.admit(pullback)
+        linear = linearise(pullback.model, pullback.batch.x)
+        return ImplicitOperator(Layout(pullback.model.like, pullback.y.dtype), ((1.0, pullback, linear),))
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> None:
+        return None
+
+
+@final
+@dataclass(frozen=True)
 class ImplicitOperator(Operator):
-    """G v = Jᵀ h J v (002 section 5.2, 004 (43)): the model is linearised once, at a snapshot of the parameters.
+    """G v = Jᵀ h J v (Johnson 2017, (43)): the model is linearised once, at a snapshot of the parameters.
 
     A moving average is a weighted sum of such terms.
     """
@@ -34,35 +74,42 @@ class ImplicitOperator(Operator):
 
     def product(self, v: Tensor) -> Tensor:
         named = unflatten(v, self.layout.like)
-        parts = []
+        terms = []
         for weight, pullback, linear in self.terms:
             pushed = linear.push(named).to(pullback.y.dtype)
             # The weight goes where there are few numbers: onto the outputs.
             pulled = linear.pull((pullback.output_flat(pushed) * weight).to(linear.y.dtype))
-            parts.append(torch.cat([t.reshape(-1) for t in pulled.values()]).to(v.dtype))
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            terms.append(torch.cat([t.reshape(-1) for t in pulled.values()]).to(v.dtype))
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
     @property
-    def columns(self) -> int:
-        """K·N: the columns of the root Rᵀ of G = RᵀR."""
+    def pullback(self) -> Pullback | None:
+        return self.terms[0][1] if len(self.terms) == 1 else None
+
+    @property
+    def root_columns(self) -> int | None:
+        """K·N, where no metric couples its examples."""
+        if any(pullback.coupling is not None for _, pullback, _ in self.terms):
+            return None
         return sum(pullback.columns * pullback.n for _, pullback, _ in self.terms)
 
     def push_root(self, v: Tensor) -> Tensor:
         """R v [(k n)], where a row of R is J_nᵀs_kn √(w/N)."""
-        named, parts = unflatten(v, self.layout.like), []
+        named, pushes = unflatten(v, self.layout.like), []
         for weight, pullback, linear in self.terms:
             pushed = linear.push(named).to(pullback.y.dtype)
             s = pullback.root
             t = torch.einsum("knd,nd->kn", s.reshape(*s.shape[:2], -1), pushed.reshape(pullback.n, -1))
-            parts.append(t.flatten() * math.sqrt(weight / pullback.n))
-        return torch.cat(parts)
+            pushes.append(t.flatten() * math.sqrt(weight / pullback.n))
+        return torch.cat(pushes)
 
     def pull_root(self, t: Tensor) -> Tensor:
         """Rᵀ t [p] for t [(k n)]."""
         total = t.new_zeros(self.layout.size)
         sizes = [pullback.columns * pullback.n for _, pullback, _ in self.terms]
-        for (weight, pullback, linear), own in zip(self.terms, t.split(sizes), strict=True):
-            u = torch.einsum("kn...,kn->n...", pullback.root, own.view(-1, pullback.n)) * math.sqrt(weight / pullback.n)
+        for (weight, pullback, linear), column in zip(self.terms, t.split(sizes), strict=True):
+            u = torch.einsum("kn...,kn->n...", pullback.root, column.view(-1, pullback.n))
+            u = u * math.sqrt(weight / pullback.n)
             pulled = linear.pull(u.to(linear.y.dtype))
             total += torch.cat([g.reshape(-1) for g in pulled.values()]).to(t.dtype)
         return total
@@ -94,9 +141,6 @@ class ImplicitOperator(Operator):
         self.refuse("Pinv", "it has products only; solve with CG(), or use Dense or Kernel")
 
 
-# The Hessian of a scalar function, and weighted sums of operators: what proximal and Newton steps solve with.
-
-
 @final
 @dataclass(frozen=True)
 class HessianOperator(Operator):
@@ -122,8 +166,8 @@ class HessianOperator(Operator):
 
     def product(self, v: Tensor) -> Tensor:
         tangents = list(self.layout.vector(v).values())
-        parts = torch.autograd.grad(self.gradients, self.leaves, tangents, retain_graph=True)
-        return torch.cat([part.reshape(-1) for part in parts]).to(v.dtype)
+        products = torch.autograd.grad(self.gradients, self.leaves, tangents, retain_graph=True)
+        return torch.cat([t.reshape(-1) for t in products]).to(v.dtype)
 
     def diagonal(self) -> Tensor:
         return self.dense().diagonal()

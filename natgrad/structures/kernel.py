@@ -1,11 +1,11 @@
-"""The kernel: G = RᵀR kept through its factors, inverted in the space of examples and roots."""
+"""Kernel: G = RᵀR through its per-example rows R, inverted in the space of examples and roots (Woodbury)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast, final
+from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
@@ -13,95 +13,77 @@ from torch.nn import functional as F
 
 from natgrad.kernels.gram import KernelMatrix, root_or_nan
 from natgrad.linalg import check_finite, cholesky, refuse_lost_damping, refuse_singular
+from natgrad.model import Model
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.layer import Block
-from natgrad.structures.base import Inverse, Layout, Operator
+from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.structures.base import Inverse, Layout, Operator, Structure
 
-# The inverse of a metric that couples the examples by K⁻¹, in the push-through form: K is inverted nowhere.
-
-
-_REFINED = 2  # times
+_REFINED = 2  # steps of iterative refinement
+_ELEMENTS = 2**24  # numbers of explicit rows at a time
 
 
 @final
 @dataclass(frozen=True)
-class PushThrough:
-    """z ↦ (λK + BBᵀ)⁻¹, for the rows B [(k n) p] of a metric BᵀK⁻¹B and K [n n] for every column k (ERRATA 13):
+class Kernel(Structure):
+    """The rows R in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury).
 
-        (BᵀK⁻¹B + λ)⁻¹BᵀK⁻¹v = Bᵀ(λK + BBᵀ)⁻¹v
+    Under a ``Sobolev`` metric the kernel matrix of the inputs is not inverted (``PushThrough``).
 
-    It holds for a singular K too, with K⁺ for K⁻¹ and what K sees of B and v. Equal examples are rows that are equal:
-    they count once.
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> Kernel().estimate(pb).gram()  # ‖(1, 2, 1)‖²
+    tensor([[6.]])
     """
 
-    rows: KernelOperator  # B, in float64
-    K: KernelMatrix
-    damping: float
-    factor: Tensor  # of λK' + QᵀBBᵀQ [(k n) (l m)]
+    suggested: ClassVar[bool] = True
 
-    @staticmethod
-    def of(rows: KernelOperator, K: KernelMatrix, damping: float) -> PushThrough:
-        double = rows.to(torch.float64)
-        matrix = K.restrict_gram(double.gram())
-        check_finite(matrix, "the kernel")
-        n = K.whole.shape[0]
-        k = matrix.shape[0] // n
-        matrix.view(k, n, k, n).diagonal(dim1=0, dim2=2).add_(damping * K.inner.unsqueeze(2))
-        # λK may be less than the rounding of BBᵀ. Up to this rounding the factor is that of a positive matrix, and
-        # refinement with B itself takes out again what was added.
-        diagonal = matrix.diagonal()
-        diagonal.add_(matrix.shape[0] * torch.finfo(matrix.dtype).eps * diagonal.amax())
-        return PushThrough(double, K, damping, root_or_nan(matrix))
+    @property
+    def bounded(self) -> bool:
+        return False
 
-    def solve(self, v: Tensor) -> Tensor:
-        """(λK + BBᵀ)⁻¹v [k n], of what K sees of v [k n]."""
-        inside = self.K.restrict(v.double())
-        z = self._apply(inside)
-        for _ in range(_REFINED):
-            z = z + self._apply(inside - self._product(z))
-        return self.K.extend(z)
+    def elements(self, pullback: Pullback) -> int:
+        coupled = pullback.coupled
+        if coupled is not None and coupled.K is not None:  # the factors again in double, and two matrices in double
+            return self.elements(pullback.unmixed()) * (1 + 8 // pullback.y.element_size())
+        rows = pullback.columns * pullback.n
+        numbers = 0
+        for block in pullback.blocks:
+            _, o, i = block.shape
+            shared = 1 if block.rule is None else pullback.seen.positions[block.names[0]]
+            numbers += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
+        return numbers + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 
-    def _apply(self, t: Tensor) -> Tensor:
-        return torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)
+    @without_autocast
+    def estimate(self, pullback: Pullback) -> KernelOperator:
+        self.admit(pullback)
+        coupled = pullback.coupled
+        K = None if coupled is None or coupled.K is None else KernelMatrix.of(coupled.K)
+        pb = pullback if K is None else pullback.unmixed()
+        return KernelOperator(Layout(pb.model.like, pb.y.dtype), tuple(pb.blocks), tuple(pb.collect()), K)
 
-    def _product(self, z: Tensor) -> Tensor:
-        through = self.rows.push(self.rows.pull(self.K.extend(z)))
-        return self.damping * (z @ self.K.inner) + self.K.restrict(through)
-
-
-@final
-@dataclass(frozen=True)
-class PushThroughInverse(Inverse):
-    """(BᵀK⁻¹B + λ)⁻¹ω = (ω − Bᵀ(λK + BBᵀ)⁻¹Bω)/λ, which for ω = Bᵀe is Bᵀ(λK + BBᵀ)⁻¹K e (ERRATA 13)."""
-
-    layout: Layout
-    dual: PushThrough
-
-    @staticmethod
-    def of(layout: Layout, dual: PushThrough) -> PushThroughInverse:
-        """Refused where dividing by the damping would leave rounding. No eigenvalue of K is above its trace."""
-        diagonal = dual.factor.square().sum(-1) / dual.K.whole.diagonal().sum()
-        refuse_lost_damping(dual.damping, diagonal, "the metric coupled by a kernel")
-        return PushThroughInverse(layout, dual)
-
-    def solve(self, ω: Tensor) -> Tensor:
-        rows, exact = self.dual.rows, ω.double()
-        return ((exact - rows.pull(self.dual.solve(rows.push(exact)))) / self.dual.damping).to(ω.dtype)
-
-
-_ELEMENTS = 2**24  # of explicit rows at a time
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
+        restored, factors = [], []
+        for block in blocks:
+            f = Factors(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
+            packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
+            restored.append(block if packed == block.shape else block.without_rule())
+            factors.append(f)
+        K = KernelMatrix.of(tensors["K"]) if "K" in tensors else None
+        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(restored), tuple(factors), K)
 
 
 @final
 @dataclass(frozen=True)
 class KernelOperator(Operator):
-    """G = RᵀR with R [(k n) p] kept as factors of every block; exact, and cheap when N·K < P.
+    """G = RᵀR with R [(k n) p] numbers as factors of every block; exact, and cheap when N·K < P.
 
     The Gram matrix R Rᵀ [(k n) (l m)] is the neural tangent kernel in the output metric, over N.
 
-    A metric that couples the examples by the inverse of a kernel matrix K is G = BᵀK⁻¹B. The factors are those of B,
-    which K does not mix, and R = L⁻¹B with K = L Lᵀ is formed a few parameters at a time. With damping it is solved
-    without K⁻¹, by ``PushThrough``.
+    A metric that couples the examples by the inverse of a kernel matrix K is G = BᵀK⁻¹B. We keep the factors of B, and
+    form R = L⁻¹B with K = L Lᵀ for a few parameters at a time. With damping it is solved without K⁻¹, by
+    ``PushThrough``.
     """
 
     layout: Layout
@@ -125,8 +107,8 @@ class KernelOperator(Operator):
 
     def push(self, v: Tensor) -> Tensor:
         """R v [k n]."""
-        parts = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
-        total = torch.stack(parts).sum(0)
+        pushes = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
+        total = torch.stack(pushes).sum(0)
         return total if self.K is None else self.K.whiten(total)
 
     def pull(self, t: Tensor) -> Tensor:
@@ -148,8 +130,8 @@ class KernelOperator(Operator):
 
     def _mixed_square(self, f: Factors, K: KernelMatrix) -> Tensor:
         """Σ_kn R² [c o i] of a block."""
-        parts = [K.whiten(r).square().sum((0, 1)).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
-        return torch.cat(parts, dim=1)
+        squares = [K.whiten(r).square().sum((0, 1)).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
+        return torch.cat(squares, dim=1)
 
     def dense(self) -> Tensor:
         rows = self.rows()
@@ -160,8 +142,8 @@ class KernelOperator(Operator):
         k, n = self.factors[0].g.shape[:2]
         out = self.factors[0].g.new_empty(k * n, self.layout.size)
         for block, f in zip(self.blocks, self.factors, strict=True):
-            found = f.rows() if self.K is None else self.K.whiten(f.rows())
-            block.unpack(found.flatten(0, 1), out)
+            rows = f.rows() if self.K is None else self.K.whiten(f.rows())
+            block.unpack(rows.flatten(0, 1), out)
         return out
 
     def to(self, dtype: torch.dtype) -> KernelOperator:
@@ -193,6 +175,15 @@ class KernelOperator(Operator):
         for block, f in zip(self.blocks, self.factors, strict=True):
             out[f"{block.names[0]}/a"], out[f"{block.names[0]}/g"] = f.a, f.g
         return out if self.K is None else out | {"K": self.K.whole}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        k, n = self.factors[0].g.shape[:2]
+        out: dict[str, tuple[int, ...]] = {}
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            packed = (f.a.shape[2], f.g.shape[4], f.a.shape[3])  # parameters of no module have a group for each entry
+            (c, o, i), r = packed if math.prod(packed) == block.size else block.shape, f.g.shape[2]
+            out |= {f"{block.names[0]}/a": (n, r, c, i), f"{block.names[0]}/g": (k, n, r, c, o)}
+        return out if self.K is None else out | {"K": tuple(self.K.whole.shape)}
 
     def inverse(self, damping: float) -> Inverse:
         self._check(damping)
@@ -231,7 +222,7 @@ class KernelOperator(Operator):
 @final
 @dataclass(frozen=True)
 class WoodburyInverse(Inverse):
-    """(RᵀR + λ)⁻¹ω = (ω − Rᵀ(RRᵀ + λ)⁻¹Rω)/λ (001 section 4)."""
+    """(RᵀR + λ)⁻¹ω = (ω − Rᵀ(RRᵀ + λ)⁻¹Rω)/λ, Woodbury's identity."""
 
     layout: Layout
     kernel: KernelOperator
@@ -248,17 +239,17 @@ class WoodburyInverse(Inverse):
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂)."""
-        own, pulled = ξ.split([self.layout.size, self.factor.shape[0]], dim=1)
+        white, pulled = ξ.split([self.layout.size, self.factor.shape[0]], dim=1)
         shape = self.kernel.factors[0].g.shape[:2]
 
         def one(a: Tensor, b: Tensor) -> Tensor:
             return self.solve(a * math.sqrt(self.damping) + self.kernel.pull(b.view(shape)))
 
-        return torch.func.vmap(one)(own, pulled)
+        return torch.func.vmap(one)(white, pulled)
 
     def whitened(self, ω: Tensor) -> Tensor:
-        def one(own: Tensor) -> Tensor:
-            v = self.solve(own)
+        def one(covector: Tensor) -> Tensor:
+            v = self.solve(covector)
             return torch.cat([v * math.sqrt(self.damping), self.kernel.push(v).flatten()])
 
         return torch.func.vmap(one)(ω)
@@ -289,6 +280,72 @@ class KernelPseudoInverse(Inverse):
         return self.kernel.pull(inner.view_as(t))
 
 
+@final
+@dataclass(frozen=True)
+class PushThrough:
+    """z ↦ (λK + BBᵀ)⁻¹, for the rows B [(k n) p] of a metric BᵀK⁻¹B and K [n n] for every column k:
+
+        (BᵀK⁻¹B + λ)⁻¹BᵀK⁻¹v = Bᵀ(λK + BBᵀ)⁻¹v
+
+    K is inverted nowhere. The identity also holds for a singular K, with K⁺ for K⁻¹ and with B and v projected onto the
+    range of K. Equal examples have equal rows, and count once.
+    """
+
+    rows: KernelOperator  # B, in float64
+    K: KernelMatrix
+    damping: float
+    factor: Tensor  # of λK' + QᵀBBᵀQ [(k n) (l m)]
+
+    @staticmethod
+    def of(rows: KernelOperator, K: KernelMatrix, damping: float) -> PushThrough:
+        double = rows.to(torch.float64)
+        matrix = K.restrict_gram(double.gram())
+        check_finite(matrix, "the kernel")
+        n = K.whole.shape[0]
+        k = matrix.shape[0] // n
+        matrix.view(k, n, k, n).diagonal(dim1=0, dim2=2).add_(damping * K.inner.unsqueeze(2))
+        # λK may be less than the rounding of BBᵀ, so that the matrix is positive only up to rounding. We add that much,
+        # and refinement with B itself removes it again.
+        diagonal = matrix.diagonal()
+        diagonal.add_(matrix.shape[0] * torch.finfo(matrix.dtype).eps * diagonal.amax())
+        return PushThrough(double, K, damping, root_or_nan(matrix))
+
+    def solve(self, v: Tensor) -> Tensor:
+        """(λK + BBᵀ)⁻¹v [k n], of v [k n] projected onto the range of K."""
+        inside = self.K.restrict(v.double())
+        z = self._apply(inside)
+        for _ in range(_REFINED):
+            z = z + self._apply(inside - self._product(z))
+        return self.K.extend(z)
+
+    def _apply(self, t: Tensor) -> Tensor:
+        return torch.cholesky_solve(t.reshape(-1, 1), self.factor).view_as(t)
+
+    def _product(self, z: Tensor) -> Tensor:
+        through = self.rows.push(self.rows.pull(self.K.extend(z)))
+        return self.damping * (z @ self.K.inner) + self.K.restrict(through)
+
+
+@final
+@dataclass(frozen=True)
+class PushThroughInverse(Inverse):
+    """(BᵀK⁻¹B + λ)⁻¹ω = (ω − Bᵀ(λK + BBᵀ)⁻¹Bω)/λ, which for ω = Bᵀe is Bᵀ(λK + BBᵀ)⁻¹K e."""
+
+    layout: Layout
+    dual: PushThrough
+
+    @staticmethod
+    def of(layout: Layout, dual: PushThrough) -> PushThroughInverse:
+        """Refused where dividing by the damping would leave only rounding. No eigenvalue of K is above its trace."""
+        diagonal = dual.factor.square().sum(-1) / dual.K.whole.diagonal().sum()
+        refuse_lost_damping(dual.damping, diagonal, "the metric coupled by a kernel")
+        return PushThroughInverse(layout, dual)
+
+    def solve(self, ω: Tensor) -> Tensor:
+        rows, exact = self.dual.rows, ω.double()
+        return ((exact - rows.pull(self.dual.solve(rows.push(exact)))) / self.dual.damping).to(ω.dtype)
+
+
 def _refined(apply: Callable[[Tensor], Tensor], G: Operator, ω: Tensor, damping: float) -> Tensor:
     """v = Aω and then A of what is left, v + A(ω − (G + λ)v): one step of iterative refinement."""
     v = apply(ω)
@@ -307,10 +364,10 @@ def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:
     """K of the examples of both, which are not coupled to each other."""
     if left.K is None and right.K is None:
         return None
-    found = [
+    kernels = [
         f.factors[0].g.new_ones(f.factors[0].g.shape[1]).diag() if f.K is None else f.K.whole for f in (left, right)
     ]
-    return KernelMatrix.of(torch.block_diag(*[K.double() for K in found]))
+    return KernelMatrix.of(torch.block_diag(*[K.double() for K in kernels]))
 
 
 def _join(left: Factors, right: Factors) -> Factors:

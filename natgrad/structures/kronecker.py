@@ -8,46 +8,57 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, TypeAlias, TypeVar, cast, final
+from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
 
+from natgrad.accelerate import fused
+from natgrad.accelerate.averages import MovingAverages, lay_out
+from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.inverses import (
-    Chosen,
-    Factor,
+    BatchedInverse,
+    Inversion,
     Newton,
-    Remade,
-    Sides,
-    Task,
+    SymFactor,
     aligned,
-    by_size,
+    balance,
+    batch_by_size,
     diagonal,
-    full,
+    is_dense,
+    layers_at_once,
     matrix,
-    mean_diagonal,
-    refuse_singular_factor,
-    room_on,
     spectrum,
     stacked,
     two_sided,
     two_sided_columns,
 )
-from natgrad.accelerate.moments import spaced
 from natgrad.accelerate.replay import Scalar
-from natgrad.errors import IncompatibleError, NonFiniteError, UncoveredError
+from natgrad.errors import IncompatibleError, UncoveredError
 from natgrad.geometry import Covector, Vector
-from natgrad.linalg import consecutive, gated_lerp, refuse_indefinite, refuse_singular
+from natgrad.linalg import refuse_indefinite, refuse_singular
 from natgrad.model import Model
-from natgrad.pullback.features import Expand, Largest, Reduce, Sharing, mean
-from natgrad.pullback.layer import Block, trace
-from natgrad.pullback.moments import Sink, factors_of, stream
+from natgrad.pullback.layer import Block
+from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
 from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.rules.base import Moment, Rows
+from natgrad.pullback.sharing import Sharing
+from natgrad.rules.features import Moment
 from natgrad.slots import check_slots
-from natgrad.structures.base import REST, Inverse, Layout, Operator, Subset
-from natgrad.structures.exact import Diagonal, Structure
+from natgrad.structures.base import (
+    FALLBACK,
+    Cost,
+    Inverse,
+    LayerSpectrum,
+    Layout,
+    Operator,
+    StateError,
+    Structure,
+    Subset,
+    WorkSharing,
+    check_shape,
+)
+from natgrad.structures.diagonal import Diagonal
 
 # Orthonormal bases of the two sides of every layer, in which a metric is (nearly) diagonal.
 
@@ -64,7 +75,7 @@ class Basis:
     right: tuple[Rotation, ...]  # P [c i i]
 
     @staticmethod
-    def of(left: Sequence[Factor], right: Sequence[Factor]) -> Basis:
+    def of(left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
         """The eigenvectors of S and of A."""
         return Basis(tuple(spectra(left)[1]), tuple(spectra(right)[1]))
 
@@ -98,19 +109,24 @@ def spread(q: Rotation, d: Tensor, p: Rotation) -> Tensor:
     return rotated_back(None if q is None else q.square(), d, None if p is None else p.square())
 
 
-def spectra(side: Sequence[Factor]) -> tuple[list[Tensor], list[Rotation]]:
+def spectra(side: Sequence[SymFactor]) -> tuple[list[Tensor], list[Rotation]]:
     """Eigenvalues [c d] and eigenvectors [c d d] of the factors of one side; a diagonal one has its own axes."""
-    which = [at for at, factor in enumerate(side) if full(factor)]
+    which = [at for at, factor in enumerate(side) if is_dense(factor)]
     values: list[Tensor] = list(side)
     vectors: list[Rotation] = [None] * len(side)
 
     full_ones = [side[at] for at in which]
-    for stack in by_size(full_ones):
+    for stack in batch_by_size(full_ones):
         λ, q = spectrum(stacked([full_ones[at] for at in stack]))
         counts = [full_ones[at].shape[0] for at in stack]
         for at, own_λ, own_q in zip(stack, λ.split(counts), q.split(counts), strict=True):
             values[which[at]], vectors[which[at]] = own_λ, own_q
     return values, vectors
+
+
+def eigenvalues(factor: SymFactor) -> Tensor:
+    """[c d], ascending."""
+    return torch.linalg.eigvalsh(factor) if is_dense(factor) else factor.sort(-1).values
 
 
 def _overlap(new: Rotation, old: Rotation) -> Rotation:
@@ -121,10 +137,6 @@ def _overlap(new: Rotation, old: Rotation) -> Rotation:
 
 
 # Inverses that work layer by layer.
-
-
-# Bytes of layers that are solved at once: products of one layer leave a GPU half idle.
-_ROOM = {"cuda": 2**26, "cpu": 2**22}
 
 
 class LayerInverse(Inverse):
@@ -153,7 +165,7 @@ class LayerInverse(Inverse):
 
     def below(self) -> dict[str, Tensor]:
         """The tensors of the inverse over the other parameters."""
-        return {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
+        return {} if self.rest is None else {FALLBACK + key: t for key, t in self.rest.tensors().items()}
 
     def overwritten(self, new: Inverse) -> Inverse:
         if new is self or type(new) is not type(self):
@@ -163,7 +175,7 @@ class LayerInverse(Inverse):
             return new
         changed = [key for key, t in mine.items() if t.data_ptr() != its[key].data_ptr()]
         if changed:
-            torch._foreach_copy_([mine[key] for key in changed], [its[key] for key in changed])
+            fused.copy_([mine[key] for key in changed], [its[key] for key in changed])
         return self
 
     def __copy__(self) -> LayerInverse:
@@ -209,19 +221,6 @@ class LayerInverse(Inverse):
             found.update((name, _as(t, like[name])) for name, t in others.items())
         return Vector({name: found[name] for name in like})
 
-    def memory(self, ω: Covector) -> dict[str, Tensor]:
-        """For covectors like ω, so that layers which are solved at once lie side by side."""
-        found = {name: torch.empty_like(t) for name, t in ω.items()}
-        for group, first, last in self._runs:
-            if last - first == 1 or not self.by_columns(group):
-                continue
-            for names in self._names(group[first:last], ω) or ():
-                alike = [ω[name] for name in names]
-                if all(t.is_contiguous() and t.shape == alike[0].shape for t in alike):
-                    whole = alike[0].new_empty(len(alike), *alike[0].shape)
-                    found.update(zip(names, whole, strict=True))
-        return found
-
     def _names(self, numbers: Sequence[int], ω: Covector) -> list[tuple[str, ...]] | None:
         """Of every part of these layers, which lie side by side in W, the names of the parameters."""
         columns = [self.blocks[b].columns(ω) for b in numbers]
@@ -236,7 +235,7 @@ class LayerInverse(Inverse):
         if names is None:
             return None
         c, o, _ = self.blocks[group[0]].shape
-        parts = [_side_by_side([ω[name].reshape(c, o, -1) for name in own]).to(self.layout.dtype) for own in names]
+        parts = [stacked([ω[name].reshape(c, o, -1) for name in own]).to(self.layout.dtype) for own in names]
         solved = self.apply_columns(group, first, parts)
         return {
             name: part
@@ -250,7 +249,7 @@ class LayerInverse(Inverse):
         out: list[tuple[tuple[int, ...], int, int]] = []
         for group in self.groups:
             block = self.blocks[group[0]]
-            several = max(1, room_on(block.device, _ROOM) // (block.size * self.layout.dtype.itemsize))
+            several = layers_at_once(block.device, block.size * self.layout.dtype.itemsize)
             out += [(group, at, min(at + several, len(group))) for at in range(0, len(group), several)]
         return tuple(out)
 
@@ -275,12 +274,6 @@ def _shapes(columns: dict[str, Tensor] | None) -> list[torch.Size]:
     return [] if columns is None else [t.shape for t in columns.values()]
 
 
-def _side_by_side(parts: list[Tensor]) -> Tensor:
-    """[b·c o j] of parts [c o j], without a copy where they lie side by side already."""
-    whole = consecutive(parts)
-    return torch.cat(parts) if whole is None else whole.flatten(0, 1)
-
-
 def _as(t: Tensor, like: Tensor) -> Tensor:
     """t in the precision and the memory format of a parameter: kernels over many tensors want them alike."""
     if t.dtype == like.dtype and t.stride() == like.stride():
@@ -300,13 +293,13 @@ class ProductInverse(LayerInverse):
     blocks: tuple[Block, ...]
     rest: Inverse | None
     others: Subset | None
-    stacks: tuple[tuple[Factor, Factor], ...]  # of every group of layers, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
+    stacks: tuple[tuple[SymFactor, SymFactor], ...]  # of every group of layers, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
     kinds: tuple[tuple[bool, bool], ...]  # of every layer, whether its factors are full
-    remade: Remade = field(default_factory=Remade)
+    batch: BatchedInverse = field(default_factory=BatchedInverse)
 
     @staticmethod
     def of(
-        G: KroneckerOperator, rest: Inverse | None, left: Sequence[Factor], right: Sequence[Factor]
+        G: KroneckerOperator, rest: Inverse | None, left: Sequence[SymFactor], right: Sequence[SymFactor]
     ) -> ProductInverse:
         """From S⁻¹ and A⁻¹ of every layer."""
         empty = ProductInverse._shaped(G, rest, left, right)
@@ -325,12 +318,12 @@ class ProductInverse(LayerInverse):
 
     @staticmethod
     def _shaped(
-        G: KroneckerOperator, rest: Inverse | None, left: Sequence[Factor], right: Sequence[Factor]
+        G: KroneckerOperator, rest: Inverse | None, left: Sequence[SymFactor], right: Sequence[SymFactor]
     ) -> ProductInverse:
-        kinds = tuple((full(s), full(a)) for s, a in zip(left, right, strict=True))
+        kinds = tuple((is_dense(s), is_dense(a)) for s, a in zip(left, right, strict=True))
         return ProductInverse(G.layout, G.blocks, rest, G.others, (), kinds)
 
-    def begin(self, left: Sequence[Factor], right: Sequence[Factor]) -> None:
+    def begin(self, left: Sequence[SymFactor], right: Sequence[SymFactor]) -> None:
         """Copy S⁻¹ and A⁻¹ of every layer."""
         mine = self.tensors()
         for block, s, a in zip(self.blocks, left, right, strict=True):
@@ -345,37 +338,45 @@ class ProductInverse(LayerInverse):
         like = G.left[0]
         return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
 
-    def tasks(self, sides: Sides, damping: Scalar, chosen: Chosen = lambda _: True) -> list[Task]:
-        """What is to be inverted of the ``chosen`` factors, with factored damping, and where it goes."""
-        out: list[Task] = []
+    def jobs(self, factors: Sequence[SymFactor], damping: Scalar) -> list[Inversion]:
+        """What is to be inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
+        left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
+        jobs: list[Inversion] = []
         for group, stacks in zip(self.groups, self.stacks, strict=True):
-            own = [[side[b] for b in group] for side in sides]
-            wanted = [chosen(side[0]) for side in own]
-            if not any(wanted):
-                continue
-            shifts = _shifts(own[0], own[1], damping)
-            for at in (at for at in range(2) if wanted[at]):
-                titles = [f"the factor {'SA'[at]} of {self.blocks[b].title}" for b in group]
-                out.append(Task(own[at], shifts[at], _cut(stacks[at], own[at][0].shape[-1]), titles))
-        return out
+            s, a = [left[b] for b in group], [right[b] for b in group]
+            c, π = s[0].shape[0], balance(a, s)
+            for letter, side, stack, shifts in (
+                ("S", s, stacks[0], damping**0.5 / π),
+                ("A", a, stacks[1], damping**0.5 * π),
+            ):
+                outs = _unaligned(stack, side[0].shape[-1]).split(c)
+                for b, factor, shift, out in zip(group, side, shifts.split(c), outs, strict=True):
+                    jobs.append(Inversion(factor, shift, out, f"the factor {letter} of {self.blocks[b].title}"))
+        return jobs
 
-    def remake(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
-        """From G, in the place of the inverse that is there."""
-        places = tuple(t.data_ptr() for stack in self.stacks for t in stack)
-        self.remade.again(self.tasks, (G.left, G.right), damping, newton, places)
+    def compute_(self, G: KroneckerOperator, damping: float, *, warm: bool = False) -> None:
+        """From G, waiting for the device; a matrix that cannot be inverted raises, after a retry in double precision.
 
-    def mend(self, G: KroneckerOperator, damping: float) -> None:
-        """From G once more, after it has ``failed``: in double precision, where single is not enough."""
-        self.remade.mend(self.tasks((G.left, G.right), damping))
+        ``warm``: there is an inverse, which stays where it raises.
+        """
+        self.batch.compute_(self.jobs((*G.left, *G.right), damping), warm=warm)
+
+    def refresh_(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
+        """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
+        addresses = tuple(t.data_ptr() for stack in self.stacks for t in stack)
+        self.batch.refresh_(self.jobs, (*G.left, *G.right), damping, newton, addresses)
 
     def failed(self) -> bool:
-        return any(float(failure) > 0 for failure in self.remade.failures)
+        return self.batch.failed()
 
     def inherit(self, other: Inverse) -> None:
-        self.remade.failures = list(other.remade.failures) if isinstance(other, ProductInverse) else []
+        if isinstance(other, ProductInverse):
+            self.batch.inherit(other.batch)
+        else:
+            self.batch.clear()
 
     def forgive(self) -> None:
-        self.remade.failures = []
+        self.batch.clear()
 
     def overwritten(self, new: Inverse) -> Inverse:
         kept = super().overwritten(new)
@@ -392,7 +393,7 @@ class ProductInverse(LayerInverse):
         return two_sided(left, w, right, w if spent else None)
 
     def by_columns(self, group: tuple[int, ...]) -> bool:
-        return self.kinds[group[0]] == (True, True) and self.stacks[0][0].device.type == "cuda"
+        return self.kinds[group[0]] == (True, True) and is_asynchronous(self.stacks[0][0].device)
 
     def apply_columns(self, group: tuple[int, ...], first: int, parts: list[Tensor]) -> list[Tensor]:
         at = first * self.blocks[group[0]].shape[0]
@@ -403,7 +404,7 @@ class ProductInverse(LayerInverse):
         out = self.below()
         for group, (left, right) in zip(self.groups, self.stacks, strict=True):
             c, o, i = self.blocks[group[0]].shape
-            left, right = _cut(left, o), _cut(right, i)
+            left, right = _unaligned(left, o), _unaligned(right, i)
             for b, s, a in zip(group, left.split(c), right.split(c), strict=True):
                 out[f"{self.blocks[b].names[0]}/S"], out[f"{self.blocks[b].names[0]}/A"] = s, a
         return out
@@ -491,10 +492,14 @@ def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
 
     for side, factors in (("S", G.left), ("A", G.right)):
         for block, factor in zip(G.blocks, factors, strict=True):
-            whole = factor if full(factor) else torch.diag_embed(factor)
-            refuse_singular_factor(whole, f"the factor {side} of {block.title}")
+            values_of_groups = eigenvalues(factor.double())
+            if factor.shape[-1] == 1:
+                values_of_groups = values_of_groups.amin(0, keepdim=True)  # one number for every channel
+            for values in values_of_groups:
+                rounding = factor.shape[-1] * torch.finfo(factor.dtype).eps
+                refuse_singular(values, rounding, False, 0.0, f"the factor {side} of {block.title}")
     out = ProductInverse.empty(G, rest)
-    out.remade.first(out.tasks((G.left, G.right), 0.0))
+    out.compute_(G, 0.0)
     return out
 
 
@@ -520,28 +525,15 @@ def factored(
     else:
         out = ProductInverse.empty(G, rest)
         if last is None:
-            out.remade.first(out.tasks((G.left, G.right), damping))
+            out.compute_(G, damping)
             return out
         out.begin(*last)
-    out.remake(G, damping, newton if newton is not None and newton.trusted() else None)
+    out.refresh_(G, damping, newton if newton is not None and newton.trusted() else None)
     return out
 
 
-def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Scalar) -> tuple[list[Tensor], list[Tensor]]:
-    """√λ/π and √λ π [c] of every layer."""
-    π, counts = balance(a, s), [factor.shape[0] for factor in s]
-    return list((damping**0.5 / π).split(counts)), list((damping**0.5 * π).split(counts))
-
-
-def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:
-    """π of every group of every layer, one after the other."""
-    means = [torch.cat([mean_diagonal(factor) for factor in side]) for side in (a, s)]
-    ratio = means[0] / means[1]
-    return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
-
-
-def _memory(factor: Factor, group: Sequence[int]) -> Factor:
-    """For factors like this one of every layer of a group; what aligns them is zero."""
+def _memory(factor: SymFactor, group: Sequence[int]) -> SymFactor:
+    """For the inverses of factors like this one, of every layer of a group, ``aligned`` with zeros."""
     shape = (len(group) * factor.shape[0], *factor.shape[1:])
     like = aligned(factor[:1])
     if like.shape[-1] == factor.shape[-1]:
@@ -549,9 +541,9 @@ def _memory(factor: Factor, group: Sequence[int]) -> Factor:
     return like.new_zeros(shape[0], *like.shape[1:])
 
 
-def _cut(factor: Factor, size: int) -> Factor:
-    """Without the zeros of an aligned factor, a view."""
-    return factor[..., :size, :size] if full(factor) else factor
+def _unaligned(factor: SymFactor, size: int) -> SymFactor:
+    """A view without the zeros of an ``aligned`` factor."""
+    return factor[..., :size, :size] if is_dense(factor) else factor
 
 
 # What metrics that are kept layer by layer have in common.
@@ -568,8 +560,11 @@ class LayerOperator(Operator):
     ``rest`` is the metric on the parameters that no layer rule covers, in another structure.
     """
 
+    letters: ClassVar[tuple[str, ...]]  # of the tensors of a layer
     layout: Layout
     blocks: tuple[Block, ...]
+    left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
+    right: tuple[SymFactor, ...]  # A [c i i], or its diagonal [c i]
     rest: Operator | None
     unseen: frozenset[str]
 
@@ -593,6 +588,40 @@ class LayerOperator(Operator):
     def others(self) -> Subset | None:
         """The parameters of ``rest`` among all."""
         return None if self.rest is None else Subset.of(self.layout, list(self.rest.layout.like))
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        return self.blocks
+
+    def layer_spectra(self) -> Iterator[LayerSpectrum]:
+        for b, block in enumerate(self.blocks):
+            s, a = self.left[b].double(), self.right[b].double()
+            factors = {"S": eigenvalues(s), "A": eigenvalues(a)}
+            yield LayerSpectrum(
+                block.names, factors, {"S": diagonal(s), "A": diagonal(a)}, self.layer_values(b, *factors.values())
+            )
+
+    @abstractmethod
+    def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
+        """The eigenvalues [c o i] of the block, in double precision; those of S and A are s [c o] and a [c i]."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        out = {key: shape for key, shape in self.inverse_shapes().items() if key.rpartition("/")[2] in self.letters}
+        out |= {f"{block.names[0]}/{UNSEEN}": (0,) for b, block in enumerate(self.blocks) if not self.saw(b)}
+        return out | ({} if self.rest is None else {FALLBACK + key: shape for key, shape in self.rest.shapes().items()})
+
+    def inverse_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all that a metric by layers, or an inverse of it, may keep of the layers that were seen."""
+        out: dict[str, tuple[int, ...]] = {}
+        for b, block in enumerate(self.blocks):
+            if not self.saw(b):
+                continue
+            (c, o, i), s, a = block.shape, self.left[b], self.right[b]
+            shapes = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i), "d": (c, o, i)}
+            shapes |= {"Q": (c, o, o)} if is_dense(s) else {}
+            shapes |= {"P": (c, i, i)} if is_dense(a) else {}
+            out |= {f"{block.names[0]}/{letter}": shape for letter, shape in shapes.items()}
+        return out
 
     def product(self, v: Tensor) -> Tensor:
         out = torch.empty_like(v)
@@ -648,7 +677,7 @@ class LayerOperator(Operator):
         return SpectralInverse(self.layout, self.blocks, rest, self.others, basis.left, basis.right, scales)
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
-        below = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
+        below = {key.removeprefix(FALLBACK): t for key, t in tensors.items() if key.startswith(FALLBACK)}
         rest = None if self.rest is None else self.rest.inverse_from(below)
         return None if self.rest is not None and rest is None else self.layers_from(tensors, rest)
 
@@ -696,7 +725,7 @@ class LayerOperator(Operator):
 
     def every(self, parts: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
         """Tensors of every layer by the layer's first name and their letter, with those of ``rest``."""
-        out = {} if self.rest is None else {REST + key: t for key, t in self.rest.tensors().items()}
+        out = {} if self.rest is None else {FALLBACK + key: t for key, t in self.rest.tensors().items()}
         for letter, side in parts.items():
             pairs = zip(self.blocks, side, strict=True)
             out |= {f"{block.names[0]}/{letter}": t for block, t in pairs if t is not None}
@@ -727,10 +756,11 @@ class KroneckerOperator(LayerOperator):
     ``rest`` is the metric on the parameters that no layer rule covers, in another structure.
     """
 
+    letters: ClassVar[tuple[str, ...]] = ("S", "A")
     layout: Layout
     blocks: tuple[Block, ...]
-    left: tuple[Factor, ...]  # S [c o o] of every block, or its diagonal [c o]
-    right: tuple[Factor, ...]  # A [c i i] of every block, or its diagonal [c i]
+    left: tuple[SymFactor, ...]  # S [c o o] of every block, or its diagonal [c o]
+    right: tuple[SymFactor, ...]  # A [c i i] of every block, or its diagonal [c i]
     rest: Operator | None = None
     unseen: frozenset[str] = frozenset()
 
@@ -744,6 +774,9 @@ class KroneckerOperator(LayerOperator):
 
     def layer_diagonal(self, b: int) -> Tensor:
         return diagonal(self.left[b]).unsqueeze(-1) * diagonal(self.right[b]).unsqueeze(-2)
+
+    def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
+        return s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
 
     def layer_dense(self, b: int) -> Iterable[Tensor]:
         pairs = zip(matrix(self.left[b]), matrix(self.right[b]), strict=True)
@@ -762,7 +795,7 @@ class KroneckerOperator(LayerOperator):
         rest = self.rest_lerp(there, weight)
         if not self.blocks:
             return replace(self, rest=rest)
-        both = torch._foreach_lerp([*self.left, *self.right], [*there.left, *there.right], weight)
+        both = fused.lerp([*self.left, *self.right], [*there.left, *there.right], weight)
         left = self.joined(there, self.left, there.left, both[: len(self.left)])
         right = self.joined(there, self.right, there.right, both[len(self.left) :])
         return replace(self, left=left, right=right, rest=rest, unseen=self.unseen & there.unseen)
@@ -798,9 +831,27 @@ class KroneckerOperator(LayerOperator):
         rest = None if self.rest is None else self.rest.inverse(damping)
         return factored(self, rest, damping, self._sides(warm), newton, into)
 
+    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: float) -> Inverse:
+        """Every process inverts the factors of its layers."""
+        rest = None if self.rest is None else self.rest.inverse(damping)
+        share, inverses = sharing.share(self.blocks), list[Inverse]()
+
+        def inverted() -> Mapping[str, Tensor]:
+            left, right = (tuple(side[b] for b in share) for side in (self.left, self.right))
+            blocks = tuple(self.blocks[b] for b in share)
+            if share:
+                inverses.append(invert(replace(self, blocks=blocks, left=left, right=right, rest=None)))
+            return inverses[0].tensors() if inverses else {}
+
+        inverse = self.layers_from(sharing.gathered(inverted), rest)
+        assert inverse is not None
+        for computed in inverses:  # on a GPU the host reads later that a factor could not be inverted
+            inverse.inherit(computed)
+        return inverse
+
     def mend(self, inverse: Inverse, damping: float) -> None:
         if isinstance(inverse, ProductInverse) and inverse.fits(self):
-            inverse.mend(self, damping)
+            inverse.compute_(self, damping, warm=True)
         else:
             super().mend(inverse, damping)
 
@@ -819,182 +870,72 @@ class KroneckerOperator(LayerOperator):
         return [tensors[f"{name}/S"] for name in names], [tensors[f"{name}/A"] for name in names]
 
 
-# The moving average of Kronecker factors, in place: every factor is absorbed as it arrives.
-
-
-_HELD = 2**22  # bytes that wait to be absorbed together on a GPU, at least: a launch of few takes as long as of many
-_PART = 8  # or this part of all factors
-_LARGE = 2**20  # numbers
-_LAUNCH = 320 * 2**16  # numbers that torch's fused kernels take in one launch
-_VECTOR = 4  # numbers that they read at once, where a tensor starts at such a multiple
-
-
 @final
-class Absorb(Sink):
-    """Ā ← (1 − w) Ā + w A of factors that arrive one by one, and S̄ likewise (Martens and Grosse 2015, section 5).
+class FactorAverage(FactorSink):
+    """The moving averages Ā ← (1 − w) Ā + w A and S̄ likewise, of factors that arrive one by one.
 
     ``numbers``: of each layer that arrives, its number in the average. One that the average has not seen counts whole.
-    A factor that is not finite is not absorbed: it raises or, on a GPU, where nobody looks, leaves the average alone.
     """
 
     def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Scalar) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
-        self._held: list[Held] = []
-        self._bytes = 0
+        self._averages = MovingAverages((*average.left, *average.right))
 
     @property
     def weight(self) -> float:
         return float(self._weight)
 
     @property
-    def places(self) -> Hashable:
+    def address_key(self) -> Hashable:
         return tuple(self.numbers), self.average.unseen, self.average.addresses
 
-    def weighted(self, weight: Scalar) -> Absorb:
-        return Absorb(self.average, self.numbers, weight)
+    def with_weight(self, weight: Scalar) -> FactorAverage:
+        return FactorAverage(self.average, self.numbers, weight)
 
-    def input_rows(self, b: int, rows: Rows, count: int) -> bool:
-        return self._absorbed(b, self.average.right, rows, count)
-
-    def output_rows(self, b: int, rows: Rows, count: int) -> bool:
-        return self._absorbed(b, self.average.left, rows, count)
-
-    def _absorbed(self, b: int, factors: Sequence[Tensor], rows: Rows, count: int) -> bool:
-        """On a processor, and where nothing can overflow; what was not seen before has nothing to be added to."""
+    def put(self, b: int, side: Side, moment: Moment) -> None:
         number = self.numbers[b]
-        factor = factors[number]
-        alike = factor.ndim == 3 and factor.dtype == rows.x.dtype
-        if factor.device.type == "cuda" or not alike or not self.average.saw(number) or not rows.bounded:
-            return False
-        rows.absorb(factor[0], 1 - self.weight, self.weight / max(count, 1))
-        return True
-
-    def inputs(self, b: int, moment: Moment) -> None:
-        if isinstance(moment.count, Tensor):
-            moment = Moment(mean(moment), 1)
-        assert not isinstance(moment.count, Tensor)
-        self._put(b, self.average.right[self.numbers[b]], moment.total, moment.count)
-
-    def outputs(self, b: int, total: Tensor, count: int) -> None:
-        self._put(b, self.average.left[self.numbers[b]], total, count)
-
-    @cached_property
-    def _most(self) -> int:
-        """Bytes that may wait."""
-        return max(_HELD, sum(factor.nbytes for factor in (*self.average.left, *self.average.right)) // _PART)
-
-    def _put(self, b: int, factor: Tensor, total: Tensor, count: int) -> None:
-        number, count = self.numbers[b], max(count, 1)
-        assert factor.shape == total.shape
-        known = self.average.saw(number)
-        if factor.device.type == "cuda":
-            self._held.append(Held.of(factor, total, self._weight if known else 1.0, count))
-            self._bytes += total.numel() * total.element_size()
-            if self._bytes > self._most:
-                self.flush()
-            return
-        # Second moments are finite where their diagonals are.
-        if not math.isfinite(float(trace(total).sum())):
-            title = self.average.blocks[number].title
-            raise NonFiniteError(
-                f"the estimate of the metric of {title} holds NaN or infinity, and was not averaged: clean the batch, "
-                "or lower the learning rate"
-            )
-        weight = float(self._weight) if known else 1.0
-        factor.mul_(1 - weight).add_(total, alpha=weight / count)
+        masked = isinstance(moment.count, Tensor)
+        total, count = (moment.mean(), 1) if masked else (moment.total, moment.count)
+        assert not isinstance(count, Tensor)
+        self._averages.add(
+            (self.average.left if side == "S" else self.average.right)[number],
+            total,
+            count=count,
+            weight=self._weight if self.average.saw(number) else 1.0,
+            title=self.average.blocks[number].title,
+        )
 
     def flush(self) -> None:
-        held, self._held, self._bytes = self._held, [], 0
-        if held:
-            absorb_together(held)
+        self._averages.flush()
 
 
-def laid_out(factor: Tensor) -> Tensor:
-    """With rows that begin at whole vectors, as those of estimates: an average meets them without a copy."""
-    if factor.ndim != 3 or factor.shape[0] != 1:
-        return factor.contiguous()
-    if factor.device.type != "cuda":
-        return spaced(factor)
-    if not factor.is_contiguous():
-        return factor if _padded(factor) else factor.contiguous()
-    wider = aligned(factor)
-    return factor if wider is factor else wider[:, : factor.shape[1], : factor.shape[2]]
+T = TypeVar("T")
+EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
 
 
 @final
 @dataclass(frozen=True)
-class Held:
-    """A factor and what arrived of it, each as numbers in a row, and numbers that show whether that is finite."""
+class SidesCost:
+    """What the two factors of a layer cost; d³/3 for a Cholesky factor and 2d³/3 for the inverse from it."""
 
-    factor: Tensor
-    total: Tensor
-    sign: Tensor | None  # the diagonal; None where all are to be looked at
-    weight: Scalar
-    count: int
+    left: tuple[int, ...]  # the shape of S
+    right: tuple[int, ...]  # the shape of A
+    numbers: int  # of both: also the operations of a symmetric product, for every row
+    rotations: int  # numbers of the eigenvectors
+    cubes: int  # Σ d³ of the full factors
+    solve: int  # operations of a product with both: a full factor takes 2d for every number of W, a diagonal one 1
 
     @staticmethod
-    def of(factor: Tensor, total: Tensor, weight: Scalar, count: int) -> Held:
-        """In the memory of the factor; what lies between the rows of a matrix may be anything."""
-        diagonal = total.diagonal(dim1=-2, dim2=-1) if total.ndim == 3 else total
-        if not _padded(factor):
-            total = total.contiguous().view(-1)
-            return Held(factor.view(-1), total, diagonal if len(total) >= _LARGE else None, weight, count)
-        if total.stride()[1:] != factor.stride()[1:]:
-            like = torch.empty_strided(factor.shape, factor.stride(), dtype=total.dtype, device=total.device)
-            total = like.copy_(total)
-        length = (factor.shape[1] - 1) * factor.stride(1) + factor.shape[2]
-        return Held(factor.as_strided((length,), (1,)), total.as_strided((length,), (1,)), diagonal, weight, count)
-
-
-def absorb_together(held: Sequence[Held]) -> None:
-    """(1 − w) x + w y/count of all of them in few launches; nothing, if one of the y is not finite."""
-    found = _not_finite(held)
-    for key in dict.fromkeys((id(one.weight), one.count) for one in held):
-        alike = [one for one in held if (id(one.weight), one.count) == key]
-        for launch in _launches(alike):
-            factors, totals = zip(*launch, strict=True)
-            gated_lerp(factors, totals, alike[0].weight, key[1], found)
-
-
-def _launches(held: Sequence[Held], most: int = _LAUNCH) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Factors and totals that are averaged at once: a large one in equal parts, as a small rest would take as long.
-
-    >>> x = torch.zeros(22)
-    >>> [[len(part) for part, _ in launch] for launch in _launches([Held(x, x, None, 1.0, 1)], most=16)]
-    [[12], [10]]
-    """
-    small = [(one.factor, one.total) for one in held if len(one.factor) <= most]
-    if small:
-        yield small
-    for one in held:
-        if len(one.factor) > most:
-            size = _divided(_divided(len(one.factor), _divided(len(one.factor), most)), _VECTOR) * _VECTOR
-            yield from ([pair] for pair in zip(one.factor.split(size), one.total.split(size), strict=True))
-
-
-def _divided(count: int, by: int) -> int:
-    """Rounded up."""
-    return -(-count // by)
-
-
-def _padded(factor: Tensor) -> bool:
-    """Whether a matrix [1 d d] has rows that are longer in memory."""
-    return factor.ndim == 3 and factor.shape[0] == 1 and not factor.is_contiguous() and factor.stride(2) == 1
-
-
-def _not_finite(held: Sequence[Held]) -> Tensor:
-    """1 where one of the totals is not finite, on the device: second moments are finite where their diagonals are."""
-    found = torch.zeros((), device=held[0].total.device)
-    whole = [one.total for one in held if one.sign is None]
-    if whole:
-        torch._amp_foreach_non_finite_check_and_unscale_(whole, found, torch.ones_like(found))
-    signs = [one.sign.flatten() for one in held if one.sign is not None]
-    # NaN and infinity times zero are NaN, and NaN is not zero.
-    return torch.cat(signs).mul_(0).sum().add(found).ne(0).to(found.dtype) if signs else found
-
-
-T = TypeVar("T")
+    def of(block: Block, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> SidesCost:
+        full_ones = [shape for shape in shapes if len(shape) == 3]
+        return SidesCost(
+            *shapes,
+            numbers=sum(map(math.prod, shapes)),
+            rotations=sum(map(math.prod, full_ones)),
+            cubes=sum(c * d**3 for c, d, _ in full_ones),
+            solve=sum(block.size * (2 * shape[1] if len(shape) == 3 else 1) for shape in shapes),
+        )
 
 
 @dataclass(frozen=True)
@@ -1021,6 +962,29 @@ class Layered(Structure):
     @abstractmethod
     def layer_elements(self, block: Block) -> int:
         """How many numbers are kept of a layer."""
+
+    @abstractmethod
+    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+        """Of a layer that has a rule."""
+
+    def layer_cost(self, block: Block, *, exact: bool, iterative: bool = False) -> Cost | None:
+        if block.rule is None:
+            return self.fallback.cost([block], iterative=iterative)
+        return self.product_cost(block, exact=exact)
+
+    def title(self, block: Block) -> str:
+        if block.rule is not None:
+            return type(self).__name__
+        return "refused (strict=True)" if self.strict else f"{type(self.fallback).__name__} (fallback)"
+
+    def uncovered(self) -> str | None:
+        if self.strict:
+            return f"strict=True refuses them in the first pass that uses them (strict=False: {self.fallback!r})"
+        return f"{super().uncovered()}, and their metric is {self.fallback!r}"
+
+    @property
+    def covers_by_rule(self) -> bool:
+        return True
 
     @property
     def bounded(self) -> bool:
@@ -1062,7 +1026,7 @@ class Layered(Structure):
     @property
     def rule_of_sharing(self) -> Sharing:
         """What to do with positions, as an object."""
-        return Largest(Expand() if self.sharing == "expand" else Reduce(), self.largest)
+        return Sharing(self.sharing, self.largest)
 
     def check(self, others: Sequence[Block], displaced: Collection[str] = ()) -> None:
         """With ``strict``, refuse parameters that no rule covers, or cannot, with examples ``displaced``."""
@@ -1084,17 +1048,41 @@ class Layered(Structure):
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
     ) -> tuple[Parts, Operator | None]:
         """The layers that have a product among these tensors, and the operator over the other parameters."""
+        for block in blocks:
+            self._check_factors(block, tensors)
         hidden = [block for block in blocks if f"{block.names[0]}/{UNSEEN}" in tensors]
         kept = [block for block in blocks if f"{block.names[0]}/S" in tensors or block in hidden]
         parts = Parts(tuple(kept), frozenset(name for block in hidden for name in block.names))
-        rest = {key.removeprefix(REST): t for key, t in tensors.items() if key.startswith(REST)}
-        if not rest:
-            return parts, None
+        rest = {key.removeprefix(FALLBACK): t for key, t in tensors.items() if key.startswith(FALLBACK)}
         names = {name for block in kept for name in block.names}
+        if not rest:
+            missing = [name for name in model.params if name not in names]
+            if missing:
+                raise StateError(f"the factors of {', '.join(missing)} are missing in the metric of the state")
+            return parts, None
         ruled = [block for block in blocks if block not in kept]
         params = {name: p for name, p in model.params.items() if name not in names}
         smaller = Model(model.function, params, model.output)
         return parts, self.fallback.restore(smaller, _placed(ruled, params), rest)
+
+    def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
+        """S and A of a layer: both, and of its size, or of the size of parameters that are a layer by themselves."""
+        whole = (block.size, 1, 1)
+        for name, place in zip(block.names, block.places, strict=True):
+            factors = {side: tensors[f"{name}/{side}"] for side in "SA" if f"{name}/{side}" in tensors}
+            if not factors:
+                continue
+            for side in "SA":
+                if side not in factors:
+                    raise StateError(f"{name}/{side} of the metric is missing in the state")
+            alone = (place.shape.numel(), 1, 1)
+            choices: list[tuple[tuple[int, ...], tuple[int, ...]]] = [(alone, alone)]
+            if name == block.names[0]:
+                choices = [self.shapes(block), (whole, whole), (alone, alone)]
+            if tuple(tuple(t.shape) for t in factors.values()) in choices:
+                continue
+            for (side, t), shape in zip(factors.items(), choices[0], strict=True):
+                check_shape(f"{name}/{side} of the metric", t, shape)
 
 
 @final
@@ -1135,6 +1123,15 @@ class Kronecker(Layered):
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
 
+    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+        """A product of inverses or, with exact damping, a scaling between two rotations."""
+        sides = SidesCost.of(block, self.shapes(block))
+        factors = {"S": sides.left, "A": sides.right}
+        if not exact:
+            return Cost(2 * sides.numbers, sides.cubes, sides.solve, sides.numbers, factors)
+        numbers = sides.numbers + sides.rotations + block.size
+        return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
+
     def estimate(self, pullback: Pullback) -> KroneckerOperator:
         return self.estimate_like(pullback, None)
 
@@ -1147,8 +1144,8 @@ class Kronecker(Layered):
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
             parts.blocks,
-            tuple(laid_out(s) for s, _ in factors),
-            tuple(laid_out(a) for _, a in factors),
+            tuple(lay_out(s) for s, _ in factors),
+            tuple(lay_out(a) for _, a in factors),
             None if parts.others is None else self.fallback.estimate(parts.others),
             parts.unseen,
         )
@@ -1158,13 +1155,13 @@ class Kronecker(Layered):
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
-        """Factor by factor, and in place; a layer that the pass did not use keeps its average."""
+        """SymFactor by factor, and in place; a layer that the pass did not use keeps its average."""
         assert isinstance(average, KroneckerOperator)
         parts = self.parts(pullback, average)
         rest = None if parts.others is None else self.fallback.estimate(parts.others).finite()
         average.same_layers(parts.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
-        sink = Absorb(average, [numbers[block.names] for block in parts.seen], weight)
+        sink = FactorAverage(average, [numbers[block.names] for block in parts.seen], weight)
         stream(pullback, parts.seen, self.rule_of_sharing, sink)
         return average.absorbed(rest, weight, parts.unseen)
 
@@ -1173,7 +1170,7 @@ class Kronecker(Layered):
         dtype = dtype_of(parts, tensors, rest)
         found = [(tensors[f"{block.names[0]}/S"], tensors[f"{block.names[0]}/A"]) for block in parts.seen]
         factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
-        left, right = tuple(laid_out(s) for s, _ in factors), tuple(laid_out(a) for _, a in factors)
+        left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
         return KroneckerOperator(Layout.of(model.params, dtype), parts.blocks, left, right, rest, parts.unseen)
 
 

@@ -1,4 +1,4 @@
-"""The leading eigenpairs of the metric, with a diagonal floor."""
+"""LowRank: the leading eigenpairs of the metric, and the diagonal of what is left as a floor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,66 @@ from natgrad.linalg import check_finite, cholesky, refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.structures.base import Inverse, Layout, Operator
-from natgrad.structures.dense import CholeskyInverse, restored_inverse
-from natgrad.structures.exact import Dense, Kernel, Structure
-
-# The top of the spectrum with a diagonal floor.
-
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, Structure
+from natgrad.structures.dense import CholeskyInverse, Dense, restored_inverse
+from natgrad.structures.kernel import Kernel
 
 _WHAT = "the low-rank metric"
-_LARGEST = 4096  # parameters up to which a matrix is affordable
+_LARGEST = 4096  # parameters, up to which a matrix is affordable
+
+
+@final
+@dataclass(frozen=True)
+class LowRank(Structure):
+    """The ``rank`` largest eigenpairs of G, and the diagonal of what is left as a floor.
+
+    Averaging cuts back to the rank every time: an average over micro-batches, or over time, has the diagonal of the
+    joint batch exactly, and its leading eigenpairs only as far as each part had kept them.
+
+    >>> import torch, natgrad as ng
+    >>> model = torch.nn.Linear(2, 1)
+    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
+    >>> LowRank(1).estimate(pb).values.round()
+    tensor([6.])
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank!r}")
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        small = min(pullback.columns * pullback.n, pullback.model.size)
+        return (min(self.rank, small) + 2) * pullback.model.size + small**2
+
+    @without_autocast
+    def estimate(self, pullback: Pullback) -> LowRankOperator:
+        self.admit(pullback)
+        layout = Layout(pullback.model.like, pullback.y.dtype)
+        if pullback.model.size <= pullback.columns * pullback.n:
+            matrix = Dense().estimate(pullback).matrix
+            values, u = leading(matrix, self.rank)
+            return floored(layout, u, values, matrix.diagonal(), self.rank)
+        # Eigenvectors of G = RᵀR are Rᵀw/√s for the eigenvectors w of the smaller R Rᵀ; R itself is never formed.
+        kernel = Kernel().estimate(pullback)
+        values, w = leading(kernel.gram(), self.rank)
+        u = values.new_empty(layout.size, values.numel())
+        for j, value in enumerate(values):
+            u[:, j] = kernel.pull(w[:, j].view(kernel.factors[0].g.shape[:2])) / value.sqrt()
+        return floored(layout, u, values, kernel.diagonal(), self.rank)
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
+        layout = Layout.of(model.params, tensors["values"].dtype)
+        return LowRankOperator(layout, tensors["vectors"], tensors["values"], tensors["floor"], self.rank)
+
+    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+        p, r = sum(block.size for block in blocks), self.rank
+        return Cost((r + 1) * p, r**2 * p, 4 * r * p, p, {"U": (1, p, r)})
 
 
 @final
@@ -64,6 +115,10 @@ class LowRankOperator(Operator):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"vectors": self.vectors, "values": self.values, "floor": self.floor}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        p, r = self.layout.size, self.values.numel()
+        return {"vectors": (p, r), "values": (r,), "floor": (p,)}
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         if "factor" in tensors:
@@ -119,8 +174,8 @@ class LowRankInverse(Inverse):
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """(E + BBᵀ)⁻¹(√E ξ₁ + B ξ₂)."""
-        own, low = ξ.split(list(self.root.shape), dim=1)
-        return self._solved(own * self.scale.rsqrt() + low @ self.root.T)
+        white, low = ξ.split(list(self.root.shape), dim=1)
+        return self._solved(white * self.scale.rsqrt() + low @ self.root.T)
 
     def whitened(self, ω: Tensor) -> Tensor:
         v = self._solved(ω)
@@ -139,7 +194,7 @@ class LowRankInverse(Inverse):
 def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The largest eigenvalues [r] of a positive semi-definite matrix, descending, at most ``rank``, with vectors [d r].
 
-    What is zero to rounding is left out.
+    Eigenvalues that are zero up to rounding are left out.
     """
     check_finite(matrix, "the metric")
     values, vectors = torch.linalg.eigh(matrix)
@@ -152,53 +207,3 @@ def floored(layout: Layout, u: Tensor, values: Tensor, diagonal: Tensor, rank: i
     """U diag(s) Uᵀ with the floor that restores ``diagonal`` [p]; below zero is rounding, as the rest is PSD."""
     floor = (diagonal - u.square() @ values).clamp(min=0)
     return LowRankOperator(layout, u, values, floor, rank)
-
-
-@final
-@dataclass(frozen=True)
-class LowRank(Structure):
-    """The ``rank`` largest eigenpairs of G, and the diagonal of what is left as a floor.
-
-    Averaging cuts back to the rank every time: an average over micro-batches, or over time, has the diagonal of the
-    joint batch exactly, and its leading eigenpairs only as far as each part had kept them.
-
-    >>> import torch, natgrad as ng
-    >>> model = torch.nn.Linear(2, 1)
-    >>> pb = ng.pullback(model, torch.tensor([[1.0, 2.0]]), ng.Euclidean())
-    >>> LowRank(1).estimate(pb).values.round()
-    tensor([6.])
-    """
-
-    rank: int
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank!r}")
-
-    @property
-    def bounded(self) -> bool:
-        return True
-
-    def elements(self, pullback: Pullback) -> int:
-        small = min(pullback.columns * pullback.n, pullback.model.size)
-        return (min(self.rank, small) + 2) * pullback.model.size + small**2
-
-    @without_autocast
-    def estimate(self, pullback: Pullback) -> LowRankOperator:
-        self.admit(pullback)
-        layout = Layout(pullback.model.like, pullback.y.dtype)
-        if pullback.model.size <= pullback.columns * pullback.n:
-            matrix = Dense().estimate(pullback).matrix
-            values, u = leading(matrix, self.rank)
-            return floored(layout, u, values, matrix.diagonal(), self.rank)
-        # Eigenvectors of G = RᵀR are Rᵀw/√s for the eigenvectors w of the smaller R Rᵀ; R itself is never formed.
-        kernel = Kernel().estimate(pullback)
-        values, w = leading(kernel.gram(), self.rank)
-        u = values.new_empty(layout.size, values.numel())
-        for j, value in enumerate(values):
-            u[:, j] = kernel.pull(w[:, j].view(kernel.factors[0].g.shape[:2])) / value.sqrt()
-        return floored(layout, u, values, kernel.diagonal(), self.rank)
-
-    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
-        kept = (tensors["vectors"], tensors["values"], tensors["floor"])
-        return LowRankOperator(Layout.of(model.params, tensors["values"].dtype), *kept, self.rank)

@@ -1,4 +1,4 @@
-"""When a metric is estimated, and how it is averaged over time."""
+"""Refresh: when a metric is estimated and inverted, and how it is averaged over time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from natgrad.model import Model
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback
 from natgrad.slots import check_slots
-from natgrad.structures.base import Operator
-from natgrad.structures.exact import Implicit, Structure
+from natgrad.structures.base import Operator, Structure
 
 
 @final
 @dataclass(frozen=True)
 class Refresh(Structure):
-    """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (002 (32)).
+    """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (Grosse 2021, (32)).
 
-    It is inverted every ``inverse`` steps: in between an older inverse is used, and a change of the damping waits. With
-    ``inverse=1`` it is inverted whenever it, or the damping, has changed. The average starts at nothing and is
-    corrected for it, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so the first estimate counts whole (ERRATA, section D).
-    Kronecker factors, which one process averages as they arrive, count by their numbers of examples besides. Used by
-    the optimizers; ``estimate`` is the inner structure's.
+    It is inverted every ``inverse`` steps; in between the last inverse is used, and a change of the damping waits. With
+    ``inverse=1`` it is inverted whenever the metric or the damping has changed. The average is corrected for its start,
+    Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the full weight. Kronecker factors of one
+    process are also weighted by their numbers of examples. The optimizers use this; ``estimate`` is that of the inner
+    structure.
 
     >>> from natgrad.structures import Diagonal
     >>> Refresh(Diagonal(), every=10, decay=0.95)
@@ -51,9 +50,9 @@ class Refresh(Structure):
                 f"Refresh(decay={self.decay}) does not work with {name}: every average would be larger than the last. "
                 "Use decay=0, or LowRank, Diagonal, BlockDense or Dense"
             )
-        if self.every > 1 and isinstance(self.structure, Implicit):
+        if self.every > 1 and not self.structure.stored:
             raise IncompatibleError(
-                f"Refresh(every={self.every}) does not work with Implicit: it is never factored, so nothing is saved "
+                f"Refresh(every={self.every}) does not work with {name}: it is never factored, so nothing is saved "
                 "by keeping it, and its graph would be held. Use every=1"
             )
 

@@ -17,12 +17,20 @@ import pytest
 import torch
 from torch import nn
 
-from natgrad.cli import experiment
-from natgrad.cli.demo import budget as demo_budget
-from natgrad.cli.experiment import Budget, Contender, Point, Run, Task, batches, compare, milestones, train
-from natgrad.cli.main import main
+import natgrad.cli.demo
+from natgrad.cli.demo import (
+    Budget,
+    Point,
+    Run,
+    Task,
+    batches,
+    classifier,
+    compare,
+    milestones,
+    train,
+)
+from natgrad.cli.main import budget_of, main
 from natgrad.cli.report import AXES, ladder, reached
-from natgrad.cli.tasks import classifier
 from natgrad.data import load_digits
 
 OPTIMIZERS = ["SGD", "AdamW", "natural gradient", "natural gradient (CG)", "K-FAC"]
@@ -45,14 +53,13 @@ def linear_task(**changes: Any) -> Task:
         return torch.optim.SGD(model.parameters(), lr=changes.get("lr", 0.1))
 
     base = classifier()
-    return Task(
+    return replace(
+        base,
         name="linear",
         network=lambda: nn.Linear(64, 10),
-        data=replace(base.data, batch_size=100),
+        batch_size=100,
         loss=changes.get("loss", base.loss),
-        score=base.score,
-        weight=1.0,
-        contenders=(Contender("first", sgd), Contender("second", sgd)),
+        optimizers={"first": sgd, "second": sgd},
     )
 
 
@@ -114,7 +121,7 @@ class TestDemo:
     def test_interrupt_keeps_what_there_is(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        real = experiment.measure
+        real = natgrad.cli.demo.measure
 
         def interrupted(task: Task, model: nn.Module, step: int, seconds: float) -> Point:
             if interrupted.calls == 7:  # type: ignore[attr-defined]
@@ -123,7 +130,7 @@ class TestDemo:
             return real(task, model, step, seconds)
 
         interrupted.calls = 0  # type: ignore[attr-defined]
-        monkeypatch.setattr(experiment, "measure", interrupted)
+        monkeypatch.setattr(natgrad.cli.demo, "measure", interrupted)
         assert demo(tmp_path, "--steps", "4") == 130  # five measurements of SGD, two of AdamW
         output = capsys.readouterr().out
         assert "AdamW (interrupted)" in output
@@ -142,7 +149,7 @@ class TestDemo:
         def interrupted(*arguments: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(experiment, "measure", interrupted)
+        monkeypatch.setattr(natgrad.cli.demo, "measure", interrupted)
         assert demo(tmp_path, "--steps", "1") == 130
         assert "Nothing was trained" in capsys.readouterr().out
         assert list(tmp_path.iterdir()) == []
@@ -165,9 +172,9 @@ class TestDemo:
     def test_other_missing_modules_are_not_blamed_on_the_extra(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delitem(sys.modules, "natgrad.cli.tasks")
-        monkeypatch.setitem(sys.modules, "natgrad.data", None)
-        with pytest.raises(ModuleNotFoundError, match=r"natgrad\.data"):
+        monkeypatch.delitem(sys.modules, "natgrad.cli.report")
+        monkeypatch.setitem(sys.modules, "json", None)
+        with pytest.raises(ModuleNotFoundError, match="json"):
             demo(tmp_path, "--steps", "1")
 
     @pytest.mark.parametrize("option", ["--steps", "--seconds", "--threads"])
@@ -177,8 +184,8 @@ class TestDemo:
 
     def test_seconds_are_those_of_all_runs_together(self) -> None:
         tasks = (linear_task(), replace(linear_task(), weight=3.0))
-        limit = demo_budget(Namespace(seconds=16.0, steps=None, threads=1), tasks)
-        assert sum(limit.times(task.weight).seconds or 0.0 for task in tasks for _ in task.contenders) == 16.0
+        limit = budget_of(Namespace(seconds=16.0, steps=None, threads=1), tasks)
+        assert sum(limit.times(task.weight).seconds or 0.0 for task in tasks for _ in task.optimizers) == 16.0
 
     def test_folder_that_cannot_be_made(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "file").touch()
@@ -213,8 +220,8 @@ class TestTraining:
 
     def test_clock_stands_still_while_losses_are_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ticks = iter(range(1000))
-        monkeypatch.setattr("natgrad.cli.experiment.perf_counter", lambda: float(next(ticks)))
-        run = Run(linear_task(), linear_task().contenders[0])
+        monkeypatch.setattr("natgrad.cli.demo.perf_counter", lambda: float(next(ticks)))
+        run = Run(linear_task(), "first")
         train(run, Budget(steps=5), 0, lambda run, spent: None)
         assert [point.seconds for point in run.history] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -234,8 +241,8 @@ class TestTraining:
 
     def test_table_goes_as_far_as_most_runs(self) -> None:
         task = linear_task()
-        runs = [Run(task, task.contenders[0], [Point(end, 1.0, 1.0, 1.0, 1.0)], "finished") for end in (18, 200, 5000)]
-        runs.append(Run(task, task.contenders[0], [Point(2, 1.0, 1.0, 1.0, 1.0)], "interrupted"))
+        runs = [Run(task, "first", [Point(end, 1.0, 1.0, 1.0, 1.0)], "finished") for end in (18, 200, 5000)]
+        runs.append(Run(task, "first", [Point(2, 1.0, 1.0, 1.0, 1.0)], "interrupted"))
         assert reached(runs, AXES["steps"]) == 200
         assert runs[0].at_step(100) is None
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.cifar import CIFAR10
+from experiments.cifar import CIFAR10, write_pieces
 from experiments.images import Images
-from experiments.packing import write_pieces
 from tests.experiments.test_cifar import images
 
 

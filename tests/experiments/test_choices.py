@@ -10,24 +10,23 @@ from typing import Any
 
 import pytest
 
-from experiments import arms
-from experiments.arms import FIFTHS, TENTHS, Arm, Momentum
-from experiments.choices import Choice, Choices, Whose
+from experiments import configs
 from experiments.cifar import CIFAR10
+from experiments.configs import FIFTHS, TENTHS, Arm, Momentum
 from experiments.images import Part
-from experiments.jobs import Place
 from experiments.record import Name, Point, Record, load_all
+from experiments.scheduler import Place
 from experiments.sobolev_cifar import RESULTS, SCHEDULES, is_done, main
 from experiments.training import Job, Setup
-from experiments.tuning import Round, Search, Tuning
+from experiments.tuning import Choice, Choices, Round, Search, Tuning, TuningKey
 from tests.experiments.tiny import MACHINE, SIZES, TINY, Ample
 
-SGD = Whose("cifar10", "sgd", "tenths")
+SGD = TuningKey("cifar10", "sgd", "tenths")
 GRID: dict[str, list[Arm]] = {"sgd": [Momentum(0.01, 1e-3), Momentum(0.03, 1e-3)]}
 WIDER: dict[str, list[Arm]] = {"sgd": [*GRID["sgd"], Momentum(0.003, 1e-3)]}
 
 
-def tuning(folder: Path, *schedules: arms.Schedule) -> Tuning:
+def tuning(folder: Path, *schedules: configs.Schedule) -> Tuning:
     """In one round."""
     setup = Setup(batch=32, width=2, part=Part(held_out=20))
     place = Place(folder / "data", folder / "out", folder / "tuning")
@@ -39,7 +38,7 @@ def places(folder: Path) -> list[str]:
 
 
 def test_the_grids_have_what_was_chosen_before_not_at_their_edge() -> None:
-    for name, candidates in arms.grid().items():
+    for name, candidates in configs.grid().items():
         choice = Choices.load(RESULTS / "tuned.json").of(replace(SGD, arm=name))
         assert len({tuple(one.numbers().values()) for one in candidates}) == len(choice.rounds[0]["tried"])
         (before,) = choice.before
@@ -48,7 +47,7 @@ def test_the_grids_have_what_was_chosen_before_not_at_their_edge() -> None:
 
 
 def test_a_choice_at_the_edge_of_its_grid_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    search = Search(CIFAR10, "", TENTHS, "sgd", arms.grid()["sgd"])
+    search = Search(CIFAR10, "", TENTHS, "sgd", configs.grid()["sgd"])
     found = search.edges({"lr": 0.06, "weight_decay": 1e-3})
     assert found == "lr 0.06 is the largest and weight_decay 0.001 is the smallest"
     assert search.edges({"lr": 0.03, "weight_decay": 3e-2}) == "weight_decay 0.03 is the largest"
@@ -119,8 +118,8 @@ def test_the_choices_that_are_kept_are_put_aside_with_all_their_numbers(folder: 
     found, was = (Choices.load(folder / "tuned.json") for folder in (results, RESULTS))
     old = was.of(SGD)
     assert found.of(SGD) == Choice(before=(*old.before, replace(old, before=())))
-    others = [Whose("cifar10", "adamw", schedule) for schedule in ("tenths", "fifths")]
-    assert [found.of(whose) for whose in others] == [was.of(whose) for whose in others]
+    others = [TuningKey("cifar10", "adamw", schedule) for schedule in ("tenths", "fifths")]
+    assert [found.of(key) for key in others] == [was.of(key) for key in others]
 
 
 def test_anew_without_tune_is_refused() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments import packing
+from experiments import cifar
 from experiments.cifar import CIFAR10, CIFAR100, Benchmark, pack, read
 from experiments.images import Feed, Images, Scale, Split
 
@@ -132,14 +132,14 @@ def test_strips_of_webp_are_read_and_packed_in_pieces_without_loss(what: Benchma
 
 def test_several_pieces_are_one_set_and_a_piece_that_is_missing_is_told(tmp_path: Path) -> None:
     expected = images(CIFAR10).train
-    paths = packing.write_pieces(tmp_path, "cifar10_train", expected.x.numpy(), expected.y.numpy(), images=5)
+    paths = cifar.write_pieces(tmp_path, "cifar10_train", expected.x.numpy(), expected.y.numpy(), images=5)
     assert len(paths) == 3
-    x, y = packing.read_pieces(tmp_path, "cifar10_train")
+    x, y = cifar.read_pieces(tmp_path, "cifar10_train")
     assert np.array_equal(x, expected.x.numpy())
     assert np.array_equal(y, expected.y.numpy())
     paths[1].unlink()
     with pytest.raises(ValueError, match=r"has 7 of the 12 images of cifar10_train: copy all pieces"):
-        packing.read_pieces(tmp_path, "cifar10_train")
+        cifar.read_pieces(tmp_path, "cifar10_train")
 
 
 def test_a_folder_without_images_is_told_what_to_put_there(tmp_path: Path) -> None:
@@ -176,10 +176,10 @@ def test_images_and_labels_that_do_not_match_in_number_are_refused(tmp_path: Pat
 
 
 def test_a_piece_that_is_too_large_for_its_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "LIMIT", 10)
+    monkeypatch.setattr(cifar, "LIMIT", 10)
     part = images(CIFAR10).test
     with pytest.raises(ValueError, match=r"20000 images of cifar10_test need \d+ bytes, more than 10: pack fewer"):
-        packing.write_pieces(tmp_path, "cifar10_test", part.x.numpy(), part.y.numpy())
+        cifar.write_pieces(tmp_path, "cifar10_test", part.x.numpy(), part.y.numpy())
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from experiments import arms
-from experiments.arms import TENTHS, Momentum
-from experiments.choices import Choices, Whose
+from experiments import configs
 from experiments.cifar import CIFAR10, CIFAR100, cached
+from experiments.configs import TENTHS, Momentum
 from experiments.images import Images, Part
-from experiments.jobs import Place
 from experiments.record import load_all
+from experiments.scheduler import Place
 from experiments.sobolev_cifar import RESULTS, SCHEDULES, TUNED, arm, main
 from experiments.training import Job, Pace, Setup
-from experiments.tuning import Round, Tuning
+from experiments.tuning import Choices, Round, Tuning, TuningKey
 from tests.experiments.test_cifar import images, same, write_archive, write_strips
 from tests.experiments.tiny import SETUP, TINY, Ample
 
@@ -73,7 +72,7 @@ def test_the_runs_that_are_kept_are_those_of_the_command_on_a_gpu_with_all_image
     records = load_all([RESULTS])
     assert len(records) == 30
     for record in records:
-        made = arm(Whose.of(record), RESULTS, setup)
+        made = arm(TuningKey.of(record), RESULTS, setup)
         job = Job(record.name.dataset, SCHEDULES[record.name.schedule], made, record.name.seed)
         # Those of K-FAC are from before it was written down which images they are of.
         images = record.settings.get("images", "of today")
@@ -135,7 +134,7 @@ def tuning(folder: Path, limit: int | None, rounds: tuple[Round, ...] = (Round(1
 
 
 def test_trials_and_choices_of_fewer_images_are_not_taken_for_those_of_all(folder: Path) -> None:
-    grids = {"sgd": arms.grid()["sgd"][:2]}
+    grids = {"sgd": configs.grid()["sgd"][:2]}
     tuning(folder, 48).tune(grids, [CIFAR10], Ample())
     path = folder / "tuned.json"
     assert json.loads(path.read_text())["cifar10"]["sgd"]["tenths"]["conditions"]["limit"] == 48
@@ -154,7 +153,7 @@ def test_trials_and_choices_of_fewer_images_are_not_taken_for_those_of_all(folde
     tuning(folder, None).tune(grids, [CIFAR10], Ample())
     tried = [record for one in (folder / "tuning" / "round0").iterdir() for record in load_all([one])]
     assert [record.settings["limit"] for record in tried] == [None, None]
-    sgd, choices = Whose("cifar10", "sgd", "tenths"), Choices.load(path)
+    sgd, choices = TuningKey("cifar10", "sgd", "tenths"), Choices.load(path)
     assert choices.chosen(sgd, Setup(batch=16, width=2)) in [one.numbers() for one in grids["sgd"]]
     with pytest.raises(SystemExit, match=r"with tenths was tuned with limit None and not 48: run --tune --anew --data"):
         choices.chosen(sgd, Setup(batch=16, width=2, part=Part(48)))
@@ -163,7 +162,7 @@ def test_trials_and_choices_of_fewer_images_are_not_taken_for_those_of_all(folde
 def test_the_choices_that_are_kept_are_those_of_the_command_without_options() -> None:
     path = RESULTS / "tuned.json"
     for name, schedule in product(("sgd", "adamw"), ("tenths", "fifths")):
-        whose, choices = Whose("cifar10", name, schedule), Choices.load(path)
-        assert choices.chosen(whose, Setup()) == json.loads(path.read_text())["cifar10"][name][schedule]["chosen"]
-        with pytest.raises(SystemExit, match=rf"{whose} was tuned with batch 128 and not 64, limit None and not 300"):
-            choices.chosen(whose, Setup(batch=64, part=Part(300)))
+        key, choices = TuningKey("cifar10", name, schedule), Choices.load(path)
+        assert choices.chosen(key, Setup()) == json.loads(path.read_text())["cifar10"][name][schedule]["chosen"]
+        with pytest.raises(SystemExit, match=rf"{key} was tuned with batch 128 and not 64, limit None and not 300"):
+            choices.chosen(key, Setup(batch=64, part=Part(300)))

@@ -42,12 +42,6 @@ def test_the_record_says_that_mirror_descent_meets_the_bound() -> None:
         assert met == (curve.arm == "mirror descent")
 
 
-def test_the_table_of_the_page_is_the_record() -> None:
-    page = (ROOT / "docs" / "charts.md").read_text()
-    for curve in (Curve(**curve) for curve in json.loads(RECORD.read_text())):
-        assert f"| {curve.problem} | {curve.arm} | {curve.settings} | {curve.error[-1]:.2f} |" in page
-
-
 def test_the_figures_are_drawn_and_small(tmp_path: Path) -> None:
     paths = charts.draw(tmp_path)
     online_mle.draw([Curve("p", "arm", "lr = 1", [1, 2], [2.0, 1.0])], tmp_path / "efficiency.svg")

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import natgrad as ng
-from experiments import arms, report
-from experiments.arms import FIFTHS, TENTHS, Momentum
+from experiments import configs, report
 from experiments.cifar import CIFAR100
+from experiments.configs import FIFTHS, TENTHS, Momentum
 from experiments.images import Images
-from experiments.plots import draw
 from experiments.record import Name, Point, Record, load_all
+from experiments.report import draw
 from experiments.sobolev_cifar import main
 from experiments.training import Budget, Job, Training, train
 from tests.experiments.test_cifar import images, write_archive
@@ -41,9 +41,11 @@ def timeless(record: Record) -> list[dict[str, Any]]:
     return [{**asdict(point), "seconds": 0.0} for point in record.history]
 
 
-@pytest.mark.parametrize("arm", [arms.amari(), arms.sobolev()], ids=lambda arm: arm.name)
-def test_a_run_that_is_stopped_after_an_epoch_goes_on_exactly(arm: arms.KFAC, pictures: Images, tmp_path: Path) -> None:
-    often = replace(arm, constants=arms.Constants(metric_every=2, inverse_every=3))  # and in the second epoch too
+@pytest.mark.parametrize("arm", [configs.amari(), configs.sobolev()], ids=lambda arm: arm.name)
+def test_a_run_that_is_stopped_after_an_epoch_goes_on_exactly(
+    arm: configs.KFAC, pictures: Images, tmp_path: Path
+) -> None:
+    often = replace(arm, constants=configs.Constants(metric_every=2, inverse_every=3))  # and in the second epoch too
     job = Job("cifar10", TENTHS, often, seed=0)
     whole = train(job, SETUP, pictures, tmp_path / "whole", Ample())
     assert whole.finished
@@ -69,7 +71,7 @@ def test_a_state_of_other_settings_is_refused(pictures: Images, tmp_path: Path) 
 
 def test_arms_of_one_seed_start_from_the_same_weights_and_see_the_same_images(pictures: Images) -> None:
     one, other = (
-        Training(Job("cifar10", TENTHS, arm, seed=3), SETUP, pictures) for arm in (arms.amari(), Momentum(0.1, 0.0))
+        Training(Job("cifar10", TENTHS, arm, seed=3), SETUP, pictures) for arm in (configs.amari(), Momentum(0.1, 0.0))
     )
     for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -89,7 +91,7 @@ def test_a_run_whose_loss_is_no_number_is_over_and_said_to_have_diverged(picture
 
 
 def test_the_schedules_are_those_of_the_paper() -> None:
-    """000 App. D: to a tenth after 20 and 40 of 50 epochs, or to a fifth after 20 and 30."""
+    """Bai et al. (2022), App. D: to a tenth after 20 and 40 of 50 epochs, or to a fifth after 20 and 30."""
     tenths, fifths = ([s.left(epoch, 50) for epoch in range(50)] for s in (TENTHS, FIFTHS))
     assert tenths == pytest.approx([1.0] * 20 + [0.1] * 20 + [0.01] * 10)
     assert fifths == pytest.approx([1.0] * 20 + [0.2] * 10 + [0.04] * 20)
@@ -97,7 +99,7 @@ def test_the_schedules_are_those_of_the_paper() -> None:
 
 def test_the_weight_decay_shrinks_weights_as_fast_as_one_inside_the_momentum() -> None:
     """θ ← θ − lr·m, m ← μm + wd·θ: after a start of 1/(1 − μ) steps, as (1 − lr·wd/(1 − μ)) a step."""
-    c = arms.Constants()
+    c = configs.Constants()
     θ, m, passed = 1.0, 0.0, []
     for _ in range(3000):
         m = c.momentum * m + c.weight_decay * θ
@@ -115,10 +117,10 @@ def probes(metric: ng.OutputMetric, y: Tensor) -> Tensor:
 
 
 def test_independent_labels_leave_only_the_diagonal_of_the_coupling_and_shared_probes_all_of_it() -> None:
-    """ERRATA 10: E[s_n s_mᵀ] = 0 for n ≠ m, where the shared probe has the product of the roots."""
+    """E[s_n s_mᵀ] = 0 for n ≠ m, where the shared probe has the product of the roots."""
     torch.manual_seed(0)
     y, x = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
-    shared, alone = (arm.metric for arm in (arms.sobolev(), arms.independent()))
+    shared, alone = (arm.metric for arm in (configs.sobolev(), configs.independent()))
     exact = ng.Fisher(ng.Categorical()).root(y)
     expected = torch.einsum("kno,kmp->nomp", exact, exact)
     n = torch.arange(3)
@@ -136,10 +138,13 @@ def test_independent_labels_leave_only_the_diagonal_of_the_coupling_and_shared_p
 
 def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
     def preset(model: nn.Module) -> Optimizer:
-        metric, c = ng.Fisher(ng.Categorical(), samples=1), arms.Constants()
+        metric, c = ng.Fisher(ng.Categorical(), samples=1), configs.Constants()
         clip, generator = ng.KLClip(c.clip), torch.Generator().manual_seed(0)
         return ng.SobolevKFAC(
-            *(model, metric, c.lr, c.damping),
+            model,
+            metric,
+            lr=c.lr,
+            damping=c.damping,
             nu=1.5,
             lengthscale=20.0,
             momentum=c.momentum,
@@ -150,7 +155,7 @@ def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
 
     x, t = torch.randn(16, 5), torch.arange(16) % 3
     moved = []
-    for make in (lambda model: arms.sobolev().optimizer(model, 0), preset):
+    for make in (lambda model: configs.sobolev().optimizer(model, 0), preset):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
         optimizer = make(model)
@@ -164,10 +169,10 @@ def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
 
 
 def test_the_kernel_has_the_lengthscale_and_the_network_input_is_not_scaled() -> None:
-    """ERRATA 14: k = (1 + r)e^{−r}, r = ‖x − x'‖/20."""
+    """k = (1 + r)e^{−r}, r = ‖x − x'‖/20."""
     x = torch.zeros(2, 3, 32, 32, dtype=torch.float64)
     x[1, 0, 0, 0] = 40.0
-    metric = arms.sobolev().metric
+    metric = configs.sobolev().metric
     assert isinstance(metric, ng.Sobolev)
     assert float(metric.gram(x, 2)[0, 1]) == pytest.approx(3 * math.exp(-2), rel=1e-5)
 
@@ -241,11 +246,11 @@ def test_steps_are_timed_alone_and_in_turns(folder: Path) -> None:
 
 def test_every_arm_is_an_optimizer_of_every_model() -> None:
     for arm in (
-        arms.amari(),
-        arms.sobolev(),
-        arms.independent(),
-        arms.amari().exactly_damped(),
-        *(found[0] for found in arms.grid().values()),
+        configs.amari(),
+        configs.sobolev(),
+        configs.independent(),
+        configs.amari().exactly_damped(),
+        *(found[0] for found in configs.grid().values()),
     ):
         assert isinstance(arm.optimizer(nn.Linear(3, 10), 0), Optimizer)
         assert arm.numbers()["lr"] > 0

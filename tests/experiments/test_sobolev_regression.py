@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.regression_arms import (
+from experiments.regression_configs import (
     ARMS,
     AdamW,
     Arm,
@@ -26,9 +25,8 @@ from experiments.regression_arms import (
     train,
 )
 from experiments.regression_data import Checks, Problem, Sampled, Sines, Table, real
-from experiments.regression_plots import draw
 from experiments.regression_record import CONFIRM, CONTEST, MATCHED, SWEEP, TUNE, Key, Record, summary, tables
-from experiments.sobolev_regression import Study
+from experiments.sobolev_regression import Study, draw
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "experiments" / "results" / "sobolev_regression"
@@ -188,41 +186,3 @@ def test_real_sets_come_from_a_file_and_a_set_that_is_not_there_is_named(tmp_pat
 def test_the_summary_is_that_of_the_record() -> None:
     found = json.loads((RESULTS / "summary.json").read_text())
     assert json.loads(json.dumps(summary(Record.load(RESULTS / "record.json")))) == found
-
-
-def test_the_tables_of_the_page_are_what_was_measured() -> None:
-    page = (ROOT / "docs" / "sobolev.md").read_text()
-    found = json.loads((RESULTS / "summary.json").read_text())
-    for table in tables(found):
-        assert table in page
-
-
-def test_the_answer_of_the_page_is_what_was_measured() -> None:
-    found = json.loads((RESULTS / "summary.json").read_text())
-    contest, confirm = found["contest"], found["confirm"]
-    assert not found["failures"]
-    # Sobolev is behind AdamW, or level with it, on all but the noise-free sines, where Gauss–Newton is best.
-    ahead = [p for p, cell in contest.items() if cell["over AdamW"]["ratio"] < 1]
-    assert ahead == ["sines, noise 0"]
-    level = [p for p, cell in contest.items() if abs(cell["over AdamW"]["ratio"] - 1) < cell["over AdamW"]["error"]]
-    assert level == ["energy, noise 1", "sines, noise 0.3", "sines, noise 1"]
-    assert contest["sines, noise 0"]["over Gauss–Newton"]["ratio"] > 2
-    assert contest["kin8nm"]["over Gauss–Newton"]["won"] == 5
-    # Two of its victories over Gauss–Newton are those of the settings.
-    for problem in ("energy, noise 1", "sines, noise 0.3"):
-        assert contest[problem]["over Gauss–Newton"]["ratio"] < 0.75
-        assert contest[problem]["over Gauss–Newton, same settings"]["ratio"] > 1
-    # Without early stopping it is ahead of it on seven problems.
-    ends = [cell["over Gauss–Newton, same settings, at the end"] for cell in contest.values()]
-    assert sum(end["ratio"] < 0.9 for end in ends) == 7
-    # With noise, and ν and ℓ from the sweep, it wins; without noise it does not.
-    assert confirm["energy"]["over"]["ratio"] > 1
-    assert all(confirm[p]["over"]["ratio"] < 0.95 for p in ("energy, noise 1", "sines, noise 1"))
-
-
-def test_the_figures_of_the_page_exist_and_are_small() -> None:
-    page = (ROOT / "docs" / "sobolev.md").read_text()
-    figures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", page)
-    assert len(figures) == 2
-    for figure in figures:
-        assert (ROOT / "docs" / figure).resolve().stat().st_size < 150_000

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from experiments import pairs, report
+from experiments import paired_stats, report
 from experiments.cifar import CIFAR100
-from experiments.plots import draw
 from experiments.record import Name, Point, Record, load_all
+from experiments.report import draw
 from experiments.sobolev_cifar import RESULTS, main
 from experiments.timing import Timing
 from tests.experiments.test_cifar import images, write_archive
@@ -67,7 +67,7 @@ def test_images_without_a_measurement_have_no_seconds_in_the_tables(tmp_path: Pa
     write_timing(tmp_path, {"amari": 3.0, "sobolev": 4.0})
     records = [run(d, arm, s) for d in ("cifar10", "cifar100") for arm in ("amari", "sobolev") for s in (0, 1)]
     found = report.save(records, tmp_path)
-    pairs.save(found, tmp_path)
+    paired_stats.save(found, tmp_path)
     ten, hundred = ([g for g in found if g.dataset == name] for name in ("cifar10", "cifar100"))
     assert [group.row().split(" | ")[-1] for group in ten] == ["3.00 |", "4.00 |"]
     assert [group.row().split(" | ")[-1] for group in hundred] == ["– |", "– |"]

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 import natgrad as ng
-from experiments import arms
-from experiments.arms import FIFTHS, TENTHS, Arm, Momentum, Schedule
+from experiments import configs
+from experiments.configs import FIFTHS, TENTHS, Arm, Momentum, Schedule
 from experiments.images import Images
 from experiments.training import Job, Training
 from tests.experiments.tiny import SETUP
@@ -90,9 +90,12 @@ def steps(optimizer: Optimizer, model: nn.Module, loss: float) -> list[torch.Ten
 
 
 def written_out(model: nn.Module, clip: float = 0.01, metric_every: int = 10, inverse_every: int = 100) -> Optimizer:
-    """K-FAC with the numbers of 000 App. D and Wang's script, none of them ours."""
+    """K-FAC with the numbers of Bai et al. (2022), App. D and Wang's script, none of them ours."""
     return ng.KFAC(
-        *(model, ng.Fisher(ng.Categorical(), samples=1), 0.01, 0.03),
+        model,
+        ng.Fisher(ng.Categorical(), samples=1),
+        lr=0.01,
+        damping=0.03,
         momentum=0.9,
         weight_decay=0.03,
         metric_every=metric_every,
@@ -112,7 +115,7 @@ def test_kfac_takes_the_steps_of_the_papers_numbers_and_of_no_others(loss: float
         model = copy.deepcopy(start)
         return torch.stack(steps(make(model), model, loss))
 
-    expected = taken(lambda model: arms.amari().optimizer(model, 0))
+    expected = taken(lambda model: configs.amari().optimizer(model, 0))
     torch.testing.assert_close(taken(written_out), expected, rtol=1e-5, atol=1e-6)
     others = [{"metric_every": 7}, {"inverse_every": 50}, *([{"clip": 0.001}] if loss > 1 else [])]
     for other in others:

@@ -18,7 +18,7 @@ LSTM = Task(lambda: Recurrent(nn.LSTM(3, 6, batch_first=True)), (5, 3))
 
 
 def kfac(lr: float, damping: float = 0.0) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda model: ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker(), lr=lr, damping=damping)
+    return lambda model: ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kronecker(), lr=lr, damping=damping)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

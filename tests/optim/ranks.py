@@ -115,7 +115,7 @@ def _natural(**options: Any) -> Callable[[nn.Module], ng.NaturalGradient]:
 
 
 CASES = {
-    "kfac": Case(lambda m: ng.KFAC(m, EXACT, 0.2, metric_every=1, inverse_every=1)),
+    "kfac": Case(lambda m: ng.KFAC(m, EXACT, lr=0.2, metric_every=1, inverse_every=1)),
     "kfac_schedules": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE)),
     "kfac_cholesky": Case(lambda m: ng.KFAC(m, EXACT, solver=ng.Cholesky(), **SCHEDULE)),
     "kfac_pinv": Case(lambda m: ng.KFAC(m, EXACT, solver=ng.Pinv(), **SCHEDULE)),
@@ -124,7 +124,7 @@ CASES = {
     "kfac_compiled": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), compiled),
     "kfac_wide": Case(lambda m: ng.KFAC(m, EXACT, **SCHEDULE), Wide),
     "sobolev_kfac": Case(lambda m: ng.SobolevKFAC(m, EXACT, lengthscale=2.0, **SCHEDULE), apart=True),
-    "ekfac": Case(lambda m: ng.EKFAC(m, EXACT, 0.2, metric_every=1, inverse_every=1)),
+    "ekfac": Case(lambda m: ng.EKFAC(m, EXACT, lr=0.2, metric_every=1, inverse_every=1)),
     "ekfac_schedules": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE)),
     "ekfac_uncovered": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Uncovered),
     "diagonal": Case(_natural(structure=ng.Refresh(ng.Diagonal(), every=2, decay=0.9), momentum=0.5)),
@@ -225,7 +225,7 @@ def _resumed(case: Case, file: Path, rank: int) -> tuple[Tensor, dict[str, Any]]
 
 
 def _names() -> list[str]:
-    return list(ng.KFAC(DistributedDataParallel(build(CASES["kfac"])), EXACT).keeper.model.params)
+    return list(ng.KFAC(DistributedDataParallel(build(CASES["kfac"])), EXACT).tracker.model.params)
 
 
 def _shares(rank: int) -> list[int]:
@@ -272,9 +272,9 @@ def _sampled(rank: int) -> tuple[int, Tensor, Tensor]:
     case = Case(lambda m: ng.KFAC(m, SAMPLED, **SCHEDULE))
     model = DistributedDataParallel(build(case))
     opt = case.make(model)
-    seed = opt.keeper.generator.initial_seed()
+    seed = opt.tracker.generator.initial_seed()
     θ = train(case, model, opt, range(STEPS), rank)
     states: list[Any] = [None] * len(SHARDS)
     dist.all_gather_object(states, opt.state_dict())
     opt.load_state_dict(states[0])
-    return seed, θ, opt.keeper.generator.get_state()
+    return seed, θ, opt.tracker.generator.get_state()

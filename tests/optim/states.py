@@ -33,7 +33,7 @@ def net(seed: int = 0) -> nn.Module:
 
 
 def _structured(structure: Structure, **options: Any) -> Make:
-    return lambda m: ng.NaturalGradient(m, EXACT, structure, lr=0.1, damping=0.1, momentum=0.5, **options)
+    return lambda m: ng.NaturalGradient(m, EXACT, structure=structure, lr=0.1, damping=0.1, momentum=0.5, **options)
 
 
 MAKES: dict[str, Make] = {

@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
     "newton": lambda model: ng.KFAC(model, FISHER, metric_every=1, solver=ng.Factored(ng.Newton(smallest=1))),
     "ekfac": lambda model: ng.EKFAC(model, FISHER, metric_every=2),
     "dense": lambda model: ng.NaturalGradient(model, FISHER, lr=0.1, step=ng.KLClip()),
-    "kernel": lambda model: ng.NaturalGradient(model, FISHER, ng.Kernel(), lr=0.1),
+    "kernel": lambda model: ng.NaturalGradient(model, FISHER, structure=ng.Kernel(), lr=0.1),
 }
 
 

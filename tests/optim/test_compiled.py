@@ -109,7 +109,7 @@ def test_a_compiled_model_takes_the_same_steps(name: str, way: str, backend: str
     expected, plain = _trained(PRESETS[name], lambda model: (model, model))
     got, opt = _trained(PRESETS[name], lambda model: WAYS[way](model, backend))
     assert torch.equal(got, expected)
-    assert list(opt.keeper.model.params) == list(plain.keeper.model.params)
+    assert list(opt.tracker.model.params) == list(plain.tracker.model.params)
     frames = counters["stats"]["unique_graphs"]
     assert 0 < frames <= (2 if way == "function" else 1)  # the model, once; a function is cut where the model begins
 
@@ -145,4 +145,4 @@ def test_a_whole_graph_around_the_model_is_refused_with_the_way_out() -> None:
     with pytest.raises(Exception, match=r"compile the model by torch.compile\(model\) and give the compiled model"):
         call(x)
     with pytest.raises(NatgradError, match="no forward pass"):
-        opt.keeper.candidate()
+        opt.tracker.average_with_new()

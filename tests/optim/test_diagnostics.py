@@ -33,7 +33,7 @@ def after_a_step(**options: Any) -> tuple[ng.NaturalGradient, Any]:
 @pytest.mark.parametrize("solver", [ng.Factored(), ng.Cholesky()], ids=["factored", "exact"])
 def test_conditions_and_the_share_of_the_damping_are_those_of_the_dense_factors(solver: Any) -> None:
     opt, _ = after_a_step(solver=solver)
-    G = opt.keeper.average
+    G = opt.tracker.average
     assert isinstance(G, KroneckerOperator)
     for layer, left, right in zip(opt.diagnostics().layers, G.left, G.right, strict=True):
         S, A = left[0], right[0]
@@ -51,9 +51,9 @@ def test_conditions_and_the_share_of_the_damping_are_those_of_the_dense_factors(
 
 def test_the_step_is_measured_in_the_metric_layer_by_layer_and_whole() -> None:
     opt, _ = after_a_step()
-    assert opt.keeper.average is not None
+    assert opt.tracker.average is not None
     assert opt.last is not None
-    G, δ = opt.keeper.average.dense(), opt.last.displacement.flatten()
+    G, δ = opt.tracker.average.dense(), opt.last.displacement.flatten()
     found = opt.diagnostics()
     spans = {"0.weight": slice(0, 9), "2.weight": slice(9, 17)}
     for layer in found.layers:
@@ -67,7 +67,7 @@ def test_eigen_kronecker_is_judged_by_its_own_eigenvalues() -> None:
     of = task("coins")
     opt = ng.EKFAC(of.model, of.kind.metric, damping=λ)
     of.step(opt)
-    G = opt.keeper.average
+    G = opt.tracker.average
     assert isinstance(G, ng.operators.EigenKroneckerOperator)
     for layer, D in zip(opt.diagnostics().layers, G.scales, strict=True):
         assert layer.damped == pytest.approx(float((D.max() + λ) / (D.min() + λ)), rel=1e-9)
@@ -85,7 +85,9 @@ def test_ages_count_the_steps_since_the_metric_was_estimated_and_inverted() -> N
     assert ages == [(0, 0), (1, 1), (0, 2), (1, 3), (0, 0), (1, 1)]
     resumed = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=4)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert (resumed.keeper.estimated, resumed.keeper.inverted) == (opt.keeper.estimated, opt.keeper.inverted) == (4, 4)
+    assert (
+        (resumed.tracker.estimated, resumed.tracker.inverted) == (opt.tracker.estimated, opt.tracker.inverted) == (4, 4)
+    )
 
 
 def test_an_estimate_out_of_turn_is_new() -> None:
@@ -141,10 +143,10 @@ def test_parameters_without_factors_have_a_step_and_every_structure_can_be_diagn
         of.step(opt)
         found = opt.diagnostics()
         assert [layer.factors for layer in found.layers] == [{}, {}]
-        assert opt.keeper.average is not None
+        assert opt.tracker.average is not None
         assert opt.last is not None
         δ = opt.last.displacement.flatten()
-        assert found.step == pytest.approx(float((δ @ opt.keeper.average.dense() @ δ).sqrt()), rel=1e-9)
+        assert found.step == pytest.approx(float((δ @ opt.tracker.average.dense() @ δ).sqrt()), rel=1e-9)
         assert "√(δᵀGδ)" in str(found)
 
 

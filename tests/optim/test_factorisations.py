@@ -106,28 +106,28 @@ def test_eigenvalues_that_are_never_found_keep_the_last_basis(
     of = task("coins")
     opt = ng.EKFAC(of.model, of.kind.metric, metric_every=1, inverse_every=1)
     of.step(opt)
-    G = opt.keeper.average
+    G = opt.tracker.average
     assert isinstance(G, ng.operators.EigenKroneckerOperator)
     with monkeypatch.context() as failing:
         failing.setattr(torch.linalg, "eigh", eigh)
         with caplog.at_level(logging.WARNING, "natgrad"):
             of.step(opt)
             of.step(opt)
-    kept = opt.keeper.average
+    kept = opt.tracker.average
     assert isinstance(kept, ng.operators.EigenKroneckerOperator)
     assert kept.basis is G.basis
     assert len(caplog.records) == 1
     assert "cannot be found, in double precision neither: raise the damping" in caplog.records[0].getMessage()
     of.step(opt)
-    assert isinstance(opt.keeper.average, ng.operators.EigenKroneckerOperator)
-    assert opt.keeper.average.basis is not G.basis
+    assert isinstance(opt.tracker.average, ng.operators.EigenKroneckerOperator)
+    assert opt.tracker.average.basis is not G.basis
 
 
 def _indefinite(opt: ng.NaturalGradient) -> None:
     """Put a factor into the average that no damping of this size makes positive."""
-    G = opt.keeper.average
+    G = opt.tracker.average
     assert isinstance(G, KroneckerOperator)
-    opt.keeper.average = replace(G, left=(G.left[0] - 1e6 * torch.eye(3, dtype=torch.float64), *G.left[1:]))
+    opt.tracker.average = replace(G, left=(G.left[0] - 1e6 * torch.eye(3, dtype=torch.float64), *G.left[1:]))
 
 
 def test_a_factor_that_cholesky_cannot_invert_keeps_its_last_inverse_and_the_others_are_new(
@@ -153,7 +153,7 @@ def test_a_factor_that_cholesky_cannot_invert_keeps_its_last_inverse_and_the_oth
 def _flagged(opt: ng.NaturalGradient) -> None:
     """As a GPU says that it could not invert a factor."""
     assert isinstance(opt.inverse, ProductInverse)
-    opt.inverse.remade.failures = [torch.ones(())]
+    opt.inverse.batch.failures = [torch.ones(())]
 
 
 def test_what_a_gpu_could_not_invert_is_inverted_with_more_care_in_the_next_step(
@@ -167,8 +167,8 @@ def test_what_a_gpu_could_not_invert_is_inverted_with_more_care_in_the_next_step
         t.fill_(torch.nan)
     _flagged(opt)
     of.step(opt)
-    assert opt.keeper.average is not None
-    expected = opt.solver.init(opt.keeper.average, opt.inverse_damping).tensors()
+    assert opt.tracker.average is not None
+    expected = opt.solver.init(opt.tracker.average, opt.inverse_damping).tensors()
     for key, t in opt.inverse.tensors().items():
         torch.testing.assert_close(t, expected[key])
     assert bool(of.theta().isfinite().all())
@@ -185,13 +185,13 @@ def test_what_a_gpu_could_not_invert_and_care_cannot_either_stays_and_is_told_on
         of.step(opt)
     assert opt.diagnostics().inverse_age == 0
     for age in (3, 5):  # the inverse of step 0 was kept in step 2, and again in step 4
-        good = opt.keeper.average
+        good = opt.tracker.average
         assert isinstance(good, KroneckerOperator)
         _indefinite(opt)
         _flagged(opt)
         of.step(opt)
         assert opt.diagnostics().inverse_age == age
-        opt.keeper.average = good
+        opt.tracker.average = good
         of.step(opt)
     (said,) = caplog.messages
     assert "the factor S of 0.weight + 0.bias is not positive after damping, in double precision neither" in said
@@ -214,7 +214,7 @@ def test_processes_that_share_their_inverses_keep_the_last_one(caplog: pytest.Lo
     of.step(opt)
     of.step(opt)
     _flagged(opt)
-    opt.keeper.world = SimpleNamespace(size=2)  # type: ignore[assignment]
+    opt.tracker.world = SimpleNamespace(size=2)  # type: ignore[assignment]
     hear(opt)
     (said,) = caplog.messages
     assert "a factor of the metric was not positive after damping: raise the damping, or use a larger batch. Th" in said

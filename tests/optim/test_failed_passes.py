@@ -114,8 +114,8 @@ def test_an_estimate_that_is_refused_does_not_count_in_the_average() -> None:
                 with pytest.raises(NonFiniteError, match=rf"at step {at}: the estimate of the metric of a\.weight"):
                     model(torch.full((8, 4), 1e200, dtype=torch.float64))
             step(model, opt, normal(8, 4, seed=at))
-        assert opt.keeper.average is not None
-        return opt.keeper.average.tensors()
+        assert opt.tracker.average is not None
+        return opt.tracker.average.tensors()
 
     for found, expected in zip(run(True).values(), run(False).values(), strict=True):
         close(found, expected, 1e-12)
@@ -131,7 +131,7 @@ def test_a_metric_of_other_parameters_that_is_not_finite_is_refused_and_not_aver
 ) -> None:
     """√|x p| has no derivative at x = 0. An average that is infinite would never move its parameters again."""
     model, x = Net(), normal(8, 4)
-    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Refresh(structure, decay=0.9), lr=0.1)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Refresh(structure, decay=0.9), lr=0.1)
     if not first:
         step(model, opt, x)
     bad = x.clone()
@@ -139,8 +139,8 @@ def test_a_metric_of_other_parameters_that_is_not_finite_is_refused_and_not_aver
     with pytest.raises(NonFiniteError, match=r"the estimate of the metric \(.*\) holds NaN or infinity, and was not"):
         model(bad)
     step(model, opt, x)
-    assert opt.keeper.average is not None
-    assert all(bool(t.isfinite().all()) for t in opt.keeper.average.tensors().values())
+    assert opt.tracker.average is not None
+    assert all(bool(t.isfinite().all()) for t in opt.tracker.average.tensors().values())
 
 
 def test_after_a_step_that_failed_the_inverse_is_that_of_the_average_which_has_its_estimate() -> None:
@@ -152,9 +152,9 @@ def test_after_a_step_that_failed_the_inverse_is_that_of_the_average_which_has_i
     with pytest.raises(NonFiniteError, match=r"the gradient of a\.weight"):
         opt.step()
     step(model, opt, x)
-    assert opt.keeper.average is not None
+    assert opt.tracker.average is not None
     assert opt.inverse is not None
-    for key, t in ng.Factored().init(opt.keeper.average, opt.inverse_damping).tensors().items():
+    for key, t in ng.Factored().init(opt.tracker.average, opt.inverse_damping).tensors().items():
         close(opt.inverse.tensors()[key], t, 1e-12)
 
 
@@ -164,7 +164,7 @@ def test_a_step_beyond_the_range_of_the_parameters_is_refused_and_changes_nothin
     dtype: torch.dtype, lr: float, momentum: float
 ) -> None:
     model = nn.Linear(4, 3).to(dtype)
-    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker(), lr=lr, damping=1e-3, momentum=momentum)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kronecker(), lr=lr, damping=1e-3, momentum=momentum)
     before = flat(model)
     (100 * model(normal(8, 4).to(dtype)).sum()).backward()
     with pytest.raises(NonFiniteError, match=r"the step of .*bias holds NaN or infinity. Nothing was changed"):
@@ -198,9 +198,9 @@ def test_a_model_that_calls_itself_is_seen_as_one_pass(graph: bool) -> None:
             opt.zero_grad()
             model(normal(8, 4, seed=at), through=through).square().mean().backward()
             opt.step()
-        assert isinstance(opt.keeper.average, KroneckerOperator)
-        assert opt.keeper.average.rest is None
-        return opt.keeper.average.tensors()
+        assert isinstance(opt.tracker.average, KroneckerOperator)
+        assert opt.tracker.average.rest is None
+        return opt.tracker.average.tensors()
 
     expected = factors(False)
     for key, t in factors(True).items():

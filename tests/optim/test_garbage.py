@@ -105,7 +105,7 @@ def _never_factored(of: Task, opt: ng.NaturalGradient) -> None:
 def _not_inverted_by_a_gpu(of: Task, opt: ng.NaturalGradient) -> None:
     of.step(opt)
     assert isinstance(opt.inverse, ProductInverse)
-    opt.inverse.remade.failures, opt.keeper.average = [torch.ones(())], None
+    opt.inverse.batch.failures, opt.tracker.average = [torch.ones(())], None
     with pytest.raises(SingularMetricError, match="was not positive after damping"):
         opt.step()
 
@@ -127,10 +127,10 @@ def test_an_optimizer_that_nobody_holds_watches_no_more(use: Callable[[Task, ng.
     of = task("coins")
     opt = ng.KFAC(of.model, of.kind.metric)
     use(of, opt)
-    itself, keeper = weakref.ref(opt), weakref.ref(opt.keeper)
+    itself, tracker = weakref.ref(opt), weakref.ref(opt.tracker)
     del opt
     assert itself() is None
-    assert keeper() is None
+    assert tracker() is None
     assert not of.model._forward_pre_hooks
     of.loss().backward()
 
@@ -144,7 +144,7 @@ class Unknown(nn.Linear):
 
 @pytest.mark.usefixtures("uncollected")
 def test_the_optimizer_that_a_message_advises_is_the_only_one() -> None:
-    """Though the error is held, and in its traceback the keeper, as an interactive session holds its last one."""
+    """Though the error is held, and in its traceback the tracker, as an interactive session holds its last one."""
     model, x = nn.Sequential(Unknown(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(8, 4)
     opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), strict=True)
     with pytest.raises(UncoveredError, match="strict=True") as error:

@@ -68,9 +68,9 @@ def test_inverses_stay_where_they_are_and_are_those_of_an_optimizer_that_makes_t
         backward(model, opt)
         opt.step()
         assert opt.inverse is not None
-        assert opt.keeper.average is not None
+        assert opt.tracker.average is not None
         places.add(tuple(t.data_ptr() for t in opt.inverse.tensors().values()))
-        new = ng.Factored().init(opt.keeper.average, opt.inverse_damping)
+        new = ng.Factored().init(opt.tracker.average, opt.inverse_damping)
         for key, t in new.tensors().items():
             close(opt.inverse.tensors()[key], t)
     assert len(places) == 1
@@ -134,7 +134,7 @@ def test_the_displacement_of_an_earlier_step_is_refused_after_its_momentum_is_go
 def test_the_last_displacement_is_that_of_the_learning_rate_of_its_step() -> None:
     """A schedule changes a rate that is a tensor in place."""
     model, rate = network(4, 5, 3), torch.tensor(0.1, dtype=torch.float64)
-    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker())
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kronecker())
     opt.param_groups[0]["lr"] = rate
     backward(model, opt)
     before = flat(model)

@@ -60,9 +60,9 @@ def test_the_bytes_of_the_plan_are_those_of_the_metric_and_its_inverse_after_a_s
             planned = opt.plan().bytes
             model(torch.randn(8, 5)).square().sum().backward()
             opt.step()
-            assert opt.keeper.average is not None
+            assert opt.tracker.average is not None
             assert opt.inverse is not None
-            kept = {**opt.keeper.average.tensors(), **{f"inverse {k}": t for k, t in opt.inverse.tensors().items()}}
+            kept = {**opt.tracker.average.tensors(), **{f"inverse {k}": t for k, t in opt.inverse.tensors().items()}}
             # The inverse of EK-FAC is in the same eigenvectors: they are there once.
             storage = {t.data_ptr(): t.numel() * t.element_size() for t in kept.values()}
             assert planned == sum(storage.values())
@@ -117,14 +117,14 @@ def test_inverses_and_estimates_are_shared_out_over_the_steps_between_them() -> 
 
 def test_a_factor_with_too_many_rows_is_listed_and_is_diagonal() -> None:
     model = nn.Sequential(nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3))
-    opt = ng.NaturalGradient(model, FISHER, ng.Kronecker(largest=6), ng.Factored())
+    opt = ng.NaturalGradient(model, FISHER, structure=ng.Kronecker(largest=6), solver=ng.Factored())
     plan = opt.plan()
     assert plan.diagonals == ("A of 0.weight + 0.bias",)
     assert "only the diagonal is kept of A of 0.weight + 0.bias" in str(plan)
     model(torch.randn(8, 9)).square().sum().backward()
     opt.step()
-    assert opt.keeper.average is not None
-    shapes = {key: tuple(t.shape) for key, t in opt.keeper.average.tensors().items()}
+    assert opt.tracker.average is not None
+    shapes = {key: tuple(t.shape) for key, t in opt.tracker.average.tensors().items()}
     rows = {f"{row.names[0]}/{letter}": shape for row in plan.rows for letter, shape in row.factors.items()}
     assert shapes == rows
 
@@ -207,7 +207,7 @@ def test_the_notes_say_how_it_is_damped_moved_and_scheduled(options: dict[str, A
 )
 def test_every_structure_has_a_plan(structure: Any, solver: Any, elements: int | None) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2, bias=False), nn.Linear(2, 1)).double()
-    plan = ng.NaturalGradient(model, ng.Euclidean(), structure, solver).plan()
+    plan = ng.NaturalGradient(model, ng.Euclidean(), structure=structure, solver=solver).plan()
     assert sum(row.size for row in plan.rows) == 21
     assert plan.bytes == (None if elements is None else 8 * elements)
     text = str(plan)

@@ -52,7 +52,7 @@ def task() -> tuple[Experts, Tensor, Tensor]:
 
 def optimizer(model: nn.Module, structure: Any, every: int = 1, **options: Any) -> ng.NaturalGradient:
     averaged = ng.Refresh(structure, every=every, decay=0.9)
-    return ng.NaturalGradient(model, ng.Euclidean(), averaged, lr=0.1, damping=0.1, **options)
+    return ng.NaturalGradient(model, ng.Euclidean(), structure=averaged, lr=0.1, damping=0.1, **options)
 
 
 def one(
@@ -115,11 +115,11 @@ def test_the_average_of_a_layer_is_over_the_passes_that_used_it(kind: Any) -> No
     model, x, t = task()
     opt = optimizer(model, kind())
     one(model, opt, x, t, (0, 1))
-    G = opt.keeper.average
+    G = opt.tracker.average
     assert G is not None
     before = {key: value.clone() for key, value in G.tensors().items()}
     one(model, opt, x, t, (0,))
-    after = opt.keeper.average
+    after = opt.tracker.average
     assert after is not None
     assert after.unseen == {"spare.weight", "spare.bias"}
     for side in "SA":
@@ -135,8 +135,8 @@ def test_what_one_pass_sees_first_is_its_own_estimate(kind: Any) -> None:
     model.using = (1,)
     own = ng.Kronecker().estimate(ng.pullback(model, x, ng.Euclidean())).tensors()
     one(model, opt, x, t, (1,))
-    assert opt.keeper.average is not None
-    after = opt.keeper.average.tensors()
+    assert opt.tracker.average is not None
+    after = opt.tracker.average.tensors()
     for side in "SA":
         torch.testing.assert_close(after[f"e.1.weight/{side}"], own[f"e.1.weight/{side}"])
 
@@ -168,7 +168,7 @@ def test_a_layer_without_a_metric_waits_until_a_pass_has_used_it(caplog: pytest.
     said = [r.getMessage() for r in caplog.records if "a gradient, but no forward pass" in r.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("e.1.bias, e.1.weight: ")
-    assert not opt.keeper.due
+    assert not opt.tracker.due
 
 
 def test_the_log_says_once_what_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ def test_tokens_train_with_features() -> None:
     model = seeded(lambda: Words().double())
     opt = ng.SobolevKFAC(model, EXACT, lr=0.3, features=lambda words: model.table(words).mean(1), metric_every=1)
     first = last = F.cross_entropy(model(words), t).item()
-    opt.keeper.discard()
+    opt.tracker.discard()
     for _ in range(30):
         opt.zero_grad()
         loss = F.cross_entropy(model(words), t)
@@ -60,8 +60,8 @@ def test_half_precision_trains_in_factors_of_single_precision() -> None:
         opt.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
-    assert opt.keeper.average is not None
-    assert {s.dtype for s in opt.keeper.average.tensors().values()} == {torch.float32}
+    assert opt.tracker.average is not None
+    assert {s.dtype for s in opt.tracker.average.tensors().values()} == {torch.float32}
 
 
 def test_factors_under_autocast_are_near_those_without() -> None:
@@ -72,8 +72,8 @@ def test_factors_under_autocast_are_near_those_without() -> None:
         opt = ng.SobolevKFAC(model, EXACT, lengthscale=3.0)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             model(x.float())
-        assert opt.keeper.fresh is not None
-        found.append(opt.keeper.fresh.dense())
+        assert opt.tracker.fresh is not None
+        found.append(opt.tracker.fresh.dense())
         del opt
     assert (found[0] - found[1]).norm() < 0.05 * found[0].norm()
 
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lengthscale": ({"lengthscale": 0.0}, ValueError, r"lengthscale=0 must be positive"),
     "rule": ({"lengthscale": "median"}, TypeError, r"give a positive number, or a rule such as Median\(\)"),
     "jitter": ({"jitter": -1.0}, ValueError, r"jitter=-1.0 must be finite and not negative"),
-    "unknown": ({"nus": 1.5}, TypeError, r"K-FAC has no option nus: it has .*, nu, lengthscale, jitter, features"),
+    "unknown": ({"nus": 1.5}, TypeError, "unexpected keyword argument .nus."),
     "every": ({"metric_every": 0}, ValueError, r"metric_every must be at least 1 step, got 0"),
 }
 
@@ -112,5 +112,5 @@ def test_a_metric_that_is_one_of_functions_already_is_refused() -> None:
 
 
 def test_kfac_has_no_option_of_the_kernel() -> None:
-    with pytest.raises(TypeError, match="K-FAC has no option nu: it has"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nu'"):
         ng.KFAC(perceptron(), EXACT, nu=1.5)  # type: ignore[call-arg]

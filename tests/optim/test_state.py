@@ -63,7 +63,7 @@ def test_another_solver_keeps_the_metric_and_inverts_anew_which_is_said_once(cap
     for _ in range(2):
         model = net()
         opt = MAKES["exact"](model)
-        model.load_state_dict(saved.keeper.module.state_dict())
+        model.load_state_dict(saved.tracker.module.state_dict())
         with caplog.at_level(logging.INFO, "natgrad"):
             opt.load_state_dict(state)
         assert opt.inverse is None
@@ -73,14 +73,14 @@ def test_another_solver_keeps_the_metric_and_inverts_anew_which_is_said_once(cap
         told
         == ["the state was saved with the solver Factored(), here it is Cholesky(): the next step inverts anew"] * 2
     )
-    average = saved.keeper.average
+    average = saved.tracker.average
     assert average is not None
     expected = ng.Cholesky().init(average, 1e-2)
     assert opt.inverse is not None
     ω = normal(average.layout.size)
     torch.testing.assert_close(opt.inverse.solve(ω), expected.solve(ω))
     assert torch.equal(*thetas)
-    assert not torch.allclose(thetas[0], train(saved.keeper.module, saved, 1))
+    assert not torch.allclose(thetas[0], train(saved.tracker.module, saved, 1))
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -90,9 +90,9 @@ def test_states_of_before_metric_and_solver_were_saved_are_loaded_bit_for_bit(na
         del state["natgrad"][entry]
     model = net(1)
     opt = MAKES[name](model)
-    model.load_state_dict(saved.keeper.module.state_dict())
+    model.load_state_dict(saved.tracker.module.state_dict())
     opt.load_state_dict(state)
-    assert torch.equal(train(model, opt, 3), train(saved.keeper.module, saved, 3))
+    assert torch.equal(train(model, opt, 3), train(saved.tracker.module, saved, 3))
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -117,7 +117,7 @@ def test_states_of_layers_of_all_kinds_are_whole(model: str, name: str) -> None:
     other = MAKES[name](problem.module)
     other.load_state_dict(state)
     assert alike(other.state_dict(), state)
-    ω, averages = normal(opt.keeper.model.size), [own.keeper.average for own in (opt, other)]
+    ω, averages = normal(opt.tracker.model.size), [own.tracker.average for own in (opt, other)]
     solved = [opt.solver.init(G, 0.1).solve(ω) for G in averages if G is not None]
     torch.testing.assert_close(solved[0], solved[1])
 
@@ -150,5 +150,5 @@ def test_the_first_inverse_after_another_solver_has_none_before_it() -> None:
     other = ng.KFAC(net(), EXACT, solver=ng.Cholesky(), metric_every=1, inverse_every=1)
     other.load_state_dict(opt.state_dict())
     assert other.inverse is None
-    train(other.keeper.module, other, 1)
+    train(other.tracker.module, other, 1)
     assert other.inverted_before is None

@@ -116,6 +116,6 @@ def test_two_optimizers_of_one_model_do_not_see_each_others_passes() -> None:
             model.zero_grad()
             model(x).square().sum().backward()
             opt.step()
-        pair[1].keeper.discard()
+        pair[1].tracker.discard()
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(p, q)

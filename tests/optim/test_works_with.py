@@ -61,7 +61,7 @@ def test_clipped_and_scheduled_steps_are_those_of_the_textbook(name: str) -> Non
     x, t = _data()
     model, hand = _model(), _model()
     options: dict[str, Any] = {"metric_every": 1, "inverse_every": 1, "decay": 0.0, "step": ng.Fixed()}
-    opt = ng.KFAC(model, EUCLIDEAN, 0.2, 0.1, weight_decay=0.1, **options)
+    opt = ng.KFAC(model, EUCLIDEAN, lr=0.2, damping=0.1, weight_decay=0.1, **options)
     schedule = SCHEDULES[name](opt)
     m, seen = torch.zeros(26, dtype=torch.float64), set()
     for _ in range(5):
@@ -118,8 +118,8 @@ def test_ekfac_measures_its_first_micro_batches_in_the_basis_of_the_first_one() 
         for xs, ts in zip(x.split(sizes), t.split(sizes), strict=True):
             (half_square(model(xs), ts) * len(xs) / len(x)).backward()
         opt.step()
-        assert opt.keeper.average is not None
-        found.append(opt.keeper.average.tensors())
+        assert opt.tracker.average is not None
+        found.append(opt.tracker.average.tensors())
     for key, joint in found[1].items():
         if key[-1] in "SA":
             torch.testing.assert_close(found[0][key], joint)
@@ -146,8 +146,8 @@ def test_factors_under_autocast_are_products_in_single_precision() -> None:
     opt = ng.KFAC(model, EUCLIDEAN)
     with torch.autocast("cpu", torch.bfloat16):
         y = model(x.float())
-    assert opt.keeper.fresh is not None
-    found = opt.keeper.fresh.tensors()
+    assert opt.tracker.fresh is not None
+    found = opt.tracker.fresh.tensors()
     with silent(model), torch.autocast("cpu", torch.bfloat16):
         z = model[0](x.float())  # type: ignore[index]
         h = torch.tanh(z)
@@ -177,13 +177,13 @@ class Deep(nn.Module):
 def test_cotangents_in_float16_do_not_underflow(structure: ng.structures.Structure) -> None:
     x = _data(1024)[0].float()
     model = seeded(Deep)
-    opt = ng.NaturalGradient(model, EUCLIDEAN, structure)
+    opt = ng.NaturalGradient(model, EUCLIDEAN, structure=structure)
     exact = structure.estimate(ng.pullback(model, x, EUCLIDEAN)).diagonal()
     with torch.autocast("cpu", torch.float16):
         model(x)
-    assert opt.keeper.fresh is not None
+    assert opt.tracker.fresh is not None
     sizes = [16, 20, 10]  # of the layers
-    for got, expected in zip(opt.keeper.fresh.diagonal().split(sizes), exact.split(sizes), strict=True):
+    for got, expected in zip(opt.tracker.fresh.diagonal().split(sizes), exact.split(sizes), strict=True):
         assert 0 < expected.sum() < 10
         torch.testing.assert_close(got.sum(), expected.sum(), rtol=1e-2, atol=0.0)
 
@@ -192,7 +192,7 @@ def _scaled(scale: float, clip: bool = False) -> tuple[ng.NaturalGradient, nn.Mo
     """Three steps in float16 with a scaler of this scale."""
     x, t = (v.float() for v in _data(32))
     model = _model().float()
-    opt = ng.KFAC(model, EUCLIDEAN, 0.1, 0.1, metric_every=1, inverse_every=1)
+    opt = ng.KFAC(model, EUCLIDEAN, lr=0.1, damping=0.1, metric_every=1, inverse_every=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     for _ in range(3):
         opt.zero_grad()
@@ -210,7 +210,7 @@ def _scaled(scale: float, clip: bool = False) -> tuple[ng.NaturalGradient, nn.Mo
 @pytest.mark.parametrize("clip", [False, True])
 def test_steps_do_not_depend_on_the_scale_of_the_loss(clip: bool) -> None:
     (opt, model, _), (other, twin, _) = _scaled(1.0, clip), _scaled(2.0**10, clip)
-    assert opt.keeper.step == other.keeper.step == 3
+    assert opt.tracker.step == other.tracker.step == 3
     torch.testing.assert_close(_theta(model), _theta(twin), rtol=2e-3, atol=2e-3)
     assert (_theta(model) - _theta(_model()).float()).norm() > 1e-2
 
@@ -219,23 +219,23 @@ def test_a_step_that_the_scaler_skips_leaves_its_estimate_to_the_next_one() -> N
     """The parameters have not moved: the metric of the next step is the mean over both batches."""
     (x, t), (x2, t2) = _data(8), _data(16, seed=1)
     model = _model()
-    opt = ng.NaturalGradient(model, EUCLIDEAN, ng.Refresh(ng.Kronecker(), decay=0.9), lr=0.1)
+    opt = ng.NaturalGradient(model, EUCLIDEAN, structure=ng.Refresh(ng.Kronecker(), decay=0.9), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     before = _theta(model)
     (scaler.scale(half_square(model(x), t)) * torch.inf).backward()
     scaler.step(opt)
     scaler.update()
     assert torch.equal(_theta(model), before)
-    assert opt.keeper.step == 0
+    assert opt.tracker.step == 0
     opt.zero_grad()
     scaler.scale(half_square(model(x2), t2)).backward()
     with silent(model):
         joint = ng.Kronecker().estimate(ng.pullback(model, torch.cat([x, x2]), EUCLIDEAN))
     scaler.step(opt)
-    assert opt.keeper.step == opt.keeper.count == 1
-    assert opt.keeper.fresh is None
-    assert opt.keeper.average is not None
-    torch.testing.assert_close(opt.keeper.average.dense(), joint.dense())
+    assert opt.tracker.step == opt.tracker.count == 1
+    assert opt.tracker.fresh is None
+    assert opt.tracker.average is not None
+    torch.testing.assert_close(opt.tracker.average.dense(), joint.dense())
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -222,7 +222,9 @@ def test_nothing_of_a_vision_transformer_falls_back() -> None:
 def test_an_optimizer_resumes_with_parameters_that_are_spread(structure: Any) -> None:
     def made() -> tuple[nn.Module, ng.NaturalGradient]:
         model = _vision(0.1).module
-        return model, ng.NaturalGradient(model, ng.Euclidean(), ng.Refresh(structure, decay=0.9), damping=0.1, lr=0.1)
+        return model, ng.NaturalGradient(
+            model, ng.Euclidean(), structure=ng.Refresh(structure, decay=0.9), damping=0.1, lr=0.1
+        )
 
     def step(model: nn.Module, opt: ng.NaturalGradient, seed: int) -> None:
         opt.zero_grad()

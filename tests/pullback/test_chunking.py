@@ -1,6 +1,5 @@
 """Memory bounds: the same G from chunks of examples and of roots, and refusals before anything is allocated."""
 
-import time
 from typing import Any
 
 import pytest
@@ -104,11 +103,9 @@ def test_too_large_structures_are_refused_before_anything_is_allocated(
 ) -> None:
     model, x = big()
     pb = ng.pullback(model, x, ng.Sampled(ng.Euclidean()), memory=memory)
-    start = time.perf_counter()
     with Largest() as largest, pytest.raises(MemoryBoundError, match=message):
         structure.estimate(pb)
     assert largest.elements == 0
-    assert time.perf_counter() - start < 0.5
 
 
 def test_too_large_coupled_rows_are_refused() -> None:
@@ -244,8 +241,8 @@ def test_outputs_that_the_user_changes_in_place_do_not_reach_the_metric() -> Non
     h = metric.flat(y.detach().clone(), torch.stack([x[:, 0], torch.zeros(4, dtype=torch.float64)], dim=1))
     y.data.mul_(100.0)
     y.sum().backward()
-    assert opt.keeper.fresh is not None
+    assert opt.tracker.fresh is not None
     v = torch.zeros(8, dtype=torch.float64)
     v[0] = 1.0  # moves the first output by the first input
     expected = torch.cat([(h.T @ x / 4).flatten(), h.mean(0)])
-    torch.testing.assert_close(opt.keeper.fresh.product(v), expected)
+    torch.testing.assert_close(opt.tracker.fresh.product(v), expected)

@@ -76,7 +76,7 @@ def test_the_users_random_stream_is_that_of_a_pass_without_us() -> None:
     for net in (of.module, plain):
         with _stream(5):
             drawn.append((net(of.x).detach(), torch.rand(3)))
-    assert opt.keeper.fresh is not None
+    assert opt.tracker.fresh is not None
     assert torch.equal(drawn[0][0], drawn[1][0])
     assert torch.equal(drawn[0][1], drawn[1][1])
 
@@ -96,7 +96,7 @@ def test_parameters_without_a_rule_are_seen_in_evaluation_mode(norm: bool, caplo
     with caplog.at_level("INFO", logger="natgrad"):
         for _ in range(2):
             model(x).square().sum().backward()
-            G = cast(KroneckerOperator, opt.keeper.fresh or opt.keeper.average)  # nothing is averaged over time
+            G = cast(KroneckerOperator, opt.tracker.fresh or opt.tracker.average)  # nothing is averaged over time
             with ng.evaluating(model):
                 J = oracle.module_jacobian(model, x)
             assert G.rest is not None

@@ -195,7 +195,7 @@ def test_chance_in_a_training_pass_is_noticed_and_refresh_lets_it_train() -> Non
             opt.zero_grad()
             model(x).square().mean().backward()
             opt.step()
-    assert opt.keeper.step == 2
+    assert opt.tracker.step == 2
 
 
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",)])

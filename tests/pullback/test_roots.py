@@ -133,7 +133,7 @@ def test_the_optimizer_cuts_a_root_that_is_too_large_for_its_hook() -> None:
     opt = ng.NaturalGradient(model, FISHER, structure=ng.Diagonal(), memory=64_000)
     with Largest() as largest:
         model(x).sum().backward()
-    fresh = opt.keeper.fresh
+    fresh = opt.tracker.fresh
     assert fresh is not None
     close(fresh.diagonal(), expected)
     assert largest.elements <= 1000

@@ -161,7 +161,9 @@ def test_rows_of_channels_last_images_are_the_same() -> None:
 
 def optimizer(model: nn.Module) -> ng.NaturalGradient:
     """K-FAC with the Euclidean metric."""
-    return ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker(), ng.Cholesky(), damping=0.1, lr=0.01)
+    return ng.NaturalGradient(
+        model, ng.Euclidean(), structure=ng.Kronecker(), solver=ng.Cholesky(), damping=0.1, lr=0.01
+    )
 
 
 def _grads(model: nn.Module) -> list[Tensor]:
@@ -179,7 +181,7 @@ def test_the_users_gradient_and_running_statistics_are_what_they_are_without_us(
     for net in (model, plain):
         y = net(x)
         (y.square().sum() + y.sin().sum()).backward()
-    assert opt.keeper.fresh is not None
+    assert opt.tracker.fresh is not None
     for mine, theirs in zip(_grads(model), _grads(plain), strict=True):
         assert torch.equal(mine, theirs)
     for name, buffer in plain.named_buffers():
@@ -197,9 +199,9 @@ def test_a_refresh_changes_no_running_statistics_and_gives_the_metric_of_the_hoo
     for name, buffer in of.module.named_buffers():
         assert torch.equal(buffer, before[name]), name
     other(of.x)
-    assert opt.keeper.fresh is not None
-    assert hooked.keeper.fresh is not None
-    mine, theirs = opt.keeper.fresh.tensors(), hooked.keeper.fresh.tensors()
+    assert opt.tracker.fresh is not None
+    assert hooked.tracker.fresh is not None
+    mine, theirs = opt.tracker.fresh.tensors(), hooked.tracker.fresh.tensors()
     assert mine.keys() == theirs.keys()
     for key, t in mine.items():
         close(t, theirs[key])
@@ -208,14 +210,14 @@ def test_a_refresh_changes_no_running_statistics_and_gives_the_metric_of_the_hoo
 def test_two_optimizers_watch_one_model() -> None:
     of = problem("1d")
     alone = optimizer(copy.deepcopy(of.module))
-    alone.keeper.model.module(of.x)  # type: ignore[misc]
+    alone.tracker.model.module(of.x)  # type: ignore[misc]
     first, second = optimizer(of.module), optimizer(of.module)
     of.module(of.x)
-    assert alone.keeper.fresh is not None
+    assert alone.tracker.fresh is not None
     for opt in (first, second):
-        assert opt.keeper.fresh is not None
-        for key, t in alone.keeper.fresh.tensors().items():
-            close(opt.keeper.fresh.tensors()[key], t)
+        assert opt.tracker.fresh is not None
+        for key, t in alone.tracker.fresh.tensors().items():
+            close(opt.tracker.fresh.tensors()[key], t)
 
 
 def test_half_precision_inputs_have_statistics_in_single() -> None:
@@ -228,10 +230,10 @@ def test_half_precision_inputs_have_statistics_in_single() -> None:
     full.refresh(x)
     with torch.autocast("cpu", torch.bfloat16):
         half.refresh(x)
-    assert full.keeper.fresh is not None
-    assert half.keeper.fresh is not None
-    for key, t in full.keeper.fresh.tensors().items():
-        mine = half.keeper.fresh.tensors()[key]
+    assert full.tracker.fresh is not None
+    assert half.tracker.fresh is not None
+    for key, t in full.tracker.fresh.tensors().items():
+        mine = half.tracker.fresh.tensors()[key]
         assert mine.dtype == torch.float32
         assert float((mine - t).norm()) < 0.05 * float(t.norm()), key
 
@@ -271,7 +273,7 @@ def test_statistics_over_several_processes_are_refused_by_name() -> None:
         model(normal(5, 3))
     with ng.evaluating(model):
         opt.refresh(normal(5, 3))
-    assert opt.keeper.fresh is not None
+    assert opt.tracker.fresh is not None
 
 
 def test_the_pullback_itself_is_in_evaluation_mode() -> None:

@@ -186,7 +186,9 @@ def test_a_parameter_that_no_operation_shows_leaves_its_siblings_alone() -> None
 def test_an_optimizer_resumes_with_siblings_apart(structure: Any) -> None:
     def made() -> tuple[nn.Module, ng.NaturalGradient]:
         model = siblings().module
-        return model, ng.NaturalGradient(model, ng.Euclidean(), ng.Refresh(structure, decay=0.9), damping=0.1, lr=0.1)
+        return model, ng.NaturalGradient(
+            model, ng.Euclidean(), structure=ng.Refresh(structure, decay=0.9), damping=0.1, lr=0.1
+        )
 
     def step(model: nn.Module, opt: ng.NaturalGradient, seed: int) -> None:
         opt.zero_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.accelerate.flags import Guard
+from natgrad.accelerate.flags import Flag
 from natgrad.optim.preconditioner import Solves
 from natgrad.step.base import Proposal, Step, StepRule
 from tests.optim.tasks import seeded
@@ -28,7 +28,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[bool]]:
 
     def start() -> list[bool]:
         monkeypatch.setattr(Solves, "ahead", rolling)
-        monkeypatch.setattr(Guard, "check", lambda self, tensors, what, step: self.look(tensors))
+        monkeypatch.setattr(Flag, "check", lambda self, tensors, what, step: self.look(tensors))
         return made
 
     return start

@@ -94,8 +94,8 @@ def _sampled_run(rule: ng.step.StepRule, steps: int) -> ng.NaturalGradient:
 
 def test_the_correction_draws_nothing_from_the_stream_of_a_sampled_metric() -> None:
     corrected, plain = _sampled_run(ng.GeodesicCorrected(), 2), _sampled_run(ng.Fixed(), 2)
-    assert torch.equal(corrected.keeper.generator.get_state(), plain.keeper.generator.get_state())
-    first = [_sampled_run(rule, 1).keeper.average for rule in (ng.GeodesicCorrected(), ng.Fixed())]
+    assert torch.equal(corrected.tracker.generator.get_state(), plain.tracker.generator.get_state())
+    first = [_sampled_run(rule, 1).tracker.average for rule in (ng.GeodesicCorrected(), ng.Fixed())]
     assert first[0] is not None
     assert first[1] is not None
     assert torch.equal(first[0].dense(), first[1].dense())

@@ -46,7 +46,7 @@ def test_exact_products_are_those_of_the_function_that_is_trained() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     x = normal(6, 3)
-    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Kronecker(), damping=0.1)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kronecker(), damping=0.1)
     model(x).square().sum().backward()
     params = dict(model.named_parameters())
     J = torch.cat(
@@ -61,4 +61,4 @@ def test_exact_products_are_those_of_the_function_that_is_trained() -> None:
     )
     v = ng.Vector({name: normal(*p.shape, seed=3) for name, p in params.items()})
     flat = v.flatten()
-    close(opt.keeper.asked.curvature([v], 0.5), (flat @ J.T @ J @ flat / 6).view(1, 1), 1e-9)
+    close(opt.tracker.batch_queries.curvature([v], 0.5), (flat @ J.T @ J @ flat / 6).view(1, 1), 1e-9)

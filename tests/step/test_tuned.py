@@ -103,7 +103,9 @@ def test_a_step_that_is_not_tried_is_at_most_three_times_as_long_as_the_one_befo
 def test_one_step_lands_at_the_minimum_of_a_quadratic_problem() -> None:
     x, t = normal(20, 3), normal(20, 2, seed=1)
     model = seeded(lambda: nn.Linear(3, 2).double())
-    opt = ng.NaturalGradient(model, ng.Euclidean(), ng.Dense(), step=ng.SelfTuned(smallest=1e-12), damping=1e-12)
+    opt = ng.NaturalGradient(
+        model, ng.Euclidean(), structure=ng.Dense(), step=ng.SelfTuned(smallest=1e-12), damping=1e-12
+    )
 
     def closure() -> Tensor:
         opt.zero_grad()
@@ -247,9 +249,9 @@ def test_numbers_that_no_step_can_be_tuned_with_are_refused(options: dict[str, A
 
 def test_kfac_that_tunes_itself_estimates_and_inverts_more_often() -> None:
     opt = ng.KFAC(nn.Linear(2, 2), ng.Euclidean(), step=ng.SelfTuned())
-    assert (opt.keeper.structure.every, opt.keeper.structure.inverse) == (2, 5)
+    assert (opt.tracker.structure.every, opt.tracker.structure.inverse) == (2, 5)
     opt = ng.KFAC(nn.Linear(2, 2), ng.Euclidean(), step=ng.SelfTuned(), metric_every=3, inverse_every=6)
-    assert (opt.keeper.structure.every, opt.keeper.structure.inverse) == (3, 6)
+    assert (opt.tracker.structure.every, opt.tracker.structure.inverse) == (3, 6)
 
 
 def test_kfac_with_default_arguments_fits_a_classifier_in_a_few_steps() -> None:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate.averages import Pending, average_together
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.operators import KroneckerOperator
-from natgrad.optim.tracker import Mass
+from natgrad.optim.tracker import EmaWeight
 from natgrad.pullback.moments import above
-from natgrad.structures.kronecker import Held, absorb_together
 from tests import zoo
 from tests.pulled import Rooted, close, normal, pull, random_roots
 
@@ -101,7 +101,7 @@ def test_factors_are_averaged_together_whatever_lies_between_their_rows(weight: 
     counts = [1, 2, 8, 2, 1]
     w = float(weight)
     expected = [(1 - w) * x + w * y / n for (x, y), n in zip(sides, counts, strict=True)]
-    absorb_together([Held.of(x, y, weight, n) for (x, y), n in zip(sides, counts, strict=True)])
+    average_together([Pending.of(x, y, weight, n) for (x, y), n in zip(sides, counts, strict=True)])
     for (found, _), right in zip(sides, expected, strict=True):
         close(found, right, 1e-7)
 
@@ -113,7 +113,7 @@ def test_a_total_that_is_not_finite_leaves_all_of_them_alone(bad: int, value: fl
     totals = [t.clone() for t in factors]
     totals[bad].view(-1)[0] = value
     before = [t.clone() for t in factors]
-    absorb_together([Held.of(x, y, 0.5, 1) for x, y in zip(factors, totals, strict=True)])
+    average_together([Pending.of(x, y, 0.5, 1) for x, y in zip(factors, totals, strict=True)])
     assert all(torch.equal(x, y) for x, y in zip(factors, before, strict=True))
 
 
@@ -134,7 +134,7 @@ def test_nodes_with_others_below_them_are_found_on_every_path() -> None:
 
 
 def test_whole_steps_have_the_weights_of_the_corrected_average() -> None:
-    mass, structure = Mass(0.9), ng.Refresh(ng.Kronecker(), decay=0.9)
+    mass, structure = EmaWeight(0.9), ng.Refresh(ng.Kronecker(), decay=0.9)
     for step in range(1, 6):
         assert mass.whole(32) == pytest.approx(structure.weight(step), rel=1e-12)
 
@@ -142,7 +142,7 @@ def test_whole_steps_have_the_weights_of_the_corrected_average() -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
 def test_parts_of_a_step_weigh_as_the_whole(decay: float) -> None:
     """Two passes of half a batch, one after the other, against one of the whole batch."""
-    parts, whole = Mass(decay), Mass(decay)
+    parts, whole = EmaWeight(decay), EmaWeight(decay)
     values, of_parts, of_whole = normal(6), 0.0, 0.0
     for mass in (parts, whole):
         mass.whole(32)
@@ -162,7 +162,7 @@ def test_the_average_is_over_examples_whatever_the_sizes_of_the_steps(decay: flo
     sizes, values, mass, found = (
         [[64], [64], [3], [32, 32], [128], [1], [64]],
         iter(normal(8).tolist()),
-        Mass(decay),
+        EmaWeight(decay),
         0.0,
     )
     total = weights = 0.0

@@ -1,0 +1,232 @@
+"""What is compared: five optimizers, and the schedules of their learning rates."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import natgrad as ng
+from natgrad.model import Inputs
+from natgrad.solve import Solver
+
+_SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
+LENGTHSCALE = 20.0  # of the kernel, on normalised pixels; the network's inputs are not scaled
+
+
+class Schedule(ABC):
+    """The part of the learning rate that is left in an epoch."""
+
+    name: str
+
+    @abstractmethod
+    def left(self, epoch: int, epochs: int) -> float:
+        """In epoch 0, 1, … of so many."""
+
+
+@final
+@dataclass(frozen=True)
+class Steps(Schedule):
+    """Multiplied by ``factor`` after each of these parts of all epochs.
+
+    >>> [Steps("tenths", (0.4, 0.8), 0.1).left(epoch, 50) for epoch in (19, 20, 40)]
+    [1.0, 0.1, 0.010000000000000002]
+    """
+
+    name: str
+    parts: tuple[float, ...]
+    factor: float
+
+    def left(self, epoch: int, epochs: int) -> float:
+        return self.factor ** sum(epoch >= round(part * epochs) for part in self.parts)
+
+
+@final
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Half a cosine, down to zero.
+
+    >>> Cosine().left(25, 50)
+    0.5
+    """
+
+    name: str = "cosine"
+
+    def left(self, epoch: int, epochs: int) -> float:
+        return round(0.5 * (1 + math.cos(math.pi * epoch / epochs)), 12)
+
+
+# Schedules of Bai, Rosenberg and Xu (2022), appendix D.
+# Amari's: "1/10 after every 40 % of the total training epochs", epochs 20 and 40 of 50.
+TENTHS = Steps("tenths", (0.4, 0.8), 0.1)
+# Sobolev's: "1/5 after the first 40 %, and again to 1/5 after another 20 %", epochs 20 and 30 of 50.
+FIFTHS = Steps("fifths", (0.4, 0.6), 0.2)
+
+
+@final
+@dataclass(frozen=True)
+class Independent(ng.OutputMetric):
+    """A Sobolev metric whose examples draw independent labels, which erases all of K⁻¹ but its diagonal on average.
+
+    The factors are mixed by K⁻¹ all the same; but E[s_n s_mᵀ] = 0 for n ≠ m, so that of S only the diagonal of K⁻¹ is
+    left, and noise. The difference from ``sobolev`` itself is the sampling alone.
+
+    >>> Independent(ng.Sobolev(_SAMPLED)).root(torch.zeros(4, 3)).shape
+    torch.Size([1, 4, 3])
+    """
+
+    sobolev: ng.Sobolev
+
+    @property
+    def exact(self) -> bool:
+        return self.sobolev.exact
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        return self.sobolev.flat(y, u, target)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        return self.sobolev.base.root(y, target, generator)
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        return self.sobolev.divergence(y, y0, target)
+
+    def coupling(self, x: Inputs, n: int) -> Tensor | None:
+        return self.sobolev.coupling(x, n)
+
+
+class Arm(ABC):
+    """An optimizer, ready for any model."""
+
+    name: str
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
+        """For the parameters of this model; ``seed`` is for what it draws itself."""
+
+    @abstractmethod
+    def numbers(self) -> dict[str, float]:
+        """Its settings, to be written down."""
+
+
+@final
+@dataclass(frozen=True)
+class Constants:
+    """The numbers of Bai, Rosenberg and Xu (2022), appendix D, and of the code that it runs (Wang (2019)).
+
+    That code adds wd·θ to the natural gradient, after it was preconditioned and clipped and before it enters the
+    momentum: θ shrinks by lr·wd/(1 − μ) a step. Ours is decoupled and outside of the momentum, θ ← (1 − lr·wd)θ, so
+    it is given wd/(1 − μ) = 0.03. (That code also waits for 200 steps, half an epoch, before it decays; we do not.)
+    It clips at 0.01: the script passes that to the class, whose own default is 0.001.
+    Its damping is exact, (S ⊗ A + λ)⁻¹ by eigenvectors; that of ``ng.KFAC`` is factored and needs none: it is fast, and
+    its steps are shorter. Both are here: ``amari`` and ``sobolev`` are factored, ``exactly_damped`` makes them exact.
+    """
+
+    lr: float = 0.01
+    weight_decay: float = 0.003
+    damping: float = 0.03
+    momentum: float = 0.9
+    metric_every: int = 10
+    inverse_every: int = 100
+    clip: float = 0.01
+
+    @property
+    def decoupled(self) -> float:
+        """The weight decay outside of the momentum that shrinks θ as fast."""
+        return self.weight_decay / (1 - self.momentum)
+
+
+@final
+@dataclass(frozen=True)
+class KFAC(Arm):
+    """K-FAC of a metric with the constants of the paper. Amari's natural gradient is that of the Fisher metric."""
+
+    name: str
+    metric: ng.OutputMetric
+    constants: Constants = field(default_factory=Constants)
+    solver: Solver | None = None  # None: that of ``ng.KFAC``, factored damping
+
+    def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
+        c, device = self.constants, next(model.parameters()).device
+        return ng.KFAC(
+            model,
+            self.metric,
+            lr=c.lr,
+            damping=c.damping,
+            momentum=c.momentum,
+            weight_decay=c.decoupled,
+            metric_every=c.metric_every,
+            inverse_every=c.inverse_every,
+            step=ng.KLClip(c.clip),
+            solver=self.solver,
+            generator=torch.Generator(device=device).manual_seed(seed),
+        )
+
+    def exactly_damped(self) -> KFAC:
+        """(S ⊗ A + λ)⁻¹ by eigenvectors, as in the code of the paper."""
+        return replace(self, name=f"{self.name}_exact", solver=ng.Cholesky())
+
+    def numbers(self) -> dict[str, float]:
+        return vars(self.constants) | {"decoupled": self.constants.decoupled}
+
+
+@final
+@dataclass(frozen=True)
+class Momentum(Arm):
+    """SGD with momentum 0.9; the weight decay is added to the gradient."""
+
+    lr: float
+    weight_decay: float
+    name: str = "sgd"
+
+    def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9, weight_decay=self.weight_decay, fused=True)
+
+    def numbers(self) -> dict[str, float]:
+        return {"lr": self.lr, "weight_decay": self.weight_decay}
+
+
+@final
+@dataclass(frozen=True)
+class AdamW(Arm):
+    """AdamW; the weight decay is decoupled."""
+
+    lr: float
+    weight_decay: float
+    name: str = "adamw"
+
+    def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=True)
+
+    def numbers(self) -> dict[str, float]:
+        return {"lr": self.lr, "weight_decay": self.weight_decay}
+
+
+def amari() -> KFAC:
+    """The baseline of the paper."""
+    return KFAC("amari", _SAMPLED)
+
+
+def sobolev() -> KFAC:
+    """With one probe for the whole batch."""
+    return KFAC("sobolev", ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE))
+
+
+def independent() -> KFAC:
+    """With a label an example, as the paper has it."""
+    return KFAC("independent", Independent(ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE)))
+
+
+def grid() -> dict[str, list[Arm]]:
+    """What SGD and AdamW may choose from.
+
+    Around what was best before, in Wang's grid for SGD and the usual one of AdamW: there it was at the edge.
+    """
+    return {
+        "sgd": [Momentum(lr, wd) for lr in (0.06, 0.03, 0.01, 0.003) for wd in (3e-2, 1e-2, 3e-3, 1e-3)],
+        "adamw": [AdamW(lr, wd) for lr in (1e-3, 3e-4, 1e-4) for wd in (8.0, 2.0, 0.5, 0.1)],
+    }

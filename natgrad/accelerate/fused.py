@@ -1,0 +1,178 @@
+"""In-place updates of many tensors in few kernel launches, gated by a number on the device.
+
+``gate`` is None, or a tensor [] on the device. Where it holds something other than zero the update changes nothing: a
+GPU then keeps NaN and infinity out of the parameters while the host knows nothing of them yet (see ``flags``). The
+kernels are those of ``torch.optim`` and of ``GradScaler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.devices import is_asynchronous
+
+_SMALL = 2**14  # numbers; for smaller tensors a launch costs more than a copy
+
+
+def add_(
+    tensors: Sequence[Tensor], others: Sequence[Tensor], *, alpha: float = 1.0, gate: Tensor | None = None
+) -> None:
+    """x ← x + α y.
+
+    >>> x = torch.zeros(2)
+    >>> add_([x], [torch.ones(2)], alpha=0.5)
+    >>> add_([x], [torch.full((2,), torch.nan)], gate=torch.ones(()))
+    >>> x
+    tensor([0.5000, 0.5000])
+    """
+    if gate is None:
+        torch._foreach_add_(list(tensors), list(others), alpha=alpha)
+    else:
+        _sgd(tensors, others, [], rate=-alpha, gate=gate)
+
+
+def descend_(
+    tensors: Sequence[Tensor], others: Sequence[Tensor], rate: float | Tensor, *, gate: Tensor | None = None
+) -> None:
+    """x ← x − rate·y; with a gate the rate may be a tensor [] of single precision on the device."""
+    if gate is None:
+        torch._foreach_add_(list(tensors), list(others), alpha=-float(rate))
+    else:
+        _sgd(tensors, others, [], rate=rate, gate=gate)
+
+
+def momentum_update_(
+    tensors: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    *,
+    rate: float | Tensor,
+    momentum: float,
+    divisor: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> None:
+    """m ← μ m + v/divisor, x ← x − rate·m: on a GPU one pass over all three. The directions v are overwritten."""
+    if gate is not None:
+        _sgd(tensors, directions, momenta, rate=rate, gate=gate, momentum=momentum, divisor=divisor)
+        return
+    if divisor is not None:
+        torch._foreach_div_(list(directions), divisor)
+    torch._foreach_mul_(list(momenta), momentum)
+    torch._foreach_add_(list(momenta), list(directions))
+    torch._foreach_add_(list(tensors), list(momenta), alpha=-float(rate))
+
+
+def average_(
+    tensors: Sequence[Tensor], totals: Sequence[Tensor], weight: float | Tensor, *, count: float, gate: Tensor
+) -> None:
+    """x ← (1 − w) x + w y/count: a moving average. w may be a tensor [] of single precision on the device."""
+    # x + (w/count)(y − count·x): ascent along y with weight decay.
+    _sgd(tensors, totals, [], rate=weight / count, gate=gate, decay=count)
+
+
+def copy_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor | None = None) -> None:
+    """x ← y, bit for bit."""
+    old = list(tensors)
+    if gate is not None:
+        bad = gate > 0
+        values = [torch.where(bad, t, new) for t, new in zip(old, values, strict=True)]
+    torch._foreach_copy_(old, list(values))
+
+
+def move_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor | None = None) -> None:
+    """x ← y up to rounding, with fewer launches than ``copy_`` where there is a gate. The values are overwritten."""
+    if gate is None:
+        torch._foreach_copy_(list(tensors), list(values))
+    else:
+        torch._foreach_sub_(list(values), list(tensors))
+        add_(tensors, values, gate=gate)
+
+
+def scale_(tensors: Sequence[Tensor], factor: float | Tensor, *, gate: Tensor | None = None) -> None:
+    """x ← factor·x."""
+    torch._foreach_mul_(list(tensors), factor if gate is None else torch.where(gate > 0, 1.0, factor))
+
+
+def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:
+    """factor·x of every tensor."""
+    return list(torch._foreach_mul(list(tensors), factor))
+
+
+def lerp(old: Sequence[Tensor], new: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """(1 − w) x + w y of every pair."""
+    return list(torch._foreach_lerp(list(old), list(new), weight))
+
+
+def divided(tensors: Sequence[Tensor], divisors: Sequence[float]) -> list[Tensor]:
+    """x/d of every tensor with its own number."""
+    return list(torch._foreach_div(list(tensors), list(divisors)))
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """max |x| [b] of every tensor; NaN where it holds NaN."""
+    return torch.stack(torch._foreach_norm(list(tensors), float("inf")))
+
+
+def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """A gate [] that closes if a tensor holds NaN or infinity, without waiting for the device.
+
+    >>> nonfinite([torch.ones(2), torch.tensor([torch.nan])])
+    tensor(1.)
+    """
+    gate = torch.zeros((), device=tensors[0].device)
+    # GradScaler looks at all gradients like this, in one launch.
+    torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), gate, torch.ones_like(gate))
+    return gate
+
+
+def pairing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Σ ⟨x, y⟩ over pairs of tensors, in single precision at least: sums in half precision soon leave its range.
+
+    >>> pairing([(torch.ones(3), torch.arange(3.0)), (torch.ones(2), torch.arange(2.0))])
+    tensor(4.)
+    """
+    dots = [[pair] for pair in pairs]
+    if is_asynchronous(pairs[0][1].device):  # biases and scales as one vector
+        small = [pair for pair in pairs if pair[1].numel() <= _SMALL]
+        dots = [[pair] for pair in pairs if pair[1].numel() > _SMALL] + ([small] if small else [])
+    sides = ((_joined([x for x, _ in run]), _joined([y for _, y in run])) for run in dots)
+    precise = ((x, y.to(torch.promote_types(y.dtype, torch.float32))) for x, y in sides)
+    return torch.stack([torch.dot(x.to(y.dtype), y) for x, y in precise]).sum()
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].flatten() if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
+
+
+def _sgd(
+    tensors: Sequence[Tensor],
+    others: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    *,
+    rate: float | Tensor,
+    gate: Tensor,
+    momentum: float = 0.0,
+    decay: float = 0.0,
+    divisor: Tensor | None = None,
+) -> None:
+    """torch's fused step of stochastic gradient descent; with a decay it ascends, x + rate·(y − decay·x)."""
+    # The kernel reads its tensors side by side, whatever their strides.
+    pairs = zip(tensors, others, strict=True)
+    alike = [y if y.stride() == x.stride() else torch.empty_like(x).copy_(y) for x, y in pairs]
+    torch._fused_sgd_(
+        list(tensors),
+        alike,
+        list(momenta),
+        weight_decay=decay,
+        momentum=momentum,
+        lr=rate,
+        dampening=0.0,
+        nesterov=False,
+        maximize=decay > 0,
+        is_first_step=False,
+        grad_scale=divisor,
+        found_inf=gate,
+    )

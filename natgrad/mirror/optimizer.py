@@ -1,0 +1,169 @@
+"""Mirror descent and natural gradient of members of exponential families, as a ``torch.optim.Optimizer``."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.devices import can_read
+from natgrad.accelerate.flags import Flag
+from natgrad.accelerate.fused import copy_
+from natgrad.mirror.charts import Boundary, Descent, Mirror, Move, Shorten
+from natgrad.mirror.member import Member
+from natgrad.slots import check_slots
+
+_log = logging.getLogger("natgrad")
+_VELOCITY = "velocity"
+_MIRROR, _SHORTEN = Mirror(), Shorten()
+
+
+@final
+@dataclass(frozen=True)
+class _MemberStep:
+    """The next step of one member."""
+
+    name: str
+    member: Member
+    move: Move
+    velocity: Tensor | None
+
+
+@final
+class MirrorDescent(torch.optim.Optimizer):
+    """Train ``Member`` modules by steps that never leave the domain of their family (Grosse 2021, section 4.1).
+
+    ``Mirror()``: the gradient in the chart of a member moves its other chart, and no metric is inverted. A member in
+    the natural chart steps by ξ ← ξ − lr ∇_ηJ; one in the mean chart by η ← η − lr ∇_ξJ, which is natural gradient in
+    η. ``Natural()``: the chart of the member moves along its natural gradient.
+
+    Momentum m ← μm + ∇J lives in the chart that moves: its coordinates are affine, so that velocities of different
+    points may be added; with ``Natural()`` m is a covector, raised to a vector at every step. Where a step is
+    shortened, so is its velocity: otherwise every later step would press against the boundary. ``boundary`` decides
+    what happens to steps that would leave the domain; ``reasons()`` explains those of the last step, and the logger
+    "natgrad" warns of the first one of every member. When a step raises, parameters and velocities are unchanged. A
+    member without a gradient is skipped. ``lr`` is 1/λ of the proximal step; schedulers, closures and ``state_dict``
+    work as in torch. For maximum likelihood from a stream, lr = 1/(k + 1) makes every iterate the batch estimate.
+
+    >>> import natgrad as ng
+    >>> rate = ng.mirror.Member(ng.families.Poisson(), torch.tensor(0.0))
+    >>> opt = MirrorDescent([rate], lr=0.5)
+    >>> x = torch.tensor([2.0, 4.0])
+    >>> (-rate.family.log_prob(rate.natural(), x)).mean().backward()
+    >>> opt.step()
+    >>> rate.mean()  # half way from 1 to the mean of the data, 3
+    tensor(2., grad_fn=<ExpBackward0>)
+    """
+
+    def __init__(
+        self,
+        members: Member | Iterable[Member] | Iterable[dict[str, Any]],
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        descent: Descent = _MIRROR,
+        boundary: Boundary = _SHORTEN,
+    ) -> None:
+        check_slots(descent=(descent, Descent), boundary=(boundary, Boundary))
+        self.descent, self.boundary = descent, boundary
+        self.last: tuple[tuple[str, Move], ...] = ()
+        self._members: dict[int, Member] = {}
+        self._warned: set[str] = set()
+        self._flag, self._steps = Flag(), 0
+        listed: Any = [members] if isinstance(members, Member) else list(members)
+        super().__init__(listed, {"lr": lr, "momentum": momentum})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim, with members as ``params``."""
+        group = dict(param_group)
+        members = [group["params"]] if isinstance(group["params"], Member) else list(group["params"])
+        for member in members:
+            if not isinstance(member, Member):
+                kind = f"a tensor of shape {tuple(member.shape)}" if isinstance(member, Tensor) else repr(member)
+                raise TypeError(
+                    f"MirrorDescent trains members of families, got {kind}: wrap it as "
+                    "ng.mirror.Member(family, eta), and give NaturalGradient or torch.optim the other parameters"
+                )
+        _check_numbers({**self.defaults, **group})
+        group["params"] = [member.point for member in members]
+        super().add_param_group(group)
+        self._members.update({id(member.point): member for member in members})
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an optimizer is not copied: copy the members, make a new optimizer for them, and load_state_dict"
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every member that has a gradient. Returns the loss of the closure, if given."""
+        self._flag.raise_pending()
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        proposals = self._proposals()
+        if proposals:
+            self._apply(proposals)
+        self.last = tuple((p.name, p.move) for p in proposals)
+        self._steps += 1
+        return value
+
+    def reasons(self) -> tuple[str, ...]:
+        """Why steps of the last call were shortened; empty if all were whole. Waits for the device."""
+        return tuple(f"{name}: {reason}" for name, move in self.last for reason in move.reasons)
+
+    def _proposals(self) -> list[_MemberStep]:
+        steps = []
+        for g, group in enumerate(self.param_groups):
+            _check_numbers(group)
+            for i, x in enumerate(group["params"]):
+                if x.grad is not None:
+                    member = self._members[id(x)]
+                    name = f"member {i} of group {g} ({type(member.family).__name__})"
+                    steps.append(self._proposal(name, member, group))
+        return steps
+
+    def _proposal(self, name: str, member: Member, group: Mapping[str, Any]) -> _MemberStep:
+        x, ω = member.point.detach(), member.point.grad
+        assert ω is not None
+        if can_read(ω):  # on a GPU a bad gradient shows in the step
+            self._flag.check({name: ω}, "the gradient", self._steps)
+        velocity = None
+        if group["momentum"]:
+            old = self.state.get(member.point, {}).get(_VELOCITY)
+            velocity = ω = ω.clone() if old is None else group["momentum"] * old + ω
+        move = self.descent.move(member.family, x, ω, group["lr"], member.chart, self.boundary)
+        if velocity is not None:
+            velocity = velocity * move.share.reshape(move.share.shape + (1,) * (x.ndim - move.share.ndim))
+        return _MemberStep(name, member, move, velocity)
+
+    def _apply(self, proposals: list[_MemberStep]) -> None:
+        """Move all members, or none."""
+        targets = {p.name: p.move.point for p in proposals}
+        self._flag.check(targets, "the step", self._steps)
+        copy_([p.member.point.detach() for p in proposals], list(targets.values()), gate=self._flag.value)
+        for p in proposals:
+            if p.velocity is not None:
+                state = self.state[p.member.point]
+                old = state.setdefault(_VELOCITY, torch.zeros_like(p.velocity))
+                copy_([old], [p.velocity], gate=self._flag.value)
+            self._warn(p)
+
+    def _warn(self, p: _MemberStep) -> None:
+        """Warn of the first shortened step of a member. On a GPU that would wait: there, only ``reasons`` tells."""
+        if p.name not in self._warned and can_read(p.move.share) and bool(p.move.shortened.any()):
+            self._warned.add(p.name)
+            _log.warning("%s: %s (later ones: opt.reasons())", p.name, p.move.reasons[0])
+
+
+def _check_numbers(group: Mapping[str, Any]) -> None:
+    lr, momentum = group["lr"], group["momentum"]
+    if not isinstance(lr, Tensor) and not (isinstance(lr, (int, float)) and math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"lr={lr!r} must be a finite number, at least 0: 1/λ of the proximal step")
+    if isinstance(momentum, bool) or not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
+        raise ValueError(f"momentum={momentum!r} must be at least 0 and below 1")

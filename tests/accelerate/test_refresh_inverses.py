@@ -1,0 +1,92 @@
+"""Inverses that are made again: in parts, from a recording or not, and with what failed told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import natgrad as ng
+from natgrad.accelerate import inverses, replay
+from natgrad.structures.kronecker import ProductInverse
+from tests.accelerate.standin import EagerGraphs
+from tests.accelerate.test_inverses import operator_of, scaled
+from tests.pulled import close
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> EagerGraphs:
+    """A processor that is taken for a GPU; only matrices below 4 rows are inverted from a graph."""
+    graphs = EagerGraphs()
+    monkeypatch.setattr(inverses, "_CAPTURED", 4)
+    monkeypatch.setattr(replay, "CudaGraphs", lambda: graphs)
+    return graphs
+
+
+NEWTONS = {"Cholesky": None, "Newton": ng.Newton(smallest=1, steps=9), "some by Newton": ng.Newton(2, 0.05, 4, 5)}
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("newton", NEWTONS.values(), ids=NEWTONS)
+@pytest.mark.parametrize("name", ["mlp_tanh", "conv", "attention", "layer_norm", "tied_weights"])
+def test_an_inverse_that_is_made_in_parts_is_the_inverse(name: str, newton: ng.Newton | None) -> None:
+    _, G = operator_of(name)
+    last = ng.Factored().init(G, 0.1)
+    moved, solver = scaled(G, 1.01), ng.Factored(newton)
+    expected = ng.Factored().init(moved, 0.11).tensors()
+    sizes = {f.shape[-1] for f in (*G.left, *G.right)}
+    assert min(sizes) < 4 <= max(sizes)
+    for key, found in solver.again(last, moved, 0.11).tensors().items():
+        close(found, expected[key], 1e-4 if newton is not None else 1e-12)
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_fails_in_either_part_is_told_and_keeps_its_inverse(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, G = operator_of("mlp_tanh")
+    assert [f.shape[-1] < 4 for f in G.left] == [False, True]
+    last = ng.Factored().init(G, 0.1)
+    assert isinstance(last, ProductInverse)
+    before = {key: t.clone() for key, t in last.tensors().items()}
+    spoiled: list[Tensor] = list(scaled(G, 1.7).left)
+    spoiled[layer] = -spoiled[layer]
+    monkeypatch.setattr(inverses, "is_asynchronous", lambda device: True)
+    again = ng.Factored().again(last, replace(G, left=tuple(spoiled)), 0.1)
+    assert again is last
+    assert again.failed()
+    name = G.blocks[layer].names[0]
+    assert torch.equal(again.tensors()[f"{name}/S"], before[f"{name}/S"])
+    again.forgive()
+    assert not again.failed()
+
+
+@pytest.mark.parametrize("few", [0, 2**22])
+def test_what_is_replayed_follows_the_factors_and_the_damping(
+    few: int, graphs: EagerGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the factors are copied to where a graph reads them, or recognised by their addresses."""
+    monkeypatch.setattr(replay, "_COPY_BYTES", few)
+    _, G = operator_of("mlp_tanh")
+    last = ng.Factored().init(G, 0.1)
+    for turn in range(5):
+        damping = 0.1 + 0.05 * turn
+        torch._foreach_mul_([*G.left, *G.right], 1.3)
+        ng.Factored().again(last, G, damping)
+        expected = ng.Factored().init(G, damping).tensors()
+        for key, found in last.tensors().items():
+            close(found, expected[key], 1e-6)  # a graph has the damping in single precision
+    assert graphs.log == ["capture", *4 * ["replay"]]
+
+
+def test_an_inverse_that_is_made_anew_every_time_is_never_captured(graphs: EagerGraphs) -> None:
+    """As that of several processes, which divide it among them: a capture that is replayed once is a loss."""
+    _, G = operator_of("mlp_tanh")
+    last = ng.Factored().init(G, 0.1)
+    for _ in range(4):
+        last = ng.Factored().init(G, 0.1, last.tensors())
+    assert graphs.log == []
+    for _ in range(2):
+        ng.Factored().again(last, G, 0.1)
+    assert graphs.log == ["capture", "replay", "replay"]

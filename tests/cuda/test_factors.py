@@ -1,0 +1,265 @@
+"""On a GPU: the two factors of every layer are those of the CPU, without waiting."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.accelerate.moments import column_moments, symmetric_product
+from natgrad.accelerate.vjp import vjp
+from natgrad.rules import RULES, Call, Rule
+from natgrad.rules.base import cotangent_features, input_features
+from tests.cuda.waiting import no_waiting
+from tests.optim.tasks import seeded
+from tests.pulled import close, normal
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer": (lambda: nn.LayerNorm(4), (6, 4)),
+    "rms": (lambda: nn.RMSNorm(4), (6, 4)),
+    "group": (lambda: nn.GroupNorm(2, 4), (4, 5, 3)),
+    "batch": (lambda: nn.BatchNorm2d(4), (4, 5, 3)),
+    "batch flat": (lambda: nn.BatchNorm1d(4), (4,)),
+    "instance": (lambda: nn.InstanceNorm2d(4, affine=True), (4, 5, 3)),
+}
+
+
+def second_moment_of(rule: Rule, layer: nn.Module, keys: tuple[str, ...], what: Call | Tensor) -> Tensor:
+    """Σ a aᵀ of a call, or Σ g gᵀ of cotangents of the output."""
+    if isinstance(what, Tensor):
+        return cotangent_features(rule, layer, keys, what).moment().total
+    return input_features(rule, layer, keys, what).moment().total
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_have_the_factors_of_the_cpu_without_waiting(kind: str, training: bool) -> None:
+    build, shape = NORMS[kind]
+    layer, x, g = build().double(), normal(5, *shape), normal(2, 5, *shape, seed=1)
+    rule, keys = next(rule for rule in RULES if rule.covers(layer)), tuple(dict(layer.named_parameters()))
+    A, S = (
+        second_moment_of(rule, layer, keys, Call((x,), {}, training)),
+        second_moment_of(rule, layer, keys, g),
+    )
+    there, x, g = copy.deepcopy(layer).cuda(), x.cuda(), g.cuda()
+    with no_waiting():
+        mine = (
+            second_moment_of(rule, there, keys, Call((x,), {}, training)),
+            second_moment_of(rule, there, keys, g),
+        )
+    for t, expected in zip(mine, (A, S), strict=True):
+        close(t.cpu(), expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (0, 3), (4, 0), (5, 3), (1000, 384), (70000, 65)])
+def test_sums_over_columns_are_those_of_the_cpu(shape: tuple[int, int], dtype: torch.dtype, transposed: bool) -> None:
+    x = normal(*shape)
+    there = x.to("cuda", dtype)
+    with no_waiting():
+        squares, sums = column_moments(there.mT.contiguous().mT if transposed else there)
+    tol = 1e-12 if dtype == torch.float64 else 1e-5
+    close(squares.cpu().double(), x.square().sum(0), tol)
+    close(sums.cpu().double(), x.sum(0), tol)
+
+
+def test_cotangents_are_pulled_back_in_the_thread_that_asks_for_them() -> None:
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    y, threads = 2 * x, list[int]()
+    y.register_hook(lambda g: threads.append(threading.get_ident()))
+    (g,) = vjp((3 * y,), [x], (torch.ones(1, 3, device="cuda"),))
+    assert g is not None
+    close(g.cpu(), torch.full((1, 3), 6.0))
+    assert threads == [threading.get_ident()]
+    torch.autograd.grad(y.sum(), x)  # a pass of the user's is made as ever
+    assert len(threads) == 2
+    assert threads[1] != threading.get_ident()
+
+
+WIDE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(30, 7), (30,)),
+    "linear of many positions": (lambda: nn.Linear(130, 9), (500, 130)),
+    "linear without bias": (lambda: nn.Linear(1025, 3, bias=False), (300, 1025)),
+    "patches": (lambda: nn.Conv2d(3, 5, 3, padding=1), (3, 6, 6)),
+    "patches with a stride": (lambda: nn.Conv2d(8, 5, 3, stride=2, padding=1), (8, 40, 41)),
+    "strips": (lambda: nn.Conv2d(32, 5, 3, padding=1), (32, 40, 36)),
+    "strips of one dimension": (lambda: nn.Conv1d(128, 5, 5, padding=1, dilation=2), (128, 1001)),
+    "strips without bias": (lambda: nn.Conv2d(32, 5, (3, 2), bias=False), (32, 40, 36)),
+    "groups": (lambda: nn.Conv2d(8, 4, 3, padding=1, groups=2), (8, 17, 16)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 8, 3, padding=1), (4, 20, 20)),
+}
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_linear_layers_and_convolutions_have_the_factors_of_the_cpu_without_waiting(kind: str) -> None:
+    build, shape = WIDE[kind]
+    layer, x = build().double(), normal(5, *shape)
+    g = normal(2, *layer(x).shape, seed=1)
+    rule = next(rule for rule in RULES if rule.covers(layer))
+    there, on = copy.deepcopy(layer).cuda(), (x.cuda(), g.cuda())
+    for keys in rule.layers(layer):
+        expected = (
+            second_moment_of(rule, layer, keys, Call((x,), {})),
+            second_moment_of(rule, layer, keys, g),
+        )
+        with no_waiting():
+            mine = (
+                second_moment_of(rule, there, keys, Call((on[0],), {})),
+                second_moment_of(rule, there, keys, on[1]),
+            )
+        for t, on_cpu in zip(mine, expected, strict=True):
+            close(t.cpu(), on_cpu)
+            close(t.mT, t)
+
+
+@pytest.mark.parametrize("kind", WIDE)
+def test_moments_can_be_recorded_and_replayed(kind: str) -> None:
+    build, shape = WIDE[kind]
+    layer, x = build().double().cuda(), normal(5, *shape).cuda()
+    rule = next(rule for rule in RULES if rule.covers(layer))
+    keys = rule.layers(layer)[0]
+    expected = second_moment_of(rule, layer, keys, Call((2 * x,), {}))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mine = second_moment_of(rule, layer, keys, Call((x,), {}))
+    x.mul_(2)
+    graph.replay()
+    close(mine, expected)
+
+
+def test_counts_of_an_embedding_are_those_of_the_cpu_without_waiting() -> None:
+    layer = nn.Embedding(7, 3, padding_idx=2)
+    tokens = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(0))
+    rule = next(rule for rule in RULES if rule.covers(layer))
+    expected = second_moment_of(rule, layer, ("weight",), Call((tokens,), {}))
+    there, tokens = copy.deepcopy(layer).cuda(), tokens.cuda()
+    with no_waiting():
+        mine = second_moment_of(rule, there, ("weight",), Call((tokens,), {}))
+    assert torch.equal(mine.cpu(), expected)
+
+
+class Everything(nn.Module):
+    """Tokens, positions as an embedding and as a parameter, LayerScale, batch and layer normalisation, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(7, 4), nn.Embedding(6, 4)
+        self.positions, self.gamma = nn.Parameter(torch.randn(1, 6, 4)), nn.Parameter(torch.randn(4))
+        self.layer, self.batch, self.relu = nn.LayerNorm(4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[n t] to [n t 3]."""
+        t = tokens.shape[1]
+        h = self.wte(tokens) + self.wpe(torch.arange(t, device=tokens.device)) + self.positions[:, :t]
+        h = h + self.gamma * torch.tanh(self.layer(h))
+        return self.head(self.relu(self.batch(h.transpose(1, 2))).transpose(1, 2))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_estimate_on_a_gpu_is_that_of_the_cpu(training: bool) -> None:
+    model = seeded(lambda: Everything().double().train(training))
+    tokens = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(0))
+    found = []
+    for device in ("cpu", "cuda"):
+        there = copy.deepcopy(model).to(device)
+        opt = ng.NaturalGradient(there, ng.Euclidean(), structure=ng.Kronecker(strict=True), damping=0.1, lr=0.1)
+        there(tokens.to(device)).square().sum().backward()
+        assert opt.tracker.fresh is not None
+        factors = {key: t.cpu() for key, t in opt.tracker.fresh.tensors().items()}
+        opt.step()
+        found.append(factors | {name: p.detach().cpu() for name, p in there.named_parameters()})
+    for key, t in found[0].items():
+        close(found[1][key], t, 1e-9)
+
+
+@pytest.fixture
+def bfloat16() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def _moments(layer: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
+    """Every A and S of a layer."""
+    rule, found = next(rule for rule in RULES if rule.covers(layer)), []
+    for keys in rule.layers(layer):
+        found += [
+            second_moment_of(rule, layer, keys, Call((x,), {})),
+            second_moment_of(rule, layer, keys, g),
+        ]
+    return found
+
+
+def _inputs(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A layer of ``WIDE``, its inputs and two cotangents, in double precision on the CPU."""
+    build, shape = WIDE[kind]
+    layer, x = build().double(), normal(5, *shape)
+    return layer, x, normal(2, *layer(x).shape, seed=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", WIDE)
+def test_half_precision_is_multiplied_as_it_is_and_summed_in_single(kind: str, dtype: torch.dtype) -> None:
+    layer, x, g = _inputs(kind)
+    x, g = x.to(dtype), g.to(dtype)
+    expected = _moments(layer, x.double(), g.double())
+    mine = _moments(copy.deepcopy(layer).to("cuda", dtype), x.cuda(), g.cuda())
+    for t, right in zip(mine, expected, strict=True):
+        assert t.dtype == torch.float32
+        # nothing is rounded before the sum, in which tensor cores truncate; rounded terms would be off by 2⁻⁹
+        assert (t.cpu() - right).abs().max() < 1e-4 * right.abs().max()
+
+
+# So large that it pays to round.
+LARGE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(1024, 3), (8192, 1024)),
+    "linear of few examples": (lambda: nn.Linear(4096, 3), (512, 4096)),
+    "linear without bias": (lambda: nn.Linear(1024, 3, bias=False), (8192, 1024)),
+    "patches": (lambda: nn.Conv2d(512, 3, 3, padding=1), (407, 512, 1, 1)),
+    "strips": (lambda: nn.Conv2d(64, 3, 3, padding=1), (26, 64, 36, 37)),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+@pytest.mark.usefixtures("bfloat16")
+def test_single_precision_is_rounded_to_bfloat16_where_torch_was_told_that_it_may_be(kind: str) -> None:
+    build, shape = LARGE[kind]
+    layer, x = build().cuda(), normal(*shape).float().cuda()
+    g = normal(1, *layer(x).shape, seed=1).float().cuda()
+    for t, right in zip(_moments(layer, x, g), _moments(layer.double(), x.double(), g.double()), strict=True):
+        assert t.dtype == torch.float32
+        # 2⁻⁹ of every term at most, and of both of its factors
+        assert (t - right).abs().max() < 2**-8 * right.abs().max()
+
+
+@pytest.mark.usefixtures("bfloat16")
+def test_few_numbers_are_not_rounded_to_bfloat16() -> None:
+    x = torch.full((1000, 700), 1.0 + 2**-9, device="cuda")  # which bfloat16 has not, but tf32
+    for much, found in ((x, 1.0 + 2**-9), (torch.cat([x] * 20), 1.0)):
+        assert float(symmetric_product(much)[0, 0] / much.shape[0]) == pytest.approx(found**2, rel=1e-3)
+
+
+@pytest.mark.usefixtures("bfloat16")
+def test_a_recording_is_of_one_precision() -> None:
+    layer, n = nn.Linear(1024, 8).cuda(), 8192
+    opt = ng.KFAC(layer, ng.Fisher(ng.Categorical()), lr=0.0, metric_every=1, decay=0.0)
+    x = torch.full((n, 1024), 1.0 + 2**-9, device="cuda")
+
+    def moment() -> float:
+        for _ in range(4):
+            opt.zero_grad()
+            nn.functional.cross_entropy(layer(x), torch.zeros(n, dtype=torch.long, device="cuda")).backward()
+            opt.step()
+        return next(
+            float(A.flatten()[0]) for name, A in opt.state_dict()["natgrad"]["operator"].items() if name.endswith("/A")
+        )
+
+    assert moment() == pytest.approx(1.0, rel=1e-3)
+    torch.set_float32_matmul_precision("highest")
+    assert moment() == pytest.approx((1.0 + 2**-9) ** 2, rel=1e-3)

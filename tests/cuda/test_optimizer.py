@@ -1,0 +1,207 @@
+"""On a GPU: a bad step changes nothing without waiting for the device, and is reported by the next."""
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.errors import NonFiniteError
+from tests.cuda.waiting import no_waiting
+from tests.optim.tasks import KINDS, Task, task
+
+
+def _on_gpu(kind: str = "regression") -> Task:
+    of = task(kind)
+    return Task(of.model.cuda(), of.x.cuda(), of.t.cuda(), of.kind)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_gradient_changes_nothing_and_a_later_step_reports_it(value: float) -> None:
+    of, twin = _on_gpu(), _on_gpu()
+    options = {"damping": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    opt, other = of.optimizer(**options), twin.optimizer(**options)
+    for _ in range(2):
+        of.step(opt)
+        twin.step(other)
+    before = of.theta()
+    of.closure(opt)()
+    weight = of.model.get_parameter("0.weight")
+    assert weight.grad is not None
+    weight.grad[0, 0] = value
+    opt.step()
+    assert torch.equal(of.theta(), before)
+    of.closure(opt)()
+    torch.cuda.synchronize()  # the answer has arrived; without it a later step would find it
+    with pytest.raises(NonFiniteError, match="the step held NaN or infinity at step 2: that step changed nothing"):
+        opt.step()
+    for _ in range(2):
+        of.step(opt)
+        twin.step(other)
+    assert torch.equal(of.theta(), twin.theta())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.LowRank(5), ng.Kernel()])
+def test_the_steps_are_those_of_the_cpu(kind: str, structure: ng.structures.Structure) -> None:
+    ends: list[Tensor] = []
+    for of in (task(kind), _on_gpu(kind)):
+        opt = of.optimizer(structure=structure, damping=0.1, momentum=0.5)
+        for _ in range(3):
+            of.step(opt)
+        ends.append(of.theta().cpu())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-8, atol=1e-10)
+
+
+def test_clipping_lands_exactly_and_a_checkpoint_of_the_gpu_resumes_there() -> None:
+    rule = ng.Constrained(ng.TrustRegion(0.1, ng.Backtracking()), ng.Clipping({"0.weight": (0.1, 0.7)}))
+    of, fresh = _on_gpu(), _on_gpu()
+    opt, other = of.optimizer(step=rule), fresh.optimizer(step=rule)
+    for _ in range(3):
+        of.step(opt)
+    weight = of.model.get_parameter("0.weight")
+    assert bool(((weight >= 0.1) & (weight <= 0.7)).all())
+    fresh.model.load_state_dict(of.model.state_dict())
+    other.load_state_dict(opt.state_dict())
+    of.step(opt)
+    fresh.step(other)
+    assert torch.equal(of.theta(), fresh.theta())
+
+
+def test_sampled_metrics_have_a_generator_on_the_device() -> None:
+    of = _on_gpu("classes")
+    before = torch.cuda.get_rng_state()
+    opt = of.optimizer(metric=ng.Fisher(ng.Categorical(), samples=1), structure=ng.Diagonal())
+    of.step(opt)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert opt.tracker.generator.device.type == "cuda"
+
+
+class _Loop:
+    """K-FAC on a small network with every kind of layer that is recorded, and layers of one shape."""
+
+    def __init__(self, device: str, dtype: torch.dtype = torch.float64, make: Any = ng.KFAC, **options: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 6), nn.LayerNorm(6)]
+        layers += [nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()]
+        self.model = nn.Sequential(*layers, nn.Linear(6, 3)).to(device, dtype)
+        x = torch.randn(16, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.x = x.to(device, dtype)
+        self.t = (torch.arange(16) % 3).to(device)
+        metric = options.pop("metric", ng.Fisher(ng.Categorical()))
+        self.opt = make(self.model, metric, lr=0.05, weight_decay=0.01, **options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.opt, 0.97)
+
+    def go(self, steps: int) -> None:
+        """So many steps."""
+        for _ in range(steps):
+            self.opt.zero_grad()
+            nn.functional.cross_entropy(self.model(self.x), self.t).backward()
+            self.opt.step()
+            self.schedule.step()
+
+    def run(self, steps: int) -> Tensor:
+        """The parameters after so many steps."""
+        self.go(steps)
+        return torch.cat([p.detach().flatten().cpu() for p in self.model.parameters()])
+
+
+@pytest.mark.parametrize("every", [(1, 1), (1, 4), (2, 6), (5, 5), (100, 100)])
+def test_recorded_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
+    options: dict[str, Any] = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
+    here, there = _Loop("cpu", **options), _Loop("cuda", **options)
+    # A recorded kernel reads rates and weights in single precision.
+    torch.testing.assert_close(there.run(25), here.run(25), rtol=1e-5, atol=1e-5)
+    assert there.opt._graphed.recorded == (every[1] > 1)
+
+
+def test_steps_in_single_precision_are_those_of_the_cpu() -> None:
+    """There the clip, the momentum and the move are one pass, and layers are not packed."""
+    options: dict[str, Any] = {"metric_every": 2, "inverse_every": 4, "solver": ng.Factored()}
+    here, there = (_Loop(device, torch.float32, **options).run(25) for device in ("cpu", "cuda"))
+    torch.testing.assert_close(there, here, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("steps", [3, 12])  # kernel by kernel, and recorded
+def test_a_bad_gradient_changes_nothing_where_clip_and_move_are_one_pass(value: float, steps: int) -> None:
+    loop = _Loop("cuda", torch.float32)
+    before = loop.run(steps)
+    momentum = [loop.opt.state[p]["momentum"].clone() for p in loop.model.parameters()]
+    nn.functional.cross_entropy(loop.model(loop.x), loop.t).backward()
+    grad = loop.model.get_parameter("3.weight").grad
+    assert grad is not None
+    grad[0, 0] = value
+    loop.opt.step()
+    torch.cuda.synchronize()
+    assert torch.equal(torch.cat([p.detach().flatten().cpu() for p in loop.model.parameters()]), before)
+    pairs = zip(loop.model.parameters(), momentum, strict=True)
+    assert all(torch.equal(loop.opt.state[p]["momentum"], m) for p, m in pairs)
+    with pytest.raises(NonFiniteError, match=f"the step held NaN or infinity at step {steps}"):
+        loop.opt.step()
+
+
+def test_cotangents_that_are_used_on_the_way_have_the_factors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("natgrad.accelerate.vjp"), "_ROOM", 0)
+    options: dict[str, Any] = {"metric_every": 1, "inverse_every": 1, "solver": ng.Factored()}
+    found = []
+    for _ in range(2):
+        metric, generator = ng.Fisher(ng.Categorical(), samples=1), torch.Generator("cuda").manual_seed(3)
+        found.append(_Loop("cuda", metric=metric, generator=generator, **options).run(8))
+        monkeypatch.undo()
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
+def test_a_recorded_step_waits_for_nothing() -> None:
+    loop = _Loop("cuda", metric_every=10, inverse_every=20)
+    loop.run(45)
+    with no_waiting():
+        loop.go(20)
+
+
+@pytest.mark.parametrize("every", [(1, 3), (2, 4)])
+def test_recorded_sobolev_steps_are_those_of_the_cpu(every: tuple[int, int]) -> None:
+    options: dict[str, Any] = {"metric_every": every[0], "inverse_every": every[1], "solver": ng.Factored()}
+    here, there = (_Loop(device, make=ng.SobolevKFAC, lengthscale=4.0, **options).run(25) for device in ("cpu", "cuda"))
+    torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-5)
+
+
+def test_newton_follows_a_metric_that_moves_and_ends_at_the_inverse_of_one_that_rests() -> None:
+    """A learning rate that moves the factors far from one refresh to the next: the guard must say no at times."""
+    loop = _Loop("cuda", solver=ng.Factored(ng.Newton(smallest=1)), metric_every=1, inverse_every=5, decay=0.5)
+    loop.run(30)
+    loop.opt.param_groups[0]["lr"] = 0.0
+    loop.schedule.base_lrs = [0.0]
+    loop.run(60)
+    average, inverse = loop.opt.tracker.average, loop.opt.inverse
+    assert average is not None
+    assert inverse is not None
+    exact = ng.Factored().init(average, loop.opt.param_groups[0]["damping"]).tensors()
+    for key, found in inverse.tensors().items():
+        torch.testing.assert_close(found, exact[key], rtol=1e-3, atol=1e-3 * float(exact[key].abs().max()))
+
+
+def test_a_first_estimate_that_is_not_finite_is_refused_at_once() -> None:
+    loop = _Loop("cuda")
+    x, loop.x = loop.x, torch.full_like(loop.x, torch.nan)
+    with pytest.raises(NonFiniteError, match=r"the estimate of the metric .* holds NaN or infinity"):
+        loop.go(1)
+    loop.x = x
+    assert bool(torch.isfinite(loop.run(2)).all())
+
+
+def test_estimates_that_are_not_finite_do_not_reach_the_average() -> None:
+    loop = _Loop("cuda", metric_every=1, inverse_every=1)
+    loop.run(5)
+    assert loop.opt.tracker.average is not None
+    before = {key: t.clone() for key, t in loop.opt.tracker.average.tensors().items()}
+    x, loop.x = loop.x, torch.full_like(loop.x, torch.nan)
+    loop.run(1)
+    after = loop.opt.tracker.average.tensors()
+    assert all(torch.equal(t, before[key]) for key, t in after.items())
+    loop.x = x
+    torch.cuda.synchronize()
+    with pytest.raises(NonFiniteError, match="the step held NaN or infinity at step 5"):
+        loop.run(1)

@@ -1,0 +1,42 @@
+"""Many runs: one that fails stops no other, and is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import pytest
+from torch import nn
+from torch.optim import Optimizer
+
+from experiments.cifar import CIFAR10
+from experiments.configs import TENTHS, Arm, Momentum
+from experiments.record import load_all
+from experiments.scheduler import Place, Task, perform_all
+from experiments.training import Job, Setup
+from tests.experiments.tiny import Ample
+
+
+@final
+@dataclass(frozen=True)
+class Broken(Arm):
+    """An optimizer that there is not."""
+
+    name: str = "broken"
+
+    def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
+        raise ValueError("no such optimizer")
+
+    def numbers(self) -> dict[str, float]:
+        return {}
+
+
+def test_a_run_that_fails_stops_no_other_and_is_told_in_the_end(folder: Path) -> None:
+    setup, place = Setup(epochs=1, batch=24, width=2), Place(folder / "data", folder, folder / "out")
+    tasks = [Task(Job("cifar10", TENTHS, arm, 0), setup, CIFAR10, place) for arm in (Broken(), Momentum(0.01, 0.0))]
+    with pytest.raises(SystemExit, match=r"1 of 2 runs failed\ncifar10-tenths-broken-0: (.|\n)*no such optimizer"):
+        perform_all(tasks, 1, Ample())
+    (other,) = load_all([folder / "out"])
+    assert other.finished
+    assert other.name.arm == "sgd"
