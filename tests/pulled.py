@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.pullback import Factors
 from tests import oracle, zoo
+from tests.zoo import opaque as opaque
 
 
 def close(got: Tensor, expected: Tensor, tol: float = 1e-10) -> None:
@@ -94,27 +95,3 @@ def covered(pb: ng.Pullback) -> set[str]:
 def covector(pb: ng.Pullback, seed: int = 7) -> ng.Covector:
     """A random covector."""
     return ng.Covector(oracle.unflatten(normal(pb.model.size, seed=seed), pb.model.params))
-
-
-class Opaque(torch.autograd.Function):
-    """x Wᵀ, as a product that no operation shows."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight.T
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return g[0] @ weight, g[0].flatten(0, -2).T @ x.flatten(0, -2)
-
-
-def opaque(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ, of which no rule and no operation tells."""
-    return cast(Tensor, Opaque.apply(x, weight))  # type: ignore[no-untyped-call]

@@ -199,14 +199,16 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     lines = []
     then = structure.uncovered()
     if result.uncovered and then is not None:
-        first = "the first pass may find them spread over the examples; if not, " if fresh else ""
+        first = "the operations of the first pass may give them one; if not, " if fresh else ""
         if structure.covers_by_rule:
             then = f"{then}: {_way_out(tracker, result)}"
         lines.append(f"no layer rule covers {', '.join(result.uncovered)}: {first}{then}")
     if result.diagonals:
         lines.append(f"only the diagonal is kept of {', '.join(result.diagonals)}")
     if fresh and any(row.rule for row in result.rows):
-        lines.append("a weight that is used without its module's forward loses its rule when the first pass shows it")
+        lines.append(
+            "a weight that is used beside its module's forward has the rule of its operations when the first pass shows it"
+        )
     return lines
 
 

@@ -601,6 +601,13 @@ def with_layers(blocks: Iterable[Block], layers: Iterable[Block]) -> list[Block]
     return sorted(out, key=lambda block: min(place.start for place in block.places))
 
 
+_MIXED = (
+    "behind them the outputs of one example depend on the others (z @ z.T, statistics of the batch), or their rows "
+    "belong to no example"
+)
+_OTHERWISE = "they are used in another way than in the pass that first used them"
+
+
 @final
 class OperationLayers:
     """The layers that operations have shown, by the names of their parameters: the same in every pass.
@@ -669,7 +676,7 @@ class OperationLayers:
         """Layers of the ``wanted`` parameters, the uses of them in this pass, and why others have none."""
         operations, leaves = list(tape.operations or ()), tape.leaves
         reasons = {
-            name: f"no operation that natgrad knows leads to it ({node})"
+            name: f"they are read by {node}, of which natgrad knows nothing"
             for name, node in missed(tape.y, operations, leaves).items()
             if name in wanted
         }
@@ -678,7 +685,7 @@ class OperationLayers:
         uses = _by_parameter(operations, {name: leaves[name] for name in wanted})
         for name, own in uses.items():
             if any(owners[use.operation][0] is None for use in own):
-                reasons.setdefault(name, "behind it examples mix, or its rows belong to no example")
+                reasons.setdefault(name, _MIXED)
         rest = [name for name in model.params if name in wanted and name in uses and name not in reasons]
         self._decide(model, places, rest, uses, owners, leaves)
         blocks = list(dict.fromkeys(self._blocks[name] for name in rest))
@@ -686,7 +693,7 @@ class OperationLayers:
         for block in blocks:
             placed = _uses(block, uses, owners, leaves, tape.y.shape[0])
             if placed is None or any(name not in rest for name in block.names):
-                reasons |= dict.fromkeys(block.names, "it is used in another way than in the first pass")
+                reasons |= dict.fromkeys(block.names, _OTHERWISE)
             else:
                 found += placed
         return [block for block in blocks if not any(name in reasons for name in block.names)], found, reasons

@@ -20,7 +20,7 @@ from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteErro
 from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.output.metric import Coupling, OutputMetric
-from natgrad.pullback.batch_axis import Judgements, Refused, Verdicts, check_alike, check_outputs, check_unused
+from natgrad.pullback.batch_axis import Judgements, Verdicts, check_alike, check_outputs, check_unused
 from natgrad.pullback.chunks import (
     Part,
     check_apart,
@@ -62,14 +62,14 @@ class Seen:
     """The layers, with their rules, and what a pass has shown of them, by their first name.
 
     ``positions``: how many r·c of one example share the weight. ``unused``: the layers that the pass did not use, as
-    they are where they are used; in ``layers`` they have no rule, and their rows are zero. ``displaced``: parameters
-    whose rule does not apply, as the examples are not in their places.
+    they are where they are used; in ``layers`` they have no rule, and their rows are zero. ``reasons``: why parameters
+    that were used have no rule, by their names.
     """
 
     layers: list[Block]
     positions: Mapping[str, int]
     unused: Mapping[str, Block] = field(default_factory=dict)
-    displaced: frozenset[str] = frozenset()
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 @final
@@ -619,8 +619,7 @@ class View:
             self.known.operations.expect()
             raise OperationsNeededError
         bare = [block for block in blocks if block.rule is None]
-        refused = judged.refused.among(bare)
-        self._tell([block for block in bare if block.names[0] not in judged.unused], refused, reasons)
+        self._tell([block for block in bare if block.names[0] not in judged.unused], reasons)
         coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             parts = [(0, y.shape[0])]
@@ -629,7 +628,7 @@ class View:
             metric=self.metric,
             y=y,
             roots=Root.of(self, batch.target, y, coupled is not None),
-            seen=Seen(blocks, judged.positions_of(blocks, tape), judged.unused, refused.names | reasons.keys()),
+            seen=Seen(blocks, judged.positions_of(blocks, tape), judged.unused, reasons),
             passes=Passes(
                 memory=self.memory,
                 parts=parts,
@@ -641,7 +640,7 @@ class View:
             coupled=None if coupled is None else _placed(coupled, y),
         )
 
-    def _tell(self, blocks: Sequence[Block], refused: Refused, reasons: Mapping[str, str]) -> None:
+    def _tell(self, blocks: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """Say once which parameters have no rule, those of ``blocks``, or are seen in another mode than the others.
 
         ``reasons``: why no operation gives them one.

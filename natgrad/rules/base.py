@@ -165,7 +165,8 @@ def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
         return False
     # A parameter that is not where the class puts it is a property, or computed from others.
     missing = any(name not in module._parameters and getattr(module, name, None) is not None for name in names)
-    return not missing and module._parameters.keys() <= set(names) and _inherits(type(module), kind)
+    classes: tuple[Any, Any] = type(module), kind
+    return not missing and module._parameters.keys() <= set(names) and _inherits(*classes)
 
 
 @cache

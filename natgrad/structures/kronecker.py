@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
@@ -1014,7 +1014,7 @@ class Layered(Structure):
             self.admit(pullback)
         blocks, others = split(pullback, like)
         out = {name for block in pullback.seen.unused.values() for name in block.names}
-        self.check([block for block in others if block.names[0] not in out], pullback.seen.displaced)
+        self.check([block for block in others if block.names[0] not in out], pullback.seen.reasons)
         unseen = frozenset(name for block in blocks for name in block.names if name in out)
         return Parts(tuple(blocks), unseen, restricted(pullback, others) if others else None)
 
@@ -1028,20 +1028,14 @@ class Layered(Structure):
         """What to do with positions, as an object."""
         return Sharing(self.sharing, self.largest)
 
-    def check(self, others: Sequence[Block], displaced: Collection[str] = ()) -> None:
-        """With ``strict``, refuse parameters that no rule covers, or cannot, with examples ``displaced``."""
+    def check(self, others: Sequence[Block], reasons: Mapping[str, str] | None = None) -> None:
+        """With ``strict``, refuse parameters that no rule covers, with the ``reasons``, by name."""
         if self.strict and others:
-            names = ", ".join(name for block in others for name in block.names)
-            if displaced:
-                raise UncoveredError(
-                    f"no layer rule can be used for {', '.join(sorted(displaced))}, and strict=True: behind it the "
-                    "outputs of one example depend on the others, as in z @ z.T or F.batch_norm(…, training=True), or "
-                    "the examples are not on one axis, in order, or its outputs are not used. Keep the examples apart, "
-                    f"or let {names} fall back to {self.fallback!r} with strict=False"
-                )
+            names = [name for block in others for name in block.names]
+            why = "; ".join(dict.fromkeys(reason for name, reason in (reasons or {}).items() if name in names))
             raise UncoveredError(
-                f"no layer rule covers {names}, and strict=True. Pass rules=[…] with a rule for their module, use the "
-                f"module's own forward, or let them fall back to {self.fallback!r} with strict=False"
+                f"no layer rule covers {', '.join(names)}, and strict=True{': ' + why if why else ''}. Pass rules=[…] "
+                f"with a rule for their module, or let them fall back to {self.fallback!r} with strict=False"
             )
 
     def restored(

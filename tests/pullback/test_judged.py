@@ -110,7 +110,7 @@ def shown(view: View, m: Written, written: Callable[[Written, Tensor], Tensor], 
     pb = view.of(Batch(view.model, inputs(n)))
     covered = {name for block in pb.layers if block.rule is not None for name in block.names}
     unused = {name for block in pb.seen.unused.values() for name in block.names}
-    return covered, pb.seen.displaced, unused
+    return covered, set(pb.seen.reasons), unused
 
 
 @pytest.mark.parametrize("first", PASSES)
@@ -139,7 +139,7 @@ def test_statistics_of_the_batch_are_noticed_after_a_pass_without() -> None:
     view = view_of(m)
     shown(view, m, with_running_statistics)
     m.written = with_those_of_the_batch
-    assert {"a.weight", "b.weight"} <= view.of(Batch(view.model, inputs())).seen.displaced
+    assert {"a.weight", "b.weight"} <= view.of(Batch(view.model, inputs())).seen.reasons.keys()
 
 
 def test_a_pass_that_looks_like_one_before_is_not_judged_again() -> None:

@@ -81,8 +81,8 @@ def told(forward: Forward, caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("forward", "names", "reason"),
     [
-        (_centred, r"body\.bias, body\.weight", "examples mix"),
-        (_opaque, "bare", "no operation that natgrad knows leads to it"),
+        (_centred, r"body\.bias, body\.weight", "the outputs of one example depend on the others"),
+        (_opaque, "bare", "read by OpaqueBackward, of which natgrad knows nothing"),
     ],
 )
 def test_a_fallback_is_one_short_sentence_once_with_the_names_and_the_reason(
@@ -90,7 +90,7 @@ def test_a_fallback_is_one_short_sentence_once_with_the_names_and_the_reason(
 ) -> None:
     (message,) = told(forward, caplog)
     assert re.match(rf"{names} have no layer rule and are differentiated example by example, .*: .*{reason}", message)
-    assert len(message) < 250
+    assert len(message) < 300
 
 
 @pytest.mark.parametrize(
