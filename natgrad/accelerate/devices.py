@@ -58,6 +58,14 @@ def autocasts(device: torch.device) -> bool:
     return torch.is_autocast_enabled(device.type)
 
 
+def seed_all(device: torch.device, seed: int) -> None:
+    """Seed the global random streams that a computation on ``device`` may use."""
+    torch.default_generator.manual_seed(seed)
+    for cuda in rng_devices(device):
+        with torch.cuda.device(cuda):
+            torch.cuda.manual_seed(seed)
+
+
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, autocast rounds nothing. Switching autocast off takes time, so nothing happens where it is not on."""
     if not autocasts(device):

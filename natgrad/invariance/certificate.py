@@ -1,4 +1,4 @@
-"""The invariance certificate: does an optimizer see the function, or the coordinates it is written in?"""
+"""The invariance certificate: does the training of a function depend on the coordinates of its parameters?"""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.devices import rng_devices, seed_all
 from natgrad.errors import NonFiniteError
 from natgrad.invariance.affine import Bases, Original
 from natgrad.invariance.reparametrise import reparametrise
 from natgrad.model import Inputs, Model, arguments, evaluating, map_tensors
 from natgrad.optim.optimizer import NaturalGradient
 
-_NOISE = 100.0  # times what one rounding of parameters and inputs makes, which every step after it may multiply
+_NOISE = 100.0  # a difference up to so many times that of one rounding counts as rounding: later steps amplify it
 
 MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -24,12 +25,12 @@ MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
 @final
 @dataclass(frozen=True)
 class Certificate:
-    """How far two networks, the same function in different bases, have come apart in training; ``print`` it.
+    """How far two networks, the same function in different bases, drift apart in training; ``print`` it.
 
     ``differences``: max|y† − y|/max|y| before the first step and after each, over the batch and fresh inputs.
     ``moved``: the same measure between the function at the end and at the start, in the original bases.
-    ``rounding``: where the tolerance is exceeded, the same measure between the transformed network and itself trained
-    from parameters and on inputs of which each is larger or smaller by one rounding; empty where it is not.
+    ``rounding``: the same measure between the transformed network and a twin whose parameters and inputs were perturbed
+    by one rounding each; empty unless the tolerance is exceeded.
     """
 
     differences: tuple[float, ...]
@@ -48,14 +49,14 @@ class Certificate:
 
     @property
     def rounded(self) -> int | None:
-        """The step at which the certificate is lost to rounding: from there on it says nothing; None where it is not.
+        """The step from which on rounding decides, and the certificate says nothing; None where there is none.
 
-        There the difference is beyond the tolerance for the first time, and is what one rounding of the parameters and
-        inputs makes, too, within a factor of 100. An undamped step multiplies rounding by the condition of the metric.
+        It is the first step whose difference exceeds the tolerance, if one rounding of parameters and inputs makes as
+        much, within a factor of 100. An undamped step multiplies rounding by the condition number of the metric.
         """
         pairs = zip(self.differences, self.rounding, strict=False)
-        found = ((step, ours, own) for step, (ours, own) in enumerate(pairs) if ours > self.tolerance)
-        return next((step if ours <= _NOISE * own else None for step, ours, own in found), None)
+        exceeding = ((step, ours, twin) for step, (ours, twin) in enumerate(pairs) if ours > self.tolerance)
+        return next((step if ours <= _NOISE * twin else None for step, ours, twin in exceeding), None)
 
     def __str__(self) -> str:
         head, lost = "step  difference in function", self.rounded
@@ -63,7 +64,7 @@ class Certificate:
         verdict = "invariant" if self.invariant else "not invariant"
         if lost is not None:
             head, verdict = f"{head}  of one rounding", f"lost to rounding from step {lost} on"
-            rows = [f"{row:<30}{own:.1e}" for row, own in zip(rows, self.rounding, strict=True)]
+            rows = [f"{row:<30}{twin:.1e}" for row, twin in zip(rows, self.rounding, strict=True)]
         sizes = f"at most {self.largest:.1e} (tolerance {self.tolerance:.0e}); it moved by {self.moved:.1e}"
         return "\n".join([head, *rows, f"{verdict}: {sizes}"])
 
@@ -71,12 +72,12 @@ class Certificate:
 @final
 @dataclass(frozen=True)
 class Sweep:
-    """The certificates of one optimizer at several dampings: by how much damping breaks the invariance."""
+    """The certificates of one optimizer at several dampings: how much damping breaks the invariance."""
 
     certificates: Mapping[float, Certificate]
 
     def __str__(self) -> str:
-        rows = [f"{damping:>8.0e}  {found.largest:.1e}" for damping, found in self.certificates.items()]
+        rows = [f"{damping:>8.0e}  {certificate.largest:.1e}" for damping, certificate in self.certificates.items()]
         return "\n".join([" damping  difference in function", *rows])
 
 
@@ -92,15 +93,15 @@ def certify(
     output: Callable[[Any], Tensor] | None = None,
     tolerance: float = 1e-9,
 ) -> Certificate:
-    """Train the model and its affine reparametrisation alike and compare the functions (003 theorems 2.1, 4.2, 5.2).
+    """Train the model and its affine reparametrisation alike and compare the functions (Luk & Grosse 2018).
 
     ``make_optimizer(model)`` makes the optimizer of the network that it is given, a copy, for each network that is
-    trained: two, and a third one where they come apart, to see whether rounding alone would do that (``rounded``).
+    trained: two, and a third one where they drift apart, to see whether rounding alone would do that (``rounded``).
     ``batch`` is (x, target). Both networks have the form of ``reparametrise``, one of them in the original bases. An
     update is invariant if it is that of a metric which transforms with the bases: the natural gradient and K-FAC,
-    undamped, where the metric is not singular (ERRATA 46: on softmax logits it always is). Use float64: rounding is
-    what is left, and every step multiplies it by the conditions of the metrics. Random numbers are the same for all
-    networks; a generator must be made inside ``make_optimizer``.
+    undamped, where the metric is not singular (on softmax logits it always is). Use float64: rounding remains, and
+    every step multiplies it by the condition numbers of the metrics. Random numbers are the same for all networks; a
+    generator must be made inside ``make_optimizer``.
 
     ``loss`` of outputs and target: by default ½‖y − t‖² summed over the outputs and averaged over the examples.
     ``seed`` (or ``Bases``) of the transformed network and ``keep`` are those of ``reparametrise``. ``output`` takes
@@ -123,12 +124,12 @@ def certify(
     moved = _relative(original[-1], original[0])
     if moved == 0:
         raise ValueError("the optimizer did not move the function, so there is nothing to certify: is its lr zero?")
-    found = Certificate(tuple(differences), moved, tolerance)
-    if found.invariant:
-        return found
+    certificate = Certificate(tuple(differences), moved, tolerance)
+    if certificate.invariant:
+        return certificate
     again = reparametrise(model, seed, keep=keep)
     twin = run.nudged(again).outputs(_nudged(again), "the transformed network, nudged by a rounding,")
-    return replace(found, rounding=tuple(_relative(other, y) for other, y in zip(twin, transformed, strict=True)))
+    return replace(certificate, rounding=tuple(_relative(other, y) for other, y in zip(twin, transformed, strict=True)))
 
 
 def damping_sweep(
@@ -144,7 +145,7 @@ def damping_sweep(
     output: Callable[[Any], Tensor] | None = None,
     tolerance: float = 1e-9,
 ) -> Sweep:
-    """The certificates of ``make_optimizer(model, damping)`` for several dampings (003 remark 3.12; ERRATA 46).
+    """The certificates of ``make_optimizer(model, damping)`` for several dampings: damping breaks the invariance.
 
     >>> import natgrad as ng
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
@@ -182,7 +183,7 @@ def half_squares(y: Tensor, target: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class _Run:
-    """One training run, with everything that both networks have in common."""
+    """A training run: what both networks have in common."""
 
     make_optimizer: MakeOptimizer
     batch: tuple[Inputs, Any]
@@ -205,13 +206,13 @@ class _Run:
                 value.backward()
                 return value
 
-            seen = [self.function(model, what, 0)]
+            outputs = [self.function(model, what, 0)]
             for step in range(1, self.steps + 1):
                 if isinstance(optimizer, NaturalGradient) and optimizer.tracker.metric.needs_target:
                     optimizer.refresh(x, target)
                 optimizer.step(closure)  # type: ignore[arg-type]  # torch types the value as a float
-                seen.append(self.function(model, what, step))
-        return seen
+                outputs.append(self.function(model, what, step))
+        return outputs
 
     def check_equal(self, *models: nn.Module) -> None:
         """Refuse networks that are not one function to begin with."""
@@ -224,16 +225,16 @@ class _Run:
             )
 
     def nudged(self, network: nn.Module) -> _Run:
-        """With inputs larger or smaller by one rounding: those of the first layer have no parameters in them.
+        """The run with inputs perturbed by one rounding: the first layer's inputs depend on no parameter.
 
-        Where the function jumps for that (floating numbers that are compared, or serve as indices) they stay.
+        Where the function jumps for that (floats that are compared, or serve as indices) the inputs stay.
         """
         model = Model.of(network, output=self.output)
         eps, generator = torch.finfo(model.example.dtype).eps, torch.Generator().manual_seed(1)
         inputs = map_tensors(self.batch[0], lambda t: _nudge(t, eps, generator) if t.is_floating_point() else t)
         other = replace(self, batch=(inputs, self.batch[1]))
-        given, found = (run.function(model, "the transformed network", 0) for run in (self, other))
-        return other if _relative(found, given) <= eps**0.5 else self
+        before, after = (run.function(model, "the transformed network", 0) for run in (self, other))
+        return other if _relative(after, before) <= eps**0.5 else self
 
     def function(self, model: Model, what: str, step: int) -> Tensor:
         """The outputs on the batch and on fresh inputs, in one vector."""
@@ -252,7 +253,7 @@ def _relative(other: Tensor, y: Tensor) -> float:
 
 
 def _nudged(network: nn.Module) -> nn.Module:
-    """Every parameter made larger or smaller by one rounding, in place."""
+    """Perturb every parameter by one rounding, in place."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in network.parameters():
@@ -262,13 +263,13 @@ def _nudged(network: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _nudge(t: Tensor, eps: float, generator: torch.Generator) -> Tensor:
-    """t(1 ± eps), which is t itself in a type that is coarser than that."""
+    """t(1 ± eps); in a dtype coarser than eps that is t itself."""
     signs = 2 * torch.randint(2, t.shape, generator=generator).to(t) - 1
     return t * (1 + eps * signs)
 
 
 def _fresh(x: Inputs) -> Inputs:
-    """Inputs the networks are not trained on: numbers with the moments of those of the batch, other things shuffled."""
+    """Inputs the networks are not trained on: floats with the moments of the batch, anything else shuffled."""
     generator = torch.Generator().manual_seed(0)
 
     def other(t: Tensor) -> Tensor:
@@ -281,8 +282,8 @@ def _fresh(x: Inputs) -> Inputs:
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, network: nn.Module) -> None:
-    own = set(network.parameters())
-    if not all(p in own for group in optimizer.param_groups for p in group["params"]):
+    parameters = set(network.parameters())
+    if not all(p in parameters for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "make_optimizer(model) must make the optimizer of the model that it is given, a copy in other bases; "
             "this one has other parameters"
@@ -291,11 +292,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, network: nn.Module) -> N
 
 @contextmanager
 def _seeded(device: torch.device) -> Iterator[None]:
-    """The same random numbers for whatever runs inside; the user's streams are put back."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(0)
-        for cuda in devices:
-            with torch.cuda.device(cuda):
-                torch.cuda.manual_seed(0)
+    """The same random numbers for whatever runs inside; the user's streams are restored."""
+    with torch.random.fork_rng(devices=rng_devices(device)):
+        seed_all(device, 0)
         yield

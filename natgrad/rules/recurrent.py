@@ -26,7 +26,7 @@ from natgrad.rules.base import (
     trainable,
     weight_and_bias,
 )
-from natgrad.rules.units import Adjoint, Affine, Gru, State, Trace, unit_of
+from natgrad.rules.units import Adjoint, Gru, LinearMap, State, Trace, unit_of
 
 # Packed sequences as padded ones: where every entry of the data belongs.
 
@@ -96,12 +96,12 @@ class Direction:
         return tuple(tuple(f"{name}{self.suffix}" for name in layer) for layer in names)
 
     @property
-    def ih(self) -> Affine:
-        return Affine(self._weight("weight_ih"), self._own("bias_ih"))
+    def ih(self) -> LinearMap:
+        return LinearMap(self._weight("weight_ih"), self._own("bias_ih"))
 
     @property
-    def hh(self) -> Affine:
-        return Affine(self._weight("weight_hh"), self._own("bias_hh"))
+    def hh(self) -> LinearMap:
+        return LinearMap(self._weight("weight_hh"), self._own("bias_hh"))
 
     @property
     def hr(self) -> Tensor | None:
