@@ -84,8 +84,8 @@ def diagnose(
     """
     basis, spectrum, rank = _range(pullback, rtol)
     layout = Layout.of(pullback.model.params, pullback.y.dtype)
-    seen = basis.square().sum(1)  # the diagonal of the projection onto the range
-    share = {name: 1 - float(t.mean()) for name, t in layout.vector(seen).items()}
+    visible = basis.square().sum(1)  # the diagonal of the projection onto the range
+    share = {name: 1 - float(t.mean()) for name, t in layout.vector(visible).items()}
     outside = None
     if ω is not None:
         flat = layout.flatten(ω).to(basis)
@@ -97,7 +97,7 @@ def diagnose(
         rank=rank,
         spectrum=spectrum,
         null_share={name: max(value, 0.0) for name, value in share.items()},
-        null_directions=_null(basis, seen, layout, min(directions, pullback.model.size - rank)),
+        null_directions=_null(basis, visible, layout, min(directions, pullback.model.size - rank)),
         nearby_rank=max([rank] + [_rank_nearby(pullback, rtol, seed) for seed in range(nearby)]),
         outside=outside,
     )
@@ -134,12 +134,12 @@ def _rank_nearby(pb: Pullback, rtol: float | None, seed: int) -> int:
     return _range(at(pb, moved), rtol)[2]
 
 
-def _null(basis: Tensor, seen: Tensor, layout: Layout, count: int) -> tuple[Vector, ...]:
+def _null(basis: Tensor, visible: Tensor, layout: Layout, count: int) -> tuple[Vector, ...]:
     """Orthonormal null directions, from the coordinate axes that the metric sees least."""
     if count < 1:
         return ()
-    axes = seen.argsort()[:count]
-    start = torch.zeros(seen.numel(), count, dtype=basis.dtype, device=basis.device)
+    axes = visible.argsort()[:count]
+    start = torch.zeros(visible.numel(), count, dtype=basis.dtype, device=basis.device)
     start[axes, torch.arange(count, device=basis.device)] = 1
     for _ in range(2):  # twice: one projection loses digits where an axis lies almost in the range
         start, _ = torch.linalg.qr(start - basis @ (basis.T @ start))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError, SingularMetricError
+
+_HALVINGS = 60  # of a Newton step
 
 
 def symmetric_root(h: Tensor, failure: str) -> Tensor:
@@ -121,6 +125,69 @@ def check_finite(tensor: Tensor, what: str) -> None:
     """Raise if the tensor holds NaN or infinity."""
     if not bool(torch.isfinite(tensor).all()):
         raise NonFiniteError(f"{what} holds NaN or infinity. Nothing was changed")
+
+
+def newton(
+    x: Tensor,
+    *,
+    value: Callable[[Tensor], Tensor],
+    gradient: Callable[[Tensor], Tensor],
+    direction: Callable[[Tensor, Tensor], Tensor],
+    reach: Callable[[Tensor, Tensor], Tensor] | None = None,
+    project: Callable[[Tensor], Tensor] | None = None,
+    flat: float | None = None,
+    axes: int = 1,
+    max_steps: int = 200,
+) -> tuple[Tensor, Tensor]:
+    """Minimise f by damped Newton steps from x [*batch *point]; each point of the batch moves by itself.
+
+    ``value`` is f(x) [*batch], ``gradient`` g = ∇f(x), and ``direction(x, g)`` is −H⁻¹g or another descent direction δ.
+    A step tδ starts at t = min(1, 0.9 ``reach(x, δ)``), which keeps it inside the domain of f, and is halved until
+    f(x + tδ) ≤ f(x) + 10⁻⁴⟨g, tδ⟩ (Armijo 1966). ``project`` maps each trial point to the feasible set. Below ``flat``
+    (default: rounding of f) the squared Newton decrement λ² = −⟨g, δ⟩ replaces f, whose differences are rounding: full
+    steps continue while λ² falls. A point stops when no step helps, or where δ is NaN.
+
+    Returns x and λ² [*batch] there. The caller decides which λ² is a minimum. A point has ``axes`` trailing axes.
+
+    >>> x, decrement = newton(
+    ...     torch.tensor([4.0, 9.0]),
+    ...     value=lambda x: x - 2 * x.log(),
+    ...     gradient=lambda x: 1 - 2 / x,
+    ...     direction=lambda x, g: -g * x.square() / 2,
+    ...     reach=lambda x, δ: torch.where(δ < 0, -x / δ, torch.inf),
+    ...     axes=0,
+    ... )
+    >>> x
+    tensor([2., 2.])
+    """
+
+    def inner(a: Tensor, b: Tensor) -> Tensor:
+        return (a * b).sum(tuple(range(-axes, 0))) if axes else a * b
+
+    def per_point(t: Tensor) -> Tensor:
+        return t.reshape(t.shape + (1,) * axes)
+
+    rounding = 256 * torch.finfo(x.dtype).eps
+    stopped, last = torch.tensor(False, device=x.device), torch.tensor(torch.inf, device=x.device)
+    for k in range(max_steps + 1):
+        here, g = value(x), gradient(x)
+        δ = direction(x, g)
+        decrement = -inner(g, δ)
+        near = decrement.abs() <= (rounding * (1 + here.abs()) if flat is None else flat)
+        stopped = stopped | decrement.isnan() | (near & ~(decrement.abs() < last))
+        if k == max_steps or bool(stopped.all()):
+            break
+        δ = torch.where(per_point(stopped), 0.0, δ)
+        t = torch.ones_like(here) if reach is None else (0.9 * reach(x, δ)).clamp(max=1.0)
+        for _ in range(_HALVINGS):
+            trial = x + per_point(t) * δ if project is None else project(x + per_point(t) * δ)
+            falls = near | stopped | (value(trial) <= here + 1e-4 * inner(g, trial - x))
+            if bool(falls.all()):
+                break
+            t = torch.where(falls, t, 0.5 * t)
+        x, stopped = torch.where(per_point(falls & ~stopped), trial, x), stopped | ~falls
+        last = torch.where(near, decrement.abs(), torch.inf)
+    return x, decrement
 
 
 def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,21 @@ def rng_devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
+@contextmanager
+def seeded_streams(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global random streams of the CPU and of ``device``, and restore them afterwards.
+
+    Streams of other devices are left alone, which ``torch.manual_seed`` would not do.
+    """
+    devices = rng_devices(device)
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        for each in devices:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
 def random_stream(device: torch.device) -> Tensor:
     """The state of the random stream that a model on this device draws from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
@@ -56,14 +72,6 @@ def without_fused_recurrence(device: torch.device) -> AbstractContextManager[Any
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for the device."""
     return torch.is_autocast_enabled(device.type)
-
-
-def seed_all(device: torch.device, seed: int) -> None:
-    """Seed the global random streams that a computation on ``device`` may use."""
-    torch.default_generator.manual_seed(seed)
-    for cuda in rng_devices(device):
-        with torch.cuda.device(cuda):
-            torch.cuda.manual_seed(seed)
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -173,8 +173,8 @@ class Transformed(nn.Module):
     W† = Φ⁻¹WΩ⁻¹ and b† = Φ⁻¹(b − τ) − W†γ (Luk & Grosse 2018, (3.3)). ``layer`` is an ordinary layer with the
     parameters W†, b† that maps a† to z†. Between two layers Ωφ(Φ· + τ) + γ is the transformed activation function,
     which mixes coordinates. For a convolution Ω and Φ act on channels, within each group; a patch has one homogeneous
-    coordinate, so that b† has W†γ summed over the offsets; zero padding goes before the change of basis, which turns
-    it into padding with γ.
+    coordinate, so that b† has W†γ summed over the offsets; zero padding precedes the change of basis, so that the
+    transformed layer is padded with γ: otherwise the two networks would differ at the borders.
 
     >>> layer = nn.Conv2d(2, 3, 3, padding=1).double()
     >>> x = torch.randn(4, 2, 5, 5, dtype=torch.float64)

@@ -128,8 +128,8 @@ class CGInverse(Inverse):
     def coloured(self, ξ: Tensor) -> Tensor:
         """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂), one solve a sample."""
         G = self.operator
-        own, pulled = ξ.split([self.layout.size, self._columns()], dim=1)
-        pairs = zip(own, pulled, strict=True)
+        white, pulled = ξ.split([self.layout.size, self._columns()], dim=1)
+        pairs = zip(white, pulled, strict=True)
         return torch.stack([self._converged(math.sqrt(self.damping) * a + G.pull_root(b)) for a, b in pairs])
 
     def whitened(self, ω: Tensor) -> Tensor:

@@ -265,8 +265,8 @@ class CholeskyInverse(Inverse):
         """L⁻ᵀ t or L⁻¹ t of every block, for t [s p]."""
         out = torch.empty_like(t)
         for index, factor in zip(self.indices, self.factors, strict=True):
-            own = t[:, index].permute(1, 2, 0)  # [b d s]
-            solved = torch.linalg.solve_triangular(factor.mT if upper else factor, own, upper=upper)
+            columns = t[:, index].permute(1, 2, 0)  # [b d s]
+            solved = torch.linalg.solve_triangular(factor.mT if upper else factor, columns, upper=upper)
             out[:, index] = solved.permute(2, 0, 1)
         return out
 

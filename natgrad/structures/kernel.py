@@ -49,12 +49,12 @@ class Kernel(Structure):
         if coupled is not None and coupled.K is not None:  # the factors again in double, and two matrices in double
             return self.elements(pullback.unmixed()) * (1 + 8 // pullback.y.element_size())
         rows = pullback.columns * pullback.n
-        kept = 0
+        numbers = 0
         for block in pullback.blocks:
             _, o, i = block.shape
             shared = 1 if block.rule is None else pullback.seen.positions[block.names[0]]
-            kept += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
-        return kept + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
+            numbers += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
+        return numbers + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 
     @without_autocast
     def estimate(self, pullback: Pullback) -> KernelOperator:
@@ -78,7 +78,7 @@ class Kernel(Structure):
 @final
 @dataclass(frozen=True)
 class KernelOperator(Operator):
-    """G = RᵀR with R [(k n) p] kept as factors of every block; exact, and cheap when N·K < P.
+    """G = RᵀR with R [(k n) p] numbers as factors of every block; exact, and cheap when N·K < P.
 
     The Gram matrix R Rᵀ [(k n) (l m)] is the neural tangent kernel in the output metric, over N.
 
@@ -108,8 +108,8 @@ class KernelOperator(Operator):
 
     def push(self, v: Tensor) -> Tensor:
         """R v [k n]."""
-        parts = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
-        total = torch.stack(parts).sum(0)
+        pushes = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
+        total = torch.stack(pushes).sum(0)
         return total if self.K is None else self.K.whiten(total)
 
     def pull(self, t: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ class KernelOperator(Operator):
 
     def _mixed_square(self, f: Factors, K: KernelMatrix) -> Tensor:
         """Σ_kn R² [c o i] of a block."""
-        parts = [K.whiten(r).square().sum((0, 1)).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
-        return torch.cat(parts, dim=1)
+        squares = [K.whiten(r).square().sum((0, 1)).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
+        return torch.cat(squares, dim=1)
 
     def dense(self) -> Tensor:
         rows = self.rows()
@@ -143,8 +143,8 @@ class KernelOperator(Operator):
         k, n = self.factors[0].g.shape[:2]
         out = self.factors[0].g.new_empty(k * n, self.layout.size)
         for block, f in zip(self.blocks, self.factors, strict=True):
-            found = f.rows() if self.K is None else self.K.whiten(f.rows())
-            block.unpack(found.flatten(0, 1), out)
+            rows = f.rows() if self.K is None else self.K.whiten(f.rows())
+            block.unpack(rows.flatten(0, 1), out)
         return out
 
     def to(self, dtype: torch.dtype) -> KernelOperator:
@@ -240,17 +240,17 @@ class WoodburyInverse(Inverse):
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂)."""
-        own, pulled = ξ.split([self.layout.size, self.factor.shape[0]], dim=1)
+        white, pulled = ξ.split([self.layout.size, self.factor.shape[0]], dim=1)
         shape = self.kernel.factors[0].g.shape[:2]
 
         def one(a: Tensor, b: Tensor) -> Tensor:
             return self.solve(a * math.sqrt(self.damping) + self.kernel.pull(b.view(shape)))
 
-        return torch.func.vmap(one)(own, pulled)
+        return torch.func.vmap(one)(white, pulled)
 
     def whitened(self, ω: Tensor) -> Tensor:
-        def one(own: Tensor) -> Tensor:
-            v = self.solve(own)
+        def one(covector: Tensor) -> Tensor:
+            v = self.solve(covector)
             return torch.cat([v * math.sqrt(self.damping), self.kernel.push(v).flatten()])
 
         return torch.func.vmap(one)(ω)
@@ -365,10 +365,10 @@ def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:
     """K of the examples of both, which are not coupled to each other."""
     if left.K is None and right.K is None:
         return None
-    found = [
+    kernels = [
         f.factors[0].g.new_ones(f.factors[0].g.shape[1]).diag() if f.K is None else f.K.whole for f in (left, right)
     ]
-    return KernelMatrix.of(torch.block_diag(*[K.double() for K in found]))
+    return KernelMatrix.of(torch.block_diag(*[K.double() for K in kernels]))
 
 
 def _join(left: Factors, right: Factors) -> Factors:

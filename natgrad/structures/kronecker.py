@@ -834,18 +834,19 @@ class KroneckerOperator(LayerOperator):
     def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: float) -> Inverse:
         """Every process inverts the factors of its layers."""
         rest = None if self.rest is None else self.rest.inverse(damping)
-        own, inverses = sharing.own(self.blocks), list[Inverse]()
+        share, inverses = sharing.share(self.blocks), list[Inverse]()
 
         def inverted() -> Mapping[str, Tensor]:
-            left, right = (tuple(side[b] for b in own) for side in (self.left, self.right))
-            share = replace(self, blocks=tuple(self.blocks[b] for b in own), left=left, right=right, rest=None)
-            inverses.extend([invert(share)] if own else [])
+            left, right = (tuple(side[b] for b in share) for side in (self.left, self.right))
+            blocks = tuple(self.blocks[b] for b in share)
+            if share:
+                inverses.append(invert(replace(self, blocks=blocks, left=left, right=right, rest=None)))
             return inverses[0].tensors() if inverses else {}
 
         inverse = self.layers_from(sharing.gathered(inverted), rest)
         assert inverse is not None
-        for share in inverses:  # on a GPU the host reads later that a factor could not be inverted
-            inverse.inherit(share)
+        for computed in inverses:  # on a GPU the host reads later that a factor could not be inverted
+            inverse.inherit(computed)
         return inverse
 
     def mend(self, inverse: Inverse, damping: float) -> None:
@@ -1262,8 +1263,8 @@ class Kronecker(Layered):
         factors = {"S": sides.left, "A": sides.right}
         if not exact:
             return Cost(2 * sides.numbers, sides.cubes, sides.solve, sides.numbers, factors)
-        kept = sides.numbers + sides.rotations + block.size
-        return Cost(kept, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
+        numbers = sides.numbers + sides.rotations + block.size
+        return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
 
     def estimate(self, pullback: Pullback) -> KroneckerOperator:
         return self.estimate_like(pullback, None)

@@ -67,8 +67,8 @@ class LowRank(Structure):
         return floored(layout, u, values, kernel.diagonal(), self.rank)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
-        kept = (tensors["vectors"], tensors["values"], tensors["floor"])
-        return LowRankOperator(Layout.of(model.params, tensors["values"].dtype), *kept, self.rank)
+        layout = Layout.of(model.params, tensors["values"].dtype)
+        return LowRankOperator(layout, tensors["vectors"], tensors["values"], tensors["floor"], self.rank)
 
     def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
         p, r = sum(block.size for block in blocks), self.rank
@@ -174,8 +174,8 @@ class LowRankInverse(Inverse):
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """(E + BBᵀ)⁻¹(√E ξ₁ + B ξ₂)."""
-        own, low = ξ.split(list(self.root.shape), dim=1)
-        return self._solved(own * self.scale.rsqrt() + low @ self.root.T)
+        white, low = ξ.split(list(self.root.shape), dim=1)
+        return self._solved(white * self.scale.rsqrt() + low @ self.root.T)
 
     def whitened(self, ω: Tensor) -> Tensor:
         v = self._solved(ω)

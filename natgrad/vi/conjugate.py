@@ -16,12 +16,12 @@ from torch.distributions import constraints
 from torch.distributions.constraints import Constraint
 
 from natgrad.errors import DomainError
+from natgrad.families.base import ExponentialFamily
 from natgrad.families.categorical import Categorical
 from natgrad.families.circle import VonMises
 from natgrad.families.diagonal_gaussian import DiagonalGaussian
 from natgrad.families.dirichlet import Beta, Dirichlet
 from natgrad.families.discrete import Bernoulli
-from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaussian import FullGaussian
 from natgrad.families.positive import Gamma
 from natgrad.families.wishart import Wishart

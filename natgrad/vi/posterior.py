@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import can_read
 from natgrad.errors import NonFiniteError
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.base import ExponentialFamily
 from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, spread
 
 LogDensity: TypeAlias = Callable[[Tensor], Tensor]
