@@ -26,7 +26,7 @@ from natgrad.rules.base import (
     trainable,
     weight_and_bias,
 )
-from natgrad.rules.units import Adjoint, Gru, LinearMap, State, Trace, unit_of
+from natgrad.rules.units import Adjoint, Gru, LinearMap, State, UnitTrace, unit_of
 
 # Packed sequences as padded ones: where every entry of the data belongs.
 
@@ -144,7 +144,7 @@ class Direction:
         found: dict[str, Replayable] = {}
         for keys, a in zip(self.layers, (x, h_before, m), strict=True):
             found |= weight_and_bias(keys, a.unsqueeze(2), keep)
-        trace = Trace(ih, torch.stack(kept, dim=1), h_before, c_old, c_new, keep)
+        trace = UnitTrace(ih, torch.stack(kept, dim=1), h_before, c_old, c_new, keep)
         return Unrolled(self, h_after, state, found, trace)
 
     def _weight(self, name: str) -> Tensor:
@@ -165,7 +165,7 @@ class Unrolled:
     h: Tensor
     state: State
     layers: dict[str, Replayable]
-    trace: Trace
+    trace: UnitTrace
 
     @cached_property
     def adjoint(self) -> Adjoint:

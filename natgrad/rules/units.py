@@ -20,7 +20,7 @@ State: TypeAlias = tuple[Tensor, Tensor | None]  # h [n h], and for an LSTM c [n
 
 @final
 @dataclass(frozen=True)
-class Trace:
+class UnitTrace:
     """A recurrence at all times: the input sums, what the unit saved for its adjoint, and the states."""
 
     ih: Tensor  # W_ih x + b_ih [n t o]
@@ -119,7 +119,7 @@ class Unit(ABC):
         """What the adjoint needs, and the next state, from W_ih x + b_ih [n o] and the map to W_hh h + b_hh."""
 
     @abstractmethod
-    def adjoint(self, trace: Trace) -> Adjoint:
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
         """The derivatives of all steps."""
 
 
@@ -131,7 +131,7 @@ class Tanh(Unit):
         h = hh.added(ih, state[0]).tanh()
         return h, (h, None)
 
-    def adjoint(self, trace: Trace) -> Adjoint:
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
         return Adjoint(trace.here(1 - trace.saved.square()).unsqueeze(2), stay=_bypass(trace))
 
 
@@ -143,7 +143,7 @@ class Relu(Unit):
         h = hh.added(ih, state[0]).relu()
         return h, (h, None)
 
-    def adjoint(self, trace: Trace) -> Adjoint:
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
         slope = (trace.saved > 0).to(trace.saved.dtype)
         return Adjoint(trace.here(slope).unsqueeze(2), stay=_bypass(trace))
 
@@ -159,7 +159,7 @@ class Lstm(Unit):
         c = torch.addcmul(f * c, i, z.chunk(4, dim=-1)[2].tanh())
         return z, (o * c.tanh(), c)
 
-    def adjoint(self, trace: Trace) -> Adjoint:
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
         assert trace.c is not None
         assert trace.c_before is not None
         i, f, _, o = trace.saved.sigmoid().chunk(4, dim=-1)
@@ -178,7 +178,7 @@ class Gru(Unit):
         _, u, n = _gates(ih, z)
         return z, (torch.lerp(n, h, u), None)
 
-    def adjoint(self, trace: Trace) -> Adjoint:
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
         r, u, n = _gates(trace.ih, trace.saved)
         z_n = trace.saved.chunk(3, dim=-1)[2]
         slope = (1 - u) * (1 - n * n)
@@ -203,6 +203,6 @@ def _gates(ih: Tensor, hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return r, u, torch.addcmul(ih[..., 2 * units :], r, hh[..., 2 * units :]).tanh()
 
 
-def _bypass(trace: Trace) -> Tensor | None:
+def _bypass(trace: UnitTrace) -> Tensor | None:
     """The fraction of dh' that bypasses a step: all of it where there is no step."""
     return None if trace.mask is None else 1 - trace.mask
