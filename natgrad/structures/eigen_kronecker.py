@@ -14,12 +14,11 @@ from natgrad.accelerate import fused
 from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
-from natgrad.pullback.features import Cotangents
 from natgrad.pullback.layer import Block, Tied
-from natgrad.pullback.moments import Watcher, passes, second_moments
+from natgrad.pullback.moments import Cotangents, Watcher, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Tape
-from natgrad.rules.base import OneHot
+from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
 from natgrad.structures.kronecker import (
     EIGENVECTORS,
@@ -151,8 +150,8 @@ class RotatedSquares(Watcher):
     """D [c o i] of every layer, summed over chunks of examples and roots.
 
     With one position D is (g Q)²ᵀ(a P)², and no row is formed. With several the rows Σ_r g aᵀ come first, a chunk at a
-    time; whether they are rotated, or g and a before, is decided by what is less work. One-hot inputs are not formed.
-    The rows of a tied weight are the sum of those of its kinds, and rotated.
+    time; whether they are rotated, or g and a before, is decided by what is less work. The rows of a tied weight are
+    the sum of those of its kinds, and rotated.
     """
 
     def __init__(self, layers: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype) -> None:
@@ -167,47 +166,43 @@ class RotatedSquares(Watcher):
             self._inputs.clear()
         for b, block in enumerate(self._layers):
             if block.facets:
-                pairs = [(tape.inputs(kind), g.whole(tape, kind)) for kind in block.kinds]
-                self._add_tied(b, Tied.of(block, pairs, self._dtype))
+                pairs = [(tape.inputs(kind).dense(), g.of(tape, kind).dense()) for kind in block.kinds]
+                for rows in Tied.of(block, pairs, self._dtype).rows(_ROWS):
+                    self._sums[b].accumulate(_squares(rows, *self._sides[b]))
                 continue
-            cotangents = g.whole(tape, block).to(self._dtype)
-            if isinstance(block.rule, OneHot):
-                self._sums[b].accumulate(_of_places(tape, block, _turned(cotangents, self._sides[b][0])))
-                continue
+            h = g.of(tape, block).dense().to(self._dtype)
             if b in self._inputs:
-                self._add_plain(b, cotangents)
-                continue
-            f = Factors(tape.inputs(block).to(self._dtype), cotangents)
-            if f.a.shape[1] == 1:
-                self._inputs[b] = _turned(f.a, self._sides[b][1])
-                self._add_plain(b, cotangents)
+                self._add_plain(b, h)
             else:
-                self._add_shared(b, f)
+                self._add(b, tape.inputs(block), h)
 
     def totals(self) -> list[Tensor]:
         """D of every layer."""
         return [total.total().contiguous() for total in self._sums]
 
-    def _add_plain(self, b: int, g: Tensor) -> None:
-        self._sums[b].add(Factors(self._inputs[b], _turned(g, self._sides[b][0])))
-
-    def _add_shared(self, b: int, f: Factors) -> None:
+    def _add(self, b: int, a: Features, g: Tensor) -> None:
         q, p = self._sides[b]
-        k, _, r, c, o = f.g.shape
-        i = f.a.shape[3]
+        k, _, r, c, o = g.shape
+        i = a.shape[-1]
+        if p is None and r > 1:  # a need not be dense
+            self._sums[b].accumulate(a.squared_gradients(_turned(g, q)))
+            return
+        x = a.dense().to(self._dtype)
+        if r == 1:
+            self._inputs[b] = _turned(x, p)
+            self._add_plain(b, g)
+            return
         positions = r * (k * o * o * (q is not None) + i * i * (p is not None))
         rows = k * o * i * (o * (q is not None) + i * (p is not None))
         if positions <= rows:
-            self._sums[b].add(Factors(_turned(f.a, p), _turned(f.g, q)))
+            self._sums[b].add(Factors(_turned(x, p), _turned(g, q)))
             return
         step = max(1, _ROWS // (k * c * o * i))
-        for a, g in zip(f.a.split(step), f.g.split(step, dim=1), strict=True):
-            self._sums[b].accumulate(_squares(Factors(a, g).rows().unflatten(-1, (c, o, i)), q, p))
+        for part, h in zip(x.split(step), g.split(step, dim=1), strict=True):
+            self._sums[b].accumulate(_squares(Factors(part, h).rows().unflatten(-1, (c, o, i)), q, p))
 
-    def _add_tied(self, b: int, tied: Tied) -> None:
-        q, p = self._sides[b]
-        for rows in tied.rows(_ROWS):
-            self._sums[b].accumulate(_squares(rows, q, p))
+    def _add_plain(self, b: int, g: Tensor) -> None:
+        self._sums[b].add(Factors(self._inputs[b], _turned(g, self._sides[b][0])))
 
 
 def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
@@ -231,21 +226,6 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> l
         for total, f, block, order, (q, p) in zip(totals, factors, layers, orders, sides, strict=True):
             total.accumulate(_squares(f.rows()[..., order].unflatten(-1, block.shape), q, p))
     return [total.total() for total in totals]
-
-
-def _of_places(tape: Tape, block: Block, g: Tensor) -> Tensor:
-    """Σ_kn (Σ_r g aᵀ)² [1 o i] for one-hot a: at every place r its g times the sum of those at the same word."""
-    rule = block.rule
-    assert isinstance(rule, OneHot)
-    found = [rule.places(use.module, block.keys, use.call) for use in tape.of(block)]
-    words, values = (torch.cat(side, dim=1) for side in zip(*found, strict=True))
-    g = g.squeeze(3) * values.to(g.dtype).unsqueeze(-1)  # [k n r o]
-    total = g.new_zeros(block.shape[2], block.shape[1])
-    step = max(1, _ROWS // words.shape[1] ** 2)  # examples, whose pairs of places are formed
-    for at, part in zip(words.split(step), g.split(step, dim=1), strict=True):
-        same = (at.unsqueeze(-1) == at.unsqueeze(-2)).to(g.dtype)
-        total.index_add_(0, at.flatten(), (part * (same @ part)).sum(0).flatten(0, 1))
-    return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
 
 
 def _turned(x: Tensor, basis: Tensor | None) -> Tensor:

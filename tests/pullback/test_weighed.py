@@ -11,7 +11,7 @@ import natgrad as ng
 from natgrad.functionspace import Quadrature, Weighted
 from natgrad.model import map_tensors
 from natgrad.output.metric import Coupling
-from natgrad.pullback.coupling import Weighed
+from natgrad.pullback.coupling import Weights
 from natgrad.pullback.moments import coupled_by
 from natgrad.structures.kronecker import Layered
 from tests import zoo
@@ -196,7 +196,7 @@ def test_a_coupling_says_that_it_is_weights_and_another_is_matched_by_traces() -
     pb = pull(problem, Weighted(w / w.sum(), Rooted(s)))
     assert pb.coupled is not None
     assert pb.coupled.weights is not None
-    assert isinstance(coupled_by(pb, pb.tape((0, n))), Weighed)
+    assert isinstance(coupled_by(pb, pb.tape((0, n))), Weights)
     pb.coupled = Coupling(pb.coupled.C)
     matched, plain = (ng.Kronecker().estimate(p) for p in (pb, pull(problem, Rooted(s))))
     exact, exact_plain = (ng.Diagonal().estimate(p).diagonal() for p in (pb, pull(problem, Rooted(s))))

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import natgrad as ng
 from natgrad.operators import KroneckerOperator
 from natgrad.rules import Call, CellRule, RecurrentRule
+from natgrad.rules.base import cotangent_features, input_features
 from tests import oracle
 from tests.golden import agrees, golden, tensor
 from tests.machine import needs_autocast
@@ -166,9 +167,9 @@ def test_steps_after_the_end_of_a_sequence_count_nowhere(sharing: Any) -> None:
 def test_moments_are_those_of_the_inputs() -> None:
     rnn, rule, x = nn.LSTM(2, 3, batch_first=True).double(), RecurrentRule(), normal(4, 5, 2)
     for keys in rule.layers(rnn):
-        a = rule.inputs(rnn, keys, Call((x,), {}))
-        close(rule.input_moment(rnn, keys, Call((x,), {})).total, torch.einsum("nrci,nrcj->cij", a, a))
-        close(rule.input_mean(rnn, keys, Call((x,), {})), a.mean(1))
+        a = input_features(rule, rnn, keys, Call((x,), {})).dense()
+        close(input_features(rule, rnn, keys, Call((x,), {})).moment().total, torch.einsum("nrci,nrcj->cij", a, a))
+        close(input_features(rule, rnn, keys, Call((x,), {})).reduced("mean").dense().squeeze(1), a.mean(1))
         assert rule.positions(rnn, keys, Call((x,), {})) == a.shape[1]
 
 
@@ -216,7 +217,7 @@ def test_a_module_with_another_forward_or_other_parameters_is_left_alone() -> No
 
 def test_cotangents_of_an_output_alone_are_refused() -> None:
     with pytest.raises(TypeError, match="the cotangents of LSTM are those of its replay"):
-        RecurrentRule().cotangents(nn.LSTM(2, 3), ("weight_ih_l0",), torch.ones(1, 2, 3, 3))
+        cotangent_features(RecurrentRule(), nn.LSTM(2, 3), ("weight_ih_l0",), torch.ones(1, 2, 3, 3)).dense()
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
