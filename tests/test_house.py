@@ -56,18 +56,12 @@ def looks_at_devices(node: ast.AST) -> bool:
 
 
 DEVICES = {
-    "functionspace": 1,
-    "invariance": 3,
-    "isolation.py": 5,
-    "kernels": 3,
     "model.py": 1,
-    "optim": 11,
-    "output": 2,
+    "optim": 8,
     "pullback": 13,
     "rules": 6,
     "step": 1,
-    "structures": 6,
-    "vi": 3,
+    "structures": 3,
 }
 
 
@@ -86,26 +80,7 @@ def test_only_accelerate_looks_at_a_device_or_at_private_torch() -> None:
     check(offences, DEVICES, "Only natgrad/accelerate may do this: ask accelerate/devices.py.")
 
 
-TWICE = {
-    "Affine",
-    "Axis",
-    "Diagonal",
-    "Direction",
-    "Implicit",
-    "Options",
-    "Pair",
-    "Parts",
-    "Proposal",
-    "Report",
-    "Run",
-    "Sampled",
-    "SpectralInverse",
-    "Step",
-    "Task",
-    "Trace",
-    "Trial",
-    "Unrolled",
-}
+TWICE = {"Axis", "Report", "Step"}
 
 
 def test_a_class_name_exists_once() -> None:
@@ -125,7 +100,7 @@ def test_a_class_name_exists_once() -> None:
     assert not twice, f"A class name exists once in the package, with or without an underscore: {twice}"
 
 
-OPTIONS = {"invariance": 2, "optim": 4}
+OPTIONS: dict[str, int] = {}
 
 
 def test_arguments_are_visible() -> None:
@@ -140,7 +115,7 @@ def test_arguments_are_visible() -> None:
 
 
 BANNED = {"found", "own", "kept", "made", "told", "way", "places", "part", "parts", "seen", "known"}
-NAMES = {"natgrad": 507}
+NAMES = {"natgrad": 334}
 
 
 def test_names_are_nouns_and_verbs_of_the_field() -> None:
@@ -166,7 +141,7 @@ def test_names_are_nouns_and_verbs_of_the_field() -> None:
 CITATION = re.compile(r"\b00[0-4](?=[ ,]+(\(|section|appendix|§|prop|theorem|eq|def|ex|lemma))|paper 00\d|ERRATA", re.I)
 # Folders of the machine that this was written on.
 ELSEWHERE = re.compile(r"(?<![\w.])/work/|\.\./shared")
-CITATIONS = {"benchmarks": 1, "docs": 1, "experiments": 7, "natgrad": 203, "tests": 87}
+CITATIONS = {"docs": 1, "natgrad": 51, "tests": 55}
 
 
 def test_papers_are_cited_by_author_and_year() -> None:

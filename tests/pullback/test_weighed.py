@@ -156,7 +156,7 @@ def test_under_autocast_the_factors_are_in_single_precision() -> None:
 
 
 class Chain(nn.Module):
-    """tanh(b tanh(a x)), the 1-1-1 network of 000 appendix E."""
+    """tanh(b tanh(a x)), the 1-1-1 network of Bai, Rosenberg and Xu (2022), appendix E."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -179,7 +179,7 @@ def test_rules_speak_for_the_very_types_only() -> None:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("kind", [kind for kind, (_, shape) in NORMS.items() if shape == (4,)])
 def test_kronecker_of_one_datum_with_one_position_is_exact(kind: str, sharing: str) -> None:
-    """003, section 3: for one datum and one root a and g are independent."""
+    """Luk and Grosse (2018), section 3: for one datum and one root a and g are independent."""
     of = problem(kind)
     of = zoo.Problem(of.model, of.x[:1])
     metric = random_roots(of, 1)

@@ -48,7 +48,7 @@ def factored_matrix(operator: KroneckerOperator, damping: float) -> Tensor:
 @pytest.mark.parametrize("layer", [1, 2])
 @pytest.mark.parametrize(("solver", "key"), [(ng.Cholesky(), "exact_kron_damping"), (ng.Factored(), "factored_pi")])
 def test_mlp_has_the_golden_steps(layer: int, solver: ng.Cholesky | ng.Factored, key: str) -> None:
-    """ERRATA D has both."""
+    """Damping of the product, and of each factor with the π of Martens and Grosse (2015)."""
     case = golden("mlp.kfac.natgrad")
     model, x, y = golden_mlp()
     operator = ng.Kronecker().estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical())))
