@@ -206,9 +206,7 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     if result.diagonals:
         lines.append(f"only the diagonal is kept of {', '.join(result.diagonals)}")
     if fresh and any(row.rule for row in result.rows):
-        lines.append(
-            "a weight that is used beside its module's forward has the rule of its operations when the first pass shows it"
-        )
+        lines.append("a weight that is used beside its module's forward has the rule of its operations after a pass")
     return lines
 
 

@@ -25,7 +25,7 @@ from natgrad.rules.base import (
     weight_and_bias,
 )
 from natgrad.rules.features import DenseFeatures
-from natgrad.rules.units import Adjoint, Affine, Gru, State, Trace, unit_of
+from natgrad.rules.units import Adjoint, Gru, LinearMap, State, UnitTrace, unit_of
 
 # Packed sequences as padded ones: where every entry of the data belongs.
 
@@ -95,12 +95,12 @@ class Direction:
         return tuple(tuple(f"{name}{self.suffix}" for name in layer) for layer in names)
 
     @property
-    def ih(self) -> Affine:
-        return Affine(self._weight("weight_ih"), self._own("bias_ih"))
+    def ih(self) -> LinearMap:
+        return LinearMap(self._weight("weight_ih"), self._own("bias_ih"))
 
     @property
-    def hh(self) -> Affine:
-        return Affine(self._weight("weight_hh"), self._own("bias_hh"))
+    def hh(self) -> LinearMap:
+        return LinearMap(self._weight("weight_hh"), self._own("bias_hh"))
 
     @property
     def hr(self) -> Tensor | None:
@@ -143,7 +143,7 @@ class Direction:
         found: dict[str, DenseFeatures] = {}
         for keys, a in zip(self.layers, (x, h_before, m), strict=True):
             found |= weight_and_bias(keys, a.unsqueeze(2), keep)
-        trace = Trace(ih, torch.stack(kept, dim=1), h_before, c_old, c_new, keep)
+        trace = UnitTrace(ih, torch.stack(kept, dim=1), h_before, c_old, c_new, keep)
         return Unrolled(self, h_after, state, found, trace)
 
     def _weight(self, name: str) -> Tensor:
@@ -164,7 +164,7 @@ class Unrolled:
     h: Tensor
     state: State
     layers: dict[str, DenseFeatures]
-    trace: Trace
+    trace: UnitTrace
 
     @cached_property
     def adjoint(self) -> Adjoint:

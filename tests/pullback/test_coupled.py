@@ -65,7 +65,7 @@ def coupled_pullback(name: str, frozen: tuple[str, ...], dtype: torch.dtype) -> 
 def test_factors_are_sums_over_pairs_of_examples_with_the_trace_of_the_rows(
     name: str, subset: str, dtype: torch.dtype
 ) -> None:
-    """A = Σ C a aᵀ/(N R) and S = κ Σ C g gᵀ, from the patches and the rows themselves (000 (24)–(25), ERRATA 8)."""
+    """A = Σ C a aᵀ/(N R) and S = κ Σ C g gᵀ, from the patches and the rows themselves."""
     if name == "RMS norm" and subset != "both":
         pytest.skip("it has no bias to freeze, and none to be alone")
     pb, coupled = coupled_pullback(name, SUBSETS[subset], dtype)

@@ -13,7 +13,7 @@ from natgrad.model import map_tensors
 from natgrad.output.metric import Coupling
 from natgrad.pullback.coupling import Weights
 from natgrad.pullback.moments import coupled_by
-from natgrad.structures.kronecker import Layered
+from natgrad.structures.layered import Layered
 from tests import zoo
 from tests.golden import tensor
 from tests.pulled import Rooted, close, covered, normal, pull
@@ -156,7 +156,7 @@ def test_under_autocast_the_factors_are_in_single_precision() -> None:
 
 
 class Chain(nn.Module):
-    """tanh(b tanh(a x)), the 1-1-1 network of 000 appendix E."""
+    """tanh(b tanh(a x)), the 1-1-1 network of Bai, Rosenberg and Xu (2022), appendix E."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ def test_a_subclass_inherits_the_rule_and_a_module_with_another_forward_does_not
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("kind", [kind for kind, (_, shape) in NORMS.items() if shape == (4,)])
 def test_kronecker_of_one_datum_with_one_position_is_exact(kind: str, sharing: str) -> None:
-    """003, section 3: for one datum and one root a and g are independent."""
+    """Luk and Grosse (2018), section 3: for one datum and one root a and g are independent."""
     of = problem(kind)
     of = zoo.Problem(of.model, of.x[:1])
     metric = random_roots(of, 1)

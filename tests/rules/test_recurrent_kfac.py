@@ -1,4 +1,4 @@
-"""K-FAC of recurrent layers: golden values of 003 (5.3), where it is exact, and what is masked."""
+"""K-FAC of recurrent layers: golden values of Luk and Grosse (2018), (5.3), where it is exact, and what is masked."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _kfac(model: nn.Module, x: Tensor) -> KroneckerOperator:
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_factors_are_the_golden_ones(kind: type[nn.Module]) -> None:
-    """A is the mean over sequences and times, and S holds the T of 003 (5.3)."""
+    """A is the mean over sequences and times, and S holds the T of Luk and Grosse (2018), (5.3)."""
     model, x, names = _golden(kind)
     agrees(CASE, model(x).detach(), "logits")
     G = _kfac(model, x)
@@ -85,7 +85,7 @@ def test_factors_are_the_golden_ones(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_block_and_damped_step_are_the_golden_ones(kind: type[nn.Module]) -> None:
-    """Our blocks are row-major, S ⊗ A; the golden ones stack columns, T A ⊗ G (ERRATA 51)."""
+    """Our blocks are row-major, S ⊗ A; the golden ones stack columns, T A ⊗ G."""
     model, x, names = _golden(kind)
     G = _kfac(model, x)
     block = next(block for block in G.blocks if set(block.names) == set(names))
@@ -117,7 +117,7 @@ def test_kfac_covers_a_recurrence_whole_and_is_positive(kind: type[nn.RNNBase], 
     pb = pull(problem, ng.Fisher(ng.Categorical()))
     G = ng.Kronecker(sharing=sharing, strict=True).estimate(pb)
     assert covered(pb) == set(pb.model.params)
-    assert G.rest is None
+    assert G.fallback is None
     values = torch.linalg.eigvalsh(G.dense())
     assert float(values[0]) > -1e-12 * float(values[-1])
 
