@@ -147,7 +147,7 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
 
 def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
-    blocks, G = tracker.view.blocks, tracker.average
+    blocks, G = tracker.structure.structure.arrange(tracker.view.blocks), tracker.average
     if G is None or not tracker.structure.structure.covers_by_rule:
         return blocks
     covered = {name for block in G.layers for name in block.names}

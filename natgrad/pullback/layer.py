@@ -153,6 +153,14 @@ class Block:
         local = self.rule.unpack(self.modules[0], self.keys, packed)
         return {name: local[place.key] for name, place in zip(self.names, by_start, strict=True)}
 
+    def separated(self) -> list[Block]:
+        """Every parameter of the layer as a layer of its own: a weight, and its bias."""
+        if self.rule is None or len(self.places) < 2:
+            return [self]
+        shape, module = self.rule.shape, self.modules[0]
+        named = self.named_places.items()
+        return [replace(self, names=(name,), places=(at,), shape=shape(module, (at.key,))) for name, at in named]
+
     def without_rule(self) -> Block:
         """The same parameters, to be differentiated by ``torch.func`` instead of by the rule."""
         ordered = tuple(sorted(self.places, key=lambda place: place.start))

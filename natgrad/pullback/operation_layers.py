@@ -358,13 +358,16 @@ class Placed:
     o: Tensor | None = None
     i: Tensor | None = None
 
-    def inputs(self, size: tuple[int, int], ones: bool) -> Features:
+    def inputs(self, size: tuple[int, int], *, weight: bool, ones: bool) -> Features:
         """a, with the 1 of a bias, or 0 where the operation adds none; ``size`` are C and I of the layer."""
+        if not weight:
+            return replace(self, i=torch.arange(0)).inputs(size, weight=True, ones=True)
         operation, owners = self.operation, self.owners
         if operation.index is not None and operation.valid is not None and self.c is None and self.i is None:
             values = owners.rows(operation.valid.to(torch.promote_types(_dtype(operation), torch.float32)))
             return OneHot(owners.rows(operation.index), size[1], values, masked=True)
         a = single(operation.inputs())
+        a = a if self.i is None else a[..., : len(self.i)]  # none, for a bias alone
         x, biased = owners.rows(a), ones and operation.bias is not None
         if self.c is None and self.i is None and a.shape[1] == 1 and owners.valid is None and biased == ones:
             return Rows(x.squeeze(2), ones)
@@ -424,19 +427,25 @@ class ProductRule(Rule):
 
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         c, o, i = self.packing.shape
-        return c, o, i + self.bias
+        weight = _weight(module) in keys
+        return c, o, weight * i + (len(keys) > weight)
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        weight, *bias = block.values()
-        w = self.packing.pack(weight)
-        return torch.cat([w, bias[0].reshape(*w.shape[:2], 1)], dim=2) if bias else w
+        c, o, _ = self.packing.shape
+        weight = _weight(module)
+        parts = [self.packing.pack(t) if key == weight else t.reshape(c, o, 1) for key, t in block.items()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
         assert isinstance(module, ParameterGroup)
-        if not self.bias:
-            return {keys[0]: self.packing.unpack(packed)}
-        bias = packed[..., -1].reshape((*packed.shape[:-3], *module.shapes[keys[1]]))
-        return {keys[0]: self.packing.unpack(packed[..., :-1]), keys[1]: bias}
+        out, start = {}, 0
+        for key in keys:
+            size = self.packing.shape[2] if key == _weight(module) else 1
+            part = packed[..., start : start + size]
+            like = (*packed.shape[:-3], *module.shapes[key])
+            out[key] = self.packing.unpack(part) if key == _weight(module) else part.reshape(like)
+            start += size
+        return out
 
     @property
     def _use(self) -> Placed:
@@ -445,11 +454,19 @@ class ProductRule(Rule):
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
         c, _, i = self.shape(module, keys)
-        return self._use.inputs((c, i), self.bias)
+        return self._use.inputs(
+            (c, i), weight=_weight(module) in keys, ones=any(key != _weight(module) for key in keys)
+        )
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
         c, o, _ = self.shape(module, keys)
         return self._use.cotangents((c, o), g)
+
+
+def _weight(module: nn.Module) -> str:
+    """The name of the weight; a bias comes after it."""
+    assert isinstance(module, ParameterGroup)
+    return next(iter(module.shapes))
 
 
 def _dtype(operation: Operation) -> torch.dtype:

@@ -288,6 +288,16 @@ class Pullback:
         coupled = self.coupling is not None
         return [layer.without_rule() if coupled or layer.facets else layer for layer in self.layers]
 
+    def separated(self) -> Pullback:
+        """The same pullback with weights and biases as layers of their own."""
+        layers: list[Block] = []
+        unused: dict[str, Block] = {}
+        for layer in self.layers:
+            whole = self.seen.unused.get(layer.names[0], layer)
+            layers += [piece if whole is layer else piece.without_rule() for piece in whole.separated()]
+            unused |= {piece.names[0]: piece for piece in whole.separated() if whole is not layer}
+        return replace(self, seen=replace(self.seen, layers=layers, unused=unused))
+
     def unmixed(self) -> Pullback:
         """The same examples, each by itself: the rows before a coupling mixes them."""
         return replace(self, coupled=None)

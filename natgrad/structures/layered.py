@@ -67,9 +67,12 @@ class Layered(Structure):
     fallback: Structure = field(default_factory=Diagonal)
     strict: bool = False
     largest: int = 16384
+    bias: Literal["joint", "separate"] = "joint"
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        if self.bias not in ("joint", "separate"):
+            raise ValueError(f'{name}(bias=…) is "joint" or "separate", not {self.bias!r}')
         if self.sharing not in ("expand", "reduce"):
             raise ValueError(f'{name}(sharing=…) is "expand" or "reduce", not {self.sharing!r}')
         check_slots(fallback=(self.fallback, Structure))
@@ -79,6 +82,13 @@ class Layered(Structure):
             )
         if self.largest < 1:
             raise ValueError(f"{name}(largest=…) must be at least 1, got {self.largest}")
+
+    def arrange(self, blocks: Sequence[Block]) -> list[Block]:
+        joint = self.bias == "joint"
+        return list(blocks) if joint else [piece for block in blocks for piece in block.separated()]
+
+    def _arranged(self, pullback: Pullback) -> Pullback:
+        return pullback if self.bias == "joint" else pullback.separated()
 
     @abstractmethod
     def layer_elements(self, block: Block) -> int:
@@ -116,7 +126,7 @@ class Layered(Structure):
         return True
 
     def elements(self, pullback: Pullback) -> int:
-        blocks, uncovered = split_layers(pullback, None)
+        blocks, uncovered = split_layers(self._arranged(pullback), None)
         total = sum(map(self.layer_elements, blocks))
         return total + (self.fallback.elements(restricted(pullback, uncovered)) if uncovered else 0)
 
@@ -143,6 +153,7 @@ class Layered(Structure):
         """
         if like is None:  # else there is one of this size already
             self.admit(pullback)
+        pullback = self._arranged(pullback)
         blocks, uncovered = split_layers(pullback, like)
         unused = {name for block in pullback.seen.unused.values() for name in block.names}
         self._check_strict([block for block in uncovered if block.names[0] not in unused], pullback.seen.reasons)
@@ -163,6 +174,7 @@ class Layered(Structure):
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
     ) -> tuple[LayerSplit, Operator | None]:
         """The layers that have factors among these tensors, and the operator on the other parameters."""
+        blocks = self.arrange(blocks)
         for block in blocks:
             self._check_factors(block, tensors)
         unseen = [block for block in blocks if f"{block.names[0]}/{UNSEEN}" in tensors]
