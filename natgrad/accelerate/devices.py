@@ -20,6 +20,14 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_export() -> bool:
+    """Whether ``torch.export`` traces the model.
+
+    ``torch.compiler.is_exporting()`` does not tell: in code that ``torch.compile`` compiles, torch 2.11 says True.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def can_read(t: Tensor) -> bool:
     """Whether the host may look at the values of ``t`` without waiting for a device, and there are values.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.devices import in_export
 from natgrad.errors import BatchStatisticsError, DomainError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector, Vector
 from natgrad.isolation import put_back, random_stream, refuse_chance, untouched
@@ -508,7 +509,7 @@ class Watch:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # No training pass, and torch.export refuses what is not compiled: it is not reached there.
-        if not torch.compiler.is_exporting():
+        if not in_export():
             self._look(args, kwargs)
 
     # The call itself is not compiled, and so sees whether its caller is.

@@ -1,4 +1,7 @@
-"""The eigenvalue-corrected Kronecker structure (EK-FAC): the diagonal in the eigenvectors of the two factors."""
+"""EigenKronecker (EK-FAC): the diagonal of the metric in the eigenvectors of the two Kronecker factors.
+
+G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ,   S = Q · Qᵀ,  A = P · Pᵀ,   D = Σ_kn (Qᵀ R_kn P)²          (George et al. 2018)
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import ClassVar, TypeAlias, cast, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate import fused
 from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
@@ -20,20 +22,109 @@ from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
-from natgrad.structures.kronecker import (
+from natgrad.structures.layered import (
     EIGENVECTORS,
     Basis,
-    Damped,
     Layered,
     LayerOperator,
     SidesCost,
-    dtype_of,
+    layer_tensors,
     rotated,
     rotated_back,
     spread,
 )
 
-# The eigenvalue-corrected Kronecker metric: diagonal in the eigenvectors of the two factors.
+
+@final
+@dataclass(frozen=True)
+class EigenKronecker(Layered):
+    """G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer, Q and P the eigenvectors of the factors S and A of ``Kronecker``.
+
+    D = Σ_kn (Qᵀ R_kn P)² are the second moments of the per-example gradients R_kn = Σ_r g aᵀ in that basis (George et
+    al. 2018, (9)): the diagonal of G itself, in the basis where S ⊗ A is diagonal. So it is never further from G than
+    ``Kronecker`` is, in the Frobenius norm, and its trace is that of G, whatever the ``sharing`` of positions, which
+    here chooses the basis only. ``fallback``, ``strict`` and ``largest`` are those of ``Kronecker``.
+
+    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate_like``).
+
+    >>> import torch, natgrad as ng
+    >>> model = torch.nn.Linear(2, 2, bias=False)
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    >>> pb = ng.pullback(model, x, ng.Euclidean())
+    >>> EigenKronecker().estimate(pb).dense().diagonal()
+    tensor([0.5000, 2.0000, 0.5000, 2.0000])
+    """
+
+    def layer_elements(self, block: Block) -> int:
+        sides = self.shapes(block)
+        return block.size + sum(math.prod(shape) * (2 if len(shape) == 3 else 1) for shape in sides)
+
+    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+        sides = SidesCost.of(block, self.shapes(block))
+        rotate = 2 * sides.rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
+        return Cost(
+            numbers=sides.numbers + sides.rotations + 2 * block.size,
+            invert=EIGENVECTORS * sides.cubes,
+            solve=2 * sides.solve,
+            position=sides.numbers + rotate,
+            factors={"S": sides.left, "A": sides.right, "D": block.shape},
+        )
+
+    def estimate(self, pullback: Pullback) -> EigenKroneckerOperator:
+        return self.estimate_like(pullback, None)
+
+    @without_autocast
+    def estimate_like(self, pullback: Pullback, like: Operator | None) -> EigenKroneckerOperator:
+        """In the basis of ``like`` where it is one of these layers: no eigenvectors, and one backward pass a root."""
+        split, dtype = self.split(pullback, like), pullback.y.dtype
+        basis = self._basis_of(like, split.blocks)
+        if basis is None or pullback.coupling is not None:
+            estimates = second_moments(pullback, split.used, self.sharing_rule)
+            if basis is None:
+                used = Basis.of([s for s, _ in estimates], [a for _, a in estimates]).sides
+                sides = split.of_all(used, lambda block: (None, None))  # until it is renewed
+                basis = Basis(tuple(q for q, _ in sides), tuple(p for _, p in sides))
+            scales = rotated_squares(pullback, split.used, split.of_used(basis.sides))
+        else:
+            squares = RotatedSquares(split.used, split.of_used(basis.sides), dtype)
+            estimates = second_moments(pullback, split.used, self.sharing_rule, squares)
+            scales = squares.totals()
+        factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
+        fallback = None if not isinstance(like, EigenKroneckerOperator) else like.fallback
+        return EigenKroneckerOperator(
+            Layout(pullback.model.like, dtype),
+            split.blocks,
+            tuple(s for s, _ in factors),
+            tuple(a for _, a in factors),
+            basis,
+            tuple(split.of_all(scales, lambda block: _zeros(block, dtype))),
+            None if split.uncovered is None else self.fallback.estimate_like(split.uncovered, fallback),
+            split.unseen,
+        )
+
+    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
+        split, fallback = self.restored_split(model, blocks, tensors)
+        dtype = split.dtype(tensors, fallback)
+        names = [block.names[0] for block in split.used]
+        saved = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
+        factors = split.of_all(saved, lambda block: self.zeros(block, dtype))
+        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
+        d = tuple(split.of_all((tensors[f"{name}/D"] for name in names), lambda block: _zeros(block, dtype)))
+        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in split.blocks) for side in "QP")
+        layout = Layout.of(model.params, dtype)
+        return EigenKroneckerOperator(layout, split.blocks, left, right, Basis(q, p), d, fallback, split.unseen)
+
+    def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
+        """The basis of an operator over the same layers."""
+        if not isinstance(like, EigenKroneckerOperator):
+            return None
+        alike = [block.names for block in like.blocks] == [block.names for block in covered]
+        return like.basis if alike else None
+
+
+def _zeros(block: Block, dtype: torch.dtype) -> Tensor:
+    """D of a layer that a pass did not use."""
+    return torch.zeros(block.shape, dtype=dtype, device=block.device)
 
 
 @final
@@ -42,7 +133,7 @@ class EigenKroneckerOperator(LayerOperator):
     """G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
 
     Q and P are eigenvectors of S and A, or of what S and A were when the basis was last ``renewed``; D are the second
-    moments of the gradients in that basis. S and A are kept for the next basis. ``rest`` is the metric on the
+    moments of the gradients in that basis. S and A are kept for the next basis. ``fallback`` is the metric on the
     parameters that no layer rule covers.
     """
 
@@ -53,7 +144,7 @@ class EigenKroneckerOperator(LayerOperator):
     right: tuple[SymFactor, ...]  # A [c i i], or its diagonal [c i]
     basis: Basis
     scales: tuple[Tensor, ...]  # D [c o i]
-    rest: Operator | None = None
+    fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
 
     def applied(self, b: int, w: Tensor) -> Tensor:
@@ -81,21 +172,21 @@ class EigenKroneckerOperator(LayerOperator):
         """
         self.same_kind(other)
         there = cast(EigenKroneckerOperator, other)
-        rest = self.rest_lerp(there, weight)
-
-        def mean(old: Iterable[Tensor], new: Iterable[Tensor]) -> tuple[Tensor, ...]:
-            old, new = list(old), list(new)
-            return self.joined(there, old, new, fused.lerp(old, new, weight)) if self.blocks else ()
-
-        scales = mean(there.basis.carried(self.scales, self.basis), there.scales)
-        left, right = mean(self.left, there.left), mean(self.right, there.right)
-        return replace(there, left=left, right=right, scales=scales, rest=rest, unseen=self.unseen & there.unseen)
+        fallback = self.fallback_lerp(there, weight)
+        return replace(
+            there,
+            left=self.layers_lerp(there, self.left, there.left, weight),
+            right=self.layers_lerp(there, self.right, there.right, weight),
+            scales=self.layers_lerp(there, there.basis.carried(self.scales, self.basis), there.scales, weight),
+            fallback=fallback,
+            unseen=self.unseen & there.unseen,
+        )
 
     def renewed(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
         """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""
         basis = Basis.of(self.left, self.right) if sharing is None else self._shared_basis(sharing)
-        rest = None if self.rest is None else self.rest.renewed()
-        return replace(self, basis=basis, scales=basis.carried(self.scales, self.basis), rest=rest)
+        fallback = None if self.fallback is None else self.fallback.renewed()
+        return replace(self, basis=basis, scales=basis.carried(self.scales, self.basis), fallback=fallback)
 
     def _shared_basis(self, sharing: WorkSharing) -> Basis:
         """The eigenvectors of S and A, every process those of its layers."""
@@ -103,30 +194,27 @@ class EigenKroneckerOperator(LayerOperator):
 
         def decompose() -> dict[str, Tensor]:
             basis = Basis.of([self.left[b] for b in share], [self.right[b] for b in share])
-            sides = {"Q": basis.left, "P": basis.right}
-            pairs = ((f"{names[b]}/{key}", t) for key, side in sides.items() for b, t in zip(share, side, strict=True))
-            return {key: t for key, t in pairs if t is not None}
+            return layer_tensors([self.blocks[b] for b in share], {"Q": basis.left, "P": basis.right})
 
         tensors = sharing.gathered(decompose)
         return Basis(*(tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP"))
 
     def tensors(self) -> dict[str, Tensor]:
         sides = {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right}
-        return self.named({**sides, "D": self.scales})
+        return self.seen_tensors({**sides, "D": self.scales})
 
     def averaged(self) -> dict[str, Tensor] | None:
         """All but the basis, in which both are."""
-        if self.rest is not None and self.rest.averaged() is None:
+        if self.fallback is not None and self.fallback.averaged() is None:
             return None
-        return self.every({"S": self.left, "A": self.right, "D": self.scales})
+        return self.all_tensors({"S": self.left, "A": self.right, "D": self.scales})
 
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ = Q (QᵀWP / (D + λ)) Pᵀ, exactly, and with nothing to be factored."""
-        rest = None if self.rest is None else self.rest.inverse(damping)
         if damping == 0:
             for block, values in zip(self.blocks, self.scales, strict=True):
                 self.refuse_singular(block, values, 0.0)
-        return self.spectral(rest, Damped(damping, None))
+        return self.spectral_inverse(self.fallback_inverse(damping), damping)
 
     def factored_inverse(
         self,
@@ -239,95 +327,3 @@ def _squares(rows: Tensor, q: Tensor | None, p: Tensor | None) -> Tensor:
     """Σ_kn (QᵀRP)² [c o i] of rows [k n c o i]."""
     rows = rows if q is None else q.mT @ rows
     return (rows if p is None else rows @ p).square().sum((0, 1))
-
-
-@final
-@dataclass(frozen=True)
-class EigenKronecker(Layered):
-    """G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer, Q and P the eigenvectors of the factors S and A of ``Kronecker``.
-
-    D = Σ_kn (Qᵀ R_kn P)² are the second moments of the per-example gradients R_kn = Σ_r g aᵀ in that basis (George et
-    al. 2018, (9)): the diagonal of G itself, in the basis where S ⊗ A is diagonal. So it is never further from G than
-    ``Kronecker`` is, in the Frobenius norm, and its trace is that of G, whatever the ``sharing`` of positions, which
-    here chooses the basis only. ``fallback``, ``strict`` and ``largest`` are those of ``Kronecker``.
-
-    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate_like``).
-
-    >>> import torch, natgrad as ng
-    >>> model = torch.nn.Linear(2, 2, bias=False)
-    >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-    >>> pb = ng.pullback(model, x, ng.Euclidean())
-    >>> EigenKronecker().estimate(pb).dense().diagonal()
-    tensor([0.5000, 2.0000, 0.5000, 2.0000])
-    """
-
-    def layer_elements(self, block: Block) -> int:
-        sides = self.shapes(block)
-        return block.size + sum(math.prod(shape) * (2 if len(shape) == 3 else 1) for shape in sides)
-
-    def product_cost(self, block: Block, *, exact: bool) -> Cost:
-        sides = SidesCost.of(block, self.shapes(block))
-        rotate = 2 * sides.rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
-        return Cost(
-            numbers=sides.numbers + sides.rotations + 2 * block.size,
-            invert=EIGENVECTORS * sides.cubes,
-            solve=2 * sides.solve,
-            position=sides.numbers + rotate,
-            factors={"S": sides.left, "A": sides.right, "D": block.shape},
-        )
-
-    def estimate(self, pullback: Pullback) -> EigenKroneckerOperator:
-        return self.estimate_like(pullback, None)
-
-    @without_autocast
-    def estimate_like(self, pullback: Pullback, like: Operator | None) -> EigenKroneckerOperator:
-        """In the basis of ``like`` where it is one of these layers: no eigenvectors, and one backward pass a root."""
-        parts, dtype = self.parts(pullback, like), pullback.y.dtype
-        basis = self._basis_of(like, parts.blocks)
-        if basis is None or pullback.coupling is not None:
-            found = second_moments(pullback, parts.seen, self.rule_of_sharing)
-            if basis is None:
-                own = Basis.of([s for s, _ in found], [a for _, a in found]).sides
-                sides = parts.everywhere(own, lambda block: (None, None))  # until it is renewed
-                basis = Basis(tuple(q for q, _ in sides), tuple(p for _, p in sides))
-            scales = rotated_squares(pullback, parts.seen, parts.of_seen(basis.sides))
-        else:
-            squares = RotatedSquares(parts.seen, parts.of_seen(basis.sides), dtype)
-            found = second_moments(pullback, parts.seen, self.rule_of_sharing, squares)
-            scales = squares.totals()
-        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
-        rest = None if not isinstance(like, EigenKroneckerOperator) else like.rest
-        return EigenKroneckerOperator(
-            Layout(pullback.model.like, dtype),
-            parts.blocks,
-            tuple(s for s, _ in factors),
-            tuple(a for _, a in factors),
-            basis,
-            tuple(parts.everywhere(scales, lambda block: _nothing(block, dtype))),
-            None if parts.others is None else self.fallback.estimate_like(parts.others, rest),
-            parts.unseen,
-        )
-
-    def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
-        parts, rest = self.restored(model, blocks, tensors)
-        dtype = dtype_of(parts, tensors, rest)
-        names = [block.names[0] for block in parts.seen]
-        found = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
-        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
-        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
-        d = tuple(parts.everywhere((tensors[f"{name}/D"] for name in names), lambda block: _nothing(block, dtype)))
-        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in parts.blocks) for side in "QP")
-        layout = Layout.of(model.params, dtype)
-        return EigenKroneckerOperator(layout, parts.blocks, left, right, Basis(q, p), d, rest, parts.unseen)
-
-    def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
-        """The basis of an operator over the same layers."""
-        if not isinstance(like, EigenKroneckerOperator):
-            return None
-        alike = [block.names for block in like.blocks] == [block.names for block in covered]
-        return like.basis if alike else None
-
-
-def _nothing(block: Block, dtype: torch.dtype) -> Tensor:
-    """D of a layer that a pass did not use."""
-    return torch.zeros(block.shape, dtype=dtype, device=block.device)

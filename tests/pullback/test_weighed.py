@@ -13,7 +13,7 @@ from natgrad.model import map_tensors
 from natgrad.output.metric import Coupling
 from natgrad.pullback.coupling import Weights
 from natgrad.pullback.moments import coupled_by
-from natgrad.structures.kronecker import Layered
+from natgrad.structures.layered import Layered
 from tests import zoo
 from tests.golden import tensor
 from tests.pulled import Rooted, close, covered, normal, pull

@@ -117,7 +117,7 @@ def test_kfac_covers_a_recurrence_whole_and_is_positive(kind: type[nn.RNNBase], 
     pb = pull(problem, ng.Fisher(ng.Categorical()))
     G = ng.Kronecker(sharing=sharing, strict=True).estimate(pb)
     assert covered(pb) == set(pb.model.params)
-    assert G.rest is None
+    assert G.fallback is None
     values = torch.linalg.eigvalsh(G.dense())
     assert float(values[0]) > -1e-12 * float(values[-1])
 

@@ -187,7 +187,7 @@ def test_a_factor_that_cannot_be_inverted_is_named_and_the_last_inverse_is_as_it
     last = operator.factored_inverse(0.1, {})
     before = {key: t.clone() for key, t in last.tensors().items()}
     spoiled = KroneckerOperator(
-        operator.layout, operator.blocks, (-operator.left[0], operator.left[1]), operator.right, operator.rest
+        operator.layout, operator.blocks, (-operator.left[0], operator.left[1]), operator.right, operator.fallback
     )
     with pytest.raises(FactorisationError, match=r"the factor S of 0\.weight \+ 0\.bias is not positive after damping"):
         spoiled.factored_inverse(0.1, last.tensors())

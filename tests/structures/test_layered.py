@@ -13,7 +13,7 @@ from natgrad.errors import IncompatibleError, MemoryBoundError, SingularMetricEr
 from natgrad.model import Inputs
 from natgrad.operators import EigenKroneckerOperator, KroneckerOperator, Operator
 from natgrad.structures import Structure
-from natgrad.structures.kronecker import Layered
+from natgrad.structures.layered import Layered
 from tests import oracle, zoo
 from tests.golden import golden
 from tests.pulled import Rooted, close, covered, normal, pull, random_roots
