@@ -31,12 +31,11 @@ from natgrad.accelerate.inverses import (
 from natgrad.errors import IncompatibleError, UncoveredError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import refuse_indefinite, refuse_singular
-from natgrad.model import Model
+from natgrad.model import Model, check_slots
 from natgrad.pullback.bare import SpreadRule, as_spread, parted
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing
-from natgrad.slots import check_slots
 from natgrad.structures.base import (
     FALLBACK,
     Cost,

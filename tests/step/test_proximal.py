@@ -141,7 +141,7 @@ def test_errors_of_the_proximal_steps() -> None:
     for form in (ng.proximal.point, ng.proximal.linearised, ng.proximal.quadratic):
         with pytest.raises(ValueError, match="strength λ of the proximity must be positive, got 0"):
             form(J, euclidean, w, 0.0)
-    with pytest.raises(NatgradError, match="inner solver stopped after 1 steps"):
+    with pytest.raises(NatgradError, match="inner solver stopped after at most 1 steps"):
         ng.proximal.point(lambda u: u["w"].pow(4).sum(), euclidean, w, 1e-6, max_steps=1)
     with pytest.raises(IncompatibleError, match="Pinv does not work with HessianOperator"):
         ng.Pinv().init(HessianOperator.at(J, w))
