@@ -125,7 +125,7 @@ def test_one_hot_inputs_are_never_formed_and_keep_a_diagonal() -> None:
     x = torch.nn.functional.one_hot(index, 6).double().unsqueeze(2) * valid[..., None, None]
     close(features.dense(), x)
     close(features.moment().total, x.square().sum((0, 1)))
-    assert float(features.moment().count) == float(valid.sum())  # type: ignore[arg-type]
+    assert float(features.moment().count) == float(valid.sum())
     close(torch.as_tensor(features.count(WEIGHTS)), (WEIGHTS @ valid.sum(1)).view(1))
     close(features.reduced("mean").dense(), x.mean(1, keepdim=True))
     close(features.mixed(MIX).dense(), torch.einsum("nm,nrci->mrci", MIX, x))
