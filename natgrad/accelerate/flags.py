@@ -11,6 +11,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.fused import largest, nonfinite
 from natgrad.errors import NonFiniteError
 
@@ -55,7 +56,7 @@ class Flag:
     def check(self, tensors: Mapping[str, Tensor], what: str, step: int) -> None:
         """Raise (CPU), or set the flag and send it to the host (GPU), if a tensor is not finite."""
         values = list(tensors.values())
-        if values[0].is_cuda:
+        if is_asynchronous(values[0].device):
             self.look(tensors)
             self.send(what, step)
             return
