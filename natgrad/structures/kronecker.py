@@ -18,7 +18,7 @@ from typing import ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.averages import MovingAverages, lay_out
+from natgrad.accelerate.averages import PendingAverages, lay_out
 from natgrad.accelerate.inverses import (
     BatchedInverse,
     Inversion,
@@ -33,6 +33,7 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.replay import Scalar
+from natgrad.errors import NonFiniteError
 from natgrad.linalg import refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.layer import Block
@@ -152,7 +153,7 @@ class FactorAverage(FactorSink):
     def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Scalar) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
-        self._averages = MovingAverages((*average.left, *average.right))
+        self._averages = PendingAverages((*average.left, *average.right))
 
     @property
     def weight(self) -> float:
@@ -167,16 +168,20 @@ class FactorAverage(FactorSink):
 
     def put(self, b: int, side: Side, moment: Moment) -> None:
         number = self.numbers[b]
-        masked = isinstance(moment.count, Tensor)
-        total, count = (moment.mean(), 1) if masked else (moment.total, moment.count)
-        assert not isinstance(count, Tensor)
-        self._averages.add(
-            (self.average.left if side == "S" else self.average.right)[number],
-            total,
-            count=count,
-            weight=self._weight if self.average.saw(number) else 1.0,
-            title=self.average.blocks[number].title,
-        )
+        factor = (self.average.left if side == "S" else self.average.right)[number]
+        weight = self._weight if self.average.saw(number) else 1.0
+        if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
+            moment = Moment(moment.mean(), 1) if isinstance(moment.count, Tensor) else moment
+            assert isinstance(moment.count, int)
+            self._averages.add(factor, moment.total, count=moment.count, weight=weight)
+            return
+        if not moment.is_finite():
+            title = self.average.blocks[number].title
+            raise NonFiniteError(
+                f"the estimate of the metric of {title} holds NaN or infinity, and was not averaged: clean the batch, "
+                "or lower the learning rate"
+            )
+        moment.average_into(factor, float(weight))
 
     def flush(self) -> None:
         self._averages.flush()
