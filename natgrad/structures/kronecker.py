@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.averages import PendingAverages, lay_out
+from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.inverses import (
     BatchedInverse,
     Inversion,
