@@ -359,3 +359,18 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for m, mode in modes.items():
             m.training = mode
+
+
+def check_slots(**slots: tuple[Any, type]) -> None:
+    """Refuse what does not belong into a slot: a class instead of an instance, a name, two slots swapped.
+
+    ``slots``: by the name of the argument, its value and the type it must have.
+    """
+    for slot, (value, kind) in slots.items():
+        if isinstance(value, kind):
+            continue
+        got = f"the class {value.__name__}: write {value.__name__}(…)" if isinstance(value, type) else repr(value)
+        hint = getattr(value, "as_metric", None)  # a family knows the metric that it was meant to be
+        if slot == "metric" and hint is not None:
+            got += f", {hint}"
+        raise TypeError(f"{slot} must be a natgrad {kind.__name__}, got {got}")

@@ -1,8 +1,7 @@
-"""Moving averages of Kronecker factors, in place: at once on a processor, many in few launches on a GPU."""
+"""Moving averages of Kronecker factors on a GPU: in place, and many in few launches."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -13,24 +12,26 @@ from torch import Tensor
 from natgrad.accelerate import fused
 from natgrad.accelerate.moments import aligned_size
 from natgrad.accelerate.replay import Scalar
-from natgrad.errors import NonFiniteError
 
 _WAITING = 2**22  # bytes that wait to be averaged together on a GPU, at least: a launch of few takes as long as of many
 _PART = 8  # or this part of all factors
 _LARGE = 2**20  # numbers, from which only the diagonal is checked for NaN and infinity
 _LAUNCH = 320 * 2**16  # numbers that torch's fused kernels take in one launch
+_LINE = 16  # numbers of a cache line
+_NARROW = 128  # columns, up to which it does not matter where rows begin
+_PAGE = 4096  # bytes
 _VECTOR = 4  # numbers that they read at once, where a tensor starts at such a multiple
 
 
 @final
-class MovingAverages:
+class PendingAverages:
     """Ā ← (1 − w) Ā + w total/count of factors that arrive one by one (Martens and Grosse 2015, section 5).
 
-    A total that is not finite raises on a processor. On a GPU, where nobody looks, it leaves the averages alone.
+    They wait for others, and all leave their averages alone where one is not finite.
 
     >>> average = torch.ones(1, 1, 1)
-    >>> averages = MovingAverages([average])
-    >>> averages.add(average, torch.full((1, 1, 1), 6.0), count=2, weight=0.5, title="layer")
+    >>> averages = PendingAverages([average])
+    >>> averages.add(average, torch.full((1, 1, 1), 6.0), count=2, weight=0.5)
     >>> averages.flush()
     >>> average.item()
     2.0
@@ -41,24 +42,13 @@ class MovingAverages:
         self._waiting: list[Pending] = []
         self._bytes = 0
 
-    def add(self, factor: Tensor, total: Tensor, *, count: int, weight: Scalar, title: str) -> None:
-        """Average a factor [c d d], or a diagonal [c d]; on a GPU perhaps later."""
+    def add(self, factor: Tensor, total: Tensor, *, count: int, weight: Scalar) -> None:
+        """Average a factor [c d d], or a diagonal [c d], now or at the next ``flush``."""
         assert factor.shape == total.shape
-        count = max(count, 1)
-        if factor.device.type == "cuda":
-            self._waiting.append(Pending.of(factor, total, weight, count))
-            self._bytes += total.numel() * total.element_size()
-            if self._bytes > self._most:
-                self.flush()
-            return
-        # Second moments are finite where their diagonals are.
-        if not math.isfinite(float(_diagonal(total).sum())):
-            raise NonFiniteError(
-                f"the estimate of the metric of {title} holds NaN or infinity, and was not averaged: clean the batch, "
-                "or lower the learning rate"
-            )
-        weight = float(weight)
-        factor.mul_(1 - weight).add_(total, alpha=weight / count)
+        self._waiting.append(Pending.of(factor, total, weight, max(count, 1)))
+        self._bytes += total.numel() * total.element_size()
+        if self._bytes > self._most:
+            self.flush()
 
     def flush(self) -> None:
         """Average all that waits."""
@@ -68,15 +58,25 @@ class MovingAverages:
 
 
 def lay_out(factor: Tensor) -> Tensor:
-    """A factor in memory where new moments meet it without a copy: on a GPU with rows that start at whole vectors."""
-    if factor.device.type != "cuda" or factor.ndim != 3 or factor.shape[0] != 1:
+    """A factor with rows that start at whole vectors, as moments write them; itself where it is so.
+
+    On a processor rows are also not whole pages apart, where they would share the same few lines of a cache.
+    """
+    if factor.ndim != 3 or factor.shape[0] != 1:
         return factor.contiguous()
-    if not factor.is_contiguous():
+    if factor.device.type == "cuda" and not factor.is_contiguous():
         return factor if _padded(factor) else factor.contiguous()
-    c, d, _ = factor.shape
-    if d == aligned_size(d):
+    d = factor.shape[1]
+    width = aligned_size(d) if factor.device.type == "cuda" else _cache_line_size(d, factor.element_size())
+    if factor.stride()[1:] == (width, 1):
         return factor
-    return factor.new_zeros(c, d, aligned_size(d))[..., :d].copy_(factor)
+    return factor.new_zeros(1, d, width)[..., :d].copy_(factor)
+
+
+def _cache_line_size(d: int, size: int) -> int:
+    """The distance of the rows of a matrix with d columns, of numbers of ``size`` bytes, on a processor."""
+    width = -(-d // _LINE) * _LINE if d > _NARROW else d
+    return width + _LINE * (width * size % _PAGE == 0)
 
 
 @final

@@ -159,6 +159,28 @@ def second_moment(x: Tensor, ones: bool | Tensor = False) -> Tensor:
     return put_border(out, torch.einsum("n,...nri->i", u, wide), x.shape[-2] * u.square().sum())
 
 
+def accumulate_second_moment(out: Tensor, x: Tensor, ones: bool, *, keep: float, weight: float) -> None:
+    """out ← keep·out + weight·Σ x̄ x̄ᵀ, in place, for ``second_moment``: on a processor no product is formed beside it.
+
+    >>> average = torch.eye(2)
+    >>> accumulate_second_moment(average, torch.tensor([[[1.0], [3.0]]]), ones=True, keep=0.5, weight=0.25)
+    >>> average
+    tensor([[3., 1.],
+            [1., 1.]])
+    """
+    if x.device.type == "cuda" or x.dtype != out.dtype:
+        out.mul_(keep).add_(second_moment(x, ones), alpha=weight)
+        return
+    flat = rows(x)
+    m, i = flat.shape
+    _by_halves(flat, out[:i, :i], keep, weight)
+    if ones:
+        border = out[i]
+        border[:i].mul_(keep).add_(flat.sum(0), alpha=weight)
+        border[i:].mul_(keep).add_(weight * m)
+        out[:i, i] = border[:i]
+
+
 def symmetric_product(x: Tensor) -> Tensor:
     """xᵀx [*b d d] of x [*b m d]: both Kronecker factors are made of it.
 
@@ -183,21 +205,26 @@ def _symmetric_on_cpu(x: Tensor, out: Tensor) -> Tensor:
         square = x.mT @ x
         return torch.add(square, square.mT, out=out).mul_(0.5)  # see ``_symmetrised``
     for one, into in zip(x.reshape(-1, m, d), out.unsqueeze(0).flatten(0, -3), strict=True):
-        _by_halves(one, into)
+        _by_halves(one, into, 0.0, 1.0, exact=True)
     return out
 
 
-def _by_halves(x: Tensor, out: Tensor) -> None:
-    """xᵀx of x [m d]: the two squares on the diagonal, and one of the two rectangles."""
+def _by_halves(x: Tensor, out: Tensor, keep: float, weight: float, *, exact: bool = False) -> None:
+    """out ← keep·out + weight·xᵀx for x [m d]: the two squares on the diagonal, and one of the two rectangles.
+
+    Symmetric up to rounding, or to the last bit where it is ``exact``.
+    """
     d = x.shape[1]
     if d <= _LEAF:
-        out.copy_(_symmetrised(x.T @ x))
+        out.addmm_(x.T, x, beta=keep, alpha=weight)
+        if exact:
+            out.copy_(_symmetrised(out))
         return
     half = -(-d // 32) * 16
     left, right = x[:, :half], x[:, half:]
-    _by_halves(left, out[:half, :half])
-    _by_halves(right, out[half:, half:])
-    torch.mm(left.T, right, out=out[:half, half:])
+    _by_halves(left, out[:half, :half], keep, weight, exact=exact)
+    _by_halves(right, out[half:, half:], keep, weight, exact=exact)
+    out[:half, half:].addmm_(left.T, right, beta=keep, alpha=weight)
     out[half:, :half] = out[:half, half:].T
 
 

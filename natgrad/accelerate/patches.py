@@ -314,7 +314,7 @@ def _moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
         return image_moment(x, groups)
     if not _correlates(x, axes, groups):
         return moment_by_patches(x, axes, groups)
-    return moment_by_correlation(x, axes, groups)
+    return moment_by_rows(x, axes) if _stacks(x, axes, groups) else moment_by_correlation(x, axes, groups)
 
 
 def _correlates(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
@@ -325,6 +325,12 @@ def _correlates(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
     i = x.shape[1] // groups * prod(axis.kernel for axis in axes)
     work = x.shape[0] * positions(x, axes) * groups * i**2
     return work > (1 + borders) * (2**24 if x.device.type == "cpu" else 2**31)
+
+
+def _stacks(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
+    """Whether all rows are few enough to be channels: then fewer and larger products make up for needless ones."""
+    few = x.shape[1] * x.shape[2] <= 28 * axes[-1].kernel
+    return few and groups == 1 and len(axes) > 1 and x.device.type == "cpu"
 
 
 def _convolves(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
@@ -373,6 +379,26 @@ def _product_of_patches(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
         return A.permute(1, 0, 3, 2).reshape(1, ch * kernel, ch * kernel)
     order = (1, 2, *range(3 + d, 3 + 2 * d), 0, *range(3, 3 + d))  # [c ch *kernel n *out]
     return symmetric_product(w.permute(order).reshape(groups, ch * kernel, -1).mT)
+
+
+def moment_by_rows(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """A [1 i i] from the moment G of all rows h as channels: A[u, v] = Σ_r G[r + u, r + v] along the first axis.
+
+    Of two axes or more; strides are 1 but along the first. G is a product of strips: there are many channels, and a
+    border is one small product. This halves the time of LeNet's first layer.
+    """
+    first, *rest = axes
+    kernel, size = prod(axis.kernel for axis in rest), x.shape[2]
+    read = first.stride * torch.arange(first.outputs(size)) - first.before
+    read = read[:, None] + first.dilation * torch.arange(first.kernel)  # [r u], the row at this place of the kernel
+    hit = (read[..., None] == torch.arange(size)).to(x)  # [r u h]
+    pairs = torch.einsum("ruh,rvg->hguv", hit, hit).flatten(2).flatten(0, 1)
+    side = (x.shape[1], size, kernel)
+    G = strip_product(x.flatten(1, 2), rest).reshape(*side, *side).movedim((1, 4), (-2, -1))
+    A = (G.flatten(-2) @ pairs).unflatten(-1, (first.kernel, first.kernel)).movedim((-2, -1), (1, 4))
+    i = side[0] * first.kernel * kernel
+    A = A.reshape(1, i, i)
+    return (A + A.mT) / 2
 
 
 def moment_by_correlation(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.geometry import unflatten
-from natgrad.model import Inputs, Model, map_tensors
+from natgrad.model import Inputs, Model, check_slots, map_tensors
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import Pullback, pullback, root_at
-from natgrad.slots import check_slots
 
 _log = logging.getLogger("natgrad")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector
 from natgrad.isolation import random_stream
-from natgrad.model import Inputs, Model, unwrapped
+from natgrad.model import Inputs, Model, check_slots, unwrapped
 from natgrad.optim.checkpoint import Solved, check_plain, export, restore
 from natgrad.optim.distributed import world_of
 from natgrad.optim.graphed import Graphed
@@ -23,7 +23,6 @@ from natgrad.optim.update import Moves, check_numbers, common_damping, complete
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, View, layers_of
 from natgrad.rules.base import Rule
-from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Look, Proposal, Step, StepRule
 from natgrad.step.rules import Fixed

@@ -239,7 +239,7 @@ class LayerFactors:
         """S and, where it is late, A."""
         block = self.blocks[b]
         if not self.late(b):
-            sink.put(b, "S", Moment(self._outputs(block, g.of(tape, block)), self.n))
+            sink.put(b, "S", self._outputs(block, g.of(tape, block)).over(self.n))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if block.facets:
@@ -253,15 +253,14 @@ class LayerFactors:
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
         if self.relation is None:
-            return self._outputs(kind, g.of(tape, kind)), self._inputs(kind, tape)
+            return self._outputs(kind, g.of(tape, kind)).total, self._inputs(kind, tape)
         return self.relation.factors(tape.inputs(kind), g.of(tape, kind), kind, self.sharing)
 
     def _inputs(self, kind: Block, tape: Tape) -> Moment:
-        moment = self.sharing.input_moment(self.sharing.inputs(tape.inputs(kind)), kind)
-        return Moment(moment.total.to(self.dtype), moment.count)
+        return self.sharing.input_moment(self.sharing.inputs(tape.inputs(kind)), kind).to(self.dtype)
 
-    def _outputs(self, kind: Block, g: Features) -> Tensor:
-        return self.sharing.output_moment(self.sharing.outputs(g), kind).total.to(self.dtype)
+    def _outputs(self, kind: Block, g: Features) -> Moment:
+        return self.sharing.output_moment(self.sharing.outputs(g), kind).to(self.dtype)
 
 
 @final

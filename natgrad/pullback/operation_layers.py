@@ -143,12 +143,12 @@ class Packing:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        c, o, i = (prod(size for size, own in zip(self.fine, self.roles, strict=True) if own == r) for r in "coi")
+        c, o, i = (prod(size for size, entry in zip(self.fine, self.roles, strict=True) if entry == r) for r in "coi")
         return c, o, i
 
     @property
     def _order(self) -> list[int]:
-        return [at for r in "coi" for at, own in enumerate(self.roles) if own == r]
+        return [at for r in "coi" for at, entry in enumerate(self.roles) if entry == r]
 
     def swapped(self) -> Packing:
         """The transpose, W [c i o]."""
@@ -187,14 +187,14 @@ Indices: TypeAlias = dict[str, Tensor]  # by role, the indices [size ndim] in th
 
 def indices_of(operand: Operand, roles: Sequence[str], groups: int, p: Tensor) -> Indices | None:
     """Where c, o and i of an operation lie in a parameter; None if the operand is no view of it, or repeats numbers."""
-    places = operand.places(p)
-    if places is None or len(roles) != len(places[1]):
+    by_name = operand.locate(p)
+    if by_name is None or len(roles) != len(by_name[1]):
         return None
-    first, axes = places
-    found: Indices = dict.fromkeys("coi", first[None])
+    first, axes = by_name
+    result: Indices = dict.fromkeys("coi", first[None])
 
     def along(role: str, axis: Tensor) -> None:
-        found[role] = (found[role][:, None] + (axis - first)[None]).flatten(0, 1)
+        result[role] = (result[role][:, None] + (axis - first)[None]).flatten(0, 1)
 
     for role, axis in zip(roles, axes, strict=True):
         if len(role) == 2:
@@ -205,9 +205,9 @@ def indices_of(operand: Operand, roles: Sequence[str], groups: int, p: Tensor) -
             along(role, axis)
         elif len(axis) > 1:
             return None
-    if any(len(torch.unique(own, dim=0)) < len(own) for own in found.values() if own.shape[1]):
+    if any(len(torch.unique(entry, dim=0)) < len(entry) for entry in result.values() if entry.shape[1]):
         return None
-    return found
+    return result
 
 
 def swapped(indices: Indices) -> Indices:
@@ -228,11 +228,11 @@ def packing_of(shape: torch.Size, uses: Sequence[Indices]) -> tuple[Packing, lis
             [{r for r in "coi" if bool(v[r][at])} for at in range(len(fine))] if (v := _varying(packing, use)) else []
         )
         for flip in (False, True):
-            own = [{"o": "i", "i": "o"}.get(r, r) if flip else r for r in (next(iter(v), "") for v in varying)]
+            entry = [{"o": "i", "i": "o"}.get(r, r) if flip else r for r in (next(iter(v), "") for v in varying)]
             if all(len(v) < 2 for v in varying) and all(
-                not r or known in (None, r) for r, known in zip(own, roles, strict=True)
+                not r or role_so_far in (None, r) for r, role_so_far in zip(entry, roles, strict=True)
             ):
-                roles = [r or known for r, known in zip(own, roles, strict=True)]
+                roles = [r or role_so_far for r, role_so_far in zip(entry, roles, strict=True)]
                 turned.append(flip)
                 break
         else:
@@ -244,21 +244,21 @@ def _varying(packing: Packing, use: Indices) -> dict[str, list[bool]]:
     """By role, whether every one of the axes that a parameter was split into varies along it."""
     out: dict[str, list[bool]] = {}
     for role, at in use.items():
-        found = []
+        result = []
         for axis, sizes in enumerate(packing.splits):
             rest = at[:, axis]
             digits = []
             for size in reversed(sizes):
                 digits.append(rest % size)
                 rest = rest // size
-            found += [bool((digit != digit[0]).any()) for digit in reversed(digits)]
-        out[role] = found
+            result += [bool((digit != digit[0]).any()) for digit in reversed(digits)]
+        out[role] = result
     return out
 
 
 def _split(axis: int, size: int, uses: Sequence[Indices]) -> tuple[int, ...] | None:
     """The sizes that an axis is split into, so that each has one role: (h, k) where one role counts in steps of k."""
-    found: set[tuple[int, ...]] = set()
+    result: set[tuple[int, ...]] = set()
     for use in uses:
         steps = {r: at[:, axis] - at[0, axis] for r, at in use.items() if bool((at[:, axis] != at[0, axis]).any())}
         if len(steps) < 2:
@@ -267,8 +267,8 @@ def _split(axis: int, size: int, uses: Sequence[Indices]) -> tuple[int, ...] | N
         k = int(small.max()) + 1
         if len(steps) > 2 or size % k or bool((large % k).any()):
             return None
-        found.add((size // k, k))
-    return (found.pop() if found else (size,)) if len(found) < 2 else None
+        result.add((size // k, k))
+    return (result.pop() if result else (size,)) if len(result) < 2 else None
 
 
 # The rules.
@@ -318,8 +318,8 @@ class Slice(Features):
         if self.valid is None and self.groups is None:
             return super().count(weights)
         valid = self.x.new_ones(n, r, c) if self.valid is None else self.valid
-        own = valid.sum((0, 1)) if weights is None else torch.einsum("n,nrc->c", weights, valid.to(weights))
-        return _into(own, self.groups, self.size[0], 0)
+        entry = valid.sum((0, 1)) if weights is None else torch.einsum("n,nrc->c", weights, valid.to(weights))
+        return _into(entry, self.groups, self.size[0], 0)
 
     def moment(self) -> Moment:
         c, d = self.size
@@ -433,17 +433,17 @@ class ProductRule(Rule):
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         c, o, _ = self.packing.shape
         weight = _weight(module)
-        parts = [self.packing.pack(t) if key == weight else t.reshape(c, o, 1) for key, t in block.items()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        pieces = [self.packing.pack(t) if key == weight else t.reshape(c, o, 1) for key, t in block.items()]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
         assert isinstance(module, ParameterGroup)
         out, start = {}, 0
         for key in keys:
             size = self.packing.shape[2] if key == _weight(module) else 1
-            part = packed[..., start : start + size]
+            piece = packed[..., start : start + size]
             like = (*packed.shape[:-3], *module.shapes[key])
-            out[key] = self.packing.unpack(part) if key == _weight(module) else part.reshape(like)
+            out[key] = self.packing.unpack(piece) if key == _weight(module) else piece.reshape(like)
             start += size
         return out
 
@@ -489,10 +489,10 @@ class Pulled:
         t = self._of_operand(single(self.operation.cotangents(g)))
         shape = self.operand.unexpanded
         t = t.reshape((*t.shape[:2], *shape))
-        places = self.operand.places(self.leaf)
-        if places is None:
+        by_name = self.operand.locate(self.leaf)
+        if by_name is None:
             return self._through(t)
-        first, axes = places
+        first, axes = by_name
         at = first
         for axis in axes:
             at = (at[..., None, :] + axis - first) if at.ndim > 1 else (at[None, :] + axis - first)
@@ -520,8 +520,8 @@ class Pulled:
         a, g = owners.rows(single(operation.inputs())), owners.rows(g, 1)
         letters = dict.fromkeys("".join(operation.roles))
         order = [*(letter for letter in "cio" if letter not in letters), *letters]
-        found: Tensor = torch.einsum(f"knrco,nrci->kn{''.join(order)}", g, a)
-        return found
+        result: Tensor = torch.einsum(f"knrco,nrci->kn{''.join(order)}", g, a)
+        return result
 
     def _through(self, t: Tensor) -> Tensor:
         """(∂u/∂θ)ᵀ t [k n p] for t [k n *u]; what was expanded is summed on its way."""
@@ -529,10 +529,10 @@ class Pulled:
         share = prod(u.unexpanded) / max(prod(u.shape), 1)
         t = (t * share).expand(k, n, *u.shape).flatten(0, 1)
         edge = u.edge
-        (found,) = _grads(edge, self.leaf, t.to(u.dtype))
-        if found is None:
+        (result,) = _grads(edge, self.leaf, t.to(u.dtype))
+        if result is None:
             return t.new_zeros(k, n, self.leaf.numel())
-        return found.reshape(k, n, -1).to(t.dtype)
+        return result.reshape(k, n, -1).to(t.dtype)
 
 
 def _grads(edge: GradientEdge, leaf: Tensor, t: Tensor) -> tuple[Tensor | None]:
@@ -540,8 +540,8 @@ def _grads(edge: GradientEdge, leaf: Tensor, t: Tensor) -> tuple[Tensor | None]:
         return torch.autograd.grad(edge, [leaf], t, retain_graph=True, allow_unused=True, is_grads_batched=batched)
 
     try:
-        found: tuple[Tensor | None] = grad(t, True)
-        return found
+        result: tuple[Tensor | None] = grad(t, True)
+        return result
     except RuntimeError:  # an operation without a batching rule
         each = [grad(one, False)[0] for one in t]
         return (None,) if each[0] is None else (torch.stack(each),)
@@ -611,10 +611,10 @@ def with_layers(blocks: Iterable[Block], layers: Iterable[Block]) -> list[Block]
         if len(left) == len(block.names):
             out.append(block)
         elif left:
-            places = block.named_places
-            own = tuple(places[name] for name in left)
-            size = sum(place.shape.numel() for place in own)
-            out.append(replace(block.without_rule(), names=tuple(left), places=own, shape=(1, size, 1)))
+            by_name = block.named_places
+            entry = tuple(by_name[name] for name in left)
+            size = sum(place.shape.numel() for place in entry)
+            out.append(replace(block.without_rule(), names=tuple(left), places=entry, shape=(1, size, 1)))
     return sorted(out, key=lambda block: min(place.start for place in block.places))
 
 
@@ -670,25 +670,25 @@ class OperationLayers:
     ) -> tuple[list[Block], Tape, dict[str, str]]:
         """The blocks and the tape with layers for the ``bare`` blocks, and why some parameters have none."""
         wanted = {name for block in bare for name in block.names}
-        places = {name: place for block in blocks for name, place in block.named_places.items()}
-        layers, uses, reasons = self.of(model, places, tape, wanted)
+        by_name = {name: place for block in blocks for name, place in block.named_places.items()}
+        layers, uses, reasons = self.of(model, by_name, tape, wanted)
         return with_layers(blocks, layers), replace(tape, uses=(*tape.uses, *uses)), reasons
 
-    def again(self, model: Model, layers: Sequence[Block], tape: Tape, part: tuple[int, int]) -> Tape:
+    def again(self, model: Model, layers: Sequence[Block], tape: Tape, piece: tuple[int, int]) -> Tape:
         """The tape of another part of the batch, with the uses of the same layers."""
         wanted = {name for block in layers for name in block.names}
-        places = {name: place for block in layers for name, place in block.named_places.items()}
-        blocks, uses, _ = self.of(model, places, tape, wanted)
+        by_name = {name: place for block in layers for name, place in block.named_places.items()}
+        blocks, uses, _ = self.of(model, by_name, tape, wanted)
         if len(blocks) < len(layers):
             names = ", ".join(block.title for block in layers if block not in blocks)
             raise BatchStatisticsError(
-                f"{names} is used in another way by the examples {part[0]} to {part[1]} than by others: the batch "
+                f"{names} is used in another way by the examples {piece[0]} to {piece[1]} than by others: the batch "
                 "cannot be processed in parts. Raise memory= so that it fits whole"
             )
         return replace(tape, uses=(*tape.uses, *uses))
 
     def of(
-        self, model: Model, places: Mapping[str, Place], tape: Tape, wanted: Collection[str]
+        self, model: Model, by_name: Mapping[str, Place], tape: Tape, wanted: Collection[str]
     ) -> tuple[list[Block], list[Use], dict[str, str]]:
         """Layers of the ``wanted`` parameters, the uses of them in this pass, and why others have none."""
         operations, leaves = list(tape.operations or ()), tape.leaves
@@ -700,25 +700,25 @@ class OperationLayers:
         owners = _owners(tape, operations)
         _merge_biases(operations, owners)
         uses = _by_parameter(operations, {name: leaves[name] for name in wanted})
-        for name, own in uses.items():
-            if any(owners[use.operation][0] is None for use in own):
+        for name, entry in uses.items():
+            if any(owners[use.operation][0] is None for use in entry):
                 reasons.setdefault(name, _MIXED)
         rest = [name for name in model.params if name in wanted and name in uses and name not in reasons]
-        self._decide(model, places, rest, uses, owners, leaves)
+        self._decide(model, by_name, rest, uses, owners, leaves)
         blocks = list(dict.fromkeys(self._blocks[name] for name in rest))
-        found: list[Use] = []
+        result: list[Use] = []
         for block in blocks:
             placed = _uses(block, uses, owners, leaves, tape.y.shape[0])
             if placed is None or any(name not in rest for name in block.names):
                 reasons |= dict.fromkeys(block.names, _OTHERWISE)
             else:
-                found += placed
-        return [block for block in blocks if not any(name in reasons for name in block.names)], found, reasons
+                result += placed
+        return [block for block in blocks if not any(name in reasons for name in block.names)], result, reasons
 
     def _decide(
         self,
         model: Model,
-        places: Mapping[str, Place],
+        by_name: Mapping[str, Place],
         names: Sequence[str],
         uses: Mapping[str, Sequence[_Used]],
         owners: Owned,
@@ -728,11 +728,11 @@ class OperationLayers:
         packings: dict[str, tuple[Packing, list[bool]]] = {}
         for name in new:
             whole = (use for use in uses[name] if not owners[use.operation][0].by_group)  # type: ignore[union-attr]
-            own = [use.indices for use in whole if use.indices is not None]
-            if len(own) == len(uses[name]):
-                found = packing_of(leaves[name].shape, own)
-                if found is not None:
-                    packings[name] = found
+            entry = [use.indices for use in whole if use.indices is not None]
+            if len(entry) == len(uses[name]):
+                result = packing_of(leaves[name].shape, entry)
+                if result is not None:
+                    packings[name] = result
         biases = _biases(new, packings, uses, leaves)
         device = model.example.device
         for name in new:
@@ -742,7 +742,7 @@ class OperationLayers:
             packing, turned = packings.get(name, (None, []))
             lookups = [use.operation.index is not None for use in uses[name]]
             kinds = dict.fromkeys(zip(turned, lookups, strict=True)) if packing is not None else ()
-            block = _block(members, packing, kinds, places, device)
+            block = _block(members, packing, kinds, by_name, device)
             self._blocks |= dict.fromkeys(members, block)
 
 
@@ -758,7 +758,7 @@ class _Used:
 
 def _by_parameter(operations: Sequence[Operation], leaves: Mapping[str, Tensor]) -> dict[str, list[_Used]]:
     names = {id(p): name for name, p in leaves.items()}
-    found: dict[str, list[_Used]] = {}
+    result: dict[str, list[_Used]] = {}
     for operation in operations:
         for operand in operation.operands:
             for at in operand.leaves():
@@ -768,8 +768,8 @@ def _by_parameter(operations: Sequence[Operation], leaves: Mapping[str, Tensor])
                 indices = None
                 if operand is operation.weight and not operation.entrywise:
                     indices = indices_of(operand, operation.roles, operation.groups, leaves[name])
-                found.setdefault(name, []).append(_Used(operation, operand, indices))
-    return found
+                result.setdefault(name, []).append(_Used(operation, operand, indices))
+    return result
 
 
 Owned: TypeAlias = dict[Operation, tuple["Owners | None", Tensor]]
@@ -787,11 +787,11 @@ def _owners(tape: Tape, operations: Sequence[Operation]) -> Owned:
     for operation, g in zip(operations, grads, strict=True):
         g = s.new_zeros(len(s), *operation.shape) if g is None else g
         rows, n = operation.cotangents(g), tape.y.shape[0]
-        found = owners_of(rows.flatten(2), n)
-        if found is None and rows.shape[2] > 1:
-            found = owners_of(rows.flatten(1, 2), n)
-            found = None if found is None else replace(found, by_group=True)
-        out[operation] = found, g
+        result = owners_of(rows.flatten(2), n)
+        if result is None and rows.shape[2] > 1:
+            result = owners_of(rows.flatten(1, 2), n)
+            result = None if result is None else replace(result, by_group=True)
+        out[operation] = result, g
     return out
 
 
@@ -818,17 +818,17 @@ def _biases(
 ) -> dict[str, str]:
     """The bias of every weight that has one bias, which is used nowhere else, in the order of the outputs."""
     by_use = {(use.operation, use.operand): name for name in names for use in uses[name]}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, (packing, turned) in packings.items():
         biases = {by_use.get((u.operation, u.operation.bias)) for u in uses[name] if u.operation.bias is not None}
         if len(biases) != 1 or any(turned):
             continue
         (bias,) = biases
-        if bias is None or bias == name or bias in found.values():
+        if bias is None or bias == name or bias in result.values():
             continue
         if _aligned_all(packing, uses[bias], uses[name], leaves[bias]):
-            found[name] = bias
-    return found
+            result[name] = bias
+    return result
 
 
 def _accompanies(biases: Sequence[_Used], weights: Sequence[_Used], block: Block, leaf: Tensor) -> bool:
@@ -848,39 +848,39 @@ def _aligned_all(packing: Packing, biases: Sequence[_Used], weights: Sequence[_U
 def _aligned(packing: Packing, use: _Used, biases: Sequence[_Used], leaf: Tensor) -> bool:
     """Whether the bias of a product is a view of a parameter [c o] at the groups and outputs of the product."""
     operation = use.operation
-    own = next((b for b in biases if b.operation is operation and b.operand is operation.bias), None)
-    if own is None or operation.scale != 1 or use.indices is None:
+    entry = next((b for b in biases if b.operation is operation and b.operand is operation.bias), None)
+    if entry is None or operation.scale != 1 or use.indices is None:
         return False
-    at = indices_of(own.operand, operation.bias_roles, operation.groups, leaf)
+    at = indices_of(entry.operand, operation.bias_roles, operation.groups, leaf)
     if at is None:
         return False
     c, o, _ = packing.shape
     shape = leaf.shape
     steps = torch.tensor([prod(shape[d + 1 :]) for d in range(len(shape))], dtype=torch.long)
     first = at["c"][0] if len(at["c"]) else at["o"][0]
-    places = ((at["c"][:, None] + at["o"][None] - first) * steps).sum(-1)
+    by_name = ((at["c"][:, None] + at["o"][None] - first) * steps).sum(-1)
     expected = packing.index("c", use.indices["c"])[:, None] * o + packing.index("o", use.indices["o"])[None]
-    return shape.numel() == c * o and torch.equal(places, expected)
+    return shape.numel() == c * o and torch.equal(by_name, expected)
 
 
 def _block(
     names: Sequence[str],
     packing: Packing | None,
     kinds: Iterable[tuple[bool, bool]],
-    places: Mapping[str, Place],
+    by_name: Mapping[str, Place],
     device: torch.device,
 ) -> Block:
     """A layer of these parameters: a weight, its bias; with facets where the weight is used in several ways.
 
     ``kinds``: whether it is transposed, and whether its inputs are one-hot.
     """
-    own = tuple(replace(places[name], key=name) for name in names)
-    ordered = tuple(sorted(names, key=lambda name: places[name].start))
-    shapes = {name: places[name].shape for name in names}
+    entry = tuple(replace(by_name[name], key=name) for name in names)
+    ordered = tuple(sorted(names, key=lambda name: by_name[name].start))
+    shapes = {name: by_name[name].shape for name in names}
 
     def block(rule: Rule) -> Block:
         module = ParameterGroup(shapes)
-        return Block(ordered, own, rule.shape(module, tuple(names)), device, rule, (module,))
+        return Block(ordered, entry, rule.shape(module, tuple(names)), device, rule, (module,))
 
     if packing is None:
         return block(EntriesRule())
@@ -888,7 +888,7 @@ def _block(
     blocks = [block(ProductRule(packing.swapped() if flip else packing, len(names) > 1, one)) for flip, one in ways]
     if len(blocks) == 1:
         return blocks[0]
-    facets = tuple(Facet(kind, way[0] != ways[0][0]) for kind, way in zip(blocks, ways, strict=True))
+    facets = tuple(Facet(kind, kind_of_use[0] != ways[0][0]) for kind, kind_of_use in zip(blocks, ways, strict=True))
     return replace(blocks[0], facets=facets)
 
 
@@ -905,14 +905,14 @@ def _saved(block: Block) -> dict[str, Any]:
 
 def loaded(model: Model, blocks: Iterable[Block], state: Iterable[Mapping[str, Any]]) -> list[Block]:
     """The layers of a checkpoint, for a model with these blocks."""
-    places = {name: place for block in blocks for name, place in block.named_places.items()}
+    by_name = {name: place for block in blocks for name, place in block.named_places.items()}
     out = []
     for saved in state:
         packing, kinds = None, []
         if "roles" in saved:
             packing = Packing(tuple(tuple(sizes) for sizes in saved["splits"]), saved["roles"])
             kinds = [(bool(flip), bool(one)) for flip, one in saved["kinds"]]
-        out.append(_block(saved["names"], packing, kinds, places, model.example.device))
+        out.append(_block(saved["names"], packing, kinds, by_name, model.example.device))
     return out
 
 
@@ -925,13 +925,13 @@ def _uses(
     if bias and not _accompanies(uses.get(bias[0], ()), uses[name], block, leaves[bias[0]]):
         return None
     for use in uses[name]:
-        own = owners[use.operation][0]
-        assert own is not None
+        entry = owners[use.operation][0]
+        assert entry is not None
         if isinstance(block.rule, EntriesRule):
-            rule: Rule = EntriesRule(Pulled(use.operation, own, use.operand, leaves[name]))
+            rule: Rule = EntriesRule(Pulled(use.operation, entry, use.operand, leaves[name]))
             out.append(_recorded(block.modules[0], rule, use.operation))
             continue
-        fitting = [(kind, placed) for kind in block.kinds if (placed := _placed(kind, use, own)) is not None]
+        fitting = [(kind, placed) for kind in block.kinds if (placed := _placed(kind, use, entry)) is not None]
         if not fitting:
             return None
         kind, placed = fitting[0]
@@ -952,10 +952,10 @@ def _placed(kind: Block, use: _Used, owners: Owners) -> Placed | None:
     if use.indices is None or owners.by_group or rule.lookup != (use.operation.index is not None):
         return None
     packing = rule.packing
-    at = {role: packing.index(role, own) for role, own in use.indices.items()}
-    for role, own in use.indices.items():  # along a role nothing else may vary
+    at = {role: packing.index(role, entry) for role, entry in use.indices.items()}
+    for role, entry in use.indices.items():  # along a role nothing else may vary
         for other in "coi".replace(role, ""):
-            where = packing.index(other, own)
+            where = packing.index(other, entry)
             if bool((where != where[0]).any()):
                 return None
     sizes = dict(zip("coi", packing.shape, strict=True))

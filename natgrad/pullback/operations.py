@@ -86,7 +86,7 @@ class Operand:
     def edge(self) -> GradientEdge:
         return get_gradient_edge(self.at) if isinstance(self.at, Tensor) else self.at
 
-    def places(self, p: Tensor) -> tuple[Tensor, list[Tensor]] | None:
+    def locate(self, p: Tensor) -> tuple[Tensor, list[Tensor]] | None:
         """Where in p its first number is, and, for every axis, all numbers along it: indices [ndim] and [size ndim].
 
         None if it is no view of p, nor a copy of one.
@@ -95,11 +95,11 @@ class Operand:
             return None
         start = torch.tensor(self._start)
         axes = [start + step * torch.arange(size) for size, step in zip(self.unexpanded, self._stride, strict=True)]
-        found = [self._index(axis, p) for axis in (start[None], *axes)]
-        first = found[0][0]
-        if not self._separate(p, first, found[1:]):
+        result = [self._index(axis, p) for axis in (start[None], *axes)]
+        first = result[0][0]
+        if not self._separate(p, first, result[1:]):
             return None
-        return first, found[1:]
+        return first, result[1:]
 
     def _index(self, at: Tensor, p: Tensor) -> Tensor:
         for copy in self._copies:
@@ -114,9 +114,9 @@ class Operand:
         expected = first + sum(
             (axis[i] - first for i, axis in zip(which, axes, strict=True)), torch.zeros(32, 1).long()
         )
-        found = self._index(at, p)
+        result = self._index(at, p)
         size = torch.tensor(p.shape)
-        return torch.equal(found, expected) and bool(((found >= 0) & (found < size)).all())
+        return torch.equal(result, expected) and bool(((result >= 0) & (result < size)).all())
 
     def leaves(self) -> set[int]:
         """The ids of the parameters that it depends on."""
@@ -126,12 +126,12 @@ class Operand:
 
 
 def _below(root: Any) -> Iterator[Any]:
-    seen, stack = {root}, [root]
+    visited, stack = {root}, [root]
     while stack:
         node = stack.pop()
         yield node
-        new = [child for child, _ in node.next_functions if child is not None and child not in seen]
-        seen.update(new)
+        new = [child for child, _ in node.next_functions if child is not None and child not in visited]
+        visited.update(new)
         stack += new
 
 
@@ -187,10 +187,10 @@ class Operation:
         if g.shape[0] == 1:
             return self.write(g[0]).unsqueeze(0)
         try:
-            found: Tensor = torch.func.vmap(self.write)(g)
+            result: Tensor = torch.func.vmap(self.write)(g)
         except RuntimeError:  # a view that vmap cannot follow
-            found = torch.stack([self.write(column) for column in g])
-        return found
+            result = torch.stack([self.write(column) for column in g])
+        return result
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -266,9 +266,9 @@ def _grouped(p: Find, x: Tensor, w: Tensor, offs: Any = None, *_: Any) -> Operat
         group = torch.bucketize(torch.arange(len(t), device=t.device, dtype=offs.dtype), offs, right=True)
         return (group[:, None] == torch.arange(len(offs), device=t.device)).to(t.dtype)[..., None] * t[:, None]
 
-    found = Operation("product", rows, lambda: rows(x), p(w), ("c", "i", "o"), data=x)
-    found.members = lambda: rows(x.new_ones(len(x), 1))[..., 0]
-    return found
+    result = Operation("product", rows, lambda: rows(x), p(w), ("c", "i", "o"), data=x)
+    result.members = lambda: rows(x.new_ones(len(x), 1))[..., 0]
+    return result
 
 
 def _entries(
@@ -281,8 +281,10 @@ def _entries(
 
     def rows(t: Tensor) -> Tensor:
         t = lay(t)
-        own = [t.ndim - len(sizes) + i for i, size in enumerate(sizes) if size != 1]
-        return t.permute([i for i in range(t.ndim) if i not in own] + own).reshape(-1, prod(sizes), 1)
+        axes_of_operand = [t.ndim - len(sizes) + i for i, size in enumerate(sizes) if size != 1]
+        return t.permute([i for i in range(t.ndim) if i not in axes_of_operand] + axes_of_operand).reshape(
+            -1, prod(sizes), 1
+        )
 
     a = None if read is None else (lambda: rows(read()))
     return Operation(name, rows, a, operand, entrywise=True, data=data if read is not None else None, scale=scale)
@@ -300,9 +302,9 @@ def _binary(p: Find, gain: bool, x: Any, y: Any, scale: float = 1) -> Operation 
 
     if gain:
         return _entries(p, lay, lambda: d, w, d, "gain")
-    found = _entries(p, lay, None, w, d, "offset", scale)
-    found.data = d  # whose memory may be that of a product
-    return found
+    result = _entries(p, lay, None, w, d, "offset", scale)
+    result.data = d  # whose memory may be that of a product
+    return result
 
 
 def _quotient(p: Find, x: Any, y: Any, rounding_mode: Any = None) -> Operation | None:
@@ -326,14 +328,14 @@ def _choice(p: Find, mask: Tensor, x: Tensor, y: Tensor) -> list[Operation]:
 
 def _joined(p: Find, tensors: Sequence[Tensor], dim: int = 0) -> list[Operation]:
     """cat: a class token, or learned positions, beside the data."""
-    found, start = [], 0
+    result, start = [], 0
     for t in tensors:
         size = t.shape[dim] if t.ndim else 1
         if p(t):
             cut = lambda g, start=start, size=size: g.narrow(dim, start, size)  # noqa: E731
-            found.append(_entries(p, cut, None, t, t, "offset"))
+            result.append(_entries(p, cut, None, t, t, "offset"))
         start += size
-    return found
+    return result
 
 
 def _patches(x: Tensor, kernel: Any, stride: Any, pad: Any, dilation: Any, groups: int) -> Tensor:
@@ -365,8 +367,8 @@ def _convolution(
             "product", whole, lambda: cut(x), p(w), roles if p(w) else (), p(b), bias_roles, groups=c, data=x
         )
     roles = ("ci", *["o"] * (w.ndim - 1))
-    found = [Operation("product", cut, lambda: whole(x), p(w), roles, groups=c, data=x)] if p(w) else []
-    return found + ([_entries(p, _last, None, b, x, "offset")] if p(b) else [])
+    result = [Operation("product", cut, lambda: whole(x), p(w), roles, groups=c, data=x)] if p(w) else []
+    return result + ([_entries(p, _last, None, b, x, "offset")] if p(b) else [])
 
 
 def _lookup(p: Find, w: Tensor, index: Tensor, padding: int = -1, scaled: bool = False, *_: Any) -> Operation | None:
@@ -379,9 +381,9 @@ def _lookup(p: Find, w: Tensor, index: Tensor, padding: int = -1, scaled: bool =
     def one_hot() -> Tensor:
         return (F.one_hot(at, size) * valid[:, None]).to(dtype)[:, None]
 
-    found = Operation("lookup", lambda g: g.reshape(-1, 1, d), one_hot, p(w), ("i", "o"))
-    found.index, found.valid = at, valid
-    return found
+    result = Operation("lookup", lambda g: g.reshape(-1, 1, d), one_hot, p(w), ("i", "o"))
+    result.index, result.valid = at, valid
+    return result
 
 
 def _indexed(p: Find, w: Tensor, at: Sequence[Tensor | None]) -> Operation | None:
@@ -392,8 +394,8 @@ def _indexed(p: Find, w: Tensor, at: Sequence[Tensor | None]) -> Operation | Non
 
 
 def _normalised(p: Find, lay: Map, read: Callable[[], Tensor], w: Any, b: Any, x: Tensor) -> list[Operation]:
-    found = [_entries(p, lay, read, w, x, "gain")] if p(w) else []
-    return found + ([_entries(p, lay, None, b, x, "offset")] if p(b) else [])
+    result = [_entries(p, lay, read, w, x, "gain")] if p(w) else []
+    return result + ([_entries(p, lay, None, b, x, "offset")] if p(b) else [])
 
 
 def _batch_norm(
@@ -474,7 +476,7 @@ class OperationRecorder(OperationMode):
         data = any(self._data.get(at) for _, at in given.values())
         uses = []
         if data and operands and name.rstrip("_") in FORMS and torch.is_grad_enabled():
-            uses = self._found(name, {id(t): Operand(t, self._copies) for t in operands}, args, kwargs)
+            uses = self._recognise(name, {id(t): Operand(t, self._copies) for t in operands}, args, kwargs)
         out = run(*args, **kwargs)
         outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
         for t in outs:
@@ -503,14 +505,16 @@ class OperationRecorder(OperationMode):
             copy = Copy(t.shape, t.stride(), int(t.storage_offset()), args[0].stride(), int(args[0].storage_offset()))
             self._copies[at] = source, (copy, *chain)
 
-    def _found(self, name: str, operands: dict[int, Operand], args: Any, kwargs: Any) -> list[Operation]:
+    def _recognise(self, name: str, operands: dict[int, Operand], args: Any, kwargs: Any) -> list[Operation]:
         if name == "mul_" and id(args[0]) not in operands:
             args = (args[0].clone(), *args[1:])  # about to be overwritten: autograd keeps a copy, too
         try:
-            found = FORMS[name.rstrip("_")](lambda t: operands.get(id(t)), *args, **kwargs)
+            result = FORMS[name.rstrip("_")](lambda t: operands.get(id(t)), *args, **kwargs)
         except Exception:  # arguments of another kind than the form knows: ``missed`` names the parameter
             return []
-        uses = [use for use in (found if isinstance(found, Sequence) else [found]) if use is not None and use.operands]
+        uses = [
+            use for use in (result if isinstance(result, Sequence) else [result]) if use is not None and use.operands
+        ]
         for use in uses:
             if use.name == "offset" and use.data is not None and use.weight is not None:
                 of, size = self._products.get(storage(use.data), (None, 0))
@@ -542,16 +546,16 @@ def missed(y: Tensor, uses: Iterable[Operation], params: Mapping[str, Tensor]) -
     """Parameters with a use that was not recorded, and the node of the graph that leads to it."""
     claimed = {(node, *tuple(operand.edge)[:2]) for use in uses for node, operand in use.claims}
     names = {id(p): name for name, p in params.items()}
-    found: dict[str, str] = {}
-    seen: set[Any] = set()
+    result: dict[str, str] = {}
+    visited: set[Any] = set()
     stack: list[tuple[Any, str]] = [(y.grad_fn, "the output")]
     while stack:
         node, above = stack.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
-            found[name] = above
+            result[name] = above
         stack += [(to, node.name()) for to, nr in node.next_functions if to and (node, to, nr) not in claimed]
-    return found
+    return result

@@ -63,17 +63,17 @@ def _adds(node: Any, at: int, u: torch.Size, n: int) -> bool:
     if name == "RepeatBackward0":
         axes = [axis for axis in axes if all(k == 1 for at, k in enumerate(node._saved_repeats) if at != axis)]
     plain = at == 0 or node._saved_alpha == 1 if name == "AddBackward0" else at == 0
-    known = name in ("AddBackward0", "SubBackward0", "ExpandBackward0", "RepeatBackward0")
-    return known and plain and len(u) <= len(z) and bool(axes)
+    spreads = name in ("AddBackward0", "SubBackward0", "ExpandBackward0", "RepeatBackward0")
+    return spreads and plain and len(u) <= len(z) and bool(axes)
 
 
 def _moved(use: Use, sums: Sequence[tuple[Any, torch.Size] | None]) -> list[Use]:
     """The use, once for every sum that it is a part of; as it was, if it is used otherwise."""
     out: list[Use] = []
-    for found in sums:
-        if found is None:
+    for addition in sums:
+        if addition is None:
             return [use]
-        node, u = found
+        node, u = addition
         z = torch.Size(node._input_metadata[0].shape)
         if not z[-1] == u[-1] == use.shape[-1]:
             return [use]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
-from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullback.batch_axis import Judgements, Verdicts, check_alike, check_outputs, check_unused
 from natgrad.pullback.chunks import (
@@ -41,7 +41,6 @@ from natgrad.pullback.rows import rows
 from natgrad.pullback.tape import Tape, record
 from natgrad.rules import RULES
 from natgrad.rules.base import Rule
-from natgrad.slots import check_slots
 
 # What a pullback is made of: a batch, what a pass over it has shown of the layers, and how it is gone through.
 

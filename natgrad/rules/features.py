@@ -20,7 +20,13 @@ from typing import Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.moments import entry_moments, second_moment, single, symmetric_product
+from natgrad.accelerate.moments import (
+    accumulate_second_moment,
+    entry_moments,
+    second_moment,
+    single,
+    symmetric_product,
+)
 from natgrad.accelerate.patches import Axis, convolve, patch_mean, patch_moment, patch_sum, patches, positions
 
 Ones: TypeAlias = bool | Tensor  # the homogeneous coordinate: none, 1 everywhere, or u_n after examples were combined
@@ -32,11 +38,21 @@ _GRADIENTS = 2**24  # numbers, of per-example gradients at a time
 class Moment:
     """Σ x xᵀ [c d d], or its diagonal [c d], and how many positions were summed (a tensor [c] where some are masked).
 
-    The total may be shared: do not write into it.
+    The sum over ``rows`` is formed when ``total`` is asked for: a moving average takes it without. The total may be
+    shared: do not write into it.
     """
 
-    total: Tensor
+    formed: Tensor | None
     count: int | Tensor
+    rows: Rows | None = None
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Σ x xᵀ."""
+        if self.formed is not None:
+            return self.formed
+        assert self.rows is not None
+        return second_moment(self.rows.x, self.rows.ones).unsqueeze(0)
 
     def mean(self) -> Tensor:
         """total/count; a group without any position has total zero, and keeps it."""
@@ -44,6 +60,35 @@ class Moment:
         if isinstance(count, Tensor):
             count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
         return total / count
+
+    def over(self, count: int) -> Moment:
+        """The same sum, to be divided by another count."""
+        return replace(self, count=count)
+
+    def to(self, dtype: torch.dtype) -> Moment:
+        """In this precision."""
+        if self.rows is not None and self.rows.x.dtype == dtype:
+            return self
+        return Moment(self.total.to(dtype), self.count)
+
+    def is_finite(self) -> bool:
+        """Whether the sum holds neither NaN nor infinity: its diagonal tells. A GPU has to be waited for."""
+        if self.rows is not None:  # no entry of the sum is above Σ ‖x‖², by Cauchy and Schwarz
+            return float(torch.linalg.vector_norm(self.rows.x)) ** 2 < torch.finfo(self.rows.x.dtype).max
+        diagonal = self.total.diagonal(dim1=-2, dim2=-1) if self.total.ndim == 3 else self.total
+        return math.isfinite(float(diagonal.sum()))
+
+    def average_into(self, average: Tensor, weight: float) -> None:
+        """Ā ← (1 − w) Ā + w total/count, in place."""
+        if isinstance(self.count, Tensor):
+            average.lerp_(self.mean(), weight)
+            return
+        weighted = weight / max(self.count, 1)
+        if self.rows is not None and isinstance(self.rows.ones, bool) and average.ndim == 3:
+            x, ones = self.rows.x, self.rows.ones
+            accumulate_second_moment(average[0], x, ones, keep=1 - weight, weight=weighted)
+        else:
+            average.mul_(1 - weight).add_(self.total, alpha=weighted)
 
 
 class Features(ABC):
@@ -119,8 +164,9 @@ class Features(ABC):
 class DenseFeatures(Features):
     """x [*k n r c d] as a tensor; ``valid`` [n r c] is zero at masked positions, where x is zero too.
 
-    >>> DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
-    Moment(total=tensor([[[5.]]]), count=2)
+    >>> moment = DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
+    >>> moment.total, moment.count
+    (tensor([[[5.]]]), 2)
     """
 
     x: Tensor
@@ -174,7 +220,7 @@ class Rows(Features):
         return _with_ones(self.x.unsqueeze(-2), self.ones, -4)
 
     def moment(self) -> Moment:
-        return Moment(second_moment(self.x, self.ones).unsqueeze(0), self.count())
+        return Moment(None, self.count(), self)
 
     def project(self, w: Tensor) -> Tensor:
         d = self.x.shape[-1]
@@ -304,8 +350,8 @@ class OneHot(Features):
 
     ``masked``: positions whose value is zero do not count.
 
-    >>> OneHot(torch.tensor([[0, 2, 2]]), size=3, values=torch.ones(1, 3)).moment()
-    Moment(total=tensor([[1., 0., 2.]]), count=3)
+    >>> OneHot(torch.tensor([[0, 2, 2]]), size=3, values=torch.ones(1, 3)).moment().total
+    tensor([[1., 0., 2.]])
     """
 
     index: Tensor

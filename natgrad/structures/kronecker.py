@@ -18,7 +18,7 @@ from typing import ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.averages import MovingAverages, lay_out
+from natgrad.accelerate.averages import PendingAverages, lay_out
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.inverses import (
     BatchedInverse,
@@ -34,6 +34,7 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.replay import Scalar
+from natgrad.errors import NonFiniteError
 from natgrad.linalg import refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.layer import Block
@@ -156,7 +157,7 @@ class FactorAverage(FactorSink):
     def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Scalar) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
-        self._averages = MovingAverages((*average.left, *average.right))
+        self._averages = PendingAverages((*average.left, *average.right))
 
     @property
     def weight(self) -> float:
@@ -171,16 +172,20 @@ class FactorAverage(FactorSink):
 
     def put(self, b: int, side: Side, moment: Moment) -> None:
         number = self.numbers[b]
-        masked = isinstance(moment.count, Tensor)
-        total, count = (moment.mean(), 1) if masked else (moment.total, moment.count)
-        assert not isinstance(count, Tensor)
-        self._averages.add(
-            (self.average.left if side == "S" else self.average.right)[number],
-            total,
-            count=count,
-            weight=self._weight if self.average.saw(number) else 1.0,
-            title=self.average.blocks[number].title,
-        )
+        factor = (self.average.left if side == "S" else self.average.right)[number]
+        weight = self._weight if self.average.saw(number) else 1.0
+        if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
+            moment = Moment(moment.mean(), 1) if isinstance(moment.count, Tensor) else moment
+            assert isinstance(moment.count, int)
+            self._averages.add(factor, moment.total, count=moment.count, weight=weight)
+            return
+        if not moment.is_finite():
+            title = self.average.blocks[number].title
+            raise NonFiniteError(
+                f"the estimate of the metric of {title} holds NaN or infinity, and was not averaged: clean the batch, "
+                "or lower the learning rate"
+            )
+        moment.average_into(factor, float(weight))
 
     def flush(self) -> None:
         self._averages.flush()
@@ -361,7 +366,7 @@ class ProductInverse(LayerInverse):
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy S⁻¹ and A⁻¹ of every layer."""
-        for key, t in self._layers().items():
+        for key, t in self._inverses().items():
             t.copy_(tensors[key])
 
     def compute_(self, G: KroneckerOperator, damping: float, *, warm: bool = False) -> None:
@@ -379,7 +384,7 @@ class ProductInverse(LayerInverse):
     def _jobs(self, factors: Sequence[SymFactor], damping: Scalar) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
-        out, jobs = self._layers(), list[Inversion]()
+        out, jobs = self._inverses(), list[Inversion]()
         for batch in self.batches:
             s, a = [left[b] for b in batch], [right[b] for b in batch]
             c, π = s[0].shape[0], balance(a, s)
@@ -416,16 +421,16 @@ class ProductInverse(LayerInverse):
         return two_sided(left, w, right, w if overwrite else None)
 
     def by_columns(self, batch: int) -> bool:
-        return self.dense[self.batches[batch][0]] == (True, True) and is_asynchronous(self.stacks[0][0].device)
+        return self.dense[self.batches[batch][0]] == (True, True)
 
     def apply_columns(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
         left, right = self.stacks[batch]
         return two_sided_columns(left, columns, right)
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.fallback_inverse_tensors() | self._layers()
+        return self.fallback_inverse_tensors() | self._inverses()
 
-    def _layers(self) -> dict[str, Tensor]:
+    def _inverses(self) -> dict[str, Tensor]:
         """Views of S⁻¹ and A⁻¹ of every layer, without the padding."""
         out: dict[str, Tensor] = {}
         for batch, stacks in zip(self.batches, self.stacks, strict=True):

@@ -164,7 +164,7 @@ def test_microbatches_are_coupled_each_by_itself(name: str) -> None:
 # Where it is not
 
 
-def test_one_step_is_that_of_the_factors_of_errata_8() -> None:
+def test_one_step_is_that_of_factors_whose_scale_is_matched_by_traces() -> None:
     """(S + λ^½/π)⁻¹ ∇ (A + π λ^½)⁻¹, with A = Σ C a aᵀ/N, S = κ Σ C g gᵀ/N from the definitions, for one layer."""
     x, t, λ = normal(6, 3), normal(6, 2, seed=1), 0.1
     layer = seeded(lambda: nn.Linear(3, 2).double())

@@ -234,7 +234,7 @@ def test_layers_are_packed_by_what_they_compute_and_rows_are_those_of_the_exampl
     close(rows(pb), R)
     G = torch.einsum("knp,knq->pq", R, R)
     for structure in (ng.Dense(), ng.Kernel()):
-        close(structure.estimate(pb).dense(), G)  # type: ignore[attr-defined]
+        close(structure.estimate(pb).dense(), G)
     close(ng.Diagonal().estimate(pb).diagonal(), G.diagonal())
     ng.Kronecker(strict=True).estimate(pb)
     ng.EigenKronecker(strict=True).estimate(pb)

@@ -17,6 +17,7 @@ from natgrad.accelerate.patches import (
     autocorrelation_by_shifts,
     moment_by_correlation,
     moment_by_patches,
+    moment_by_rows,
     patch_mean,
     patch_moment,
     patch_sum,
@@ -112,6 +113,8 @@ def test_moments_of_patches_are_those_of_the_patches_written_out(
         assert positions(x, axes) == a.shape[1]
         assert torch.equal(moment, moment.mT)
         near(moment_by_patches(x, axes, groups), products, x)
+        if groups == 1 and len(axes) > 1 and all(axis.stride == 1 for axis in axes[1:]):
+            near(moment_by_rows(x, axes), products, x)
         if all(axis.stride == 1 for axis in axes):
             A = moment_by_correlation(x, axes, groups)
             near(A, products, x)
@@ -138,9 +141,14 @@ def test_autocorrelations_are_sums_over_all_positions(
         near(way(x, axes, groups), torch.stack(expected, -1), x)
 
 
+def _by_rows(x: Tensor, axes: tuple[Axis, ...], groups: int) -> Tensor:
+    """Every group by itself."""
+    return torch.cat([moment_by_rows(part, axes) for part in x.chunk(groups, 1)])
+
+
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("way", [moment_by_patches, moment_by_correlation, patch_moment])
+@pytest.mark.parametrize("way", [moment_by_patches, _by_rows, moment_by_correlation, patch_moment])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_moments_do_not_depend_on_how_the_input_lies_in_memory(
     way: Callable[[Tensor, tuple[Axis, ...], int], Tensor], groups: int, n: int, dtype: torch.dtype

@@ -1,5 +1,6 @@
 """Weight and bias as layers of their own: ``bias="separate"``."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ class Functional(nn.Module):
         return self.head(torch.tanh(F.linear(x, self.w, self.b)))
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: zoo.mlp(3, 4, 2),
     "norms": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
     "functional": Functional,
