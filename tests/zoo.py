@@ -169,7 +169,7 @@ class Opaque(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return g[0] @ weight, g[0].flatten(0, -2).T @ x.flatten(0, -2)
+        return g[0] @ weight, g[0].reshape(-1, g[0].shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 
 def opaque(x: Tensor, weight: Tensor) -> Tensor:

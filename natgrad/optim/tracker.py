@@ -395,7 +395,7 @@ class MetricTracker:
             if nested(self.module):
                 self._inner += 1
                 return
-            self._end().uses = []  # a pass that was interrupted
+            self._end().forget()  # a pass that was interrupted
         if is_ours() or not torch.is_grad_enabled():
             return
         refuse_strangers(self.world)
@@ -411,7 +411,7 @@ class MetricTracker:
             self.model.check_separable()
         eagerly = compiled or self.watched is not self.module or self._parameters.compiled()
         self._recorder = self._recorders[eagerly]
-        self._recorder.start(Arguments(args, kwargs) if self.view.operations else None)
+        self._recorder.start(Arguments(args, kwargs), operations=self.view.operations)
         if eagerly or not self.structure.one_pass:
             self._stream = random_stream(self.model.example.device)
         if eagerly:
@@ -446,7 +446,7 @@ class MetricTracker:
                 refuse_chance()
             tape = recorder.tape(self.model.outputs(raw))
         finally:
-            recorder.uses = []  # they hold the graph
+            recorder.forget()
         with self._numbered():  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
             try:
@@ -458,7 +458,7 @@ class MetricTracker:
     def _again(self, batch: Batch) -> Pullback:
         """The pullback at a batch, in another pass, whose operations are recorded; the random stream is put back."""
         recorder, stream = self._recorders[True], random_stream(self.model.example.device)
-        recorder.start(batch.x)
+        recorder.start(batch.x, operations=True)
         try:
             with torch.enable_grad(), ours(), untouched(self.module), eager(self.module):
                 raw = self.module(*batch.x.args, **batch.x.kwargs)

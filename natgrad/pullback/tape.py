@@ -204,8 +204,8 @@ class Recorder:
         self._operations: OperationRecorder | None = None
         self._stopped = True
 
-    def start(self, x: Inputs = None) -> None:
-        """A pass begins. ``x``: its inputs, if the operations that it makes are to be recorded."""
+    def start(self, x: Inputs = None, *, operations: bool = False) -> None:
+        """A pass begins on inputs x; ``operations``: those that it makes are recorded, too."""
         module = self._model.module
         self.uses, self.statistics, self.bytes, self._stopped = [], Statistics(), 0, False
         if module is not None:
@@ -219,7 +219,7 @@ class Recorder:
             leaves = (m for m in module.modules() if next(m.children(), None) is None)
             self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
         self._operations = None
-        if x is not None:
+        if operations:
             self._operations = OperationRecorder(tensors_of(x))
             self._operations.enter()
 
@@ -231,6 +231,10 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def forget(self) -> None:
+        """What was recorded, which holds the graph."""
+        self.uses, self._operations = [], None
 
     def tape(self, y: Tensor) -> Tape:
         """What was recorded, with the outputs of the pass. It is not held here any longer."""
@@ -292,7 +296,7 @@ def record(
     leaves: dict[str, Tensor] = model.params
     if operations and model.module is None:
         leaves = {name: p.detach().requires_grad_() for name, p in model.params.items()}
-    recorder.start(x if operations else None)
+    recorder.start(x, operations=operations)
     try:
         with torch.enable_grad():
             y = model(leaves if model.module is None else None, x)
