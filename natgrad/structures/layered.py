@@ -587,53 +587,90 @@ class LayerInverse(Inverse):
         return Subset.of(self.layout, [] if self.fallback is None else list(self.fallback.layout.like))
 
     def solve(self, ω: Tensor) -> Tensor:
-        v, borrowed = torch.empty_like(ω), {ω.untyped_storage().data_ptr()}
+        v, graph = torch.empty_like(ω), torch.is_grad_enabled() and ω.requires_grad
         for k, batch in enumerate(self.batches):
             packed = stacked([self.blocks[b].pack(ω) for b in batch])
-            for block, w in self._solved(k, packed, borrowed):
+            borrowed = packed.untyped_storage().data_ptr() == ω.untyped_storage().data_ptr()
+            for block, w in self._layers(k, self.apply(k, packed, not graph and not borrowed)):
                 block.unpack(w, v)
         if self.fallback is not None:
             self.uncovered.put(self.fallback.solve(self.uncovered.take(ω)), v)
         return v
 
     def sharp(self, ω: Covector) -> Vector:
-        """As ``solve``, without flattening: fewer launches and copies."""
-        borrowed, like = {t.untyped_storage().data_ptr() for t in ω.values()}, self.layout.like
-        out: dict[str, Tensor] = {}
-        for k, batch in enumerate(self.batches):
-            columns = self._columns(k, ω)
-            if columns is not None:
-                out.update((name, _like(t.view(like[name].shape), like[name])) for name, t in columns.items())
-                continue
-            packed = stacked([self.blocks[b].packed(ω).to(self.layout.dtype) for b in batch])
-            for block, w in self._solved(k, packed, borrowed):
-                out.update((name, _like(t, like[name])) for name, t in block.unpacked(w).items())
-        if self.fallback is not None:
-            below = self.fallback.sharp(Covector(self.uncovered.named(ω)))
-            out.update((name, _like(t, like[name])) for name, t in below.items())
-        return Vector({name: out[name] for name in like})
+        return self._sharp(ω, None)
 
-    def _solved(self, k: int, w: Tensor, borrowed: set[int]) -> Iterator[tuple[Block, Tensor]]:
-        """The layers of a batch and their solutions; w is overwritten where its memory is not ``borrowed``."""
-        graph = torch.is_grad_enabled() and w.requires_grad
-        w = self.apply(k, w, not graph and w.untyped_storage().data_ptr() not in borrowed)
+    def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
+        pairings: list[Tensor] = []
+        v = self._sharp(ω, pairings)
+        return v, torch.stack(pairings).sum()
+
+    def _sharp(self, ω: Covector, pairings: list[Tensor] | None) -> Vector:
+        """As ``solve``, without flattening: layers of one shape are stacked, and solved in two products.
+
+        ``pairings`` receives numbers whose sum is ⟨ω, ω♯⟩.
+        """
+        v: dict[str, Tensor] = {}
+        for k, batch in enumerate(self.batches):
+            columns = self._columns[k]
+            if columns is None:
+                packed = stacked([self.blocks[b].packed(ω).to(self.layout.dtype) for b in batch])
+                solved = self.apply(k, packed, False)
+                for block, w in self._layers(k, solved):
+                    v.update(block.unpacked(w))
+                pairs = [(packed, solved)]
+            else:
+                pairs = self._solve_columns(k, columns, ω, v)
+            if pairings is not None:
+                pairings += [torch.dot(w.flatten(), u.flatten()) for w, u in pairs]
+        if self.fallback is not None:
+            below, pairing = self.fallback.sharp_with_pairing(Covector(self.uncovered.named(ω)))
+            v.update(below)
+            if pairings is not None:
+                pairings.append(pairing.to(self.layout.dtype))
+        # In the precision of every parameter.
+        return Vector({name: v[name].to(t.dtype) for name, t in self.layout.like.items()})
+
+    def _layers(self, k: int, w: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """The layers of a batch, each with its part of w [b·c o i]."""
         batch = self.batches[k]
         return zip((self.blocks[b] for b in batch), w.split(self.blocks[batch[0]].shape[0]), strict=True)
 
-    def _columns(self, k: int, ω: Covector) -> dict[str, Tensor] | None:
-        """The solutions by name of layers that are solved by columns; None for layers that are packed."""
-        if not self.by_columns(k) or (torch.is_grad_enabled() and any(t.requires_grad for t in ω.values())):
-            return None
-        columns = [self.blocks[b].columns(ω) for b in self.batches[k]]
-        layers = [layer for layer in columns if layer is not None]
-        shapes = {tuple(t.shape for t in layer.values()) for layer in layers}
-        if len(layers) < len(columns) or len(shapes) > 1:
-            return None
-        c, o, _ = self.blocks[self.batches[k][0]].shape
-        names = list(zip(*layers, strict=True))  # of every block of columns, the parameters of all layers
-        given = [stacked([ω[name].reshape(c, o, -1) for name in column]).to(self.layout.dtype) for column in names]
-        solved = zip(names, self.apply_columns(k, given), strict=True)
-        return {name: t for column, whole in solved for name, t in zip(column, whole.split(c), strict=True)}
+    def _solve_columns(
+        self, k: int, columns: list[tuple[str, ...]], ω: Covector, v: dict[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Solve the layers of a batch, put their solutions into v, and return what was solved with its solutions."""
+        (c, o, _), count = self.blocks[self.batches[k][0]].shape, len(columns[0])
+        given = [
+            (ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names])).reshape(count * c, o, -1)
+            for names in columns
+        ]
+        given = [w.to(self.layout.dtype) for w in given]
+        if self.by_columns(k) and not (torch.is_grad_enabled() and any(w.requires_grad for w in given)):
+            solved = self.apply_columns(k, given)
+        elif len(given) == 1:
+            solved = [self.apply(k, given[0], False)]
+        else:
+            packed = torch.cat(given, dim=-1)
+            packed = self.apply(k, packed, not packed.requires_grad)
+            solved = list(packed.split([w.shape[-1] for w in given], dim=-1))
+        for names, w in zip(columns, solved, strict=True):
+            shape = self.layout.like[names[0]].shape
+            v.update(zip(names, [w.view(shape)] if count == 1 else w.view(count, *shape).unbind(), strict=True))
+        if count == 1:
+            return [(ω[names[0]].to(self.layout.dtype), v[names[0]]) for names in columns]
+        return list(zip(given, solved, strict=True))
+
+    @cached_property
+    def _columns(self) -> list[list[tuple[str, ...]] | None]:
+        """Of every batch, the names of the parameters that lie side by side in W; None where a rule packs otherwise."""
+        out: list[list[tuple[str, ...]] | None] = []
+        for batch in self.batches:
+            columns = [self.blocks[b].columns(self.layout.like) for b in batch]
+            layers = [layer for layer in columns if layer is not None]
+            shapes = {tuple(self.layout.like[name].shape for name in layer) for layer in layers}
+            out.append(list(zip(*layers, strict=True)) if len(layers) == len(columns) and len(shapes) == 1 else None)
+        return out
 
     def fallback_inverse_tensors(self) -> dict[str, Tensor]:
         below = {} if self.fallback is None else self.fallback.tensors()
@@ -652,13 +689,6 @@ class LayerInverse(Inverse):
 
     def __copy__(self) -> LayerInverse:
         return self  # it remembers nothing
-
-
-def _like(t: Tensor, like: Tensor) -> Tensor:
-    """t in the precision and the memory format of a parameter: kernels over many tensors want them alike."""
-    if t.dtype == like.dtype and t.stride() == like.stride():
-        return t
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=t.device).copy_(t)
 
 
 @final
