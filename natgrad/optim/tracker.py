@@ -444,7 +444,7 @@ class MetricTracker:
                 return
             if not self.structure.one_pass and not torch.equal(self._stream, random_stream(self.model.example.device)):
                 refuse_chance()
-            tape = recorder.tape(self.model.outputs(raw))
+            tape = recorder.tape(self.model.outputs(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
         with self._numbered():  # the parameters have been checked before the pass
@@ -465,7 +465,7 @@ class MetricTracker:
         finally:
             recorder.stop()
             put_back(self.model.example.device, stream)
-        tape = recorder.tape(self.model.outputs(raw))
+        tape = recorder.tape(self.model.outputs(raw, batch.x))
         return self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
 
     def _end(self) -> Recorder:
