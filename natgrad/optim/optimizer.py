@@ -55,8 +55,8 @@ class NaturalGradient(torch.optim.Optimizer):
     ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. ``rules``:
     layer rules for modules of your own. ``output`` takes what the model returns to its output tensor. With
     ``examples="inputs"`` outputs that the model flattens over positions, [n·t *out], belong to the n examples that its
-    first input has on its first axis. ``generator`` is for sampled metrics; by default the optimizer has its own, so the random stream of the user does not move.
-    ``memory`` bounds, in bytes, what the structure may occupy.
+    first input has on its first axis. ``generator`` is for sampled metrics; by default the optimizer has its own, so
+    the random stream of the user does not move. ``memory`` bounds, in bytes, what the structure may occupy.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))

@@ -398,8 +398,9 @@ def test_targets_are_flattened_as_outputs_are() -> None:
 
 def test_an_optimizer_takes_flattened_outputs() -> None:
     whole, flat = talkers()
-    for model, options in ((whole, {}), (flat, {"examples": "inputs"})):
-        opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), strict=True, lr=0.1, **options)
+    examples: Any
+    for model, examples in ((whole, None), (flat, "inputs")):
+        opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), strict=True, lr=0.1, examples=examples)
         for _ in range(2):
             opt.zero_grad()
             model(IDS).square().mean().backward()
