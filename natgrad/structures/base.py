@@ -152,6 +152,10 @@ class Structure(ABC):
         Raises ``StateError`` where they do not fit the model.
         """
 
+    def arrange(self, blocks: Sequence[Block]) -> list[Block]:
+        """The layers as this structure keeps them."""
+        return list(blocks)
+
     def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost | None:
         """Of all parameters together; None where it depends on the batch, or layers are kept apart.
 
@@ -270,6 +274,11 @@ class Operator(ABC):
         self.refuse("pull_root", "it has no root")
 
     # Inverses.
+
+    @property
+    def products_only(self) -> bool:
+        """Whether it has no direct inverse, and must be solved by ``CG``."""
+        return False
 
     @abstractmethod
     def inverse(self, damping: float) -> Inverse:
