@@ -19,6 +19,7 @@ from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.layer import Block
+from natgrad.pullback.operation_layers import loaded, with_layers
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
 
@@ -247,9 +248,11 @@ class Restored:
     solved: Solved
     stream: Stream
     wanted: frozenset[str]  # parameters that wait for the metric to see them
+    layers: tuple[Block, ...] = ()  # that operations have shown
 
     def put(self, tracker: MetricTracker) -> None:
         """Give the tracker its part."""
+        tracker.view.known.operations.put(self.layers, tracker.view.blocks)
         self.clock.put(tracker)
         tracker.average, tracker.pending_params = self.average, self.wanted
         tracker.mass.total, tracker.mass.usual = self.mass
@@ -315,6 +318,7 @@ def export(tracker: MetricTracker, solver: Solver, solved: Solved) -> dict[str, 
         "estimated": tracker.estimated,
         "inverted": tracker.inverted,
         "wanted": sorted(tracker.pending_params),
+        "operations": tracker.view.known.operations.state(),
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": {} if solved.inverse is None else solved.inverse.tensors(),
         "inverse_damping": solved.damping,
@@ -347,7 +351,9 @@ def restore(state: dict[str, Any], tracker: MetricTracker, solver: Solver) -> Re
 
     tensors = placed(state["operator"])
     structure = tracker.structure.structure
-    average = operator_of(structure, tracker.model, tracker.view.blocks, tensors) if tensors else None
+    layers = loaded(tracker.model, tracker.view.blocks, state.get("operations", ()))
+    blocks = with_layers(tracker.view.blocks, layers)
+    average = operator_of(structure, tracker.model, blocks, tensors) if tensors else None
     inverse = None if _solved_otherwise(state, solver) else _inverse(state, average, solver, placed(state["inverse"]))
     stream = Stream(state["generator"].cpu(), state["rank"])
     # A state of before there was a mass has as much as its number of estimates says.
@@ -359,6 +365,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, solver: Solver) -> Re
         solved=Solved(inverse, state["inverse_damping"], state["outdated"]),
         stream=stream,
         wanted=frozenset(state.get("wanted", ())),
+        layers=tuple(layers),
     )
 
 
@@ -387,8 +394,13 @@ def _signature(tracker: MetricTracker) -> dict[str, Any]:
         "metric": metric_in_words(tracker.metric),
         "structure": repr(tracker.structure.structure),
         "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
-        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in tracker.view.blocks},
+        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in _declared(tracker)},
     }
+
+
+def _declared(tracker: MetricTracker) -> Sequence[Block]:
+    """The layers as the modules of the model declare them, whatever operations have shown since."""
+    return tracker.view.known.operations.declared(tracker.view.blocks)
 
 
 @final

@@ -38,7 +38,7 @@ from natgrad.optim.frozen import Parameters
 from natgrad.output.fisher import Fisher
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.chunks import check_inputs
-from natgrad.pullback.pullback import Batch, Pullback, View
+from natgrad.pullback.pullback import Batch, OperationsNeededError, Pullback, View
 from natgrad.pullback.tape import Recorder
 from natgrad.step.geodesic import christoffel_at
 from natgrad.step.self_tuned import quadratic_forms
@@ -395,7 +395,7 @@ class MetricTracker:
             if nested(self.module):
                 self._inner += 1
                 return
-            self._end().uses = []  # a pass that was interrupted
+            self._end().forget()  # a pass that was interrupted
         if is_ours() or not torch.is_grad_enabled():
             return
         refuse_strangers(self.world)
@@ -411,7 +411,7 @@ class MetricTracker:
             self.model.check_separable()
         eagerly = compiled or self.watched is not self.module or self._parameters.compiled()
         self._recorder = self._recorders[eagerly]
-        self._recorder.start()
+        self._recorder.start(Arguments(args, kwargs), operations=self.view.operations)
         if eagerly or not self.structure.one_pass:
             self._stream = random_stream(self.model.example.device)
         if eagerly:
@@ -446,10 +446,27 @@ class MetricTracker:
                 refuse_chance()
             tape = recorder.tape(self.model.outputs(raw))
         finally:
-            recorder.uses = []  # they hold the graph
+            recorder.forget()
         with self._numbered():  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
-            self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs()))
+            try:
+                pb = self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
+            except OperationsNeededError:  # once for a model: its modules do not tell all
+                pb = self._again(batch)
+            self._add(pb)
+
+    def _again(self, batch: Batch) -> Pullback:
+        """The pullback at a batch, in another pass, whose operations are recorded; the random stream is put back."""
+        recorder, stream = self._recorders[True], random_stream(self.model.example.device)
+        recorder.start(batch.x, operations=True)
+        try:
+            with torch.enable_grad(), ours(), untouched(self.module), eager(self.module):
+                raw = self.module(*batch.x.args, **batch.x.kwargs)
+        finally:
+            recorder.stop()
+            put_back(self.model.example.device, stream)
+        tape = recorder.tape(self.model.outputs(raw))
+        return self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
 
     def _end(self) -> Recorder:
         """The pass is not watched any longer."""
