@@ -106,7 +106,7 @@ class Fork(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Statistics], output: Tensor) -> None:
-        # Not a view: in-place activations follow most normalisations, and may not modify a view that a Function returns.
+        # Not a view: in-place activations follow most normalisations and may not modify a view of a Function.
         ctx.mark_dirty(inputs[0])
         ctx.dtype, ctx.scale, ctx.statistics = inputs[1].dtype, inputs[2], inputs[3]
 
