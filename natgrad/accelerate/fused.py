@@ -116,6 +116,15 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), float("inf")))
 
 
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Σ ‖x‖ [] over the tensors: a number that is finite only if they are.
+
+    >>> total_norm([torch.tensor([3.0, 4.0]), torch.ones(1)])
+    tensor(6.)
+    """
+    return torch.stack(torch._foreach_norm(list(tensors))).sum()
+
+
 def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """A gate [] that closes if a tensor holds NaN or infinity, without waiting for the device.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
@@ -51,8 +50,13 @@ class World(ABC):
         """``G.renewed()``, of which everyone does a share."""
 
     @abstractmethod
-    def divided(self, solver: Solver) -> Solver:
-        """A solver that does its share of the work."""
+    def inverse(
+        self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
+    ) -> Inverse:
+        """(G + λ)⁻¹ by the solver. Each process inverts its share of the layers.
+
+        It starts from the ``last`` inverse, which may be overwritten, or from the tensors ``warm`` of one.
+        """
 
 
 @final
@@ -74,8 +78,10 @@ class Alone(World):
     def renewed(self, G: Operator) -> Operator:
         return G.renewed()
 
-    def divided(self, solver: Solver) -> Solver:
-        return solver
+    def inverse(
+        self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
+    ) -> Inverse:
+        return solver.init(G, damping, warm) if last is None else solver.again(last, G, damping)
 
 
 @final
@@ -148,8 +154,15 @@ class Group(World):
             raise problem
         return found
 
-    def divided(self, solver: Solver) -> Solver:
-        return Divided(solver, self)
+    def inverse(
+        self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
+    ) -> Inverse:
+        start = warm if last is None else last.tensors()
+
+        def invert(share: Operator) -> Inverse:
+            return solver.init(share, damping, start)
+
+        return G.shared_inverse(invert, self, damping) if solver.by_layer else invert(G)
 
     def renewed(self, G: Operator) -> Operator:
         return G.renewed(self)
@@ -211,47 +224,6 @@ def refuse_strangers(world: World) -> None:
         "would estimate a metric of its own, and their parameters would differ. Wrap the model first, and give the "
         "wrapped one to the optimizer: model = DistributedDataParallel(model); opt = KFAC(model, …)"
     )
-
-
-@final
-@dataclass(frozen=True)
-class Divided(Solver):
-    """Another solver; layers that it inverts one by one are divided over the processes."""
-
-    solver: Solver
-    world: Group
-
-    def __repr__(self) -> str:
-        return repr(self.solver)
-
-    @property
-    def by_layer(self) -> bool:
-        return self.solver.by_layer
-
-    def init(self, G: Operator, damping: float = 0.0, warm: Tensors | None = None) -> Inverse:
-        def invert(share: Operator) -> Inverse:
-            return self.solver.init(share, damping, warm)
-
-        return G.shared_inverse(invert, self.world, damping) if self.by_layer else invert(G)
-
-    @property
-    def whole(self) -> Solver:
-        return self.solver
-
-    @property
-    def damps_factors(self) -> bool:
-        return self.solver.damps_factors
-
-    @property
-    def iterative(self) -> bool:
-        return self.solver.iterative
-
-    @property
-    def damping_note(self) -> str:
-        return self.solver.damping_note
-
-    def renewed(self, G: Operator) -> Operator:
-        return self.world.renewed(G)
 
 
 def shares(blocks: Sequence[Block], size: int) -> list[int]:

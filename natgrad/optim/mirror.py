@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import can_read
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.fused import copy_
 from natgrad.mirror.charts import Boundary, Descent, Mirror, Move, Shorten
@@ -130,8 +131,8 @@ class MirrorDescent(torch.optim.Optimizer):
     def _proposal(self, name: str, member: Member, group: Mapping[str, Any]) -> _Proposal:
         x, ω = member.point.detach(), member.point.grad
         assert ω is not None
-        if ω.device.type != "cuda":  # there, what is in the gradient shows in the step
-            self._flag.check({name: ω}, "the gradient", self._steps)
+        if can_read(ω):  # on a GPU a gradient that is not finite shows in the step
+            self._flag.check({name: ω}, "the gradient")
         velocity = None
         if group["momentum"]:
             old = self.state.get(member.point, {}).get(_VELOCITY)
@@ -144,7 +145,8 @@ class MirrorDescent(torch.optim.Optimizer):
     def _apply(self, proposals: list[_Proposal]) -> None:
         """All members move, or none."""
         targets = {p.name: p.move.point for p in proposals}
-        self._flag.check(targets, "the step", self._steps)
+        self._flag.check(targets, "the step")
+        self._flag.send("the step", self._steps)
         copy_([p.member.point.detach() for p in proposals], list(targets.values()), gate=self._flag.value)
         for p in proposals:
             if p.velocity is not None:
@@ -155,7 +157,7 @@ class MirrorDescent(torch.optim.Optimizer):
 
     def _tell(self, p: _Proposal) -> None:
         """The first step of a member that is shortened; on a GPU only ``reasons`` tells, as it would have to wait."""
-        if p.name not in self._told and p.move.share.device.type != "cuda" and bool(p.move.shortened.any()):
+        if p.name not in self._told and can_read(p.move.share) and bool(p.move.shortened.any()):
             self._told.add(p.name)
             _log.warning("%s: %s (later ones: opt.reasons())", p.name, p.move.reasons[0])
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from natgrad.accelerate.devices import can_read, is_asynchronous
-from natgrad.accelerate.fused import copy_, nonfinite
+from natgrad.accelerate.fused import copy_, nonfinite, pairing
 from natgrad.accelerate.inverses import Newton
 from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
@@ -405,6 +405,11 @@ class Inverse(ABC):
     def sharp(self, ω: Covector) -> Vector:
         """ω♯: the vector of the covector."""
         return self.layout.vector(self.solve(self.layout.flatten(ω)))
+
+    def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
+        """ω♯ and ⟨ω, ω♯⟩ [], the squared length of ω in the dual metric."""
+        v = self.sharp(ω)
+        return v, pairing([(ω[name], t) for name, t in v.items()])
 
     @property
     def noise(self) -> int:

@@ -175,7 +175,7 @@ def test_newton_follows_a_metric_that_moves_and_ends_at_the_inverse_of_one_that_
     loop.opt.param_groups[0]["lr"] = 0.0
     loop.schedule.base_lrs = [0.0]
     loop.run(60)
-    average, inverse = loop.opt.tracker.average, loop.opt.inverse
+    average, inverse = loop.opt.tracker.average, loop.opt.preconditioner.inverse
     assert average is not None
     assert inverse is not None
     exact = ng.Factored().init(average, loop.opt.param_groups[0]["damping"]).tensors()

@@ -153,9 +153,9 @@ def test_after_a_step_that_failed_the_inverse_is_that_of_the_average_which_has_i
         opt.step()
     step(model, opt, x)
     assert opt.tracker.average is not None
-    assert opt.inverse is not None
-    for key, t in ng.Factored().init(opt.tracker.average, opt.inverse_damping).tensors().items():
-        close(opt.inverse.tensors()[key], t, 1e-12)
+    assert opt.preconditioner.inverse is not None
+    for key, t in ng.Factored().init(opt.tracker.average, opt.preconditioner.damping).tensors().items():
+        close(opt.preconditioner.inverse.tensors()[key], t, 1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import NatgradError
-from natgrad.step import Proposal, Step, StepRule
+from natgrad.step import Step, StepContext, StepRule
 from tests.memory import peak
 from tests.pulled import close, normal
 
@@ -67,12 +67,12 @@ def test_inverses_stay_where_they_are_and_are_those_of_an_optimizer_that_makes_t
     for _ in range(3):
         backward(model, opt)
         opt.step()
-        assert opt.inverse is not None
+        assert opt.preconditioner.inverse is not None
         assert opt.tracker.average is not None
-        places.add(tuple(t.data_ptr() for t in opt.inverse.tensors().values()))
-        new = ng.Factored().init(opt.tracker.average, opt.inverse_damping)
+        places.add(tuple(t.data_ptr() for t in opt.preconditioner.inverse.tensors().values()))
+        new = ng.Factored().init(opt.tracker.average, opt.preconditioner.damping)
         for key, t in new.tensors().items():
-            close(opt.inverse.tensors()[key], t)
+            close(opt.preconditioner.inverse.tensors()[key], t)
     assert len(places) == 1
 
 
@@ -81,9 +81,9 @@ def test_inverses_stay_where_they_are_and_are_those_of_an_optimizer_that_makes_t
 class Failing(StepRule):
     """Raises after it has solved, where the damping is 0.5."""
 
-    def take(self, proposal: Proposal) -> Step:
-        step = ng.KLClip().take(proposal)
-        if proposal.damping == 0.5:
+    def take(self, context: StepContext) -> Step:
+        step = ng.KLClip().take(context)
+        if context.damping == 0.5:
             raise ArithmeticError("no")
         return step
 

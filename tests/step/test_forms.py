@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.model import Model
 from natgrad.pullback.pullback import Batch
-from natgrad.step.self_tuned import quadratic_forms
+from natgrad.step.queries import quadratic_forms
 from tests import oracle
 from tests.optim.tasks import seeded
 from tests.pulled import close, normal
