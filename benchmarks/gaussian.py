@@ -3,7 +3,7 @@
     python -m benchmarks.gaussian
 
 F of N(μ, Σ) in (h, Λ) has (d + d²)² entries and is never formed: F⁻¹ is two products with Λ, and whether the new Λ is
-positive definite is one factorisation (002 section 4.1).
+positive definite is one factorisation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The figures of the page on charts: the Bregman divergence of log Z, and mirror descent (002 figure 4, section 4.1).
+"""The figures of the page on charts: the Bregman divergence of log Z, and mirror descent
+(Grosse (2021), section 4.1).
 
 python -m experiments.charts docs/figures
 """

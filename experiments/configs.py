@@ -16,7 +16,7 @@ from natgrad.model import Inputs
 from natgrad.solve import Solver
 
 _SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
-LENGTHSCALE = 20.0  # of the kernel, on normalised pixels; the network's inputs are not scaled (ERRATA 14)
+LENGTHSCALE = 20.0  # of the kernel, on normalised pixels; the network's inputs are not scaled
 
 
 class Schedule(ABC):
@@ -61,7 +61,8 @@ class Cosine(Schedule):
         return round(0.5 * (1 + math.cos(math.pi * epoch / epochs)), 12)
 
 
-# 000 App. D. Amari's: "1/10 after every 40 % of the total training epochs", epochs 20 and 40 of 50.
+# Schedules of Bai, Rosenberg and Xu (2022), appendix D.
+# Amari's: "1/10 after every 40 % of the total training epochs", epochs 20 and 40 of 50.
 TENTHS = Steps("tenths", (0.4, 0.8), 0.1)
 # Sobolev's: "1/5 after the first 40 %, and again to 1/5 after another 20 %", epochs 20 and 30 of 50.
 FIFTHS = Steps("fifths", (0.4, 0.6), 0.2)
@@ -70,7 +71,7 @@ FIFTHS = Steps("fifths", (0.4, 0.6), 0.2)
 @final
 @dataclass(frozen=True)
 class Independent(ng.OutputMetric):
-    """A Sobolev metric with labels that every example draws by itself, as the code of paper 000 does (ERRATA 10).
+    """A Sobolev metric whose examples draw independent labels, which erases all of K⁻¹ but its diagonal on average.
 
     The factors are mixed by K⁻¹ all the same; but E[s_n s_mᵀ] = 0 for n ≠ m, so that of S only the diagonal of K⁻¹ is
     left, and noise. The difference from ``sobolev`` itself is the sampling alone.
@@ -115,7 +116,7 @@ class Arm(ABC):
 @final
 @dataclass(frozen=True)
 class Constants:
-    """The numbers of 000 App. D, and of the code that it runs (Wang 2019, KFAC-Pytorch ``main.py``).
+    """The numbers of Bai, Rosenberg and Xu (2022), appendix D, and of the code that it runs (Wang (2019)).
 
     That code adds wd·θ to the natural gradient, after it was preconditioned and clipped and before it enters the
     momentum: θ shrinks by lr·wd/(1 − μ) a step. Ours is decoupled and outside of the momentum, θ ← (1 − lr·wd)θ, so

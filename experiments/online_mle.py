@@ -1,4 +1,5 @@
-"""One pass over a stream of data: mirror descent meets the Cramér–Rao bound, SGD and Adam beside it (002 section 4.2).
+"""One pass over a stream of data: mirror descent meets the Cramér–Rao bound, SGD and Adam do not
+(Grosse (2021), section 4.2).
 
     python -m experiments.online_mle experiments/results/online_mle
 

@@ -128,7 +128,7 @@ class GaussNewton(Arm):
 @final
 @dataclass(frozen=True)
 class Sobolev(Arm):
-    """The natural gradient of functions in H_s, s = d + 2ν (000 (22)); ℓ is ``scale`` times the median distance."""
+    """The natural gradient of functions in H_s, s = d + 2ν; ℓ is ``scale`` times the median distance."""
 
     title = "Sobolev"
     shared: Natural

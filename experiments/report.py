@@ -22,7 +22,7 @@ TITLES = {
     "adamw": "AdamW, tuned",
 }
 ORDER = tuple(TITLES)
-# Each with the schedule that it has in figures 1 and 2 of 000.
+# The schedule of each in figures 1 and 2 of Bai, Rosenberg and Xu (2022).
 PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths"}
 
 

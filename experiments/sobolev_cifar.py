@@ -1,4 +1,4 @@
-"""Sobolev K-FAC against K-FAC, SGD and AdamW: VGG16 on CIFAR-10 and CIFAR-100 (000 §6.3 and App. D; ERRATA 10, 14).
+"""Sobolev K-FAC against K-FAC, SGD and AdamW: VGG16 on CIFAR-10 and CIFAR-100, after Bai, Rosenberg and Xu (2022).
 
     python experiments/sobolev_cifar.py --data DATA --tune             # choose rates for SGD and AdamW, in two rounds
     python experiments/sobolev_cifar.py --data DATA --tune --anew      # … again, where they were chosen in another way

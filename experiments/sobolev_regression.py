@@ -2,7 +2,7 @@
 
     python -m experiments.sobolev_regression --data uci_regression.npz.xz
 
-AdamW, Gauss–Newton and the Sobolev natural gradient (paper 000, (22)) get the same processor time, the same number of
+AdamW, Gauss–Newton and the Sobolev natural gradient get the same processor time, the same number of
 trials to choose their settings on a validation set, the same weights and the same splits. Then ν and ℓ are swept. Runs
 that are in the record are not repeated; ``--data`` may be left out, and the real sets then are.
 """

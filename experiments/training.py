@@ -25,7 +25,7 @@ _PLAN = (1, 1, 0, 2, 2, 0, 4, 4, 4, 0, 8, 8, 8, 0, 8, 8, 8, 0)  # channels in un
 
 
 def vgg16(classes: int, width: int = 64) -> nn.Sequential:
-    """Thirteen convolutions 3 × 3 (Conv, BatchNorm, ReLU) and one linear layer 8·width → classes (000 §6.3).
+    """Thirteen convolutions 3 × 3 (Conv, BatchNorm, ReLU) and one linear layer 8·width → classes.
 
     Weights are drawn from N(0, 2/(9·o)) in convolutions with o outputs and from N(0, 10⁻⁴) in the last layer, biases
     are zero, as in the KFAC-Pytorch of Wang (2019).

@@ -1,4 +1,4 @@
-"""Forward passes of the library's own leave the model and the random stream as they were."""
+"""The library's own forward passes leave the model and the random stream unchanged."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from natgrad.accelerate.devices import is_asynchronous, without_fused_recurrence
+from natgrad.accelerate.devices import put_back as put_back
+from natgrad.accelerate.devices import random_stream as random_stream
 from natgrad.errors import BatchStatisticsError
-
-# Forward passes of the library's own run in plain operations, which can be differentiated in every way.
 
 
 @contextmanager
 def unfused(model: Any, device: torch.device) -> Iterator[None]:
-    """Inside the block attention is not fused, and neither are recurrences on a GPU.
+    """Inside the block, attention and (on a GPU) recurrent layers are not fused.
 
-    Fused attention has neither a batching rule nor a second derivative. The fused transformer of inference, which is
-    taken without gradients, gives other outputs at padded positions. The recurrences of cuDNN go back one cotangent at
-    a time, in training mode only; where a model has one, cuDNN is off.
+    Fused attention has neither a batching rule nor a second derivative. The fused transformer of inference mode gives
+    different outputs at padded positions. The recurrent layers of cuDNN only support a backward pass in training mode,
+    one cotangent at a time; cuDNN is switched off if the model has one.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        modules = model.modules() if device.type == "cuda" and isinstance(model, nn.Module) else ()
+        modules = model.modules() if is_asynchronous(device) and isinstance(model, nn.Module) else ()
         if any(isinstance(m, nn.RNNBase) for m in modules):
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(without_fused_recurrence(device))
         yield
 
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Inside the block the module's buffers are copies; after it, buffers and attributes are what they were.
+    """Inside the block the module works on copies of its buffers; afterwards, buffers and attributes are restored.
 
-    A forward pass may count its calls, update a running mean, or keep an auxiliary loss on the module
-    (``self.aux = …``). The user's passes do so once each; ours must not show. Buffers are exchanged and not written
-    back, since the graph of the pass may hold them.
+    A forward pass may count its calls, update a running mean, or store an auxiliary loss on the module (``self.aux =
+    …``). The library's passes must not do so. Buffers are swapped instead of overwritten, because the graph of the
+    pass may refer to them.
 
     >>> layer = nn.BatchNorm1d(2)
     >>> with untouched(layer):
@@ -66,9 +67,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Refuse a forward pass that draws random numbers, and put the random stream back.
+    """Refuse a forward pass that draws random numbers, and restore the random stream.
 
-    ``F.dropout(x, training=True)`` has no module that could be asked.
+    This also catches ``F.dropout(x, training=True)``, which has no module.
     """
     before = random_stream(device)
     yield
@@ -78,25 +79,12 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 def refuse_chance() -> NoReturn:
-    """The error of a forward pass that drew random numbers."""
+    """Raise the error for a forward pass that draws random numbers."""
     raise BatchStatisticsError(
         "the forward pass draws random numbers: two passes give two functions, and there is no Jacobian. Take the "
         "metric in evaluation mode: model.eval(), or with natgrad.evaluating(model): ... around it"
     )
 
 
-def random_stream(device: torch.device) -> torch.Tensor:
-    """The state of the random stream that a model on this device draws from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def put_back(device: torch.device, state: torch.Tensor) -> None:
-    """Set the random stream that a model on this device draws from."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-# What torch keeps in a module: its containers hold what the user put there, and are not attributes of a pass.
+# Attributes that torch itself keeps in a module. They are containers, which a forward pass does not replace.
 _TORCH: frozenset[str] = frozenset(vars(nn.Module())) - {"training"}

@@ -1,4 +1,4 @@
-"""A model as a smooth function of named parameters: θ ↦ y = f(θ, x), for modules and for pure functions alike."""
+"""A model as a smooth function of named parameters, θ ↦ y = f(θ, x): a module or a pure function."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from torch.nn.parameter import UninitializedParameter
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 
-# Modules inside wrappers: compiled ones, and those that are trained in several processes.
+# Wrappers: torch.compile and DistributedDataParallel.
 #
-# Hooks inside a compiled region do not fire, and its graph is one node that no layer can be found in. So the library
-# runs its own forward passes eagerly, on the module inside, whose parameters have plain names.
+# Hooks inside a compiled region do not fire, and its graph is a single node without layers. So the library runs its own
+# forward passes eagerly, on the wrapped module, whose parameters have plain names.
 
 
 _PREFIX = "_orig_mod"  # where torch.compile keeps the module
 
 
 def unwrapped(module: nn.Module) -> list[nn.Module]:
-    """The module, what it wraps, what that wraps, and so on to the plain one.
+    """The module, the module that it wraps, and so on; the plain module is last.
 
     >>> net = nn.Linear(1, 1)
     >>> unwrapped(torch.compile(net, backend="eager"))[-1] is net
     True
     """
-    found = [module]
+    chain = [module]
     while isinstance(module, DistributedDataParallel) or _PREFIX in module._modules:
         module = module.get_submodule("module" if isinstance(module, DistributedDataParallel) else _PREFIX)
-        found.append(module)
-    return found
+        chain.append(module)
+    return chain
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter, as if nothing on its way were compiled.
+    """The name of a parameter without the prefixes that torch.compile inserts.
 
     >>> plain_name("encoder._orig_mod.weight")
     'encoder.weight'
     """
-    return ".".join(part for part in name.split(".") if part != _PREFIX) if _PREFIX in name else name
+    return ".".join(piece for piece in name.split(".") if piece != _PREFIX) if _PREFIX in name else name
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of this very module are compiled.
+    """Whether calls of this module (not of its children) are compiled.
 
     By ``torch.compile(module)``, by ``module.compile()``, or because its ``forward`` is a compiled function.
     """
@@ -64,10 +64,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def any_compiled(modules: Sequence[nn.Module]) -> bool:
-    """Whether one of the modules is compiled. An optimizer asks before every estimate, so it is asked in few words."""
+    """Whether one of the modules is compiled. An optimizer asks before every estimate, so this must be fast."""
     if [m for m in modules if m._compiled_call_impl is not None]:
         return True
-    # Modules of one type have one forward, but for those that were given their own.
+    # Modules of one type share a forward, except those with a forward of their own.
     of_types = {type(m): m for m in modules if "forward" not in m.__dict__}
     return any(map(is_compiled, of_types.values())) or any(
         is_compiled(m) for m in [m for m in modules if "forward" in m.__dict__]
@@ -76,7 +76,7 @@ def any_compiled(modules: Sequence[nn.Module]) -> bool:
 
 @contextmanager
 def eager(module: nn.Module) -> Iterator[None]:
-    """Calls of compiled modules inside the block run as they were written."""
+    """Inside the block, compiled modules run eagerly."""
     if not any_compiled(list(module.modules())):
         yield
         return
@@ -85,13 +85,13 @@ def eager(module: nn.Module) -> Iterator[None]:
 
 
 def paths(module: nn.Module) -> dict[str, str]:
-    """Where the module has the parameters whose plain names are not their paths."""
+    """The full names of parameters whose plain name is shorter, by plain name."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False) if _PREFIX in name]
     return {plain_name(name): name for name in names}
 
 
 def compiling() -> bool:
-    """Whether the caller, which is not compiled itself, was called by something that is."""
+    """Whether the caller, which is not compiled itself, was called from compiled code."""
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     callback: Any = get_eval_frame_callback()
@@ -106,10 +106,10 @@ Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of key
 class Model:
     """f(θ, x) with its trainable parameters by name, in flattening order.
 
-    ``Model.of(module)`` reads the trainable parameters of an ``nn.Module`` (each tied parameter once), out of its
-    wrappers (``torch.compile``, ``DistributedDataParallel``); ``Model.of(f, params)`` wraps a pure function
-    ``f(params, x)``. ``output`` extracts the output tensor y [n *out] when the model returns a dict, a dataclass or
-    the like.
+    ``Model.of(module)`` removes wrappers (``torch.compile``, ``DistributedDataParallel``) and reads the trainable
+    parameters of an ``nn.Module``, each tied parameter once. ``Model.of(f, params)`` wraps a pure function
+    ``f(params, x)``. ``output`` extracts the output tensor y [n *out] if the model returns something else, such as a
+    dict.
     """
 
     function: Callable[..., Any]
@@ -143,12 +143,12 @@ class Model:
 
     @cached_property
     def like(self) -> dict[str, Tensor]:
-        """The parameters without their values, on the meta device."""
+        """The parameters on the meta device, without values."""
         return {name: torch.empty_like(p, device="meta", requires_grad=False) for name, p in self.params.items()}
 
     @cached_property
     def batch_norms(self) -> dict[str, nn.Module]:
-        """The modules that may normalise with the statistics of a batch, by name."""
+        """The modules that may normalise by batch statistics, by name."""
         if self.module is None:
             return {}
         return {name: m for name, m in self.module.named_modules() if isinstance(m, _BatchNorm)}
@@ -164,7 +164,7 @@ class Model:
         return next(iter(self.params.values()))
 
     def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
-        """y [n *out] at ``params`` (those missing stay as they are); ``None`` calls the module as it stands."""
+        """y [n *out] at ``params``; missing ones keep their values, and ``None`` keeps all."""
         with unfused(self.function, self.example.device), ours(), deterministic(self.example.device):
             if not isinstance(self.function, nn.Module):
                 return self.outputs(self.function({**self.params, **(params or {})}, x))
@@ -177,7 +177,7 @@ class Model:
                 return self.outputs(torch.func.functional_call(self.function, placed, args, kwargs))
 
     def outputs(self, raw: Any) -> Tensor:
-        """The output tensor y of whatever the model returned, checked."""
+        """Extract the output tensor y from what the model returned, and check it."""
         y = raw if self.output is None else self.output(raw)
         if not isinstance(y, Tensor):
             raise TypeError(
@@ -192,13 +192,13 @@ class Model:
         return y
 
     def check_separable(self) -> None:
-        """Refuse modules that couple the examples of a batch, or that are random, by name."""
+        """Refuse, by name, modules that mix the examples of a batch or are random."""
         if self.module is None:
             return
-        found = [f"{name or 'the model'} ({type(m).__name__})" for name, m in self.module.named_modules() if _mixes(m)]
-        if found:
+        mixing = [f"{name or 'the model'} ({type(m).__name__})" for name, m in self.module.named_modules() if _mixes(m)]
+        if mixing:
             raise BatchStatisticsError(
-                f"{', '.join(found)}: in training mode the outputs of one example depend on the others or on chance, "
+                f"{', '.join(mixing)}: in training mode the outputs of one example depend on the others or on chance, "
                 "so there is no per-example Jacobian. Take the metric in evaluation mode: model.eval(), or "
                 "with natgrad.evaluating(model): ... around it"
             )
@@ -213,7 +213,7 @@ def _mixes(module: nn.Module) -> bool:
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a module is random in the mode it is in."""
+    """Whether a module is random in its current mode."""
     if isinstance(module, _DropoutNd):
         return module.training and module.p > 0
     if isinstance(module, nn.RReLU):
@@ -223,7 +223,7 @@ def _draws(module: nn.Module) -> bool:
 
 
 def _check_eager(module: nn.Module) -> None:
-    """Refuse modules whose layers cannot be seen, and parameters that have no shape yet, by name."""
+    """Refuse, by name, scripted modules (their layers are invisible) and lazy parameters (they have no shape)."""
     for name, m in module.named_modules():
         if isinstance(m, ScriptModule) and any(p.requires_grad for p in m.parameters()):
             raise TypeError(
@@ -266,7 +266,7 @@ def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 @final
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call of a module, as a forward hook sees them."""
+    """The arguments of one call of a module, as a forward hook receives them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -297,7 +297,7 @@ def _walk(x: Inputs) -> Iterator[Tensor]:
 
 
 def map_tensors(x: Inputs, function: Callable[[Tensor], Any]) -> Inputs:
-    """The same inputs with a function applied to every tensor."""
+    """Apply a function to every tensor of the inputs."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Arguments):
@@ -315,7 +315,7 @@ _inside: ContextVar[bool] = ContextVar("natgrad evaluates a model", default=Fals
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """The forward passes inside are the library's own."""
+    """Forward passes inside the block belong to the library, not to training."""
     token = _inside.set(True)
     try:
         yield
@@ -324,7 +324,7 @@ def ours() -> Iterator[None]:
 
 
 def is_ours() -> bool:
-    """Whether the running forward pass is one of the library's own, which no optimizer may take for training."""
+    """Whether the current forward pass belongs to the library; optimizers ignore such passes."""
     return _inside.get()
 
 
@@ -343,7 +343,7 @@ def without_chance(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode (running statistics, no dropout) inside the block; every module's mode is put back after it.
+    """Evaluation mode (running statistics, no dropout) inside the block; afterwards every module has its old mode.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     >>> with evaluating(net):

@@ -40,6 +40,24 @@ def rng_devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
+def random_stream(device: torch.device) -> Tensor:
+    """The state of the random stream that a model on this device draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def put_back(device: torch.device, state: Tensor) -> None:
+    """Restore the random stream that a model on this device draws from."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def without_fused_recurrence(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, recurrent layers on a GPU do not run in cuDNN."""
+    return torch.backends.cudnn.flags(enabled=False) if device.type == "cuda" else nullcontext()
+
+
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for the device."""
     return torch.is_autocast_enabled(device.type)

@@ -1,32 +1,224 @@
-"""One factor of a Kronecker product: a symmetric matrix a group [c d d], or only its diagonal [c d]."""
+"""Damped inverses (F + shift)⁻¹ of many symmetric factors: in place, batched by size, refreshed, retried in double.
+
+A Kronecker-factored metric has two symmetric factors for every layer, which change slowly and are inverted every few
+steps. ``BatchedInverse`` keeps the inverses in fixed memory and computes them again in place. Matrices of one size are
+inverted as one batch. On a GPU small ones are replayed from a captured graph, and the host reads later whether one of
+them failed.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.errors import FactorisationError, SingularMetricError
-from natgrad.linalg import refuse_singular
 
-# Inverses of large triangular matrices by products: few launches, where a solve on a GPU has a thousand.
+SymFactor: TypeAlias = Tensor  # symmetric matrices [c d d], or only their diagonals [c d]
+
+_ALIGNED = 8  # numbers; a GPU multiplies rows of whole vectors faster
+_BATCHED = 768, 256  # rows, on a GPU and on a CPU, above which single matrices are as fast and take less memory
+_BATCH_BYTES = 2**24, 2**22  # of matrices that are inverted at once
+_LAYER_BYTES = 2**26, 2**22  # of layers that are solved at once: products of one layer leave a GPU half idle
+_LARGE = 1024  # rows, from which products are faster on a GPU than the many small kernels of a triangular solve
+_CAPTURED = 2048  # rows, from which the kernels take longer than their launches, and a graph would hold much memory
+_NEWTON_STACKS = 4  # that Newton's iteration holds, for one of Cholesky's
+_NOT_POSITIVE = (
+    "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
+)
 
 
-_LEAF = 128  # rows that are solved for; above them there are products only
+# Symmetric factors.
+
+
+def is_dense(factor: SymFactor) -> bool:
+    """Whether the factor is a matrix, and not only a diagonal."""
+    return factor.ndim == 3
+
+
+def matrix(factor: SymFactor) -> Tensor:
+    """[c d d]."""
+    return factor if is_dense(factor) else torch.diag_embed(factor)
+
+
+def diagonal(factor: SymFactor) -> Tensor:
+    """[c d]."""
+    return factor.diagonal(dim1=-2, dim2=-1) if is_dense(factor) else factor
+
+
+def balance(a: Sequence[SymFactor], s: Sequence[SymFactor]) -> Tensor:
+    """π = √((tr A/dim A)/(tr S/dim S)) [Σc] of every group of every layer; 1 where a factor is zero."""
+    means = [torch.cat([diagonal(factor).mean(-1) for factor in side]) for side in (a, s)]
+    ratio = means[0] / means[1]
+    return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
+
+
+def aligned(factor: SymFactor) -> SymFactor:
+    """On a GPU a matrix padded with zeros to whole vectors; else the factor itself."""
+    missing = -factor.shape[-1] % _ALIGNED
+    if not is_dense(factor) or not missing or not is_asynchronous(factor.device):
+        return factor
+    return torch.nn.functional.pad(factor, (0, missing, 0, missing))
+
+
+def stacked(factors: Sequence[SymFactor]) -> SymFactor:
+    """[Σc …]; a single one is itself, not a copy."""
+    return factors[0] if len(factors) == 1 else torch.cat(list(factors))
+
+
+def two_sided(left: SymFactor, w: Tensor, right: SymFactor, out: Tensor | None = None) -> Tensor:
+    """L W Rᵀ [c o i], for W [c o i]; the factors may be ``aligned``. ``out``: memory for the result, possibly W."""
+    o, i = w.shape[-2:]
+    padding = (0, right.shape[-1] - i, 0, left.shape[-1] - o)
+    if any(padding):
+        w = out = torch.nn.functional.pad(w, padding)
+    half = left @ w if is_dense(left) else left.unsqueeze(-1) * w
+    w = torch.matmul(half, right.mT, out=out) if is_dense(right) else half.mul_(right.unsqueeze(-2))
+    return w[..., :o, :i] if any(padding) else w
+
+
+def two_sided_columns(left: Tensor, parts: Sequence[Tensor], right: Tensor) -> list[Tensor]:
+    """L W R by columns, for the W [c o i] whose parts [c o j] (weight, bias) lie side by side, without packing them.
+
+    Left and right may be ``aligned``. R is symmetric, and read by its rows: tensor cores want both factors contiguous
+    along the index that is summed.
+
+    >>> L, W, R = torch.eye(2)[None], torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), 2 * torch.eye(2)[None]
+    >>> two_sided_columns(L, W.split(1, -1), R)[1]
+    tensor([[[4.],
+             [8.]]])
+    """
+    c, o = parts[0].shape[:2]
+    half, at = left.new_empty(c, o, right.shape[-1]), 0
+    spans = []
+    for part in parts:
+        spans.append(slice(at, at := at + part.shape[-1]))
+        torch.bmm(left[:, :o, :o], part.to(left.dtype), out=half[..., spans[-1]])
+    half[..., at:].zero_()
+    return [torch.bmm(half, right[:, span].mT) for span in spans]
+
+
+def layers_at_once(device: torch.device, layer_bytes: int) -> int:
+    """How many layers of this size are worth being solved in one batch."""
+    return max(1, _of_device(_LAYER_BYTES, device) // layer_bytes)
+
+
+def batch_by_size(factors: Sequence[Tensor], stacks: Callable[[int], int] = lambda d: 1) -> list[list[int]]:
+    """The positions of matrices [c d d] that are worked on at once: of one size, and as many as memory allows.
+
+    ``stacks``: how many stacks are held for matrices with d rows.
+    """
+    batches: dict[int, list[list[int]]] = defaultdict(list)
+    used: dict[int, int] = {}
+    for at, factor in enumerate(factors):
+        d = factor.shape[-1]
+        used[d] = used.get(d, 0) + factor.nbytes
+        if not batches[d] or used[d] * stacks(d) > batch_bytes(factor):
+            batches[d].append([])
+            used[d] = factor.nbytes
+        batches[d][-1].append(at)
+    return [batch for of_size in batches.values() for batch in of_size]
+
+
+def batch_bytes(factor: Tensor) -> int:
+    """The bytes of a batch that a matrix may be in; 0 where it is worked on alone."""
+    alone = factor.shape[-1] > _of_device(_BATCHED, factor.device)
+    return 0 if alone else _of_device(_BATCH_BYTES, factor.device)
+
+
+def _of_device(constants: tuple[int, int], device: torch.device) -> int:
+    return constants[0] if is_asynchronous(device) else constants[1]
+
+
+def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending eigenvalues [b d] and eigenvectors [b d d] of symmetric matrices [b d d].
+
+    The routines for GPUs sometimes fail to converge: they are then repeated in double precision.
+    """
+    if matrices.shape[-1] == 1:  # a normalisation has one number for every channel
+        return matrices.squeeze(-1), torch.ones_like(matrices)
+    symmetric = 0.5 * (matrices + matrices.mT)
+    try:
+        values, vectors = torch.linalg.eigh(symmetric)
+    except RuntimeError:
+        try:
+            values, vectors = torch.linalg.eigh(symmetric.double())
+        except RuntimeError as error:
+            raise FactorisationError(
+                f"the eigenvalues of a factor of size {matrices.shape[-1]} cannot be found, in double precision "
+                "neither: raise the damping, lower the learning rate, or use a larger batch"
+            ) from error
+    return values.to(matrices.dtype), vectors.to(matrices.dtype)
+
+
+# One batch of matrices, by Cholesky.
+
+
+def inverse(M: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverses of positive matrices [b d d] and which succeeded [b]. M is overwritten; a GPU is not waited for.
+
+    At most two stacks are held at a time.
+
+    >>> inverses, good = inverse(torch.tensor([[[2.0, 0.0], [0.0, 4.0]], [[1.0, 2.0], [2.0, 1.0]]]))
+    >>> inverses[0].diagonal(), good
+    (tensor([0.5000, 0.2500]), tensor([ True, False]))
+    """
+    if M.shape[-1] == 1:
+        return M.reciprocal(), (M > 0).flatten()
+    return inverse_by_products(M) if is_asynchronous(M.device) else inverse_by_lapack(M)
+
+
+def inverse_by_lapack(M: Tensor) -> tuple[Tensor, Tensor]:
+    """In the memory of M."""
+    lower, info = _cholesky_(M)
+    good = info == 0
+    if not bool(good.all()):
+        M[~good] = torch.eye(M.shape[-1], dtype=M.dtype)  # nothing that the second routine could complain about
+    torch.cholesky_inverse(lower, out=lower)
+    return M, good
+
+
+def inverse_by_products(M: Tensor, large: int = _LARGE) -> tuple[Tensor, Tensor]:
+    """L⁻ᵀL⁻¹, where L⁻¹ comes from a triangular solve or, for one ``large`` matrix, from products."""
+    stack = M[0] if M.shape[0] == 1 else M  # a batch of one would go to slower routines
+    lower, info = _cholesky_(stack)
+    if stack.ndim == 2 and stack.shape[-1] >= large:
+        invert_upper(stack)  # whose rows are the columns of L
+        return gram_of_upper(stack).unsqueeze(0), (info == 0).view(-1)
+    root = torch.zeros_like(stack)
+    root.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    torch.linalg.solve_triangular(lower, root, upper=False, out=root)
+    torch.matmul(root.mT, root, out=stack)
+    return M, (info == 0).view(-1)
+
+
+def _cholesky_(M: Tensor) -> tuple[Tensor, Tensor]:
+    """L in the memory of M, and whether it failed: LAPACK works on columns, the rows of a symmetric M."""
+    columns, info = M.mT, torch.empty(M.shape[:-2], dtype=torch.int32, device=M.device)
+    torch.linalg.cholesky_ex(columns, out=(columns, info))
+    return columns, info
+
+
+# Inverses of large triangular matrices by products.
+
+
+_LEAF = 128  # rows of a triangular solve; larger blocks are multiplied
 _PANELS = 4
 
 
 def invert_upper(U: Tensor, leaf: int = _LEAF) -> None:
     """U⁻¹ in the memory of U [d d], upper triangular with zeros below and with rows that are contiguous.
 
-    [[A, B], [0, C]]⁻¹ = [[A⁻¹, −A⁻¹ B C⁻¹], [0, C⁻¹]]: blocks on the diagonal are inverted, and joined two by two, all
-    pairs of one size in one product. Beside U a quarter of it is held.
+    [[A, B], [0, C]]⁻¹ = [[A⁻¹, −A⁻¹ B C⁻¹], [0, C⁻¹]]: blocks on the diagonal are inverted and then joined two by two,
+    all pairs of one size in one product. This needs few launches, where a solve on a GPU has a thousand. A quarter of U
+    is held besides.
 
     >>> U = torch.tensor([[2.0, 1.0, 0.0], [0.0, 4.0, 2.0], [0.0, 0.0, 1.0]])
     >>> V = U.clone()
@@ -50,7 +242,7 @@ def invert_upper(U: Tensor, leaf: int = _LEAF) -> None:
 
 
 def gram_of_upper(V: Tensor) -> Tensor:
-    """V Vᵀ [d d] of an upper triangular V: (U Uᵀ)⁻¹-like products, without most of the zeros, mirrored.
+    """V Vᵀ [d d] of an upper triangular V, in panels that leave out most of the zeros.
 
     >>> gram_of_upper(torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
     tensor([[5., 6.],
@@ -91,206 +283,23 @@ def _join(U: Tensor, start: int, a: int, c: int, count: int) -> None:
     torch.baddbmm(B, A, torch.bmm(B, C), beta=0, alpha=-1, out=B)
 
 
-Factor: TypeAlias = Tensor  # [c d d], or [c d] where it is diagonal
-_ALIGNED = 8  # numbers
-_LARGE = 1024  # rows, from which the many small kernels of a triangular solve cost more than products
-_BATCHED = {"cuda": 768, "cpu": 256}  # above these sizes one matrix at a time is as fast, and takes less memory
-_ROOM = {"cuda": 2**24, "cpu": 2**22}  # bytes of a stack of matrices that are worked on at once
+# Newton's iteration: matrix products only, from an inverse that is nearly right.
 
 
-def full(factor: Factor) -> bool:
-    """Whether all of the matrix is kept."""
-    return factor.ndim == 3
-
-
-def matrix(factor: Factor) -> Tensor:
-    """[c d d]."""
-    return factor if full(factor) else torch.diag_embed(factor)
-
-
-def diagonal(factor: Factor) -> Tensor:
-    """[c d]."""
-    return factor.diagonal(dim1=-2, dim2=-1) if full(factor) else factor
-
-
-def mean_diagonal(factor: Factor) -> Tensor:
-    """tr/d [c], the mean of its eigenvalues."""
-    return diagonal(factor).mean(-1)
-
-
-def balance(a: Sequence[Factor], s: Sequence[Factor]) -> Tensor:
-    """π = √((tr A/dim A)/(tr S/dim S)) of every group of every layer, one after the other; 1 where a factor is zero."""
-    means = [torch.cat([mean_diagonal(factor) for factor in side]) for side in (a, s)]
-    ratio = means[0] / means[1]
-    return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
-
-
-def aligned(factor: Factor) -> Factor:
-    """On a GPU a full factor with rows of whole vectors, zeros added: products of odd sizes are slow."""
-    more = -factor.shape[-1] % _ALIGNED
-    if not full(factor) or not more or factor.device.type != "cuda":
-        return factor
-    return torch.nn.functional.pad(factor, (0, more, 0, more))
-
-
-def two_sided(left: Factor, w: Tensor, right: Factor, out: Tensor | None = None) -> Tensor:
-    """L W Rᵀ [c o i], for W [c o i] (004 (38), ERRATA 51); R is symmetric where it is a metric.
-
-    ``out``: memory of the shape of W for the result, W itself where that is not needed any more.
-    """
-    o, i = w.shape[-2:]
-    more = (0, right.shape[-1] - i, 0, left.shape[-1] - o)  # where the factors are aligned
-    if any(more):
-        w = out = torch.nn.functional.pad(w, more)
-    half = left @ w if full(left) else left.unsqueeze(-1) * w
-    w = torch.matmul(half, right.mT, out=out) if full(right) else half.mul_(right.unsqueeze(-2))
-    return w[..., :o, :i] if any(more) else w
-
-
-def two_sided_columns(left: Tensor, parts: Sequence[Tensor], right: Tensor) -> list[Tensor]:
-    """L W R part by part, for the W [c o i] whose parts [c o j] lie side by side, without putting them there.
-
-    Left and right may be aligned, with zeros. R is symmetric, and is read by its rows: tensor cores want both factors
-    contiguous along the index that is summed.
-
-    >>> L, W, R = torch.eye(2)[None], torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), 2 * torch.eye(2)[None]
-    >>> two_sided_columns(L, W.split(1, -1), R)[1]
-    tensor([[[4.],
-             [8.]]])
-    """
-    c, o = parts[0].shape[:2]
-    half, at = left.new_empty(c, o, right.shape[-1]), 0
-    spans = []
-    for part in parts:
-        spans.append(slice(at, at := at + part.shape[-1]))
-        torch.bmm(left[:, :o, :o], part.to(left.dtype), out=half[..., spans[-1]])
-    half[..., at:].zero_()
-    return [torch.bmm(half, right[:, span].mT) for span in spans]
-
-
-def room(factor: Factor) -> int:
-    """The bytes of a stack that a factor may be in; one that is larger than that is alone."""
-    alone = factor.shape[-1] > _BATCHED.get(factor.device.type, _BATCHED["cuda"])
-    return 0 if alone else room_on(factor.device)
-
-
-def room_on(device: torch.device, rooms: Mapping[str, int] = _ROOM) -> int:
-    """The bytes of a stack that is worth being worked on at once; of devices that are not listed as on a GPU."""
-    return rooms.get(device.type, rooms["cuda"])
-
-
-def by_size(factors: Sequence[Factor], held: Callable[[int], int] = lambda size: 1) -> list[list[int]]:
-    """The positions of full factors that are worked on at once: of one size, and as many as there is room for.
-
-    ``held``: how many stacks are held where one of matrices of this size is worked on, over those of Cholesky.
-    """
-    stacks: dict[int, list[list[int]]] = defaultdict(list)
-    used: dict[int, int] = {}
-    for at, factor in enumerate(factors):
-        d = factor.shape[-1]
-        used[d] = used.get(d, 0) + factor.nbytes
-        if not stacks[d] or used[d] * held(d) > room(factor):
-            stacks[d].append([])
-            used[d] = factor.nbytes
-        stacks[d][-1].append(at)
-    return [stack for of_size in stacks.values() for stack in of_size]
-
-
-def stacked(factors: Sequence[Factor]) -> Factor:
-    """[b·c …]; a single one is itself, no copy."""
-    return factors[0] if len(factors) == 1 else torch.cat(list(factors))
-
-
-def spectrum(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending eigenvalues [b d] and eigenvectors [b d d] of symmetric matrices [b d d].
-
-    The routines for GPUs sometimes fail to converge: once more, in double precision.
-    """
-    if factor.shape[-1] == 1:  # numbers: a normalisation has one a channel
-        return factor.squeeze(-1), torch.ones_like(factor)
-    symmetric = 0.5 * (factor + factor.mT)
-    try:
-        values, vectors = torch.linalg.eigh(symmetric)
-    except RuntimeError:
-        try:
-            values, vectors = torch.linalg.eigh(symmetric.double())
-        except RuntimeError as error:
-            raise FactorisationError(
-                f"the eigenvalues of a factor of size {factor.shape[-1]} cannot be found, in double precision neither: "
-                "raise the damping, lower the learning rate, or use a larger batch"
-            ) from error
-    return values.to(factor.dtype), vectors.to(factor.dtype)
-
-
-def refuse_singular_factor(factor: Tensor, what: str) -> None:
-    """Raise if one of the matrices [b d d] is singular, as ``natgrad.linalg.cholesky`` does for a whole metric."""
-    found = factor.amin(0) if factor.shape[-1] == 1 else torch.linalg.eigvalsh(factor.double())
-    for values in found.reshape(-1, factor.shape[-1]):
-        refuse_singular(values, factor.shape[-1] * torch.finfo(factor.dtype).eps, False, 0.0, what)
-
-
-def inverse(M: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverses of positive matrices [b d d] by Cholesky, and which succeeded [b]. M is used up.
-
-    At most two stacks are held at a time. A GPU is not waited for.
-
-    >>> found, good = inverse(torch.tensor([[[2.0, 0.0], [0.0, 4.0]], [[1.0, 2.0], [2.0, 1.0]]]))
-    >>> found[0].diagonal(), good
-    (tensor([0.5000, 0.2500]), tensor([ True, False]))
-    """
-    if M.shape[-1] == 1:
-        return M.reciprocal(), (M > 0).flatten()
-    return inverse_in_place(M) if M.device.type == "cpu" else inverse_by_products(M)
-
-
-def inverse_in_place(M: Tensor) -> tuple[Tensor, Tensor]:
-    """In the memory of M, by LAPACK."""
-    lower, info = _cholesky_in_place(M)
-    good = info == 0
-    if not bool(good.all()):
-        M[~good] = torch.eye(M.shape[-1], dtype=M.dtype)  # nothing that the second routine could complain of
-    torch.cholesky_inverse(lower, out=lower)
-    return M, good
-
-
-def inverse_by_products(M: Tensor, large: int = _LARGE) -> tuple[Tensor, Tensor]:
-    """L⁻ᵀL⁻¹: L⁻¹ by a solve in the memory of a unit matrix or, of one ``large`` matrix, by products; and a product."""
-    stack = M[0] if M.shape[0] == 1 else M  # a batch of one would go to slower routines
-    lower, info = _cholesky_in_place(stack)
-    if stack.ndim == 2 and stack.shape[-1] >= large:
-        invert_upper(stack)  # whose rows are the columns of L
-        return gram_of_upper(stack).unsqueeze(0), (info == 0).view(-1)
-    root = torch.zeros_like(stack)
-    root.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-    torch.linalg.solve_triangular(lower, root, upper=False, out=root)
-    torch.matmul(root.mT, root, out=stack)
-    return M, (info == 0).view(-1)
-
-
-def _cholesky_in_place(M: Tensor) -> tuple[Tensor, Tensor]:
-    """L in the memory of contiguous M, and whether it failed: LAPACK works on columns, the rows of a symmetric M."""
-    columns, info = M.mT, torch.empty(M.shape[:-2], dtype=torch.int32, device=M.device)
-    torch.linalg.cholesky_ex(columns, out=(columns, info))
-    return columns, info
-
-
-# Inverses refreshed by Newton's iteration: matrix products only, from an inverse that is nearly right.
-
-
-_LONGEST = 64  # refreshes
+_LONGEST = 64  # refreshes that are left to Cholesky after repeated failures
 
 
 @final
 class Newton:
     """X ← X(2 − MX), ``steps`` times: the error E = 1 − MX is squared in every step (Schulz 1933).
 
-    It converges where ‖E‖ < 1, that is where M has changed little since X was its inverse. The guard is the norm of E
-    before the last step, ‖E‖_F ≤ ``tolerance``, so that ‖E‖² is left after it. Where it fails, Cholesky inverts: at
-    once on a CPU. A GPU is not waited for: there the last inverse is kept, and Cholesky inverts as soon as the host
-    has heard of it (``failed``), a step or two later. After a failure the next refresh is Cholesky's, after another one
-    the next two, then four, up to 64: where the metric moves too far between two refreshes, attempts are wasted.
-    Matrices with fewer than ``smallest`` rows, or more than ``largest``, are left to Cholesky: a GPU makes small ones
-    from a recording, and for large ones Newton's four products take as long as Cholesky does, and more memory.
+    It converges where ‖E‖ < 1, that is where M has changed little since X was its inverse. A refresh succeeds where
+    ‖E‖_F ≤ ``tolerance`` before the last step, so that ‖E‖² is left after it. Where it fails, Cholesky inverts: at once
+    on a CPU. A GPU is not waited for: it keeps the last inverse, and Cholesky inverts as soon as the host has read the
+    failure (``failed``), a step or two later. After a failure the next refresh is Cholesky's, after another one the
+    next two, then four, up to 64: where the metric moves too far between two refreshes, attempts are wasted. Matrices
+    with fewer than ``smallest`` rows, or more than ``largest``, are left to Cholesky: a GPU replays small ones from a
+    graph, and for large ones Newton's four products take as long as Cholesky, and more memory.
 
     >>> M = torch.tensor([[[2.0, 0.0], [0.0, 4.0]]])
     >>> X, error = Newton(smallest=1).refreshed(M, 0.9 * torch.linalg.inv(M))
@@ -302,23 +311,23 @@ class Newton:
         self.steps, self.tolerance, self.smallest, self.largest = steps, tolerance, smallest, largest
         if steps < 1 or not 0 < tolerance < 1 or not 1 <= smallest <= largest:
             raise ValueError(f"Newton needs steps ≥ 1, 0 < tolerance < 1 and 1 ≤ smallest ≤ largest, got {self}")
-        self._errors: list[Tensor] = []  # of the last refresh, on the host or on their way there
-        self._resting, self._rest = 0, 1  # refreshes that are Cholesky's from now on, and after the next failure
+        self._errors: list[Tensor] = []  # norms of E in the last refresh, on the host or on their way there
+        self._resting, self._rest = 0, 1  # refreshes left to Cholesky, from now on and after the next failure
 
     def __repr__(self) -> str:
         sizes = f"smallest={self.smallest}, largest={self.largest}"
         return f"Newton(steps={self.steps}, tolerance={self.tolerance}, {sizes})"
 
     def takes(self, size: int) -> bool:
-        """Whether it refreshes inverses of matrices with so many rows."""
+        """Whether it refreshes inverses of matrices with this many rows."""
         return self.smallest <= size <= self.largest
 
     def failed(self) -> bool:
-        """Whether the guard has said no in the last refresh, as far as the host has heard."""
+        """Whether the last refresh failed, as far as the host has read."""
         return any(float(error) > self.tolerance for error in self._errors)
 
     def trusted(self) -> bool:
-        """Whether to go on from the last inverse; asked once before each refresh, which begins anew."""
+        """Whether to start from the last inverse; asked once before each refresh."""
         failed, tried, self._errors = self.failed(), bool(self._errors), []
         if failed:
             self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST)
@@ -352,12 +361,10 @@ class Newton:
         return torch.add(X, X.mT, out=E).mul_(0.5)[:, :d, :d], norm
 
     def inverse(self, M: Tensor, last: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverses of M + shift [b d d], every matrix by itself, and which succeeded [b]; by Cholesky where the
-        guard says no and the host may know it.
-        """
+        """The inverses of M + shift [b d d], and which succeeded [b]; on a CPU by Cholesky where the refresh failed."""
         X, error = self.refreshed(M, last, shift)
         good = error <= self.tolerance
-        if M.device.type != "cuda":
+        if not is_asynchronous(M.device):
             if not bool(good.all()):
                 damped = M[~good]
                 damped.diagonal(dim1=-2, dim2=-1).add_(shift[~good].unsqueeze(-1))
@@ -367,206 +374,170 @@ class Newton:
         return X, good
 
 
-# Damped inverses of many factors, made into memory that is already there, a stack of one size at a time.
-
-
-_NEWTON = 4  # stacks that it holds, for one of Cholesky's
-_NOT_POSITIVE = (
-    "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
-)
+# Many factors.
 
 
 @final
 @dataclass(frozen=True)
-class Task:
-    """(F + shift)⁻¹ of layers of one shape, one after the other into ``into`` [b·c d d], or [b·c d] of diagonals.
+class Inversion:
+    """(F + shift)⁻¹ into ``out``.
 
-    >>> task = Task([torch.tensor([[3.0, 1.0]])], [torch.tensor([1.0])], torch.empty(1, 2))
-    >>> invert([task])
-    []
-    >>> task.into
+    >>> job = Inversion(torch.tensor([[3.0, 1.0]]), torch.tensor([1.0]), torch.empty(1, 2))
+    >>> invert([job])
+    >>> job.out
     tensor([[0.2500, 0.5000]])
     """
 
-    factors: Sequence[Factor]  # F [c d d], or [c d], of every layer
-    shifts: Sequence[Tensor]  # [c] of every layer
-    into: Factor
-    titles: Sequence[str] = ()  # of the factor of every layer, for those who must be told
-
-    def runs(self, held: int = 1) -> Iterator[Task]:
-        """The task, cut where there is no room for all of its layers at once, ``held`` times over."""
-        c, factor = self.factors[0].shape[0], self.factors[0]
-        several = max(1, room(factor) // (held * factor.nbytes))
-        for at in range(0, len(self.factors), several):
-            to = at + several
-            yield Task(self.factors[at:to], self.shifts[at:to], self.into[at * c : to * c], self.titles[at:to])
-
-    @property
-    def each(self) -> list[str]:
-        """The titles of all matrices."""
-        groups, size = self.factors[0].shape[0], self.into.shape[-1]
-        titles = self.titles or [f"a factor of size {size} of the metric"] * len(self.factors)
-        return [title for title in titles for _ in range(groups)]
+    factor: SymFactor  # F [c d d], or [c d]
+    shift: Tensor  # [c]
+    out: SymFactor  # of the shape of F
+    title: str = "a factor of the metric"
 
 
-def invert(tasks: Sequence[Task], warm: bool = False, newton: Newton | None = None, wait: bool = False) -> list[Tensor]:
-    """Do the tasks. What is held beside their results is one damped stack and, on a GPU, its triangular inverse.
+def invert(
+    jobs: Sequence[Inversion], *, warm: bool = False, newton: Newton | None = None, wait: bool = False
+) -> Tensor | None:
+    """Compute all inverses. One damped batch and, on a GPU, its triangular inverse are held besides.
 
-    A matrix that Cholesky cannot invert is tried in double precision. ``warm``: the last inverses are there, and that
-    of a matrix which cannot be inverted stays; all others are made, and then it raises. Without one it raises at once.
-    A GPU is not waited for, unless it is to be: there nothing is tried again, and what comes back are numbers on it,
-    above 0 if there is such a matrix, whose inverse stays, or is NaN. With ``newton`` inverses are refreshed where the
-    last is near enough. Every stack is looked at before it is written.
+    A matrix that Cholesky cannot invert is tried again in double precision. ``warm``: ``out`` holds the last inverses.
+    A matrix that cannot be inverted keeps its last one, the others are computed, and then FactorisationError is raised;
+    without a last one SingularMetricError is raised at once. A GPU is not waited for unless ``wait`` is set: nothing is
+    tried again, and the number of failures comes back as a tensor [] on the device; what failed keeps its last inverse,
+    or becomes NaN. ``newton`` refreshes the last inverses where they are near enough.
     """
-    for task in tasks:
-        if not full(task.into):
-            torch.add(stacked(task.factors), torch.cat(list(task.shifts)).unsqueeze(-1), out=task.into).reciprocal_()
-    refresh = newton if warm else None
+    newton = newton if warm else None
+    for job in jobs:
+        if not is_dense(job.out):
+            torch.add(job.factor, job.shift.unsqueeze(-1), out=job.out).reciprocal_()
+    dense = [job for job in jobs if is_dense(job.out)]
+    failures: list[Tensor] = []
+    titles: list[str] = []
+    for batch in batch_by_size(
+        [job.factor for job in dense], lambda d: _NEWTON_STACKS if newton is not None and newton.takes(d) else 1
+    ):
+        found = _invert_batch([dense[at] for at in batch], warm, newton, wait)
+        if isinstance(found, Tensor):
+            failures.append(found)
+        else:
+            titles += found
+    if titles:
+        raise FactorisationError(_NOT_POSITIVE.format(", ".join(titles)))
+    return torch.stack(failures).sum().float() if failures else None
 
-    def held(size: int) -> int:
-        return _NEWTON if refresh is not None and refresh.takes(size) else 1
 
-    runs = [run for task in tasks if full(task.into) for run in task.runs(held(task.into.shape[-1]))]
-    failed: list[str] = []
-    flags: list[Tensor] = []
-    for stack in by_size([run.into for run in runs], held):
-        failed += _invert([runs[at] for at in stack], warm, refresh, None if wait else flags)
-    if failed:
-        raise FactorisationError(_NOT_POSITIVE.format(", ".join(failed)))
-    return [torch.stack(flags).sum().float()] if flags else []
-
-
-def _invert(runs: Sequence[Task], warm: bool, newton: Newton | None, flags: list[Tensor] | None) -> list[str]:
-    """Invert a stack; the titles of matrices that could not be. On a GPU a flag is added, above 0 if there are any.
-
-    ``flags``: None where a GPU is waited for.
-    """
-    found, good, certain = _inverses(runs, newton)
-    failed: list[str] = []
-    if found.device.type == "cpu" or flags is None:
-        _try_again(runs, found, good)
-    if found.device.type != "cpu" and flags is not None:
-        flags += [] if certain else [(~good).sum()]
-    elif not bool(good.all()):
-        titles = [title for run in runs for title in run.each]
-        failed = [title for title, ok in zip(titles, good.tolist(), strict=True) if not ok]
-        if not warm:
-            raise SingularMetricError(_NOT_POSITIVE.format(", ".join(failed)))
-    _write(runs, found, good, warm)
+def _invert_batch(jobs: Sequence[Inversion], warm: bool, newton: Newton | None, wait: bool) -> Tensor | list[str]:
+    """Invert matrices of one size; how many failed, on the device, or the titles of those that did."""
+    d = jobs[0].out.shape[-1]
+    refreshed = newton is not None and newton.takes(d)
+    if newton is not None and refreshed:
+        shifts = torch.cat([job.shift for job in jobs])
+        inverses, good = newton.inverse(
+            stacked([job.factor for job in jobs]), stacked([job.out for job in jobs]), shifts
+        )
+    else:
+        inverses, good = inverse(_damped(jobs))
+        inverses = inverses[:, :d, :d]
+    if is_asynchronous(inverses.device) and not wait:
+        _write(jobs, inverses, good, warm)
+        return [] if refreshed else (~good).sum()  # Newton reports its failures itself
+    _retry(jobs, inverses, good)
+    titles = [job.title for job in jobs for _ in range(job.factor.shape[0])]
+    failed = [title for title, ok in zip(titles, good.tolist(), strict=True) if not ok]
+    if failed and not warm:
+        raise SingularMetricError(_NOT_POSITIVE.format(", ".join(failed)))
+    _write(jobs, inverses, good if failed else None, warm)
     return failed
 
 
-def _inverses(runs: Sequence[Task], newton: Newton | None) -> tuple[Tensor, Tensor, bool]:
-    """The inverses [b d d], which succeeded [b], and whether somebody else looks after those that did not."""
-    d = runs[0].into.shape[-1]
-    refreshed = newton is not None and newton.takes(d)
-    if newton is not None and refreshed:
-        factors = stacked([factor for run in runs for factor in run.factors])
-        found, good = newton.inverse(factors, stacked([run.into for run in runs]), _shifts(runs))
-    else:
-        found, good = inverse(_damped(runs))
-        found = found[:, :d, :d]
-    return found, good, refreshed
-
-
-def _try_again(runs: Sequence[Task], found: Tensor, good: Tensor) -> None:
-    """Those that could not be inverted, in double precision."""
-    if found.dtype == torch.float64 or bool(good.all()):
-        return
-    again, better = inverse(_damped(runs, torch.float64)[~good])
-    found[~good], good[~good] = again[:, : found.shape[-1], : found.shape[-1]].to(found.dtype), better
-
-
-def _write(runs: Sequence[Task], found: Tensor, good: Tensor, warm: bool) -> None:
-    counts, certain = [run.into.shape[0] for run in runs], found.device.type == "cpu" and bool(good.all())
-    for run, new, ok in zip(runs, found.split(counts), good.split(counts), strict=True):
-        if certain:
-            run.into.copy_(new)
-        else:  # without a last inverse there is nothing to go on with, and a step with NaN is not made
-            last = run.into if warm else torch.full_like(run.into[:, :1, :1], torch.nan)
-            torch.where(ok[:, None, None], new, last, out=run.into)
-
-
-def _shifts(runs: Sequence[Task]) -> Tensor:
-    return torch.cat([shift for run in runs for shift in run.shifts])
-
-
-def _damped(runs: Sequence[Task], dtype: torch.dtype | None = None) -> Tensor:
-    """F + shift [b d d] in memory of its own; where it is ``aligned``, with a unit matrix below."""
-    factors = [factor for run in runs for factor in run.factors]
+def _damped(jobs: Sequence[Inversion], dtype: torch.dtype | None = None) -> Tensor:
+    """F + shift [b d d] in memory of its own; where it is ``aligned``, with a unit matrix in the padding."""
+    factors = [job.factor for job in jobs]
     stack = stacked(factors).to(dtype or factors[0].dtype)
     M, d = aligned(stack), stack.shape[-1]
     M = M.clone(memory_format=torch.contiguous_format) if M is factors[0] else M
-    diagonal = M.diagonal(dim1=-2, dim2=-1)
-    diagonal[:, :d].add_(_shifts(runs).unsqueeze(-1))
-    if M.shape[-1] > d:
-        diagonal[:, d:].fill_(1.0)
+    on_diagonal = M.diagonal(dim1=-2, dim2=-1)
+    on_diagonal[:, :d].add_(torch.cat([job.shift for job in jobs]).unsqueeze(-1))
+    on_diagonal[:, d:].fill_(1.0)
     return M
 
 
-# Inverses that are made again and again in the same memory: on a GPU most of them from a recording.
+def _retry(jobs: Sequence[Inversion], inverses: Tensor, good: Tensor) -> None:
+    """Invert again, in double precision, what failed in single."""
+    if inverses.dtype == torch.float64 or bool(good.all()):
+        return
+    again, better = inverse(_damped(jobs, torch.float64)[~good])
+    d = inverses.shape[-1]
+    inverses[~good], good[~good] = again[:, :d, :d].to(inverses.dtype), better
 
 
-_RECORDED = 2048  # rows; of larger ones the kernels take longer than to start them, and what they need is much memory
+def _write(jobs: Sequence[Inversion], inverses: Tensor, good: Tensor | None, warm: bool) -> None:
+    """Copy the inverses to ``out``; where one is not ``good`` the last one stays, or there is NaN."""
+    counts = [job.out.shape[0] for job in jobs]
+    if good is None:
+        for job, new in zip(jobs, inverses.split(counts), strict=True):
+            job.out.copy_(new)
+        return
+    for job, new, ok in zip(jobs, inverses.split(counts), good.split(counts), strict=True):
+        last = job.out if warm else torch.full_like(job.out[:, :1, :1], torch.nan)
+        torch.where(ok[:, None, None], new, last, out=job.out)
 
-Sides: TypeAlias = Sequence[Sequence[Factor]]  # S of every layer, and A
-Chosen: TypeAlias = Callable[[Factor], bool]
-Make: TypeAlias = Callable[[Sides, Scalar, Chosen], list[Task]]
+
+Jobs: TypeAlias = Callable[[Sequence[SymFactor], Scalar], list[Inversion]]  # from the factors and the damping
 
 
 @final
-class Remade:
-    """The inverses of factors that change, and stay where they are, with a damping that may change too.
+class BatchedInverse:
+    """Inverses that stay at one place in memory and are computed again as their factors change.
 
-    To invert one small matrix is a dozen kernels, and a network has dozens of them: a GPU waits for the processor to
-    start them. Where factors and inverses lie where they lay before, all are started at once.
+    Inverting one small matrix takes a dozen kernels, and a network has dozens of matrices: a GPU would wait for the
+    host to launch them. Where factors and inverses lie where they lay before, a captured graph is replayed.
     """
 
     def __init__(self) -> None:
         self.graphs = GraphCache[None]()
-        self._flag: Tensor | None = None
-        self.failures: list[Tensor] = []  # above 0 if a matrix could not be inverted; on their way to the host
+        self._count: Tensor | None = None  # of failures in the graph
+        self.failures: list[Tensor] = []  # numbers of failures, on their way to the host
 
-    def first(self, tasks: Sequence[Task]) -> None:
-        """Do the tasks, where there are no inverses yet: a GPU is waited for, as without them there is no step."""
+    def compute_(self, jobs: Sequence[Inversion], *, warm: bool = False) -> None:
+        """Compute the inverses and wait for the device. ``warm``: the last inverses stay where it fails."""
+        self.clear()
+        invert(jobs, warm=warm, wait=True)
+
+    def refresh_(
+        self, jobs: Jobs, factors: Sequence[SymFactor], damping: float, newton: Newton | None, key: Hashable
+    ) -> None:
+        """Compute the inverses again, without waiting for a GPU. ``key``: where they lie."""
+        self.clear()
+        if not self.graphs.possible(factors):
+            self._send(invert(jobs(factors, damping), warm=True, newton=newton))
+            return
+        count = self._count = factors[0].new_zeros(()) if self._count is None else self._count
+
+        def in_graph(job: Inversion) -> bool:
+            d = job.out.shape[-1]
+            return not is_dense(job.out) or (d < _CAPTURED and (newton is None or not newton.takes(d)))
+
+        def small(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            failures = invert([job for job in jobs(tensors, scalars[0]) if in_graph(job)], warm=True)
+            count.copy_(torch.zeros_like(count) if failures is None else failures)
+
+        self.graphs.run(small, factors, [damping], (key, repr(newton)))
+        self._send(count)
+        large = [job for job in jobs(factors, damping) if not in_graph(job)]
+        self._send(invert(large, warm=True, newton=newton))
+
+    def failed(self) -> bool:
+        """Whether a matrix could not be inverted, as far as the host has read."""
+        return any(float(failure) > 0 for failure in self.failures)
+
+    def inherit(self, other: BatchedInverse) -> None:
+        """Take over the failures of the inverses that these were copied from."""
+        self.failures = list(other.failures)
+
+    def clear(self) -> None:
+        """Forget failures that have been handled."""
         self.failures = []
-        invert(tasks, wait=True)
 
-    def mend(self, tasks: Sequence[Task]) -> None:
-        """Do the tasks again, after a failure, and with an eye on each."""
-        self.failures = []
-        invert(tasks, warm=True, wait=True)
-
-    def again(self, make: Make, sides: Sides, damping: float, newton: Newton | None, places: Hashable) -> None:
-        """Do the tasks that ``make`` finds, for the factors that it is asked about; the last inverses are there.
-
-        ``places``: where the inverses lie.
-        """
-        self.failures = []  # also where it raises
-        self.failures = [to_host_async(count) for count in self._again(make, sides, damping, newton, places)]
-
-    def _again(self, make: Make, sides: Sides, damping: float, newton: Newton | None, places: Hashable) -> list[Tensor]:
-        like = sides[0][0]
-        if not recordable(like):
-            return invert(make(sides, damping, lambda _: True), True, newton)
-        flag = self._flag = like.new_zeros(()) if self._flag is None else self._flag
-
-        def small(factor: Factor) -> bool:
-            d = factor.shape[-1]
-            return not full(factor) or (d < _RECORDED and (newton is None or not newton.takes(d)))
-
-        def compute(sources: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            here = sources[: len(sides[0])], sources[len(sides[0]) :]
-            flag.copy_(sum(invert(make(here, scalars[0], small), True), torch.zeros_like(flag)))
-
-        self.graphs.run(compute, [*sides[0], *sides[1]], [damping], (places, repr(newton)))
-        return [flag, *invert(make(sides, damping, lambda factor: not small(factor)), True, newton)]
-
-
-def recordable(like: Factor) -> bool:
-    """Whether kernels on such factors are recorded: on a GPU, and in single precision, as recordings have the damping.
-
-    >>> recordable(torch.zeros(1, 2, 2))
-    False
-    """
-    return like.device.type == "cuda" and like.dtype != torch.float64
+    def _send(self, count: Tensor | None) -> None:
+        if count is not None:
+            self.failures.append(to_host_async(count))

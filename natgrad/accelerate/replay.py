@@ -146,7 +146,7 @@ class GraphCache(Generic[T]):
         default where they are small. In a graph the scalars are tensors [] of single precision, so that they may change
         between replays. What comes back from a replay is the result of the capture, with new numbers in its tensors.
         """
-        if not self._enabled or not self._capture.possible(tensors):
+        if not self.possible(tensors):
             return fn(tensors, scalars)
         if copy is None:
             copy = sum(t.numel() * t.element_size() for t in tensors) <= _COPY_BYTES
@@ -175,6 +175,10 @@ class GraphCache(Generic[T]):
                 self._values[at] = value
         graph.replay()
         return graph.result
+
+    def possible(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a function of these tensors may be captured: on a GPU, unless an earlier capture failed."""
+        return self._enabled and self._capture.possible(tensors)
 
     def clear(self) -> None:
         """Forget all graphs: what they read or write is no longer in use."""

@@ -1,4 +1,4 @@
-"""Points in R^d and their squared distances, by differences of coordinates and not by ‖x‖² + ‖y‖² − 2⟨x, y⟩."""
+"""Points in R^d and their squared distances, computed from differences and not as ‖x‖² + ‖y‖² − 2⟨x, y⟩."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from natgrad.accelerate.devices import in_transform
+
 Features: TypeAlias = Callable[[Any], Tensor]
-_ELEMENTS = 2**22  # of a temporary of differences [n m d]
+_ELEMENTS = 2**22  # in a temporary of differences [n m d]
 
 
 def points(x: Any, features: Features | None = None) -> Tensor:
@@ -40,7 +42,7 @@ def points(x: Any, features: Features | None = None) -> Tensor:
 
 
 def check_features(features: object) -> None:
-    """Refuse features that are no function."""
+    """Refuse features that are not a function."""
     if features is not None and not callable(features):
         raise TypeError(f"features={features!r}: give a function that maps the inputs to points [n *shape], or None")
 
@@ -48,15 +50,15 @@ def check_features(features: object) -> None:
 def squared_distances(x: Tensor, y: Tensor) -> Tensor:
     """u [n m] = Σ_i (x_ni − y_mi)² of points [n d] and [m d]; exactly 0 for equal points, differentiable twice.
 
-    ``torch.cdist`` in its default mode multiplies matrices, and finds distances of 1e-3 between equal points in float32
-    (ERRATA C.4); its gradient has no gradient.
+    The default mode of ``torch.cdist`` multiplies matrices: in float32 it returns distances of 1e-3 between equal
+    points. Its gradient cannot be differentiated.
 
     >>> squared_distances(torch.tensor([[1e4, 0.0]]), torch.tensor([[1e4, 0.0], [1e4, 2.0]]))
     tensor([[0., 4.]])
     """
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"points in R^{x.shape[1]} and in R^{y.shape[1]}: a kernel compares points of one dimension")
-    if x is y and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+    if x is y and not torch.is_grad_enabled() and not in_transform():
         return among(x)
     dtype = torch.promote_types(x.dtype, y.dtype)
     u: Tensor = _SquaredDistances.apply(x.to(dtype), y.to(dtype))  # type: ignore[no-untyped-call]
@@ -64,9 +66,9 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
 
 
 def among(x: Tensor) -> Tensor:
-    """Of points with one another, each pair once: several times faster on a processor, and without derivatives."""
+    """Squared distances [n n] within one set of points, each pair once. Much faster on a CPU; no derivatives."""
     n = x.shape[0]
-    u = torch.diag_embed((x - x).sum(1))  # zero, but for a point that is not finite
+    u = torch.diag_embed((x - x).sum(1))  # zero, except for points that are not finite
     row, column = torch.triu_indices(n, n, 1, device=x.device)
     u[row, column] = u[column, row] = functional.pdist(x).square()
     return u
@@ -96,16 +98,16 @@ class _SquaredDistances(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         x, y = ctx.saved_tensors
         dx, dy = (torch.zeros_like(p) if t is None else t for p, t in zip((x, y), tangents, strict=True))
-        parts = zip(_rows(x, y), _rows(dx, y), strict=True)
-        return torch.cat([2 * ((a[:, None] - y) * (da[:, None] - dy)).sum(2) for a, da in parts])
+        chunks = zip(_rows(x, y), _rows(dx, y), strict=True)
+        return torch.cat([2 * ((a[:, None] - y) * (da[:, None] - dy)).sum(2) for a, da in chunks])
 
 
 def _pulled(g: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """2 Σ_m g_nm (x_n − y_m) [n d], a few rows at a time. As plain operations, it has derivatives of its own."""
-    parts = zip(_rows(g, y), _rows(x, y), strict=True)
-    return torch.cat([2 * torch.einsum("nm,nmd->nd", h, a[:, None] - y) for h, a in parts])
+    """2 Σ_m g_nm (x_n − y_m) [n d], a few rows at a time, in operations that can be differentiated again."""
+    chunks = zip(_rows(g, y), _rows(x, y), strict=True)
+    return torch.cat([2 * torch.einsum("nm,nmd->nd", h, a[:, None] - y) for h, a in chunks])
 
 
 def _rows(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """The rows of x, as many together as make a temporary [n *y.shape] of bounded size."""
+    """Chunks of the rows of x, such that a temporary [n *y.shape] has bounded size."""
     return x.split(max(1, _ELEMENTS // max(1, y.numel())))

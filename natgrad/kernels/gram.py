@@ -1,4 +1,4 @@
-"""The matrix of a kernel at the examples, regular or not: its inverse, its root, and what it does not see."""
+"""The kernel matrix of a batch, regular or singular: its pseudo-inverse and roots."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from natgrad.linalg import check_finite, smallest
 @final
 @dataclass(frozen=True)
 class KernelMatrix:
-    """K [n n], positive semi-definite, as Q K' Qᵀ with K' regular; in float64.
+    """K [n n], positive semi-definite, as Q K' Qᵀ with K' regular, in float64.
 
-    A regular K is its own K', and Q = 1. Of a singular one, equal points count as one: Q has no part in their
-    differences, and K⁺ = Q K'⁻¹ Qᵀ is the pseudo-inverse (ERRATA 13). What else is zero to ``rounding`` are functions
-    so rough that their norm is beyond it, which points that are close make: it is 1/``rounding``, as that of the
-    roughest that is known, and not none. Of the n columns of Q those that are not needed are 0, and K' is 1 there: all
-    shapes stay what they are.
+    If K is regular, K' = K and Q = 1. If it is singular because points are equal, equal points count once: Q maps to
+    the distinct points, and K⁺ = Q K'⁻¹ Qᵀ is the pseudo-inverse. Eigenvalues that are zero to ``rounding`` for
+    another reason (points that are close) are raised to ``rounding``: the norm of such rough functions is large, not
+    zero. Unused columns of Q are 0, with K' = 1 there, so that all shapes stay the same.
 
     >>> equal = KernelMatrix.of(torch.ones(2, 2, dtype=torch.float64))
     >>> equal.inverse()
@@ -30,19 +29,19 @@ class KernelMatrix:
     """
 
     whole: Tensor  # K
-    inner: Tensor  # K' without what rounding adds
+    inner: Tensor  # K' before the small eigenvalues are raised
     root: Tensor  # L lower triangular, with K' = L Lᵀ
     basis: Tensor | None  # Q; None for 1
 
     @staticmethod
     def regular(K: Tensor) -> KernelMatrix:
-        """Of a matrix that is known to be regular: nothing is read back from the device. One that is not has NaN."""
+        """For a matrix known to be regular: reads nothing back from the device. If it is not, the root is NaN."""
         K = K.double()
         return KernelMatrix(K, K, root_or_nan(K), None)
 
     @staticmethod
     def of(K: Tensor, eps: float | None = None) -> KernelMatrix:
-        """``eps`` is the precision that K is known to, where that is less than its own."""
+        """``eps``: the precision of the entries of K, if it is lower than that of the dtype."""
         check_finite(K, "the kernel matrix of the examples")
         given, K, cut = K.dtype, K.double(), rounding(K, eps)
         factor, info = torch.linalg.cholesky_ex(K)
@@ -65,7 +64,7 @@ class KernelMatrix:
         return half @ half.T
 
     def inverse_root(self) -> Tensor:
-        """Q L⁻ᵀ [n m], whose square K⁺ is."""
+        """Q L⁻ᵀ [n m], a root of K⁺."""
         return self.unwhiten(torch.eye(len(self.whole), dtype=self.whole.dtype, device=self.whole.device)).T
 
     def restrict(self, t: Tensor) -> Tensor:
@@ -77,7 +76,7 @@ class KernelMatrix:
         return z if self.basis is None else z @ self.basis.T
 
     def whiten(self, rows: Tensor) -> Tensor:
-        """L⁻¹Qᵀ on the examples n of [k n *]: the squares of what comes out sum to those of K⁺."""
+        """L⁻¹Qᵀ applied to the examples n of [k n *], so that inner products become those of K⁺."""
         inside = rows.double() if self.basis is None else torch.einsum("nm,kn...->km...", self.basis, rows.double())
         flat = inside.flatten(2) if inside.ndim > 2 else inside.unsqueeze(2)
         return torch.linalg.solve_triangular(self.root, flat, upper=False).view_as(inside).to(rows.dtype)
@@ -98,20 +97,20 @@ class KernelMatrix:
 
 
 def _distinct(K: Tensor, eps: float) -> Tensor:
-    """E [n m] with orthonormal columns, one for every point that is none of those before it: K = E EᵀK E Eᵀ.
+    """E [n m] with one orthonormal column for each distinct point: K = E EᵀK E Eᵀ.
 
-    Points are equal where the square of their distance in the space of the kernel, K_nn + K_mm − 2K_nm, is rounding.
+    Points are equal if their squared distance in the space of the kernel, K_nn + K_mm − 2K_nm, is zero to rounding.
     """
     diagonal = K.diagonal()
     squares = diagonal.unsqueeze(1) + diagonal - 2 * K
-    equal = squares.abs() <= 4 * eps * diagonal.abs().amax()  # one that is far below zero is of no kernel
-    first = equal.to(torch.uint8).argmax(1)  # the first that a point is equal to, at the latest itself
-    _, place, count = first.unique(return_inverse=True, return_counts=True)
-    return one_hot(place).to(K.dtype) / count.to(K.dtype).sqrt()
+    equal = squares.abs() <= 4 * eps * diagonal.abs().amax()  # far below zero, K is not a kernel matrix
+    first = equal.to(torch.uint8).argmax(1)  # the first point that equals it (at the latest itself)
+    _, index, count = first.unique(return_inverse=True, return_counts=True)
+    return one_hot(index).to(K.dtype) / count.to(K.dtype).sqrt()
 
 
 def root_or_nan(matrix: Tensor) -> Tensor:
-    """Its Cholesky factor, or NaN where there is none, which is reported wherever steps are checked. No value is read.
+    """The Cholesky factor, or NaN if there is none (steps report NaN). Reads nothing back from the device.
 
     >>> root_or_nan(torch.tensor([[4.0]])), root_or_nan(torch.tensor([[-4.0]]))
     (tensor([[2.]]), tensor([[nan]]))
@@ -121,23 +120,23 @@ def root_or_nan(matrix: Tensor) -> Tensor:
 
 
 def rounding(K: Tensor, eps: float | None = None) -> Tensor:
-    """What an eigenvalue of K cannot be told from zero below: ``unseen`` of λ_max, or some units of the trace.
+    """The level below which an eigenvalue of K cannot be distinguished from zero.
 
-    To the first a kernel matrix can be inverted, and to the second it is known.
+    The larger of ``unseen``·λ_max, to which K can be inverted, and 8ε·tr K, to which its entries are accurate.
 
     >>> float(rounding(torch.ones(5000, 5000).double())) / torch.finfo(torch.float64).eps == 5000**2
     True
     """
-    known = 8 * (torch.finfo(K.dtype).eps if eps is None else eps) * K.diagonal().double().sum()
-    largest = K.abs().sum(1).amax()  # at least λ_max, and as large where all points are equal
-    return torch.maximum(known, unseen(len(K)) * largest.double())
+    accuracy = 8 * (torch.finfo(K.dtype).eps if eps is None else eps) * K.diagonal().double().sum()
+    largest = K.abs().sum(1).amax()  # ≥ λ_max, with equality if all points are equal
+    return torch.maximum(accuracy, unseen(len(K)) * largest.double())
 
 
 def unseen(n: int) -> float:
-    """λ/λ_max below which the inverse of a kernel matrix [n n] is noise, in double precision.
+    """The ratio λ/λ_max below which the inverse of a kernel matrix [n n] is noise in double precision.
 
-    ``eigh`` may be wrong by n units in the last place of λ_max. Products with the inverse have the relative error
-    ελ_max/λ, and rows in single precision, equal but for their rounding, ε²λ_max/λ with the ε of that: below 4096 units
-    of double precision both are more than some thousandths.
+    The error of ``eigh`` is up to n units in the last place of λ_max. Products with the inverse have the relative error
+    ελ_max/λ; rows in single precision that agree up to rounding have ε²λ_max/λ, with the ε of single precision. Below
+    4096 units of double precision both exceed a few thousandths.
     """
     return max(n, 4096) * torch.finfo(torch.float64).eps

@@ -2,9 +2,9 @@
 
     k_ν(u) = 2^{1−ν}/Γ(ν) r^ν K_ν(r),   u = r²,   k_ν(0) = 1,   k_ν' = −k_{ν−1}/(4(ν − 1)) for ν > 1
 
-In u rather than r the derivatives are kernels again, of a smoothness lower by one, and finite at u = 0 as long as ν
-allows: automatic differentiation through r = √u and K_ν would return NaN there. There is no √(2ν) in this kernel
-(ERRATA 7): k_{3/2} = (1 + r)e^{−r}.
+As functions of u instead of r, the derivatives are kernels of smoothness ν − 1, and finite at u = 0 if ν is large
+enough. Automatic differentiation through r = √u and K_ν would return NaN there. This kernel has no factor √(2ν),
+unlike those of many Gaussian-process libraries: k_{3/2} = (1 + r)e^{−r}.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 
 from natgrad.errors import NonFiniteError
 
-# K_ν(r) in pure torch, for every real order ν ≥ 0, as the quantity that neither overflows nor underflows at r = 0.
+# K_ν(r) in pure torch for every real order ν ≥ 0, scaled so that it neither overflows nor underflows at r = 0:
 #
 #     N_ν(u) = 2 (r/2)^ν K_ν(r) / Γ(1 + ν),   u = r² > 0
 #
-# so that ν N_ν is the Matérn kernel with value 1 at r = 0, and −N_ν/4 the derivative in u of the next one, ν + 1.
+# Then ν N_ν is the Matérn kernel, with value 1 at r = 0, and −N_ν/4 is the derivative in u of the kernel of order ν +
+# 1.
 #
-# Orders |μ| ≤ ½ and μ + 1 are computed directly: Temme's series for r ≤ 2 (J. Comput. Phys. 19, 1975), the trapezoidal
-# rule for ∫ exp(−r cosh t) cosh(μt) dt above, whose error falls exponentially in the number of nodes. Higher
-# orders come
-# from the upward recurrence, all of whose terms are positive. Everything is element-wise, without a branch on the data.
+# Orders |μ| ≤ ½ and μ + 1 are computed directly: for r ≤ 2 by the series of Temme (1975), above by the trapezoidal rule
+# for ∫ exp(−r cosh t) cosh(μt) dt, whose error decays exponentially in the number of nodes. Higher orders follow from
+# the upward recurrence, whose terms are all positive. Everything is element-wise, without branches on data.
 
 
 _TERMS = 17  # of Temme's series: the last is below 1/(16!)²
 _NODES = 20  # of the trapezoidal rule: rounding is reached at 16
-_FAR = 1e8  # exp(−r) is zero long before, for every order that the recurrence can reach
+_FAR = 1e8  # exp(−r) underflows long before, for every order that the recurrence can reach
 
 # −a_k, k odd, of 1/Γ(1 + μ) = Σ a_k μ^k (Abramowitz & Stegun 6.1.34): a difference of two Γ would lose digits at μ = 0
 _ODD = (
@@ -108,8 +108,7 @@ def _temme(mu: float, r: Tensor) -> tuple[Tensor, Tensor]:
 def _trapezoid(mu: float, r: Tensor) -> tuple[Tensor, Tensor]:
     """log (r/2)^μ K_μ(r) and log (r/2)^{μ+1} K_{μ+1}(r) for r ≥ 2.
 
-    The nodes are spread over the range where exp(−r(cosh t − 1)) is above e⁻⁴⁶: their distance shrinks with 1/√r as
-    the integrand does.
+    The nodes cover the range where exp(−r(cosh t − 1)) > e⁻⁴⁶. Their distance shrinks as 1/√r, like the integrand.
     """
     reach = torch.acosh(1 + 46 / r)
     width = reach / _NODES
@@ -129,10 +128,10 @@ _FAR_APART = 1540.0  # exp(−r) times any of these polynomials is zero from her
 
 
 def matern(nu: float, u: Tensor) -> Tensor:
-    """k_ν(u), of the shape and type of u ≥ 0 (000 (23), (34); ERRATA 6): every real ν > 0, differentiable in u.
+    """k_ν(u) for u ≥ 0 and every real ν > 0, with the shape and dtype of u, differentiable in u.
 
-    A derivative of order m in the points exists at r = 0 if and only if 2ν > m. First derivatives are 0 there for every
-    ν, the one value that symmetry allows; of higher order, those that do not exist are refused.
+    A derivative of order m in the points exists at r = 0 if and only if 2ν > m. First derivatives are set to 0 there
+    for every ν, the only value that symmetry allows. Higher derivatives that do not exist raise an error.
 
     >>> matern(1.5, torch.tensor([0.0, 1.0]))  # (1 + r)e⁻ʳ
     tensor([1.0000, 0.7358])
@@ -170,7 +169,7 @@ class _Derivative(torch.autograd.Function):
 
 
 def _next(ctx: Any) -> Tensor:
-    """The derivative of one order more, at the point of the context."""
+    """The next derivative, at the saved point."""
     (u,) = ctx.saved_tensors
     order = ctx.level + 1
     if order > 1 and 2 * ctx.nu <= order and bool((u == 0).any()):
@@ -191,12 +190,12 @@ def _derivative(nu: float, level: int, u: Tensor) -> Tensor:
         return sign * scale * torch.where(u == 0, 1, order * _scaled(order, torch.where(u == 0, 1, u)))
     scale = math.exp(math.lgamma(1 - order) - math.lgamma(nu) - nu * math.log(4))
     positive = torch.where(u == 0, 1, u)
-    # Infinite at u = 0, where it is only ever multiplied by x − y = 0, in derivatives that are zero.
+    # It is infinite at u = 0, but only enters derivatives that multiply it by x − y = 0; those are zero.
     return torch.where(u == 0, 0, sign * scale * positive**order * _scaled(-order, positive))
 
 
 def _scaled(nu: float, u: Tensor) -> Tensor:
-    """N_ν(u) = k_ν/ν for u > 0 and ν ≥ 0 (of ``bessel``), in closed form at half-integers."""
+    """N_ν(u) = k_ν/ν for u > 0 and ν ≥ 0 ; closed form at half-integers."""
     if nu % 1 == 0.5 and nu <= _CLOSED:
         r = u.sqrt()
         near = r.clamp(max=_FAR_APART)

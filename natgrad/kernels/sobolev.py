@@ -1,4 +1,4 @@
-"""Reproducing kernels: the Sobolev spaces H_s(R^d) of paper 000, that is, Matérn kernels."""
+"""Reproducing kernels of Sobolev spaces (Matérn kernels), and rules for their lengthscale."""
 
 from __future__ import annotations
 
@@ -12,34 +12,32 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import can_read, in_transform
 from natgrad.errors import MemoryBoundError
 from natgrad.kernels.distances import Features, among, check_features, points, squared_distances
 from natgrad.kernels.matern import matern
 
-# How far apart two points must be to be unlike: the lengthscale ℓ of a kernel, given or measured on the data.
-
-
-_GRID, _ROUNDS = 16, 6  # lengthscales that are tried at once, and how often the interval between two is taken anew
-_AT_ONCE = 2**20  # numbers, of kernels of several lengthscales, or of some rows of one
-_MEMORY = 2**32  # bytes of distances, and of what is made of them
+_GRID, _ROUNDS = 16, 6  # lengthscales tried at once, and how often the interval is refined
+_AT_ONCE = 2**20  # kernel values computed at once
+_MEMORY = 2**32  # bytes of distances and temporaries
 
 
 class Lengthscale(ABC):
-    """A rule that finds ℓ from points."""
+    """A rule that computes ℓ from points."""
 
     @abstractmethod
     def of(self, points: Tensor) -> Tensor:
-        """ℓ > 0, one number, from points [n d]; no value is read back from the device."""
+        """ℓ > 0, one number, from points [n d]. Reads nothing back from the device."""
 
 
 @final
 @dataclass(frozen=True)
 class Median(Lengthscale):
-    """ℓ = the median distance between distinct points, over ``divisor``: the median rule.
+    """ℓ = the median distance between distinct points, divided by ``divisor``.
 
-    Equal points say nothing about scale and are left out. Where all points are equal (or there is one), the kernel
-    is 1 whatever ℓ is, and ℓ = 1. Of an even number of distances the lower of the middle two is taken. Paper 000
-    divides CIFAR images by 20, about a quarter of their median distance: ``Median(divisor=4)`` (ERRATA 14 and D).
+    Pairs of equal points are left out. If all points are equal, the kernel is 1 for every ℓ, and ℓ = 1. For an even
+    number of distances, the lower median is used. Bai, Rosenberg and Xu (2022) divide CIFAR images by 20, about a
+    quarter of their median distance: ``Median(divisor=4)``.
 
     >>> Median().of(torch.tensor([[0.0], [1.0], [3.0]]))
     tensor(2.)
@@ -54,7 +52,8 @@ class Median(Lengthscale):
 
     def of(self, points: Tensor) -> Tensor:
         u = _pairs(self, points)
-        median = u.masked_fill_(u == 0, torch.nan).nanmedian().sqrt()  # pairs are there twice, which moves no median
+        # Every pair occurs twice, which does not change the median.
+        median = u.masked_fill_(u == 0, torch.nan).nanmedian().sqrt()
         return torch.where(median.isnan(), 1.0, median / float(self.divisor)).to(points.dtype)
 
 
@@ -63,12 +62,13 @@ class Median(Lengthscale):
 class Alike(Lengthscale):
     """ℓ for which the mean of k(‖x_n − x_m‖/ℓ) over all pairs of distinct points is ``value``, k of smoothness ``nu``.
 
-    Measured on every batch it adapts: however the inputs are scaled, spread, or change while features are learned, the
-    kernel matrix stays as far from 1 as it was asked to be. λ_max(K) is at least 1 + (N − 1)·value then, and about that
-    where the points are spread evenly. CIFAR images over 20 have a mean of about 0.1 with ν = 3/2 (ERRATA 14).
+    It is measured on every batch, so it adapts: however the inputs are scaled, or features change during training, the
+    kernel matrix keeps its mean. λ_max(K) is then at least 1 + (N − 1)·value, and about that if the points are spread
+    evenly. CIFAR images with ℓ = 20 and ν = 3/2 have a mean of about 0.1.
 
-    Equal points are left out; where all are equal ℓ = 1. Between ℓ = min d/r and max d/r with k(r) = value the mean
-    passes the value; it is found there to 1e-6 of ℓ by nested grids, and no value is read back from the device.
+    Pairs of equal points are left out; if all points are equal, ℓ = 1. The mean reaches ``value`` between ℓ = min d/r
+    and max d/r, where k(r) = value. Nested grids find it there to a relative accuracy of 1e-6, without reading
+    anything back from the device.
 
     >>> x = torch.tensor([[0.0], [1.0], [3.0]])
     >>> ℓ = Alike(0.3, nu=0.5).of(x)
@@ -95,14 +95,14 @@ class Alike(Lengthscale):
         high = (u.amax().sqrt() / r).log()
         steps, wanted = torch.linspace(0, 1, _GRID, dtype=u.dtype, device=u.device), float(self.value) * apart.sum()
         for _ in range(_ROUNDS):
-            tried = low + (high - low) * steps  # [g], the mean grows along it
+            tried = low + (high - low) * steps  # [g], increasing means
             sums = [self._sums(u, apart, ℓ) for ℓ in tried.exp().split(max(1, _AT_ONCE // u.numel()))]
             below = (torch.cat(sums) < wanted).sum().clamp(1, _GRID - 1)
             low, high = tried.gather(0, torch.stack([below - 1, below])).unbind()
         return torch.where(apart.any(), ((low + high) / 2).exp(), 1.0).to(points.dtype)
 
     def _sums(self, u: Tensor, apart: Tensor, lengthscales: Tensor) -> Tensor:
-        """Σ k over the pairs that are apart [g], for lengthscales [g]."""
+        """Σ k over pairs of distinct points [g], for lengthscales [g]."""
         step, total, square = max(1, _AT_ONCE // len(u)), torch.zeros_like(lengthscales), lengthscales.square()
         for rows, pairs in zip(u.split(step), apart.split(step), strict=True):
             total = total + matern(float(self.nu), rows / square.view(-1, 1, 1)).where(pairs, 0).sum((1, 2))
@@ -110,7 +110,7 @@ class Alike(Lengthscale):
 
     @cached_property
     def _radius(self) -> float:
-        """r with k(r) = value, by bisection; the points do not matter to it."""
+        """r with k(r) = value, by bisection."""
         low, high, value = 0.0, 1.0, float(self.value)
         while self._profile(high) > value:
             high *= 2
@@ -126,7 +126,7 @@ class Alike(Lengthscale):
 @final
 @dataclass(frozen=True)
 class Measured(Lengthscale):
-    """ℓ that a rule has found on some points, kept for others."""
+    """ℓ that was measured on some points, to be used on others."""
 
     value: Tensor
 
@@ -151,7 +151,7 @@ def check_lengthscale(lengthscale: float | Tensor | Lengthscale) -> None:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a real number: of Python, of numpy, a fraction; True and False are none.
+    """Whether a value is a real number (of Python, numpy or fractions), and not a bool.
 
     >>> from fractions import Fraction
     >>> is_number(2), is_number(Fraction(3, 2)), is_number(True), is_number("2")
@@ -166,10 +166,10 @@ def _check_number(where: str, value: object, why: str) -> None:
 
 
 def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
-    """The squared distances [n n] of the points among themselves, where they fit, in double precision.
+    """The squared distances [n n] within a set of points, in double precision, within a memory bound.
 
-    Squares leave the range of single precision long before distances do. What leaves that of double is refused, but on
-    a GPU, which is not waited for: there it is NaN, which is reported where steps are checked.
+    Squares overflow single precision long before distances do. Overflow of double precision raises an error. On a GPU,
+    where the check would make the host wait, the result is NaN, which steps report.
     """
     x = points.detach().double()
     if x.ndim != 2 or len(x) == 0:
@@ -185,7 +185,7 @@ def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
         )
     with torch.no_grad():
         u = squared_distances(x, x)
-    if u.device.type == "cpu" and bool(u.isinf().any()) and bool(x.isfinite().all()):
+    if can_read(u) and bool(u.isinf().any()) and bool(x.isfinite().all()):
         raise ValueError(
             f"{rule!r} cannot measure points that are {float(x.amax() - x.amin()):.3g} apart in a coordinate: the "
             "squares of their distances are infinite. Scale the inputs, or give features= that does"
@@ -193,14 +193,14 @@ def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
     return u
 
 
-_SMALL = 1e-15  # lengthscale, below which its square and those of distances like it are too small for single precision
-_ELEMENTS = 2**18  # of a temporary; Bessel functions have twenty of them, in double precision
+_SMALL = 1e-15  # lengthscales below it have squares that underflow in single precision
+_ELEMENTS = 2**18  # in a temporary; Bessel functions need twenty of these, in double precision
 
 
 class ReproducingKernel(ABC):
-    """K with ⟨K(x, ·), f⟩ = f(x) for every f of its Hilbert space of functions (000 section 4.2).
+    """K with ⟨K(x, ·), f⟩ = f(x) for every f in its Hilbert space of functions.
 
-    Functions with several outputs have the kernel K(x, y) δ_ij: every output by itself (ERRATA 12).
+    Functions with several outputs have the kernel K(x, y) δ_ij: each output separately.
     """
 
     @abstractmethod
@@ -208,30 +208,30 @@ class ReproducingKernel(ABC):
         """K [n m] between inputs x [n *shape] and y [m *shape]; y = None is x itself: the Gram matrix [n n]."""
 
     def at(self, x: Any) -> ReproducingKernel:
-        """The same kernel with everything that is measured on data (a lengthscale) measured on x, once and for all."""
+        """The same kernel, with what depends on data (a lengthscale) measured on x and then fixed."""
         return self
 
 
 @final
 @dataclass(frozen=True)
 class SobolevKernel(ReproducingKernel):
-    """The reproducing kernel of the Sobolev space H_s(R^d), s = d + 2ν (000 lemma 8, (34)), of every real ν > 0:
+    """The reproducing kernel of the Sobolev space of order ν + d/2 on R^d, for every real ν > 0:
 
         K(x, y) = k(‖x − y‖/ℓ),   k(r) = 2^{1−ν}/Γ(ν) r^ν K_ν(r),   k(0) = 1
 
-    Half-integers in closed form: e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3) for ν = ½, 3/2, 5/2. There is no √(2ν) as
-    in other Matérn kernels (ERRATA 7). Paper 000 uses ν = 3/2 (s = d + 3) and ℓ = 20. Its s is not the usual one: the
-    space is the standard Sobolev space of order ν + d/2, and any ν > 0 makes it a space of continuous functions, in any
-    dimension (ERRATA 5, 6).
+    For ν = ½, 3/2, 5/2 it is e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3). There is no factor √(2ν), unlike in many
+    other Matérn kernels. Bai, Rosenberg and Xu (2022) use ν = 3/2 and ℓ = 20. They write the space as H_s with s = d +
+    2ν; in the standard convention its order is s/2 = ν + d/2. For every ν > 0 it consists of continuous functions, in
+    any dimension.
 
-    ``normalised=False`` multiplies by the constant of the space, ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for functions of x/ℓ;
-    what (36)–(39) print for it is wrong (ERRATA 1, 2). It underflows in high dimension: ``log_constant`` does not.
+    ``normalised=False`` multiplies by the constant of the space, ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for functions of x/ℓ.
+    (The values printed in the paper are wrong.) The constant underflows in high dimension; ``log_constant`` does not.
 
-    ``lengthscale``: a positive number, or a rule such as ``Median()``, which ``at(x)`` measures. ``features`` maps
-    inputs that are not points (tokens) to points. Inputs [n *shape] are flattened; n numbers are points on a line.
+    ``lengthscale``: a positive number, or a rule such as ``Median()`` that ``at(x)`` measures. ``features`` maps inputs
+    that are not points (tokens) to points. Inputs [n *shape] are flattened; n numbers are points on a line.
 
-    Differentiable in the points: m times where 2ν > m, at equal points too. A first derivative at equal points is 0 for
-    every ν. Distances below 10⁻¹⁵⁰ count as none (of ν ≥ 1 in single precision below 10⁻²², where it does not show).
+    It is differentiable in the points m times if 2ν > m, also at equal points. First derivatives at equal points are 0
+    for every ν. Distances below 10⁻¹⁵⁰ count as 0 (below 10⁻²² for ν ≥ 1 in single precision, which has no effect).
 
     >>> kernel = SobolevKernel(1.5)
     >>> kernel(torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
@@ -258,25 +258,25 @@ class SobolevKernel(ReproducingKernel):
         ℓ, ν = self._lengthscale(a, y is not None), float(self.nu)
         if not _differentiated(a, b, ℓ):
             return self._values(a, None if y is None else b, ℓ)
-        # k' is r^{2ν−2} near r = 0: what it is multiplied by, and what it is made of, may be too small for single.
+        # k' is about r^{2ν−2} near r = 0: its factors may underflow in single precision.
         wide = (a.double(), b.double()) if ν < 1 or self._extreme else (a, b)
         u = squared_distances(*wide) / ℓ / ℓ
         if y is not None or not u.requires_grad:
             return (self._constant(a) * matern(ν, u)).to(torch.promote_types(a.dtype, b.dtype))
-        # A point is at distance 0 from itself wherever it moves: the diagonal is constant, whatever ν is.
+        # A point is always at distance 0 from itself, so the diagonal is constant for every ν.
         diagonal = torch.eye(a.shape[0], dtype=torch.bool, device=a.device)
         k = matern(ν, u.masked_fill(diagonal, 1.0))
         return (self._constant(a) * k.masked_fill(diagonal, 1.0)).to(a.dtype)
 
     def _values(self, a: Tensor, b: Tensor | None, ℓ: float | Tensor) -> Tensor:
-        """K [n m] without derivatives, a few rows at a time; of points among themselves each pair once.
+        """K [n m] without derivatives, a few rows at a time; within one set of points each pair once.
 
-        Beside K itself it holds some temporaries of ``_ELEMENTS`` numbers.
+        Beside K it needs a few temporaries of ``_ELEMENTS`` numbers.
         """
         ν, constant = float(self.nu), self._constant(a)
         n, m = len(a), len(a if b is None else b)
         dtype = a.dtype if b is None else torch.promote_types(a.dtype, b.dtype)
-        # r^{2ν} shows where r² is too small for single precision.
+        # r^{2ν} matters where r² underflows in single precision.
         double = ν < 0.5 or self._extreme
         wide = a.double() if double else a
         other = wide if b is None else b.double() if double else b
@@ -303,17 +303,17 @@ class SobolevKernel(ReproducingKernel):
         """
         if not isinstance(self.lengthscale, Lengthscale) or isinstance(self.lengthscale, Measured):
             return self
-        found = points(x, self.features)
-        ℓ = self.lengthscale.of(found)
-        if not bool((found != found[:1]).any()):
+        z = points(x, self.features)
+        ℓ = self.lengthscale.of(z)
+        if not bool((z != z[:1]).any()):
             raise ValueError(
-                f"lengthscale={self.lengthscale!r} cannot be told from {len(found)} equal point(s), and is for others "
+                f"lengthscale={self.lengthscale!r} cannot be told from {len(z)} equal point(s), and is for others "
                 "too: give a number as the lengthscale, or points that differ (to fit, or to the first partial_fit)"
             )
         return replace(self, lengthscale=Measured(ℓ))
 
     def log_constant(self, dimension: int) -> float:
-        """log K(x, x) without normalisation: log Γ(ν) − (d/2) log 4π − log Γ(ν + d/2), for x in R^d (ERRATA 1, 4).
+        """log K(x, x) without normalisation: log Γ(ν) − (d/2) log 4π − log Γ(ν + d/2), for x in R^d.
 
         >>> round(SobolevKernel(1.5).log_constant(784), 3)
         -2947.908
@@ -345,7 +345,7 @@ class SobolevKernel(ReproducingKernel):
 
     @property
     def _extreme(self) -> bool:
-        """Whether r² or ℓ² may be out of the range of single precision where r/ℓ is not."""
+        """Whether r² or ℓ² may overflow or underflow in single precision although r/ℓ does not."""
         if isinstance(self.lengthscale, Lengthscale):
             return True  # it may be anything
         return not isinstance(self.lengthscale, Tensor) and not _SMALL < float(self.lengthscale) < 1 / _SMALL
@@ -364,8 +364,8 @@ class SobolevKernel(ReproducingKernel):
 
 
 def _differentiated(a: Tensor, b: Tensor, ℓ: float | Tensor) -> bool:
-    """Whether derivatives may be asked for, in reverse or in forward mode."""
-    if torch._C._are_functorch_transforms_active():
+    """Whether derivatives may be needed, in reverse or forward mode."""
+    if in_transform():
         return True
     tensors = (a, b, ℓ) if isinstance(ℓ, Tensor) else (a, b)
     forward = any(torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors)

@@ -19,12 +19,13 @@ from natgrad.output.metric import OutputMetric, Reduction, Sampled, check_sample
 @final
 @dataclass(frozen=True)
 class Fisher(OutputMetric):
-    """h = F_y = E_{t ~ p(·|y)}[∇log p ∇log pᵀ], the Hessian of ρ(y, y0) = KL(p_y0 ‖ p_y) at y0 (002 (8), 004 (19)).
+    """h = F_y = E_{t ~ p(·|y)}[∇log p ∇log pᵀ], the Hessian of ρ(y, y0) = KL(p_y0 ‖ p_y) at y0
+    (Amari (1998)).
 
     ``family``: an output family, or a function from the outputs to a ``torch.distributions`` distribution.
-    ``samples``: None for the exact metric; k to draw k targets an example from the model, s = ∇log p(t)/√k.
+    ``samples``: None for the exact metric; k to draw k targets from the model for each example, s = ∇log p(t)/√k.
     ``reduction="mean"`` divides by the number of terms (tokens, pixels) of an example.
-    Of a ``Masked`` family (invalid actions, padded steps) the target is the mask of the batch.
+    For a ``Masked`` family (invalid actions, padded steps) the target is the mask of the batch.
 
     >>> from natgrad.families import Categorical
     >>> Fisher(Categorical()).root(torch.zeros(4, 3)).shape
@@ -78,22 +79,22 @@ class Fisher(OutputMetric):
         return scores if w == self.samples == 1 else scores * (w / self.samples) ** 0.5
 
     def shared_root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        """Targets belong to one example: what examples share is a random combination of the columns of the root."""
+        """Sampled targets belong to one example, so all examples share a random combination of the root's columns."""
         if self.samples is None:
             return self.root(y, target)
         family, w = self._at(y, target)
         generator = generator or fresh_generator(y.device)
-        found = family.shared(y, self.samples, generator)
-        if found is None:
+        root = family.shared(y, self.samples, generator)
+        if root is None:
             return Sampled(replace(self, samples=None), self.samples).shared_root(y, target, generator)
-        return found * (w / self.samples) ** 0.5
+        return root * (w / self.samples) ** 0.5
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         family, w = self._at(y, target)
         return family.kl(y0, y) * w
 
     def terms(self, y: Tensor) -> int:
-        """How many terms (tokens, pixels) an example of the outputs has, masked ones among them."""
+        """The number of terms (tokens, pixels) of an example, including masked ones."""
         family = self._family
         if not family.needs_target:
             family.check(y)

@@ -1,4 +1,4 @@
-"""Metrics that are Hessians: of a convex function, of a dissimilarity, of the training loss."""
+"""Metrics that are Hessians (of a convex function, a divergence, the training loss), and moments of loss gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from natgrad.families.base import over_terms
 from natgrad.linalg import symmetric_root
-from natgrad.model import Inputs
+from natgrad.model import Inputs, map_tensors
 from natgrad.output.metric import OutputMetric
 
 Scalar = Callable[..., Tensor]
@@ -20,10 +20,10 @@ Scalar = Callable[..., Tensor]
 @final
 @dataclass(frozen=True)
 class Bregman(OutputMetric):
-    """h = ∇²φ(y), the Hessian at y = y0 of D_φ(y, y0) = φ(y) − φ(y0) − ⟨∇φ(y0), y − y0⟩ (002 (30), ERRATA 41).
+    """h = ∇²φ(y), the Hessian at y = y0 of D_φ(y, y0) = φ(y) − φ(y0) − ⟨∇φ(y0), y − y0⟩.
 
-    φ takes outputs [n *out] with n = 1; it is called under ``vmap``, one example at a time, so that any reduction
-    gives the same metric. φ must be convex: the generalised Gauss–Newton matrix has no root otherwise.
+    φ takes outputs [n *out] with n = 1. It is called under ``vmap``, one example at a time, so any reduction gives the
+    same metric. φ must be convex; otherwise the metric is not positive and has no root.
 
     >>> metric = Bregman(lambda y: torch.logsumexp(y, -1))
     >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
@@ -48,10 +48,10 @@ class Bregman(OutputMetric):
 @final
 @dataclass(frozen=True)
 class Divergence(OutputMetric):
-    """h = ∂²ρ(y, y0)/∂y² at y = y0, for any smooth dissimilarity ρ(y, y0) (004 (53), 002 (27)).
+    """h = ∂²ρ(y, y0)/∂y² at y = y0, for any smooth dissimilarity ρ(y, y0) (Grosse (2021)).
 
-    ρ takes two batches [n *out] with n = 1, under ``vmap``. It must have its minimum at y = y0; where it is flatter
-    than quadratic there h vanishes (ERRATA 54).
+    ρ takes two batches [n *out] with n = 1, under ``vmap``. It must have its minimum at y = y0. If it is flatter than
+    quadratic there, such as (y − y0)⁴, then h = 0.
 
     >>> metric = Divergence(lambda y, y0: ((y - y0) ** 2).sum())
     >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
@@ -61,7 +61,7 @@ class Divergence(OutputMetric):
     rho: Scalar
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        # y0 = y is not detached: the geodesics differentiate h(y) itself.
+        # y0 = y is not detached, because geodesics differentiate h(y).
         return hessian_product(PerExample(self.rho, y), y, u)
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
@@ -74,11 +74,12 @@ class Divergence(OutputMetric):
 @final
 @dataclass(frozen=True)
 class LossHessian(OutputMetric):
-    """h = ∂²ℓ(y, t)/∂y²: the generalised Gauss–Newton matrix of a convex training loss (002 §5.1, 004 (40)).
+    """h = ∂²ℓ(y, t)/∂y²: the generalised Gauss–Newton matrix of a convex training loss
+    (Martens (2020)).
 
-    ``loss(y, t)`` is any torch loss, called on one example at a time, so its reduction over the batch does not
-    matter; but a weighted mean over one example loses its weight, so class weights need ``reduction="sum"``.
-    ρ is the Bregman divergence that ℓ(·, t) generates.
+    ``loss(y, t)`` is any torch loss. It is called on one example at a time, so its reduction over the batch does not
+    matter. But a weighted mean over one example loses its weight: class weights need ``reduction="sum"``. ρ is the
+    Bregman divergence of ℓ(·, t).
 
     >>> metric = LossHessian(torch.nn.functional.mse_loss)
     >>> metric.flat(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]), torch.ones(1, 2))
@@ -107,7 +108,7 @@ class LossHessian(OutputMetric):
 @final
 @dataclass(frozen=True)
 class PerExample:
-    """y [n *out] ↦ f(y_n, t_n) [n], by ``vmap`` over batches of one: whatever f reduces, examples stay apart."""
+    """y [n *out] ↦ f(y_n, t_n) [n], by ``vmap`` over batches of one, whatever reduction f has."""
 
     function: Scalar
     argument: Any = None
@@ -116,9 +117,9 @@ class PerExample:
         if self.argument is None:
             values: Tensor = torch.func.vmap(lambda a: self.function(a[None]).sum())(y)
         else:
-            pair = (y, self.argument)
-            add = torch.utils._pytree.tree_map
-            values = torch.func.vmap(lambda a, t: self.function(a[None], add(lambda b: b[None], t)).sum())(*pair)
+            values = torch.func.vmap(lambda a, t: self.function(a[None], map_tensors(t, _unsqueeze)).sum())(
+                y, self.argument
+            )
         return values
 
     def gradient(self, y: Tensor) -> Tensor:
@@ -127,8 +128,13 @@ class PerExample:
         return grad
 
 
+def _unsqueeze(t: Tensor) -> Tensor:
+    """A batch of one."""
+    return t[None]
+
+
 def hessian_product(f: PerExample, y: Tensor, u: Tensor) -> Tensor:
-    """∇²f(y_n) u_n = ∇⟨∇f(y_n), u_n⟩ [n *out] for all examples at once, differentiable in y."""
+    """∇²f(y_n) u_n = ∇⟨∇f(y_n), u_n⟩ [n *out], differentiable in y."""
     product: Tensor = torch.func.grad(lambda a: (f.gradient(a) * u).sum())(y)
     return product
 
@@ -147,23 +153,23 @@ def hessian_root(f: PerExample, y: Tensor, failure: str) -> Tensor:
 
 
 def bregman_divergence(f: PerExample, y: Tensor, y0: Tensor) -> Tensor:
-    """f(y) − f(y0) − ⟨∇f(y0), y − y0⟩ [n]; the gradient is taken at the second argument (ERRATA 41)."""
+    """f(y) − f(y0) − ⟨∇f(y0), y − y0⟩ [n], with the gradient at the second argument."""
     linear = over_terms(f.gradient(y0) * (y - y0))
     return f(y) - f(y0) - linear
 
 
-# Second moments of the training gradients. They are not the Fisher metric, and are named so that nobody thinks so.
+# Second moments of the training gradients. They are not the Fisher metric, and their names do not say Fisher.
 
 
 @final
 @dataclass(frozen=True)
 class Empirical(OutputMetric):
-    """h = ∇ℓ ∇ℓᵀ at the training targets: F_emp = (1/N) Σ_n ∇J_n ∇J_nᵀ (002 (33)).
+    """h = ∇ℓ ∇ℓᵀ at the training targets: F_emp = (1/N) Σ_n ∇J_n ∇J_nᵀ (often called empirical Fisher).
 
-    It is the second moment of the training gradients, not the Fisher metric, and no approximation of a Hessian
-    (Kunstner, Balles, Hennig 2019). ``loss(y, t)`` is called on one example at a time: its reduction over the batch
-    does not matter; class weights need ``reduction="sum"``, as a weighted mean over one example loses its weight.
-    ρ = ½⟨∇ℓ(y0), y − y0⟩².
+    It is the second moment of the training gradients. It is not the Fisher metric and does not approximate a Hessian
+    (Kunstner, Balles and Hennig (2019)). ``loss(y, t)`` is called on one example at a time, so its reduction over the
+    batch does not matter; class weights need ``reduction="sum"``, because a weighted mean over one example loses its
+    weight. ρ = ½⟨∇ℓ(y0), y − y0⟩².
 
     >>> metric = Empirical(torch.nn.functional.cross_entropy)
     >>> metric.root(torch.zeros(1, 2), torch.tensor([0]))
@@ -190,11 +196,12 @@ class Empirical(OutputMetric):
 @final
 @dataclass(frozen=True)
 class GradientCovariance(OutputMetric):
-    """C = (1/N) Σ_n (∇J_n − ∇J)(∇J_n − ∇J)ᵀ, the covariance of the training gradients (002 (34)).
+    """C = (1/N) Σ_n (∇J_n − ∇J)(∇J_n − ∇J)ᵀ, the covariance of the training gradients.
 
-    F_emp = C + ∇J ∇Jᵀ (002 (35)). Taking the mean off couples the examples: the roots are those of ``Empirical`` and
-    the coupling is the centring matrix 1 − 11ᵀ/N. ``flat`` and ``divergence`` are of the whole batch: the divergence
-    of example n is its share ½ u_n Σ_m C_nm u_m, u = ⟨∇ℓ, y − y0⟩, which can be negative; the sum is not.
+    F_emp = C + ∇J ∇Jᵀ, with the covariance normalised by 1/N. Subtracting the mean couples the examples: the roots are
+    those of ``Empirical``, and the coupling is the centring matrix 1 − 11ᵀ/N. ``flat`` and ``divergence`` use the whole
+    batch. The divergence of example n is its share ½ u_n Σ_m C_nm u_m, u = ⟨∇ℓ, y − y0⟩. A share may be negative; the
+    sum is not.
 
     >>> metric = GradientCovariance(torch.nn.functional.cross_entropy)
     >>> metric.coupling(None, 2)
@@ -221,7 +228,7 @@ class GradientCovariance(OutputMetric):
         return 0.5 * t * (t - t.mean())
 
     def coupling(self, x: Inputs, n: int) -> Tensor | None:
-        return torch.eye(n, dtype=torch.float64) - 1.0 / n  # the pullback casts to the dtype of the outputs
+        return torch.eye(n, dtype=torch.float64) - 1.0 / n  # the pullback casts it to the dtype of the outputs
 
 
 def loss_gradient(metric: OutputMetric, loss: Callable[..., Tensor], y: Tensor, target: Any) -> Tensor:

@@ -15,16 +15,16 @@ from natgrad.families.base import over_terms
 from natgrad.model import Inputs, map_tensors
 
 Reduction = Literal["sum", "mean"]
-_ELEMENTS = 2**22  # of an exact root that is only made to be sampled
+_ELEMENTS = 2**22  # of an exact root that is computed only to be mixed
 
 
 @final
 @dataclass(frozen=True)
 class Coupling:
-    """C [n m], by which a metric couples the examples, and what a metric that is made from a kernel knows besides.
+    """C [n m], the coupling of the examples.
 
-    Then C = K⁻¹, and a structure that knows K solves without it; L with C = L Lᵀ mixes rows, and need not be found.
-    L is multiplied in the precision that it comes in. ``weights``: where C is diag(c) and mixes no examples, c [n].
+    ``K``: for C = K⁻¹, the kernel matrix; some structures solve with K and never invert it. ``L``: a root, C = L Lᵀ,
+    which mixes rows; products with it use its dtype. ``weights``: c [n] if C = diag(c), which mixes no examples.
     """
 
     C: Tensor
@@ -34,7 +34,7 @@ class Coupling:
 
     @staticmethod
     def of_weights(c: Tensor, dtype: torch.dtype) -> Coupling:
-        """diag(c) of weights c [n], not negative, for rows of type ``dtype``.
+        """C = diag(c) for weights c [n] ≥ 0 and rows of type ``dtype``.
 
         >>> Coupling.of_weights(torch.tensor([0.25, 1.75]), torch.float32).L.diagonal()
         tensor([0.5000, 1.3229])
@@ -44,11 +44,11 @@ class Coupling:
 
 
 class OutputMetric(ABC):
-    """h_y on output space, with ♭, a root and a divergence whose second-order part it is.
+    """An inner product h_y on output space: ♭, a root, and a divergence whose Hessian it is.
 
-    Outputs are y [n *out]; the metric treats every example n by itself, unless it has a ``coupling``. With several
-    terms an example (a sequence of tokens) it is the sum over the terms. ``target`` matters only to metrics that are
-    made from the training loss; ``generator`` only to sampled ones.
+    Outputs are y [n *out]. The metric treats each example n separately, unless it has a ``coupling``. If an example has
+    several terms (a sequence of tokens), the metric is the sum over the terms. ``target`` is used only by metrics made
+    from the training loss, ``generator`` only by sampled metrics.
     """
 
     @property
@@ -70,10 +70,11 @@ class OutputMetric(ABC):
         """s [k n *out] with Σ_k s_kn s_knᵀ = h(y_n), exactly or in expectation."""
 
     def shared_root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        """A root [k n *out] whose column k means the same in every example, for a coupling of the examples.
+        """A root [k n *out] whose column k means the same in every example; metrics with a coupling need one.
 
-        Column k of an exact root is one output, or one class; independent samples have no such meaning, and a sampled
-        metric draws them once for all examples instead (ERRATA 10).
+        Column k of an exact root is one output or one class. Samples that are independent between examples have
+        mean-zero products, which would erase the off-diagonal part of the coupling. So a sampled metric draws one
+        sample for all examples.
         """
         if not self.exact:
             raise ValueError(
@@ -91,7 +92,7 @@ class OutputMetric(ABC):
         return None
 
     def coupled(self, x: Inputs, n: int, dtype: torch.dtype = torch.float64) -> Coupling | None:
-        """The coupling of rows of type ``dtype``, with the kernel matrix that it is the inverse of, if there is one."""
+        """The coupling for rows of type ``dtype``, with its kernel matrix if there is one."""
         C = self.coupling(x, n)
         return None if C is None else Coupling(C)
 
@@ -105,7 +106,7 @@ class OutputMetric(ABC):
 
 
 class OnBase(OutputMetric):
-    """A metric that is made of another, ``base``, and couples its examples; an example by itself sees the base."""
+    """A metric that couples the examples of another one, ``base``; a single example has the base metric."""
 
     base: OutputMetric
 
@@ -127,7 +128,7 @@ class OnBase(OutputMetric):
 @final
 @dataclass(frozen=True)
 class Euclidean(OutputMetric):
-    """h = 1: the pullback is the Gauss–Newton matrix (1/N) Σ JᵀJ (002 (28), 003 example 3.3), ρ = ½‖y − y0‖².
+    """h = 1: the pullback is the Gauss–Newton matrix (1/N) Σ JᵀJ, and ρ = ½‖y − y0‖².
 
     It is the Fisher metric of a Gaussian with unit variance. ``nn.MSELoss`` is 2/D of the matching loss ½‖y − t‖²;
     ``reduction="mean"`` divides by the D outputs of an example (D = 3 in the example).
@@ -154,10 +155,10 @@ class Euclidean(OutputMetric):
 @final
 @dataclass(frozen=True)
 class Sampled(OutputMetric):
-    """Zero-mean random roots of any metric: s = Σ_k ε_k s_k with ε ~ N(0, 1) (the pullback sampling trick, 002 §5.2).
+    """Zero-mean random roots of any metric: s = Σ_k ε_k s_k with ε ~ N(0, 1) (Grosse (2021), section 5.2).
 
-    E[s sᵀ] = h, and one backward pass a sample replaces one an output. For a Fisher metric, ``Fisher(family,
-    samples=1)`` samples targets instead.
+    E[s sᵀ] = h. One backward pass for each sample replaces one for each output. ``Fisher(family, samples=1)`` samples
+    targets instead.
 
     >>> Sampled(Euclidean(), samples=2).root(torch.zeros(4, 3)).shape
     torch.Size([2, 4, 3])
@@ -204,11 +205,11 @@ class Sampled(OutputMetric):
         return torch.cat(mixed, dim=1) / self.samples**0.5
 
     def _exact_roots(self, y: Tensor, target: Any) -> Iterator[Tensor]:
-        """It has a column an output: it is made for a few examples at a time, to be mixed at once."""
+        """Exact roots, a few examples at a time, because they have a column for each output."""
         step = max(1, _ELEMENTS // y[0].numel() ** 2)
         for start in range(0, y.shape[0], step):
-            part = slice(start, start + step)
-            yield self.base.root(y[part], map_tensors(target, operator.itemgetter(part)))
+            chunk = slice(start, start + step)
+            yield self.base.root(y[chunk], map_tensors(target, operator.itemgetter(chunk)))
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
         return self.base.divergence(y, y0, target)
@@ -240,7 +241,7 @@ def one_hot_columns(y: Tensor) -> Tensor:
 
 
 def fresh_generator(device: torch.device) -> torch.Generator:
-    """A generator of our own with fresh entropy: the user's random stream must not move (pass one to reproduce)."""
+    """A new generator with fresh entropy, so that the user's random stream does not change (pass one to reproduce)."""
     generator = torch.Generator(device=device)
     generator.seed()
     return generator

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate import fused
-from natgrad.accelerate.inverses import Factor, Newton
+from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.features import Cotangents
@@ -50,8 +50,8 @@ class EigenKroneckerOperator(LayerOperator):
     letters: ClassVar[tuple[str, ...]] = ("S", "A", "Q", "P", "D")
     layout: Layout
     blocks: tuple[Block, ...]
-    left: tuple[Factor, ...]  # S [c o o], or its diagonal [c o], for the next basis
-    right: tuple[Factor, ...]  # A [c i i], or its diagonal [c i]
+    left: tuple[SymFactor, ...]  # S [c o o], or its diagonal [c o], for the next basis
+    right: tuple[SymFactor, ...]  # A [c i i], or its diagonal [c i]
     basis: Basis
     scales: tuple[Tensor, ...]  # D [c o i]
     rest: Operator | None = None

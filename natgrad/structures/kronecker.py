@@ -16,20 +16,17 @@ from torch import Tensor
 from natgrad.accelerate import fused
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.inverses import (
-    Chosen,
-    Factor,
+    BatchedInverse,
+    Inversion,
     Newton,
-    Remade,
-    Sides,
-    Task,
+    SymFactor,
     aligned,
     balance,
-    by_size,
+    batch_by_size,
     diagonal,
-    full,
+    is_dense,
+    layers_at_once,
     matrix,
-    refuse_singular_factor,
-    room_on,
     spectrum,
     stacked,
     two_sided,
@@ -78,7 +75,7 @@ class Basis:
     right: tuple[Rotation, ...]  # P [c i i]
 
     @staticmethod
-    def of(left: Sequence[Factor], right: Sequence[Factor]) -> Basis:
+    def of(left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
         """The eigenvectors of S and of A."""
         return Basis(tuple(spectra(left)[1]), tuple(spectra(right)[1]))
 
@@ -112,14 +109,14 @@ def spread(q: Rotation, d: Tensor, p: Rotation) -> Tensor:
     return rotated_back(None if q is None else q.square(), d, None if p is None else p.square())
 
 
-def spectra(side: Sequence[Factor]) -> tuple[list[Tensor], list[Rotation]]:
+def spectra(side: Sequence[SymFactor]) -> tuple[list[Tensor], list[Rotation]]:
     """Eigenvalues [c d] and eigenvectors [c d d] of the factors of one side; a diagonal one has its own axes."""
-    which = [at for at, factor in enumerate(side) if full(factor)]
+    which = [at for at, factor in enumerate(side) if is_dense(factor)]
     values: list[Tensor] = list(side)
     vectors: list[Rotation] = [None] * len(side)
 
     full_ones = [side[at] for at in which]
-    for stack in by_size(full_ones):
+    for stack in batch_by_size(full_ones):
         λ, q = spectrum(stacked([full_ones[at] for at in stack]))
         counts = [full_ones[at].shape[0] for at in stack]
         for at, own_λ, own_q in zip(stack, λ.split(counts), q.split(counts), strict=True):
@@ -127,9 +124,9 @@ def spectra(side: Sequence[Factor]) -> tuple[list[Tensor], list[Rotation]]:
     return values, vectors
 
 
-def eigenvalues(factor: Factor) -> Tensor:
+def eigenvalues(factor: SymFactor) -> Tensor:
     """[c d], ascending."""
-    return torch.linalg.eigvalsh(factor) if full(factor) else factor.sort(-1).values
+    return torch.linalg.eigvalsh(factor) if is_dense(factor) else factor.sort(-1).values
 
 
 def _overlap(new: Rotation, old: Rotation) -> Rotation:
@@ -140,10 +137,6 @@ def _overlap(new: Rotation, old: Rotation) -> Rotation:
 
 
 # Inverses that work layer by layer.
-
-
-# Bytes of layers that are solved at once: products of one layer leave a GPU half idle.
-_ROOM = {"cuda": 2**26, "cpu": 2**22}
 
 
 class LayerInverse(Inverse):
@@ -256,7 +249,7 @@ class LayerInverse(Inverse):
         out: list[tuple[tuple[int, ...], int, int]] = []
         for group in self.groups:
             block = self.blocks[group[0]]
-            several = max(1, room_on(block.device, _ROOM) // (block.size * self.layout.dtype.itemsize))
+            several = layers_at_once(block.device, block.size * self.layout.dtype.itemsize)
             out += [(group, at, min(at + several, len(group))) for at in range(0, len(group), several)]
         return tuple(out)
 
@@ -300,13 +293,13 @@ class ProductInverse(LayerInverse):
     blocks: tuple[Block, ...]
     rest: Inverse | None
     others: Subset | None
-    stacks: tuple[tuple[Factor, Factor], ...]  # of every group of layers, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
+    stacks: tuple[tuple[SymFactor, SymFactor], ...]  # of every group of layers, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
     kinds: tuple[tuple[bool, bool], ...]  # of every layer, whether its factors are full
-    remade: Remade = field(default_factory=Remade)
+    batch: BatchedInverse = field(default_factory=BatchedInverse)
 
     @staticmethod
     def of(
-        G: KroneckerOperator, rest: Inverse | None, left: Sequence[Factor], right: Sequence[Factor]
+        G: KroneckerOperator, rest: Inverse | None, left: Sequence[SymFactor], right: Sequence[SymFactor]
     ) -> ProductInverse:
         """From S⁻¹ and A⁻¹ of every layer."""
         empty = ProductInverse._shaped(G, rest, left, right)
@@ -325,12 +318,12 @@ class ProductInverse(LayerInverse):
 
     @staticmethod
     def _shaped(
-        G: KroneckerOperator, rest: Inverse | None, left: Sequence[Factor], right: Sequence[Factor]
+        G: KroneckerOperator, rest: Inverse | None, left: Sequence[SymFactor], right: Sequence[SymFactor]
     ) -> ProductInverse:
-        kinds = tuple((full(s), full(a)) for s, a in zip(left, right, strict=True))
+        kinds = tuple((is_dense(s), is_dense(a)) for s, a in zip(left, right, strict=True))
         return ProductInverse(G.layout, G.blocks, rest, G.others, (), kinds)
 
-    def begin(self, left: Sequence[Factor], right: Sequence[Factor]) -> None:
+    def begin(self, left: Sequence[SymFactor], right: Sequence[SymFactor]) -> None:
         """Copy S⁻¹ and A⁻¹ of every layer."""
         mine = self.tensors()
         for block, s, a in zip(self.blocks, left, right, strict=True):
@@ -345,37 +338,45 @@ class ProductInverse(LayerInverse):
         like = G.left[0]
         return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
 
-    def tasks(self, sides: Sides, damping: Scalar, chosen: Chosen = lambda _: True) -> list[Task]:
-        """What is to be inverted of the ``chosen`` factors, with factored damping, and where it goes."""
-        out: list[Task] = []
+    def jobs(self, factors: Sequence[SymFactor], damping: Scalar) -> list[Inversion]:
+        """What is to be inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
+        left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
+        jobs: list[Inversion] = []
         for group, stacks in zip(self.groups, self.stacks, strict=True):
-            own = [[side[b] for b in group] for side in sides]
-            wanted = [chosen(side[0]) for side in own]
-            if not any(wanted):
-                continue
-            shifts = _shifts(own[0], own[1], damping)
-            for at in (at for at in range(2) if wanted[at]):
-                titles = [f"the factor {'SA'[at]} of {self.blocks[b].title}" for b in group]
-                out.append(Task(own[at], shifts[at], _cut(stacks[at], own[at][0].shape[-1]), titles))
-        return out
+            s, a = [left[b] for b in group], [right[b] for b in group]
+            c, π = s[0].shape[0], balance(a, s)
+            for letter, side, stack, shifts in (
+                ("S", s, stacks[0], damping**0.5 / π),
+                ("A", a, stacks[1], damping**0.5 * π),
+            ):
+                outs = _unaligned(stack, side[0].shape[-1]).split(c)
+                for b, factor, shift, out in zip(group, side, shifts.split(c), outs, strict=True):
+                    jobs.append(Inversion(factor, shift, out, f"the factor {letter} of {self.blocks[b].title}"))
+        return jobs
 
-    def remake(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
-        """From G, in the place of the inverse that is there."""
-        places = tuple(t.data_ptr() for stack in self.stacks for t in stack)
-        self.remade.again(self.tasks, (G.left, G.right), damping, newton, places)
+    def compute_(self, G: KroneckerOperator, damping: float, *, warm: bool = False) -> None:
+        """From G, waiting for the device; a matrix that cannot be inverted raises, after a retry in double precision.
 
-    def mend(self, G: KroneckerOperator, damping: float) -> None:
-        """From G once more, after it has ``failed``: in double precision, where single is not enough."""
-        self.remade.mend(self.tasks((G.left, G.right), damping))
+        ``warm``: there is an inverse, which stays where it raises.
+        """
+        self.batch.compute_(self.jobs((*G.left, *G.right), damping), warm=warm)
+
+    def refresh_(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
+        """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
+        addresses = tuple(t.data_ptr() for stack in self.stacks for t in stack)
+        self.batch.refresh_(self.jobs, (*G.left, *G.right), damping, newton, addresses)
 
     def failed(self) -> bool:
-        return any(float(failure) > 0 for failure in self.remade.failures)
+        return self.batch.failed()
 
     def inherit(self, other: Inverse) -> None:
-        self.remade.failures = list(other.remade.failures) if isinstance(other, ProductInverse) else []
+        if isinstance(other, ProductInverse):
+            self.batch.inherit(other.batch)
+        else:
+            self.batch.clear()
 
     def forgive(self) -> None:
-        self.remade.failures = []
+        self.batch.clear()
 
     def overwritten(self, new: Inverse) -> Inverse:
         kept = super().overwritten(new)
@@ -403,7 +404,7 @@ class ProductInverse(LayerInverse):
         out = self.below()
         for group, (left, right) in zip(self.groups, self.stacks, strict=True):
             c, o, i = self.blocks[group[0]].shape
-            left, right = _cut(left, o), _cut(right, i)
+            left, right = _unaligned(left, o), _unaligned(right, i)
             for b, s, a in zip(group, left.split(c), right.split(c), strict=True):
                 out[f"{self.blocks[b].names[0]}/S"], out[f"{self.blocks[b].names[0]}/A"] = s, a
         return out
@@ -491,10 +492,14 @@ def undamped(G: KroneckerOperator, rest: Inverse | None) -> ProductInverse:
 
     for side, factors in (("S", G.left), ("A", G.right)):
         for block, factor in zip(G.blocks, factors, strict=True):
-            whole = factor if full(factor) else torch.diag_embed(factor)
-            refuse_singular_factor(whole, f"the factor {side} of {block.title}")
+            values_of_groups = eigenvalues(factor.double())
+            if factor.shape[-1] == 1:
+                values_of_groups = values_of_groups.amin(0, keepdim=True)  # one number for every channel
+            for values in values_of_groups:
+                rounding = factor.shape[-1] * torch.finfo(factor.dtype).eps
+                refuse_singular(values, rounding, False, 0.0, f"the factor {side} of {block.title}")
     out = ProductInverse.empty(G, rest)
-    out.remade.first(out.tasks((G.left, G.right), 0.0))
+    out.compute_(G, 0.0)
     return out
 
 
@@ -520,21 +525,15 @@ def factored(
     else:
         out = ProductInverse.empty(G, rest)
         if last is None:
-            out.remade.first(out.tasks((G.left, G.right), damping))
+            out.compute_(G, damping)
             return out
         out.begin(*last)
-    out.remake(G, damping, newton if newton is not None and newton.trusted() else None)
+    out.refresh_(G, damping, newton if newton is not None and newton.trusted() else None)
     return out
 
 
-def _shifts(s: Sequence[Factor], a: Sequence[Factor], damping: Scalar) -> tuple[list[Tensor], list[Tensor]]:
-    """√λ/π and √λ π [c] of every layer."""
-    π, counts = balance(a, s), [factor.shape[0] for factor in s]
-    return list((damping**0.5 / π).split(counts)), list((damping**0.5 * π).split(counts))
-
-
-def _memory(factor: Factor, group: Sequence[int]) -> Factor:
-    """For factors like this one of every layer of a group; what aligns them is zero."""
+def _memory(factor: SymFactor, group: Sequence[int]) -> SymFactor:
+    """For the inverses of factors like this one, of every layer of a group, ``aligned`` with zeros."""
     shape = (len(group) * factor.shape[0], *factor.shape[1:])
     like = aligned(factor[:1])
     if like.shape[-1] == factor.shape[-1]:
@@ -542,9 +541,9 @@ def _memory(factor: Factor, group: Sequence[int]) -> Factor:
     return like.new_zeros(shape[0], *like.shape[1:])
 
 
-def _cut(factor: Factor, size: int) -> Factor:
-    """Without the zeros of an aligned factor, a view."""
-    return factor[..., :size, :size] if full(factor) else factor
+def _unaligned(factor: SymFactor, size: int) -> SymFactor:
+    """A view without the zeros of an ``aligned`` factor."""
+    return factor[..., :size, :size] if is_dense(factor) else factor
 
 
 # What metrics that are kept layer by layer have in common.
@@ -564,8 +563,8 @@ class LayerOperator(Operator):
     letters: ClassVar[tuple[str, ...]]  # of the tensors of a layer
     layout: Layout
     blocks: tuple[Block, ...]
-    left: tuple[Factor, ...]  # S [c o o] of every layer, or its diagonal [c o]
-    right: tuple[Factor, ...]  # A [c i i], or its diagonal [c i]
+    left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
+    right: tuple[SymFactor, ...]  # A [c i i], or its diagonal [c i]
     rest: Operator | None
     unseen: frozenset[str]
 
@@ -619,8 +618,8 @@ class LayerOperator(Operator):
                 continue
             (c, o, i), s, a = block.shape, self.left[b], self.right[b]
             shapes = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i), "d": (c, o, i)}
-            shapes |= {"Q": (c, o, o)} if full(s) else {}
-            shapes |= {"P": (c, i, i)} if full(a) else {}
+            shapes |= {"Q": (c, o, o)} if is_dense(s) else {}
+            shapes |= {"P": (c, i, i)} if is_dense(a) else {}
             out |= {f"{block.names[0]}/{letter}": shape for letter, shape in shapes.items()}
         return out
 
@@ -760,8 +759,8 @@ class KroneckerOperator(LayerOperator):
     letters: ClassVar[tuple[str, ...]] = ("S", "A")
     layout: Layout
     blocks: tuple[Block, ...]
-    left: tuple[Factor, ...]  # S [c o o] of every block, or its diagonal [c o]
-    right: tuple[Factor, ...]  # A [c i i] of every block, or its diagonal [c i]
+    left: tuple[SymFactor, ...]  # S [c o o] of every block, or its diagonal [c o]
+    right: tuple[SymFactor, ...]  # A [c i i] of every block, or its diagonal [c i]
     rest: Operator | None = None
     unseen: frozenset[str] = frozenset()
 
@@ -851,7 +850,7 @@ class KroneckerOperator(LayerOperator):
 
     def mend(self, inverse: Inverse, damping: float) -> None:
         if isinstance(inverse, ProductInverse) and inverse.fits(self):
-            inverse.mend(self, damping)
+            inverse.compute_(self, damping, warm=True)
         else:
             super().mend(inverse, damping)
 
@@ -1289,7 +1288,7 @@ class Kronecker(Layered):
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
-        """Factor by factor, and in place; a layer that the pass did not use keeps its average."""
+        """SymFactor by factor, and in place; a layer that the pass did not use keeps its average."""
         assert isinstance(average, KroneckerOperator)
         parts = self.parts(pullback, average)
         rest = None if parts.others is None else self.fallback.estimate(parts.others).finite()

@@ -152,7 +152,7 @@ def test_a_factor_that_cholesky_cannot_invert_keeps_its_last_inverse_and_the_oth
 def _flagged(opt: ng.NaturalGradient) -> None:
     """As a GPU says that it could not invert a factor."""
     assert isinstance(opt.preconditioner.inverse, ProductInverse)
-    opt.preconditioner.inverse.remade.failures = [torch.ones(())]
+    opt.preconditioner.inverse.batch.failures = [torch.ones(())]
 
 
 def test_what_a_gpu_could_not_invert_is_inverted_with_more_care_in_the_next_step(

@@ -104,7 +104,7 @@ def _never_factored(of: Task, opt: ng.NaturalGradient) -> None:
 def _not_inverted_by_a_gpu(of: Task, opt: ng.NaturalGradient) -> None:
     of.step(opt)
     assert isinstance(opt.preconditioner.inverse, ProductInverse)
-    opt.preconditioner.inverse.remade.failures, opt.tracker.average = [torch.ones(())], None
+    opt.preconditioner.inverse.batch.failures, opt.tracker.average = [torch.ones(())], None
     with pytest.raises(SingularMetricError, match="was not positive after damping"):
         opt.step()
 

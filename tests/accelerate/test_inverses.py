@@ -12,14 +12,14 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.accelerate import inverses as inverting
 from natgrad.accelerate.inverses import (
-    Task,
-    by_size,
+    Inversion,
+    batch_by_size,
+    batch_bytes,
     gram_of_upper,
+    inverse_by_lapack,
     inverse_by_products,
-    inverse_in_place,
     invert,
     invert_upper,
-    room,
     two_sided_columns,
 )
 from natgrad.errors import FactorisationError, SingularMetricError
@@ -29,8 +29,8 @@ from tests import zoo
 from tests.memory import peak
 from tests.pulled import close, covector, normal, pull, random_roots
 
-WAYS = [inverse_in_place, inverse_by_products]
-every_way = pytest.mark.parametrize("way", WAYS, ids=["in_place", "by_products"])
+WAYS = [inverse_by_lapack, inverse_by_products]
+every_way = pytest.mark.parametrize("way", WAYS, ids=["lapack", "products"])
 
 
 def positive(b: int, d: int, seed: int = 0) -> Tensor:
@@ -129,17 +129,17 @@ def test_what_single_precision_cannot_invert_is_inverted_in_double(wait: bool) -
     """c vvᵀ + ε: rounding in single precision is as large as ε, and the factor itself is exact."""
     v = (1 + torch.arange(30) % 3).float()
     factor = (700001 * torch.outer(v, v) + 0.5 * torch.eye(30)).unsqueeze(0)
-    task = Task([factor], [torch.zeros(1)], torch.full((1, 30, 30), torch.nan))
+    job = Inversion(factor, torch.zeros(1), torch.full((1, 30, 30), torch.nan))
     _, failed = torch.linalg.cholesky_ex(factor)
     assert bool(failed.all())
-    invert([task], wait=wait)
-    close(task.into.double(), torch.linalg.inv(factor.double()), 1e-6)
+    invert([job], wait=wait)
+    close(job.out.double(), torch.linalg.inv(factor.double()), 1e-6)
 
 
 def test_without_a_last_inverse_it_raises() -> None:
-    task = Task([-positive(2, 3)], [torch.zeros(2, dtype=torch.float64)], torch.empty(2, 3, 3, dtype=torch.float64))
-    with pytest.raises(SingularMetricError, match="a factor of size 3 of the metric is not positive after damping"):
-        invert([task])
+    job = Inversion(-positive(2, 3), torch.zeros(2, dtype=torch.float64), torch.empty(2, 3, 3, dtype=torch.float64))
+    with pytest.raises(SingularMetricError, match="a factor of the metric is not positive after damping"):
+        invert([job])
 
 
 @pytest.mark.parametrize(
@@ -150,48 +150,44 @@ def test_a_matrix_that_single_precision_cannot_invert_is_inverted_in_double(
 ) -> None:
     """1 + 10⁻⁸ is 1 in single precision, and a matrix of ones is singular."""
     ones, eye, shift = torch.ones(9, 9), torch.eye(9), torch.full((2,), 1e-8)
-    task = Task([torch.stack([ones, eye])], [shift], torch.zeros(2, 9, 9))
+    job = Inversion(torch.stack([ones, eye]), shift, torch.zeros(2, 9, 9))
     assert bool(torch.linalg.cholesky_ex(ones + shift[0] * eye)[1])
-    assert invert([task], warm, newton) == []
+    assert invert([job], warm=warm, newton=newton) is None
     expected = torch.linalg.inv(ones.double() + shift[0].double() * eye.double())
-    close(task.into[0].double() / expected.max(), expected / expected.max(), 1e-6)
-    close(task.into[1], eye, 1e-6)
+    close(job.out[0].double() / expected.max(), expected / expected.max(), 1e-6)
+    close(job.out[1], eye, 1e-6)
 
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_on_a_gpu_nobody_waits_to_hear_of_a_matrix_that_cannot_be_inverted(
     warm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that is not a processor, as far as the code asks: the flag comes back, and what fails is the last."""
-    flags: list[torch.Tensor] = []
-    stack = torch.zeros(2, 3, 3, device="meta")
-    task = Task([stack], [torch.zeros(2, device="meta")], torch.zeros(2, 3, 3, device="meta"))
-    monkeypatch.setattr(inverting, "inverse", lambda M: (M, torch.tensor([True, False], device="meta")))
-    assert inverting._invert([task], warm, None, flags) == []
-    assert [flag.device.type for flag in flags] == ["meta"]
-    into, found, good = torch.full((2, 3, 3), 7.0), torch.ones(2, 3, 3), torch.tensor([True, False])
-    inverting._write([Task([into], [], into)], found, good, warm)
-    assert torch.equal(into[0], torch.ones(3, 3))
-    assert torch.equal(into[1], torch.full((3, 3), 7.0)) if warm else bool(into[1].isnan().all())
+    """A processor that is taken for a GPU: the number of failures comes back, and what fails is the last."""
+    monkeypatch.setattr(inverting, "is_asynchronous", lambda device: True)
+    out = torch.full((2, 3, 3), 7.0)
+    job = Inversion(torch.stack([torch.eye(3), -torch.eye(3)]), torch.full((2,), 0.25), out)
+    assert invert([job], warm=warm) == torch.ones(())
+    close(out[0], torch.eye(3) / 1.25, 1e-6)
+    assert torch.equal(out[1], torch.full((3, 3), 7.0)) if warm else bool(out[1].isnan().all())
 
 
 def test_stacks_are_of_one_size_and_no_larger_than_there_is_room_for() -> None:
     small, large = torch.zeros(1, 200, 200), torch.zeros(1, 300, 300)
-    several = room(small) // small.nbytes
+    several = batch_bytes(small) // small.nbytes
     factors = [large, *[small] * (several + 1), large]
-    stacks = by_size(factors)
+    stacks = batch_by_size(factors)
     assert sorted(at for stack in stacks for at in stack) == list(range(len(factors)))
     assert [len(stack) for stack in stacks] == [1, 1, several, 1]
-    assert by_size([torch.zeros(several + 1, 200, 200)]) == [[0]]
+    assert batch_by_size([torch.zeros(several + 1, 200, 200)]) == [[0]]
 
 
 def test_layers_of_a_group_that_are_cut_into_several_stacks_have_their_own_inverses() -> None:
-    several = room(torch.zeros(1, 200, 200)) // torch.zeros(1, 200, 200).nbytes
+    several = batch_bytes(torch.zeros(1, 200, 200)) // torch.zeros(1, 200, 200).nbytes
     factors = [positive(1, 200, seed=at).float() for at in range(2 * several + 1)]
     shifts = [torch.tensor([0.01 * at]) for at in range(len(factors))]
-    task = Task(factors, shifts, torch.empty(len(factors), 200, 200))
-    invert([task])
-    for factor, shift, found in zip(factors, shifts, task.into, strict=True):
+    out = torch.empty(len(factors), 1, 200, 200)
+    invert([Inversion(*job) for job in zip(factors, shifts, out, strict=True)])
+    for factor, shift, found in zip(factors, shifts, out.squeeze(1), strict=True):
         close(found.double(), torch.linalg.inv(factor[0].double() + shift.double() * torch.eye(200)), 1e-3)
 
 
@@ -199,9 +195,9 @@ def test_layers_of_a_group_that_are_cut_into_several_stacks_have_their_own_inver
 def test_inverting_holds_one_matrix_beside_what_is_kept(warm: bool) -> None:
     d, layers = 300, 6
     factors = [positive(1, d, seed=at) for at in range(layers)]
-    task = Task(factors, [torch.ones(1, dtype=torch.float64)] * layers, torch.ones(layers, d, d, dtype=torch.float64))
+    jobs = [Inversion(factor, torch.ones(1).double(), torch.ones(1, d, d).double()) for factor in factors]
     one = factors[0].nbytes
-    assert one <= peak(lambda: invert([task], warm)) < 1.1 * one
+    assert one <= peak(lambda: invert(jobs, warm=warm)) < 1.1 * one
 
 
 class _Repeated(nn.Module):
@@ -273,10 +269,8 @@ def test_fewer_matrices_are_worked_on_at_once_where_more_is_held_for_each() -> N
     """As Newton holds four stacks where Cholesky is reckoned to hold one."""
     d = 128
     size = torch.zeros(1, d, d).nbytes
-    fits = room(torch.zeros(1, d, d)) // size
-    task = Task([torch.zeros(1, d, d)] * fits, [torch.zeros(1)] * fits, torch.zeros(fits, d, d))
-    assert [len(run.factors) for run in task.runs()] == [fits]
-    assert [len(run.factors) for run in task.runs(4)] == [fits // 4] * 4
+    fits = batch_bytes(torch.zeros(1, d, d)) // size
     factors = [torch.zeros(1, d, d)] * fits + [torch.zeros(1, 64, 64)]
-    found = by_size(factors, lambda size: 4 if size == d else 1)
+    assert sorted(map(len, batch_by_size(factors))) == [1, fits]
+    found = batch_by_size(factors, lambda size: 4 if size == d else 1)
     assert sorted(map(len, found)) == [1, *[fits // 4] * 4]

@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.accelerate import inverses as inverting
-from natgrad.accelerate import inverses as remade
-from natgrad.accelerate import replay
-from natgrad.accelerate.inverses import Task, inverse
+from natgrad.accelerate import inverses, replay
 from natgrad.structures.kronecker import ProductInverse
 from tests.accelerate.standin import EagerGraphs
-from tests.operators.test_inverting import operator_of, scaled
+from tests.accelerate.test_inverses import operator_of, scaled
 from tests.pulled import close
 
 
@@ -23,8 +20,7 @@ from tests.pulled import close
 def graphs(monkeypatch: pytest.MonkeyPatch) -> EagerGraphs:
     """A processor that is taken for a GPU; only matrices below 4 rows are inverted from a graph."""
     graphs = EagerGraphs()
-    monkeypatch.setattr(remade, "recordable", lambda like: True)
-    monkeypatch.setattr(remade, "_RECORDED", 4)
+    monkeypatch.setattr(inverses, "_CAPTURED", 4)
     monkeypatch.setattr(replay, "CudaGraphs", lambda: graphs)
     return graphs
 
@@ -56,7 +52,7 @@ def test_what_fails_in_either_part_is_told_and_keeps_its_inverse(layer: int, mon
     before = {key: t.clone() for key, t in last.tensors().items()}
     spoiled: list[Tensor] = list(scaled(G, 1.7).left)
     spoiled[layer] = -spoiled[layer]
-    monkeypatch.setattr(remade, "invert", _flagged)
+    monkeypatch.setattr(inverses, "is_asynchronous", lambda device: True)
     again = ng.Factored().again(last, replace(G, left=tuple(spoiled)), 0.1)
     assert again is last
     assert again.failed()
@@ -64,16 +60,6 @@ def test_what_fails_in_either_part_is_told_and_keeps_its_inverse(layer: int, mon
     assert torch.equal(again.tensors()[f"{name}/S"], before[f"{name}/S"])
     again.forgive()
     assert not again.failed()
-
-
-def _flagged(tasks: list[Task], warm: bool, newton: ng.Newton | None = None) -> list[Tensor]:
-    """As on a GPU: nobody waits, and what comes back is how many could not be inverted."""
-    flags = []
-    for task in tasks:
-        found, good = inverse(inverting._damped([task]))
-        inverting._write([task], found, good, warm)
-        flags.append((~good).sum())
-    return [torch.stack(flags).sum().float()] if flags else []
 
 
 @pytest.mark.parametrize("few", [0, 2**22])
