@@ -24,12 +24,12 @@ from natgrad.geometry import Vector as Vector
 from natgrad.geometry import differential as differential
 from natgrad.geometry import pullback_covector as pullback_covector
 from natgrad.geometry import pushforward as pushforward
+from natgrad.mirror.optimizer import MirrorDescent as MirrorDescent
 from natgrad.model import evaluating as evaluating
 from natgrad.natural import natural_gradient as natural_gradient
 from natgrad.natural import sharp as sharp
 from natgrad.optim import EKFAC as EKFAC
 from natgrad.optim import KFAC as KFAC
-from natgrad.optim import MirrorDescent as MirrorDescent
 from natgrad.optim import NaturalGradient as NaturalGradient
 from natgrad.optim import SobolevKFAC as SobolevKFAC
 from natgrad.output import Bregman as Bregman

@@ -25,8 +25,9 @@ class Diagnosis:
     the share of its coordinates that lies in the null space (1: the outputs do not see it). ``null_directions``: a few
     vectors that the outputs do not see. ``outside``: ‖ω − Πω‖/‖ω‖ for the projection Π onto the range of G, and
     ``in_range`` whether that is rounding (None without ω). ``proper``: whether the rank is the same at parameters
-    nearby, ``nearby_rank``: then the image of the model is a manifold there and the coordinate vectors span its tangent
-    space (001 section 2); if not, the natural gradient on the model depends on the parametrisation.
+    nearby, ``nearby_rank``. If so, the image of the model is a manifold there and the coordinate vectors span its
+    tangent space; if not, the natural gradient on the model depends on the parametrisation (van Oostrum, Müller and Ay
+    2023, section 2).
     """
 
     size: int
@@ -70,7 +71,7 @@ class Diagnosis:
 def diagnose(
     pullback: Pullback, ω: Covector | None = None, *, rtol: float | None = None, nearby: int = 2, directions: int = 4
 ) -> Diagnosis:
-    """Look at a pulled-back metric without inverting it (003 theorems 3.6 and 3.10, 001 sections 2 and 4).
+    """Rank, spectrum and null directions of a pulled-back metric, which is not inverted.
 
     ``rtol``: eigenvalues at most rtol times the largest count as zero (default: their number × machine epsilon).
     ``nearby``: at how many random parameters close by the rank is compared. ``directions``: how many null directions.
@@ -83,8 +84,8 @@ def diagnose(
     """
     basis, spectrum, rank = _range(pullback, rtol)
     layout = Layout.of(pullback.model.params, pullback.y.dtype)
-    seen = basis.square().sum(1)  # the diagonal of the projection onto the range
-    share = {name: 1 - float(t.mean()) for name, t in layout.vector(seen).items()}
+    visible = basis.square().sum(1)  # the diagonal of the projection onto the range
+    share = {name: 1 - float(t.mean()) for name, t in layout.vector(visible).items()}
     outside = None
     if ω is not None:
         flat = layout.flatten(ω).to(basis)
@@ -96,7 +97,7 @@ def diagnose(
         rank=rank,
         spectrum=spectrum,
         null_share={name: max(value, 0.0) for name, value in share.items()},
-        null_directions=_null(basis, seen, layout, min(directions, pullback.model.size - rank)),
+        null_directions=_null(basis, visible, layout, min(directions, pullback.model.size - rank)),
         nearby_rank=max([rank] + [_rank_nearby(pullback, rtol, seed) for seed in range(nearby)]),
         outside=outside,
     )
@@ -133,12 +134,12 @@ def _rank_nearby(pb: Pullback, rtol: float | None, seed: int) -> int:
     return _range(at(pb, moved), rtol)[2]
 
 
-def _null(basis: Tensor, seen: Tensor, layout: Layout, count: int) -> tuple[Vector, ...]:
+def _null(basis: Tensor, visible: Tensor, layout: Layout, count: int) -> tuple[Vector, ...]:
     """Orthonormal null directions, from the coordinate axes that the metric sees least."""
     if count < 1:
         return ()
-    axes = seen.argsort()[:count]
-    start = torch.zeros(seen.numel(), count, dtype=basis.dtype, device=basis.device)
+    axes = visible.argsort()[:count]
+    start = torch.zeros(visible.numel(), count, dtype=basis.dtype, device=basis.device)
     start[axes, torch.arange(count, device=basis.device)] = 1
     for _ in range(2):  # twice: one projection loses digits where an axis lies almost in the range
         start, _ = torch.linalg.qr(start - basis @ (basis.T @ start))

@@ -42,11 +42,11 @@ class DomainError(NatgradError, ValueError):
 
 
 class UnsolvedError(NatgradError):
-    """The solver for natural parameters did not converge; ``found`` [*batch] marks the members that did."""
+    """The solver for natural parameters did not converge; ``solved`` [*batch] marks the members for which it did."""
 
-    def __init__(self, message: str, found: Tensor) -> None:
+    def __init__(self, message: str, solved: Tensor) -> None:
         super().__init__(message)
-        self.found = found
+        self.solved = solved
 
 
 class GuaranteeError(NatgradError):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from natgrad.errors import NonFiniteError, SingularMetricError
+
+_HALVINGS = 60  # of a Newton step
 
 
 def symmetric_root(h: Tensor, failure: str) -> Tensor:
@@ -123,6 +127,69 @@ def check_finite(tensor: Tensor, what: str) -> None:
         raise NonFiniteError(f"{what} holds NaN or infinity. Nothing was changed")
 
 
+def newton(
+    x: Tensor,
+    *,
+    value: Callable[[Tensor], Tensor],
+    gradient: Callable[[Tensor], Tensor],
+    direction: Callable[[Tensor, Tensor], Tensor],
+    reach: Callable[[Tensor, Tensor], Tensor] | None = None,
+    project: Callable[[Tensor], Tensor] | None = None,
+    flat: float | None = None,
+    axes: int = 1,
+    max_steps: int = 200,
+) -> tuple[Tensor, Tensor]:
+    """Minimise f by damped Newton steps from x [*batch *point]; each point of the batch moves by itself.
+
+    ``value`` is f(x) [*batch], ``gradient`` g = ∇f(x), and ``direction(x, g)`` is −H⁻¹g or another descent direction δ.
+    A step tδ starts at t = min(1, 0.9 ``reach(x, δ)``), which keeps it inside the domain of f, and is halved until
+    f(x + tδ) ≤ f(x) + 10⁻⁴⟨g, tδ⟩ (Armijo 1966). ``project`` maps each trial point to the feasible set. Below ``flat``
+    (default: rounding of f) the squared Newton decrement λ² = −⟨g, δ⟩ replaces f, whose differences are rounding: full
+    steps continue while λ² falls. A point stops when no step helps, or where δ is NaN.
+
+    Returns x and λ² [*batch] there. The caller decides which λ² is a minimum. A point has ``axes`` trailing axes.
+
+    >>> x, decrement = newton(
+    ...     torch.tensor([4.0, 9.0]),
+    ...     value=lambda x: x - 2 * x.log(),
+    ...     gradient=lambda x: 1 - 2 / x,
+    ...     direction=lambda x, g: -g * x.square() / 2,
+    ...     reach=lambda x, δ: torch.where(δ < 0, -x / δ, torch.inf),
+    ...     axes=0,
+    ... )
+    >>> x
+    tensor([2., 2.])
+    """
+
+    def inner(a: Tensor, b: Tensor) -> Tensor:
+        return (a * b).sum(tuple(range(-axes, 0))) if axes else a * b
+
+    def per_point(t: Tensor) -> Tensor:
+        return t.reshape(t.shape + (1,) * axes)
+
+    rounding = 256 * torch.finfo(x.dtype).eps
+    stopped, last = torch.tensor(False, device=x.device), torch.tensor(torch.inf, device=x.device)
+    for k in range(max_steps + 1):
+        here, g = value(x), gradient(x)
+        δ = direction(x, g)
+        decrement = -inner(g, δ)
+        near = decrement.abs() <= (rounding * (1 + here.abs()) if flat is None else flat)
+        stopped = stopped | decrement.isnan() | (near & ~(decrement.abs() < last))
+        if k == max_steps or bool(stopped.all()):
+            break
+        δ = torch.where(per_point(stopped), 0.0, δ)
+        t = torch.ones_like(here) if reach is None else (0.9 * reach(x, δ)).clamp(max=1.0)
+        for _ in range(_HALVINGS):
+            trial = x + per_point(t) * δ if project is None else project(x + per_point(t) * δ)
+            falls = near | stopped | (value(trial) <= here + 1e-4 * inner(g, trial - x))
+            if bool(falls.all()):
+                break
+            t = torch.where(falls, t, 0.5 * t)
+        x, stopped = torch.where(per_point(falls & ~stopped), trial, x), stopped | ~falls
+        last = torch.where(near, decrement.abs(), torch.inf)
+    return x, decrement
+
+
 def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
     """Damping is a non-negative number, and one that a metric of this precision can be added to."""
     if not damping >= 0 or damping == float("inf"):
@@ -130,3 +197,19 @@ def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
     if damping > torch.finfo(dtype).max / 2:
         precision = str(dtype).removeprefix("torch.")
         raise ValueError(f"damping={damping:g} overflows in the {precision} of the metric: use less, or a double model")
+
+
+def gauss_rule(diagonal: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
+    """Nodes and weights [… q] of the Gauss rule of a measure, from its Jacobi matrix (Golub & Welsch 1969).
+
+    x p_k = β_{k+1} p_{k+1} + α_k p_k + β_k p_{k−1} for the orthonormal polynomials of the measure: ``diagonal`` is
+    α [… q], ``beside`` is β [… q−1]. The eigenvalues are the nodes, and the squared first entries of the eigenvectors
+    the weights.
+
+    >>> x, w = gauss_rule(torch.zeros(3, dtype=torch.float64), torch.tensor([1.0, 2.0], dtype=torch.float64).sqrt())
+    >>> (w @ x**4).round(decimals=6)  # the fourth moment of N(0, 1)
+    tensor(3., dtype=torch.float64)
+    """
+    matrix = torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1)
+    eigen = torch.linalg.eigh(matrix)
+    return eigen.eigenvalues, eigen.eigenvectors[..., 0, :].square()

@@ -20,7 +20,7 @@ from natgrad.structures.dense import Dense
 
 
 def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: float = 0.0) -> Vector:
-    """ω♯ = (G + λ)⁻¹ω, or G⁺ω with ``solver=Pinv()`` (002 section 6.1, 001 definition 3); an ascent vector.
+    """ω♯ = (G + λ)⁻¹ω, or G⁺ω with ``solver=Pinv()``; an ascent vector (Grosse 2021, section 6.1).
 
     >>> import natgrad as ng
     >>> model = nn.Linear(2, 1)
@@ -49,10 +49,10 @@ def natural_gradient(
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
 ) -> Vector:
-    """The natural gradient (G + λ)⁻¹ dL of a loss at a batch x (004 (17)); subtract it to descend.
+    """The natural gradient (G + λ)⁻¹ dL of a loss at a batch x (Amari 1998); subtract it to descend.
 
-    ``loss``: a scalar tensor computed from the model, or a function of the outputs y. The rest is one choice a slot,
-    and what ``pullback`` takes.
+    ``loss``: a scalar tensor computed from the model, or a function of the outputs y. The other arguments are
+    the slots, and what ``pullback`` takes.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))

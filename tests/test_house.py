@@ -56,12 +56,10 @@ def looks_at_devices(node: ast.AST) -> bool:
 
 
 DEVICES = {
-    "families": 12,
     "functionspace": 1,
     "invariance": 3,
     "isolation.py": 5,
     "kernels": 3,
-    "mirror": 1,
     "model.py": 1,
     "optim": 11,
     "output": 2,
@@ -91,8 +89,6 @@ def test_only_accelerate_looks_at_a_device_or_at_private_torch() -> None:
 TWICE = {
     "Affine",
     "Axis",
-    "Box",
-    "Decaying",
     "Diagonal",
     "Direction",
     "Implicit",
@@ -103,7 +99,6 @@ TWICE = {
     "Report",
     "Run",
     "Sampled",
-    "Simplex",
     "SpectralInverse",
     "Step",
     "Task",

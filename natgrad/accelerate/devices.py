@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +39,21 @@ def can_read(t: Tensor) -> bool:
 def rng_devices(device: torch.device) -> list[torch.device]:
     """The devices, beside the CPU, whose random stream ``torch.random.fork_rng`` has to protect."""
     return [device] if device.type == "cuda" else []
+
+
+@contextmanager
+def seeded_streams(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global random streams of the CPU and of ``device``, and restore them afterwards.
+
+    Streams of other devices are left alone, which ``torch.manual_seed`` would not do.
+    """
+    devices = rng_devices(device)
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        for each in devices:
+            with torch.cuda.device(each):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 def random_stream(device: torch.device) -> Tensor:

@@ -79,13 +79,14 @@ def two_sided(left: SymFactor, w: Tensor, right: SymFactor, out: Tensor | None =
     padding = (0, right.shape[-1] - i, 0, left.shape[-1] - o)
     if any(padding):
         w = out = torch.nn.functional.pad(w, padding)
-    half = left @ w if is_dense(left) else left.unsqueeze(-1) * w
-    w = torch.matmul(half, right.mT, out=out) if is_dense(right) else half.mul_(right.unsqueeze(-2))
+    product = torch.bmm if w.ndim == 3 else torch.matmul  # which dispatches several operations for one
+    half = product(left, w) if is_dense(left) else left.unsqueeze(-1) * w
+    w = product(half, right.mT, out=out) if is_dense(right) else half.mul_(right.unsqueeze(-2))
     return w[..., :o, :i] if any(padding) else w
 
 
-def two_sided_columns(left: Tensor, parts: Sequence[Tensor], right: Tensor) -> list[Tensor]:
-    """L W R by columns, for the W [c o i] whose parts [c o j] (weight, bias) lie side by side, without packing them.
+def two_sided_columns(left: Tensor, columns: Sequence[Tensor], right: Tensor) -> list[Tensor]:
+    """L W R for a W [c o i] given by blocks of columns [c o j] (weight, bias), which are not packed.
 
     Left and right may be ``aligned``. R is symmetric, and read by its rows: tensor cores want both factors contiguous
     along the index that is summed.
@@ -95,12 +96,12 @@ def two_sided_columns(left: Tensor, parts: Sequence[Tensor], right: Tensor) -> l
     tensor([[[4.],
              [8.]]])
     """
-    c, o = parts[0].shape[:2]
+    c, o = columns[0].shape[:2]
     half, at = left.new_empty(c, o, right.shape[-1]), 0
     spans = []
-    for part in parts:
-        spans.append(slice(at, at := at + part.shape[-1]))
-        torch.bmm(left[:, :o, :o], part.to(left.dtype), out=half[..., spans[-1]])
+    for column in columns:
+        spans.append(slice(at, at := at + column.shape[-1]))
+        torch.bmm(left[:, :o, :o], column.to(left.dtype), out=half[..., spans[-1]])
     half[..., at:].zero_()
     return [torch.bmm(half, right[:, span].mT) for span in spans]
 
@@ -346,7 +347,7 @@ class Newton:
         """
         d, norm = M.shape[-1], M.new_zeros(len(M))
         N, X = aligned(M), aligned(last)
-        E, made = torch.empty_like(N), torch.empty_like(N)
+        E, new = torch.empty_like(N), torch.empty_like(N)
         spare = X if X is not last else torch.empty_like(N)
         for step in range(self.steps):
             if shift is None:
@@ -356,8 +357,8 @@ class Newton:
             E.diagonal(dim1=-2, dim2=-1)[:, :d].add_(1.0)  # E is zero where X is no more than aligned
             if step == self.steps - 1:
                 norm = torch.linalg.vector_norm(E, dim=(-2, -1))
-            torch.baddbmm(X, E, X.mT, out=made)
-            X, made, spare = made, spare, made
+            torch.baddbmm(X, E, X.mT, out=new)
+            X, new, spare = new, spare, new
         return torch.add(X, X.mT, out=E).mul_(0.5)[:, :d, :d], norm
 
     def inverse(self, M: Tensor, last: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -415,11 +416,11 @@ def invert(
     for batch in batch_by_size(
         [job.factor for job in dense], lambda d: _NEWTON_STACKS if newton is not None and newton.takes(d) else 1
     ):
-        found = _invert_batch([dense[at] for at in batch], warm, newton, wait)
-        if isinstance(found, Tensor):
-            failures.append(found)
+        failed = _invert_batch([dense[at] for at in batch], warm, newton, wait)
+        if isinstance(failed, Tensor):
+            failures.append(failed)
         else:
-            titles += found
+            titles += failed
     if titles:
         raise FactorisationError(_NOT_POSITIVE.format(", ".join(titles)))
     return torch.stack(failures).sum().float() if failures else None

@@ -1,5 +1,6 @@
-"""Distributions: of the targets given a model's outputs, and exponential families with both of their charts."""
+"""Families of distributions: of targets given a model's outputs, and exponential families with both charts."""
 
+from natgrad.families.base import ExponentialFamily as ExponentialFamily
 from natgrad.families.base import Family as Family
 from natgrad.families.categorical import Categorical as Categorical
 from natgrad.families.categorical import Mask as Mask
@@ -18,7 +19,9 @@ from natgrad.families.discrete import NegativeBinomial as NegativeBinomial
 from natgrad.families.discrete import Poisson as Poisson
 from natgrad.families.distribution import FromDistribution as FromDistribution
 from natgrad.families.domains import Domain as Domain
-from natgrad.families.exponential import ExponentialFamily as ExponentialFamily
+from natgrad.families.domains import OpenBox as OpenBox
+from natgrad.families.domains import Simplex as Simplex
+from natgrad.families.domains import Space as Space
 from natgrad.families.gaussian import FullGaussian as FullGaussian
 from natgrad.families.gaussian import GaussianKnownCovariance as GaussianKnownCovariance
 from natgrad.families.gaussian import GaussianKnownMean as GaussianKnownMean

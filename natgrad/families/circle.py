@@ -11,12 +11,12 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.domains import Box, Concave, Domain
-from natgrad.families.exponential import ExponentialFamily, expect, solved
-from natgrad.families.information import Information, Polar
+from natgrad.families.base import ExponentialFamily, expect, natural_by_newton
+from natgrad.families.domains import Concave, Space
+from natgrad.families.information import Information
 
 _SMALL = 1e-3  # κ² below which four terms of a series are exact in float64
-_LARGE = 100.0  # κ above which 1 − A² − A/κ cancels more than a series leaves out
+_LARGE = 100.0  # κ above which 1 − A² − A/κ loses more to cancellation than a series leaves out
 
 
 @final
@@ -30,36 +30,24 @@ class VonMises(ExponentialFamily):
     tensor([0., 0.])
     """
 
-    @property
-    def natural_domain(self) -> Domain:
-        return Box()
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Concave(lambda xi: 1 - xi.norm(dim=-1, keepdim=True), ("a mean resultant length below 1",))
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.real
+    natural_domain = Space()
+    mean_domain = Concave(lambda xi: 1 - xi.norm(dim=-1, keepdim=True), ("a mean resultant length below 1",))
+    support = C.real
 
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x.cos(), x.sin()], -1)
 
-    def log_base(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
     def distribution(self, eta: Tensor) -> D.Distribution:
         eta = self._inside(eta, self.natural_domain, "eta")
-        # torch wants κ > 0; the smallest number is as uniform as 0.
+        # torch requires κ > 0; the smallest positive number is as uniform as 0.
         κ = eta.norm(dim=-1).clamp(min=torch.finfo(eta.dtype).tiny)
         return D.VonMises(torch.atan2(eta[..., 1], eta[..., 0]), κ)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.VonMises)
-        assert isinstance(d, D.VonMises)
+        d = expect(self, d, D.VonMises)
         return torch.stack([d.concentration * d.loc.cos(), d.concentration * d.loc.sin()], -1)
 
-    def _width(self, p: int) -> str:
+    def _wrong_size(self, p: int) -> str:
         return "" if p == 2 else "κ (cos μ, sin μ), 2 entries,"
 
     def _log_partition(self, eta: Tensor) -> Tensor:
@@ -74,15 +62,27 @@ class VonMises(ExponentialFamily):
 
     def _natural(self, xi: Tensor) -> Tensor:
         R2 = xi.square().sum(-1, keepdim=True)
-        return solved(self, xi, xi * (2 - R2) / (1 - R2))
+        return natural_by_newton(self, xi, xi * (2 - R2) / (1 - R2))
 
     def _fisher(self, eta: Tensor) -> Information:
+        # In closed form: A/κ across u and A' along u differ by orders of magnitude, and A' cancels at large κ.
         η = eta.double()
-        length = torch.where((η == 0).all(-1), 1.0, η.square().sum(-1)).sqrt().unsqueeze(-1)  # at 0 all ways are alike
-        return Polar((η / length).to(eta), _ratio(η).to(eta), _slope(η).to(eta))
+        length = torch.where((η == 0).all(-1), 1.0, η.square().sum(-1)).sqrt().unsqueeze(-1)  # at 0 any u will do
+        u, across, along = (t.to(eta) for t in (η / length, _ratio(η).unsqueeze(-1), _slope(η).unsqueeze(-1)))
 
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta[..., 0])
+        def split(v: Tensor) -> tuple[Tensor, Tensor]:
+            component = (u * v).sum(-1, keepdim=True) * u
+            return v - component, component
+
+        def flat(v: Tensor) -> Tensor:
+            perpendicular, parallel = split(v)
+            return across * perpendicular + along * parallel
+
+        def sharp(w: Tensor) -> Tensor:
+            perpendicular, parallel = split(w)
+            return perpendicular / across + parallel / along
+
+        return Information(eta, 1, flat, sharp)
 
 
 def _squared(eta: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,45 +1,37 @@
-"""Gaussians of independent numbers: mean and precision, precision alone, and the log-normal family."""
+"""Gaussians of independent numbers: mean and precision, precision alone, log-normal, and outputs of a model."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.base import Family, broadcast, check_event, check_vector, diagonal_root, drawn_once, over_terms
-from natgrad.families.domains import Box, Concave, Domain, SecondHalf
-from natgrad.families.exponential import ExponentialFamily, expect
-from natgrad.families.information import Diagonal, Information
+from natgrad.families.base import (
+    ExponentialFamily,
+    Family,
+    broadcast,
+    check_event,
+    check_vector,
+    diagonal_root,
+    expect,
+    over_terms,
+    shared_normals,
+)
+from natgrad.families.domains import Concave, OpenBox
+from natgrad.families.information import Information
+
+Base = TypeVar("Base", bound=D.Distribution)
 
 
-@final
-@dataclass(frozen=True)
-class DiagonalInformation(Information):
-    """F of independent N(μ, σ²) in (h, λ) = (μ/σ², 1/σ²): δμ = σ²(δh − μ δλ), and ξ = (μ, −½(σ² + μ²))."""
-
-    μ: Tensor
-    variance: Tensor
-
-    def flat(self, v: Tensor) -> Tensor:
-        h, λ = v.chunk(2, -1)
-        δμ = self.variance * (h - self.μ * λ)
-        return torch.cat([δμ, 0.5 * self.variance.square() * λ - self.μ * δμ], -1)
-
-    def sharp(self, w: Tensor) -> Tensor:
-        δμ, m = w.chunk(2, -1)
-        λ = 2 * (m + self.μ * δμ) / self.variance.square()
-        return torch.cat([δμ / self.variance + self.μ * λ, λ], -1)
-
-    def dense(self) -> Tensor:
-        corner = torch.diag_embed(self.variance)
-        cross = torch.diag_embed(-self.μ * self.variance)
-        last = torch.diag_embed(self.variance * (0.5 * self.variance + self.μ.square()))
-        return torch.cat([torch.cat([corner, cross], -1), torch.cat([cross, last], -1)], -2)
+def _mean_slacks(xi: Tensor) -> Tensor:
+    μ, m = xi.chunk(2, -1)
+    square = -2 * m
+    return torch.cat([square, 1 - μ.square() / square], -1)
 
 
 @final
@@ -47,29 +39,18 @@ class DiagonalInformation(Information):
 class DiagonalGaussian(ExponentialFamily):
     """d independent N(μ, σ²): t = (x, −½x²), η = (h, λ) = (μ/σ², 1/σ²), points [*batch 2d], data [*batch d].
 
-    log Z = Σ ½ (log 2π − log λ + h²/λ), with a plus (ERRATA 30).
+    log Z = Σ ½ (log 2π − log λ + h²/λ).
 
     >>> DiagonalGaussian().mean(torch.tensor([1.0, 2.0]))  # μ = ½, σ² = ½
     tensor([ 0.5000, -0.3750])
     """
 
-    @property
-    def natural_domain(self) -> Domain:
-        return SecondHalf()
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Concave(_least_variance, ("E x² = −2ξ₂ above 0", "variances −2ξ₂ − ξ₁² above 0, in units of E x²"))
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.real_vector
+    natural_domain = OpenBox((-math.inf, 0.0))
+    mean_domain = Concave(_mean_slacks, ("E x² = −2ξ₂ above 0", "variances −2ξ₂ − ξ₁² above 0, in units of E x²"))
+    support = C.real_vector
 
     def statistics(self, x: Tensor) -> Tensor:
         return torch.cat([x, -0.5 * x.square()], -1)
-
-    def log_base(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x[..., 0])
 
     def event_shape(self, p: int) -> tuple[int, ...]:
         return (p // 2,)
@@ -85,7 +66,7 @@ class DiagonalGaussian(ExponentialFamily):
 
     def covariance_form(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         """(μ, σ²)."""
-        h, λ = self._inside(eta, self.natural_domain, "eta").chunk(2, -1)
+        h, λ = self.information_form(eta)
         return h / λ, λ.reciprocal()
 
     def information_form(self, eta: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,10 +80,9 @@ class DiagonalGaussian(ExponentialFamily):
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         base = _independent(self, d, D.Normal)
-        assert isinstance(base, D.Normal)
         return self.from_covariance(base.loc, base.scale.square())
 
-    def _width(self, p: int) -> str:
+    def _wrong_size(self, p: int) -> str:
         return "" if p and p % 2 == 0 else "(h, λ), 2d entries,"
 
     def _log_partition(self, eta: Tensor) -> Tensor:
@@ -119,33 +99,38 @@ class DiagonalGaussian(ExponentialFamily):
         return self.from_covariance(μ, -2 * m - μ.square())
 
     def _fisher(self, eta: Tensor) -> Information:
-        h, λ = eta.chunk(2, -1)
-        return DiagonalInformation(h / λ, λ.reciprocal())
+        """δμ = σ²(δh − μ δλ), and ξ = (μ, −½(σ² + μ²)).
 
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta[..., 0])
+        In closed form: the derivative of ``natural`` at ξ would subtract μ² from E x².
+        """
+        h, λ = eta.chunk(2, -1)
+        μ = h / λ
+
+        def flat(v: Tensor) -> Tensor:
+            δh, δλ = v.chunk(2, -1)
+            δμ = (δh - μ * δλ) / λ
+            return torch.cat([δμ, 0.5 * δλ / λ.square() - μ * δμ], -1)
+
+        def sharp(w: Tensor) -> Tensor:
+            δμ, m = w.chunk(2, -1)
+            δλ = 2 * (m + μ * δμ) * λ.square()
+            return torch.cat([δμ * λ + μ * δλ, δλ], -1)
+
+        return Information(eta, 1, flat, sharp)
 
 
 @final
 @dataclass(frozen=True)
 class LogNormal(ExponentialFamily):
-    """x = exp of d independent N(μ, σ²): t = (log x, −½ log²x), h = Π 1/x, and all else as the Gaussian of log x.
+    """x = exp of d independent N(μ, σ²): t = (log x, −½ log²x), h = Π 1/x; otherwise the Gaussian of log x.
 
     >>> LogNormal().mean(torch.tensor([1.0, 2.0]))
     tensor([ 0.5000, -0.3750])
     """
 
-    @property
-    def natural_domain(self) -> Domain:
-        return DiagonalGaussian().natural_domain
-
-    @property
-    def mean_domain(self) -> Domain:
-        return DiagonalGaussian().mean_domain
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.independent(C.positive, 1)
+    natural_domain = DiagonalGaussian.natural_domain
+    mean_domain = DiagonalGaussian.mean_domain
+    support = C.independent(C.positive, 1)
 
     def statistics(self, x: Tensor) -> Tensor:
         return DiagonalGaussian().statistics(x.log())
@@ -162,11 +147,10 @@ class LogNormal(ExponentialFamily):
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         base = _independent(self, d, D.LogNormal)
-        assert isinstance(base, D.LogNormal)
         return DiagonalGaussian().from_covariance(base.loc, base.scale.square())
 
-    def _width(self, p: int) -> str:
-        return DiagonalGaussian()._width(p)
+    def _wrong_size(self, p: int) -> str:
+        return DiagonalGaussian()._wrong_size(p)
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return DiagonalGaussian()._log_partition(eta)
@@ -196,27 +180,16 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
 
     m: Tensor
 
+    natural_domain = OpenBox(0.0)
+    mean_domain = OpenBox(upper=0.0)
+    support = C.real_vector
+
     def __post_init__(self) -> None:
         check_vector(self.m, "DiagonalGaussianKnownMean(m)")
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Box((0.0,))
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Box(upper=(0.0,))
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.real_vector
 
     def statistics(self, x: Tensor) -> Tensor:
         check_event("DiagonalGaussianKnownMean", tuple(self.m.shape), x)
         return -0.5 * (x - self.m.to(x)).square()
-
-    def log_base(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x[..., 0])
 
     def event_shape(self, p: int) -> tuple[int, ...]:
         return (p,)
@@ -227,7 +200,6 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         base = _independent(self, d, D.Normal)
-        assert isinstance(base, D.Normal)
         if not bool((base.loc == self.m.to(base.loc)).all()):
             raise ValueError(
                 "DiagonalGaussianKnownMean cannot hold a distribution with another mean: make a family with that mean, "
@@ -235,7 +207,7 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
             )
         return base.scale.square().reciprocal()
 
-    def _width(self, p: int) -> str:
+    def _wrong_size(self, p: int) -> str:
         d = self.m.shape[-1]
         return "" if p == d else f"as many precisions as the mean has entries, {d},"
 
@@ -248,38 +220,22 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
     def _natural(self, xi: Tensor) -> Tensor:
         return -0.5 / xi
 
-    def _fisher(self, eta: Tensor) -> Information:
-        return Diagonal(0.5 / eta.square())
 
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta[..., 0])
-
-
-def _least_variance(xi: Tensor) -> Tensor:
-    μ, m = xi.chunk(2, -1)
-    square = -2 * m
-    return torch.cat([square, 1 - μ.square() / square], -1)
-
-
-def _independent(family: ExponentialFamily, d: D.Distribution, kind: type[D.Distribution]) -> D.Distribution:
+def _independent(family: ExponentialFamily, d: D.Distribution, kind: type[Base]) -> Base:
     """The base of Independent(kind, 1)."""
     if isinstance(d, kind):
         raise TypeError(
             f"{type(family).__name__}.from_distribution needs to know which axis holds the numbers of one datum: wrap "
             f"it, Independent({kind.__name__}(…), 1)"
         )
-    base = d.base_dist if isinstance(d, D.Independent) and d.reinterpreted_batch_ndims == 1 else d
-    expect(family, base, kind)
-    return base
-
-
-# Gaussian output families, with a fixed and with a learned scale.
+    return expect(family, d.base_dist if isinstance(d, D.Independent) and d.reinterpreted_batch_ndims == 1 else d, kind)
 
 
 @final
 @dataclass(frozen=True)
 class Gaussian(Family):
-    """N(μ, σ²) a term. With ``scale`` given, the outputs are means and F = 1/σ²: the loss is ½‖y − t‖²/σ².
+    """N(μ, σ²) a term, as an output family. With ``scale`` given the outputs are means, F = 1/σ², and the loss is
+    ½‖y − t‖²/σ².
 
     With ``scale=None`` the scale is learned: the last axis of the outputs holds (μ₁ … μ_d, log σ₁ … log σ_d), and
     F = diag(1/σ², 2) in that chart.
@@ -321,7 +277,7 @@ class Gaussian(Family):
         return torch.cat([z * (-log_σ).exp(), z.square() - 1], dim=-1)
 
     def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        return drawn_once(y, samples, generator) * self._information(y).sqrt()
+        return shared_normals(y, samples, generator) * self._information(y).sqrt()
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         (μ, log_σ), (μ2, log_σ2) = self._split(y), self._split(y2)

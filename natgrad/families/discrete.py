@@ -1,8 +1,9 @@
-"""Counts: binomial and negative binomial with a known number of trials, and geometric."""
+"""Coins and counts: Bernoulli, binomial, Poisson, geometric and negative binomial. One natural parameter each."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import final
 
@@ -12,30 +13,33 @@ from torch import distributions as D
 from torch.distributions import constraints as C
 from torch.nn import functional as F
 
-from natgrad.families.base import diagonal_root, drawn_once, over_terms
-from natgrad.families.domains import Domain, Interval
-from natgrad.families.exponential import Decaying, ExponentialFamily, expect
-from natgrad.families.information import Information, Scalar
+from natgrad.families.base import (
+    ExponentialFamily,
+    diagonal_root,
+    expect,
+    expect_constant,
+    over_terms,
+    shared_normals,
+)
+from natgrad.families.domains import OpenBox, Space
+from natgrad.families.information import Information
 from natgrad.families.special import expected_log, expected_log_factorial, log1mexp
-
-# Coins and counts, in their natural parameters: Bernoulli and Poisson.
-
 
 _LARGE = math.log(1e4)
 
 
-@final
-@dataclass(frozen=True)
-class Bernoulli(ExponentialFamily):
-    """Log-odds y [n *terms]: F = p(1 − p), p = σ(y) (002 section 4).
+class ScalarOutput(ExponentialFamily):
+    """One natural parameter a term, any real number: F is diagonal over the outputs y [n *terms], and every shape fits.
 
-    As a distribution: x in {0, 1}, t(x) = x, log Z = log(1 + e^η), ξ = p (ERRATA 37).
-
-    >>> Bernoulli().flat(torch.zeros(1, 1), torch.ones(1, 1))
-    tensor([[0.2500]])
+    A model is trained through these methods, so that they do without domain checks and without a dense F.
     """
 
-    # As an output family
+    axes = 0
+    natural_domain = Space(axes=0)
+
+    @abstractmethod
+    def _variance(self, eta: Tensor) -> Tensor:
+        """Var t(x), of the shape of η."""
 
     def check(self, y: Tensor) -> None:
         """Every shape [n *terms] fits."""
@@ -46,46 +50,40 @@ class Bernoulli(ExponentialFamily):
     def root(self, y: Tensor) -> Tensor:
         return diagonal_root(y, self._variance(y))
 
+    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        return shared_normals(y, samples, generator) * self._variance(y).sqrt()
+
+    def kl(self, y: Tensor, y2: Tensor) -> Tensor:
+        self._check_pair(y, y2, "y2")
+        return over_terms(self._bregman(y2, y))  # KL(p_y ‖ p_y2) is the divergence of log Z at (y2, y)
+
+    def _fisher(self, eta: Tensor) -> Information:
+        return Information.diagonal(self._variance(eta), 0)
+
+
+@final
+@dataclass(frozen=True)
+class Bernoulli(ScalarOutput):
+    """Log-odds y [n *terms]: F = p(1 − p), p = σ(y).
+
+    As a distribution: x in {0, 1}, t(x) = x, log Z = log(1 + e^η), ξ = p.
+
+    >>> Bernoulli().flat(torch.zeros(1, 1), torch.ones(1, 1))
+    tensor([[0.2500]])
+    """
+
+    mean_domain = OpenBox(0.0, 1.0, axes=0)
+    support = C.boolean
+
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         p = y.sigmoid()
         return torch.bernoulli(p.expand(samples, *p.shape), generator=generator) - p
-
-    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        return drawn_once(y, samples, generator) * self._variance(y).sqrt()
-
-    def kl(self, y: Tensor, y2: Tensor) -> Tensor:
-        self._alike(y, y2, "y2")
-        # log(1 + e^y) is log Z; KL(p_y ‖ p_y2) is its Bregman divergence at (y2, y) (ERRATA 35).
-        return over_terms(self._bregman(y2, y))
-
-    # As a distribution
-
-    @property
-    def axes(self) -> int:
-        return 0
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Interval()
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Interval(0.0, 1.0)
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.boolean
-
-    def log_base(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
 
     def distribution(self, eta: Tensor) -> D.Distribution:
         return D.Bernoulli(logits=self._inside(eta, self.natural_domain, "eta"))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.Bernoulli)
-        assert isinstance(d, D.Bernoulli)
-        return d.logits
+        return expect(self, d, D.Bernoulli).logits
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return F.softplus(eta)
@@ -97,19 +95,13 @@ class Bernoulli(ExponentialFamily):
         return xi.logit()
 
     def _variance(self, eta: Tensor) -> Tensor:
-        return eta.sigmoid() * (-eta).sigmoid()
-
-    def _fisher(self, eta: Tensor) -> Information:
-        return Scalar(self._variance(eta))
-
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta)
+        return eta.sigmoid() * (-eta).sigmoid()  # 1 − p would cancel
 
 
 @final
 @dataclass(frozen=True)
-class Poisson(ExponentialFamily):
-    """Log-rates y [n *terms]: F = e^y (002 section 4).
+class Poisson(ScalarOutput):
+    """Log-rates y [n *terms]: F = e^y.
 
     As a distribution: t(x) = x, h(x) = 1/x!, log Z = e^η, ξ = e^η.
 
@@ -117,45 +109,12 @@ class Poisson(ExponentialFamily):
     tensor([0.])
     """
 
-    # As an output family
-
-    def check(self, y: Tensor) -> None:
-        """Every shape [n *terms] fits."""
-
-    def flat(self, y: Tensor, u: Tensor) -> Tensor:
-        return y.exp() * u
-
-    def root(self, y: Tensor) -> Tensor:
-        return diagonal_root(y, y.exp())
+    mean_domain = OpenBox(0.0, axes=0)
+    support = C.nonnegative_integer
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         rate = y.exp()
         return torch.poisson(rate.expand(samples, *rate.shape), generator=generator) - rate
-
-    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        return drawn_once(y, samples, generator) * y.exp().sqrt()
-
-    def kl(self, y: Tensor, y2: Tensor) -> Tensor:
-        self._alike(y, y2, "y2")
-        return over_terms(self._bregman(y2, y))
-
-    # As a distribution
-
-    @property
-    def axes(self) -> int:
-        return 0
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Interval()
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Interval(0.0)
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.nonnegative_integer
 
     def log_base(self, x: Tensor) -> Tensor:
         return -torch.lgamma(x + 1)
@@ -164,9 +123,7 @@ class Poisson(ExponentialFamily):
         return D.Poisson(self._inside(eta, self.natural_domain, "eta").exp())
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.Poisson)
-        assert isinstance(d, D.Poisson)
-        return d.rate.log()
+        return expect(self, d, D.Poisson).rate.log()
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return eta.exp()
@@ -180,11 +137,8 @@ class Poisson(ExponentialFamily):
     def _variance(self, eta: Tensor) -> Tensor:
         return eta.exp()
 
-    def _fisher(self, eta: Tensor) -> Information:
-        return Scalar(self._variance(eta))
-
     def entropy(self, eta: Tensor) -> Tensor:
-        """As of every family; from a rate of 10⁴ on by its series, exact to rounding, where large numbers cancel."""
+        """As for every family; from a rate of 10⁴ on by its asymptotic series, where the exact terms cancel."""
         eta = self._inside(eta, self.natural_domain, "eta")
         small = super().entropy(eta.clamp(max=_LARGE))
         λ = eta.clamp(min=_LARGE).exp()
@@ -207,21 +161,16 @@ class Binomial(ExponentialFamily):
 
     total_count: int
 
+    axes = 0
+    natural_domain = Space(axes=0)
+
     def __post_init__(self) -> None:
         if not isinstance(self.total_count, int) or self.total_count < 1:
             raise ValueError(f"Binomial(total_count=…) must be an integer, 1 or more, got {self.total_count}")
 
     @property
-    def axes(self) -> int:
-        return 0
-
-    @property
-    def natural_domain(self) -> Domain:
-        return Interval()
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Interval(0.0, float(self.total_count))
+    def mean_domain(self) -> OpenBox:
+        return OpenBox(0.0, float(self.total_count), axes=0)
 
     @property
     def support(self) -> C.Constraint:
@@ -234,9 +183,8 @@ class Binomial(ExponentialFamily):
         return D.Binomial(self.total_count, logits=self._inside(eta, self.natural_domain, "eta"))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.Binomial)
-        assert isinstance(d, D.Binomial)
-        _same_count(self, float(self.total_count), d.total_count)
+        d = expect(self, d, D.Binomial)
+        expect_constant(self, "total_count", self.total_count, d.total_count)
         return d.logits
 
     def _log_partition(self, eta: Tensor) -> Tensor:
@@ -249,7 +197,7 @@ class Binomial(ExponentialFamily):
         return xi.log() - (self.total_count - xi).log()
 
     def _fisher(self, eta: Tensor) -> Information:
-        return Scalar(self.total_count * eta.sigmoid() * (-eta).sigmoid())
+        return Information.diagonal(self.total_count * eta.sigmoid() * (-eta).sigmoid(), 0)  # 1 − p would cancel
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         m = self.total_count
@@ -261,7 +209,7 @@ class Binomial(ExponentialFamily):
 
 @final
 @dataclass(frozen=True)
-class NegativeBinomial(Decaying):
+class NegativeBinomial(ExponentialFamily):
     """Γ(x + r)/(x! Γ(r)) e^{ηx} (1 − e^η)^r: successes, of probability e^η, before ``total_count`` = r > 0 failures.
 
     t = x, log Z = −r log(1 − e^η), η < 0.
@@ -272,13 +220,14 @@ class NegativeBinomial(Decaying):
 
     total_count: float
 
+    axes = 0
+    natural_domain = OpenBox(upper=0.0, axes=0)
+    mean_domain = OpenBox(0.0, axes=0)
+    support = C.nonnegative_integer
+
     def __post_init__(self) -> None:
         if not 0 < self.total_count < math.inf:
             raise ValueError(f"NegativeBinomial(total_count=…) must be positive and finite, got {self.total_count}")
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.nonnegative_integer
 
     def log_base(self, x: Tensor) -> Tensor:
         return torch.lgamma(x + self.total_count) - torch.lgamma(x + 1) - math.lgamma(self.total_count)
@@ -288,31 +237,26 @@ class NegativeBinomial(Decaying):
         return D.NegativeBinomial(eta.new_tensor(self.total_count), logits=eta - log1mexp(eta))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.NegativeBinomial)
-        assert isinstance(d, D.NegativeBinomial)
-        _same_count(self, self.total_count, d.total_count)
+        d = expect(self, d, D.NegativeBinomial)
+        expect_constant(self, "total_count", self.total_count, d.total_count)
         return F.logsigmoid(d.logits)
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return -self.total_count * log1mexp(eta)
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return self.total_count / torch.expm1(-eta)
+        return self.total_count * _odds(eta)
 
     def _natural(self, xi: Tensor) -> Tensor:
         return -torch.log1p(self.total_count / xi)
 
-    def _fisher(self, eta: Tensor) -> Information:
-        odds = 1 / torch.expm1(-eta)
-        return Scalar(self.total_count * odds * (1 + odds))
-
     def _expected_log_base(self, eta: Tensor) -> Tensor:
-        odds, r = 1 / torch.expm1(-eta), self.total_count
+        odds, r = _odds(eta), self.total_count
 
         def log_generating(w: Tensor) -> Tensor:
             return -r * torch.log1p(odds.unsqueeze(-1) * w)
 
-        # log Γ(x + r) = log Γ(x + r + 1) − log(x + r): the integral of the left side ends late if r is small.
+        # log Γ(x + r) = log Γ(x + r + 1) − log(x + r): for small r the integral of the left side converges slowly.
         above = expected_log_factorial(log_generating, r * odds, r)
         above = above - expected_log(lambda s: log_generating(-torch.expm1(-s)) - r * s, odds)
         return above - expected_log_factorial(log_generating, r * odds) - math.lgamma(r)
@@ -320,48 +264,34 @@ class NegativeBinomial(Decaying):
 
 @final
 @dataclass(frozen=True)
-class Geometric(Decaying):
+class Geometric(ExponentialFamily):
     """e^{ηx} (1 − e^η): failures x, of probability e^η, before the first success. t = x, log Z = −log(1 − e^η), η < 0.
 
     >>> Geometric().natural(torch.tensor(1.0))
     tensor(-0.6931)
     """
 
-    @property
-    def support(self) -> C.Constraint:
-        return C.nonnegative_integer
-
-    def log_base(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
+    axes = 0
+    natural_domain = OpenBox(upper=0.0, axes=0)
+    mean_domain = OpenBox(0.0, axes=0)
+    support = C.nonnegative_integer
 
     def distribution(self, eta: Tensor) -> D.Distribution:
         return D.Geometric(probs=-torch.expm1(self._inside(eta, self.natural_domain, "eta")))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.Geometric)
-        assert isinstance(d, D.Geometric)
-        return torch.log1p(-d.probs)
+        return torch.log1p(-expect(self, d, D.Geometric).probs)
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return -log1mexp(eta)
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return 1 / torch.expm1(-eta)
+        return _odds(eta)
 
     def _natural(self, xi: Tensor) -> Tensor:
         return -torch.log1p(1 / xi)
 
-    def _fisher(self, eta: Tensor) -> Information:
-        odds = 1 / torch.expm1(-eta)
-        return Scalar(odds * (1 + odds))
 
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta)
-
-
-def _same_count(family: Binomial | NegativeBinomial, mine: float, theirs: Tensor) -> None:
-    if not bool((theirs == mine).all()):
-        raise ValueError(
-            f"{type(family).__name__}(total_count={mine:g}) cannot hold a distribution with total_count = "
-            f"{theirs.reshape(-1)[0].item():g}: make a family with that count"
-        )
+def _odds(eta: Tensor) -> Tensor:
+    """e^η/(1 − e^η) for η < 0; the form 1/(e^−η − 1) would overflow, and its derivative be NaN."""
+    return -eta.exp() / torch.expm1(eta)

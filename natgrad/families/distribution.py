@@ -21,7 +21,7 @@ from torch.distributions import (
 from natgrad.families.base import Family, over_terms, seeded
 from natgrad.linalg import symmetric_root
 
-_TOGETHER = 8  # samples whose scores are computed in one backward pass; its cost is their number squared
+_TOGETHER = 8  # samples whose scores share a backward pass, whose cost grows with their number squared
 
 
 @final
@@ -29,8 +29,8 @@ _TOGETHER = 8  # samples whose scores are computed in one backward pass; its cos
 class FromDistribution(Family):
     """The family y ↦ build(y), a ``torch.distributions`` distribution with the examples on its first batch axis.
 
-    Exact where the KL divergence is in closed form, F = ∂² KL(p_y0 ‖ p_y)/∂y² (004 (12)), or where the support can be
-    enumerated, F = Σ_t p(t) ∇log p ∇log pᵀ; sampled otherwise.
+    The metric is exact where torch has the KL divergence in closed form, F = ∂² KL(p_y0 ‖ p_y)/∂y², or where the
+    support can be enumerated, F = Σ_t p(t) ∇log p ∇log pᵀ. Other distributions must be sampled.
 
     >>> family = FromDistribution(lambda y: torch.distributions.Exponential(y.exp()))
     >>> family.flat(torch.zeros(1, 1), torch.ones(1, 1))
@@ -41,7 +41,7 @@ class FromDistribution(Family):
 
     def check(self, y: Tensor) -> None:
         p = self.build(y)
-        ends: list[Tensor] = []  # of the support, made of the outputs: most families have none, and nothing is read
+        ends: list[Tensor] = []  # ends of the support that depend on the outputs; most families have none
 
         def combined(a: Tensor) -> Tensor:
             ends[:] = [end for end in _edges(self.build(a)) if end.requires_grad]
@@ -66,7 +66,7 @@ class FromDistribution(Family):
 
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
         if not self._closed_form(y):
-            _support(self.build(y.detach()))  # refuses what cannot be exact
+            _support(self.build(y.detach()))  # raises if the metric cannot be exact
         gradient = torch.func.grad(lambda a: self.kl(y, a).sum())
         product: Tensor = torch.func.grad(lambda a: (gradient(a) * u).sum())(y)
         return product
@@ -89,19 +89,19 @@ class FromDistribution(Family):
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
         with seeded(generator, y.device):
             t = self.build(y.detach()).sample((samples,))
-        return torch.cat([self._scores_at(y, part, _each) for part in t.split(_TOGETHER)])
+        return torch.cat([self._scores_at(y, chunk, _each) for chunk in t.split(_TOGETHER)])
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
         p, q = self.build(y), self.build(y2)
         try:
             return over_terms(kl_divergence(p, q))
-        except NotImplementedError:  # torch's word for a pair without a formula: a sum over the support, then
+        except NotImplementedError:  # torch has no formula: sum over the support
             t = _support(p)
         log_p = p.log_prob(t)
         return over_terms((log_p.exp() * (log_p - q.log_prob(t))).sum(0))
 
     def _scores_at(self, y: Tensor, t: Tensor, weights: Callable[[Tensor], Tensor]) -> Tensor:
-        """Σ_k w[c k n *terms] ∂log p(t_k)/∂y as [c n *out], the weights made from (the shape of) log p [k n *terms]."""
+        """Σ_k w[c k n *terms] ∂log p(t_k)/∂y [c n *out], with w = weights(log p [k n *terms])."""
         with torch.enable_grad():
             leaf = y.detach().requires_grad_()
             log_p = self.build(leaf).log_prob(t)
@@ -123,20 +123,20 @@ class FromDistribution(Family):
         base = p
         while isinstance(base, (Independent, TransformedDistribution)):
             if isinstance(base, TransformedDistribution):
-                # torch compares the transforms by value and drops what the KL owes to them: compare at two points.
+                # kl_divergence ignores transforms that are equal by value: compare distributions at two points.
                 q = self.build(y.detach() + torch.finfo(y.dtype).eps ** 0.5 * (1 + y.detach().abs()))
             base = base.base_dist
         if isinstance(base, Laplace):
-            return False  # KL has |μ − μ0| in it, whose second derivative automatic differentiation takes to be 0
+            return False  # KL contains |μ − μ0|, whose second derivative autograd takes to be 0
         try:
             kl_divergence(p, q)
-        except NotImplementedError:  # torch's word for a pair without a formula
+        except NotImplementedError:  # torch has no formula
             return False
         return True
 
 
 def _each(log_p: Tensor) -> Tensor:
-    """The weights that take the samples one by one."""
+    """Weights that pick the samples one by one."""
     k = log_p.shape[0]
     return torch.eye(k, dtype=log_p.dtype, device=log_p.device).view(k, k, *[1] * (log_p.ndim - 1))
 
@@ -150,19 +150,19 @@ def _edges(p: Distribution) -> list[Tensor]:
     edges = []
     if isinstance(p, TransformedDistribution):
         edges = _edges(p.base_dist)
-        if all(isinstance(t, AffineTransform) for t in p.transforms):  # torch says that these reach all numbers
+        if all(isinstance(t, AffineTransform) for t in p.transforms):  # torch claims that these reach all real numbers
             for transform in p.transforms:
                 edges = [transform(edge) for edge in edges]
     try:
         support = p.support
-    except NotImplementedError:  # torch's word for a distribution that does not say where it is
+    except NotImplementedError:  # the distribution does not declare a support
         return edges
     ends = [getattr(support, name, None) for name in ("lower_bound", "upper_bound")]
     return edges + [torch.as_tensor(end) for end in ends if end is not None]
 
 
 def _combined(edges: list[Tensor], y: Tensor) -> Tensor:
-    """A number that moves when an edge does: with incommensurable weights, so that two do not cancel."""
+    """A number that changes when any edge does; the weights are incommensurable, so that two cannot cancel."""
     return sum(((2 + i) ** 0.5 * edge.sum() for i, edge in enumerate(edges)), 0 * y.sum())
 
 

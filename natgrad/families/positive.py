@@ -1,4 +1,4 @@
-"""Waiting times and sizes: exponential, Laplace, Weibull, gamma."""
+"""Positive numbers: exponential, Laplace, Weibull, gamma and inverse Gaussian."""
 
 from __future__ import annotations
 
@@ -11,12 +11,29 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.domains import Box, Concave, Domain
-from natgrad.families.exponential import ExponentialFamily, ExponentialStatistic, expect, solved
-from natgrad.families.information import Information, Matrix
+from natgrad.families.base import ExponentialFamily, expect, expect_constant, natural_by_newton
+from natgrad.families.domains import Concave, OpenBox
+from natgrad.families.information import Information
 from natgrad.families.special import expected_log, trigamma
 
 _EULER = 0.5772156649015329
+
+
+class ExponentialStatistic(ExponentialFamily):
+    """t(x) is exponentially distributed: log Z = −log(−η) up to a constant, ξ = −1/η, F = 1/η², η < 0."""
+
+    axes = 0
+    natural_domain = OpenBox(upper=0.0, axes=0)
+    mean_domain = OpenBox(0.0, axes=0)
+
+    def _log_partition(self, eta: Tensor) -> Tensor:
+        return -(-eta).log()
+
+    def _mean(self, eta: Tensor) -> Tensor:
+        return -1 / eta
+
+    def _natural(self, xi: Tensor) -> Tensor:
+        return -1 / xi
 
 
 @final
@@ -28,23 +45,13 @@ class Exponential(ExponentialStatistic):
     tensor(0.5000)
     """
 
-    @property
-    def support(self) -> C.Constraint:
-        return C.nonnegative
-
-    def log_base(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
+    support = C.nonnegative
 
     def distribution(self, eta: Tensor) -> D.Distribution:
         return D.Exponential(-self._inside(eta, self.natural_domain, "eta"))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.Exponential)
-        assert isinstance(d, D.Exponential)
-        return -d.rate
-
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta)
+        return -expect(self, d, D.Exponential).rate
 
 
 @final
@@ -58,35 +65,26 @@ class Laplace(ExponentialStatistic):
 
     centre: float = 0.0
 
+    support = C.real
+
     def __post_init__(self) -> None:
         if not math.isfinite(self.centre):
             raise ValueError(f"Laplace(centre=…) must be finite, got {self.centre}")
 
-    @property
-    def support(self) -> C.Constraint:
-        return C.real
-
     def statistics(self, x: Tensor) -> Tensor:
         return (x - self.centre).abs()
-
-    def log_base(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
 
     def distribution(self, eta: Tensor) -> D.Distribution:
         eta = self._inside(eta, self.natural_domain, "eta")
         return D.Laplace(torch.full_like(eta, self.centre), -1 / eta)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.Laplace)
-        assert isinstance(d, D.Laplace)
-        _same(self, "centre", self.centre, d.loc)
+        d = expect(self, d, D.Laplace)
+        expect_constant(self, "centre", self.centre, d.loc)
         return -1 / d.scale
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return math.log(2) + super()._log_partition(eta)
-
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta)
 
 
 @final
@@ -100,13 +98,11 @@ class Weibull(ExponentialStatistic):
 
     shape: float
 
+    support = C.positive
+
     def __post_init__(self) -> None:
         if not 0 < self.shape < math.inf:
             raise ValueError(f"Weibull(shape=…) must be positive and finite, got {self.shape}")
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.positive
 
     def statistics(self, x: Tensor) -> Tensor:
         return x.pow(self.shape)
@@ -119,9 +115,8 @@ class Weibull(ExponentialStatistic):
         return D.Weibull(scale, torch.full_like(scale, self.shape))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.Weibull)
-        assert isinstance(d, D.Weibull)
-        _same(self, "shape", self.shape, d.concentration)
+        d = expect(self, d, D.Weibull)
+        expect_constant(self, "shape", self.shape, d.concentration)
         return -d.scale.pow(-self.shape)
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
@@ -140,34 +135,25 @@ class Gamma(ExponentialFamily):
     tensor([ 1.0000, -3.0000], dtype=torch.float64)
     """
 
-    @property
-    def natural_domain(self) -> Domain:
-        return Box((-1.0, -math.inf), (math.inf, 0.0))
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Concave(_gamma_slacks, ("E x above 0", "E log x below log E x (Jensen; equal if all data are the same)"))
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.positive
+    natural_domain = OpenBox((-1.0, -math.inf), (math.inf, 0.0))
+    mean_domain = Concave(
+        lambda xi: torch.stack([xi[..., 1], xi[..., 1].log() - xi[..., 0]], -1),
+        ("E x above 0", "E log x below log E x (Jensen; equal if all data are the same)"),
+    )
+    support = C.positive
 
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x.log(), x], -1)
-
-    def log_base(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
 
     def distribution(self, eta: Tensor) -> D.Distribution:
         α, β = _shape_and_rate(self._inside(eta, self.natural_domain, "eta"))
         return D.Gamma(α, β)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, D.Gamma)
-        assert isinstance(d, D.Gamma)
+        d = expect(self, d, D.Gamma)
         return torch.stack([d.concentration - 1, -d.rate], -1)
 
-    def _width(self, p: int) -> str:
+    def _wrong_size(self, p: int) -> str:
         return "" if p == 2 else "(α − 1, −β), 2 entries,"
 
     def _log_partition(self, eta: Tensor) -> Tensor:
@@ -179,48 +165,43 @@ class Gamma(ExponentialFamily):
         return torch.stack([torch.digamma(α) - β.log(), α / β], -1)
 
     def _natural(self, xi: Tensor) -> Tensor:
-        s = xi[..., 1].log() - xi[..., 0]  # log α − ψ(α), which 1/(2α) < s < 1/α
+        s = xi[..., 1].log() - xi[..., 0]  # log α − ψ(α), with 1/(2α) < s < 1/α
         α = (3 - s + ((s - 3).square() + 24 * s).sqrt()) / (12 * s)
-        return solved(self, xi, torch.stack([α - 1, -α / xi[..., 1]], -1))
+        return natural_by_newton(self, xi, torch.stack([α - 1, -α / xi[..., 1]], -1))
 
     def _fisher(self, eta: Tensor) -> Information:
+        """[[ψ'(α), 1/β], [1/β, α/β²]]; in closed form, since ``natural`` has none."""
         α, β = _shape_and_rate(eta)
-        scale = 1 / β
-        rows = [torch.stack([trigamma(α), scale], -1), torch.stack([scale, α * scale.square()], -1)]
-        return Matrix(torch.stack(rows, -2))
+        f = trigamma(α)
+        determinant = α * f - 1  # times β²
 
-    def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return torch.zeros_like(eta[..., 0])
+        def flat(v: Tensor) -> Tensor:
+            a, b = v[..., 0], v[..., 1] / β
+            return torch.stack([f * a + b, (a + α * b) / β], -1)
+
+        def sharp(w: Tensor) -> Tensor:
+            a, b = w[..., 0], w[..., 1] * β
+            return torch.stack([(α * a - b) / determinant, β * (f * b - a) / determinant], -1)
+
+        return Information(eta, 1, flat, sharp)
 
 
 def _shape_and_rate(eta: Tensor) -> tuple[Tensor, Tensor]:
     return eta[..., 0] + 1, -eta[..., 1]
 
 
-def _gamma_slacks(xi: Tensor) -> Tensor:
-    return torch.stack([xi[..., 1], xi[..., 1].log() - xi[..., 0]], -1)
-
-
-def _same(family: Laplace | Weibull, name: str, mine: float, theirs: Tensor) -> None:
-    if not bool((theirs == mine).all()):
-        raise ValueError(
-            f"{type(family).__name__}({name}={mine:g}) cannot hold a distribution with {name} "
-            f"{theirs.reshape(-1)[0].item():g}: make a family with that {name}"
-        )
-
-
-# First passage times of a Brownian motion with drift: the inverse Gaussian family.
+# The inverse Gaussian family: first passage times of a Brownian motion with drift
 
 
 @final
 class InverseGaussianDistribution(D.Distribution):
-    """√(λ/(2πx³)) exp(−λ(x − μ)²/(2μ²x)) as a ``torch.distributions`` object, which torch has none of.
+    """√(λ/(2πx³)) exp(−λ(x − μ)²/(2μ²x)) as a ``torch.distributions`` object; torch has none.
 
     >>> InverseGaussianDistribution(torch.tensor(2.0), torch.tensor(3.0)).mean
     tensor(2.)
     """
 
-    arg_constraints: Any = {"loc": C.positive, "concentration": C.positive}  # noqa: RUF012 (torch's own way)
+    arg_constraints: Any = {"loc": C.positive, "concentration": C.positive}  # noqa: RUF012 (torch's convention)
     support = C.positive
 
     def __init__(self, loc: Tensor, concentration: Tensor, validate_args: bool | None = None) -> None:
@@ -235,8 +216,8 @@ class InverseGaussianDistribution(D.Distribution):
     def variance(self) -> Tensor:
         return self.loc**3 / self.concentration
 
-    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008 (torch's own signature)
-        """Michael, Schucany and Haas (1976): a root of λ(x − μ)²/(μ²x) = χ²₁, the smaller with odds μ to x."""
+    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008 (torch's signature)
+        """By Michael, Schucany and Haas (1976): a root of λ(x − μ)²/(μ²x) = χ²₁, the smaller with odds μ : x."""
         shape = self._extended_shape(sample_shape)
         with torch.no_grad():
             μ, λ = self.loc.expand(shape), self.concentration.expand(shape)
@@ -260,19 +241,12 @@ class InverseGaussian(ExponentialFamily):
     tensor([1., 2.])
     """
 
-    @property
-    def natural_domain(self) -> Domain:
-        return Box(upper=(0.0,))
-
-    @property
-    def mean_domain(self) -> Domain:
-        return Concave(
-            _slacks, ("E x above 0", "E 1/x above 0", "E 1/x above 1/E x (Jensen; equal if all data are the same)")
-        )
-
-    @property
-    def support(self) -> C.Constraint:
-        return C.positive
+    natural_domain = OpenBox(upper=0.0)
+    mean_domain = Concave(
+        lambda xi: torch.stack([xi[..., 0], xi[..., 1], 1 - xi.prod(-1).reciprocal()], -1),
+        ("E x above 0", "E 1/x above 0", "E 1/x above 1/E x (Jensen; equal if all data are the same)"),
+    )
+    support = C.positive
 
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x, x.reciprocal()], -1)
@@ -285,11 +259,10 @@ class InverseGaussian(ExponentialFamily):
         return InverseGaussianDistribution(μ, λ)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, InverseGaussianDistribution)
-        assert isinstance(d, InverseGaussianDistribution)
+        d = expect(self, d, InverseGaussianDistribution)
         return torch.stack([-d.concentration / (2 * d.loc.square()), -0.5 * d.concentration], -1)
 
-    def _width(self, p: int) -> str:
+    def _wrong_size(self, p: int) -> str:
         return "" if p == 2 else "(−λ/(2μ²), −λ/2), 2 entries,"
 
     def _log_partition(self, eta: Tensor) -> Tensor:
@@ -304,15 +277,6 @@ class InverseGaussian(ExponentialFamily):
         λ = 1 / (xi[..., 1] - 1 / μ)
         return -0.5 * torch.stack([λ / μ.square(), λ], -1)
 
-    def _fisher(self, eta: Tensor) -> Information:
-        μ, λ = _mean_and_shape(eta)
-        cross = -μ / λ
-        rows = [
-            torch.stack([μ**3 / λ, cross], -1),
-            torch.stack([cross, 1 / (μ * λ) + 2 / λ.square()], -1),
-        ]
-        return Matrix(torch.stack(rows, -2))
-
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         μ, λ = _mean_and_shape(eta)
         φ = (λ / μ).unsqueeze(-1)
@@ -323,7 +287,3 @@ class InverseGaussian(ExponentialFamily):
 
 def _mean_and_shape(eta: Tensor) -> tuple[Tensor, Tensor]:
     return (eta[..., 1] / eta[..., 0]).sqrt(), -2 * eta[..., 1]
-
-
-def _slacks(xi: Tensor) -> Tensor:
-    return torch.stack([xi[..., 0], xi[..., 1], 1 - xi.prod(-1).reciprocal()], -1)

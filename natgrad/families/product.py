@@ -1,4 +1,4 @@
-"""Independent blocks side by side: a product of exponential families is one."""
+"""A product of exponential families, side by side: again an exponential family."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from torch import distributions as D
 from torch.distributions import constraints as C
 
-from natgrad.families.domains import Domain, Parts
-from natgrad.families.exponential import ExponentialFamily, expect
-from natgrad.families.information import Blocks, Diagonal, Information, Scalar
+from natgrad.families.base import ExponentialFamily, expect
+from natgrad.families.domains import DomainProduct
+from natgrad.families.information import Information
 
 
 @final
 class ProductDistribution(D.Distribution):
-    """Independent distributions with one batch shape: a draw is their flattened draws side by side."""
+    """Independent distributions with one batch shape; a draw is the concatenation of their flattened draws."""
 
-    arg_constraints: Any = {}  # noqa: RUF012 (torch's own way)
+    arg_constraints: Any = {}  # noqa: RUF012 (torch's convention)
     support = C.real_vector
 
     def __init__(self, blocks: Sequence[D.Distribution]) -> None:
@@ -33,19 +33,16 @@ class ProductDistribution(D.Distribution):
     def has_rsample(self) -> bool:  # type: ignore[override]
         return all(block.has_rsample for block in self.blocks)
 
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008 (torch's own signature)
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008 (torch's signature)
         return self._flat([block.rsample(sample_shape) for block in self.blocks])
 
-    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008 (torch's own signature)
+    def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008 (torch's signature)
         return self._flat([block.sample(sample_shape) for block in self.blocks])
 
     def log_prob(self, value: Tensor) -> Tensor:
-        parts = value.split(self.sizes, -1)
-        found = [
-            block.log_prob(part.reshape((*part.shape[:-1], *block.event_shape)))
-            for block, part in zip(self.blocks, parts, strict=True)
-        ]
-        return torch.stack(torch.broadcast_tensors(*found)).sum(0)
+        pairs = zip(self.blocks, value.split(self.sizes, -1), strict=True)
+        each = [block.log_prob(x.reshape((*x.shape[:-1], *block.event_shape))) for block, x in pairs]
+        return torch.stack(torch.broadcast_tensors(*each)).sum(0)
 
     def _flat(self, draws: list[Tensor]) -> Tensor:
         pairs = zip(draws, self.blocks, strict=True)
@@ -55,10 +52,10 @@ class ProductDistribution(D.Distribution):
 @final
 @dataclass(frozen=True)
 class Product(ExponentialFamily):
-    """Π_b p_b(x_b | η_b): the points of the blocks, ``sizes`` entries each, side by side on the last axis.
+    """Π_b p_b(x_b | η_b): the points of the blocks, with ``sizes`` entries each, concatenated on the last axis.
 
-    log Z, entropy and KL add up, and F is block-diagonal. A one-parameter family with size k is k independent ones.
-    Data are the flattened data of the blocks side by side.
+    log Z, entropy and KL add up, and F is block-diagonal. A one-parameter family with size k stands for k independent
+    copies. Data are the flattened data of the blocks, concatenated.
 
     >>> from natgrad.families import Exponential, Gamma
     >>> Product((Gamma(), Exponential()), (2, 1)).mean(torch.tensor([0.0, -2.0, -4.0]))
@@ -75,75 +72,78 @@ class Product(ExponentialFamily):
             )
 
     @property
-    def natural_domain(self) -> Domain:
-        return Parts(tuple(family.natural_domain for family in self.families), self.sizes)
+    def natural_domain(self) -> DomainProduct:
+        return DomainProduct(tuple(family.natural_domain for family in self.families), self.sizes)
 
     @property
-    def mean_domain(self) -> Domain:
-        return Parts(tuple(family.mean_domain for family in self.families), self.sizes)
+    def mean_domain(self) -> DomainProduct:
+        return DomainProduct(tuple(family.mean_domain for family in self.families), self.sizes)
 
     @property
     def support(self) -> C.Constraint:
-        """Of the blocks side by side, every one of which ``check_data`` looks at by itself."""
+        """All vectors: ``check_data`` checks the blocks one by one."""
         return C.real_vector
 
     def check_data(self, x: Tensor) -> None:
-        for family, part in self._data(x):
-            family.check_data(part)
+        for family, block in self._data(x):
+            family.check_data(block)
 
     def statistics(self, x: Tensor) -> Tensor:
-        return torch.cat([family.statistics(part) for family, part in self._data(x)], -1)
+        return torch.cat([family.statistics(block) for family, block in self._data(x)], -1)
 
     def log_base(self, x: Tensor) -> Tensor:
-        return _added([family.log_base(part) for family, part in self._data(x)], x.ndim - 1)
+        return _sum([family.log_base(block) for family, block in self._data(x)], x.ndim - 1)
 
     def event_shape(self, p: int) -> tuple[int, ...]:
         return (sum(prod(event) for event in self._events()),)
 
     def distribution(self, eta: Tensor) -> D.Distribution:
-        blocks = [
-            family.distribution(part) for family, part in self._parts(self._inside(eta, self.natural_domain, "eta"))
-        ]
-        paired = zip(blocks, self.families, strict=True)
-        return ProductDistribution([D.Independent(b, 1) if f.axes == 0 else b for b, f in paired])
+        blocks = self._blocks(self._inside(eta, self.natural_domain, "eta"))
+        each = [(family, family.distribution(block)) for family, block in blocks]
+        return ProductDistribution([D.Independent(d, 1) if family.axes == 0 else d for family, d in each])
 
     def sample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
-        parts = self._parts(self._inside(eta, self.natural_domain, "eta"))
-        return self._flat([family.sample(part, shape, generator) for family, part in parts])
+        blocks = self._blocks(self._inside(eta, self.natural_domain, "eta"))
+        return self._flat([family.sample(block, shape, generator) for family, block in blocks])
 
     def rsample(self, eta: Tensor, shape: tuple[int, ...] = (), generator: torch.Generator | None = None) -> Tensor:
-        parts = self._parts(self._inside(eta, self.natural_domain, "eta"))
-        return self._flat([family.rsample(part, shape, generator) for family, part in parts])
+        blocks = self._blocks(self._inside(eta, self.natural_domain, "eta"))
+        return self._flat([family.rsample(block, shape, generator) for family, block in blocks])
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
-        expect(self, d, ProductDistribution)
-        assert isinstance(d, ProductDistribution)
-        bases = [b.base_dist if isinstance(b, D.Independent) else b for b in d.blocks]
+        blocks = expect(self, d, ProductDistribution).blocks
+        bases = [b.base_dist if isinstance(b, D.Independent) else b for b in blocks]
         return torch.cat([f.from_distribution(b) for f, b in zip(self.families, bases, strict=True)], -1)
 
-    def _width(self, p: int) -> str:
+    def _wrong_size(self, p: int) -> str:
         if p != sum(self.sizes):
             return f"the points of its blocks, {' + '.join(map(str, self.sizes))} entries,"
-        wrong = [f._width(size) for f, size in zip(self.families, self.sizes, strict=True) if f.axes]
-        return "".join(wrong)
+        return "".join(f._wrong_size(size) for f, size in zip(self.families, self.sizes, strict=True) if f.axes)
 
     def _log_partition(self, eta: Tensor) -> Tensor:
-        return _added([family._log_partition(part) for family, part in self._parts(eta)], eta.ndim - 1)
+        return _sum([family._log_partition(block) for family, block in self._blocks(eta)], eta.ndim - 1)
 
     def _mean(self, eta: Tensor) -> Tensor:
-        return torch.cat([family._mean(part) for family, part in self._parts(eta)], -1)
+        return torch.cat([family._mean(block) for family, block in self._blocks(eta)], -1)
 
     def _natural(self, xi: Tensor) -> Tensor:
-        return torch.cat([family._natural(part) for family, part in self._parts(xi)], -1)
+        return torch.cat([family._natural(block) for family, block in self._blocks(xi)], -1)
 
     def _fisher(self, eta: Tensor) -> Information:
-        found = [family._fisher(part) for family, part in self._parts(eta)]
-        return Blocks(tuple(Diagonal(F.variance) if isinstance(F, Scalar) else F for F in found), self.sizes)
+        blocks = [family._fisher(block) for family, block in self._blocks(eta)]
+
+        def flat(v: Tensor) -> Tensor:
+            return torch.cat([F.flat(x) for F, x in zip(blocks, v.split(self.sizes, -1), strict=True)], -1)
+
+        def sharp(w: Tensor) -> Tensor:
+            return torch.cat([F.sharp(x) for F, x in zip(blocks, w.split(self.sizes, -1), strict=True)], -1)
+
+        return Information(eta, 1, flat, sharp, divides=any(F.divides for F in blocks))
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
-        return _added([family._expected_log_base(part) for family, part in self._parts(eta)], eta.ndim - 1)
+        return _sum([family._expected_log_base(block) for family, block in self._blocks(eta)], eta.ndim - 1)
 
-    def _parts(self, point: Tensor) -> list[tuple[ExponentialFamily, Tensor]]:
+    def _blocks(self, point: Tensor) -> list[tuple[ExponentialFamily, Tensor]]:
         return list(zip(self.families, point.split(self.sizes, -1), strict=True))
 
     def _events(self) -> list[tuple[int, ...]]:
@@ -163,10 +163,10 @@ class Product(ExponentialFamily):
                 f"the data of Product must have {' + '.join(map(str, sizes))} entries on the last axis, those of its "
                 f"blocks side by side, got shape {tuple(x.shape)}"
             )
-        parts = [part.reshape((*x.shape[:-1], *event)) for part, event in zip(x.split(sizes, -1), events, strict=True)]
-        return list(zip(self.families, parts, strict=True))
+        blocks = [b.reshape((*x.shape[:-1], *event)) for b, event in zip(x.split(sizes, -1), events, strict=True)]
+        return list(zip(self.families, blocks, strict=True))
 
 
-def _added(values: list[Tensor], batch: int) -> Tensor:
-    """The sum of the values of the blocks [*batch], those of k one-parameter families [*batch k] among them."""
+def _sum(values: list[Tensor], batch: int) -> Tensor:
+    """The sum over the blocks, whose values are [*batch], or [*batch k] for k copies of a one-parameter family."""
     return torch.stack([v if v.ndim == batch else v.sum(-1) for v in values]).sum(0)

@@ -1,4 +1,4 @@
-"""Expectations of log x and log x! without closed form, by the trapezoidal rule on a logarithmic axis."""
+"""Special functions: those that torch lacks in double precision, and expectations of log x and log x!."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Special functions that torch has not, or not in double precision.
+_STEP = 1 / 16  # of the trapezoidal rule. The integrands are analytic in log s: its error is e^(−2π·½π/step)
+_LOWER, _UPPER = -40.0, 60.0
+_GONE = 80.0  # e^−s vanishes from here on
 
 
 def trigamma(x: Tensor) -> Tensor:
-    """ψ'(x) = ζ(2, x), to rounding; ``torch.polygamma(1, x)`` is good to 5e-10 only.
+    """ψ'(x) = ζ(2, x), accurate to rounding; ``torch.polygamma(1, x)`` has a relative error of 5e-10.
 
     >>> trigamma(torch.tensor(1.0))
     tensor(1.6449)
@@ -21,24 +23,19 @@ def trigamma(x: Tensor) -> Tensor:
 
 
 def log1mexp(eta: Tensor) -> Tensor:
-    """log(1 − e^η) of η < 0, precise at both ends.
+    """log(1 − e^η) for η < 0, accurate at both ends.
 
     >>> log1mexp(torch.tensor(-0.5)) + log1mexp(torch.tensor(-20.0))
     tensor(-0.9328)
     """
     near = eta > -math.log(2)
-    small = torch.where(near, eta, torch.full_like(eta, -0.5))  # each branch sees numbers that do not overflow it
+    small = torch.where(near, eta, torch.full_like(eta, -0.5))  # neither branch may overflow
     large = torch.where(near, torch.full_like(eta, -1.0), eta)
     return torch.where(near, torch.log(-torch.expm1(small)), torch.log1p(-large.exp()))
 
 
-_STEP = 1 / 16  # the integrands are analytic in log s: the error falls as e^(−2π·½π/step)
-_LOWER, _UPPER = -40.0, 60.0
-_GONE = 80.0  # e^−s is nothing from here on
-
-
 def _integrated(f: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """∫₀^∞ f(s) ds/s, f on [*batch s]."""
+    """∫₀^∞ f(s) ds/s for f on [*batch s], by the trapezoidal rule in log s."""
     axis = torch.arange(_LOWER, _UPPER, _STEP, dtype=like.dtype, device=like.device)
     return _STEP * f(axis.exp()).sum(-1)
 
@@ -46,7 +43,7 @@ def _integrated(f: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
 def expected_log_factorial(log_generating: Callable[[Tensor], Tensor], mean: Tensor, shift: float = 0.0) -> Tensor:
     """E log Γ(x + 1 + shift) of counts x with E (1 − w)ˣ = exp log_generating(w) and mean [*batch].
 
-    Binet: log Γ(z + 1) = ∫₀^∞ (z − (1 − e^{−zs})/(1 − e^{−s})) e^{−s} ds/s, under the expectation.
+    Takes the expectation inside Binet's integral log Γ(z + 1) = ∫₀^∞ (z − (1 − e^{−zs})/(1 − e^{−s})) e^{−s} ds/s.
 
     >>> rate = torch.tensor([3.0], dtype=torch.float64)
     >>> expected_log_factorial(lambda w: -3 * w, rate)
@@ -63,7 +60,7 @@ def expected_log_factorial(log_generating: Callable[[Tensor], Tensor], mean: Ten
 
 
 def expected_log(log_laplace: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """E log x of x > 0 with E e^{−sx} = exp log_laplace(s) and mean about 1: ∫ (e^{−s} − E e^{−sx}) ds/s (Frullani).
+    """E log x = ∫ (e^{−s} − E e^{−sx}) ds/s (Frullani), for x > 0 of mean about 1 with E e^{−sx} = exp log_laplace(s).
 
     >>> expected_log(lambda s: -s * 2.718281828459045, torch.zeros((), dtype=torch.float64))
     tensor(1., dtype=torch.float64)

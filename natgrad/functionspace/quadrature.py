@@ -1,4 +1,4 @@
-"""Gauss quadrature of a probability measure on the inputs: the L² metric of functions, without sampling."""
+"""Gauss quadrature of a probability measure on the inputs: the L² metric of functions without sampling."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch import distributions as D
 
 from natgrad.errors import MemoryBoundError
-from natgrad.linalg import check_finite
+from natgrad.linalg import check_finite, gauss_rule
 from natgrad.model import Inputs
 from natgrad.output.metric import Coupling, Euclidean, OnBase, OutputMetric
 
-_NODES = 2**12  # of a product rule: a coupling of them has n² entries
+_NODES = 2**12  # of a product rule: the coupling has n² entries
 
 
 @final
@@ -22,12 +22,12 @@ _NODES = 2**12  # of a product rule: a coupling of them has n² entries
 class Quadrature:
     """Nodes x_n [n d] and weights w_n > 0 [n], Σ w_n = 1, with Σ_n w_n f(x_n) ≈ ∫ f dμ.
 
-    ``metric`` makes them a metric on the outputs at the nodes, so that the pullback is the L² metric of functions,
+    ``metric`` is the metric on the outputs at the nodes whose pullback is the L² metric of functions,
 
         G_ij = ∫ ⟨∂φ/∂θ^i(x), ∂φ/∂θ^j(x)⟩ dμ(x) = Σ_n w_n J_nᵀ h_n J_n
 
-    (000 appendix E, ERRATA 20), in any structure. For Lebesgue's measure, as in the paper, the integral diverges
-    wherever ∂φ/∂θ does not decay (a bias never does): μ must be a probability measure.
+    in any structure (Bai, Rosenberg & Xu 2022, appendix E). For Lebesgue's measure the integral diverges wherever
+    ∂φ/∂θ does not decay (a bias never does): μ must be a probability measure.
 
     >>> import natgrad as ng
     >>> rule = Quadrature.of(D.Normal(torch.zeros(1), torch.ones(1)), order=8)
@@ -51,20 +51,20 @@ class Quadrature:
 
     @staticmethod
     def of(measure: D.Distribution, order: int = 16) -> Quadrature:
-        """Gauss's rule with ``order`` nodes an axis, exact for polynomials of degree 2·order − 1 along each.
+        """Gauss's rule with ``order`` nodes per axis, exact for polynomials of degree 2·order − 1 along each.
 
         ``measure``: ``Normal`` (Gauss–Hermite), ``Uniform`` (Legendre), ``Gamma`` and ``Exponential`` (Laguerre),
         ``Beta`` (Jacobi); with parameters [d], or as ``Independent``, it is the product measure on R^d.
-        ``MultivariateNormal`` and transformed ones (``LogNormal``) are images of these. The nodes have the dtype and
-        device of the measure's parameters; the work is in float64. It converges geometrically for analytic functions
-        on an interval, and slowly for a network of tanh under a Gaussian (poles near the line): double ``order``.
+        ``MultivariateNormal`` and transformed distributions (``LogNormal``) are images of these. The nodes have the
+        dtype and device of the measure's parameters; the work is in float64. Convergence is geometric for analytic
+        functions on an interval, and slow for a tanh network under a Gaussian (poles near the line): double ``order``.
 
         >>> rule = Quadrature.of(D.Uniform(-1.0, 1.0), order=2)
         >>> rule.nodes.flatten(), rule.weights
         (tensor([-0.5774,  0.5774]), tensor([0.5000, 0.5000]))
         """
         if isinstance(order, bool) or not isinstance(order, int) or order < 1:
-            raise ValueError(f"order={order!r} must be a positive integer, the number of nodes an axis")
+            raise ValueError(f"order={order!r} must be a positive integer, the number of nodes per axis")
         if not isinstance(measure, D.Distribution):
             raise TypeError(
                 f"Quadrature.of takes a torch.distributions distribution of the inputs, got {type(measure).__name__}"
@@ -72,7 +72,7 @@ class Quadrature:
         return _rule(measure, order)
 
     def metric(self, base: OutputMetric | None = None) -> Weighted:
-        """A metric on the outputs at the nodes, which counts each with its weight; by default of the Euclidean one."""
+        """The weighted metric on the outputs at the nodes; ``base`` is Euclidean by default."""
         return Weighted(self.weights, base or Euclidean())
 
     def integral(self, values: Tensor) -> Tensor:
@@ -89,10 +89,9 @@ class Quadrature:
 class Weighted(OnBase):
     """Σ_n w_n h_n in place of the mean (1/N) Σ_n h_n, for one batch of N examples with weights w [n], Σ w_n = 1.
 
-    The weights are a coupling C = N diag(w). It has N² entries, and with it every structure sees them; the factors of
-    K-FAC are Σ w_n a aᵀ / Σ w_n and Σ w_n g gᵀ, those of the measure: weights that are numbers of repetitions, over
-    their sum, give what the repeated batch gives. ``flat`` and ``divergence`` are those of the base, an example at a
-    time.
+    The weights are a coupling C = N diag(w) with N² entries, which every structure understands. The factors of K-FAC
+    are Σ w_n a aᵀ / Σ w_n and Σ w_n g gᵀ: weights proportional to numbers of repetitions give the factors of the
+    repeated batch. ``flat`` and ``divergence`` are those of the base, example by example.
 
     >>> Weighted(torch.tensor([0.25, 0.75])).coupling(torch.zeros(2, 1), 2)
     tensor([[0.5000, 0.0000],
@@ -132,7 +131,7 @@ def _check_weights(weights: Tensor) -> None:
 
 
 def _rule(measure: D.Distribution, order: int) -> Quadrature:
-    """The rule of a measure, from that of the one it is an image or a product of."""
+    """The rule of a measure, or of the measure that it is an image or a product of."""
     if isinstance(measure, D.Independent):
         return _rule(measure.base_dist, order)
     if isinstance(measure, D.MultivariateNormal):
@@ -148,16 +147,11 @@ def _rule(measure: D.Distribution, order: int) -> Quadrature:
         return Quadrature(x, below.weights)
     like, diagonal, beside = _recurrence(measure, order)
     _check_one(measure, like.ndim - 1)
-    axes = torch.linalg.eigh(torch.diag_embed(diagonal) + torch.diag_embed(beside, 1) + torch.diag_embed(beside, -1))
-    return _product(axes.eigenvalues, axes.eigenvectors[..., 0, :].square(), like)
+    return _product(*gauss_rule(diagonal, beside), like)
 
 
 def _recurrence(measure: D.Distribution, order: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A parameter [d] or [], and the Jacobi matrices of the axes: diagonal α [d q] and off-diagonal β [d q−1].
-
-    x p_k = β_{k+1} p_{k+1} + α_k p_k + β_k p_{k−1} for the orthonormal polynomials of a measure (Golub and Welsch
-    1969): its eigenvalues are the nodes, and the squares of the first entries of its eigenvectors the weights.
-    """
+    """A parameter [d] or [], and the Jacobi matrices of the axes: diagonal α [d q] and off-diagonal β [d q−1]."""
     if isinstance(measure, D.Normal):
         loc, scale = _axes(measure.loc), _axes(measure.scale)
         k = torch.arange(order, dtype=torch.float64, device=loc.device)
@@ -167,7 +161,7 @@ def _recurrence(measure: D.Distribution, order: int) -> tuple[Tensor, Tensor, Te
         if not bool((high - low).isfinite().all()):
             raise ValueError(
                 "Uniform over an infinite range is Lebesgue's measure, and the L² metric of functions diverges under "
-                "it (000 appendix E, ERRATA 20): take a probability measure, as Normal, or Uniform on an interval"
+                "it: take a probability measure, as Normal, or Uniform on an interval"
             )
         k = torch.arange(order, dtype=torch.float64, device=low.device)
         return measure.low, (low + high) / 2 + 0 * k, (high - low) / 2 * k[1:] / (4 * k[1:].square() - 1).sqrt()
@@ -186,7 +180,7 @@ def _recurrence(measure: D.Distribution, order: int) -> tuple[Tensor, Tensor, Te
 
 
 def _jacobi(p: Tensor, q: Tensor, order: int) -> tuple[Tensor, Tensor]:
-    """α and β of t^{p−1}(1 − t)^{q−1} on [0, 1]. The first of each is a limit: the general form may be 0/0 there."""
+    """α and β of t^{p−1}(1 − t)^{q−1} on [0, 1]. The first entries are limits, where the general form may be 0/0."""
     k = torch.arange(1, order, dtype=torch.float64, device=p.device)
     s = p + q
     m = 2 * k + s - 2

@@ -1,4 +1,4 @@
-"""Functions of a reproducing kernel Hilbert space, and the gradient of an empirical loss there."""
+"""Functions in a reproducing kernel Hilbert space, the gradient of an empirical loss there, and descent along it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from natgrad.kernels.sobolev import ReproducingKernel
 from natgrad.linalg import check_finite
 from natgrad.slots import check_slots
 
+_MEMORY = 2**32  # bytes of a Gram matrix
+
 
 @final
 @dataclass(frozen=True)
 class KernelSum:
-    """f = Σ_n K(x_n, ·) c_n: centres x [n *shape], coefficients c [n *out]; what gradients in the space are made of.
+    """f = Σ_n K(x_n, ·) c_n with centres x [n *shape] and coefficients c [n *out]: gradients have this form.
 
-    They add, scale, and have the inner product of the space, ⟨f, g⟩ = Σ_nm c_n · d_m K(x_n, z_m), so that
-    ⟨K(x, ·), f⟩ = f(x).
+    They form a vector space with the inner product ⟨f, g⟩ = Σ_nm c_n · d_m K(x_n, z_m), so that ⟨K(x, ·), f⟩ = f(x).
 
     >>> from natgrad.functionspace import SobolevKernel
     >>> f = KernelSum(SobolevKernel(0.5), torch.tensor([0.0, 1.0]), torch.tensor([2.0, -1.0]))
@@ -48,13 +49,13 @@ class KernelSum:
         return torch.tensordot(self.kernel(x, self.centres).to(self.coefficients.dtype), self.coefficients, dims=1)
 
     def inner(self, other: KernelSum) -> Tensor:
-        """⟨f, g⟩ in the space, summed over the outputs (000 (32))."""
+        """⟨f, g⟩, summed over the outputs."""
         self._same_space(other)
         return (self(other.centres) * other.coefficients).sum()
 
     def norm(self) -> Tensor:
         """√⟨f, f⟩."""
-        return self.inner(self).clamp(min=0).sqrt()  # what is below zero is rounding: K is positive
+        return self.inner(self).clamp(min=0).sqrt()  # K is positive: below zero there is rounding only
 
     def __add__(self, other: KernelSum) -> KernelSum:
         if not isinstance(other, KernelSum):
@@ -90,12 +91,12 @@ class KernelSum:
 def functional_gradient(
     kernel: ReproducingKernel, f: Callable[[Any], Tensor], x: Any, loss: Callable[[Tensor], Tensor]
 ) -> KernelSum:
-    """∇ℓ = Σ_n K(x_n, ·) ∂L/∂f(x_n), the gradient at f of the empirical loss ℓ(f) = L(f(x)) (000 lemma 4, (11)).
+    """∇ℓ = Σ_n K(x_n, ·) ∂L/∂f(x_n), the gradient at f of the empirical loss ℓ(f) = L(f(x)).
 
-    ``f``: any function from x [n *shape] to outputs [n *out], a model or a ``KernelSum``. ``loss``: from the outputs to
-    one number; sums or means over the examples as it likes, and the gradient with it ((5) is a sum: ERRATA 11). The
-    gradient is that of the Hilbert space of the kernel. In L² there is none: it would be a sum of delta functions. It
-    points uphill: descent subtracts it (ERRATA 24).
+    See Bai, Rosenberg & Xu (2022), lemma 4. ``f``: any function from x [n *shape] to outputs [n *out], a model or a
+    ``KernelSum``. ``loss``: from the outputs to one number, a sum or a mean over the examples. The gradient is that of
+    the Hilbert space of the kernel; in L² there is none, as it would be a sum of delta functions. It points uphill:
+    descent subtracts it.
 
     >>> from natgrad.functionspace import SobolevKernel
     >>> x, t = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0])
@@ -131,23 +132,16 @@ def centres_of(x: Any) -> Tensor:
     return x.detach()
 
 
-# Gradient descent in a space of functions, without parameters: regression and classification with a kernel.
-
-
-_MEMORY = 2**32  # bytes of a Gram matrix
-
-
 @final
 class FunctionalGradientDescent:
-    """f_t = f_{t−1} − η_t ∇ℓ(f_{t−1}) from f_0 = 0 in the Hilbert space of a kernel (000 (11)–(13)):
+    """f_t = f_{t−1} − η_t ∇ℓ(f_{t−1}) from f_0 = 0 in the Hilbert space of a kernel (Bai, Rosenberg & Xu 2022):
 
         f_T = −Σ_t η_t Σ_n K(x_n, ·) ∂L/∂f_{t−1}(x_n)
 
-    ``loss(y, target)`` is one number, a sum over the examples as in (5). ``step`` is η, or a function of t = 1, 2, …
+    ``loss(y, target)`` is one number, usually a sum over the examples. ``step`` is η, or a function of t = 1, 2, …
     For ½‖y − t‖², residuals follow e ← (1 − ηK)e: descent converges to the function of least norm through the data for
-    η < 2/λ_max(K), and diverges above. ``batch`` examples make a step (all, or one after the other as in (13)); a
-    ``generator`` shuffles them in every pass. ``outputs`` is the shape of f(x_n), where it is not that of a target (for
-    classes: ``(10,)``).
+    η < 2/λ_max(K), and diverges above. A step takes ``batch`` examples, by default all; a ``generator`` shuffles them
+    in every pass. ``outputs`` is the shape of f(x_n), where it is not that of a target (for classes: ``(10,)``).
 
     >>> from natgrad.functionspace import SobolevKernel
     >>> x = torch.linspace(-1, 1, 9, dtype=torch.float64)
@@ -181,7 +175,7 @@ class FunctionalGradientDescent:
 
     @property
     def function(self) -> KernelSum:
-        """f as it is now."""
+        """The present f."""
         if self._function is None:
             raise RuntimeError("there is no function yet: call fit(x, target) or partial_fit(x, target) first")
         return self._function
@@ -218,9 +212,9 @@ class FunctionalGradientDescent:
         return self
 
     def partial_fit(self, x: Tensor, target: Tensor) -> FunctionalGradientDescent:
-        """One step (12) on the examples given, which become centres of f; earlier ones stay. The first call starts.
+        """One step on the given examples, which become new centres of f. The first call starts from f = 0.
 
-        A lengthscale that is measured is measured on the examples of the first call, which must differ.
+        A lengthscale that is measured comes from the examples of the first call, which must differ.
         """
         centres = centres_of(x)
         n = _check_data(centres, target)
@@ -235,7 +229,7 @@ class FunctionalGradientDescent:
         return self
 
     def _accept(self, f: KernelSum, losses: tuple[Tensor, ...], target: Tensor) -> None:
-        """The new state, unless it is not finite: then the old one stays."""
+        """Take the new state if it is finite."""
         if not bool(f.coefficients.isfinite().all()):
             raise NonFiniteError(
                 "functional gradient descent holds NaN or infinity. The step is too long (for ½‖y − t‖² it must be "
@@ -245,7 +239,7 @@ class FunctionalGradientDescent:
         self._function, self._losses, self._targets = f, losses, target.shape[1:]
 
     def _check_targets(self, target: Tensor) -> None:
-        """Refuse targets of another shape than those before: a loss may broadcast them, and f with them."""
+        """Refuse targets of a new shape: a loss might broadcast them, and f with them."""
         if self._targets is not None and target.shape[1:] != self._targets:
             raise ValueError(
                 f"targets {tuple(target.shape)}: one of them has the shape {tuple(target.shape[1:])}, and those before "
@@ -278,7 +272,7 @@ class FunctionalGradientDescent:
 
 
 def _check_memory(x: Tensor) -> None:
-    """Refuse a Gram matrix that does not fit, before anything is made."""
+    """Refuse a Gram matrix that does not fit, before it is allocated."""
     needed = len(x) ** 2 * max(x.element_size(), 4)
     if needed > _MEMORY:
         raise MemoryBoundError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.errors import MemoryBoundError
-from natgrad.functionspace.ntk import Points, check_size, gram, ntk
+from natgrad.functionspace.ntk import check_size, gram, jacobian_rows, ntk
 from natgrad.functionspace.rkhs import differentiated
 from natgrad.geometry import Vector
 from natgrad.kernels.gram import KernelMatrix
@@ -24,30 +24,28 @@ from natgrad.pullback.pullback import MEMORY, Pullback, pullback, unrounded
 from natgrad.slots import check_slots
 from natgrad.structures.kernel import Kernel, KernelOperator, PushThrough
 
-# The pushforward of a metric from the parameters to the functions, as the dual of a kernel of the tangent space.
-
 
 @final
 @dataclass(frozen=True)
 class PushforwardMetric:
-    """(φ_*g)(X, Y) = g(dφ⁻¹X, dφ⁻¹Y) of tangent functions X, Y known at the points (000 section 5.1): XᵀΘ⁺Y.
+    """(φ_*g)(X, Y) = g(dφ⁻¹X, dφ⁻¹Y) = XᵀΘ⁺Y of tangent functions X, Y known at the points.
 
-    Θ = J g⁻¹Jᵀ is the kernel of the tangent space in which the metric g on the parameters is kept: ``ntk`` for the
-    Euclidean one, where ∂φ/∂θ^p are orthonormal (000 (16), lemma 6). The two are dual, and 000 section 5.2 calls the
-    kernel the metric (ERRATA 18): under θ' = 2θ the kernel is 1/4 of what it was, and the metric 4 times. Where φ is
-    not an immersion, dφ⁻¹X is the least of the vectors that move the outputs by X. For the kernel of a pulled-back
-    metric (``TangentKernel``) it is the metric on functions itself, and no parametrisation shows.
+    See Bai, Rosenberg & Xu (2022), section 5. Θ = J g⁻¹Jᵀ is the kernel of the tangent space under a metric g on the
+    parameters: ``ntk`` for the Euclidean one, in which the ∂φ/∂θ^p are orthonormal. Kernel and metric are dual: under
+    θ' = 2θ the kernel is divided by 4 and the metric multiplied by 4. Where φ is not an immersion, dφ⁻¹X is the
+    shortest vector that moves the outputs by X. For the kernel of a pulled-back metric (``TangentKernel``) the
+    pushforward is the metric on functions itself, which depends on no parametrisation.
 
-    Functions that are not tangent have no length, and are refused. ``PushforwardMetric.of`` makes one.
+    Functions that are not tangent have no length, and are refused. Construct it with ``PushforwardMetric.of``.
     """
 
-    values: Tensor  # eigenvalues of Θ that are not zero, [t]
+    values: Tensor  # nonzero eigenvalues of Θ, [t]
     vectors: Tensor  # [(n k) t]
     precision: float  # of Θ
 
     @staticmethod
     def of(kernel: Tensor) -> PushforwardMetric:
-        """The metric that is dual to the kernel [n n k k] between the points.
+        """The dual of the kernel [n n k k] between the points.
 
         >>> from natgrad.functionspace import ntk
         >>> model, x = torch.nn.Linear(1, 1), torch.tensor([[0.0], [1.0]])
@@ -65,12 +63,12 @@ class PushforwardMetric:
         n, _, k, _ = kernel.shape
         values, vectors = torch.linalg.eigh(kernel.transpose(1, 2).reshape(n * k, n * k).double())
         precision = 8 * n * k * torch.finfo(kernel.dtype).eps
-        seen = values > precision * values[-1]
-        return PushforwardMetric(values[seen], vectors[:, seen], precision)
+        nonzero = values > precision * values[-1]
+        return PushforwardMetric(values[nonzero], vectors[:, nonzero], precision)
 
     @property
     def rank(self) -> int:
-        """The dimension of the tangent space, as far as the points see it."""
+        """The dimension of the tangent space, restricted to the points."""
         return self.values.numel()
 
     def flat(self, v: Tensor) -> Tensor:
@@ -89,7 +87,7 @@ class PushforwardMetric:
         flat = v.detach().reshape(-1).double()
         inside = self.vectors.T @ flat
         outside = float((flat - self.vectors @ inside).norm() / flat.norm().clamp(min=torch.finfo(v.dtype).tiny))
-        # What is cut off of Θ is of this size in J.
+        # Eigenvalues of Θ that were cut off are this large in J.
         if outside > 4 * math.sqrt(self.precision):
             raise ValueError(
                 f"v is not tangent to the model: {100 * outside:.2g} % of it lie outside the span of ∂φ/∂θ, where the "
@@ -99,15 +97,12 @@ class PushforwardMetric:
         return inside
 
 
-# The tangent space of a model under any metric on functions: its kernel, the projection on it, and the map S.
-
-
 @final
 @dataclass(frozen=True)
 class Spectrum:
-    """The pulled-back metric g on its range: eigenvalues σ² and orthonormal eigenvectors d_e = Uᵀ E_e of parameters.
+    """The pulled-back metric g on its range: eigenvalues σ², and orthonormal eigenvectors d_e = Uᵀ E_e.
 
-    U are the rows of a frame, R = MᵀU. ``images``: R d_e/σ_e, orthonormal functions h_e of 000 (18) in coordinates.
+    U are the rows of a frame, R = MᵀU. ``images``: R d_e/σ_e, orthonormal tangent functions h_e in coordinates.
     """
 
     values: Tensor  # σ² ascending [e]
@@ -116,31 +111,31 @@ class Spectrum:
 
     @staticmethod
     def of(square: Tensor, mixing: Tensor | None, eps: float) -> Spectrum:
-        """From U Uᵀ [(k n) (l m)] in double precision, of U that is known to ``eps``, and M [n t].
+        """From U Uᵀ [(k n) (l m)] in double precision, where U has the relative error ``eps``, and M [n t].
 
-        M is as ill-conditioned as a kernel matrix, and would hide what U Uᵀ says of the rank: the range is found first.
+        The range of U comes first: M is as ill-conditioned as a kernel matrix, and would hide the rank.
         """
         squares, W = torch.linalg.eigh(square)
         rounding = 8 * len(squares)
-        seen = squares > max((rounding * eps) ** 2, rounding * torch.finfo(square.dtype).eps) * squares[-1]
-        ρ, W = squares[seen].sqrt(), W[:, seen]
+        nonzero = squares > max((rounding * eps) ** 2, rounding * torch.finfo(square.dtype).eps) * squares[-1]
+        ρ, W = squares[nonzero].sqrt(), W[:, nonzero]
         inner = W * ρ  # [(k n) e], the coordinates of an orthonormal basis
         if mixing is not None:
             inner = torch.einsum("nt,kne->kte", mixing, inner.view(-1, len(mixing), ρ.numel())).flatten(0, 1)
         images, σ, V = torch.linalg.svd(inner, full_matrices=False)
-        kept = σ > 8 * len(square) * torch.finfo(σ.dtype).eps * σ[:1]
-        order = kept.nonzero().flatten().flip(0)
+        large = σ > 8 * len(square) * torch.finfo(σ.dtype).eps * σ[:1]
+        order = large.nonzero().flatten().flip(0)
         return Spectrum(σ[order].square(), (W / ρ @ V.T)[:, order], images[:, order])
 
 
 @final
 @dataclass(frozen=True)
 class TangentFrame:
-    """∂φ/∂θ^p in coordinates in which the metric on functions is the plain one: R [(k t) p], G = RᵀR.
+    """∂φ/∂θ^p in coordinates in which the metric on functions is Euclidean: R [(k t) p], G = RᵀR.
 
     A function with the values v [n *out] at the points has the coordinates ξ(v) = Σ_n M_nt ⟨s_kn, v_n⟩/√N, with the
     root s of the metric on the outputs and M Mᵀ the coupling of the examples (1 where there is none). Then R w is
-    ξ(J w), ⟨u, v⟩ is ξ(u)·ξ(v), and R Rᵀ is made from the factors of the layers: J is not formed.
+    ξ(J w), ⟨u, v⟩ is ξ(u)·ξ(v), and R Rᵀ comes from the factors of the layers: J is not formed.
     """
 
     model: Model
@@ -152,7 +147,7 @@ class TangentFrame:
 
     @staticmethod
     def of(pb: Pullback) -> TangentFrame:
-        """Under the metric of a pullback: L² at the points, Fisher, Sobolev; as there, a mean over the examples.
+        """Under the metric of a pullback (L² at the points, Fisher, Sobolev): a mean over the examples.
 
         >>> import natgrad as ng
         >>> pb = ng.pullback(nn.Linear(2, 3), torch.randn(5, 2), ng.Fisher(ng.Categorical()))
@@ -177,9 +172,9 @@ class TangentFrame:
         params: Mapping[str, Tensor] | None = None,
         output: Callable[[Any], Tensor] | None = None,
     ) -> TangentFrame:
-        """In the Hilbert space of a kernel: ‖v‖² = Σ_k v_kᵀK⁺v_k, the least with the values v (000 (22)).
+        """In the Hilbert space of a kernel: ‖v‖² = Σ_k v_kᵀK⁺v_k, the least norm of a function with the values v.
 
-        A sum and not a mean, without jitter: points that are equal count once (ERRATA 11, 13).
+        It is a sum over the examples, not a mean, without jitter: equal points count once.
 
         >>> from natgrad.functionspace import SobolevKernel
         >>> TangentFrame.within(nn.Linear(2, 1), torch.randn(5, 2), SobolevKernel(1.5)).spectrum.values.shape
@@ -187,19 +182,13 @@ class TangentFrame:
         """
         check_slots(kernel=(kernel, ReproducingKernel))
         pb = pullback(Model.of(model, params, output), x, Euclidean())
-        with torch.no_grad():
-            K = kernel(x)
-        if K.shape[0] != pb.n:
-            raise ValueError(
-                f"the kernel sees {K.shape[0]} inputs and the model has {pb.n} outputs: one each is needed"
-            )
-        check_finite(K, "the Gram matrix of the kernel")
+        K = _gram_of_kernel(kernel, x, pb.n)
         matrix = KernelMatrix.of(K, max(torch.finfo(t.dtype).eps for t in (K, pb.y)))
-        return replace(TangentFrame.of(pb), mixing=_whitening(matrix) * math.sqrt(pb.n))  # rows are those of a mean
+        return replace(TangentFrame.of(pb), mixing=_whitening(matrix) * math.sqrt(pb.n))  # the rows have 1/√n
 
     @cached_property
     def spectrum(self) -> Spectrum:
-        """That of the pulled-back metric."""
+        """The spectrum of the pulled-back metric."""
         with torch.no_grad():
             square = self.exact.gram()
             check_finite(square, "the Gram matrix of the tangent space")
@@ -207,7 +196,7 @@ class TangentFrame:
 
     @cached_property
     def exact(self) -> KernelOperator:
-        """The rows in double precision: products of single ones would hide all that is below the root of their eps."""
+        """The rows in double precision: products in single precision would lose everything below √eps."""
         return self.rows.to(torch.float64)
 
     def coordinates(self, v: Tensor) -> Tensor:
@@ -229,8 +218,8 @@ class TangentFrame:
         return self.rows.layout.vector(pulled.to(self.rows.layout.dtype))
 
     def along(self, x: Inputs) -> Tensor:
-        """J_x d_e [m d e]: how the outputs at any points x move along the eigenvectors of the pulled-back metric."""
-        rows = Points(self.model, x, memory=self.memory).rows()
+        """J_x d_e [m d e]: the derivatives of the outputs at any points x along the eigenvectors d_e."""
+        rows = jacobian_rows(self.model, x, self.memory)
         d, m = rows.factors[0].g.shape[:2]
         k, n = self.root.shape[:2]
         check_size(d * m * k * n * 8, (m, n), self.memory)
@@ -240,7 +229,7 @@ class TangentFrame:
 
 
 def _admit(pb: Pullback) -> None:
-    """Refuse rows that do not fit beside their copy in double precision; ``Kernel`` refuses those that need none."""
+    """Refuse rows that do not fit into memory with their copy in double precision."""
     size = pb.y.element_size()
     needed = Kernel().elements(pb.unmixed()) * (size + 8)
     if size < 8 and needed > pb.memory:
@@ -251,6 +240,16 @@ def _admit(pb: Pullback) -> None:
         )
 
 
+def _gram_of_kernel(kernel: ReproducingKernel, x: Inputs, n: int) -> Tensor:
+    """K [n n] between the inputs of n outputs."""
+    with torch.no_grad():
+        K = kernel(x)
+    if K.shape[0] != n:
+        raise ValueError(f"the kernel sees {K.shape[0]} inputs and the model has {n} outputs: one each is needed")
+    check_finite(K, "the Gram matrix of the kernel")
+    return K
+
+
 def _whitening(K: KernelMatrix) -> Tensor:
     """M [n t] with M Mᵀ = K⁺."""
     return K.unwhiten(torch.eye(len(K.whole), dtype=K.whole.dtype, device=K.whole.device)).T
@@ -259,12 +258,12 @@ def _whitening(K: KernelMatrix) -> Tensor:
 @final
 @dataclass(frozen=True)
 class TangentKernel:
-    """K_f(x, y) = g^{pq} ∂φ/∂θ^p(x) ⊗ ∂φ/∂θ^q(y), the reproducing kernel of the tangent space (000 (18), (19)).
+    """K_f(x, y) = g^{pq} ∂φ/∂θ^p(x) ⊗ ∂φ/∂θ^q(y), the reproducing kernel of the tangent space.
 
-    g is the metric on functions, pulled back; g^{pq} its inverse, in its range where it is singular. ⟨K_f(x, ·)u, v⟩ is
-    u·v(x) for every tangent function v (at points x where ∂φ has no part that g does not see). No parametrisation shows
-    in it, as it does in ``ntk``. At the points themselves it is N times the orthogonal projection for the empirical L²,
-    and the projection times K in the Hilbert space of a kernel K, as P d_x in (18).
+    See Bai, Rosenberg & Xu (2022), (18) and (19). g is the metric on functions, pulled back, and g^{pq} its inverse, on
+    its range where it is singular. ⟨K_f(x, ·)u, v⟩ is u·v(x) for every tangent function v, at points x where ∂φ lies
+    in the range of g. Unlike ``ntk`` it does not depend on the parametrisation. At the points themselves it is N times
+    the orthogonal projection for the empirical L², and the projection times K in the Hilbert space of a kernel K.
 
     With ``damping`` it is J(g + λ)⁻¹Jᵀ: for large λ that is ntk/λ.
 
@@ -288,16 +287,16 @@ class TangentKernel:
         right = left if y is None else frame.along(y)
         check_size(8 * left[..., 0].numel() * right[..., 0].numel(), (len(left), len(right)), frame.memory)
         kernel = torch.einsum("nke,e,mle->nmkl", left, 1 / (σ2 + λ), right)
-        if λ > 0:  # what g does not see of ∂φ has only the damping
+        if λ > 0:  # outside the range of g there is only the damping
             whole = ntk(frame.model, x, y, memory=frame.memory).double()
             kernel += (whole - torch.einsum("nke,mle->nmkl", left, right)) / λ
         return kernel.to(frame.rows.layout.dtype)
 
     def project(self, v: Tensor) -> Vector:
-        """w of the projection P v = J w of a function with the values v [n *out] at the points (000 lemma 3).
+        """w of the projection P v = J w of a function with the values v [n *out] at the points.
 
-        With damping, the w that minimises ‖v − J w‖² + λ‖w‖². P of a gradient of functions is what the natural gradient
-        moves the function by (ERRATA 17).
+        With damping, w minimises ‖v − J w‖² + λ‖w‖². P of a functional gradient is how the natural gradient moves the
+        function (Bai, Rosenberg & Xu 2022, lemma 3).
         """
         spectrum = self.frame.spectrum
         σ2 = spectrum.values
@@ -308,12 +307,13 @@ class TangentKernel:
 @final
 @dataclass(frozen=True)
 class NTKMap:
-    """S v = Σ_p ⟨v, ∂φ/∂θ^p⟩ ∂φ/∂θ^p, from functions to tangent functions (000 section 5.1).
+    """S v = Σ_p ⟨v, ∂φ/∂θ^p⟩ ∂φ/∂θ^p, from functions to tangent functions (Bai, Rosenberg & Xu 2022, section 5.1).
 
-    It is zero where the projection P is, and maps the gradient of a loss to what plain gradient descent moves the
-    function by (000 (15)). It is self-adjoint, and no projection: its eigenvalues on the tangent space are those of the
-    pulled-back metric g, as S(J w) = J g w, and S = P only where they are all 1, that is, where ∂φ/∂θ^p are orthonormal
-    (16). In the metric that makes them so (``PushforwardMetric``) along the model, and is the old one across, S is P.
+    S and the projection P have the same kernel. S maps the functional gradient of a loss to how plain gradient descent
+    moves the function. It is self-adjoint but no projection: its eigenvalues on the tangent space are those of the
+    pulled-back metric g, as S(J w) = J g w, and S = P only where they are all 1, that is, where the ∂φ/∂θ^p are
+    orthonormal. In a metric that makes them orthonormal (``PushforwardMetric``) and leaves the orthogonal complement as
+    it is, S is P.
 
     >>> import natgrad as ng
     >>> x = torch.tensor([[-1.0], [1.0]])
@@ -332,7 +332,7 @@ class NTKMap:
         return self.frame.pull(self.frame.coordinates(v))
 
     def eigenvalues(self) -> Tensor:
-        """Those of S on the tangent space, ascending: the eigenvalues of the pulled-back metric that are not zero."""
+        """The eigenvalues of S on the tangent space, ascending: the nonzero ones of the pulled-back metric."""
         return self.frame.spectrum.values
 
     def projection_defect(self) -> Tensor:
@@ -341,11 +341,11 @@ class NTKMap:
         return (λ.square() - λ).abs().max() / λ.max()
 
     def distance(self) -> Tensor:
-        """‖S − P‖ = max|λ − 1|, the error of the approximation (15), relative to the gradient at worst."""
+        """‖S − P‖ = max|λ − 1|: the worst relative error of taking S for P."""
         return (self._nonzero() - 1).abs().max()
 
     def scaled_distance(self) -> Tensor:
-        """min_η ‖ηS − P‖ = (κ − 1)/(κ + 1), κ = max λ/min λ: what no learning rate mends."""
+        """min_η ‖ηS − P‖ = (κ − 1)/(κ + 1), κ = max λ/min λ: the error that no learning rate removes."""
         λ = self._nonzero()
         return (λ.max() - λ.min()) / (λ.max() + λ.min())
 
@@ -361,17 +361,17 @@ class NTKMap:
 @final
 @dataclass(frozen=True)
 class TangentSpace:
-    """Span of ∂φ/∂θ^i, known at the points x, in the norm ‖v‖² = Σ_k v_kᵀK⁻¹v_k over the outputs k (000 (3), (22)).
+    """The span of ∂φ/∂θ^i, known at the points x, with the norm ‖v‖² = Σ_k v_kᵀK⁻¹v_k over the outputs k.
 
-    That is the norm of the smallest function with the values v at the points. The projection of v [n *out] is J w, with
-    the least w that minimises ‖v − J w‖² + λ‖w‖²:
+    That is the least norm of a function with the values v at the points (Bai, Rosenberg & Xu 2022, (22)). The
+    projection of v [n *out] is J w, with the shortest w that minimises ‖v − J w‖² + λ‖w‖²:
 
-        w = (JᵀK⁻¹J + λ)⁻¹JᵀK⁻¹v = Jᵀ(λK + JJᵀ)⁻¹v
+        w = (JᵀK⁻¹J + λ)⁻¹JᵀK⁻¹v = Jᵀ(λK + JJᵀ)⁻¹v.
 
-    in the second form (ERRATA 13): K is not inverted, and equal points count once. Sums over the examples, not means
-    (ERRATA 11): a mean loss and a mean metric have the same projection, and n times less damping.
+    The second form is used: K is not inverted, and equal points count once. Sums run over the examples; a mean loss
+    with a mean metric has the same projection, and n times less damping.
 
-    JJᵀ [(k n) (l m)] is formed, J is not. ``TangentSpace.of`` makes one.
+    JJᵀ [(k n) (l m)] is formed, J is not. Construct it with ``TangentSpace.of``.
     """
 
     rows: KernelOperator  # J/√n, in factors
@@ -395,20 +395,13 @@ class TangentSpace:
         """
         check_slots(kernel=(kernel, ReproducingKernel))
         pb = pullback(Model.of(model, params, output), x, Euclidean())
-        with torch.no_grad():
-            K = kernel(x)
-        if K.shape[0] != pb.n:
-            raise ValueError(
-                f"the kernel sees {K.shape[0]} inputs and the model has {pb.n} outputs: one each is needed"
-            )
-        check_finite(K, "the Gram matrix of the kernel")
-        return TangentSpace(Kernel().estimate(pb), K, pb.y.detach())
+        return TangentSpace(Kernel().estimate(pb), _gram_of_kernel(kernel, x, pb.n), pb.y.detach())
 
     def natural_gradient(self, loss: Callable[[Tensor], Tensor], damping: float = 0.0) -> Vector:
-        """w of the projection of ∇ℓ, for a loss of the outputs (000 proposition 5, (10), (20)); subtract it to descend.
+        """w of the projection of ∇ℓ, for a loss of the outputs; subtract it to descend.
 
         ∇ℓ has the values K e at the points, e = ∂L/∂y. Over-parametrised and undamped, a step −ηw moves the outputs by
-        −ηK e to first order: it is descent in the space of functions.
+        −ηK e to first order: descent in the space of functions (Bai, Rosenberg & Xu 2022, proposition 5).
         """
         e = differentiated(loss, self.y)[1]
         return self.project(torch.tensordot(self.K.to(e.dtype), e, dims=1), damping)
@@ -426,7 +419,7 @@ class TangentSpace:
 
     @cached_property
     def _exact(self) -> KernelOperator:
-        """The rows in double precision: products of single ones would hide all that is below the root of their eps."""
+        """The rows in double precision: products in single precision would lose everything below √eps."""
         return self.rows.to(torch.float64)
 
     def _damped(self, v: Tensor, damping: float) -> Tensor:
@@ -440,12 +433,12 @@ class TangentSpace:
         K, gram = self.K.double(), self._exact.gram() * n
         values, vectors = torch.linalg.eigh(gram)
         if bool(values[0] > max((k * n * self._eps) ** 2, k * n * torch.finfo(gram.dtype).eps) * values[-1]):
-            # J w = v has a solution, which is at distance zero in any norm.
+            # J w = v has a solution, at distance zero in any norm.
             return (vectors @ (vectors.T @ v.reshape(-1) / values)).view(k, n)
-        # In coordinates in which the norm is the Euclidean one: v = L t, K = L Lᵀ, without what K does not see.
+        # In coordinates in which the norm is Euclidean: v = L t, K = L Lᵀ, without the kernel of K.
         values, vectors = torch.linalg.eigh(K)
-        seen = values > n * self._eps * values[-1]
-        back = vectors[:, seen] / values[seen].sqrt()  # L⁺ᵀ [n t]
+        nonzero = values > n * self._eps * values[-1]
+        back = vectors[:, nonzero] / values[nonzero].sqrt()  # L⁺ᵀ [n t]
         spectrum = Spectrum.of(gram, back, self._eps)
         inside = spectrum.images.T @ (v @ back).reshape(-1)
         return (spectrum.directions @ (inside / spectrum.values.sqrt())).view(k, n)

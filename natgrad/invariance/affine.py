@@ -1,4 +1,4 @@
-"""One layer in other affine bases of the activations it reads and the pre-activations it gives (003 (3.3), (3.4))."""
+"""One layer in other affine bases of its inputs and outputs (Luk and Grosse (2018), section 3)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 class Space:
     """The activations or pre-activations of a layer: c groups of d coordinates each.
 
-    ``movable``: whether the layer can absorb another origin. Without a trainable bias beside its trainable weight it
-    cannot: it is then linear, not affine, and its bases are changed linearly.
+    ``movable``: whether the layer can absorb a shift of the origin. It needs a trainable bias if its weight is
+    trainable; otherwise the change of basis is linear.
     """
 
     groups: int
@@ -64,7 +64,7 @@ class Change:
         return (torch.einsum("...ci,coi->...co", grouped, self.matrix) + self.shift).flatten(-2)
 
     def check(self, space: Space, what: str) -> None:
-        """Refuse a change that does not fit, that has no inverse, or that moves an origin that must stay."""
+        """Refuse a change of the wrong size, without inverse, or with a shift that the layer cannot absorb."""
         c, d = space.groups, space.size
         if self.matrix.shape != (c, d, d) or self.shift.shape != (c, d):
             raise ValueError(
@@ -80,14 +80,14 @@ class Change:
 @final
 @dataclass(frozen=True)
 class Coordinates:
-    """The bases of one layer: ``inputs`` is a† = Ωa + γ, ``outputs`` is z = Φz† + τ (003 (3.3), note the direction)."""
+    """The bases of one layer: ``inputs`` is a† = Ωa + γ, ``outputs`` is z = Φz† + τ (the opposite direction)."""
 
     inputs: Change
     outputs: Change
 
 
 class Bases(ABC):
-    """Which bases each layer gets."""
+    """Chooses the bases of each layer."""
 
     @abstractmethod
     def of(self, name: str, inputs: Space, outputs: Space) -> Coordinates:
@@ -97,7 +97,7 @@ class Bases(ABC):
 @final
 @dataclass(frozen=True)
 class Original(Bases):
-    """Every layer in the bases it has: the network as it was, in the form of a transformed one."""
+    """Every layer keeps its bases: the original network in the form of a transformed one."""
 
     def of(self, name: str, inputs: Space, outputs: Space) -> Coordinates:
         return Coordinates(Change.scaled(inputs), Change.scaled(outputs))
@@ -134,7 +134,7 @@ class Random(Bases):
 @final
 @dataclass(frozen=True)
 class Chosen(Bases):
-    """Given bases for the layers that are named; the others stay as they are.
+    """Given bases for the named layers; the others keep theirs.
 
     >>> tanh_of_logistic = {"2": Coordinates(Change.scaled(Space(1, 3), 2.0, -1.0), Change.scaled(Space(1, 1)))}
     >>> Chosen(tanh_of_logistic).of("2", Space(1, 3), Space(1, 1)).inputs.shift
@@ -149,7 +149,7 @@ class Chosen(Bases):
 
 @final
 class Affine(nn.Module):
-    """The fixed map u ↦ Mu + s on one axis: part of the transformed activation function, nothing in it is trained."""
+    """The fixed map u ↦ Mu + s on one axis: a piece of the transformed activation function, without parameters."""
 
     matrix: Tensor
     shift: Tensor
@@ -166,13 +166,13 @@ class Affine(nn.Module):
 
 @final
 class Transformed(nn.Module):
-    """A layer in other bases: z = Φ(W†a† + b†) + τ on a† = Ωa + γ, the same map of a as before.
+    """A layer in other bases: z = Φ(W†a† + b†) + τ with a† = Ωa + γ, the same function of a as before.
 
-    From 003 (3.3), W† = Φ⁻¹WΩ⁻¹ and b† = Φ⁻¹(b − τ) − W†γ. ``layer`` is an ordinary one with the parameters W†, b†;
-    it reads a† and gives z†. Between two layers Ω φ(Φ· + τ) + γ is the transformed activation function of (3.4), which
-    mixes coordinates (ERRATA 49). For a convolution Ω and Φ act on channels, within each group; a patch has one
-    homogeneous coordinate (ERRATA 43), so that b† has W†γ summed over the offsets; zero padding goes before the change
-    of basis, which makes it padding with γ (ERRATA 44).
+    W† = Φ⁻¹WΩ⁻¹ and b† = Φ⁻¹(b − τ) − W†γ. ``layer`` is an ordinary layer with the parameters W†, b†; it maps a† to
+    z†. Between two layers the transformed activation function is Ω φ(Φ· + τ) + γ, which mixes coordinates. For a
+    convolution, Ω and Φ act on channels, within each group. A patch has a single homogeneous coordinate, so b†
+    contains W†γ summed over the offsets. Zero padding precedes the change of basis, so the transformed layer is padded
+    with γ; otherwise the two networks would differ at the borders.
 
     >>> layer = nn.Conv2d(2, 3, 3, padding=1).double()
     >>> x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
@@ -201,7 +201,7 @@ class Transformed(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Refused: it would be W†, and whoever reads it from outside expects W."""
+        """Refused: it would be W†, and code outside expects W."""
         raise TypeError(
             "a weight is used outside its layer's forward, where its basis cannot be changed: call the layer instead, "
             "or keep it as it is, keep=(name,)"
@@ -211,14 +211,14 @@ class Transformed(nn.Module):
 def _spaces(layer: AffineLayer) -> tuple[Space, Space]:
     """The spaces of the inputs and of the outputs."""
     weight, bias = layer.weight, layer.bias
-    # With W trained and b not, a shift γ of the inputs would let the step of W move the outputs as b would.
+    # If W is trained and b is not, a shift γ of the inputs would let a step of W act like one of b.
     absorbs = bias is not None and (bias.requires_grad or not weight.requires_grad)
     groups = 1 if isinstance(layer, nn.Linear) else layer.groups
     return Space(groups, weight.shape[1], absorbs), Space(groups, weight.shape[0] // groups, bias is not None)
 
 
 def _moved(layer: AffineLayer, coordinates: Coordinates) -> AffineLayer:
-    """A layer of the same type with W† and b†, without zero padding of its own."""
+    """A layer of the same type with W† and b†, without zero padding."""
     Ω, Φ = coordinates.inputs, coordinates.outputs
     moved = _empty(layer)
     weight = layer.weight.detach().to("cpu", torch.float64)
@@ -233,12 +233,12 @@ def _moved(layer: AffineLayer, coordinates: Coordinates) -> AffineLayer:
 
 
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
-    # empty_like keeps the order of the axes in memory, which kernels over many tensors insist on
+    # empty_like keeps the strides, which foreach kernels require
     return nn.Parameter(torch.empty_like(like, requires_grad=False).copy_(value), requires_grad=like.requires_grad)
 
 
 def _empty(layer: AffineLayer) -> AffineLayer:
-    # On the meta device: initialisation would move the user's random stream.
+    # On the meta device, because initialisation would advance the user's random stream.
     bias = layer.bias is not None
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, layer.out_features, bias=bias, device="meta")
@@ -257,20 +257,19 @@ def _empty(layer: AffineLayer) -> AffineLayer:
 
 
 def _zeros_around(layer: AffineLayer) -> list[int]:
-    """The zero padding as F.pad takes it. The other modes repeat activations, which commutes with Ω· + γ."""
+    """The zero padding in the form of F.pad. Other padding modes repeat activations and commute with Ω· + γ."""
     if isinstance(layer, nn.Linear) or layer.padding_mode != "zeros":
         return []
     return list(layer._reversed_padding_repeated_twice)
 
 
-# Fused recurrent modules as linear layers that are called once a time step, so that their bases can be changed.
-
+# Fused recurrent modules as linear layers that are called once for each time step, so that their bases can be changed.
 
 State: TypeAlias = tuple[Tensor, ...]  # (h,) or (h, c), each [n h]
 
 
 class Cell(ABC):
-    """What a recurrent network does with its pre-activations; no parameters."""
+    """The equations of a recurrent cell after its matrix products; no parameters."""
 
     @abstractmethod
     def __call__(self, z: Tensor, u: Tensor, state: State) -> State:
@@ -280,7 +279,7 @@ class Cell(ABC):
 @final
 @dataclass(frozen=True)
 class Elman(Cell):
-    """a_t = φ(z + u) (003 section 5.1.1)."""
+    """a_t = φ(z + u)."""
 
     φ: Callable[[Tensor], Tensor]
 
@@ -331,10 +330,10 @@ class Direction(nn.Module):
 class Unrolled(nn.Module):
     """An ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU`` with the same arguments and outputs, in other bases.
 
-    The recurrent layer reads Ωa_{t−1} + γ at every step, at the first one too: a_0 is transformed with the rest (003
-    section 5.1.1; ERRATA 44). The layers that add up to one pre-activation have bases of their own; the network of the
-    paper, V† = Φ⁻¹V beside W† = Φ⁻¹WΩ⁻¹, is the case where they share Φ. Layer l of the module called ``rnn`` has the
-    names ``rnn.inputs_l`` and ``rnn.recurrent_l`` for its bases, with ``_reverse`` in the other direction.
+    The recurrent layer reads Ωa_{t−1} + γ at every step, including the first: a_0 is transformed as well, or the two
+    networks would differ. The two layers that add up to one pre-activation have separate bases; Luk and Grosse (2018)
+    have the special case that they share Φ. The bases of layer l of a module called ``rnn`` are named ``rnn.inputs_l``
+    and ``rnn.recurrent_l``, with the suffix ``_reverse`` for the reverse direction.
 
     >>> from natgrad.invariance.affine import Random
     >>> rnn, x = nn.RNN(3, 4, batch_first=True).double(), torch.randn(2, 5, 3, dtype=torch.float64)
@@ -345,8 +344,9 @@ class Unrolled(nn.Module):
     def __init__(self, name: str, rnn: nn.RNNBase, bases: Bases) -> None:
         super().__init__()
         self.batch_first, self.hidden, self.states = rnn.batch_first, rnn.hidden_size, 1 + isinstance(rnn, nn.LSTM)
-        self.ways = 2 if rnn.bidirectional else 1
-        suffixes = [f"{layer}{way}" for layer in range(rnn.num_layers) for way in ("", "_reverse")[: self.ways]]
+        self.per_layer = 2 if rnn.bidirectional else 1
+        ends = ("", "_reverse")[: self.per_layer]
+        suffixes = [f"{layer}{end}" for layer in range(rnn.num_layers) for end in ends]
         prefix = f"{name}." if name else ""
         cell = _cell(rnn)
         self.directions = nn.ModuleList(
@@ -363,14 +363,14 @@ class Unrolled(nn.Module):
             raise TypeError("a recurrent network in other bases takes sequences of one length as a tensor, 3 axes")
         time = 1 if self.batch_first else 0
         sequence, last = list(x.unbind(time)), []
-        for layer in range(0, len(self.directions), self.ways):
-            ways = []
-            for way in range(self.ways):
-                start = self._start(layer + way, sequence[0], hx)
-                outputs, state = self.directions[layer + way](sequence[::-1] if way else sequence, start)
-                ways.append(outputs[::-1] if way else outputs)
+        for layer in range(0, len(self.directions), self.per_layer):
+            both = []
+            for reverse in range(self.per_layer):
+                start = self._start(layer + reverse, sequence[0], hx)
+                outputs, state = self.directions[layer + reverse](sequence[::-1] if reverse else sequence, start)
+                both.append(outputs[::-1] if reverse else outputs)
                 last.append(state)
-            sequence = [torch.cat(at_t, dim=-1) for at_t in zip(*ways, strict=True)]
+            sequence = [torch.cat(at_t, dim=-1) for at_t in zip(*both, strict=True)]
         final_states = tuple(torch.stack(states) for states in zip(*last, strict=True))
         return torch.stack(sequence, dim=time), final_states if self.states == 2 else final_states[0]
 
@@ -389,7 +389,7 @@ def _cell(rnn: nn.RNNBase) -> Cell:
 
 
 def _linear(rnn: nn.RNNBase, suffix: str) -> nn.Linear:
-    """The parameters of one matrix of the module as a linear layer."""
+    """One matrix of the module, and its bias, as a linear layer."""
     weight = rnn.get_parameter(f"weight_{suffix}")
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=rnn.bias, device="meta")
     layer.weight = weight

@@ -1,22 +1,22 @@
-"""The invariance certificate: does an optimizer see the function, or the coordinates it is written in?"""
+"""The invariance certificate: do the steps of an optimizer depend on the coordinates of the network?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.devices import seeded_streams
 from natgrad.errors import NonFiniteError
 from natgrad.invariance.affine import Bases, Original
 from natgrad.invariance.reparametrise import reparametrise
 from natgrad.model import Inputs, Model, arguments, evaluating, map_tensors
 from natgrad.optim.optimizer import NaturalGradient
 
-_NOISE = 100.0  # times what one rounding of parameters and inputs makes, which every step after it may multiply
+_NOISE = 100.0  # differences up to this multiple of those that one rounding causes count as rounding
 
 MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -24,12 +24,12 @@ MakeOptimizer: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
 @final
 @dataclass(frozen=True)
 class Certificate:
-    """How far two networks, the same function in different bases, have come apart in training; ``print`` it.
+    """How far two networks, the same function in different bases, drift apart in training; ``print`` it.
 
-    ``differences``: max|y† − y|/max|y| before the first step and after each, over the batch and fresh inputs.
-    ``moved``: the same measure between the function at the end and at the start, in the original bases.
-    ``rounding``: where the tolerance is exceeded, the same measure between the transformed network and itself trained
-    from parameters and on inputs of which each is larger or smaller by one rounding; empty where it is not.
+    ``differences``: max|y† − y|/max|y| before the first step and after each step, over the batch and fresh inputs.
+    ``moved``: the same measure between the functions at the end and at the start, in the original bases.
+    ``rounding``: if the tolerance is exceeded, the same measure between the transformed network and a copy that is
+    trained with parameters and inputs perturbed by one rounding error each; otherwise empty.
     """
 
     differences: tuple[float, ...]
@@ -43,19 +43,20 @@ class Certificate:
 
     @property
     def invariant(self) -> bool:
-        """Whether the largest difference is rounding."""
+        """Whether the largest difference is within the tolerance."""
         return self.largest <= self.tolerance
 
     @property
     def rounded(self) -> int | None:
-        """The step at which the certificate is lost to rounding: from there on it says nothing; None where it is not.
+        """The step from which on the certificate is lost to rounding, or None.
 
-        There the difference is beyond the tolerance for the first time, and is what one rounding of the parameters and
-        inputs makes, too, within a factor of 100. An undamped step multiplies rounding by the condition of the metric.
+        It is the first step whose difference exceeds the tolerance, if one rounding of the parameters and inputs causes
+        as large a difference, within a factor of 100. An undamped step multiplies rounding by the condition number of
+        the metric.
         """
         pairs = zip(self.differences, self.rounding, strict=False)
-        found = ((step, ours, own) for step, (ours, own) in enumerate(pairs) if ours > self.tolerance)
-        return next((step if ours <= _NOISE * own else None for step, ours, own in found), None)
+        beyond = ((step, change, noise) for step, (change, noise) in enumerate(pairs) if change > self.tolerance)
+        return next((step if change <= _NOISE * noise else None for step, change, noise in beyond), None)
 
     def __str__(self) -> str:
         head, lost = "step  difference in function", self.rounded
@@ -63,7 +64,7 @@ class Certificate:
         verdict = "invariant" if self.invariant else "not invariant"
         if lost is not None:
             head, verdict = f"{head}  of one rounding", f"lost to rounding from step {lost} on"
-            rows = [f"{row:<30}{own:.1e}" for row, own in zip(rows, self.rounding, strict=True)]
+            rows = [f"{row:<30}{noise:.1e}" for row, noise in zip(rows, self.rounding, strict=True)]
         sizes = f"at most {self.largest:.1e} (tolerance {self.tolerance:.0e}); it moved by {self.moved:.1e}"
         return "\n".join([head, *rows, f"{verdict}: {sizes}"])
 
@@ -71,12 +72,12 @@ class Certificate:
 @final
 @dataclass(frozen=True)
 class Sweep:
-    """The certificates of one optimizer at several dampings: by how much damping breaks the invariance."""
+    """The certificates of one optimizer at several dampings: how much damping breaks the invariance."""
 
     certificates: Mapping[float, Certificate]
 
     def __str__(self) -> str:
-        rows = [f"{damping:>8.0e}  {found.largest:.1e}" for damping, found in self.certificates.items()]
+        rows = [f"{damping:>8.0e}  {certificate.largest:.1e}" for damping, certificate in self.certificates.items()]
         return "\n".join([" damping  difference in function", *rows])
 
 
@@ -92,19 +93,18 @@ def certify(
     output: Callable[[Any], Tensor] | None = None,
     tolerance: float = 1e-9,
 ) -> Certificate:
-    """Train the model and its affine reparametrisation alike and compare the functions (003 theorems 2.1, 4.2, 5.2).
+    """Train the model and its affine reparametrisation alike, and compare the functions (Luk and Grosse (2018)).
 
-    ``make_optimizer(model)`` makes the optimizer of the network that it is given, a copy, for each network that is
-    trained: two, and a third one where they come apart, to see whether rounding alone would do that (``rounded``).
-    ``batch`` is (x, target). Both networks have the form of ``reparametrise``, one of them in the original bases. An
-    update is invariant if it is that of a metric which transforms with the bases: the natural gradient and K-FAC,
-    undamped, where the metric is not singular (ERRATA 46: on softmax logits it always is). Use float64: rounding is
-    what is left, and every step multiplies it by the conditions of the metrics. Random numbers are the same for all
-    networks; a generator must be made inside ``make_optimizer``.
+    ``make_optimizer(model)`` makes the optimizer for a given network. It is called for each network that is trained:
+    two, and a third one if they differ, to see whether rounding alone explains it (``rounded``). ``batch`` is (x,
+    target). Both networks have the form of ``reparametrise``, one of them in the original bases. Undamped
+    natural-gradient and K-FAC steps are invariant if the metric is not singular (on softmax logits it always is). Use
+    float64: every step multiplies rounding by the condition numbers of the metrics. All networks get the same random
+    numbers; a generator must be made inside ``make_optimizer``.
 
-    ``loss`` of outputs and target: by default ½‖y − t‖² summed over the outputs and averaged over the examples.
-    ``seed`` (or ``Bases``) of the transformed network and ``keep`` are those of ``reparametrise``. ``output`` takes
-    what the model returns to its output tensor. ``tolerance``: the largest relative difference that is rounding.
+    ``loss``: a function of outputs and target, by default ½‖y − t‖² summed over the outputs and averaged over the
+    examples. ``seed`` (or ``Bases``) and ``keep`` are those of ``reparametrise``. ``output`` extracts the output tensor
+    from what the model returns. ``tolerance``: the largest relative difference that counts as rounding.
 
     >>> import natgrad as ng
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
@@ -123,12 +123,12 @@ def certify(
     moved = _relative(original[-1], original[0])
     if moved == 0:
         raise ValueError("the optimizer did not move the function, so there is nothing to certify: is its lr zero?")
-    found = Certificate(tuple(differences), moved, tolerance)
-    if found.invariant:
-        return found
+    certificate = Certificate(tuple(differences), moved, tolerance)
+    if certificate.invariant:
+        return certificate
     again = reparametrise(model, seed, keep=keep)
     twin = run.nudged(again).outputs(_nudged(again), "the transformed network, nudged by a rounding,")
-    return replace(found, rounding=tuple(_relative(other, y) for other, y in zip(twin, transformed, strict=True)))
+    return replace(certificate, rounding=tuple(_relative(other, y) for other, y in zip(twin, transformed, strict=True)))
 
 
 def damping_sweep(
@@ -144,14 +144,14 @@ def damping_sweep(
     output: Callable[[Any], Tensor] | None = None,
     tolerance: float = 1e-9,
 ) -> Sweep:
-    """The certificates of ``make_optimizer(model, damping)`` for several dampings (003 remark 3.12; ERRATA 46).
+    """The certificates of ``make_optimizer(model, damping)`` for several dampings.
 
     >>> import natgrad as ng
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
     >>> batch = torch.randn(64, 2, dtype=torch.float64), torch.rand(64, 2, dtype=torch.float64)
     >>> make = lambda model, damping: ng.NaturalGradient(model, ng.Euclidean(), lr=0.1, damping=damping)
-    >>> found = ng.invariance.damping_sweep(make, model, batch, dampings=[0.0, 0.1], steps=3)
-    >>> [certificate.invariant for certificate in found.certificates.values()]
+    >>> sweep = ng.invariance.damping_sweep(make, model, batch, dampings=[0.0, 0.1], steps=3)
+    >>> [certificate.invariant for certificate in sweep.certificates.values()]
     [True, False]
     """
 
@@ -169,7 +169,7 @@ def damping_sweep(
 
 
 def half_squares(y: Tensor, target: Tensor) -> Tensor:
-    """½‖y − t‖² summed over the outputs and averaged over the examples: the metric of it is Euclidean.
+    """½‖y − t‖² summed over the outputs and averaged over the examples; its metric is Euclidean.
 
     >>> half_squares(torch.ones(4, 3), torch.zeros(4, 3))
     tensor(1.5000)
@@ -182,7 +182,7 @@ def half_squares(y: Tensor, target: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class _Run:
-    """One training run, with everything that both networks have in common."""
+    """One training run: what all networks have in common."""
 
     make_optimizer: MakeOptimizer
     batch: tuple[Inputs, Any]
@@ -191,10 +191,10 @@ class _Run:
     output: Callable[[Any], Tensor] | None
 
     def outputs(self, network: nn.Module, what: str) -> list[Tensor]:
-        """The function before the first step and after each."""
+        """The function before the first step and after each step."""
         x, target = self.batch
         model = Model.of(network, output=self.output)
-        with _seeded(model.example.device):
+        with seeded_streams(0, model.example.device):
             optimizer = self.make_optimizer(network)
             _check_parameters(optimizer, network)
 
@@ -205,16 +205,16 @@ class _Run:
                 value.backward()
                 return value
 
-            seen = [self.function(model, what, 0)]
+            history = [self.function(model, what, 0)]
             for step in range(1, self.steps + 1):
                 if isinstance(optimizer, NaturalGradient) and optimizer.tracker.metric.needs_target:
                     optimizer.refresh(x, target)
                 optimizer.step(closure)  # type: ignore[arg-type]  # torch types the value as a float
-                seen.append(self.function(model, what, step))
-        return seen
+                history.append(self.function(model, what, step))
+        return history
 
     def check_equal(self, *models: nn.Module) -> None:
-        """Refuse networks that are not one function to begin with."""
+        """Refuse networks that do not start as the same function."""
         given, *others = (self.function(Model.of(m, output=self.output), "the model", 0) for m in models)
         worst = max(_relative(other, given) for other in others)
         if worst > torch.finfo(given.dtype).eps ** 0.5:
@@ -224,16 +224,16 @@ class _Run:
             )
 
     def nudged(self, network: nn.Module) -> _Run:
-        """With inputs larger or smaller by one rounding: those of the first layer have no parameters in them.
+        """The same run with inputs perturbed by one rounding error (perturbing parameters does not reach the inputs).
 
-        Where the function jumps for that (floating numbers that are compared, or serve as indices) they stay.
+        Inputs are left alone if the function jumps, as it does if they are compared or serve as indices.
         """
         model = Model.of(network, output=self.output)
         eps, generator = torch.finfo(model.example.dtype).eps, torch.Generator().manual_seed(1)
         inputs = map_tensors(self.batch[0], lambda t: _nudge(t, eps, generator) if t.is_floating_point() else t)
         other = replace(self, batch=(inputs, self.batch[1]))
-        given, found = (run.function(model, "the transformed network", 0) for run in (self, other))
-        return other if _relative(found, given) <= eps**0.5 else self
+        given, perturbed = (run.function(model, "the transformed network", 0) for run in (self, other))
+        return other if _relative(perturbed, given) <= eps**0.5 else self
 
     def function(self, model: Model, what: str, step: int) -> Tensor:
         """The outputs on the batch and on fresh inputs, in one vector."""
@@ -252,7 +252,7 @@ def _relative(other: Tensor, y: Tensor) -> float:
 
 
 def _nudged(network: nn.Module) -> nn.Module:
-    """Every parameter made larger or smaller by one rounding, in place."""
+    """Perturb every parameter by one rounding error, in place."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in network.parameters():
@@ -262,13 +262,13 @@ def _nudged(network: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _nudge(t: Tensor, eps: float, generator: torch.Generator) -> Tensor:
-    """t(1 ± eps), which is t itself in a type that is coarser than that."""
+    """t(1 ± eps), which is t itself in a coarser dtype."""
     signs = 2 * torch.randint(2, t.shape, generator=generator).to(t) - 1
     return t * (1 + eps * signs)
 
 
 def _fresh(x: Inputs) -> Inputs:
-    """Inputs the networks are not trained on: numbers with the moments of those of the batch, other things shuffled."""
+    """Inputs outside the batch: floating-point ones have the mean and deviation of the batch, others are shuffled."""
     generator = torch.Generator().manual_seed(0)
 
     def other(t: Tensor) -> Tensor:
@@ -281,21 +281,9 @@ def _fresh(x: Inputs) -> Inputs:
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, network: nn.Module) -> None:
-    own = set(network.parameters())
-    if not all(p in own for group in optimizer.param_groups for p in group["params"]):
+    parameters = set(network.parameters())
+    if not all(p in parameters for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "make_optimizer(model) must make the optimizer of the model that it is given, a copy in other bases; "
             "this one has other parameters"
         )
-
-
-@contextmanager
-def _seeded(device: torch.device) -> Iterator[None]:
-    """The same random numbers for whatever runs inside; the user's streams are put back."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(0)
-        for cuda in devices:
-            with torch.cuda.device(cuda):
-                torch.cuda.manual_seed(0)
-        yield

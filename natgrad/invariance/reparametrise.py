@@ -1,4 +1,4 @@
-"""The same network in other affine bases of its activations and pre-activations (003 theorems 2.1, 4.2 and 5.2)."""
+"""The same network in other affine bases, or with other parameters."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
 
 
 def reparametrise(model: nn.Module, seed: int | Bases = 0, *, keep: Collection[str] = ()) -> nn.Module:
-    """A new network that computes the same function with a† = Ωa + γ and z = Φz† + τ in every layer (003 (3.3), (3.4)).
+    """A new network that computes the same function with a† = Ωa + γ and z = Φz† + τ in every layer.
 
-    Every ``Linear``, convolution and ``RNN``/``LSTM``/``GRU`` of a copy of the model is replaced by one in other bases;
-    what lies between (activation functions, pooling, residual sums) stays, so that the transformed activation function
-    of a layer is Ωφ(Φ· + τ) + γ with whatever φ the network has there. ``seed`` draws the bases, or is the ``Bases``:
-    ``Original()`` gives the network itself in the same form, ``Chosen({name: Coordinates(…)})`` given ones. The inputs
-    and outputs of the network keep their bases: Ω_0 is applied inside, and no Ω follows the last layer (ERRATA 45).
+    In a copy of the model, every ``Linear``, convolution and ``RNN``/``LSTM``/``GRU`` is replaced by one in other
+    bases. Everything between them (activation functions, pooling, residual sums) stays, so the transformed activation
+    function of a layer is Ωφ(Φ· + τ) + γ. ``seed`` draws random bases, or is a ``Bases`` object: ``Original()`` keeps
+    the bases, ``Chosen({name: Coordinates(…)})`` sets them. The inputs and outputs of the network keep their bases;
+    without that it would be another function.
 
-    ``keep`` names modules that stay as they are with all they contain. Trainable parameters of other layers must be
-    frozen or kept; that is asked for by name.
+    ``keep`` names modules that stay as they are, with all their children. Trainable parameters of other layers must be
+    frozen or kept; the error names them.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
@@ -47,12 +47,12 @@ def reparametrise(model: nn.Module, seed: int | Bases = 0, *, keep: Collection[s
     unknown = sorted(set(keep) - {name for name, _ in copied.named_modules()})
     if unknown:
         raise ValueError(f"keep names no module of the model: {', '.join(unknown)}")
-    kept = {part for name, module in copied.named_modules() if name in keep for part in module.modules()}
-    _check(copied, kept)
+    skipped = {child for name, module in copied.named_modules() if name in keep for child in module.modules()}
+    _check(copied, skipped)
     bases = Random(seed) if isinstance(seed, int) else seed
     moved: dict[nn.Module, nn.Module] = {}
     for name, module in copied.named_modules():
-        if module in kept or _reason(module):
+        if module in skipped or _reason(module):
             continue
         if isinstance(module, _RECURRENT):
             moved[module] = Unrolled(name, module, bases)
@@ -61,7 +61,7 @@ def reparametrise(model: nn.Module, seed: int | Bases = 0, *, keep: Collection[s
     if not moved:
         raise ValueError(f"there is nothing to transform in {type(model).__name__}: it has no {_names()} outside keep=")
     for parent in copied.modules():
-        for name, child in parent._modules.items():  # named_children() would skip a layer that is there twice
+        for name, child in parent._modules.items():  # named_children() would skip the second use of a layer
             if child in moved:
                 parent._modules[name] = moved[child]
     return moved.get(copied, copied)
@@ -72,20 +72,19 @@ def _names() -> str:
     return f"{', '.join(first)} or {last}"
 
 
-def _check(model: nn.Module, kept: set[nn.Module]) -> None:
-    """Refuse what has no affine bases to change, by name."""
+def _check(model: nn.Module, skipped: set[nn.Module]) -> None:
+    """Refuse, by name, layers whose bases cannot be changed."""
     others = []
     owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
-        own = module._parameters.values()
-        for parameter in [p for p in own if p is not None and p.requires_grad]:
+        for parameter in [p for p in module._parameters.values() if p is not None and p.requires_grad]:
             first, owner = owners.setdefault(parameter, (name, module))
-            if owner is not module and not {owner, module} <= kept:
+            if owner is not module and not {owner, module} <= skipped:
                 raise IncompatibleError(
                     f"{first} and {name} share a parameter, so that one change of basis would have to fit both: "
                     f"give them parameters of their own, or keep both, keep=({first!r}, {name!r})"
                 )
-        if module not in kept and (reason := _reason(module)) and trainable(module):
+        if module not in skipped and (reason := _reason(module)) and trainable(module):
             others.append(f"{name or 'the model'} ({reason})")
     if others:
         raise IncompatibleError(
@@ -95,7 +94,7 @@ def _check(model: nn.Module, kept: set[nn.Module]) -> None:
 
 
 def _reason(module: nn.Module) -> str:
-    """Why the parameters of a module cannot be transformed; empty where they can."""
+    """Why the parameters of a module cannot be transformed; empty if they can."""
     if type(module) not in (*_LAYERS, *_RECURRENT):
         return type(module).__name__
     if "forward" in vars(module):
@@ -110,8 +109,8 @@ def _reason(module: nn.Module) -> str:
     return ""
 
 
-# Is the natural gradient the same in other coordinates? On the model it is; on the parameters it need not be.
-
+# Nonlinear changes of the parameters: the natural gradient on the model is invariant; the one on the parameters need
+# not.
 
 Point = dict[str, Tensor]
 
@@ -121,7 +120,7 @@ Point = dict[str, Tensor]
 class Reparametrisation:
     """Two natural gradients of the same loss at the same function, in coordinates ξ and θ with ξ = f(θ).
 
-    ``model_gap`` = ‖dψ v_θ − dφ v_ξ‖/‖dφ v_ξ‖ (001 (19)); ``parameter_gap`` = ‖df v_θ − v_ξ‖/‖v_ξ‖ (001 (25)).
+    ``model_gap`` = ‖dψ v_θ − dφ v_ξ‖/‖dφ v_ξ‖; ``parameter_gap`` = ‖df v_θ − v_ξ‖/‖v_ξ‖.
     """
 
     model_gap: float
@@ -145,12 +144,13 @@ def reparametrisation(
     damping: float = 0.0,
     params: Mapping[str, Tensor] | None = None,
 ) -> Reparametrisation:
-    """Compare the natural gradient of φ at ξ = f(θ) with that of ψ = φ∘f at θ (001 theorem 2 and section 3.2).
+    """Compare the natural gradient of φ at ξ = f(θ) with that of ψ = φ∘f at θ (van Oostrum, Müller and Ay (2023)).
 
-    ``f`` is a diffeomorphism of the parameters, from a dict of tensors to one with the same names and shapes; θ is
-    where the model's parameters (or ``params``) are now. ``loss`` is a function of the outputs. By default the metric
-    is Euclidean and the inverse Moore–Penrose: the gap on the model is rounding, and the gap on the parameters is not,
-    where the model is over-parametrised. Damping shows how much it breaks the invariance.
+    ``f`` is a diffeomorphism of the parameters, from a dict of tensors to one with the same names and shapes. θ are
+    the current parameters of the model (or ``params``). ``loss`` is a function of the outputs. By default the metric
+    is Euclidean and the inverse is Moore–Penrose. For an over-parametrised model the gap on the model is then
+    rounding, and the gap on the parameters is not. With ``damping`` the gaps show how much damping breaks the
+    invariance.
 
     >>> import natgrad as ng
     >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -196,7 +196,7 @@ def _image(f: Callable[[Point], Point], θ: Point) -> dict[str, Tensor]:
 
 
 def _jacobian(f: Callable[[Point], Point], θ: Point) -> Tensor:
-    """∂ξ/∂θ [p q] (torch's order; the F of 001 is its transpose, ERRATA 27), checked to be invertible."""
+    """∂ξ/∂θ [p q], with ξ along the rows; refused if it is singular."""
 
     def flat(t: Tensor) -> Tensor:
         image = f(unflatten(t, θ))
@@ -206,8 +206,8 @@ def _jacobian(f: Callable[[Point], Point], θ: Point) -> Tensor:
     rank = int(torch.linalg.matrix_rank(jacobian))
     if rank < jacobian.shape[0]:
         raise ValueError(
-            f"f is not a diffeomorphism at the parameters: its derivative has rank {rank} of {jacobian.shape[0]} "
-            "(001, proposition 2: no gradient survives that)"
+            f"f is not a diffeomorphism at the parameters: its derivative has rank {rank} of {jacobian.shape[0]}. "
+            "Take a map with an invertible derivative"
         )
     return jacobian
 

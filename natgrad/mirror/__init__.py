@@ -1,5 +1,9 @@
-"""Mirror descent, and the Riemannian descents of paper 000, appendix F: steps with a promise that is checked."""
+"""Mirror descent and Riemannian descent: steps whose promised decrease is checked, in either chart of a family."""
 
+from natgrad.families.domains import Domain as Domain
+from natgrad.families.domains import OpenBox as OpenBox
+from natgrad.families.domains import Simplex as Simplex
+from natgrad.families.domains import Space as Space
 from natgrad.mirror.charts import Boundary as Boundary
 from natgrad.mirror.charts import Chart as Chart
 from natgrad.mirror.charts import Descent as Descent
@@ -41,13 +45,9 @@ from natgrad.mirror.member import Online as Online
 from natgrad.mirror.potentials import BinaryEntropy as BinaryEntropy
 from natgrad.mirror.potentials import Conjugate as Conjugate
 from natgrad.mirror.potentials import Convex as Convex
-from natgrad.mirror.potentials import Domain as Domain
 from natgrad.mirror.potentials import LogBarrier as LogBarrier
 from natgrad.mirror.potentials import NegativeEntropy as NegativeEntropy
-from natgrad.mirror.potentials import OpenBox as OpenBox
 from natgrad.mirror.potentials import Potential as Potential
 from natgrad.mirror.potentials import Quadratic as Quadratic
-from natgrad.mirror.potentials import Simplex as Simplex
 from natgrad.mirror.potentials import SimplexEntropy as SimplexEntropy
-from natgrad.mirror.potentials import Space as Space
 from natgrad.mirror.potentials import SquaredNorm as SquaredNorm

@@ -1,12 +1,12 @@
-"""Mirror descent and natural gradient of exponential families, in either chart (002 section 4.1).
+"""Mirror descent and natural gradient of exponential families, in either chart (Grosse 2021, section 4.1).
 
-With λ = 1/lr the proximal steps of the linearised objective are explicit: the gradient is taken in one chart, and the
-point moves in the other,
+With λ = 1/lr the proximal steps of the linearised objective are explicit: take the gradient in one chart, and move the
+point in the other,
 
-    argmin_u ⟨∇_ηJ, u⟩ + λ KL(p_η ‖ p_u)   is   ξ ← ξ − lr ∇_ηJ   (20),
-    argmin_u ⟨∇_ξJ, u⟩ + λ KL(p_u ‖ p_ξ)   is   η ← η − lr ∇_ξJ   (21),
+    argmin_u ⟨∇_ηJ, u⟩ + λ KL(p_η ‖ p_u)   is   ξ ← ξ − lr ∇_ηJ,
+    argmin_u ⟨∇_ξJ, u⟩ + λ KL(p_u ‖ p_ξ)   is   η ← η − lr ∇_ξJ,
 
-and either is a step of natural gradient in the chart that moves: F_ξ⁻¹∇_ξJ = ∇_ηJ (23), F_η⁻¹∇_ηJ = ∇_ξJ (22).
+and either is a step of natural gradient in the chart that moves: F_ξ⁻¹∇_ξJ = ∇_ηJ and F_η⁻¹∇_ηJ = ∇_ξJ.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from typing import final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import can_read
 from natgrad.errors import DomainError, NatgradError, NonFiniteError, UnsolvedError
+from natgrad.families.base import ExponentialFamily
 from natgrad.families.domains import Domain, all_finite, entry, first
-from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.information import Information
 
-# The two coordinate systems of an exponential family: natural parameters η, and mean parameters ξ = ∇log Z(η).
+# The two charts of an exponential family: natural parameters η, and mean parameters ξ = ∇log Z(η)
 
 
 class Chart(ABC):
-    """Coordinates x of the members of an exponential family; a point has the shape that the family gives it."""
+    """Coordinates x of the members of an exponential family, in the shape of the points of that family."""
 
     @property
     @abstractmethod
     def symbol(self) -> str:
-        """Its letter, for messages."""
+        """The letter of the chart, for messages."""
 
     @property
     @abstractmethod
@@ -59,13 +60,13 @@ class Chart(ABC):
 
     @abstractmethod
     def fisher(self, family: ExponentialFamily, x: Tensor) -> Information:
-        """The Fisher information in these coordinates; it is the Jacobian of ``across`` (002 (19))."""
+        """The Fisher information in these coordinates: the Jacobian of ``across``."""
 
 
 @final
 @dataclass(frozen=True)
 class NaturalChart(Chart):
-    """x = η, with ξ = ∇log Z(η) across and F_η = ∇²log Z (002 (13), (17))."""
+    """x = η, with ξ = ∇log Z(η) across and F_η = ∇²log Z."""
 
     @property
     def symbol(self) -> str:
@@ -94,7 +95,7 @@ class NaturalChart(Chart):
 @final
 @dataclass(frozen=True)
 class MeanChart(Chart):
-    """x = ξ = E t, with η across and F_ξ = F_η⁻¹ (002 (19))."""
+    """x = ξ = E t, with η across and F_ξ = F_η⁻¹."""
 
     @property
     def symbol(self) -> str:
@@ -123,7 +124,7 @@ class MeanChart(Chart):
 def in_other_chart(
     objective: Callable[[Tensor], Tensor], family: ExponentialFamily, chart: Chart
 ) -> Callable[[Tensor], Tensor]:
-    """An objective of points of a chart, as a function of the other: J_ξ(ξ) = J_η(η(ξ)) (002 section 4.1).
+    """An objective on one chart as a function on the other: J_ξ(ξ) = J_η(η(ξ)).
 
     >>> import torch
     >>> from natgrad.families import Poisson
@@ -133,16 +134,16 @@ def in_other_chart(
     return lambda z: objective(chart.other.across(family, z))
 
 
-# What becomes of a step that would leave the domain of a family.
+# Steps that would leave the domain of a family
 
 
-_DOUBLINGS, _BISECTIONS = 11, 10  # of the exponent e of 2⁻ᵉ: down to 2⁻²⁰⁴⁸, and to a factor of 2
+_DOUBLINGS, _BISECTIONS = 11, 10  # of the exponent e of 2⁻ᵉ: e up to 2048, to a precision of 1
 
 
 @final
 @dataclass(frozen=True)
-class Taken:
-    """What was taken of a step: where it leads, which share of it that is [*batch], and where the whole would lead."""
+class BoundaryResult:
+    """The end point of a step, the share of the step that was taken [*batch], and the end point of the whole step."""
 
     point: Tensor
     share: Tensor
@@ -150,15 +151,17 @@ class Taken:
 
 
 class Boundary(ABC):
-    """How much of a step v from x is taken, where x + v may lie outside."""
+    """What to do with a step v from x when x + v may lie outside the domain."""
 
     @abstractmethod
-    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
-        """x + t v, inside, with 0 ≤ t ≤ 1 for every member of the batch."""
+    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> BoundaryResult:
+        """x + t v inside the domain, with 0 ≤ t ≤ 1 for every member of the batch."""
 
     @abstractmethod
-    def retreat(self, taken: Taken, x: Tensor, v: Tensor, held: Callable[[Tensor], Tensor], what: str) -> Taken:
-        """Less of a step, where the other chart cannot hold what was taken: ``held`` tells of points [*batch]."""
+    def retreat(
+        self, taken: BoundaryResult, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str
+    ) -> BoundaryResult:
+        """A shorter step, for members whose end point has no image in the other chart (``valid`` is False) [*batch]."""
 
     def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
         """t [*batch] alone."""
@@ -168,14 +171,14 @@ class Boundary(ABC):
 @final
 @dataclass(frozen=True)
 class Shorten(Boundary):
-    """Take a share of the way to the boundary, every member of a batch by itself.
+    """Go a fraction of the distance to the boundary, every member of a batch by itself.
 
-    The boundary is looked for only when a step has left, as the way to it costs more than a look (an eigenvalue problem
-    where the look is a Cholesky factorisation); whether one has is one boolean that is read from the device.
+    The distance is computed only when some step leaves the domain, since it costs more than the test (an eigenvalue
+    problem instead of a Cholesky factorisation). That test reads one boolean from the device.
 
-    >>> from natgrad.families.domains import Interval
+    >>> from natgrad.families.domains import OpenBox
     >>> x, v = torch.tensor([1.0, 1.0]), torch.tensor([-4.0, -0.5])
-    >>> Shorten(0.5).take(Interval(0.0), x, v, "x").share  # ½ of ¼, and the whole step
+    >>> Shorten(0.5).take(OpenBox(0.0, axes=0), x, v, "x").share  # ½ of ¼, and the whole step
     tensor([0.1250, 1.0000])
     """
 
@@ -184,40 +187,42 @@ class Shorten(Boundary):
     def __post_init__(self) -> None:
         if not 0 < self.of_the_way < 1:
             raise ValueError(
-                f"Shorten({self.of_the_way!r}) must be between 0 and 1: the share of the way to the boundary that is "
-                "taken, and on the boundary there is no distribution"
+                f"Shorten({self.of_the_way!r}) must be between 0 and 1: the fraction of the distance to the boundary, "
+                "where no distribution exists"
             )
 
-    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
+    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> BoundaryResult:
         aim = x + v
         whole = domain.contains(aim)
         t = torch.ones_like(whole, dtype=x.dtype)
         if bool(whole.all()):
-            return Taken(aim, t, aim)
+            return BoundaryResult(aim, t, aim)
         t = torch.where(whole, t, (self.of_the_way * domain.reach(x, v)).clamp(max=1.0))
-        # So close to the boundary that the sum is rounded onto it: stay, which is reported as no step at all.
+        # If the sum still rounds onto the boundary, stay, and report a share of 0.
         t = torch.where(domain.contains(x + spread(t, x) * v), t, 0.0)
-        return Taken(x + spread(t, x) * v, t, aim)
+        return BoundaryResult(x + spread(t, x) * v, t, aim)
 
-    def retreat(self, taken: Taken, x: Tensor, v: Tensor, held: Callable[[Tensor], Tensor], what: str) -> Taken:
-        """The share is halved until the point is held, up to a factor of 2; where none is, the member stays."""
+    def retreat(
+        self, taken: BoundaryResult, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str
+    ) -> BoundaryResult:
+        """The largest share, up to a factor of 2, with a valid point; where there is none, the member stays."""
 
-        def shared(e: Tensor) -> Tensor:
+        def shrunk(e: Tensor) -> Tensor:
             return taken.share * torch.exp2(-e)
 
         def fine(e: Tensor) -> Tensor:
-            return held(x + spread(shared(e), x) * v) | (shared(e) == 0)
+            return valid(x + spread(shrunk(e), x) * v) | (shrunk(e) == 0)
 
-        kept = held(taken.point)
+        unchanged = valid(taken.point)
         low, high = torch.zeros_like(taken.share), torch.ones_like(taken.share)
         for _ in range(_DOUBLINGS):
-            good = fine(high) | kept
+            good = fine(high) | unchanged
             low, high = torch.where(good, low, high), torch.where(good, high, 2 * high)
         for _ in range(_BISECTIONS):
             middle = 0.5 * (low + high)
             good = fine(middle)
             low, high = torch.where(good, low, middle), torch.where(good, middle, high)
-        t = torch.where(kept, taken.share, shared(high))
+        t = torch.where(unchanged, taken.share, shrunk(high))
         return replace(taken, point=x + spread(t, x) * v, share=t)
 
 
@@ -226,42 +231,44 @@ class Shorten(Boundary):
 class Forbid(Boundary):
     """Raise a DomainError that names the entry and the bound."""
 
-    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Taken:
+    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> BoundaryResult:
         aim = x + v
         domain.check(aim, what)
-        return Taken(aim, torch.ones_like(domain.contains(aim), dtype=x.dtype), aim)
+        return BoundaryResult(aim, torch.ones_like(domain.contains(aim), dtype=x.dtype), aim)
 
-    def retreat(self, taken: Taken, x: Tensor, v: Tensor, held: Callable[[Tensor], Tensor], what: str) -> Taken:
+    def retreat(
+        self, taken: BoundaryResult, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str
+    ) -> BoundaryResult:
         raise DomainError(f"{what}: take shorter steps (a smaller lr), or let Shorten() do it")
 
 
 def spread(t: Tensor, x: Tensor) -> Tensor:
-    """A number a member, t [*batch], for points x [*batch *point]."""
+    """One number a member, t [*batch], with axes appended to multiply points x [*batch *point]."""
     return t.reshape(t.shape + (1,) * (x.ndim - t.ndim))
 
 
 _WHOLE = Shorten()
-_NEAR, _FAR = 4, 2**16  # units in the last place from the boundary: where points are lost, and where none can be
+_NEAR, _FAR = 4, 2**16  # units in the last place from the boundary: too near to return, and certainly far enough
 
 
 @final
 @dataclass(frozen=True)
 class Move:
-    """A step of members of a family, all of which are in the domain.
+    """A step of members of a family; its end points lie in the domain.
 
-    ``point``: where it leads, in the chart of the gradient. ``share`` [*batch]: how much of the step was taken, 1 where
-    it is whole. ``reasons`` say why not; they are made when they are asked for, and wait for the device.
+    ``point``: the end point, in the chart of the gradient. ``share`` [*batch]: the fraction of the step that was taken,
+    1 where it is whole. ``reasons`` explain the others; they are written on demand, and wait for the device.
     """
 
     family: ExponentialFamily
     moved: Chart  # the chart in which the step is a straight line
     point: Tensor
     share: Tensor
-    aim: Tensor  # where the whole step would have led, in the chart that moved
+    aim: Tensor  # the end point of the whole step, in the chart that moved
 
     @property
     def shortened(self) -> Tensor:
-        """Of which members the step was cut [*batch], booleans."""
+        """Whether the step of each member was shortened [*batch], booleans."""
         return self.share < 1
 
     @property
@@ -277,7 +284,7 @@ class Move:
 
 
 def natural_gradient(family: ExponentialFamily, x: Tensor, ω: Tensor, chart: Chart) -> Tensor:
-    """F⁻¹ω, of the gradient ω in a chart the natural gradient there: the plain gradient in the other (002 (22)–(23)).
+    """F⁻¹ω: the natural gradient in a chart, for the gradient ω there. It is the plain gradient in the other chart.
 
     >>> import torch
     >>> from natgrad.families import Poisson
@@ -286,14 +293,14 @@ def natural_gradient(family: ExponentialFamily, x: Tensor, ω: Tensor, chart: Ch
     >>> natural_gradient(Poisson(), eta, 2 * (2 * eta).exp(), NaturalChart()) - 2 * eta.exp()
     tensor(0.)
     """
-    _alike(x, ω, chart)
+    _check_gradient(x, ω, chart)
     return chart.fisher(family, x).sharp(ω)
 
 
 def mirror_step(
     family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary = _WHOLE
 ) -> Move:
-    """From x, with the gradient ω in the same chart, a step in the other: 002 (20) for η, 002 (21) for ξ, lr = 1/λ.
+    """From x, with the gradient ω in the same chart, a step in the other chart; lr = 1/λ.
 
     >>> import torch
     >>> from natgrad.families import Poisson
@@ -301,7 +308,7 @@ def mirror_step(
     >>> mirror_step(Poisson(), torch.tensor(1.0), torch.tensor(2.0), 0.5, MeanChart()).point  # η = 0 ← 0 − 1
     tensor(0.3679)
     """
-    _alike(x, ω, chart)
+    _check_gradient(x, ω, chart)
     taken, point = _taken(family, chart.other, chart.across(family, x), -lr * ω, boundary, x)
     stays = (spread(taken.share, x) == 0) & taken.point.isfinite()
     return Move(family, chart.other, torch.where(stays, x, point), taken.share, taken.aim)
@@ -310,20 +317,20 @@ def mirror_step(
 def natural_step(
     family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary = _WHOLE
 ) -> Move:
-    """x ← x − lr F⁻¹ω: natural gradient descent in the chart of the gradient itself (002 (10)).
+    """x ← x − lr F⁻¹ω: natural gradient descent in the chart of the gradient itself (Amari 1998).
 
     It is ``mirror_step`` from the other chart, where the gradient F⁻¹ω is plain.
     """
-    _alike(x, ω, chart)
+    _check_gradient(x, ω, chart)
     F = chart.fisher(family, x)
     v = -lr * F.sharp(ω)
-    # Where F⁻¹ divides, it must be told from 0 at the next step too; products alone need no look from the other side.
+    # If F⁻¹ divides, F must stay away from 0, which the other chart tells. Products alone need no such check.
     taken = _taken(family, chart, x, v, boundary, None)[0] if F.divides else _inside(family, chart, x, v, boundary)
     return Move(family, chart, taken.point, taken.share, taken.aim)
 
 
 class Descent(ABC):
-    """Which of the two steps is made from a gradient."""
+    """Which of the two steps to take with a gradient."""
 
     @abstractmethod
     def move(
@@ -335,7 +342,7 @@ class Descent(ABC):
 @final
 @dataclass(frozen=True)
 class Mirror(Descent):
-    """The other chart moves along the plain gradient of this one: no metric is inverted (``mirror_step``)."""
+    """Move the other chart along the plain gradient of this one; no metric is inverted (``mirror_step``)."""
 
     def move(
         self, family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary
@@ -346,7 +353,7 @@ class Mirror(Descent):
 @final
 @dataclass(frozen=True)
 class Natural(Descent):
-    """This chart moves along its natural gradient (``natural_step``)."""
+    """Move this chart along its natural gradient (``natural_step``)."""
 
     def move(
         self, family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary
@@ -356,28 +363,28 @@ class Natural(Descent):
 
 def _taken(
     family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary, stored: Tensor | None
-) -> tuple[Taken, Tensor]:
-    """What is taken of a step in a chart, and its point in the other, from where there is a way back.
+) -> tuple[BoundaryResult, Tensor]:
+    """Take a step in a chart, and map its end point to the other chart, such that the way back exists.
 
-    A large η is inside its domain where ξ is rounded onto the boundary of its own, a probability of 1: no step would
-    lead back. Points that are not far from either boundary are taken there and back to see. Two booleans are read from
-    the device. ``stored``: the start in the other chart, where x was made from it.
+    A large η lies inside its domain where ξ rounds onto the boundary of its own (a probability of 1), and no later step
+    could return. End points near either boundary are therefore mapped across and back as a test. Reads two booleans
+    from the device. ``stored``: the start in the other chart, where x was computed from it.
     """
     here, there = moved.domain(family), moved.other.domain(family)
     _check_step(family, moved, v)
     aim = x + v
-    if bool(here.clear(aim, _FAR).all()):
+    if bool(here.clear_of_boundary(aim, _FAR).all()):
         with suppress(UnsolvedError):
             point = moved.across(family, aim)
-            if bool(there.clear(point, _FAR).all()):
-                return Taken(aim, x.new_ones(x.shape[: x.ndim - family.axes]), aim), point
+            if bool(there.clear_of_boundary(point, _FAR).all()):
+                return BoundaryResult(aim, x.new_ones(x.shape[: x.ndim - family.axes]), aim), point
 
     def returns(y: Tensor) -> Tensor:
-        across, found = _crossed(family, moved, y, here.clear(y, _NEAR))
-        back, again = _crossed(family, moved.other, across, there.clear(across, _NEAR) & found)
-        return again & here.contains(back)
+        across, solved = _crossed(family, moved, y, here.clear_of_boundary(y, _NEAR))
+        back, returned = _crossed(family, moved.other, across, there.clear_of_boundary(across, _NEAR) & solved)
+        return returned & here.contains(back)
 
-    # Who starts where there is no way back is only kept in the domain.
+    # A member that already starts without a way back is only kept in the domain.
     start = _crossed(family, moved, x, here.contains(x))[0] if stored is None else stored
     lost = ~(here.contains(x) & there.contains(start))
     taken = boundary.take(here, x, v, _of(family, moved))
@@ -389,26 +396,26 @@ def _taken(
 
 
 def _crossed(family: ExponentialFamily, chart: Chart, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """The other coordinates of the members that are inside, and of which they were found [*batch]."""
+    """The coordinates in the other chart, NaN for members outside; and for which members they exist [*batch]."""
     nowhere = torch.full_like(x, torch.nan)
     if not bool(inside.any()):
         return nowhere, inside
     try:
         return nowhere.masked_scatter(spread(inside, x), chart.across(family, x[inside])), inside
     except UnsolvedError as error:
-        found = inside.clone()
-        found[inside] = error.found
-    return _crossed(family, chart, x, found)
+        solved = inside.clone()
+        solved[inside] = error.solved
+    return _crossed(family, chart, x, solved)
 
 
-def _inside(family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary) -> Taken:
+def _inside(family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary) -> BoundaryResult:
     _check_step(family, moved, v)
     return boundary.take(moved.domain(family), x, v, _of(family, moved))
 
 
 def _check_step(family: ExponentialFamily, moved: Chart, v: Tensor) -> None:
-    """Refuse a step that is not finite; a GPU is not waited for, and shows it in the point."""
-    if v.device.type != "cuda" and not bool(all_finite(v.reshape(-1))):
+    """Refuse a step that is not finite. A GPU is not waited for; there it shows in the point."""
+    if can_read(v) and not bool(all_finite(v.reshape(-1))):
         at = first(~v.isfinite())
         raise NonFiniteError(
             f"the step in {moved.symbol} of {type(family).__name__} is {float(v[at])} at {entry(at)}: its gradient is "
@@ -417,7 +424,7 @@ def _check_step(family: ExponentialFamily, moved: Chart, v: Tensor) -> None:
 
 
 def _outside(family: ExponentialFamily, moved: Chart, aim: Tensor, at: str) -> str:
-    """Which bound a step breaks: of the chart that it moves in, or of the other, as far as this precision can tell."""
+    """Which bound a step breaks, in its own chart or in the other, as far as this precision can tell."""
     try:
         moved.domain(family).check(aim, _of(family, moved, at))
         moved.other.domain(family).check(moved.across(family, aim), _of(family, moved.other, at))
@@ -430,7 +437,7 @@ def _of(family: ExponentialFamily, chart: Chart, at: str = "") -> str:
     return f"{chart.symbol} of {type(family).__name__}{at}{', at ' if family.axes else ''}"
 
 
-def _alike(x: Tensor, ω: Tensor, chart: Chart) -> None:
+def _check_gradient(x: Tensor, ω: Tensor, chart: Chart) -> None:
     if x.shape != ω.shape:
         raise ValueError(
             f"the gradient has shape {tuple(ω.shape)} and {chart.symbol} {tuple(x.shape)}: take it of one number, with "

@@ -1,4 +1,4 @@
-"""The two descents of paper 000, appendix F: Riemannian primal descent, and mirror descent."""
+"""Riemannian primal descent and mirror descent, with the decrease that each step promises (Bai, Rosenberg, Xu 2022)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from natgrad.mirror.geometry import Everywhere, Region, RiemannianMetric
 from natgrad.mirror.potentials import Potential
 from natgrad.slots import check_slots
 
-# What a step pays for its length: V_x(y), the square of a Riemannian norm or the divergence of a potential.
+# Proximities V_x(y): the square of a Riemannian norm, or the divergence of a potential
 
 
 @final
@@ -30,12 +30,12 @@ class Proposal:
 
 
 class Proximity(ABC):
-    """V_x(y) ≥ 0, zero at y = x. The step from x with the differential ω and the constant α is (000 definition 12)
+    """V_x(y) ≥ 0, zero at y = x. The step from x with the differential ω and the constant α is
 
         Grad(x) = argmin_y m(y),   Prog(x) = −min_y m(y),   m(y) = ⟨ω, y − x⟩ + α V_x(y).
 
-    α multiplies V: the length of the step goes with 1/α (ERRATA 23). Where f(y) ≤ f(x) + m(y) for all y (f is
-    α-smooth relative to V), f falls by Prog at least, whatever V is (corollaries 14 and 15).
+    α multiplies V, so that the step is proportional to 1/α. Where f(y) ≤ f(x) + m(y) for all y (f is α-smooth relative
+    to V), f falls by at least Prog, whatever V is.
     """
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Proximity(ABC):
 
     @abstractmethod
     def proposals(self, x: Tensor, ω: Tensor) -> Callable[[float], Proposal]:
-        """The step from x as a function of α; what does not depend on α is done once."""
+        """The step from x as a function of α; work that does not depend on α is done once."""
 
     @abstractmethod
     def budget(self, points: Sequence[Tensor], minimiser: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Proximity(ABC):
 @final
 @dataclass(frozen=True)
 class RiemannianProximity(Proximity):
-    """V_x(y) = ½‖y − x‖²_{g(x)}, over a convex set Q: natural gradient descent, x − ∇^g f/α (000 lemma 13, (56))."""
+    """V_x(y) = ½‖y − x‖²_{g(x)}, over a convex set Q: natural gradient descent, x − ∇^g f/α."""
 
     metric: RiemannianMetric
     region: Region = field(default_factory=Everywhere)
@@ -86,7 +86,7 @@ class RiemannianProximity(Proximity):
         return lambda α: Proposal(*self.region.step(g, x, ω, α))
 
     def budget(self, points: Sequence[Tensor], minimiser: Tensor) -> Tensor:
-        """2R², R = max_k ‖x_k − x*‖ in the metric at x_k (000 lemma 16, ERRATA 22).
+        """2R², R = max_k ‖x_k − x*‖ in the metric at x_k.
 
         D_k = f(x_k) − f(x*) ≤ R‖∇^g f‖ and D_k − D_{k+1} ≥ ‖∇^g f‖²/2α_k give 1/D_{k+1} − 1/D_k ≥ 1/(2α_k R²). The
         same follows over any convex Q, from y = x + t(x* − x) in the definition of Prog.
@@ -101,9 +101,9 @@ class RiemannianProximity(Proximity):
 @final
 @dataclass(frozen=True)
 class BregmanProximity(Proximity):
-    """V_x(y) = ψ(y) − ψ(x) − ⟨∇ψ(x), y − x⟩: mirror descent, ∇ψ(y) = ∇ψ(x) − ω/α (000 (51), 002 section 2).
+    """V_x(y) = ψ(y) − ψ(x) − ⟨∇ψ(x), y − x⟩: mirror descent, ∇ψ(y) = ∇ψ(x) − ω/α (Grosse 2021).
 
-    Prog(x) = α V_y(x), with the arguments the other way round: V_x(y) + V_y(x) = ⟨∇ψ(x) − ∇ψ(y), x − y⟩ = ⟨ω, x − y⟩/α.
+    Prog(x) = α V_y(x), with the arguments swapped, since V_x(y) + V_y(x) = ⟨∇ψ(x) − ∇ψ(y), x − y⟩ = ⟨ω, x − y⟩/α.
     """
 
     potential: Potential
@@ -132,13 +132,13 @@ class BregmanProximity(Proximity):
         return α * self.divergence(minimiser, start)
 
 
-# The record of a descent, the promise that every step made, and what follows from a broken one.
+# The record of a descent, the promise of every step, and policies for a broken one
 
 
 @final
 @dataclass(frozen=True)
-class Trial:
-    """One step with its constant α: where it leads, what f is there and was before, what was promised."""
+class Attempt:
+    """One step with its constant α: its end point, f before and after, and the promised decrease."""
 
     constant: float
     before: Tensor
@@ -146,11 +146,11 @@ class Trial:
     value: Tensor
     differential: Tensor
     progress: Tensor
-    slack: Tensor  # what rounding may take from the decrease
+    slack: Tensor  # by how much rounding may reduce the decrease
 
     @property
     def holds(self) -> Tensor:
-        """Whether f(x) − f(y) ≥ Prog(x), up to rounding; false where either is not a number."""
+        """Whether f(x) − f(y) ≥ Prog(x), up to rounding; False where either is NaN."""
         return self.before - self.value >= self.progress - self.slack
 
     def refusal(self, step: int) -> str:
@@ -171,17 +171,17 @@ class Violation:
     def message(self) -> str:
         return (
             f"step {self.step}: f fell by {self.decrease:.6g}, and Prog promised {self.promised:.6g}. The constant "
-            f"α = CL = {self.constant:g} is too small for this f and this metric (000 corollary 14): raise lipschitz "
+            f"α = CL = {self.constant:g} is too small for this f and this metric: raise lipschitz "
             "or C (for mirror descent, alpha), or let policy=Doubling() find it"
         )
 
 
 class Policy(ABC):
-    """What follows when a step breaks its promise f(x) − f(y) ≥ Prog(x)."""
+    """What to do when a step breaks its promise f(x) − f(y) ≥ Prog(x)."""
 
     @abstractmethod
-    def take(self, step: int, α: float, attempt: Callable[[float], Trial]) -> Trial:
-        """The step that is taken, tried with α first."""
+    def take(self, step: int, α: float, attempt: Callable[[float], Attempt]) -> Attempt:
+        """The step to take; try α first."""
 
 
 @final
@@ -189,19 +189,19 @@ class Policy(ABC):
 class Refuse(Policy):
     """Raise ``GuaranteeError`` with the step, the promise and the remedy."""
 
-    def take(self, step: int, α: float, attempt: Callable[[float], Trial]) -> Trial:
-        trial = attempt(α)
-        if not bool(trial.holds):
-            raise GuaranteeError(trial.refusal(step))
-        return trial
+    def take(self, step: int, α: float, attempt: Callable[[float], Attempt]) -> Attempt:
+        taken = attempt(α)
+        if not bool(taken.holds):
+            raise GuaranteeError(taken.refusal(step))
+        return taken
 
 
 @final
 @dataclass(frozen=True)
 class Report(Policy):
-    """Take the step all the same: ``trace.violations`` names it."""
+    """Take the step anyway; ``trace.violations`` names it."""
 
-    def take(self, step: int, α: float, attempt: Callable[[float], Trial]) -> Trial:
+    def take(self, step: int, α: float, attempt: Callable[[float], Attempt]) -> Attempt:
         return attempt(α)
 
 
@@ -210,7 +210,7 @@ class Report(Policy):
 class Doubling(Policy):
     """Double α until the promise holds and the step stays in the domain; the next step starts from that α.
 
-    α then is at most twice the smallest constant that would do: the rates lose a factor of two at most.
+    α is then at most twice the smallest constant that works, so that the rates lose a factor of two at most.
     """
 
     most: int = 60
@@ -219,17 +219,17 @@ class Doubling(Policy):
         if not isinstance(self.most, int) or self.most < 1:
             raise ValueError(f"Doubling(most={self.most!r}) must be a positive integer")
 
-    def take(self, step: int, α: float, attempt: Callable[[float], Trial]) -> Trial:
+    def take(self, step: int, α: float, attempt: Callable[[float], Attempt]) -> Attempt:
         failure = ""
         for k in range(self.most + 1):
             try:
-                trial = attempt(α * 2.0**k)
+                taken = attempt(α * 2.0**k)
             except DomainError as error:
                 failure = str(error)
                 continue
-            if bool(trial.holds):
-                return trial
-            failure = trial.refusal(step)
+            if bool(taken.holds):
+                return taken
+            failure = taken.refusal(step)
         raise GuaranteeError(
             f"α was doubled {self.most} times and no step kept its promise: f is not smooth here, or its differential "
             f"is wrong. The last failure: {failure}"
@@ -269,16 +269,15 @@ class Trace:
         )
 
     def bound(self, minimiser: Tensor) -> Tensor:
-        """What convexity promises of f(x_T) − f(x*) []: B / Σ_k 1/α_k.
+        """An upper bound on f(x_T) − f(x*) [] for convex f: B / Σ_k 1/α_k.
 
-        For the Riemannian descent B = 2R², so that it is 2LCR²/T at a constant α = CL (000 lemma 16; R in the metric at
-        x_k, ERRATA 22); for mirror descent B = V_{x_0}(x*), and α V_{x_0}(x*)/T. It holds if f is convex and no promise
-        was broken.
+        For the Riemannian descent B = 2R² with R in the metric at x_k, that is 2LCR²/T at a constant α = CL; for mirror
+        descent B = V_{x_0}(x*), that is α V_{x_0}(x*)/T. It holds if no promise was broken.
         """
         return self.proximity.budget(self.points, minimiser) / self.constants.reciprocal().sum()
 
     def linear_bound(self, minimiser: Tensor, convexity: float) -> Tensor:
-        """What strong convexity promises of f(x_T) − f(x*) []: B Π_k (1 − μ/α_k).
+        """An upper bound on f(x_T) − f(x*) [] for strongly convex f: B Π_k (1 − μ/α_k).
 
         ``convexity`` μ: f(y) ≥ f(x) + df(y − x) + μV_x(y) for all x and y. B is f(x_0) − f(x*) for the Riemannian
         descent, αV_{x_0}(x*) for mirror descent.
@@ -295,18 +294,18 @@ class Trace:
 
 
 Objective = Callable[[Tensor], Tensor]
-_ROUNDING = 4096  # units in the last place of what f is made of
+_ROUNDING = 4096  # units in the last place of f and of ⟨ω, x⟩
 
 
 @final
 @dataclass(frozen=True)
 class PrimalDescent:
-    """x ← Grad(x) = x − ∇^g f(x)/CL, which lowers f by Prog(x) = ‖∇^g f‖²_g/2CL at least (000 lemma 13, corollary 14).
+    """x ← Grad(x) = x − ∇^g f(x)/CL, which lowers f by at least Prog(x) = ‖∇^g f‖²_g/2CL (Bai, Rosenberg, Xu 2022).
 
-    ``lipschitz`` L: of the Euclidean gradient of f (45). ``C``: ‖v‖_E ≤ √C‖v‖_g (49), which ``compatibility`` measures.
-    Only their product matters, and smoothness relative to g is enough: f(y) ≤ f(x) + df(y − x) + (CL/2)‖y − x‖²_{g,x}.
-    The promise of every step is checked while it runs; ``policy`` says what follows from a broken one. ``region``: the
-    set Q of definition 12. For convex f, f(x_T) − f(x*) ≤ 2LCR²/T (lemma 16): ``trace.bound(x*)``.
+    ``lipschitz`` L: of the Euclidean gradient of f. ``C``: ‖v‖_E ≤ √C‖v‖_g, which ``compatibility`` measures. Only
+    their product matters, and smoothness relative to g is enough: f(y) ≤ f(x) + df(y − x) + (CL/2)‖y − x‖²_{g,x}. Every
+    step is checked against its promise; ``policy`` decides what happens to a broken one. ``region``: the set Q that
+    steps may not leave. For convex f, f(x_T) − f(x*) ≤ 2LCR²/T: ``trace.bound(x*)``.
 
     >>> from natgrad.mirror import MatrixMetric
     >>> g = MatrixMetric(lambda x: torch.diag(torch.tensor([1.0, 100.0])))
@@ -348,12 +347,11 @@ class PrimalDescent:
 @final
 @dataclass(frozen=True)
 class MirrorDescent:
-    """x ← argmin_y ⟨∇f(x), y − x⟩ + αV_x(y), that is ∇ψ(x) ← ∇ψ(x) − ∇f(x)/α (000 F.2).
+    """x ← argmin_y ⟨∇f(x), y − x⟩ + αV_x(y), that is ∇ψ(x) ← ∇ψ(x) − ∇f(x)/α.
 
-    It is natural gradient descent of f∘∇ψ* in the dual chart, with the metric ∇²ψ* and the step 1/α ((52), Raskutti and
-    Mukherjee 2015), and, with ψ = ½‖y‖²_{g(x_k)} made anew at every step, that of f with the metric g (proposition 17).
-    α multiplies the divergence: the step is 1/α (ERRATA 23). For f that is α-smooth relative to ψ, f falls by
-    Prog(x) = αV_y(x) at least, and f(x_T) − f(x*) ≤ αV_{x_0}(x*)/T if it is convex.
+    It is natural gradient descent of f∘∇ψ* in the dual chart, with the metric ∇²ψ* and the step 1/α (Raskutti and
+    Mukherjee 2015). With ψ = ½‖y‖²_{g(x_k)}, made anew at every step, it is that of f with the metric g. If f is
+    α-smooth relative to ψ, it falls by at least Prog(x) = αV_y(x), and f(x_T) − f(x*) ≤ αV_{x_0}(x*)/T if it is convex.
 
     >>> from natgrad.mirror import SimplexEntropy
     >>> loss = torch.tensor([1.0, 0.0])  # of two experts
@@ -388,7 +386,7 @@ class MirrorDescent:
 
 
 def in_dual_chart(objective: Objective, potential: Potential) -> Objective:
-    """F = f∘∇ψ*, the same objective as a function of z (000 (54)).
+    """F = f∘∇ψ*, the same objective as a function of z.
 
     >>> from natgrad.mirror import NegativeEntropy
     >>> in_dual_chart(lambda x: x.sum(), NegativeEntropy())(torch.zeros(2))  # e⁰ + e⁰
@@ -410,40 +408,40 @@ def _descend(objective: Objective, proximity: Proximity, start: Tensor, steps: i
     proximity.check(x)
     value, ω = _differentiated(objective, x)
     check_finite(torch.stack([value, ω.sum()]), "the objective, or its differential, at the start")
-    points, trials = [x], []
+    points, attempts = [x], []
     with torch.no_grad():
         for k in range(steps):
-            trial = policy.take(k, α, _attempts(objective, proximity, x, value, ω))
-            x, value, ω, α = trial.point, trial.value, trial.differential, trial.constant
+            taken = policy.take(k, α, _attempts(objective, proximity, x, value, ω))
+            x, value, ω, α = taken.point, taken.value, taken.differential, taken.constant
             points.append(x)
-            trials.append(trial)
-    values = torch.stack([trials[0].before, *(trial.value for trial in trials)])
+            attempts.append(taken)
+    values = torch.stack([attempts[0].before, *(taken.value for taken in attempts)])
     check_finite(values, "the objective on the way (α is too small)")
     return Trace(
         objective,
         proximity,
         tuple(points),
         values,
-        torch.stack([trial.progress for trial in trials]),
-        torch.stack([trial.slack for trial in trials]),
-        values.new_tensor([trial.constant for trial in trials]),
+        torch.stack([taken.progress for taken in attempts]),
+        torch.stack([taken.slack for taken in attempts]),
+        values.new_tensor([taken.constant for taken in attempts]),
     )
 
 
 def _attempts(
     objective: Objective, proximity: Proximity, x: Tensor, value: Tensor, ω: Tensor
-) -> Callable[[float], Trial]:
+) -> Callable[[float], Attempt]:
     propose = proximity.proposals(x, ω)
-    # f is not known better than to the rounding of its value, and to what the rounding of x does to it.
+    # f is known only up to the rounding of its value and of x.
     rounding = _ROUNDING * torch.finfo(x.dtype).eps
     spread = value.abs() + (ω * x).abs().sum()
 
-    def attempt(α: float) -> Trial:
+    def attempt(α: float) -> Attempt:
         proposal = propose(α)
         proximity.check(proposal.point)
         there, differential = _differentiated(objective, proposal.point)
         slack = rounding * (spread + there.abs())
-        return Trial(α, value, proposal.point, there, differential, proposal.progress, slack)
+        return Attempt(α, value, proposal.point, there, differential, proposal.progress, slack)
 
     return attempt
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.errors import DomainError, NatgradError
+from natgrad.families.domains import entry, first
 from natgrad.geometry import Vector, unflatten
+from natgrad.linalg import newton
 from natgrad.mirror.potentials import Potential, checked_square, dense, scaled_cholesky
 from natgrad.model import Inputs, Model
 from natgrad.output.metric import OutputMetric
@@ -27,9 +29,9 @@ from natgrad.structures.dense import Dense
 @final
 @dataclass(frozen=True)
 class InnerProduct:
-    """⟨u, v⟩_g = uᵀ(G + λ)v at one point, with its two maps; elements have the shape of the point, or are flat [p].
+    """⟨u, v⟩_g = uᵀ(G + λ)v at one point, with ♭ and ♯; vectors have the shape of the point, or are flat [p].
 
-    ``sharp`` inverts ``flat`` with a solver that adds λ as it is (``Factored`` splits it between its factors).
+    ``sharp`` inverts ``flat`` only if the solver adds λ to G itself (``Factored`` splits it between its factors).
     """
 
     operator: Operator
@@ -45,7 +47,7 @@ class InnerProduct:
         return self.operator.product(v.reshape(-1)).view_as(v) + self.damping * v
 
     def sharp(self, ω: Tensor) -> Tensor:
-        """ω♯ = (G + λ)⁻¹ω: of a differential, the gradient ∇^g f (000 (47))."""
+        """ω♯ = (G + λ)⁻¹ω: for a differential ω = df, the gradient ∇^g f."""
         return self._inverse.solve(ω.reshape(-1)).view_as(ω)
 
     def squared(self, v: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ class InnerProduct:
 
 
 class RiemannianMetric(ABC):
-    """g: a positive inner product at every point x of a convex set of Rᵈ (000 appendix F)."""
+    """g: a positive inner product at every point x of a convex set of Rᵈ."""
 
     @abstractmethod
     def at(self, x: Tensor) -> InnerProduct:
@@ -90,13 +92,13 @@ class MatrixMetric(RiemannianMetric):
         return InnerProduct(dense(G), self.solver)
 
     def check(self, x: Tensor) -> None:
-        """The matrix itself is checked where it is used."""
+        """The matrix is checked where it is used."""
 
 
 @final
 @dataclass(frozen=True)
 class HessianMetric(RiemannianMetric):
-    """g = ∇²ψ, in the chart x; that of the dual chart is ``HessianMetric(Conjugate(ψ))`` (000 (52), (54)).
+    """g = ∇²ψ in the chart x; the metric of the dual chart is ``HessianMetric(Conjugate(ψ))``.
 
     >>> from natgrad.mirror import NegativeEntropy
     >>> HessianMetric(NegativeEntropy()).at(torch.tensor([4.0])).sharp(torch.tensor([1.0]))
@@ -121,9 +123,9 @@ class HessianMetric(RiemannianMetric):
 class PulledBack(RiemannianMetric):
     """The metric on a model's outputs at ``inputs``, pulled back to its parameters; a point is θ flattened [p].
 
-    Any output metric × structure × solver of the library; the model itself is never changed. ``start`` is where its
-    parameters are, ``objective(loss)`` is θ ↦ loss(y(θ)), and ``parameters(θ)`` gives the names back. A pure function
-    f(θ, x) comes as ``Model.of(f, params)``.
+    Takes any output metric × structure × solver of the library; the model itself never changes. ``start`` holds its
+    parameters, ``objective(loss)`` is θ ↦ loss(y(θ)), and ``parameters(θ)`` restores the names. Wrap a pure function
+    f(θ, x) as ``Model.of(f, params)``.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(2, 1).double(), torch.eye(2).double(), torch.tensor([[1.0], [2.0]]).double()
@@ -152,7 +154,7 @@ class PulledBack(RiemannianMetric):
 
     @property
     def start(self) -> Tensor:
-        """θ [p] as the model has it."""
+        """The parameters of the model, θ [p]."""
         return torch.cat([p.detach().reshape(-1) for p in self._model.params.values()])
 
     def parameters(self, θ: Tensor) -> Vector:
@@ -173,7 +175,7 @@ class PulledBack(RiemannianMetric):
             raise ValueError(f"a point of this model is θ flattened, [{self._model.size}], got shape {tuple(x.shape)}")
 
     def _moved(self, params: Mapping[str, Tensor]) -> Model:
-        """The model at other parameters: a copy, as layers are only found in a module that holds its own."""
+        """The model at other parameters: a copy, since layer rules read the parameters of the module."""
         if self._model.module is None:
             return Model(self._model.function, dict(params), self._model.output)
         moved = Model.of(copy.deepcopy(self._model.module), output=self._model.output)
@@ -184,9 +186,9 @@ class PulledBack(RiemannianMetric):
 
 
 def compatibility(metric: RiemannianMetric, points: Tensor) -> Tensor:
-    """C = max_x 1/λ_min(g(x)) [] over some points [k *shape], the constant of 000 (49) there.
+    """C = max_x 1/λ_min(g(x)) [] over some points [k *shape], so that ‖v‖_E ≤ √C ‖v‖_{g,x} for all v there.
 
-    ‖v‖_E ≤ √C ‖v‖_{g,x} for all v at all these points; the definition asks it of the whole set.
+    The constant C of ``PrimalDescent`` must hold on the whole set, of which these points are a sample.
 
     >>> half_plane = MatrixMetric(lambda x: torch.eye(2) / x[1] ** 2)
     >>> compatibility(half_plane, torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
@@ -201,14 +203,11 @@ def compatibility(metric: RiemannianMetric, points: Tensor) -> Tensor:
     return smallest.min().reciprocal()
 
 
-# The set Q that a step may not leave: Grad minimises its quadratic model over it (000 definition 12).
-
-
-_STEPS, _HALVINGS = 200, 60
+# Constraint sets, over which a step minimises its quadratic model
 
 
 class Region(ABC):
-    """A closed convex set Q."""
+    """A closed convex set Q. It is not a ``Domain``: it restricts the steps of a metric that is defined beyond it."""
 
     @abstractmethod
     def check(self, x: Tensor) -> None:
@@ -222,7 +221,7 @@ class Region(ABC):
 @final
 @dataclass(frozen=True)
 class Everywhere(Region):
-    """Q = Rᵈ: y = x − ω♯/α, and −min m = ‖ω♯‖²_g/2α (000 lemma 13)."""
+    """Q = Rᵈ: y = x − ω♯/α, and −min m = ‖ω♯‖²_g/2α."""
 
     def check(self, x: Tensor) -> None:
         """Every point is inside."""
@@ -235,10 +234,10 @@ class Everywhere(Region):
 @final
 @dataclass(frozen=True)
 class Box(Region):
-    """Q = {lower ≤ x ≤ upper}, entry by entry (000 corollary 15).
+    """Q = {lower ≤ x ≤ upper}, entry by entry.
 
-    m is minimised by Newton steps in the entries that are free, projected on Q (Bertsekas 1982), with G as a matrix:
-    for small spaces.
+    m is minimised by Newton steps in the free entries, projected onto Q (Bertsekas 1982), with a dense G: for small
+    spaces.
 
     >>> from natgrad.mirror import SquaredNorm
     >>> G = InnerProduct(SquaredNorm().hessian(torch.zeros(2)))
@@ -261,9 +260,9 @@ class Box(Region):
             raise ValueError(f"x has shape {tuple(x.shape)} and the box {tuple(self.lower.shape)}")
         outside = ~((x >= self.lower) & (x <= self.upper))
         if bool(outside.any()):
-            at = tuple(int(i) for i in outside.nonzero()[0])
+            at = first(outside)
             raise DomainError(
-                f"x{list(at)} = {float(x[at]):.6g} is outside [{float(self.lower[at]):g}, {float(self.upper[at]):g}]: "
+                f"x{entry(at)} = {float(x[at]):.6g} is outside [{float(self.lower[at]):g}, {float(self.upper[at]):g}]: "
                 "start inside the box"
             )
 
@@ -271,34 +270,25 @@ class Box(Region):
         M, linear = α * g.dense(), ω.reshape(-1)
         scaled_cholesky(M, "the metric in a box")  # raises where m has no minimum, or more than one
         low, high = (self.lower - x).reshape(-1), (self.upper - x).reshape(-1)
-        d = torch.zeros_like(low)
-        scale = 64 * torch.finfo(x.dtype).eps * (1 + float(linear.abs().max()))
-        for _ in range(_STEPS):
-            slope = linear + M @ d
-            if float((d - (d - slope).clamp(low, high)).abs().max()) <= scale:
-                break
+
+        def model(d: Tensor) -> Tensor:
+            return (linear * d).sum() + 0.5 * (d * (M @ d)).sum()
+
+        def direction(d: Tensor, slope: Tensor) -> Tensor:
             free = ~(((d <= low) & (slope > 0)) | ((d >= high) & (slope < 0)))
-            newton = torch.zeros_like(d)
-            newton[free] = -torch.linalg.solve(M[free][:, free], slope[free])
-            moved = _searched(M, linear, d, newton, low, high)
-            if moved is None:
-                break  # m is flat to rounding
-            d = moved
-        else:
-            raise NatgradError(f"the step in the box was not found in {_STEPS} iterations: is the metric positive?")
+            δ = torch.zeros_like(d)
+            δ[free] = -torch.linalg.solve(M[free][:, free], slope[free])
+            return δ
+
+        d, decrement = newton(
+            torch.zeros_like(low),
+            value=model,
+            gradient=lambda d: linear + M @ d,
+            direction=direction,
+            project=lambda d: d.clamp(low, high),
+        )
+        least = model(d)
+        if not float(decrement) <= torch.finfo(d.dtype).eps ** 0.5 * (1 + float(least.abs())):
+            raise NatgradError("the step in the box was not found by Newton's method: is the metric positive?")
         y = torch.where(d <= low, self.lower.reshape(-1), torch.where(d >= high, self.upper.reshape(-1), x.ravel() + d))
-        return y.view_as(x), -_model(M, linear, d)
-
-
-def _model(M: Tensor, linear: Tensor, d: Tensor) -> Tensor:
-    return (linear * d).sum() + 0.5 * (d * (M @ d)).sum()
-
-
-def _searched(M: Tensor, linear: Tensor, d: Tensor, newton: Tensor, low: Tensor, high: Tensor) -> Tensor | None:
-    """The projected step, halved until m falls."""
-    here = float(_model(M, linear, d))
-    for k in range(_HALVINGS):
-        moved = (d + 0.5**k * newton).clamp(low, high)
-        if float(_model(M, linear, moved)) < here:
-            return moved
-    return None
+        return y.view_as(x), -least

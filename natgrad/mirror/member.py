@@ -1,4 +1,4 @@
-"""Maximum likelihood from a stream: mirror descent whose every iterate is the batch estimate (002 section 4.2)."""
+"""Members of exponential families as modules, and maximum likelihood from a stream of data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from natgrad.errors import DomainError
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.base import ExponentialFamily
 from natgrad.mirror.charts import Chart, NaturalChart
 from natgrad.slots import check_slots
-
-# A member of an exponential family as a module: what is trained are its coordinates in a chart.
-
 
 _NATURAL = NaturalChart()
 
@@ -23,8 +20,8 @@ _NATURAL = NaturalChart()
 class Member(nn.Module):
     """p_η with its coordinates x [*batch *point] as the parameter ``point``; a batch is a batch of members.
 
-    The gradient of a loss is with respect to the coordinates of ``chart``; ``natural()`` and ``mean()`` are
-    differentiable whichever it is. Train it with ``MirrorDescent``, which keeps it in its domain.
+    Gradients are with respect to the coordinates of ``chart``; ``natural()`` and ``mean()`` are differentiable in
+    either. Train it with ``ng.MirrorDescent``, which keeps it in its domain.
 
     >>> import torch
     >>> from natgrad.families import Poisson
@@ -38,7 +35,7 @@ class Member(nn.Module):
         check_slots(family=(family, ExponentialFamily), chart=(chart, Chart))
         self.family, self.chart = family, chart
         chart.domain(family).check(point.detach(), f"{chart.symbol} of {type(family).__name__}, at ")
-        chart.across(family, point.detach())  # which refuses a wrong shape
+        chart.across(family, point.detach())  # refuses a wrong shape
         self.point = nn.Parameter(point.detach().clone())
 
     def natural(self) -> Tensor:
@@ -50,7 +47,7 @@ class Member(nn.Module):
         return self.chart.mean(self.family, self.point)
 
     def forward(self) -> Distribution:
-        """The distribution, as torch.distributions has it."""
+        """The distribution, as a torch.distributions object."""
         return self.family.distribution(self.natural())
 
     def extra_repr(self) -> str:
@@ -60,12 +57,12 @@ class Member(nn.Module):
 @final
 @dataclass(frozen=True)
 class Online:
-    """ξ ← ξ − α_k(ξ − t(x)), the mirror descent (20) of −log p(x), which is natural gradient in ξ (002 (24)).
+    """ξ ← ξ − α_k(ξ − t(x)): mirror descent on −log p(x), which is natural gradient in ξ (Grosse 2021, section 4.2).
 
-    With α_k = 1/(k + 1) after k data, ξ is the mean of t over all of them (ERRATA 31: 002 prints 1/k, which forgets the
-    first), and p_ξ the maximum likelihood estimate: no estimator has less variance in the limit, F⁻¹/k (Cramér and
-    Rao). The first few moments may lie on the boundary of the domain, where there is no η: ``eta`` then says so.
-    Before any data, ``Online(family, xi, count)`` is a prior worth ``count`` data.
+    With α_k = 1/(k + 1) after k data, ξ is the mean of t over all of them, and p_ξ the maximum likelihood estimate,
+    whose variance reaches the Cramér–Rao bound F⁻¹/k in the limit. The moments of the first few data may lie on the
+    boundary of the domain, where there is no η: ``eta`` then raises. Without data, ``Online(family, xi, count)`` is a
+    prior worth ``count`` data.
 
     >>> import torch
     >>> from natgrad.families import Poisson
@@ -83,7 +80,7 @@ class Online:
     def __post_init__(self) -> None:
         if not self.count > 0:
             raise ValueError(
-                f"count={self.count!r} must be positive: how many data ξ is worth; Online.of starts from data"
+                f"count={self.count!r} must be positive: the number of data that ξ is worth; Online.of starts from data"
             )
 
     @staticmethod
@@ -104,7 +101,7 @@ class Online:
 
     @property
     def eta(self) -> Tensor:
-        """η of the estimate; it raises while the data are too few, or too alike, to have one."""
+        """η of the estimate; raises while the data are too few, or too similar, to determine one."""
         try:
             self.family.mean_domain.check(self.xi, "ξ")
         except DomainError as error:

@@ -1,6 +1,5 @@
 """Optimizers."""
 
-from natgrad.optim.mirror import MirrorDescent as MirrorDescent
 from natgrad.optim.optimizer import NaturalGradient as NaturalGradient
 from natgrad.optim.presets import EKFAC as EKFAC
 from natgrad.optim.presets import KFAC as KFAC

@@ -167,7 +167,7 @@ class Group(World):
     def renewed(self, G: Operator) -> Operator:
         return G.renewed(self)
 
-    def own(self, blocks: Sequence[Block]) -> list[int]:
+    def share(self, blocks: Sequence[Block]) -> list[int]:
         """The layers that this process inverts."""
         return [b for b, rank in enumerate(shares(blocks, self.size)) if rank == self.rank]
 

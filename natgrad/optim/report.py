@@ -78,12 +78,12 @@ class Plan:
         """All there is to add up; None where a part of it depends on the batch."""
         if self.together is not None:
             return (self.together,)
-        found = tuple(row.cost for row in self.rows if row.cost is not None)
-        return found if len(found) == len(self.rows) else None
+        costs = tuple(row.cost for row in self.rows if row.cost is not None)
+        return costs if len(costs) == len(self.rows) else None
 
     @property
     def bytes(self) -> int | None:
-        return None if self.costs is None else self.element * sum(cost.kept for cost in self.costs)
+        return None if self.costs is None else self.element * sum(cost.numbers for cost in self.costs)
 
     @property
     def flops(self) -> float | None:
@@ -118,8 +118,8 @@ class Plan:
         if row.cost is None:
             return (*front, "", "", "", "", "")
         counts = (f"{count:.1e}" for count in (row.cost.invert, row.cost.solve, row.cost.position))
-        kept = ", ".join(f"{letter} {_shape(of)}" for letter, of in row.factors.items())
-        return (*front, kept, f"{self.element * row.cost.kept:,}", *counts)
+        factors = ", ".join(f"{letter} {_shape(of)}" for letter, of in row.factors.items())
+        return (*front, factors, f"{self.element * row.cost.numbers:,}", *counts)
 
 
 def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> Plan:
@@ -150,16 +150,16 @@ def _blocks(tracker: MetricTracker) -> list[Block]:
     blocks, G = tracker.view.blocks, tracker.average
     if G is None or not tracker.structure.structure.covers_by_rule:
         return blocks
-    seen = {name for block in G.layers for name in block.names}
-    found = [*G.layers, *(left for block in blocks for left in _left(block, seen))]
+    covered = {name for block in G.layers for name in block.names}
+    layers = [*G.layers, *(left for block in blocks for left in _left(block, covered))]
     order = {name: at for at, name in enumerate(tracker.model.params)}
-    return sorted(found, key=lambda block: order[block.names[0]])
+    return sorted(layers, key=lambda block: order[block.names[0]])
 
 
-def _left(block: Block, seen: Collection[str]) -> list[Block]:
-    """What is left of a block without the parameters that were seen by a rule."""
+def _left(block: Block, covered: Collection[str]) -> list[Block]:
+    """What is left of a block without the parameters that a rule covers."""
     bare = block.without_rule()
-    pairs = [pair for pair in zip(bare.names, bare.places, strict=True) if pair[0] not in seen]
+    pairs = [pair for pair in zip(bare.names, bare.places, strict=True) if pair[0] not in covered]
     if not pairs:
         return []
     names, places = zip(*pairs, strict=True)
@@ -194,26 +194,26 @@ def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _exceptions(tracker: MetricTracker, found: Plan) -> list[str]:
+def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     structure, fresh = tracker.structure.structure, tracker.average is None
     lines = []
     then = structure.uncovered()
-    if found.uncovered and then is not None:
+    if result.uncovered and then is not None:
         first = "the first pass may find them spread over the examples; if not, " if fresh else ""
         if structure.covers_by_rule:
-            then = f"{then}: {_way_out(tracker, found)}"
-        lines.append(f"no layer rule covers {', '.join(found.uncovered)}: {first}{then}")
-    if found.diagonals:
-        lines.append(f"only the diagonal is kept of {', '.join(found.diagonals)}")
-    if fresh and any(row.rule for row in found.rows):
+            then = f"{then}: {_way_out(tracker, result)}"
+        lines.append(f"no layer rule covers {', '.join(result.uncovered)}: {first}{then}")
+    if result.diagonals:
+        lines.append(f"only the diagonal is kept of {', '.join(result.diagonals)}")
+    if fresh and any(row.rule for row in result.rows):
         lines.append("a weight that is used without its module's forward loses its rule when the first pass shows it")
     return lines
 
 
-def _way_out(tracker: MetricTracker, found: Plan) -> str:
+def _way_out(tracker: MetricTracker, result: Plan) -> str:
     """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
     ruled = {name for block in tracker.view.blocks if block.rule for name in block.names}
-    lost = [name for name in found.uncovered if name in ruled]
+    lost = [name for name in result.uncovered if name in ruled]
     if not lost:
         return "pass rules=[…] with a rule for their module"
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -210,7 +211,7 @@ def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRu
         flag.look({"": pairing})
         if _roll(v, scale, update, flag):
             return {}
-    elif not bool(torch.isfinite(pairing)):
+    elif not math.isfinite(float(pairing)):
         flag.check(ω, "the gradient")
         flag.check(v, "the step")  # else the sum has overflowed, and no number in it
     if scale is not None and (is_asynchronous(scale.device) or float(scale) != 1.0):

@@ -35,9 +35,9 @@ class Report:
 @final
 @dataclass(frozen=True)
 class CG(Solver):
-    """(G + λ)v = ω by preconditioned conjugate gradients (002 section 5.2, 004 section 6).
+    """(G + λ)v = ω by preconditioned conjugate gradients (Grosse 2021, section 5.2).
 
-    Stops at ``tol`` (relative residual) or after ``max_steps`` products, and says which in ``inverse.report``. A new
+    It stops at ``tol`` (relative residual) or after ``max_steps`` products, and says which in ``inverse.report``. A new
     solve starts from the last solution. ``preconditioner``: a structure, inverted with the same damping (it must be
     regular: give damping). On a singular but consistent system the solution of least norm is reached when started at
     zero; a direction of negative curvature raises.
@@ -128,8 +128,8 @@ class CGInverse(Inverse):
     def coloured(self, ξ: Tensor) -> Tensor:
         """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂), one solve a sample."""
         G = self.operator
-        own, pulled = ξ.split([self.layout.size, self._columns()], dim=1)
-        pairs = zip(own, pulled, strict=True)
+        white, pulled = ξ.split([self.layout.size, self._columns()], dim=1)
+        pairs = zip(white, pulled, strict=True)
         return torch.stack([self._converged(math.sqrt(self.damping) * a + G.pull_root(b)) for a, b in pairs])
 
     def whitened(self, ω: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class CGInverse(Inverse):
         return columns
 
     def _converged(self, ω: Tensor) -> Tensor:
-        """The solution, which a covariance is made of: one that is not there is not taken for it."""
+        """The solution; raises where it was not reached, since samples would have another covariance."""
         v = self.solve(ω)
         if self.report is not None and not self.report.converged:
             raise SingularMetricError(

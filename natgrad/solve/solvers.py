@@ -1,4 +1,4 @@
-"""The solver: from a metric and a covector to the vector."""
+"""Solvers: from a metric and a covector to the vector, by a direct method."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Solver(ABC):
 
     @property
     def doubtful(self) -> bool:
-        """Whether the last inverse turned out to be no good, so that it must be made again before it is due."""
+        """Whether the last inverse has failed, so that it must be computed again before it is due."""
         return False
 
     @abstractmethod
@@ -32,7 +32,7 @@ class Solver(ABC):
         """
 
     def again(self, last: Inverse, G: Operator, damping: float = 0.0) -> Inverse:
-        """As ``init``, from the last inverse, which may be used up: the new one may be made in its memory.
+        """As ``init``, from the last inverse, which may be overwritten.
 
         Where that raises, some layers of the last inverse may be new, and the others as they were.
         """
@@ -68,9 +68,6 @@ class Solver(ABC):
         return state.sharp(ω)
 
 
-# The direct solver: Cholesky, in the form each structure has for it.
-
-
 @final
 @dataclass(frozen=True)
 class Cholesky(Solver):
@@ -93,13 +90,10 @@ class Cholesky(Solver):
         return G.inverse(damping)
 
 
-# Factored damping: each factor of a Kronecker product is damped by itself.
-
-
 @final
 @dataclass(frozen=True)
 class Factored(Solver):
-    """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹, π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3; ERRATA D).
+    """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹, π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
 
     The inverse of G + λM with the reference metric M = 1 ⊗ 1, up to the cross terms √λ(π S ⊗ 1 + 1 ⊗ A/π): the step
     is shorter than that of ``Cholesky``, which damps by exactly λM through the eigenvalues. It needs no eigenvalues.
@@ -144,18 +138,16 @@ class Factored(Solver):
         return G.factored_inverse(damping, last.tensors(), self.newton, last)
 
 
-# The generalised inverse: natural gradients of singular metrics.
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class Pinv(Solver):
-    """v = argmin ‖y‖_W subject to G y = ω (001 (33)); Moore–Penrose without a weight (001 definitions 2 and 3).
+    """v = argmin ‖y‖_W subject to G y = ω; without a weight the Moore–Penrose inverse.
 
-    Its pushforward is the projection of the gradient onto the span of the coordinate vectors, for every W (theorem 1);
-    the vector itself does depend on W and on the parametrisation (section 3.2). ``rtol``: eigenvalues at most rtol
-    times the largest count as zero (default: size × machine epsilon). ``weight``: positive numbers for every
-    parameter (a mapping of tensors by name), or a positive definite matrix [p q] in flattening order.
+    This is (33) of van Oostrum, Müller and Ay (2023). For every W its pushforward is the projection of the gradient
+    onto the span of the coordinate vectors (their theorem 1); the vector itself depends on both W and the coordinates.
+    ``rtol``: eigenvalues at most rtol times the largest count as zero (default: size × machine epsilon). ``weight``:
+    positive numbers for every parameter (a mapping of tensors by name), or a positive definite matrix [p q] in
+    flattening order.
 
     >>> import natgrad as ng
     >>> G = ng.operators.DenseOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.ones(2, 2))

@@ -81,12 +81,12 @@ class Layout:
 class Cost:
     """What a metric costs, as far as shapes tell: leading terms, in multiplications and additions.
 
-    ``kept``: numbers of the metric and its inverse. ``invert``: operations of one inverse, ``solve``: of one product
+    ``numbers``: of the metric and its inverse. ``invert``: operations of one inverse, ``solve``: of one product
     with it, ``position``: of the estimate, for every position of an example and column of the root. ``factors``: shapes
     of what is kept of the metric by letter, [c d d], or [c d] for a diagonal.
     """
 
-    kept: int
+    numbers: int
     invert: int
     solve: int
     position: int
@@ -97,8 +97,8 @@ class Cost:
         """The sum; shapes are kept where there is one term."""
         if len(costs) == 1:
             return costs[0]
-        numbers = [(cost.kept, cost.invert, cost.solve, cost.position) for cost in costs]
-        return Cost(*(sum(column) for column in zip(*numbers, strict=True)))
+        columns = [(cost.numbers, cost.invert, cost.solve, cost.position) for cost in costs]
+        return Cost(*(sum(column) for column in zip(*columns, strict=True)))
 
 
 class Structure(ABC):
@@ -204,10 +204,10 @@ def check_shape(name: str, t: Tensor, shape: Sequence[int]) -> None:
 class WorkSharing(Protocol):
     """Processes that divide expensive work by layers."""
 
-    def own(self, blocks: Sequence[Block]) -> list[int]:
+    def share(self, blocks: Sequence[Block]) -> list[int]:
         """The numbers of the layers that this process works on."""
 
-    def gathered(self, own: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def gathered(self, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors that all processes computed; an error of one is raised by all."""
 
 
@@ -478,11 +478,11 @@ class Subset:
         """The elements of these parameters, from the elements [*batch p] of all."""
         return torch.cat([flat[..., span] for span in self.spans], dim=-1)
 
-    def put(self, part: Tensor, flat: Tensor) -> None:
+    def put(self, values: Tensor, flat: Tensor) -> None:
         """The inverse of ``take``."""
         sizes = [span.stop - span.start for span in self.spans]
-        for span, values in zip(self.spans, part.split(sizes, dim=-1), strict=True):
-            flat[..., span] = values
+        for span, piece in zip(self.spans, values.split(sizes, dim=-1), strict=True):
+            flat[..., span] = piece
 
     def index(self, device: torch.device) -> Tensor:
         """The positions."""

@@ -1,4 +1,4 @@
-"""The full matrix, and the block-diagonal one."""
+"""Dense and BlockDense: all of the metric, or one matrix for every layer, inverted by Cholesky."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Dense(Structure):
 @final
 @dataclass(frozen=True)
 class BlockDense(Structure):
-    """The diagonal blocks of G, one a layer (a layer's weight and bias together).
+    """The diagonal blocks of G, one for every layer (its weight and bias together).
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -171,7 +171,7 @@ class DenseOperator(Operator):
 @final
 @dataclass(frozen=True)
 class BlockDenseOperator(Operator):
-    """The diagonal blocks of G, one a layer; block b lives on the flattened positions ``indices[b]``."""
+    """The diagonal blocks of G, one for every layer; block b is at the flattened positions ``indices[b]``."""
 
     layout: Layout
     names: tuple[str, ...]
@@ -265,8 +265,8 @@ class CholeskyInverse(Inverse):
         """L⁻ᵀ t or L⁻¹ t of every block, for t [s p]."""
         out = torch.empty_like(t)
         for index, factor in zip(self.indices, self.factors, strict=True):
-            own = t[:, index].permute(1, 2, 0)  # [b d s]
-            solved = torch.linalg.solve_triangular(factor.mT if upper else factor, own, upper=upper)
+            columns = t[:, index].permute(1, 2, 0)  # [b d s]
+            solved = torch.linalg.solve_triangular(factor.mT if upper else factor, columns, upper=upper)
             out[:, index] = solved.permute(2, 0, 1)
         return out
 
@@ -277,7 +277,9 @@ class CholeskyInverse(Inverse):
 @final
 @dataclass(frozen=True)
 class PseudoInverse(Inverse):
-    """W^{-½} (W^{-½} G W^{-½})⁺ W^{-½}: the solution of G v = ω of least ‖v‖_W (001 (33)); Moore–Penrose at W = 1.
+    """W^{-½} (W^{-½} G W^{-½})⁺ W^{-½}: the solution of G v = ω of least ‖v‖_W.
+
+    Without a weight it is the Moore–Penrose inverse (van Oostrum, Müller and Ay (2023, (33)).
 
     Eigenvalues at most ``rtol`` times the largest count as zero.
     """
@@ -315,12 +317,12 @@ class PseudoInverse(Inverse):
 
 
 def restored_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
-    """The inverse with these tensors, of matrices at these places."""
-    places = tuple(index for index, _ in _batched(indices, indices))
+    """The inverse with these tensors, of matrices at these flattened positions."""
+    batches = tuple(index for index, _ in _batched(indices, indices))
     for kind, prefix in ((CholeskyInverse, _CHOLESKY), (PseudoInverse, _ROOT)):
-        found = tuple(tensors[f"{prefix}{at}"] for at in range(len(places)) if f"{prefix}{at}" in tensors)
-        if len(found) == len(places):
-            return kind(layout, places, found)
+        factors = tuple(tensors[f"{prefix}{at}"] for at in range(len(batches)) if f"{prefix}{at}" in tensors)
+        if len(factors) == len(batches):
+            return kind(layout, batches, factors)
     return None
 
 
@@ -357,13 +359,13 @@ def _batched(indices: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[tupl
 
 
 def spans_of(pullback: Pullback) -> list[slice]:
-    """Of every block, its rows in a packed matrix."""
+    """The rows of every block in a packed matrix."""
     ends = accumulate((block.size for block in pullback.blocks), initial=0)
     return [slice(start, end) for start, end in pairwise(ends)]
 
 
 def layers_in(blocks: Sequence[Block]) -> dict[str, list[Block]]:
-    """Blocks whose parameters' names agree up to the last dot: what a user calls a layer."""
+    """Blocks by the names of their parameters up to the last dot: what a user calls a layer."""
     grouped: dict[str, list[Block]] = {}
     for block in blocks:
         grouped.setdefault(block.names[0].rpartition(".")[0], []).append(block)
@@ -371,12 +373,12 @@ def layers_in(blocks: Sequence[Block]) -> dict[str, list[Block]]:
 
 
 def index_of(group: Sequence[Block]) -> Tensor:
-    """The places [p] of the blocks' parameters in flattening order."""
+    """The positions [p] of the blocks' parameters in flattening order."""
     return torch.cat([block.index for block in group])
 
 
 def name_of(group: Sequence[Block]) -> str:
-    """In flattening order, whatever the blocks."""
+    """The names of the blocks' parameters, in flattening order."""
     starts: dict[str, int] = {}
     for block in group:
         starts.update(zip(block.names, sorted(place.start for place in block.places), strict=True))
@@ -384,7 +386,7 @@ def name_of(group: Sequence[Block]) -> str:
 
 
 def add_pairs(total: Tensor, factors: Sequence[Factors], limit: int) -> None:
-    """Add Σ_kn R Rᵀ of several blocks that are kept as one."""
+    """Add Σ_kn R Rᵀ of several blocks that are one matrix."""
     ends = list(accumulate((f.g.shape[3] * f.g.shape[4] * f.a.shape[3] for f in factors), initial=0))
     spans = [slice(start, end) for start, end in pairwise(ends)]
     for b, left in enumerate(factors):

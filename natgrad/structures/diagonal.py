@@ -1,4 +1,4 @@
-"""The diagonal of the metric."""
+"""Diagonal: the diagonal of the metric, which is inverted by division."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from natgrad.structures.base import Cost, Inverse, Layout, Operator, Structure
 @final
 @dataclass(frozen=True)
 class Diagonal(Structure):
-    """The diagonal of G, without its rows: Σ_n (Σ_k g²) a², one product a layer (002 (31)).
+    """The diagonal of G, without its rows: Σ_n (Σ_k g²) a², one product for every layer.
 
-    With a sampled metric this is the pullback sampling trick: one backward pass, and no per-example gradient.
+    With a sampled metric this is the pullback sampling trick of Grosse (2021, (31)): one backward pass, and no
+    per-example gradient.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -95,8 +96,8 @@ class DiagonalOperator(Operator):
         return ScaleInverse(self.layout, tensors["scale"]) if "scale" in tensors else None
 
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
-        # The weight chooses among solutions that differ in the null space; a diagonal G has one of least norm, for
-        # every diagonal weight the same: zero where G is zero.
+        # The weight chooses among solutions that differ in the null space. For a diagonal G the one of least norm is
+        # the same for every diagonal weight: zero where G is zero.
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the coordinates; give numbers a parameter")
         check_finite(self.values, "the diagonal of the metric")

@@ -100,12 +100,12 @@ class EigenKroneckerOperator(LayerOperator):
 
     def _shared_basis(self, sharing: WorkSharing) -> Basis:
         """The eigenvectors of S and A, every process those of its layers."""
-        names, own = [block.names[0] for block in self.blocks], sharing.own(self.blocks)
+        names, share = [block.names[0] for block in self.blocks], sharing.share(self.blocks)
 
         def decompose() -> dict[str, Tensor]:
-            basis = Basis.of([self.left[b] for b in own], [self.right[b] for b in own])
+            basis = Basis.of([self.left[b] for b in share], [self.right[b] for b in share])
             sides = {"Q": basis.left, "P": basis.right}
-            pairs = ((f"{names[b]}/{key}", t) for key, side in sides.items() for b, t in zip(own, side, strict=True))
+            pairs = ((f"{names[b]}/{key}", t) for key, side in sides.items() for b, t in zip(share, side, strict=True))
             return {key: t for key, t in pairs if t is not None}
 
         tensors = sharing.gathered(decompose)
@@ -289,7 +289,7 @@ class EigenKronecker(Layered):
         sides = SidesCost.of(block, self.shapes(block))
         rotate = 2 * sides.rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
         return Cost(
-            kept=sides.numbers + sides.rotations + 2 * block.size,
+            numbers=sides.numbers + sides.rotations + 2 * block.size,
             invert=EIGENVECTORS * sides.cubes,
             solve=2 * sides.solve,
             position=sides.numbers + rotate,

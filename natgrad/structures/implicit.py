@@ -1,4 +1,4 @@
-"""The metric as a product only: v ↦ Jᵀ(C ⊗ h)Jv, nothing stored."""
+"""Implicit: the metric as a product v ↦ Jᵀ(C ⊗ h)Jv, of which nothing is stored; also Hessians and sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from natgrad.structures.dense import DenseOperator
 @final
 @dataclass(frozen=True)
 class Implicit(Structure):
-    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (002 section 5.2); solved by ``CG``.
+    """Only v ↦ Jᵀ(C ⊗ h)Jv, through the model linearised once (Grosse 2021, section 5.2); solved by ``CG``.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -60,7 +60,7 @@ class Implicit(Structure):
 @final
 @dataclass(frozen=True)
 class ImplicitOperator(Operator):
-    """G v = Jᵀ h J v (002 section 5.2, 004 (43)): the model is linearised once, at a snapshot of the parameters.
+    """G v = Jᵀ h J v (Johnson 2017, (43)): the model is linearised once, at a snapshot of the parameters.
 
     A moving average is a weighted sum of such terms.
     """
@@ -74,13 +74,13 @@ class ImplicitOperator(Operator):
 
     def product(self, v: Tensor) -> Tensor:
         named = unflatten(v, self.layout.like)
-        parts = []
+        terms = []
         for weight, pullback, linear in self.terms:
             pushed = linear.push(named).to(pullback.y.dtype)
             # The weight goes where there are few numbers: onto the outputs.
             pulled = linear.pull((pullback.output_flat(pushed) * weight).to(linear.y.dtype))
-            parts.append(torch.cat([t.reshape(-1) for t in pulled.values()]).to(v.dtype))
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            terms.append(torch.cat([t.reshape(-1) for t in pulled.values()]).to(v.dtype))
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
     @property
     def pullback(self) -> Pullback | None:
@@ -95,20 +95,21 @@ class ImplicitOperator(Operator):
 
     def push_root(self, v: Tensor) -> Tensor:
         """R v [(k n)], where a row of R is J_nᵀs_kn √(w/N)."""
-        named, parts = unflatten(v, self.layout.like), []
+        named, pushes = unflatten(v, self.layout.like), []
         for weight, pullback, linear in self.terms:
             pushed = linear.push(named).to(pullback.y.dtype)
             s = pullback.root
             t = torch.einsum("knd,nd->kn", s.reshape(*s.shape[:2], -1), pushed.reshape(pullback.n, -1))
-            parts.append(t.flatten() * math.sqrt(weight / pullback.n))
-        return torch.cat(parts)
+            pushes.append(t.flatten() * math.sqrt(weight / pullback.n))
+        return torch.cat(pushes)
 
     def pull_root(self, t: Tensor) -> Tensor:
         """Rᵀ t [p] for t [(k n)]."""
         total = t.new_zeros(self.layout.size)
         sizes = [pullback.columns * pullback.n for _, pullback, _ in self.terms]
-        for (weight, pullback, linear), own in zip(self.terms, t.split(sizes), strict=True):
-            u = torch.einsum("kn...,kn->n...", pullback.root, own.view(-1, pullback.n)) * math.sqrt(weight / pullback.n)
+        for (weight, pullback, linear), column in zip(self.terms, t.split(sizes), strict=True):
+            u = torch.einsum("kn...,kn->n...", pullback.root, column.view(-1, pullback.n))
+            u = u * math.sqrt(weight / pullback.n)
             pulled = linear.pull(u.to(linear.y.dtype))
             total += torch.cat([g.reshape(-1) for g in pulled.values()]).to(t.dtype)
         return total
@@ -165,8 +166,8 @@ class HessianOperator(Operator):
 
     def product(self, v: Tensor) -> Tensor:
         tangents = list(self.layout.vector(v).values())
-        parts = torch.autograd.grad(self.gradients, self.leaves, tangents, retain_graph=True)
-        return torch.cat([part.reshape(-1) for part in parts]).to(v.dtype)
+        products = torch.autograd.grad(self.gradients, self.leaves, tangents, retain_graph=True)
+        return torch.cat([t.reshape(-1) for t in products]).to(v.dtype)
 
     def diagonal(self) -> Tensor:
         return self.dense().diagonal()

@@ -1,4 +1,4 @@
-"""The kernel: G = RᵀR kept through its factors, inverted in the space of examples and roots."""
+"""Kernel: G = RᵀR through its per-example rows R, inverted in the space of examples and roots (Woodbury)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.structures.base import Inverse, Layout, Operator, Structure
 
 _REFINED = 2  # steps of iterative refinement
-_ELEMENTS = 2**24  # of explicit rows at a time
+_ELEMENTS = 2**24  # numbers of explicit rows at a time
 
 
 @final
 @dataclass(frozen=True)
 class Kernel(Structure):
-    """R itself, in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury).
+    """The rows R in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury).
 
-    Under a ``Sobolev`` metric the kernel matrix of the inputs is not inverted (``PushThrough``), and mixes no rows.
+    Under a ``Sobolev`` metric the kernel matrix of the inputs is not inverted (``PushThrough``).
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -49,12 +49,12 @@ class Kernel(Structure):
         if coupled is not None and coupled.K is not None:  # the factors again in double, and two matrices in double
             return self.elements(pullback.unmixed()) * (1 + 8 // pullback.y.element_size())
         rows = pullback.columns * pullback.n
-        kept = 0
+        numbers = 0
         for block in pullback.blocks:
             _, o, i = block.shape
             shared = 1 if block.rule is None else pullback.seen.positions[block.names[0]]
-            kept += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
-        return kept + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
+            numbers += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
+        return numbers + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 
     @without_autocast
     def estimate(self, pullback: Pullback) -> KernelOperator:
@@ -65,27 +65,26 @@ class Kernel(Structure):
         return KernelOperator(Layout(pb.model.like, pb.y.dtype), tuple(pb.blocks), tuple(pb.collect()), K)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
-        kept, factors = [], []
-        pieces = [piece for whole in blocks for piece in _as_before(model, whole, tensors)]
-        for block in pieces:
+        restored, factors = [], []
+        for block in (piece for whole in blocks for piece in _pieces(model, whole, tensors)):
             f = Factors(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
             packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
-            kept.append(block if packed == block.shape else block.without_rule())
+            restored.append(block if packed == block.shape else block.without_rule())
             factors.append(f)
         K = KernelMatrix.of(tensors["K"]) if "K" in tensors else None
-        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(kept), tuple(factors), K)
+        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(restored), tuple(factors), K)
 
 
 @final
 @dataclass(frozen=True)
 class KernelOperator(Operator):
-    """G = RᵀR with R [(k n) p] kept as factors of every block; exact, and cheap when N·K < P.
+    """G = RᵀR with R [(k n) p] numbers as factors of every block; exact, and cheap when N·K < P.
 
     The Gram matrix R Rᵀ [(k n) (l m)] is the neural tangent kernel in the output metric, over N.
 
-    A metric that couples the examples by the inverse of a kernel matrix K is G = BᵀK⁻¹B. The factors are those of B,
-    which K does not mix, and R = L⁻¹B with K = L Lᵀ is formed a few parameters at a time. With damping it is solved
-    without K⁻¹, by ``PushThrough``.
+    A metric that couples the examples by the inverse of a kernel matrix K is G = BᵀK⁻¹B. We keep the factors of B, and
+    form R = L⁻¹B with K = L Lᵀ for a few parameters at a time. With damping it is solved without K⁻¹, by
+    ``PushThrough``.
     """
 
     layout: Layout
@@ -109,8 +108,8 @@ class KernelOperator(Operator):
 
     def push(self, v: Tensor) -> Tensor:
         """R v [k n]."""
-        parts = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
-        total = torch.stack(parts).sum(0)
+        pushes = [f.push(b.pack(v)) for b, f in zip(self.blocks, self.factors, strict=True)]
+        total = torch.stack(pushes).sum(0)
         return total if self.K is None else self.K.whiten(total)
 
     def pull(self, t: Tensor) -> Tensor:
@@ -132,8 +131,8 @@ class KernelOperator(Operator):
 
     def _mixed_square(self, f: Factors, K: KernelMatrix) -> Tensor:
         """Σ_kn R² [c o i] of a block."""
-        parts = [K.whiten(r).square().sum((0, 1)).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
-        return torch.cat(parts, dim=1)
+        squares = [K.whiten(r).square().sum((0, 1)).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
+        return torch.cat(squares, dim=1)
 
     def dense(self) -> Tensor:
         rows = self.rows()
@@ -144,8 +143,8 @@ class KernelOperator(Operator):
         k, n = self.factors[0].g.shape[:2]
         out = self.factors[0].g.new_empty(k * n, self.layout.size)
         for block, f in zip(self.blocks, self.factors, strict=True):
-            found = f.rows() if self.K is None else self.K.whiten(f.rows())
-            block.unpack(found.flatten(0, 1), out)
+            rows = f.rows() if self.K is None else self.K.whiten(f.rows())
+            block.unpack(rows.flatten(0, 1), out)
         return out
 
     def to(self, dtype: torch.dtype) -> KernelOperator:
@@ -224,7 +223,7 @@ class KernelOperator(Operator):
 @final
 @dataclass(frozen=True)
 class WoodburyInverse(Inverse):
-    """(RᵀR + λ)⁻¹ω = (ω − Rᵀ(RRᵀ + λ)⁻¹Rω)/λ (001 section 4)."""
+    """(RᵀR + λ)⁻¹ω = (ω − Rᵀ(RRᵀ + λ)⁻¹Rω)/λ, Woodbury's identity."""
 
     layout: Layout
     kernel: KernelOperator
@@ -241,17 +240,17 @@ class WoodburyInverse(Inverse):
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """(RᵀR + λ)⁻¹(√λ ξ₁ + Rᵀ ξ₂)."""
-        own, pulled = ξ.split([self.layout.size, self.factor.shape[0]], dim=1)
+        white, pulled = ξ.split([self.layout.size, self.factor.shape[0]], dim=1)
         shape = self.kernel.factors[0].g.shape[:2]
 
         def one(a: Tensor, b: Tensor) -> Tensor:
             return self.solve(a * math.sqrt(self.damping) + self.kernel.pull(b.view(shape)))
 
-        return torch.func.vmap(one)(own, pulled)
+        return torch.func.vmap(one)(white, pulled)
 
     def whitened(self, ω: Tensor) -> Tensor:
-        def one(own: Tensor) -> Tensor:
-            v = self.solve(own)
+        def one(covector: Tensor) -> Tensor:
+            v = self.solve(covector)
             return torch.cat([v * math.sqrt(self.damping), self.kernel.push(v).flatten()])
 
         return torch.func.vmap(one)(ω)
@@ -285,12 +284,12 @@ class KernelPseudoInverse(Inverse):
 @final
 @dataclass(frozen=True)
 class PushThrough:
-    """z ↦ (λK + BBᵀ)⁻¹, for the rows B [(k n) p] of a metric BᵀK⁻¹B and K [n n] for every column k (ERRATA 13):
+    """z ↦ (λK + BBᵀ)⁻¹, for the rows B [(k n) p] of a metric BᵀK⁻¹B and K [n n] for every column k:
 
         (BᵀK⁻¹B + λ)⁻¹BᵀK⁻¹v = Bᵀ(λK + BBᵀ)⁻¹v
 
-    It holds for a singular K too, with K⁺ for K⁻¹ and what K sees of B and v. Equal examples are rows that are equal:
-    they count once.
+    K is inverted nowhere. The identity also holds for a singular K, with K⁺ for K⁻¹ and with B and v projected onto the
+    range of K. Equal examples have equal rows, and count once.
     """
 
     rows: KernelOperator  # B, in float64
@@ -306,14 +305,14 @@ class PushThrough:
         n = K.whole.shape[0]
         k = matrix.shape[0] // n
         matrix.view(k, n, k, n).diagonal(dim1=0, dim2=2).add_(damping * K.inner.unsqueeze(2))
-        # λK may be less than the rounding of BBᵀ. Up to this rounding the factor is that of a positive matrix, and
-        # refinement with B itself takes out again what was added.
+        # λK may be less than the rounding of BBᵀ, so that the matrix is positive only up to rounding. We add that much,
+        # and refinement with B itself removes it again.
         diagonal = matrix.diagonal()
         diagonal.add_(matrix.shape[0] * torch.finfo(matrix.dtype).eps * diagonal.amax())
         return PushThrough(double, K, damping, root_or_nan(matrix))
 
     def solve(self, v: Tensor) -> Tensor:
-        """(λK + BBᵀ)⁻¹v [k n], of what K sees of v [k n]."""
+        """(λK + BBᵀ)⁻¹v [k n], of v [k n] projected onto the range of K."""
         inside = self.K.restrict(v.double())
         z = self._apply(inside)
         for _ in range(_REFINED):
@@ -331,14 +330,14 @@ class PushThrough:
 @final
 @dataclass(frozen=True)
 class PushThroughInverse(Inverse):
-    """(BᵀK⁻¹B + λ)⁻¹ω = (ω − Bᵀ(λK + BBᵀ)⁻¹Bω)/λ, which for ω = Bᵀe is Bᵀ(λK + BBᵀ)⁻¹K e (ERRATA 13)."""
+    """(BᵀK⁻¹B + λ)⁻¹ω = (ω − Bᵀ(λK + BBᵀ)⁻¹Bω)/λ, which for ω = Bᵀe is Bᵀ(λK + BBᵀ)⁻¹K e."""
 
     layout: Layout
     dual: PushThrough
 
     @staticmethod
     def of(layout: Layout, dual: PushThrough) -> PushThroughInverse:
-        """Refused where dividing by the damping would leave rounding. No eigenvalue of K is above its trace."""
+        """Refused where dividing by the damping would leave only rounding. No eigenvalue of K is above its trace."""
         diagonal = dual.factor.square().sum(-1) / dual.K.whole.diagonal().sum()
         refuse_lost_damping(dual.damping, diagonal, "the metric coupled by a kernel")
         return PushThroughInverse(layout, dual)
@@ -366,10 +365,10 @@ def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:
     """K of the examples of both, which are not coupled to each other."""
     if left.K is None and right.K is None:
         return None
-    found = [
+    kernels = [
         f.factors[0].g.new_ones(f.factors[0].g.shape[1]).diag() if f.K is None else f.K.whole for f in (left, right)
     ]
-    return KernelMatrix.of(torch.block_diag(*[K.double() for K in found]))
+    return KernelMatrix.of(torch.block_diag(*[K.double() for K in kernels]))
 
 
 def _join(left: Factors, right: Factors) -> Factors:
@@ -385,8 +384,8 @@ def _pad(t: Tensor, dim: int, size: int) -> Tensor:
     return t if missing == 0 else F.pad(t, (*[0, 0] * (t.ndim - 1 - dim), 0, missing))
 
 
-def _as_before(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
-    """A block, or the pieces of it, whose rows these tensors are."""
+def _pieces(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
+    """A block, or its pieces, with these rows."""
     rows = {name: tensors[f"{name}/g"] for name in block.names if f"{name}/g" in tensors}
     if len(rows) < 2:
         return [block]

@@ -199,49 +199,77 @@ class LayerInverse(Inverse):
         return v
 
     def sharp(self, ω: Covector) -> Vector:
-        """As ``solve``, without flattening: a step has this many launches, and no more.
+        return self._sharp(ω, None)
 
-        Beside the result, packed layers of one shape are held, not too many, and their product with one side.
+    def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
+        pairings: list[Tensor] = []
+        v = self._sharp(ω, pairings)
+        return v, torch.stack(pairings).sum()
+
+    def _sharp(self, ω: Covector, pairings: list[Tensor] | None) -> Vector:
+        """As ``solve``, without flattening: layers of one shape are stacked, and solved in two products.
+
+        ``pairings`` receives numbers whose sum is ⟨ω, ω♯⟩.
         """
-        lent, like = {t.untyped_storage().data_ptr() for t in ω.values()}, self.layout.like
-        found: dict[str, Tensor] = {}
-
-        def put(block: Block, w: Tensor) -> None:
-            found.update((name, _as(t, like[name])) for name, t in block.unpacked(w).items())
-
-        for group, first, last in self._runs:
-            columns = self._columns(group, first, last, ω)
-            if columns is not None:
-                found.update((name, _as(t.view(like[name].shape), like[name])) for name, t in columns.items())
-                continue
-            packed = [self.blocks[b].packed(ω).to(self.layout.dtype) for b in group[first:last]]
-            self._solve(group, first, packed, lent, put)
+        v: dict[str, Tensor] = {}
+        for at, (group, first, last) in enumerate(self._runs):
+            columns = self._columns[at]
+            if columns is None:
+                packed = stacked([self.blocks[b].packed(ω).to(self.layout.dtype) for b in group[first:last]])
+                solved = self.apply(group, first, packed, False)
+                for b, w in zip(group[first:last], solved.split(self.blocks[group[0]].shape[0]), strict=True):
+                    v.update(self.blocks[b].unpacked(w))
+                pairs = [(packed, solved)]
+            else:
+                pairs = self._solve_columns(group, first, columns, ω, v)
+            if pairings is not None:
+                pairings += [torch.dot(w.reshape(-1), u.reshape(-1)) for w, u in pairs]
         if self.rest is not None and self.others is not None:
-            others = self.rest.sharp(Covector(self.others.named(ω)))
-            found.update((name, _as(t, like[name])) for name, t in others.items())
-        return Vector({name: found[name] for name in like})
+            others, pairing = self.rest.sharp_with_pairing(Covector(self.others.named(ω)))
+            v.update(others)
+            if pairings is not None:
+                pairings.append(pairing.to(self.layout.dtype))
+        # In the precision of every parameter.
+        return Vector({name: v[name].to(t.dtype) for name, t in self.layout.like.items()})
 
-    def _names(self, numbers: Sequence[int], ω: Covector) -> list[tuple[str, ...]] | None:
-        """Of every part of these layers, which lie side by side in W, the names of the parameters."""
-        columns = [self.blocks[b].columns(ω) for b in numbers]
-        if any(own is None or [t.shape for t in own.values()] != _shapes(columns[0]) for own in columns):
-            return None
-        return list(zip(*(own for own in columns if own is not None), strict=True))
+    def _solve_columns(
+        self,
+        group: tuple[int, ...],
+        first: int,
+        columns: list[tuple[str, ...]],
+        ω: Covector,
+        v: dict[str, Tensor],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Solve the layers of a run, put their solutions into v, and give what was solved with its solutions."""
+        (c, o, _), count = self.blocks[group[0]].shape, len(columns[0])
+        parts = [
+            (ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names])).reshape(count * c, o, -1)
+            for names in columns
+        ]
+        parts = [part.to(self.layout.dtype) for part in parts]
+        if self.by_columns(group) and not (torch.is_grad_enabled() and any(part.requires_grad for part in parts)):
+            solved = self.apply_columns(group, first, parts)
+        elif len(parts) == 1:
+            solved = [self.apply(group, first, parts[0], False)]
+        else:
+            packed = torch.cat(parts, dim=-1)
+            packed = self.apply(group, first, packed, not packed.requires_grad)
+            solved = list(packed.split([part.shape[-1] for part in parts], dim=-1))
+        for names, part in zip(columns, solved, strict=True):
+            shape = self.layout.like[names[0]].shape
+            v.update(zip(names, [part.view(shape)] if count == 1 else part.view(count, *shape).unbind(), strict=True))
+        return list(zip(parts, solved, strict=True))
 
-    def _columns(self, group: tuple[int, ...], first: int, last: int, ω: Covector) -> dict[str, Tensor] | None:
-        """The solutions by name of layers that are solved part by part; None for layers that are packed."""
-        graph = torch.is_grad_enabled() and any(t.requires_grad for t in ω.values())
-        names = self._names(group[first:last], ω) if self.by_columns(group) and not graph else None
-        if names is None:
-            return None
-        c, o, _ = self.blocks[group[0]].shape
-        parts = [stacked([ω[name].reshape(c, o, -1) for name in own]).to(self.layout.dtype) for own in names]
-        solved = self.apply_columns(group, first, parts)
-        return {
-            name: part
-            for own, whole in zip(names, solved, strict=True)
-            for name, part in zip(own, whole.split(c), strict=True)
-        }
+    @cached_property
+    def _columns(self) -> list[list[tuple[str, ...]] | None]:
+        """Of every run, the names of the parameters that lie side by side in W; None where a rule packs otherwise."""
+        out: list[list[tuple[str, ...]] | None] = []
+        for group, first, last in self._runs:
+            columns = [self.blocks[b].columns(self.layout.like) for b in group[first:last]]
+            usual = [own for own in columns if own is not None]
+            shapes = {tuple(self.layout.like[name].shape for name in own) for own in usual}
+            out.append(list(zip(*usual, strict=True)) if len(usual) == len(columns) and len(shapes) == 1 else None)
+        return out
 
     @cached_property
     def _runs(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
@@ -268,17 +296,6 @@ class LayerInverse(Inverse):
         w = self.apply(group, first, w, not graph and w.untyped_storage().data_ptr() not in lent)
         for at, part in enumerate(w.split(self.blocks[group[0]].shape[0]), first):
             put(self.blocks[group[at]], part)
-
-
-def _shapes(columns: dict[str, Tensor] | None) -> list[torch.Size]:
-    return [] if columns is None else [t.shape for t in columns.values()]
-
-
-def _as(t: Tensor, like: Tensor) -> Tensor:
-    """t in the precision and the memory format of a parameter: kernels over many tensors want them alike."""
-    if t.dtype == like.dtype and t.stride() == like.stride():
-        return t
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=t.device).copy_(t)
 
 
 # Inverses of Kronecker-factored metrics: a product of inverses, or a scaling in the basis of the eigenvectors.
@@ -388,17 +405,23 @@ class ProductInverse(LayerInverse):
         return self.kinds[b]
 
     def apply(self, group: tuple[int, ...], first: int, w: Tensor, spent: bool) -> Tensor:
-        at = first * self.blocks[group[0]].shape[0]
-        left, right = (side[at : at + len(w)] for side in self.stacks[self.groups.index(group)])
+        left, right = self._sides(group, first, len(w))
         return two_sided(left, w, right, w if spent else None)
 
     def by_columns(self, group: tuple[int, ...]) -> bool:
         return self.kinds[group[0]] == (True, True) and is_asynchronous(self.stacks[0][0].device)
 
     def apply_columns(self, group: tuple[int, ...], first: int, parts: list[Tensor]) -> list[Tensor]:
-        at = first * self.blocks[group[0]].shape[0]
-        left, right = (side[at : at + len(parts[0])] for side in self.stacks[self.groups.index(group)])
+        left, right = self._sides(group, first, len(parts[0]))
         return two_sided_columns(left, parts, right)
+
+    def _sides(self, group: tuple[int, ...], first: int, count: int) -> tuple[SymFactor, SymFactor]:
+        """S⁻¹ and A⁻¹ of ``count`` matrices of a group, from its first layer on."""
+        left, right = self.stacks[self.groups.index(group)]
+        if count == len(left):
+            return left, right
+        at = first * self.blocks[group[0]].shape[0]
+        return left[at : at + count], right[at : at + count]
 
     def tensors(self) -> dict[str, Tensor]:
         out = self.below()
@@ -834,18 +857,19 @@ class KroneckerOperator(LayerOperator):
     def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: float) -> Inverse:
         """Every process inverts the factors of its layers."""
         rest = None if self.rest is None else self.rest.inverse(damping)
-        own, inverses = sharing.own(self.blocks), list[Inverse]()
+        share, inverses = sharing.share(self.blocks), list[Inverse]()
 
         def inverted() -> Mapping[str, Tensor]:
-            left, right = (tuple(side[b] for b in own) for side in (self.left, self.right))
-            share = replace(self, blocks=tuple(self.blocks[b] for b in own), left=left, right=right, rest=None)
-            inverses.extend([invert(share)] if own else [])
+            left, right = (tuple(side[b] for b in share) for side in (self.left, self.right))
+            blocks = tuple(self.blocks[b] for b in share)
+            if share:
+                inverses.append(invert(replace(self, blocks=blocks, left=left, right=right, rest=None)))
             return inverses[0].tensors() if inverses else {}
 
         inverse = self.layers_from(sharing.gathered(inverted), rest)
         assert inverse is not None
-        for share in inverses:  # on a GPU the host reads later that a factor could not be inverted
-            inverse.inherit(share)
+        for computed in inverses:  # on a GPU the host reads later that a factor could not be inverted
+            inverse.inherit(computed)
         return inverse
 
     def mend(self, inverse: Inverse, damping: float) -> None:
@@ -1262,8 +1286,8 @@ class Kronecker(Layered):
         factors = {"S": sides.left, "A": sides.right}
         if not exact:
             return Cost(2 * sides.numbers, sides.cubes, sides.solve, sides.numbers, factors)
-        kept = sides.numbers + sides.rotations + block.size
-        return Cost(kept, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
+        numbers = sides.numbers + sides.rotations + block.size
+        return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
 
     def estimate(self, pullback: Pullback) -> KroneckerOperator:
         return self.estimate_like(pullback, None)

@@ -1,4 +1,4 @@
-"""The leading eigenpairs of the metric, with a diagonal floor."""
+"""LowRank: the leading eigenpairs of the metric, and the diagonal of what is left as a floor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from natgrad.structures.dense import CholeskyInverse, Dense, restored_inverse
 from natgrad.structures.kernel import Kernel
 
 _WHAT = "the low-rank metric"
-_LARGEST = 4096  # parameters up to which a matrix is affordable
+_LARGEST = 4096  # parameters, up to which a matrix is affordable
 
 
 @final
@@ -67,8 +67,8 @@ class LowRank(Structure):
         return floored(layout, u, values, kernel.diagonal(), self.rank)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
-        kept = (tensors["vectors"], tensors["values"], tensors["floor"])
-        return LowRankOperator(Layout.of(model.params, tensors["values"].dtype), *kept, self.rank)
+        layout = Layout.of(model.params, tensors["values"].dtype)
+        return LowRankOperator(layout, tensors["vectors"], tensors["values"], tensors["floor"], self.rank)
 
     def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
         p, r = sum(block.size for block in blocks), self.rank
@@ -174,8 +174,8 @@ class LowRankInverse(Inverse):
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """(E + BBᵀ)⁻¹(√E ξ₁ + B ξ₂)."""
-        own, low = ξ.split(list(self.root.shape), dim=1)
-        return self._solved(own * self.scale.rsqrt() + low @ self.root.T)
+        white, low = ξ.split(list(self.root.shape), dim=1)
+        return self._solved(white * self.scale.rsqrt() + low @ self.root.T)
 
     def whitened(self, ω: Tensor) -> Tensor:
         v = self._solved(ω)
@@ -194,7 +194,7 @@ class LowRankInverse(Inverse):
 def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The largest eigenvalues [r] of a positive semi-definite matrix, descending, at most ``rank``, with vectors [d r].
 
-    What is zero to rounding is left out.
+    Eigenvalues that are zero up to rounding are left out.
     """
     check_finite(matrix, "the metric")
     values, vectors = torch.linalg.eigh(matrix)

@@ -1,4 +1,4 @@
-"""When a metric is estimated, and how it is averaged over time."""
+"""Refresh: when a metric is estimated and inverted, and how it is averaged over time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from natgrad.structures.base import Operator, Structure
 @final
 @dataclass(frozen=True)
 class Refresh(Structure):
-    """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (002 (32)).
+    """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (Grosse 2021, (32)).
 
-    It is inverted every ``inverse`` steps: in between an older inverse is used, and a change of the damping waits. With
-    ``inverse=1`` it is inverted whenever it, or the damping, has changed. The average starts at nothing and is
-    corrected for it, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so the first estimate counts whole (ERRATA, section D).
-    Kronecker factors, which one process averages as they arrive, count by their numbers of examples besides. Used by
-    the optimizers; ``estimate`` is the inner structure's.
+    It is inverted every ``inverse`` steps; in between the last inverse is used, and a change of the damping waits. With
+    ``inverse=1`` it is inverted whenever the metric or the damping has changed. The average is corrected for its start,
+    Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the full weight. Kronecker factors of one
+    process are also weighted by their numbers of examples. The optimizers use this; ``estimate`` is that of the inner
+    structure.
 
     >>> from natgrad.structures import Diagonal
     >>> Refresh(Diagonal(), every=10, decay=0.95)

@@ -1,6 +1,6 @@
-"""Conjugate likelihoods: log p(data | z) is linear in the sufficient statistics of the family of z.
+"""Conjugate likelihoods: log p(data | z) = ⟨λ, t(z)⟩ + constant, with t the statistics of the family of z.
 
-The posterior of a prior η₀ is η₀ + λ, with λ the ``sites`` of the data.
+With the prior η₀ the posterior is η₀ + λ; ``sites`` computes λ.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.distributions import constraints
 from torch.distributions.constraints import Constraint
 
 from natgrad.errors import DomainError
+from natgrad.families.base import ExponentialFamily
 from natgrad.families.categorical import Categorical
 from natgrad.families.circle import VonMises
 from natgrad.families.diagonal_gaussian import DiagonalGaussian
 from natgrad.families.dirichlet import Beta, Dirichlet
 from natgrad.families.discrete import Bernoulli
-from natgrad.families.exponential import ExponentialFamily
 from natgrad.families.gaussian import FullGaussian
 from natgrad.families.positive import Gamma
 from natgrad.families.wishart import Wishart
@@ -60,13 +60,7 @@ class Conjugate(ABC):
 class Probability(Conjugate):
     """z is a probability with a Beta prior, t = (log z, log(1 − z)); λ counts successes and failures."""
 
-    @property
-    def family(self) -> Beta:
-        return Beta()
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.nonnegative_integer
+    family = Beta()
 
 
 @final
@@ -78,9 +72,7 @@ class BernoulliProbability(Probability):
     tensor([2., 1.])
     """
 
-    @property
-    def support(self) -> Constraint:
-        return constraints.boolean
+    support = constraints.boolean
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.stack([x.sum(0), (1 - x).sum(0)], -1)
@@ -107,6 +99,7 @@ class NegativeBinomialProbability(Probability):
     """x successes, each of probability z, before ``count`` failures, as in torch.distributions."""
 
     count: float
+    support = constraints.nonnegative_integer
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.stack([x.sum(0), torch.full_like(x, self.count).sum(0)], -1)
@@ -116,6 +109,8 @@ class NegativeBinomialProbability(Probability):
 @dataclass(frozen=True)
 class GeometricProbability(Probability):
     """x failures before the first success, which has probability z, as in torch.distributions."""
+
+    support = constraints.nonnegative_integer
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.stack([torch.ones_like(x).sum(0), x.sum(0)], -1)
@@ -131,10 +126,7 @@ class CategoricalProbabilities(Conjugate):
     """
 
     classes: int
-
-    @property
-    def family(self) -> Dirichlet:
-        return Dirichlet()
+    family = Dirichlet()
 
     @property
     def support(self) -> Constraint:
@@ -150,13 +142,8 @@ class CategoricalProbabilities(Conjugate):
 class MultinomialProbabilities(Conjugate):
     """x [c] are counts of classes with probabilities z, of a Dirichlet prior."""
 
-    @property
-    def family(self) -> Dirichlet:
-        return Dirichlet()
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.independent(constraints.nonnegative_integer, 1)
+    family = Dirichlet()
+    support = constraints.independent(constraints.nonnegative_integer, 1)
 
     def _sites(self, x: Tensor) -> Tensor:
         return x.sum(0)
@@ -168,17 +155,11 @@ class VonMisesDirection(Conjugate):
     """Angles x around the direction z with a known concentration κ: log p = κ cos(x − z), t = (cos z, sin z)."""
 
     concentration: float
+    family = VonMises()
+    support = constraints.real
 
     def __post_init__(self) -> None:
-        check_positive(self, "concentration", self.concentration)
-
-    @property
-    def family(self) -> VonMises:
-        return VonMises()
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.real
+        _check_positive(self, "concentration", self.concentration)
 
     def _sites(self, x: Tensor) -> Tensor:
         return self.concentration * torch.stack([x.cos().sum(0), x.sin().sum(0)], -1)
@@ -193,13 +174,8 @@ class MixtureComponent(Conjugate):
     tensor([-2., -5.])
     """
 
-    @property
-    def family(self) -> Categorical:
-        return Categorical()
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.real_vector
+    family = Categorical()
+    support = constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
         return x.sum(0)
@@ -210,19 +186,14 @@ class MixtureComponent(Conjugate):
 class Alternative(Conjugate):
     """z ∈ {0, 1} says which of two models the data come from: x [n 2] holds log p(datum | z) for z = 0 and z = 1."""
 
-    @property
-    def family(self) -> Bernoulli:
-        return Bernoulli()
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.real_vector
+    family = Bernoulli()
+    support = constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
         return (x[..., 1] - x[..., 0]).sum(0)
 
 
-def check_positive(likelihood: Conjugate, name: str, value: float | Tensor) -> None:
+def _check_positive(likelihood: Conjugate, name: str, value: float | Tensor) -> None:
     """Refuse a known parameter that is not positive and finite."""
     inside = bool(((value > 0) & value.isfinite()).all()) if isinstance(value, Tensor) else 0 < value < math.inf
     if not inside:
@@ -242,17 +213,11 @@ class GaussianMean(Conjugate):
     """
 
     covariance: Tensor
+    family = FullGaussian()
+    support = constraints.real_vector
 
     def __post_init__(self) -> None:
         _check_covariance(self.covariance)
-
-    @property
-    def family(self) -> FullGaussian:
-        return FullGaussian()
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
         Λ = torch.linalg.inv(self.covariance)
@@ -266,13 +231,10 @@ class DiagonalMean(Conjugate):
     """Coordinates by themselves, around a mean z [d], with known ``variance`` σ² [d] or one for all; t = (z, −½z²)."""
 
     variance: float | Tensor
+    family = DiagonalGaussian()
 
     def __post_init__(self) -> None:
-        check_positive(self, "variance", self.variance)
-
-    @property
-    def family(self) -> DiagonalGaussian:
-        return DiagonalGaussian()
+        _check_positive(self, "variance", self.variance)
 
 
 @final
@@ -280,9 +242,7 @@ class DiagonalMean(Conjugate):
 class DiagonalGaussianMean(DiagonalMean):
     """x [d] ~ N(z, diag σ²): λ = (Σ x/σ², n/σ²)."""
 
-    @property
-    def support(self) -> Constraint:
-        return constraints.real_vector
+    support = constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.cat([x / self.variance, torch.ones_like(x) / self.variance], -1).sum(0)
@@ -293,9 +253,7 @@ class DiagonalGaussianMean(DiagonalMean):
 class LogNormalMean(DiagonalMean):
     """log x [d] ~ N(z, diag σ²) with known ``variance`` of the logarithms."""
 
-    @property
-    def support(self) -> Constraint:
-        return constraints.independent(constraints.positive, 1)
+    support = constraints.independent(constraints.positive, 1)
 
     def _sites(self, x: Tensor) -> Tensor:
         return DiagonalGaussianMean(self.variance).sites(x.log())
@@ -308,21 +266,15 @@ class LinearWeights(Conjugate):
 
     inputs: Tensor
     variance: float
+    family = FullGaussian()
+    support = constraints.real
 
     def __post_init__(self) -> None:
-        check_positive(self, "variance", self.variance)
-
-    @property
-    def family(self) -> FullGaussian:
-        return FullGaussian()
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.real
+        _check_positive(self, "variance", self.variance)
 
     def _sites(self, x: Tensor) -> Tensor:
         if x.shape != self.inputs.shape[:1]:
-            raise ValueError(f"inputs {tuple(self.inputs.shape)} need one datum a row, got shape {tuple(x.shape)}")
+            raise ValueError(f"inputs {tuple(self.inputs.shape)} need one datum per row, got shape {tuple(x.shape)}")
         return torch.cat([self.inputs.T @ x, (self.inputs.T @ self.inputs).flatten()]) / self.variance
 
 
@@ -341,13 +293,8 @@ def _check_covariance(covariance: Tensor) -> None:
 class Rate(Conjugate):
     """z > 0 with a Gamma prior, t = (log z, z), and log p(x | z) = u(x) log z − w(x) z + constant: λ = Σ (u, −w)."""
 
-    @property
-    def family(self) -> Gamma:
-        return Gamma()
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.positive
+    family = Gamma()
+    support: Constraint = constraints.positive
 
 
 @final
@@ -359,9 +306,7 @@ class PoissonRate(Rate):
     tensor([ 6., -3.])
     """
 
-    @property
-    def support(self) -> Constraint:
-        return constraints.nonnegative_integer
+    support = constraints.nonnegative_integer
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.stack([x.sum(0), -torch.ones_like(x).sum(0)], -1)
@@ -375,7 +320,7 @@ class GammaRate(Rate):
     shape: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive(self, "shape", self.shape)
+        _check_positive(self, "shape", self.shape)
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.stack([torch.full_like(x, self.shape).sum(0), -x.sum(0)], -1)
@@ -389,7 +334,7 @@ class WeibullRate(Rate):
     shape: float
 
     def __post_init__(self) -> None:
-        check_positive(self, "shape", self.shape)
+        _check_positive(self, "shape", self.shape)
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.stack([torch.ones_like(x).sum(0), -x.pow(self.shape).sum(0)], -1)
@@ -401,10 +346,7 @@ class LaplaceRate(Rate):
     """p(x | z) = (z/2) exp(−z|x − c|) with a known ``centre`` c, z = 1/scale: u = 1, w = |x − c|."""
 
     centre: float = 0.0
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.real
+    support = constraints.real
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.stack([torch.ones_like(x).sum(0), -(x - self.centre).abs().sum(0)], -1)
@@ -416,10 +358,7 @@ class GaussianPrecision(Rate):
     """N(m, 1/z) with a known ``mean`` m: u = ½, w = ½(x − m)²."""
 
     mean: float = 0.0
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.real
+    support = constraints.real
 
     def _sites(self, x: Tensor) -> Tensor:
         return 0.5 * torch.stack([torch.ones_like(x).sum(0), -(x - self.mean).square().sum(0)], -1)
@@ -444,7 +383,7 @@ class InverseGaussianShape(Rate):
     mean: float = 1.0
 
     def __post_init__(self) -> None:
-        check_positive(self, "mean", self.mean)
+        _check_positive(self, "mean", self.mean)
 
     def _sites(self, x: Tensor) -> Tensor:
         w = (x - self.mean).square() / (self.mean**2 * x)
@@ -457,14 +396,8 @@ class GaussianPrecisionMatrix(Conjugate):
     """N(m, z⁻¹) with a known ``mean`` m [d] and a Wishart prior, t = (log|z|, −½vec z): λ = (n/2, Σ δδᵀ), δ = x − m."""
 
     mean: Tensor
-
-    @property
-    def family(self) -> Wishart:
-        return Wishart()
-
-    @property
-    def support(self) -> Constraint:
-        return constraints.real_vector
+    family = Wishart()
+    support = constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
         δ = x - self.mean

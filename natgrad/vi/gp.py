@@ -13,9 +13,8 @@ from natgrad.kernels.distances import points, squared_distances
 from natgrad.kernels.matern import matern
 from natgrad.kernels.sobolev import check_smoothness
 from natgrad.linalg import check_finite
-from natgrad.vi.latent import LatentGaussian, Likelihood, Projection
-
-# Covariance functions of Gaussian processes, with hyperparameters that are learned.
+from natgrad.vi.latent import LatentGaussian, Projection
+from natgrad.vi.likelihoods import Likelihood
 
 
 class Covariance(nn.Module, ABC):
@@ -31,13 +30,13 @@ class Covariance(nn.Module, ABC):
 
 
 class Stationary(Covariance):
-    """σ² k(‖x − y‖²/ℓ²) with a variance σ² and a lengthscale ℓ, or one for every coordinate; both in logarithms."""
+    """σ² k(‖x − y‖²/ℓ²) with a variance σ² and a lengthscale ℓ, or one per coordinate; both as logarithms."""
 
     def __init__(self, lengthscale: float | Tensor = 1.0, variance: float = 1.0) -> None:
         super().__init__()
         scale = torch.as_tensor(lengthscale, dtype=torch.get_default_dtype())
         if scale.ndim > 1 or not bool((scale > 0).all() & scale.isfinite().all()):
-            raise ValueError(f"lengthscale must be a positive number, or one a coordinate [d], got {lengthscale}")
+            raise ValueError(f"lengthscale must be a positive number, or one per coordinate [d], got {lengthscale}")
         if not (variance > 0 and math.isfinite(variance)):
             raise ValueError(f"variance must be positive and finite, got {variance}")
         self.log_lengthscale = nn.Parameter(scale.log())
@@ -48,7 +47,7 @@ class Stationary(Covariance):
         """k at squared distances u; k(0) = 1."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.log_lengthscale.ndim == 0:  # one scale for all: its gradient needs none of the coordinates
+        if self.log_lengthscale.ndim == 0:  # one scale: its gradient does not need the coordinates
             return self.scaled(squared_distances(points(x), points(y)), (-2 * self.log_lengthscale).exp())
         scale = self.log_lengthscale.exp()
         return self.scaled(squared_distances(points(x) / scale, points(y) / scale), torch.ones_like(self.log_variance))
@@ -74,12 +73,12 @@ class SquaredExponential(Stationary):
         return (-0.5 * u).exp()
 
     def scaled(self, u: Tensor, factor: Tensor) -> Tensor:
-        return (u * (-0.5 * factor)).add_(self.log_variance).exp_()  # in one piece of memory
+        return (u * (-0.5 * factor)).add_(self.log_variance).exp_()  # in place: one buffer
 
 
 @final
 class Matern(Stationary):
-    """σ² times the Sobolev kernel of smoothness ν (``functionspace.SobolevKernel``) at √(2ν)‖x − y‖/ℓ (ERRATA 7).
+    """σ² times the Sobolev kernel of smoothness ν (``functionspace.SobolevKernel``) at √(2ν)‖x − y‖/ℓ.
 
     >>> Matern(0.5, lengthscale=2.0)(torch.tensor([[0.0]]), torch.tensor([[2.0]])).detach()  # e^{−1}
     tensor([[0.3679]])
@@ -96,13 +95,14 @@ class Matern(Stationary):
 
 @final
 class SparseGP(LatentGaussian):
-    """f ~ GP(0, k) summarised by its values u at m inducing points, y_n ~ p(y | f(x_n)) (Titsias 2009; Hensman 2015).
+    """f ~ GP(0, k) summarised by its values u at m inducing points, y_n ~ p(y | f(x_n)).
 
-    With u = L v, L Lᵀ = k(z, z), the prior of v is N(0, 1), a_n = L⁻¹k(z, x_n), and r_n = k(x_n, x_n) − ‖a_n‖². The
-    steps are those of ``LatentGaussian``. Hyperparameters (of the kernel, the likelihood, and the inducing points) are
-    parameters of the module: descend ``-elbo`` in them with any optimizer between the steps.
+    See Titsias (2009) and Hensman et al. (2015). With u = L v, L Lᵀ = k(z, z), the prior of v is N(0, 1),
+    a_n = L⁻¹k(z, x_n), and r_n = k(x_n, x_n) − ‖a_n‖². The steps are those of ``LatentGaussian``. Hyperparameters (of
+    the kernel, the likelihood, and the inducing points) are parameters of the module: ``learn`` them, or descend
+    ``-elbo`` in them with any optimizer between the steps.
 
-    ``jitter`` is added to the diagonal of k(z, z), as a part of its largest entry.
+    ``jitter`` times the largest entry of the diagonal of k(z, z) is added to that diagonal.
 
     >>> import natgrad as ng
     >>> x = torch.linspace(0, 1, 20).unsqueeze(1)
@@ -123,7 +123,7 @@ class SparseGP(LatentGaussian):
         self.inducing = nn.Parameter(inducing.detach().clone())
 
     def project(self, x: Tensor) -> Projection:
-        """a [n m] and r [n] at inputs x; they depend on the hyperparameters alone, and may be kept while those stay."""
+        """a [n m] and r [n] at inputs x."""
         if x.shape[1:] != self.inducing.shape[1:]:
             raise ValueError(
                 f"inputs x of shape {tuple(x.shape)} do not match inducing points of shape "
@@ -138,4 +138,4 @@ class SparseGP(LatentGaussian):
                 "than the lengthscale. Use fewer, or more jitter"
             )
         a = torch.linalg.solve_triangular(L, k_zx, upper=False).T
-        return Projection(a, (self.kernel.variance(x) - a.square().sum(1)).clamp(min=0))  # below zero is rounding
+        return Projection(a, (self.kernel.variance(x) - a.square().sum(1)).clamp(min=0))  # rounding may be below zero

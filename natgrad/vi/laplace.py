@@ -26,23 +26,14 @@ from natgrad.structures.dense import Dense
 from natgrad.structures.implicit import ImplicitOperator
 from natgrad.structures.kernel import Kernel
 
-# The metric of a model over all of its data, at a snapshot of the parameters.
-
-
-_ELEMENTS = 2**24  # of explicit rows at a time
+_ELEMENTS = 2**24  # entries of a Jacobian at a time
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @final
 @dataclass(frozen=True)
 class Curvature:
-    """G, the mean over N examples, at the parameters θ* of a model.
-
-    >>> import natgrad as ng
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> at = Curvature.of(Model.of(model), torch.ones(5, 2), ng.Euclidean(), ng.Dense())
-    >>> at.examples, at.operator.dense().shape
-    (5, torch.Size([2, 2]))
-    """
+    """G, the mean over N examples, at the parameters θ* of a model."""
 
     model: Model
     mode: Vector  # θ*, a copy
@@ -58,9 +49,8 @@ class Curvature:
         target: Any = None,
         generator: torch.Generator | None = None,
     ) -> Curvature:
-        """G of all batches of a loader is the mean of theirs, each with the weight of its examples."""
+        """G of a loader is the mean over its batches, weighted by their examples."""
         operator, n = None, 0
-        check_slots(metric=(metric, OutputMetric))
         view = View(model, metric, layers_of(model), generator)
         for batch in _batches(model, x, target):
             pb = view.checked(batch.x, batch.target)
@@ -74,7 +64,7 @@ class Curvature:
         return Curvature(model, mode, operator.finite(wait=True), n)
 
     def rows(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
-        """y [n *out] and its Jacobian [d n p] at the mode, for some of the examples at a time."""
+        """y [n *out] and its Jacobian [d n p] at the mode, a chunk of examples at a time."""
         self._check_unmoved()
         with torch.no_grad():
             y = self.model(None, x)
@@ -82,8 +72,7 @@ class Curvature:
         step = max(1, _ELEMENTS // (d * self.model.size))
         view = View(self.model, Euclidean(), layers_of(self.model), None)
         for start in range(0, n, step):
-            part = (start, min(start + step, n))
-            pb = view.checked(examples(x, part, n) if step < n else x)
+            pb = view.checked(examples(x, (start, min(start + step, n)), n) if step < n else x)
             yield pb.y, Kernel().estimate(pb).rows().view(d, pb.n, -1) * pb.n**0.5
 
     def _check_unmoved(self) -> None:
@@ -111,11 +100,11 @@ def _batches(model: Model, x: Inputs | DataLoader[Any], target: Any) -> Iterator
     if target is not None:
         raise TypeError("target= belongs to one batch x; a loader brings its targets, as pairs (x, target)")
     for item in x:
-        found = map_tensors(item, lambda t: t.to(model.example.device))
-        if isinstance(found, Tensor):
-            yield Batch(model, found)
-        elif isinstance(found, (list, tuple)) and 1 <= len(found) <= 2:
-            yield Batch(model, *found)
+        batch = map_tensors(item, lambda t: t.to(model.example.device))
+        if isinstance(batch, Tensor):
+            yield Batch(model, batch)
+        elif isinstance(batch, (list, tuple)) and 1 <= len(batch) <= 2:
+            yield Batch(model, *batch)
         else:
             raise TypeError(
                 f"a loader must give tensors x or pairs (x, target), and this one gave a {type(item).__name__}: put "
@@ -123,21 +112,15 @@ def _batches(model: Model, x: Inputs | DataLoader[Any], target: Any) -> Iterator
             )
 
 
-# The prior precision with the largest evidence.
-
-
-_GOLDEN = (math.sqrt(5) - 1) / 2
-
-
 def most_evident(evidence: Callable[[float], float], square: float, trace: float, size: int) -> float:
     """argmax over δ of ½P log δ − ½ log det(Λ + δ) − ½δ‖θ‖², Λ = N·G (MacKay 1992, section 4).
 
-    It is strictly concave in log δ, so the maximum is the only one. There δ‖θ‖² = γ = Σ_p λ_p/(λ_p + δ), the number
-    of parameters that the data determine. From τ/(τ + δ) ≤ γ ≤ P with the mean eigenvalue τ, it lies between
+    It is strictly concave in log δ, so that there is one maximum, at δ‖θ‖² = γ = Σ_p λ_p/(λ_p + δ), the number of
+    parameters that the data determine. As τ/(τ + δ) ≤ γ ≤ P for the mean eigenvalue τ, it lies between
 
         (2/‖θ‖²) / (1 + √(1 + 4/(τ‖θ‖²)))   and   P/‖θ‖²,
 
-    and a golden-section search finds it. ``square`` is ‖θ‖², ``trace`` is tr Λ, ``size`` is P.
+    where a golden-section search finds it. ``square`` is ‖θ‖², ``trace`` is tr Λ, ``size`` is P.
 
     >>> δ = most_evident(lambda δ: 0.5 * math.log(δ / (δ + 2.0)) - 0.5 * δ, square=1.0, trace=2.0, size=1)
     >>> round(δ * (δ + 2.0), 6)  # γ = 2/(2 + δ) is δ
@@ -150,23 +133,19 @@ def most_evident(evidence: Callable[[float], float], square: float, trace: float
             "prior_precision by hand"
         )
     low = 2 / square / (1 + math.sqrt(1 + 4 * size / (trace * square)))
-    return math.exp(_golden(lambda t: evidence(math.exp(t)), math.log(low), math.log(size / square)))
-
-
-def _golden(f: Callable[[float], float], a: float, b: float, tol: float = 1e-9) -> float:
-    """The place of the maximum of a concave function between a and b."""
+    a, b = math.log(low), math.log(size / square)
     c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)
-    at_c, at_d = f(c), f(d)
-    while b - a > tol * (1 + abs(a)):
+    at_c, at_d = evidence(math.exp(c)), evidence(math.exp(d))
+    while b - a > 1e-9 * (1 + abs(a)):
         if at_c >= at_d:
             b, d, at_d = d, c, at_c
             c = b - _GOLDEN * (b - a)
-            at_c = f(c)
+            at_c = evidence(math.exp(c))
         else:
             a, c, at_c = c, d, at_d
             d = a + _GOLDEN * (b - a)
-            at_d = f(d)
-    return 0.5 * (a + b)
+            at_d = evidence(math.exp(d))
+    return math.exp(0.5 * (a + b))
 
 
 @final
@@ -179,7 +158,7 @@ class Predictive:
 
     @property
     def variance(self) -> Tensor:
-        """Of every output by itself [n *out]."""
+        """The variances of the single outputs [n *out]."""
         return self.covariance.diagonal(dim1=1, dim2=2).reshape(self.mean.shape)
 
 
@@ -197,7 +176,7 @@ class Laplace:
     - ``nn.MSELoss()`` + (c/2)‖θ‖² is a mean over the D outputs too, of 2σ²/D times −log p of ``Gaussian(scale=σ)``:
       δ = N·c·D/(2σ²).
 
-    A metric with ``reduction="mean"`` counts the terms of an example as one. ``Implicit`` is solved by CG, one solve a
+    A metric with ``reduction="mean"`` counts the terms of an example as one. ``Implicit`` needs one CG solve per
     sample, and has no determinant. The parameters of the model are copied, and never changed.
 
     >>> import natgrad as ng
@@ -310,7 +289,7 @@ class Laplace:
         return self.with_prior(δ)
 
     def _occam(self, δ: float) -> Tensor:
-        """What is beside the likelihood. log det(N·G + δ) = P log N + log det(G + δ/N)."""
+        """The evidence without the likelihood. log det(N·G + δ) = P log N + log det(G + δ/N)."""
         P, N = self.operator.layout.size, self.examples
         logdet = P * math.log(N) + self.operator.logdet(δ / N)
         return 0.5 * (P * math.log(δ) - logdet - δ * self._flat_mode.square().sum())
@@ -326,8 +305,8 @@ class Laplace:
 
     def _named(self, θ: Tensor) -> dict[str, Tensor]:
         like = self.operator.layout.like
-        parts = θ.split([t.numel() for t in like.values()], dim=1)
-        return {name: p.reshape(-1, *t.shape).to(t.dtype) for (name, t), p in zip(like.items(), parts, strict=True)}
+        columns = θ.split([t.numel() for t in like.values()], dim=1)
+        return {name: c.reshape(-1, *t.shape).to(t.dtype) for (name, t), c in zip(like.items(), columns, strict=True)}
 
 
 def _check_precision(prior_precision: float) -> None:

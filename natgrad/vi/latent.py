@@ -1,4 +1,4 @@
-"""Models whose data depend on latent numbers that are linear in Gaussian variables: two slopes a datum make a step."""
+"""Models whose latent numbers are linear in Gaussian variables: two derivatives per datum make a step."""
 
 from __future__ import annotations
 
@@ -9,187 +9,45 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from natgrad.errors import DomainError
 from natgrad.linalg import check_finite
-from natgrad.vi.posterior import MARGIN, Step, check_rate
+from natgrad.vi.likelihoods import Likelihood
+from natgrad.vi.posterior import check_rate
 
-# Likelihoods of one latent number f: E log p(y | f) under a Gaussian f, and its slopes.
+MARGIN = 0.9  # how far a step may go towards the boundary of the domain
+_HALVINGS = 12
 
 
-class Likelihood(nn.Module, ABC):
-    """p(y | f) for data y [n] and latent values f ~ N(μ, v), μ and v [n]."""
+@final
+@dataclass(frozen=True)
+class Step:
+    """A step of size ρ that was ``asked`` for, and the one that was ``taken``: shorter where it would leave the domain.
 
-    @abstractmethod
-    def check(self, y: Tensor) -> None:
-        """Refuse data outside the support, by entry and bound."""
+    >>> Step(1.0, torch.tensor(0.25), "the precision must be positive definite").reason
+    'shortened from 1 to 0.25: the precision must be positive definite'
+    """
 
-    @abstractmethod
-    def expected(self, y: Tensor, μ: Tensor, v: Tensor) -> Tensor:
-        """E log p(y | f) [n], differentiable in μ, v and the parameters of the likelihood."""
-
-    @abstractmethod
-    def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """∂E/∂μ = E ∂log p/∂f and ∂E/∂v = ½ E ∂²log p/∂f² (Bonnet 1964; Price 1958) [n]."""
+    asked: float
+    taken: Tensor  # [] or [*batch], on the device: nobody has to wait for it
+    bound: str  # the bound that shortened it
 
     @property
-    def concave(self) -> bool:
-        """Whether log p is concave in f: then ∂E/∂v ≤ 0, and no step of size ≤ 1 can leave the domain."""
-        return True
-
-
-@final
-class GaussianNoise(Likelihood):
-    """y = f + ε, ε ~ N(0, σ²): conjugate, so that one step of size 1 is exact. σ² is a parameter, in logarithms.
-
-    >>> noise = GaussianNoise(variance=0.5)
-    >>> noise.slopes(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]))
-    (tensor([2.]), tensor([-1.]))
-    """
-
-    def __init__(self, variance: float = 1.0) -> None:
-        super().__init__()
-        if not (variance > 0 and math.isfinite(variance)):
-            raise ValueError(f"GaussianNoise(variance) must be positive and finite, got {variance}")
-        self.log_variance = nn.Parameter(torch.tensor(math.log(variance)))
-
-    def check(self, y: Tensor) -> None:
-        refuse(y, y.isfinite(), "is not a finite number: drop the example, or impute it")
-
-    def expected(self, y: Tensor, μ: Tensor, v: Tensor) -> Tensor:
-        precision = (-self.log_variance).exp()
-        return -0.5 * (precision * ((y - μ).square() + v) + self.log_variance + math.log(2 * math.pi))
-
-    def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        precision = (-self.log_variance.detach()).exp()
-        return precision * (y - μ), (-0.5 * precision).expand_as(v)
-
-
-@final
-class PoissonCounts(Likelihood):
-    """Counts with rate e^f: E log p = yμ − e^{μ + v/2} − log y!, in closed form."""
-
-    def check(self, y: Tensor) -> None:
-        refuse(y, (y >= 0) & (y == y.round()) & y.isfinite(), "is not a count 0, 1, 2, …")
-
-    def expected(self, y: Tensor, μ: Tensor, v: Tensor) -> Tensor:
-        return y * μ - (μ + 0.5 * v).exp() - torch.lgamma(y + 1)
-
-    def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        rate = (μ + 0.5 * v).exp()
-        return y - rate, -0.5 * rate
-
-
-class Quadrature(Likelihood):
-    """Any log p(y | f), by Gauss–Hermite quadrature with ``nodes`` points: exact for polynomials of degree 2·nodes − 1.
-
-    Subclasses give ``log_density``; its two derivatives are taken by autograd where ``derivatives`` is not overridden.
-    """
-
-    def __init__(self, nodes: int = 20) -> None:
-        super().__init__()
-        if nodes < 1:
-            raise ValueError(f"nodes={nodes}: a quadrature needs one node or more")
-        x, w = hermite(nodes)
-        self.register_buffer("nodes", x.to(torch.get_default_dtype()), persistent=False)
-        self.register_buffer("weights", w.to(torch.get_default_dtype()), persistent=False)
-        self.nodes: Tensor
-        self.weights: Tensor
-
-    @abstractmethod
-    def log_density(self, y: Tensor, f: Tensor) -> Tensor:
-        """log p(y | f) [q n] for y [n] and f [q n]."""
-
-    def derivatives(self, y: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and second derivative of log p in f [q n]."""
-        with torch.enable_grad():
-            f = f.detach().requires_grad_()
-            (first,) = torch.autograd.grad(self.log_density(y, f).sum(), f, create_graph=True)
-            (second,) = torch.autograd.grad(first.sum(), f)
-        return first.detach(), second
-
-    def expected(self, y: Tensor, μ: Tensor, v: Tensor) -> Tensor:
-        return self.weights.to(μ.dtype) @ self.log_density(y, self._latent(μ, v))
-
-    def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = self.derivatives(y, self._latent(μ, v))
-        w = self.weights.to(μ.dtype)
-        return w @ first, 0.5 * (w @ second)
-
-    def _latent(self, μ: Tensor, v: Tensor) -> Tensor:
-        return torch.addcmul(μ, self.nodes.to(μ.dtype).unsqueeze(1), v.sqrt())
-
-
-@final
-class BernoulliLogit(Quadrature):
-    """Labels 0 and 1 with P(1 | f) = 1/(1 + e^{−f}): Gaussian-process classification, logistic regression.
-
-    >>> BernoulliLogit().expected(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0]))
-    tensor([-0.6931])
-    """
-
-    def check(self, y: Tensor) -> None:
-        refuse(y, (y == 0) | (y == 1), "is not a label 0 or 1: for labels ±1 pass (y + 1)/2")
-
-    def log_density(self, y: Tensor, f: Tensor) -> Tensor:
-        return functional.logsigmoid((2 * y - 1) * f)
-
-    def derivatives(self, y: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-        p = f.sigmoid()
-        return y - p, p * (p - 1)
-
-
-@final
-class StudentNoise(Quadrature):
-    """y = f + ε with heavy tails, ε/s from Student's t with ν degrees of freedom: regression with outliers.
-
-    log p is not concave: the precision of an example far from f is negative, and steps may have to be shortened.
-    """
-
-    def __init__(self, degrees: float, scale: float = 1.0, nodes: int = 20) -> None:
-        super().__init__(nodes)
-        if not (degrees > 0 and scale > 0 and math.isfinite(degrees) and math.isfinite(scale)):
-            raise ValueError(f"StudentNoise(degrees, scale) must be positive and finite, got {degrees} and {scale}")
-        self.degrees, self.scale = degrees, scale
+    def shortened(self) -> bool:
+        """Whether the step, or one in the batch, is shorter than asked; waits for the device."""
+        return bool((self.taken < self.asked).any())
 
     @property
-    def concave(self) -> bool:
-        return False
-
-    def check(self, y: Tensor) -> None:
-        refuse(y, y.isfinite(), "is not a finite number: drop the example, or impute it")
-
-    def log_density(self, y: Tensor, f: Tensor) -> Tensor:
-        half = 0.5 * (self.degrees + 1)
-        constant = math.lgamma(half) - math.lgamma(0.5 * self.degrees) - 0.5 * math.log(self.degrees * math.pi)
-        tail = ((y - f) / self.scale).square() / self.degrees
-        return constant - math.log(self.scale) - half * torch.log1p(tail)
-
-
-def hermite(nodes: int) -> tuple[Tensor, Tensor]:
-    """Nodes x and weights w [q] with Σ w f(x) = E f(ε), ε ~ N(0, 1) (Golub & Welsch 1969).
-
-    >>> x, w = hermite(3)
-    >>> (w @ x**4).round(decimals=6)
-    tensor(3., dtype=torch.float64)
-    """
-    beside = torch.arange(1.0, nodes, dtype=torch.float64).sqrt()
-    x, vectors = torch.linalg.eigh(torch.diag(beside, 1) + torch.diag(beside, -1))
-    return x, vectors[0].square()
-
-
-def refuse(y: Tensor, inside: Tensor, bound: str) -> None:
-    """Raise for the first datum that is not inside the support."""
-    if not bool(inside.all()):
-        n = int((~inside).nonzero()[0, 0])
-        raise DomainError(f"datum y[{n}] = {float(y[n]):g} {bound}")
+    def reason(self) -> str | None:
+        """Why the step is shorter, or None; waits for the device."""
+        if not self.shortened:
+            return None
+        return f"shortened from {self.asked:g} to {float(self.taken.min()):.3g}: {self.bound}"
 
 
 @final
 @dataclass(frozen=True)
 class Projection:
-    """f_n = a_nᵀv + ε_n, ε_n ~ N(0, r_n): latent values given whitened inducing values v; a [n m], r [n]."""
+    """f_n = a_nᵀv + ε_n, ε_n ~ N(0, r_n): the latent values given v; a [n m], r [n]."""
 
     a: Tensor
     r: Tensor
@@ -205,7 +63,7 @@ class Belief:
 
     @property
     def root(self) -> Tensor:
-        """C, lower triangular; Λ is positive definite wherever a step has ended."""
+        """C, lower triangular; every step keeps Λ positive definite."""
         return torch.linalg.cholesky(self.precision)
 
     def marginals(self, at: Projection) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,14 +96,14 @@ class LatentGaussian(nn.Module, ABC):
 
         ELBO = Σ_n E_q log p(y_n | f_n) − KL(q(v) ‖ N(0, 1)).
 
-    The natural gradient in (Λμ, −½Λ) is the plain gradient in the mean parameters (002 (22), (23)), and that needs only
-    two numbers a datum, ġ_n = ∂E_n/∂μ_n and v̇_n = ∂E_n/∂v_n (Khan & Lin 2017; Salimbeni et al. 2018):
+    The natural gradient in (Λμ, −½Λ) is the plain gradient in the mean parameters (Grosse 2021), which needs two
+    numbers per datum, ġ_n = ∂E_n/∂μ_n and v̇_n = ∂E_n/∂v_n (Khan & Lin 2017; Salimbeni et al. 2018):
 
         Λ  ← (1 − ρ) Λ  + ρ (1 + Σ_n (−2v̇_n) a_n a_nᵀ)
         Λμ ← (1 − ρ) Λμ + ρ Σ_n (ġ_n − 2v̇_n μ_n) a_n
 
-    For Gaussian noise ρ = 1 is the optimum, whatever q was. A step looks at its data and at its factorisations, and so
-    waits for the device.
+    For Gaussian noise ρ = 1 is the optimum, whatever q was. A step reads its data and its factorisations, and so waits
+    for the device.
     """
 
     def __init__(self, likelihood: Likelihood, like: Tensor) -> None:
@@ -260,7 +118,7 @@ class LatentGaussian(nn.Module, ABC):
 
     @abstractmethod
     def project(self, x: Tensor) -> Projection:
-        """a [n m] and r [n] at inputs x; they depend on the hyperparameters alone, and may be kept while those stay."""
+        """a [n m] and r [n] at inputs x; they change with the hyperparameters alone, and may be reused until then."""
 
     @property
     def belief(self) -> Belief:
@@ -273,7 +131,7 @@ class LatentGaussian(nn.Module, ABC):
         return self.bound(self.project(x), y, _scale(y, total))
 
     def bound(self, at: Projection, y: Tensor, scale: float = 1.0) -> Tensor:
-        """The ELBO at a projection that was kept."""
+        """The ELBO at a given projection."""
         μ, v, kl = self.belief.marginals(at)
         return scale * self.likelihood.expected(y, μ, v).sum() - kl
 
@@ -298,7 +156,7 @@ class LatentGaussian(nn.Module, ABC):
         return Belief(shift, precision)
 
     def limited(self, belief: Belief, target: Belief, rate: float) -> Step:
-        """The step with its size bounded where Λ would stop being positive definite."""
+        """The step, shortened where Λ would stop being positive definite."""
         taken = torch.full((), rate, dtype=belief.shift.dtype, device=belief.shift.device)
         if not self.likelihood.concave:
             taken = torch.minimum(taken, MARGIN * belief.reach(target))
@@ -306,7 +164,7 @@ class LatentGaussian(nn.Module, ABC):
 
     @torch.no_grad()
     def assume(self, belief: Belief) -> None:
-        """Make this q(v)."""
+        """Set q(v)."""
         self.shift.copy_(belief.shift)
         self.precision.copy_(belief.precision)
 
@@ -316,7 +174,7 @@ class LatentGaussian(nn.Module, ABC):
         return μ, v
 
     def check(self, x: Tensor, y: Tensor) -> None:
-        """Refuse data that do not fit; q is as it was."""
+        """Refuse data that do not fit; q does not change."""
         if y.ndim != 1 or x.shape[0] != y.shape[0]:
             raise ValueError(f"inputs x [n *shape] and data y [n] are needed, got {tuple(x.shape)}, {tuple(y.shape)}")
         check_finite(x, "the inputs x")
@@ -324,16 +182,13 @@ class LatentGaussian(nn.Module, ABC):
 
 
 def _scale(y: Tensor, total: int | None) -> float:
-    """N/n: a batch stands for all data."""
+    """N/n: a batch of n represents all N data."""
     if total is not None and total < y.shape[0]:
         raise ValueError(f"total={total} is the number of all data, and this batch alone has {y.shape[0]}")
     return 1.0 if total is None else total / y.shape[0]
 
 
-# Natural-gradient ascent of a Gaussian over latent variables on all of its data, until the bound stands still.
-
-
-_HALVINGS = 12
+# Ascent on all data with fixed hyperparameters, until the bound stands still.
 
 
 @final
@@ -356,8 +211,8 @@ def ascend(
 ) -> Ascent:
     """Step q(v) with fixed hyperparameters until a step gains less than ``tolerance`` nats. The bound never falls.
 
-    A step that would lower the bound is halved; the reason is reported. With Gaussian noise the first step is the
-    optimum (Titsias 2009), and the second one only shows it.
+    A step that would lower the bound is halved, and says so. With Gaussian noise the first step is the optimum
+    (Titsias 2009), and the second one only confirms it.
 
     >>> import natgrad as ng
     >>> x = torch.linspace(0, 1, 30).unsqueeze(1)
@@ -374,59 +229,37 @@ def ascend(
 def ascend_at(
     model: LatentGaussian, at: Projection, y: Tensor, rate: float = 1.0, tolerance: float = 1e-3, steps: int = 100
 ) -> Ascent:
-    """As ``ascend``, at a projection that was kept."""
+    """``ascend`` at a given projection."""
     check_rate(rate)
-    search, belief = _Search(model, at, y, rate), model.belief
-    here = search.state(belief)
-    bounds, taken = [here.bound], []
+
+    def evaluate(belief: Belief) -> tuple[Tensor, Tensor, float]:
+        μ, v, kl = belief.marginals(at)
+        return μ, v, float(model.likelihood.expected(y, μ, v).sum() - kl)
+
+    belief = model.belief
+    μ, v, bound = evaluate(belief)
+    bounds, taken = [bound], []
     for _ in range(steps):
-        belief, here, step = search.climb(belief, here)
-        bounds.append(here.bound)
-        taken.append(step)
+        target, asked = model.target(at, y, μ, v), rate
+        rounding = 64 * torch.finfo(μ.dtype).eps * abs(bound)
+        for _ in range(_HALVINGS):
+            step = model.limited(belief, target, asked)
+            new = belief.moved(target, step.taken)
+            new_μ, new_v, new_bound = evaluate(new)
+            if new_bound >= bound - rounding:
+                reason = step.bound if asked == rate else "a longer step would lower the bound"
+                taken.append(Step(rate, step.taken, reason))
+                belief, μ, v, bound = new, new_μ, new_v, new_bound
+                break
+            asked /= 2
+        else:
+            reason = "the bound is at its maximum, to the accuracy of the quadrature"
+            taken.append(Step(rate, torch.zeros_like(step.taken), reason))
+        bounds.append(bound)
         if bounds[-1] - bounds[-2] < tolerance:
             break
     model.assume(belief)
     return Ascent(tuple(bounds), tuple(taken))
-
-
-@final
-@dataclass(frozen=True)
-class _State:
-    μ: Tensor
-    v: Tensor
-    bound: float
-
-
-@final
-@dataclass(frozen=True)
-class _Search:
-    """A step, halved until the bound does not fall."""
-
-    model: LatentGaussian
-    at: Projection
-    y: Tensor
-    rate: float
-
-    def state(self, belief: Belief) -> _State:
-        μ, v, kl = belief.marginals(self.at)
-        return _State(μ, v, float(self.model.likelihood.expected(self.y, μ, v).sum() - kl))
-
-    def climb(self, belief: Belief, here: _State) -> tuple[Belief, _State, Step]:
-        target, asked = self.model.target(self.at, self.y, here.μ, here.v), self.rate
-        rounding = 64 * torch.finfo(here.μ.dtype).eps * abs(here.bound)
-        for _ in range(_HALVINGS):
-            step = self.model.limited(belief, target, asked)
-            moved = belief.moved(target, step.taken)
-            there = self.state(moved)
-            if there.bound >= here.bound - rounding:
-                bound = step.bound if asked == self.rate else "a longer step would lower the bound"
-                return moved, there, Step(self.rate, step.taken, bound)
-            asked /= 2
-        still = "the bound is at its maximum, to the accuracy of the quadrature"
-        return belief, here, Step(self.rate, torch.zeros_like(step.taken), still)
-
-
-# Hyperparameters by the bound at its maximum over q: the envelope theorem makes its gradient free.
 
 
 def learn(
@@ -460,19 +293,16 @@ def learn(
         bounds.append(-float(loss.detach()))
         return -bounds[-1]
 
-    kept = [p.grad for p in parameters]
+    gradients = [p.grad for p in parameters]
     optimizer = torch.optim.LBFGS(
         parameters, max_iter=steps, max_eval=steps, tolerance_grad=tolerance, line_search_fn="strong_wolfe"
     )
     optimizer.step(evaluate)
-    for p, slope in zip(parameters, kept, strict=True):
+    for p, slope in zip(parameters, gradients, strict=True):
         p.grad = slope
-    with torch.no_grad():  # q at the parameters where the search ended, which need not be the last it looked at
+    with torch.no_grad():  # q where the search ended, which need not be its last evaluation
         ascend_at(model, model.project(x), y, rate, tolerance)
     return tuple(bounds)
-
-
-# Bayesian generalised linear models: logistic, Poisson, robust and ordinary regression.
 
 
 @final
@@ -500,7 +330,7 @@ class BayesianLinear(LatentGaussian):
 
     def project(self, x: Tensor) -> Projection:
         if x.ndim != 2 or x.shape[1] != len(self.shift):
-            raise ValueError(f"inputs must be [n {len(self.shift)}], one column a weight, got shape {tuple(x.shape)}")
+            raise ValueError(f"inputs must be [n {len(self.shift)}], one column per weight, got shape {tuple(x.shape)}")
         return Projection(x / math.sqrt(self.prior_precision), x.new_zeros(x.shape[0]))
 
     def posterior(self) -> tuple[Tensor, Tensor]:

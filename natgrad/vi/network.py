@@ -1,4 +1,4 @@
-"""Bayesian neural networks: a Gaussian posterior whose precision is a metric, kept in any structure."""
+"""Bayesian neural networks: a Gaussian posterior whose precision is a metric in any structure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.devices import can_read
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.model import Inputs, Model
@@ -29,14 +30,14 @@ from natgrad.solve.solvers import Cholesky
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.vi.posterior import check_rate
 
-_EXACT = 2048  # numbers of noise up to which the trace of the covariance is exact
-_DRAWS = 64
+_EXACT = 2048  # the largest dimension whose trace of the covariance is exact
+_DRAWS = 64  # samples of the trace beyond that
 
 
 @final
 @dataclass(frozen=True)
 class Prior:
-    """θ ~ N(0, 1/δ), seen with N ``examples``: the two numbers that a posterior depends on."""
+    """The prior θ ~ N(0, 1/δ) with ``precision`` δ, and the number N of all training ``examples``."""
 
     precision: float
     examples: int
@@ -71,16 +72,16 @@ class VariationalNetwork:
     """q(θ) = N(μ, (N·G + δ)⁻¹) for the parameters of a network, stepped by natural gradient.
 
     In the natural parameters of a Gaussian the natural gradient of the ELBO is its gradient in the mean parameters
-    (002 (22), (23)); with the Gauss–Newton matrix N·G for the Hessian of Σ −log p, a step is (Khan et al. 2018)
+    (Grosse 2021); with the Gauss–Newton matrix N·G for the Hessian of Σ −log p, a step is (Khan et al. 2018)
 
         Λ ← (1 − β) Λ + β E_q[N·G(θ) + δ],    μ ← μ − α Λ⁻¹ (N E_q[∇ℓ(θ)] + δ μ),
 
     ℓ the mean of −log p over the examples. G is in any structure that can be drawn from: ``Diagonal`` with
     ``Empirical`` is VOGN, ``Kronecker`` with ``Fisher`` is noisy K-FAC (Zhang et al. 2018). As G ⪰ 0, Λ ⪰ (1 − β)Λ + βδ
-    after every step: none can leave the domain, and none has to be shortened.
+    after every step: no step can leave the domain, and none has to be shortened.
 
-    Expectations are means over ``pairs`` of samples μ ± ε, so that what is odd in ε cancels: linear models are exact.
-    The first step is taken at μ itself, where there is no Λ yet. In between the parameters of the model are μ.
+    Expectations are means over ``pairs`` of samples μ ± ε: terms that are odd in ε cancel, and linear models are
+    exact. The first step, before there is a Λ, is taken at μ itself. Between steps the model's parameters are μ.
 
     >>> import natgrad as ng
     >>> model, x, y = nn.Linear(2, 1), torch.randn(20, 2), torch.randn(20, 1)
@@ -108,7 +109,7 @@ class VariationalNetwork:
         self.metric, self.structure, self.prior = metric, structure, prior
         self.rates, self.pairs = rates or Rates(), pairs
         self.generator = generator or fresh_generator(self.model.example.device)
-        # One for all steps: what it finds out about the model it remembers, and says once.
+        # One for all steps: it caches what it learns about the model, and logs it once.
         self._view = View(self.model, metric, layers_of(self.model), self.generator)
         self._posterior: tuple[Operator, Inverse] | None = None
 
@@ -179,13 +180,13 @@ class VariationalNetwork:
     def state_dict(self) -> dict[str, Any]:
         """The metric and the random stream. μ is in the model, whose own state belongs beside this one."""
         tensors = {} if self._posterior is None else self.operator.tensors()
-        kept = {key: t.clone() for key, t in tensors.items()}
-        return {**self._signature(), "operator": kept, "generator": self.generator.get_state()}
+        operator = {key: t.clone() for key, t in tensors.items()}
+        return {**self._signature(), "operator": operator, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a posterior over the same parameters in the same structure, bit for bit.
+        """Resume, bit for bit, from the state of a posterior over the same parameters in the same structure.
 
-        One that does not fit is refused, and changes nothing.
+        A state that does not fit is refused, and nothing changes.
         """
         signature = self._signature()
         kinds = {name: type(value) for name, value in signature.items()}
@@ -196,11 +197,11 @@ class VariationalNetwork:
         tensors = {key: t.to(self.model.example.device, copy=True) for key, t in state["operator"].items()}
         G = operator_of(self.structure, self.model, self._view.blocks, tensors) if tensors else None
         self._posterior = None if G is None else (G, Cholesky().init(G, self.prior.damping))
-        if state["generator"].shape == self.generator.get_state().shape:  # else that of another kind of device
+        if state["generator"].shape == self.generator.get_state().shape:  # else it is of another kind of device
             self.generator.set_state(state["generator"].cpu())
 
     def _signature(self) -> dict[str, Any]:
-        """What must be the same for a state to mean the same."""
+        """What a saved state must agree with."""
         return {
             "metric": metric_in_words(self.metric),
             "structure": repr(self.structure),
@@ -219,7 +220,7 @@ class VariationalNetwork:
         return self._posterior
 
     def _noise(self) -> list[Tensor | None]:
-        """ε and −ε of every pair; nothing before the first step."""
+        """ε and −ε of every pair; None before the first step."""
         if self._posterior is None:
             return [None]
         return [sign * ε for ε in self._drawn(self.pairs, self.generator) for sign in (1, -1)]
@@ -240,11 +241,11 @@ class VariationalNetwork:
 
     @contextmanager
     def _at(self, ε: Tensor | None) -> Iterator[None]:
-        """The parameters are μ + ε inside, and μ afterwards, to the bit."""
+        """Inside, the parameters are μ + ε; afterwards they are μ, bit for bit."""
         if ε is None:
             yield
             return
-        kept = {name: p.detach().clone() for name, p in self.model.params.items()}
+        μ = {name: p.detach().clone() for name, p in self.model.params.items()}
         shift = self.operator.layout.vector(ε)
         try:
             with torch.no_grad():
@@ -254,7 +255,7 @@ class VariationalNetwork:
         finally:
             with torch.no_grad():
                 for name, p in self.model.params.items():
-                    p.copy_(kept[name])
+                    p.copy_(μ[name])
 
     def _differential(self, x: Inputs, target: Any, loss: Callable[[Tensor, Any], Tensor]) -> tuple[Tensor, Covector]:
         with torch.enable_grad():
@@ -265,7 +266,7 @@ class VariationalNetwork:
                     f"loss(outputs, target) must be one number, the mean over the batch, got shape {shape}"
                 )
             slopes = torch.autograd.grad(value, list(self.model.params.values()), allow_unused=True)
-        if value.device.type == "cpu" and not bool(value.detach().isfinite()):
+        if can_read(value) and not bool(value.detach().isfinite()):
             raise NonFiniteError("the loss is NaN or infinity at a sample of q. Nothing was changed: check the batch")
-        whole = zip(self.model.params.items(), slopes, strict=True)
-        return value.detach(), Covector({name: torch.zeros_like(p) if s is None else s for (name, p), s in whole})
+        named = zip(self.model.params.items(), slopes, strict=True)
+        return value.detach(), Covector({name: torch.zeros_like(p) if s is None else s for (name, p), s in named})

@@ -1,4 +1,4 @@
-"""Natural-gradient variational inference: any log-density, any exponential family, conjugate parts in closed form."""
+"""Natural-gradient variational inference: any log-density, any exponential family, conjugate terms in closed form."""
 
 from __future__ import annotations
 
@@ -10,41 +10,13 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import can_read
 from natgrad.errors import NonFiniteError
-from natgrad.families.exponential import ExponentialFamily
+from natgrad.families.base import ExponentialFamily
 from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, spread
 
-# What one natural-gradient step did.
-
-
-MARGIN = 0.9  # of the way to the boundary that a step may go
-
-
-@final
-@dataclass(frozen=True)
-class Step:
-    """A step of size ρ that was ``asked`` for, and the one that was ``taken``: shorter where it would leave the domain.
-
-    >>> import torch
-    >>> Step(1.0, torch.tensor(0.25), "the precision must be positive definite").reason
-    'shortened from 1 to 0.25: the precision must be positive definite'
-    """
-
-    asked: float
-    taken: Tensor  # [] or [*batch]: on the device, so that nobody has to wait for it
-    bound: str  # the bound of the domain that was in the way
-
-    @property
-    def shortened(self) -> bool:
-        """Whether the step, or one in the batch, is shorter than asked; waits for the device."""
-        return bool((self.taken < self.asked).any())
-
-    @property
-    def reason(self) -> str | None:
-        """Why the step is shorter, or None; waits for the device."""
-        if not self.shortened:
-            return None
-        return f"shortened from {self.asked:g} to {float(self.taken.min()):.3g}: {self.bound}"
+LogDensity: TypeAlias = Callable[[Tensor], Tensor]
+_SHORTEN = Shorten()
 
 
 def check_rate(rate: float) -> None:
@@ -55,12 +27,8 @@ def check_rate(rate: float) -> None:
         )
 
 
-# Gradients of an expectation E_q ℓ(z) with respect to the mean parameters of q, from samples.
-#
-# The gradient in ξ is the natural gradient in η: ∇_ξ E ℓ = F⁻¹∇_η E ℓ (002 (22), (23)), and ∇_η E ℓ = Cov(t, ℓ).
-
-
-LogDensity: TypeAlias = Callable[[Tensor], Tensor]
+# Gradients of E_q ℓ(z) with respect to the mean parameters of q, from samples. The gradient in ξ is the natural
+# gradient in η: ∇_ξ E ℓ = F⁻¹∇_η E ℓ (Grosse 2021), and ∇_η E ℓ = Cov(t, ℓ).
 
 
 @final
@@ -73,10 +41,10 @@ class Expectation:
 
 
 class Estimator(ABC):
-    """How ∇_ξ E_q ℓ is found. ℓ takes z [s *batch *event], drawn from q, and returns [s *batch].
+    """An estimator of ∇_ξ E_q ℓ. ℓ maps samples z [s *batch *event] of q to [s *batch].
 
-    ``control``: c such that ℓ is about ⟨c, t⟩ + constant. Its part of the gradient is c, exactly, and only the rest
-    ℓ − ⟨c, t⟩ is estimated: where the family contains the posterior, no noise is left there at the end.
+    ``control``: c with ℓ ≈ ⟨c, t⟩ + constant. The gradient of ⟨c, t⟩ is c, exactly, and only the remainder
+    ℓ − ⟨c, t⟩ is estimated: where the family contains the posterior, the noise vanishes at the optimum.
     """
 
     @abstractmethod
@@ -92,8 +60,8 @@ class Estimator(ABC):
 
 
 @dataclass(frozen=True)
-class Sampled(Estimator):
-    """From values of ℓ alone, which need not be differentiable."""
+class ValueEstimator(Estimator):
+    """Needs values of ℓ only: ℓ need not be differentiable."""
 
     samples: int = 64
 
@@ -101,8 +69,8 @@ class Sampled(Estimator):
         _check_samples(self, self.samples, 2)
 
     @abstractmethod
-    def coefficients(self, family: ExponentialFamily, eta: Tensor, t: Tensor, rest: Tensor) -> Tensor:
-        """∇_ξ E of the rest, of whose values [s *batch] the mean is 0, at the statistics t of the samples."""
+    def slope(self, family: ExponentialFamily, eta: Tensor, t: Tensor, remainder: Tensor) -> Tensor:
+        """∇_ξ E of the centred remainder [s *batch], given the statistics t of the samples."""
 
     def __call__(
         self,
@@ -113,36 +81,37 @@ class Sampled(Estimator):
         generator: torch.Generator | None = None,
     ) -> Expectation:
         with torch.no_grad():
-            t, rest = _rest(log_density, family.sample(eta, (self.samples,), generator), family, eta, control)
-            slope = self.coefficients(family, eta, t, rest - rest.mean(0))
-            return Expectation(rest.mean(0) + family.pair(control, family.mean(eta)), control + slope)
+            z = family.sample(eta, (self.samples,), generator)
+            t, remainder = _remainder(log_density, z, family, eta, control)
+            slope = self.slope(family, eta, t, remainder - remainder.mean(0))
+            return Expectation(remainder.mean(0) + family.pair(control, family.mean(eta)), control + slope)
 
 
 @final
 @dataclass(frozen=True)
-class Score(Sampled):
-    """F⁻¹ Cov(t, ℓ) with the exact F and the covariance of the samples: the score-function gradient, unbiased.
+class Score(ValueEstimator):
+    """F⁻¹ Cov(t, ℓ) with the exact F and the sample covariance: the score-function gradient, unbiased.
 
     >>> from natgrad.families import Poisson
     >>> at, zero = torch.tensor(0.0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    >>> found = Score(100000)(Poisson(), at, lambda z: 3.0 * z, zero, torch.Generator().manual_seed(0))
-    >>> bool((found.gradient - 3.0).abs() < 0.1)
+    >>> estimate = Score(100000)(Poisson(), at, lambda z: 3.0 * z, zero, torch.Generator().manual_seed(0))
+    >>> bool((estimate.gradient - 3.0).abs() < 0.1)
     True
     """
 
-    def coefficients(self, family: ExponentialFamily, eta: Tensor, t: Tensor, rest: Tensor) -> Tensor:
-        weight = rest.unsqueeze(-1) if family.axes else rest
+    def slope(self, family: ExponentialFamily, eta: Tensor, t: Tensor, remainder: Tensor) -> Tensor:
+        weight = remainder.unsqueeze(-1) if family.axes else remainder
         return family.fisher(eta).sharp((t * weight).sum(0) / (self.samples - 1))
 
 
 @final
 @dataclass(frozen=True)
-class Regression(Sampled):
-    """The coefficients of the least-squares fit of ℓ by t: F and Cov(t, ℓ) from the same samples (Salimans 2013).
+class Regression(ValueEstimator):
+    """The least-squares fit of ℓ by t: F and Cov(t, ℓ) from the same samples (Salimans & Knowles 2013).
 
-    Exact where ℓ is linear in t (a conjugate model), with as few samples as t has independent entries and one more.
-    Else its bias is of order 1/samples, and its noise far below that of ``Score``. In directions of t in which all
-    samples agree (a class that was never drawn) nothing is learned, and the gradient is that of the control.
+    Exact where ℓ is linear in t (a conjugate model), with one sample more than t has independent entries. Elsewhere
+    its bias is O(1/samples), and its noise far below that of ``Score``. In directions of t in which all samples agree
+    (a class that was never drawn) nothing is learned, and the gradient is that of the control.
 
     >>> from natgrad.families import Poisson
     >>> at, zero = torch.tensor(0.0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
@@ -150,7 +119,7 @@ class Regression(Sampled):
     tensor(3., dtype=torch.float64)
     """
 
-    def coefficients(self, family: ExponentialFamily, eta: Tensor, t: Tensor, rest: Tensor) -> Tensor:
+    def slope(self, family: ExponentialFamily, eta: Tensor, t: Tensor, remainder: Tensor) -> Tensor:
         t = t if family.axes else t.unsqueeze(-1)
         p = t.shape[-1]
         if self.samples <= p:
@@ -161,8 +130,13 @@ class Regression(Sampled):
         centred = (t - t.mean(0)).movedim(0, -2)  # [*batch s p]
         scale = centred.square().mean(-2, keepdim=True).sqrt()
         scale = torch.where(scale > 0, scale, 1.0)
-        found = (_least_squares(centred / scale, rest.movedim(0, -1).unsqueeze(-1)) / scale.mT).squeeze(-1)
-        return found if family.axes else found.squeeze(-1)
+        # The solution of least norm: entries of t that are equal share their coefficient.
+        U, σ, Vh = torch.linalg.svd(centred / scale, full_matrices=False)
+        large = σ > σ[..., :1] * max(centred.shape[-2:]) * torch.finfo(t.dtype).eps
+        inverse = torch.where(large, σ, 1.0).reciprocal() * large
+        solution = Vh.mT @ (inverse.unsqueeze(-1) * (U.mT @ remainder.movedim(0, -1).unsqueeze(-1)))
+        slope = (solution / scale.mT).squeeze(-1)
+        return slope if family.axes else slope.squeeze(-1)
 
 
 @final
@@ -172,8 +146,8 @@ class Reparametrised(Estimator):
 
     >>> from natgrad.families import DiagonalGaussian
     >>> at = torch.tensor([0.0, 1.0], dtype=torch.float64)  # N(0, 1)
-    >>> found = Reparametrised(1000)(DiagonalGaussian(), at, lambda z: 2.0 * z.squeeze(-1), torch.zeros_like(at))
-    >>> bool((found.gradient - torch.tensor([2.0, 0.0])).abs().max() < 0.5)
+    >>> estimate = Reparametrised(1000)(DiagonalGaussian(), at, lambda z: 2.0 * z.squeeze(-1), torch.zeros_like(at))
+    >>> bool((estimate.gradient - torch.tensor([2.0, 0.0])).abs().max() < 0.5)
     True
     """
 
@@ -192,57 +166,31 @@ class Reparametrised(Estimator):
     ) -> Expectation:
         with torch.enable_grad():
             leaf = eta.detach().requires_grad_()
-            _, rest = _rest(log_density, family.rsample(leaf, (self.samples,), generator), family, eta, control)
-            (slope,) = torch.autograd.grad(rest.mean(0).sum(), leaf)
-        eta, value = eta.detach(), rest.detach().mean(0)
+            z = family.rsample(leaf, (self.samples,), generator)
+            _, remainder = _remainder(log_density, z, family, eta, control)
+            (slope,) = torch.autograd.grad(remainder.mean(0).sum(), leaf)
+        eta, value = eta.detach(), remainder.detach().mean(0)
         return Expectation(value + family.pair(control, family.mean(eta)), control + family.fisher(eta).sharp(slope))
 
 
-def expected(
-    family: ExponentialFamily,
-    eta: Tensor,
-    log_density: LogDensity,
-    control: Tensor,
-    samples: int,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """E ℓ [*batch] alone; the part ⟨c, t⟩ of ℓ has no noise."""
-    with torch.no_grad():
-        _, rest = _rest(log_density, family.sample(eta, (samples,), generator), family, eta, control)
-        return rest.mean(0) + family.pair(control, family.mean(eta))
-
-
-def _least_squares(t: Tensor, right: Tensor) -> Tensor:
-    """The solution of least norm [*batch p 1] of t b = right: entries of t that are equal share their coefficient."""
-    U, σ, Vh = torch.linalg.svd(t, full_matrices=False)
-    large = σ > σ[..., :1] * max(t.shape[-2:]) * torch.finfo(t.dtype).eps
-    inverse = torch.where(large, σ, 1.0).reciprocal() * large
-    return Vh.mT @ (inverse.unsqueeze(-1) * (U.mT @ right))
-
-
-def _rest(
+def _remainder(
     log_density: LogDensity, z: Tensor, family: ExponentialFamily, eta: Tensor, control: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """t(z), and ℓ(z) − ⟨c, t(z)⟩ [s *batch]."""
-    t = family.statistics(z)
-    return t, _values(log_density, z, family, eta) - family.pair(control, t)
-
-
-def _values(log_density: LogDensity, z: Tensor, family: ExponentialFamily, eta: Tensor) -> Tensor:
-    """ℓ(z) [s *batch], checked."""
+    """t(z), and ℓ(z) − ⟨c, t(z)⟩ [s *batch]; ℓ is checked."""
     values = log_density(z)
-    check_shape(values, (z.shape[0], *eta.shape[: eta.ndim - family.axes]), z)
-    if values.device.type != "cuda" and not bool(values.isfinite().all()):
+    _check_shape(values, (z.shape[0], *eta.shape[: eta.ndim - family.axes]), z)
+    if can_read(values) and not bool(values.isfinite().all()):
         s = int((~values.isfinite().flatten(1).all(1) if values.ndim > 1 else ~values.isfinite()).nonzero()[0, 0])
         raise NonFiniteError(
             f"the log-density is not finite at sample {s} of q ({type(family).__name__}): it must be defined on all of "
             "its support. Nothing was changed"
         )
-    return values
+    t = family.statistics(z)
+    return t, values - family.pair(control, t)
 
 
-def check_shape(values: Tensor, shape: tuple[int, ...], z: Tensor) -> None:
-    """Refuse values of a log-density that are not one number for every sample and every member of the batch."""
+def _check_shape(values: Tensor, shape: tuple[int, ...], z: Tensor) -> None:
+    """Refuse values of a log-density that are not one number per sample and member of the batch."""
     if values.shape != shape:
         raise ValueError(
             f"the log-density must return one number for every sample, {tuple(shape)}, for z {tuple(z.shape)}; "
@@ -255,20 +203,17 @@ def _check_samples(estimator: Estimator, samples: int, least: int) -> None:
         raise ValueError(f"{type(estimator).__name__}(samples={samples}) needs {least} or more")
 
 
-_SHORTEN = Shorten()
-
-
 @final
 @dataclass(frozen=True)
 class Posterior:
-    """p(z | data) ∝ p(z) exp(⟨λ, t(z)⟩ + ℓ(z)), to be approximated by q in ``family``: log p(data, z) in parts.
+    """p(z | data) ∝ p(z) exp(⟨λ, t(z)⟩ + ℓ(z)), to be approximated by q in ``family``.
 
-    ``log_density``: ℓ, any function of z [s *batch *event] → [s *batch]. ``prior``: the natural parameters of p(z) in
-    the family; without one, ℓ is the whole log p(data, z). ``sites``: λ of a conjugate likelihood, from
+    ``log_density``: ℓ, any function from z [s *batch *event] to [s *batch]. ``prior``: the natural parameters η₀ of
+    p(z) in the family; without a prior, ℓ is the whole log p(data, z). ``sites``: λ of a conjugate likelihood, from
     ``Conjugate.sites``; it is never sampled.
 
     With log p(z) = ⟨η₀, t⟩ + log h − log Z(η₀), the natural gradient of the ELBO in η is its gradient in ξ
-    (002 (22), (23)), and a step of size ρ is (Khan & Lin 2017)
+    (Grosse 2021), and a step of size ρ is (Khan & Lin 2017)
 
         η ← (1 − ρ) η + ρ η̂,   η̂ = η₀ + λ + ∇_ξ E_q ℓ.
 
@@ -291,18 +236,19 @@ class Posterior:
         if self.log_density is None and self.prior is None:
             raise ValueError("a Posterior needs a log_density (of data and z), or a prior, or both")
         if self.prior is not None:
-            self.family.log_partition(self.prior)  # refuses what is outside
+            self.family.log_partition(self.prior)  # refuses a prior outside the domain
 
     def target(
         self, eta: Tensor, estimator: Estimator | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
         """η̂, and the ELBO [*batch] at η."""
-        known = self._known(eta)
+        conjugate = self._conjugate(eta)
         if self.log_density is None:
-            return known.expand_as(eta), self._entropic(eta)
-        estimator = estimator or Regression(_enough(eta, self.family))
-        found = estimator(self.family, eta, self._rest, eta - known, generator)
-        return known + found.gradient, self._entropic(eta) + found.value
+            return conjugate.expand_as(eta), self._exact_bound(eta)
+        entries = eta.shape[-1] if self.family.axes else 1
+        estimator = estimator or Regression(64 + 4 * entries)
+        estimate = estimator(self.family, eta, self._log_ratio, eta - conjugate, generator)
+        return conjugate + estimate.gradient, self._exact_bound(eta) + estimate.value
 
     def step(
         self,
@@ -312,49 +258,53 @@ class Posterior:
         generator: torch.Generator | None = None,
         boundary: Boundary = _SHORTEN,
     ) -> Move:
-        """From η, a step of size ``rate``; shortened where it would leave the domain, with the reason in the move."""
+        """A step of size ``rate`` from η, shortened where it would leave the domain; the move has the reason."""
         check_rate(rate)
-        aim, _ = self.target(eta, estimator, generator)
-        return self.moved(eta, aim, rate, boundary)
+        target, _ = self.target(eta, estimator, generator)
+        return self._move(eta, target, rate, boundary)
 
     def elbo(self, eta: Tensor, samples: int = 256, generator: torch.Generator | None = None) -> Tensor:
         """E_q log p(data, z) + H(q) [*batch]; exact without ℓ, and up to the constants that ``sites`` leave out."""
-        bound = self._entropic(eta)
+        bound = self._exact_bound(eta)
         if self.log_density is None:
             return bound
-        return bound + expected(self.family, eta, self._rest, eta - self._known(eta), samples, generator)
+        control = eta - self._conjugate(eta)
+        with torch.no_grad():
+            z = self.family.sample(eta, (samples,), generator)
+            _, remainder = _remainder(self._log_ratio, z, self.family, eta, control)
+            return bound + remainder.mean(0) + self.family.pair(control, self.family.mean(eta))
 
-    def _entropic(self, eta: Tensor) -> Tensor:
+    def _exact_bound(self, eta: Tensor) -> Tensor:
         """The ELBO without ℓ: log Z(η) − log Z(η₀) − ⟨η − η₀ − λ, ξ⟩."""
-        bound = self.family.log_partition(eta) - self.family.pair(eta - self._known(eta), self.family.mean(eta))
+        bound = self.family.log_partition(eta) - self.family.pair(eta - self._conjugate(eta), self.family.mean(eta))
         return bound if self.prior is None else bound - self.family.log_partition(self.prior)
 
-    def moved(self, eta: Tensor, aim: Tensor, rate: float, boundary: Boundary) -> Move:
-        """(1 − ρ) η + ρ η̂, kept in the domain."""
-        v = rate * (aim - eta)
+    def _move(self, eta: Tensor, target: Tensor, rate: float, boundary: Boundary) -> Move:
+        """(1 − ρ) η + ρ η̂, inside the domain."""
+        v = rate * (target - eta)
         domain = self.family.natural_domain
         t = boundary.share(domain, eta, v, f"η of {type(self.family).__name__}, at ")
         return Move(self.family, NaturalChart(), eta + spread(t, eta) * v, t, eta + v)
 
-    def _known(self, eta: Tensor) -> Tensor:
+    def _conjugate(self, eta: Tensor) -> Tensor:
         """η₀ + λ."""
-        known = torch.zeros_like(eta) if self.prior is None else self.prior
-        known = known if self.sites is None else known + self.sites
-        if torch.broadcast_shapes(known.shape, eta.shape) != eta.shape:
+        total = torch.zeros_like(eta) if self.prior is None else self.prior
+        total = total if self.sites is None else total + self.sites
+        if torch.broadcast_shapes(total.shape, eta.shape) != eta.shape:
             raise ValueError(
-                f"the prior and the sites have shape {tuple(known.shape)} and eta {tuple(eta.shape)}: eta must have "
+                f"the prior and the sites have shape {tuple(total.shape)} and eta {tuple(eta.shape)}: eta must have "
                 "the batch of both"
             )
-        return known
+        return total
 
-    def _rest(self, z: Tensor) -> Tensor:
-        """ℓ, against the base measure: a prior of the family brings its own."""
+    def _log_ratio(self, z: Tensor) -> Tensor:
+        """ℓ relative to the base measure h, unless a prior of the family brings h already."""
         assert self.log_density is not None
         values = self.log_density(z)
         if self.prior is not None:
             return values
         base = self.family.log_base(z)
-        check_shape(values, base.shape, z)
+        _check_shape(values, base.shape, z)
         return values - base
 
 
@@ -369,7 +319,7 @@ class Schedule(ABC):
 @final
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The same ρ always: for gradients without noise."""
+    """One ρ for all steps: for gradients without noise."""
 
     rate: float
 
@@ -428,15 +378,10 @@ def fit(
     for k in range(steps):
         rate = schedule(k)
         check_rate(rate)
-        aim, bound = posterior.target(eta, estimator, generator)
-        move = posterior.moved(eta, aim, rate, _SHORTEN)
-        if eta.device.type == "cpu" and move.reasons:
+        target, bound = posterior.target(eta, estimator, generator)
+        move = posterior._move(eta, target, rate, _SHORTEN)
+        if can_read(eta) and move.reasons:
             reasons[k] = move.reasons
         bounds.append(bound)
         eta = move.point
     return Fit(eta, torch.stack(bounds), reasons)
-
-
-def _enough(eta: Tensor, family: ExponentialFamily) -> int:
-    """Samples for a regression on t with some to spare."""
-    return 64 + 4 * (eta.shape[-1] if family.axes else 1)

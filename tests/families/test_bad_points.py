@@ -9,7 +9,7 @@ from torch import distributions as D
 
 from natgrad import families as f
 from natgrad.errors import DomainError, NatgradError
-from natgrad.families.exponential import solved
+from natgrad.families.base import natural_by_newton
 from tests.output.table import normal
 
 t = torch.tensor
@@ -27,8 +27,8 @@ OUTSIDE: list[tuple[f.ExponentialFamily, Tensor, str]] = [
         t([[1.0], [-1.0]]),
         r"GaussianKnownMean: eta\[1\]: the precision matrix must",
     ),
-    (f.Wishart(), t([-2.0, 1.0]), r"Wishart: eta \(part 0\)\[0\] = -2 must be above -1"),
-    (f.Wishart(), t([1.0, -1.0]), r"Wishart: eta \(part 1\): the inverse scale matrix V⁻¹ must be positive definite"),
+    (f.Wishart(), t([-2.0, 1.0]), r"Wishart: eta \(block 0\)\[0\] = -2 must be above -1"),
+    (f.Wishart(), t([1.0, -1.0]), r"Wishart: eta \(block 1\): the inverse scale matrix V⁻¹ must be positive definite"),
     (f.Poisson(), t(math.inf), r"Poisson: eta = inf must be finite"),
     (f.FullGaussian(), t([math.nan, 1.0]), r"FullGaussian: eta\[0\] = nan must be finite"),
     (f.FullGaussian(), t([0.0, math.nan]), r"the precision matrix\[0, 0\] = nan must be finite"),
@@ -36,7 +36,11 @@ OUTSIDE: list[tuple[f.ExponentialFamily, Tensor, str]] = [
 OUTSIDE_MEANS: list[tuple[f.ExponentialFamily, Tensor, str]] = [
     (f.Bernoulli(), t([0.5, 1.5]), r"Bernoulli: xi\[1\] = 1.5 must be below 1"),
     (f.Binomial(3), t(3.0), r"Binomial: xi = 3 must be below 3"),
-    (f.Categorical(), t([0.5, 0.6]), r"Categorical: xi sums to 1.1 over its last axis, and probabilities sum to 1"),
+    (
+        f.Categorical(),
+        t([0.5, 0.6]),
+        r"Categorical: xi sums to 1 \+ 0.1 over its last axis, and probabilities sum to",
+    ),
     (f.Categorical(), t([1.5, -0.5]), r"Categorical: xi\[1\] = -0.5 must be above 0"),
     (f.Categorical(minimal=True), t([0.6, 0.6]), r"xi sums to 1.2 over its last axis, and must leave something"),
     (f.Categorical(minimal=True), t([0.6, -0.1]), r"Categorical: xi\[1\] = -0.1 must be above 0"),
@@ -215,12 +219,12 @@ OTHERS: list[tuple[f.ExponentialFamily, D.Distribution, type[Exception], str]] =
     (f.Categorical(), D.Poisson(t(1.0)), TypeError, r"needs a OneHotCategorical or Categorical, got Poisson"),
     (f.Binomial(3), D.Binomial(4, t(0.5)), ValueError, r"Binomial\(total_count=3\) cannot hold a .* = 4"),
     (f.NegativeBinomial(3.0), D.NegativeBinomial(4, t(0.5)), ValueError, r"NegativeBinomial\(total_count=3\) cannot"),
-    (f.Laplace(1.0), D.Laplace(t(0.0), t(1.0)), ValueError, r"Laplace\(centre=1\) cannot hold .* centre 0: make a"),
+    (f.Laplace(1.0), D.Laplace(t(0.0), t(1.0)), ValueError, r"Laplace\(centre=1\) cannot hold .* centre = 0: make a"),
     (
         f.Weibull(1.0),
         D.Weibull(t(1.0), t(2.0)),
         ValueError,
-        r"Weibull\(shape=1\) cannot hold .* shape 2: make a",
+        r"Weibull\(shape=1\) cannot hold .* shape = 2: make a",
     ),
     (
         f.GaussianKnownMean(torch.zeros(1)),
@@ -259,4 +263,4 @@ def test_draws_that_cannot_be_differentiated_say_so() -> None:
 def test_a_newton_iteration_that_does_not_arrive_says_so() -> None:
     xi = t([1.0, 2.0])  # beyond the boundary, which `natural` would have refused
     with pytest.raises(NatgradError, match=r"no natural parameters of Gamma were found for these mean parameters in"):
-        solved(f.Gamma(), xi, t([0.0, -1.0]))
+        natural_by_newton(f.Gamma(), xi, t([0.0, -1.0]))

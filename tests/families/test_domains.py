@@ -7,7 +7,7 @@ import torch
 
 from natgrad import families as f
 from natgrad.errors import DomainError
-from natgrad.families.domains import Box, Concave, Cone, Domain, Interval, Parts, SecondHalf, Simplex
+from natgrad.families.domains import Concave, Cone, Domain, DomainProduct, OpenBox, Simplex, Space
 from tests.families.members import MEMBERS, Member
 from tests.output.table import close, normal
 
@@ -68,9 +68,9 @@ def test_the_margin_of_a_precision_is_its_distance_to_a_singular_matrix() -> Non
 
 
 def test_the_margin_is_negative_outside() -> None:
-    assert float(Interval(0.0).margin(torch.tensor(-2.0))) == -2.0
-    assert float(Box((0.0,)).margin(torch.tensor([1.0, -2.0]))) == -2.0
-    assert float(SecondHalf().margin(torch.tensor([1.0, -2.0]))) == -2.0
+    assert float(OpenBox(0.0, axes=0).margin(torch.tensor(-2.0))) == -2.0
+    assert float(OpenBox(0.0).margin(torch.tensor([1.0, -2.0]))) == -2.0
+    assert float(OpenBox((-math.inf, 0.0)).margin(torch.tensor([1.0, -2.0]))) == -2.0
     assert float(f.FullGaussian().margin(torch.tensor([0.0, -3.0]))) == -3.0
 
 
@@ -80,24 +80,30 @@ def test_a_domain_without_a_boundary_has_an_infinite_margin() -> None:
     assert float(f.VonMises().reach(torch.zeros(2), torch.ones(2))) == math.inf
 
 
-def test_parts_are_inside_if_each_of_them_is() -> None:
-    parts = Parts((Interval(0.0), Box((0.0, -1.0))), (2, -1))
+def test_a_product_contains_a_point_if_every_block_is_inside() -> None:
+    product = DomainProduct((OpenBox(0.0, axes=0), OpenBox((0.0, -1.0))), (2, -1))
     x = torch.tensor([[1.0, 2.0, 3.0, 0.0], [1.0, -2.0, 3.0, 0.0], [1.0, 2.0, 3.0, -2.0]])
-    assert parts.contains(x).tolist() == [True, False, False]
-    assert parts.margin(x).tolist() == [1.0, -2.0, -1.0]
-    assert parts.reach(x[:1], torch.tensor([[-1.0, 1.0, -6.0, 0.0]])).tolist() == [0.5]
-    close(parts.slacks(x).amin(-1), parts.margin(x))
-    with pytest.raises(DomainError, match=r"x \(part 0\)\[1, 1\] = -2 must be above 0"):
-        parts.check(x, "x")
+    assert product.contains(x).tolist() == [True, False, False]
+    assert product.margin(x).tolist() == [1.0, -2.0, -1.0]
+    assert product.reach(x[:1], torch.tensor([[-1.0, 1.0, -6.0, 0.0]])).tolist() == [0.5]
+    close(product.slacks(x).amin(-1), product.margin(x))
+    with pytest.raises(DomainError, match=r"x \(block 0\)\[1, 1\] = -2 must be above 0"):
+        product.check(x, "x")
 
 
 def test_a_point_that_is_not_a_number_is_not_inside() -> None:
     nan = torch.tensor([math.nan, 1.0])
-    for domain in (Box(), SecondHalf(), Simplex(), Concave(lambda x: x[..., :1], ("x above 0",))):
+    for domain in (
+        Space(),
+        OpenBox(),
+        OpenBox((-math.inf, 0.0)),
+        Simplex(),
+        Concave(lambda x: x[..., :1], ("x above 0",)),
+    ):
         assert not bool(domain.contains(nan))
         with pytest.raises(DomainError, match=r"x\[0\] = nan must be finite"):
             domain.check(nan, "x")
-    assert not bool(Interval().contains(torch.tensor(math.inf)))
+    assert not bool(Space(axes=0).contains(torch.tensor(math.inf)))
     cone = Cone(lambda x: torch.diag_embed(x), "the diagonal")
     with pytest.raises(DomainError, match=r"x\[0\] = nan must be finite"):
         cone.check(nan, "x")

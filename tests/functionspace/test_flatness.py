@@ -261,7 +261,7 @@ class TestRefusals:
 
     def test_a_basin_that_is_too_long_to_be_fitted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """10³⁰ times as long as wide: the coordinates stretch a few times a round, and there are three."""
-        monkeypatch.setattr(sys.modules["natgrad.functionspace.flatness"], "_LINE_ROUNDS", 3)
+        monkeypatch.setattr(sys.modules["natgrad.functionspace.flatness"], "_PILOT_ROUNDS", 3)
         with pytest.raises(ValueError, match="did not fit into an ellipsoid after 3 rounds of 256 random lines"):
             _at([0.0, 0.0], 0.5, lambda y: y[0, 0].square() + (1e-30 * y[0, 1]).square(), radius=1e40)
 

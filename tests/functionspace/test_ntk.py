@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.functionspace import NTKOperator, PushforwardMetric, layer_ntks, ntk
-from natgrad.functionspace.ntk import Layer, cross_gram
+from natgrad.functionspace.ntk import LayerRows, cross_gram
 from natgrad.pullback import Factors
 from tests import memory, oracle, zoo
 from tests.golden import agrees, golden, tensor
@@ -109,8 +109,8 @@ def test_a_layer_that_is_packed_in_another_way_at_other_points_has_the_same_gram
     rows = ng.Kernel().estimate(ng.pullback(nn.Linear(3, 2).double(), normal(4, 3), ng.Euclidean()))
     R = rows.rows()  # [(k n) p]
     (block,) = rows.blocks
-    plain = Layer((block.without_rule(),), (Factors.of_rows(R.view(2, 4, -1)),))
-    ruled = Layer((block,), rows.factors)
+    plain = LayerRows((block.without_rule(),), (Factors.of_rows(R.view(2, 4, -1)),))
+    ruled = LayerRows((block,), rows.factors)
     close(ruled.gram(plain), R @ R.T)
     close(plain.gram(ruled), R @ R.T)
 

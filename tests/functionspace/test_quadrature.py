@@ -143,7 +143,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("order", [0, -1, 2.0, True])
     def test_order(self, order: int) -> None:
-        with pytest.raises(ValueError, match="must be a positive integer, the number of nodes an axis"):
+        with pytest.raises(ValueError, match="must be a positive integer, the number of nodes per axis"):
             Quadrature.of(D.Normal(0.0, 1.0), order)
 
     def test_measures_without_a_rule(self) -> None:

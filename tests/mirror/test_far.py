@@ -102,4 +102,4 @@ def test_newton_names_the_members_that_it_did_not_find_and_finds_the_others() ->
     far = t(0.5, 0.5).log() - 4e-16
     with pytest.raises(UnsolvedError, match="too near the boundary of their domain for this precision") as caught:
         family.natural(torch.stack([good, far]))
-    assert caught.value.found.tolist() == [True, False]
+    assert caught.value.solved.tolist() == [True, False]

@@ -89,6 +89,8 @@ def test_a_pass_that_raises_leaves_nothing_of_its_graph_behind() -> None:
 def test_after_a_pass_that_was_interrupted_the_run_goes_on_as_if_it_had_not_been(
     error: BaseException, evaluates: bool
 ) -> None:
+    """No hook hears of a KeyboardInterrupt: ``zero_grad`` forgets the pass."""
+
     def run(error: BaseException | None) -> Tensor:
         model, x = Net(), normal(8, 4)
         opt = ng.KFAC(model, ng.Euclidean(), metric_every=1)
@@ -98,6 +100,7 @@ def test_after_a_pass_that_was_interrupted_the_run_goes_on_as_if_it_had_not_been
                 if evaluates:
                     with torch.no_grad():
                         model(x)
+                    opt.zero_grad()
                     assert not any(m._forward_hooks for m in model.modules())
             step(model, opt, normal(8, 4, seed=at))
         return flat(model)

@@ -113,5 +113,5 @@ def test_known_parameters_that_make_no_sense_are_refused() -> None:
         ng.vi.GaussianMean(torch.zeros(2, 3))
     with pytest.raises(DomainError, match="the covariance must be positive definite"):
         ng.vi.GaussianMean(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="need one datum a row"):
+    with pytest.raises(ValueError, match="need one datum per row"):
         ng.vi.LinearWeights(torch.zeros(3, 2), 1.0).sites(torch.zeros(2))

@@ -72,5 +72,5 @@ def test_bad_input_is_refused() -> None:
         ng.vi.BayesianLinear(ng.vi.GaussianNoise(), 0)
     with pytest.raises(ValueError, match="prior_precision must be positive"):
         ng.vi.BayesianLinear(ng.vi.GaussianNoise(), 1, prior_precision=0.0)
-    with pytest.raises(ValueError, match=r"inputs must be \[n 2\], one column a weight"):
+    with pytest.raises(ValueError, match=r"inputs must be \[n 2\], one column per weight"):
         ng.vi.BayesianLinear(ng.vi.GaussianNoise(), 2).step(torch.zeros(3, 1), torch.zeros(3))

@@ -25,8 +25,8 @@ _MIRROR, _SHORTEN = Mirror(), Shorten()
 
 @final
 @dataclass(frozen=True)
-class _Proposal:
-    """A step of one member that is not made yet."""
+class _MemberStep:
+    """The next step of one member."""
 
     name: str
     member: Member
@@ -36,19 +36,19 @@ class _Proposal:
 
 @final
 class MirrorDescent(torch.optim.Optimizer):
-    """Steps of ``Member`` modules that never leave the domain of their family (002 (20)–(23)).
+    """Train ``Member`` modules by steps that never leave the domain of their family (Grosse 2021, section 4.1).
 
     ``Mirror()``: the gradient in the chart of a member moves its other chart, and no metric is inverted. A member in
-    the natural chart makes the step (20), ξ ← ξ − lr ∇_ηJ; one in the mean chart (21), η ← η − lr ∇_ξJ, which is
-    natural gradient in η. ``Natural()``: the chart of the member moves along its natural gradient.
+    the natural chart steps by ξ ← ξ − lr ∇_ηJ; one in the mean chart by η ← η − lr ∇_ξJ, which is natural gradient in
+    η. ``Natural()``: the chart of the member moves along its natural gradient.
 
-    Momentum is kept in the chart that moves, m ← μm + ∇J: its coordinates are affine, so that velocities of two points
-    may be added; with ``Natural()`` m is a covector, made a vector where it is used. Where a step was shortened, its
-    velocity is shortened with it: else every later step would press against the boundary. A step that would leave the
-    domain is treated as ``boundary`` says; ``reasons()`` names those of the last step, and the first of every member is
-    told by the logger "natgrad". When a step raises, parameters and velocities are as they were. A member without a
-    gradient is left alone. ``lr`` is 1/λ of the proximal step; schedulers, closures and ``state_dict`` are those of
-    torch. For maximum likelihood from a stream, lr = 1/(k + 1) makes every iterate the batch estimate (ERRATA 31).
+    Momentum m ← μm + ∇J lives in the chart that moves: its coordinates are affine, so that velocities of different
+    points may be added; with ``Natural()`` m is a covector, raised to a vector at every step. Where a step is
+    shortened, so is its velocity: otherwise every later step would press against the boundary. ``boundary`` decides
+    what happens to steps that would leave the domain; ``reasons()`` explains those of the last step, and the logger
+    "natgrad" warns of the first one of every member. When a step raises, parameters and velocities are unchanged. A
+    member without a gradient is skipped. ``lr`` is 1/λ of the proximal step; schedulers, closures and ``state_dict``
+    work as in torch. For maximum likelihood from a stream, lr = 1/(k + 1) makes every iterate the batch estimate.
 
     >>> import natgrad as ng
     >>> rate = ng.mirror.Member(ng.families.Poisson(), torch.tensor(0.0))
@@ -72,13 +72,13 @@ class MirrorDescent(torch.optim.Optimizer):
         self.descent, self.boundary = descent, boundary
         self.last: tuple[tuple[str, Move], ...] = ()
         self._members: dict[int, Member] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._flag, self._steps = Flag(), 0
         listed: Any = [members] if isinstance(members, Member) else list(members)
         super().__init__(listed, {"lr": lr, "momentum": momentum})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim, with members for ``params``."""
+        """As in torch.optim, with members as ``params``."""
         group = dict(param_group)
         members = [group["params"]] if isinstance(group["params"], Member) else list(group["params"])
         for member in members:
@@ -100,7 +100,7 @@ class MirrorDescent(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every member that has a gradient. Returns the loss of the closure, if there is one."""
+        """One step of every member that has a gradient. Returns the loss of the closure, if given."""
         self._flag.raise_pending()
         value = None
         if closure is not None:
@@ -114,24 +114,24 @@ class MirrorDescent(torch.optim.Optimizer):
         return value
 
     def reasons(self) -> tuple[str, ...]:
-        """Why steps of the last call were shortened: nothing where all were whole. It waits for the device."""
+        """Why steps of the last call were shortened; empty if all were whole. Waits for the device."""
         return tuple(f"{name}: {reason}" for name, move in self.last for reason in move.reasons)
 
-    def _proposals(self) -> list[_Proposal]:
-        found = []
+    def _proposals(self) -> list[_MemberStep]:
+        steps = []
         for g, group in enumerate(self.param_groups):
             _check_numbers(group)
             for i, x in enumerate(group["params"]):
                 if x.grad is not None:
                     member = self._members[id(x)]
                     name = f"member {i} of group {g} ({type(member.family).__name__})"
-                    found.append(self._proposal(name, member, group))
-        return found
+                    steps.append(self._proposal(name, member, group))
+        return steps
 
-    def _proposal(self, name: str, member: Member, group: Mapping[str, Any]) -> _Proposal:
+    def _proposal(self, name: str, member: Member, group: Mapping[str, Any]) -> _MemberStep:
         x, ω = member.point.detach(), member.point.grad
         assert ω is not None
-        if can_read(ω):  # on a GPU a gradient that is not finite shows in the step
+        if can_read(ω):  # on a GPU a bad gradient shows in the step
             self._flag.check({name: ω}, "the gradient")
         velocity = None
         if group["momentum"]:
@@ -140,10 +140,10 @@ class MirrorDescent(torch.optim.Optimizer):
         move = self.descent.move(member.family, x, ω, group["lr"], member.chart, self.boundary)
         if velocity is not None:
             velocity = velocity * move.share.reshape(move.share.shape + (1,) * (x.ndim - move.share.ndim))
-        return _Proposal(name, member, move, velocity)
+        return _MemberStep(name, member, move, velocity)
 
-    def _apply(self, proposals: list[_Proposal]) -> None:
-        """All members move, or none."""
+    def _apply(self, proposals: list[_MemberStep]) -> None:
+        """Move all members, or none."""
         targets = {p.name: p.move.point for p in proposals}
         self._flag.check(targets, "the step")
         self._flag.send("the step", self._steps)
@@ -153,12 +153,12 @@ class MirrorDescent(torch.optim.Optimizer):
                 state = self.state[p.member.point]
                 old = state.setdefault(_VELOCITY, torch.zeros_like(p.velocity))
                 copy_([old], [p.velocity], gate=self._flag.value)
-            self._tell(p)
+            self._warn(p)
 
-    def _tell(self, p: _Proposal) -> None:
-        """The first step of a member that is shortened; on a GPU only ``reasons`` tells, as it would have to wait."""
-        if p.name not in self._told and can_read(p.move.share) and bool(p.move.shortened.any()):
-            self._told.add(p.name)
+    def _warn(self, p: _MemberStep) -> None:
+        """Warn of the first shortened step of a member. On a GPU that would wait: there, only ``reasons`` tells."""
+        if p.name not in self._warned and can_read(p.move.share) and bool(p.move.shortened.any()):
+            self._warned.add(p.name)
             _log.warning("%s: %s (later ones: opt.reasons())", p.name, p.move.reasons[0])
 
 

@@ -1,0 +1,171 @@
+"""Likelihoods p(y | f) of one latent number f: E log p(y | f) under a Gaussian f, and its two derivatives."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from natgrad.errors import DomainError
+from natgrad.linalg import gauss_rule
+
+
+class Likelihood(nn.Module, ABC):
+    """p(y | f) for data y [n] and latent values f ~ N(μ, v), μ and v [n]."""
+
+    @abstractmethod
+    def check(self, y: Tensor) -> None:
+        """Refuse data outside the support; the message names the entry and the bound."""
+
+    @abstractmethod
+    def expected(self, y: Tensor, μ: Tensor, v: Tensor) -> Tensor:
+        """E log p(y | f) [n], differentiable in μ, v and the parameters of the likelihood."""
+
+    @abstractmethod
+    def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """∂E/∂μ = E ∂log p/∂f and ∂E/∂v = ½ E ∂²log p/∂f² (Bonnet 1964; Price 1958) [n]."""
+
+    @property
+    def concave(self) -> bool:
+        """Whether log p is concave in f: then ∂E/∂v ≤ 0, and no step of size ≤ 1 can leave the domain."""
+        return True
+
+
+@final
+class GaussianNoise(Likelihood):
+    """y = f + ε, ε ~ N(0, σ²): conjugate, so that one step of size 1 is exact. The parameter is log σ².
+
+    >>> noise = GaussianNoise(variance=0.5)
+    >>> noise.slopes(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]))
+    (tensor([2.]), tensor([-1.]))
+    """
+
+    def __init__(self, variance: float = 1.0) -> None:
+        super().__init__()
+        if not (variance > 0 and math.isfinite(variance)):
+            raise ValueError(f"GaussianNoise(variance) must be positive and finite, got {variance}")
+        self.log_variance = nn.Parameter(torch.tensor(math.log(variance)))
+
+    def check(self, y: Tensor) -> None:
+        _check_support(y, y.isfinite(), "is not a finite number: drop the example, or impute it")
+
+    def expected(self, y: Tensor, μ: Tensor, v: Tensor) -> Tensor:
+        precision = (-self.log_variance).exp()
+        return -0.5 * (precision * ((y - μ).square() + v) + self.log_variance + math.log(2 * math.pi))
+
+    def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        precision = (-self.log_variance.detach()).exp()
+        return precision * (y - μ), (-0.5 * precision).expand_as(v)
+
+
+@final
+class PoissonCounts(Likelihood):
+    """Counts with rate e^f: E log p = yμ − e^{μ + v/2} − log y!, in closed form."""
+
+    def check(self, y: Tensor) -> None:
+        _check_support(y, (y >= 0) & (y == y.round()) & y.isfinite(), "is not a count 0, 1, 2, …")
+
+    def expected(self, y: Tensor, μ: Tensor, v: Tensor) -> Tensor:
+        return y * μ - (μ + 0.5 * v).exp() - torch.lgamma(y + 1)
+
+    def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        rate = (μ + 0.5 * v).exp()
+        return y - rate, -0.5 * rate
+
+
+class Quadrature(Likelihood):
+    """Any log p(y | f), by Gauss–Hermite quadrature with ``nodes`` points: exact for polynomials of degree 2·nodes − 1.
+
+    Subclasses define ``log_density``; ``derivatives`` are taken by autograd unless they are overridden.
+    """
+
+    def __init__(self, nodes: int = 20) -> None:
+        super().__init__()
+        if nodes < 1:
+            raise ValueError(f"nodes={nodes}: a quadrature needs one node or more")
+        # The Jacobi matrix of N(0, 1): the orthonormal polynomials are Hermite's.
+        x, w = gauss_rule(torch.zeros(nodes, dtype=torch.float64), torch.arange(1, nodes, dtype=torch.float64).sqrt())
+        self.register_buffer("nodes", x.to(torch.get_default_dtype()), persistent=False)
+        self.register_buffer("weights", w.to(torch.get_default_dtype()), persistent=False)
+        self.nodes: Tensor
+        self.weights: Tensor
+
+    @abstractmethod
+    def log_density(self, y: Tensor, f: Tensor) -> Tensor:
+        """log p(y | f) [q n] for y [n] and f [q n]."""
+
+    def derivatives(self, y: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and second derivative of log p in f [q n]."""
+        with torch.enable_grad():
+            f = f.detach().requires_grad_()
+            (first,) = torch.autograd.grad(self.log_density(y, f).sum(), f, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), f)
+        return first.detach(), second
+
+    def expected(self, y: Tensor, μ: Tensor, v: Tensor) -> Tensor:
+        return self.weights.to(μ.dtype) @ self.log_density(y, self._latent(μ, v))
+
+    def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.derivatives(y, self._latent(μ, v))
+        w = self.weights.to(μ.dtype)
+        return w @ first, 0.5 * (w @ second)
+
+    def _latent(self, μ: Tensor, v: Tensor) -> Tensor:
+        return torch.addcmul(μ, self.nodes.to(μ.dtype).unsqueeze(1), v.sqrt())
+
+
+@final
+class BernoulliLogit(Quadrature):
+    """Labels 0 and 1 with P(1 | f) = 1/(1 + e^{−f}): Gaussian-process classification, logistic regression.
+
+    >>> BernoulliLogit().expected(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0]))
+    tensor([-0.6931])
+    """
+
+    def check(self, y: Tensor) -> None:
+        _check_support(y, (y == 0) | (y == 1), "is not a label 0 or 1: for labels ±1 pass (y + 1)/2")
+
+    def log_density(self, y: Tensor, f: Tensor) -> Tensor:
+        return functional.logsigmoid((2 * y - 1) * f)
+
+    def derivatives(self, y: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        p = f.sigmoid()
+        return y - p, p * (p - 1)
+
+
+@final
+class StudentNoise(Quadrature):
+    """y = f + ε with heavy tails, ε/s from Student's t with ν degrees of freedom: regression with outliers.
+
+    log p is not concave: the precision of an example far from f is negative, and steps may have to be shortened.
+    """
+
+    def __init__(self, degrees: float, scale: float = 1.0, nodes: int = 20) -> None:
+        super().__init__(nodes)
+        if not (degrees > 0 and scale > 0 and math.isfinite(degrees) and math.isfinite(scale)):
+            raise ValueError(f"StudentNoise(degrees, scale) must be positive and finite, got {degrees} and {scale}")
+        self.degrees, self.scale = degrees, scale
+
+    @property
+    def concave(self) -> bool:
+        return False
+
+    def check(self, y: Tensor) -> None:
+        _check_support(y, y.isfinite(), "is not a finite number: drop the example, or impute it")
+
+    def log_density(self, y: Tensor, f: Tensor) -> Tensor:
+        half = 0.5 * (self.degrees + 1)
+        constant = math.lgamma(half) - math.lgamma(0.5 * self.degrees) - 0.5 * math.log(self.degrees * math.pi)
+        tail = ((y - f) / self.scale).square() / self.degrees
+        return constant - math.log(self.scale) - half * torch.log1p(tail)
+
+
+def _check_support(y: Tensor, inside: Tensor, bound: str) -> None:
+    """Refuse the first datum outside the support."""
+    if not bool(inside.all()):
+        n = int((~inside).nonzero()[0, 0])
+        raise DomainError(f"datum y[{n}] = {float(y[n]):g} {bound}")
