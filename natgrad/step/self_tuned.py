@@ -34,8 +34,8 @@ class KLClip(PlainRule):
             raise ValueError(f"KLClip(radius=…) must be positive, got {self.radius}")
 
     def scale(self, square: Tensor) -> Tensor:
-        # Rounding below zero, or a zero gradient: nothing to shorten.
-        return torch.where(square > self.radius, (self.radius / square.clamp(min=self.radius)).sqrt(), 1.0)
+        # 1 where the square is at most the radius: also for a zero gradient, and for rounding below zero.
+        return (self.radius / square.clamp(min=self.radius)).sqrt()
 
 
 @final

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate import fused
-from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.inverses import (
     BatchedInverse,
     Inversion,
@@ -223,7 +222,7 @@ class LayerInverse(Inverse):
             else:
                 pairs = self._solve_columns(group, first, columns, ω, v)
             if pairings is not None:
-                pairings += [torch.dot(w.reshape(-1), u.reshape(-1)) for w, u in pairs]
+                pairings += [torch.dot(w.flatten(), u.flatten()) for w, u in pairs]
         if self.rest is not None and self.others is not None:
             others, pairing = self.rest.sharp_with_pairing(Covector(self.others.named(ω)))
             v.update(others)
@@ -258,6 +257,8 @@ class LayerInverse(Inverse):
         for names, part in zip(columns, solved, strict=True):
             shape = self.layout.like[names[0]].shape
             v.update(zip(names, [part.view(shape)] if count == 1 else part.view(count, *shape).unbind(), strict=True))
+        if count == 1:
+            return [(ω[names[0]].to(self.layout.dtype), v[names[0]]) for names in columns]
         return list(zip(parts, solved, strict=True))
 
     @cached_property
@@ -409,7 +410,7 @@ class ProductInverse(LayerInverse):
         return two_sided(left, w, right, w if spent else None)
 
     def by_columns(self, group: tuple[int, ...]) -> bool:
-        return self.kinds[group[0]] == (True, True) and is_asynchronous(self.stacks[0][0].device)
+        return self.kinds[group[0]] == (True, True)
 
     def apply_columns(self, group: tuple[int, ...], first: int, parts: list[Tensor]) -> list[Tensor]:
         left, right = self._sides(group, first, len(parts[0]))

@@ -62,7 +62,10 @@ def test_the_bytes_of_the_plan_are_those_of_the_metric_and_its_inverse_after_a_s
             opt.step()
             assert opt.tracker.average is not None
             assert opt.preconditioner.inverse is not None
-            kept = {**opt.tracker.average.tensors(), **{f"inverse {k}": t for k, t in opt.preconditioner.inverse.tensors().items()}}
+            kept = {
+                **opt.tracker.average.tensors(),
+                **{f"inverse {k}": t for k, t in opt.preconditioner.inverse.tensors().items()},
+            }
             # The inverse of EK-FAC is in the same eigenvectors: they are there once.
             storage = {t.data_ptr(): t.numel() * t.element_size() for t in kept.values()}
             assert planned == sum(storage.values())
