@@ -242,6 +242,11 @@ def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
     if not params:
         raise ValueError(f"{where} has no trainable parameters: set requires_grad_(True) on those to train")
     first_name, first = next(iter(params.items()))
+    if meta := [name for name, p in params.items() if isinstance(p, Tensor) and p.is_meta]:
+        raise ValueError(
+            f"{where}: {', '.join(meta)} on the meta device, where a tensor has a shape but no numbers. Give them memory "
+            "and values first, model.to_empty(device=…) and load_state_dict, then make the optimizer"
+        )
     for name, p in params.items():
         if not isinstance(p, Tensor) or not p.is_floating_point():
             raise TypeError(f"{where}: parameter {name} must be a real floating-point tensor")

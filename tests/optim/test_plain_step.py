@@ -236,7 +236,7 @@ def test_a_captured_step_follows_gradient_learning_rate_and_inverse(every: int, 
 
     def trained(captures: Replays | None) -> list[Tensor]:
         model = net()
-        options = {"metric_every": every, "inverse_every": every, "weight_decay": 0.01}
+        options: dict[str, Any] = {"metric_every": every, "inverse_every": every, "weight_decay": 0.01}
         opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), **options)
         schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
         if captures is not None:
