@@ -39,21 +39,21 @@ _DENSE, _CHOLESKY, _FIXED = Dense(), Cholesky(), Fixed()
 
 @final
 class NaturalGradient(torch.optim.Optimizer):
-    """θ ← θ − lr·(G + λ)⁻¹∇L: one choice for each of metric, structure, solver and step rule (004 (17), 002 (4)).
+    """θ ← θ − lr·(G + λ)⁻¹∇L (Amari 1998): one choice for each of metric, structure, solver and step rule.
 
-    Drop-in: the loop stays as it is. When the metric is due (every step, or as ``Refresh(structure, every, decay)``
-    says), a hook on the model's forward pass estimates it from that pass; call the model under ``torch.no_grad()`` to
-    evaluate. Metrics made from the loss need ``opt.refresh(x, target)`` before the step.
+    Drop-in: the training loop stays as it is. When the metric is due (in every step, or as
+    ``Refresh(structure, every, decay)`` says), a hook on the model's forward pass estimates it from that pass. Call the
+    model under ``torch.no_grad()`` to evaluate it. Metrics of the loss need ``opt.refresh(x, target)`` before the step.
 
-    Momentum is kept in the space of vectors, m ← μm + v, θ ← θ − lr·m; weight decay is decoupled,
-    θ ← (1 − lr·wd)θ. Every number in a parameter group may be changed between steps; λ must be the same in all.
-    A parameter whose ``.grad`` is None is left alone in that step; for the others, its gradient is zero.
-    When a step raises, parameters and momentum are as they were. Kronecker factors and their inverses, which are made
-    in the memory of the last ones, may be newer, of some layers only; the inverses are then due again. A step that its
-    rule refuses (``opt.last.accepted``) changes no parameter, and starts the momentum anew: along a velocity that
-    ascends, every later step would be refused too. A rule that needs the loss again (``LevenbergMarquardt``) is told by
-    ``opt.needs_closure``, by ``repr(opt)`` and by a message of the logger "natgrad" at construction: then
-    ``opt.step(closure)``.
+    Momentum lives in the space of vectors, m ← μm + v, θ ← θ − lr·m. Weight decay is decoupled, θ ← (1 − lr·wd)θ.
+    Every number in a parameter group may change between steps; λ must be the same in all groups. A parameter whose
+    ``.grad`` is None does not move in that step; for the others, its gradient is zero.
+
+    When a step raises, parameters and momentum are as they were. Kronecker factors and their inverses are updated in
+    place: those of some layers may be newer, and the inverses are then due again. A step that its rule refuses
+    (``opt.last.accepted`` is False) changes no parameter and resets the momentum. A rule that evaluates the loss again
+    (``LevenbergMarquardt``) needs ``opt.step(closure)``: ``opt.needs_closure`` and ``repr(opt)`` say so, and the logger
+    "natgrad" does at construction.
 
     ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. ``rules``:
     layer rules for modules of your own. ``output`` takes what the model returns to its output tensor. ``generator`` is
@@ -123,7 +123,7 @@ class NaturalGradient(torch.optim.Optimizer):
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim while the optimizer is made; after that the metric is over the parameters it has."""
+        """As in torch.optim while the optimizer is constructed. Later the set of parameters is fixed."""
         if hasattr(self, "tracker"):
             raise ValueError("the metric is over the parameters that were trainable at first: make a new optimizer")
         check_numbers({**self.defaults, **param_group})
@@ -147,8 +147,8 @@ class NaturalGradient(torch.optim.Optimizer):
     def refresh(self, x: Inputs, target: Any = None) -> None:
         """Estimate the metric now, in a forward pass of its own (opaque models, metrics that need targets).
 
-        The forward passes until the next step are then not looked at. So a model with batch normalisation or dropout
-        trains in training mode, with its metric in evaluation mode:
+        The forward passes until the next step are then ignored. So a model with batch normalisation or dropout can
+        train in training mode with its metric in evaluation mode:
 
         >>> import natgrad as ng
         >>> model, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.1)), torch.randn(32, 4)
@@ -333,7 +333,7 @@ class NaturalGradient(torch.optim.Optimizer):
             _log.info("%s: %s", ", ".join(news), what)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
+        """The state of torch.optim, and the metric under "natgrad", where torch.optim does not cast it."""
         state = super().state_dict()
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
         state["state"] = _copied(state["state"])
@@ -345,8 +345,8 @@ class NaturalGradient(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume exactly: the next steps are, bit for bit, those of the run that was saved.
 
-        What does not fit is refused with the difference, before anything is changed. With another solver than the one
-        that was saved, the metric is kept and inverted anew in the next step.
+        A state that does not fit is refused with the difference, before anything is changed. If it was saved with
+        another solver, the metric is loaded, and the next step inverts it anew.
         """
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
@@ -406,11 +406,11 @@ def _number(loss: Any) -> float:
 
 
 def _copied(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """What torch.optim knows of every parameter, in memory of its own."""
-    own = ((key, value.items()) for key, value in state.items())
-    return {key: {what: t.clone() if isinstance(t, Tensor) else t for what, t in items} for key, items in own}
+    """The state of every parameter in torch.optim, with copies of its tensors."""
+    items = ((key, value.items()) for key, value in state.items())
+    return {key: {what: t.clone() if isinstance(t, Tensor) else t for what, t in pairs} for key, pairs in items}
 
 
 def _generator(device: torch.device, rank: int) -> torch.Generator:
-    """For sampled metrics: every process draws targets of its own."""
+    """For sampled metrics: every process draws its own targets."""
     return torch.Generator(device=device).manual_seed((torch.initial_seed() + rank) % 2**63)

@@ -15,7 +15,7 @@ from natgrad.step.base import Step, StepContext, StepRule
 
 
 class Constraint(ABC):
-    """How a step is kept in the domain of the parameters (001 section 4)."""
+    """How a step is kept in the domain of the parameters (van Oostrum, Müller and Ay 2023)."""
 
     @abstractmethod
     def before(self, context: StepContext) -> StepContext:

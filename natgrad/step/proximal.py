@@ -1,4 +1,4 @@
-"""Proximal steps: exact, linearised and quadratic, with any dissimilarity (paper 002, section 2).
+"""Proximal steps: exact, linearised and quadratic, with any dissimilarity (Grosse 2021).
 
 All three move from w to where J(u) + λρ(u, w) is small; they differ in what they expand. With ρ the divergence of the
 outputs, pulled back to the parameters (``pulled_back``), the quadratic form without H is the natural gradient.
@@ -35,7 +35,7 @@ def point(
     tol: float = 1e-10,
     max_steps: int = 200,
 ) -> dict[str, Tensor]:
-    """argmin_u J(u) + λρ(u, w), exactly (002 (1)): implicit gradient descent where ρ = ½‖u − w‖² (002 (3)).
+    """argmin_u J(u) + λρ(u, w), exactly: implicit gradient descent where ρ = ½‖u − w‖² (Grosse 2021).
 
     The inner solver is Newton with conjugate gradients; it raises if it does not reach ``tol``.
 
@@ -58,7 +58,7 @@ def linearised(
     tol: float = 1e-10,
     max_steps: int = 200,
 ) -> dict[str, Tensor]:
-    """argmin_u ⟨∇J(w), u⟩ + λρ(u, w): mirror descent, ∇_uρ(u, w) = −∇J(w)/λ (002 section 2)."""
+    """argmin_u ⟨∇J(w), u⟩ + λρ(u, w): mirror descent, ∇_uρ(u, w) = −∇J(w)/λ (Grosse 2021)."""
     _check(strength)
     fixed = {name: p.detach() for name, p in w.items()}
     ω = HessianOperator.at(objective, w).differential
@@ -73,7 +73,7 @@ def linearised(
 def quadratic(
     objective: Objective, rho: Dissimilarity, w: Params, strength: float, *, solver: Solver | None = None
 ) -> dict[str, Tensor]:
-    """w − (H + λG)⁻¹∇J(w), G = ∂²ρ/∂u² at u = w (002 (5)): both J and ρ to second order.
+    """w − (H + λG)⁻¹∇J(w), G = ∂²ρ/∂u² at u = w (Grosse 2021): both J and ρ to second order.
 
     With ρ = ½‖u − w‖² it is the damped Newton step.
     """
@@ -86,7 +86,7 @@ def quadratic(
 
 
 def newton(objective: Objective, w: Params, *, damping: float = 0.0, solver: Solver | None = None) -> Vector:
-    """The Newton direction (H + λ)⁻¹∇J (004 (18)): unlike a natural gradient it may ascend; where H is not positive
+    """The Newton direction (H + λ)⁻¹∇J (Johnson 2017): unlike a natural gradient it may ascend; where H is not positive
     the default solver refuses it.
     """
     H = HessianOperator.at(objective, w)
@@ -101,7 +101,7 @@ def pulled_back(
     target: Any = None,
     params: Params | None = None,
 ) -> Dissimilarity:
-    """ρ(u, w) = (1/N) Σ_n ρ(y_n(u), y_n(w)): the divergence of the outputs as one of parameters (002 section 5)."""
+    """ρ(u, w) = (1/N) Σ_n ρ(y_n(u), y_n(w)): the divergence of the outputs as one of parameters."""
     wrapped = Model.of(model, params)
 
     def rho(u: Params, w: Params) -> Tensor:

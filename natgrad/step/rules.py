@@ -16,7 +16,7 @@ from natgrad.step.base import PlainRule, Step, StepContext, StepRule
 @final
 @dataclass(frozen=True)
 class Fixed(PlainRule):
-    """δ = −lr·v: the natural gradient times the learning rate (004 (17))."""
+    """δ = −lr·v: the natural gradient times the learning rate (Amari 1998)."""
 
     def scale(self, square: Tensor) -> None:
         return None
@@ -38,12 +38,12 @@ class Backtracking:
 @final
 @dataclass(frozen=True)
 class TrustRegion(StepRule):
-    """Steepest descent in the ball ½ δᵀGδ ≤ ``radius`` (002 (6), 004 (14)–(15)): δ = −v·√(2 radius/vᵀGv).
+    """Steepest descent in the ball ½ δᵀGδ ≤ ``radius`` (Johnson 2017): δ = −v·√(2 radius/vᵀGv).
 
     The step reaches the boundary, whatever the learning rate; ``longest`` limits it to so many times lr·v (with
     ``longest=1`` the rule only clips). With ``backtracking`` the step is shortened until the *true* divergence of the
-    outputs, ρ(y(θ′), y(θ)), for Fisher the KL divergence, is within the radius too, where θ′ is where the step lands,
-    weight decay included; if it never is (the decay alone may be too much), the parameters stay.
+    outputs (for Fisher the KL divergence) between where the step lands, weight decay included, and the current point
+    is within the radius too. If it never is (the decay alone may be too much), the parameters stay.
 
     >>> TrustRegion(radius=0.01, backtracking=Backtracking())
     TrustRegion(radius=0.01, backtracking=Backtracking(shrink=0.5, tries=20), longest=inf)
@@ -79,10 +79,10 @@ class TrustRegion(StepRule):
 class LevenbergMarquardt(StepRule):
     """Damping adapted from predicted against actual decrease (Moré 1978; Martens and Grosse 2015, section 6.5).
 
-    With the model m(u) = ⟨ω, u⟩ + ½ uᵀGu, ratio = (L(θ + u) − L(θ))/m(u), where u is the whole way to where the step
+    With the model m(u) = ⟨ω, u⟩ + ½ uᵀGu, ratio = (L(θ + u) − L(θ))/m(u), where u leads from θ to where the step
     lands, weight decay included: above ``good`` the damping is divided by ``factor``, below ``poor`` it is multiplied
     by it. A step that does not lower the loss is not taken; it is tried again with more damping, at most ``tries``
-    times. Where the promised decrease is below the rounding of the loss, the point is stationary and the parameters
+    times. Where the predicted decrease is below the rounding of the loss, the point is stationary and the parameters
     stay. Needs ``opt.step(closure)``.
     """
 
@@ -126,11 +126,11 @@ class LevenbergMarquardt(StepRule):
 @final
 @dataclass(frozen=True)
 class GeodesicCorrected(StepRule):
-    """δ = w − ½ Γ(w, w), w = −lr·v: the exponential map to second order (003 (2.6), ERRATA 42).
+    """δ = w − ½ Γ(w, w), w = −lr·v: the exponential map to second order (Luk and Grosse 2018).
 
     The correction is the acceleration of the geodesic with velocity w. Where it is longer than ``limit`` times the
-    step (both in the metric), the expansion has no meaning: the step is taken uncorrected, and says so (Transtrum and
-    Sethna 2012).
+    step (both in the metric), the expansion has no meaning: the step is taken uncorrected, and ``reason`` says so
+    (Transtrum and Sethna 2012).
     """
 
     limit: float = 0.75

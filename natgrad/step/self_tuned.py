@@ -12,16 +12,17 @@ from torch import Tensor
 from natgrad.geometry import Vector
 from natgrad.step.base import PlainRule, Step, StepContext, StepRule
 
-_CUT, _CUTS = 4.0, 3  # a step that is too long, or a damping that is most of the model: divided by; and how often
-_GROWTH = 3.0  # of a step that is not tried, over the one before
+_CUT, _CUTS = 4.0, 3  # a step that is too long is divided by 4, at most 3 times; so is a damping that is too large
+_GROWTH = 3.0  # the longest step that is not tried, over the one before
 
 
 @final
 @dataclass(frozen=True)
 class KLClip(PlainRule):
-    """v ← v·min(1, √(radius/⟨lr·ω, lr·v⟩)): the natural gradient shortened, before it enters the momentum (ERRATA D).
+    """v ← v·min(1, √(radius/⟨lr·ω, lr·v⟩)): the natural gradient, shortened before it enters the momentum.
 
-    ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher, twice the KL divergence that a step v would make. Nothing waits for a GPU.
+    ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher, twice the KL divergence of a step v (Ba, Grosse and Martens 2017). It stays on
+    the device: nothing waits for a GPU.
 
     >>> KLClip()
     KLClip(radius=0.001)
@@ -47,17 +48,19 @@ class SelfTuned(StepRule):
     ⟨Δ, GΔ⟩, ⟨Δ, Gδ₀⟩, ⟨δ₀, Gδ₀⟩ (Martens and Grosse 2015, sections 6.4, 6.5 and 7): learning rate and momentum need
     no tuning and are not used.
 
-    In the first step, and then every ``every`` steps, the loss is evaluated where the step lands. λ is multiplied or
-    divided by ``factor`` where it has fallen by less than a quarter, or by more than three quarters, of what the model
-    said. Were G the whole curvature, the ratio would be 1 + λ⟨δ, δ⟩/⟨δ, (G + λ)δ⟩: above three halves the model is more
-    damping than metric, and λ becomes four times smaller. A step after which the loss is higher is cut to a quarter,
-    three times at most, and λ becomes four times larger; one that no cut helps is refused. The steps in between are at
-    most three times as long, in the metric, as the one before: a small batch may say little about most directions.
-    ``fraction``: the part of the batch that the exact products are taken on (a quarter, section 8 of the paper; of
-    256 examples at least). With gradient accumulation that is a part of the last micro-batch: only the gradient, the
-    structure and the losses are those of all. Needs ``opt.step(closure)``; where it is evaluated again it draws the
-    same random numbers. The exact products are those of the function that is trained, batch statistics included, with
-    dropout off.
+    In the first step, and then every ``every`` steps, the loss is evaluated where the step lands. If it has fallen by
+    less than a quarter of what the model predicted, λ is multiplied by ``factor``; if by more than three quarters, λ is
+    divided by it. Were G the whole curvature, the ratio would be 1 + λ⟨δ, δ⟩/⟨δ, (G + λ)δ⟩: above three halves the
+    model is more damping than metric, and λ is divided by four. If the loss rises, the step is cut to a quarter, at
+    most three times, and λ is multiplied by four; if no cut helps, the step is refused. The steps in between are at
+    most three times as long, in the metric, as the one before, since a small batch may say little about most
+    directions.
+
+    ``fraction``: the fraction of the batch for the exact products (a quarter, section 8 of the paper), with 256
+    examples at least. With gradient accumulation these are examples of the last micro-batch; the gradient, the
+    structure and the losses are those of all. The exact products are those of the function that is trained, batch
+    statistics included, with dropout off. Needs ``opt.step(closure)``; further calls of the closure draw the same
+    random numbers.
 
     >>> SelfTuned()
     SelfTuned(every=5, factor=1.3, fraction=0.25, smallest=1e-06)
@@ -94,7 +97,7 @@ class SelfTuned(StepRule):
         return self._tried(context, δ, float(weights @ slope + 0.5 * weights @ H @ weights), λ)
 
     def _tried(self, context: StepContext, δ: Vector, predicted: float, λ: float) -> Step:
-        """The step, or a part of it, after which the loss is not higher, and the damping that follows from it."""
+        """The step, cut until the loss does not rise, and the damping that follows."""
         here = context.loss(None)
         rounding = 10 * max(torch.finfo(t.dtype).eps for t in δ.values()) * abs(here)
         actual = context.loss(δ) - here
@@ -117,14 +120,14 @@ class SelfTuned(StepRule):
 
 
 def _no_longer(bound: Tensor, square: Tensor) -> Tensor:
-    """What a step of squared length ``square`` is multiplied by to be no longer than ``bound`` allows."""
+    """The factor that shortens a step of squared length ``square`` to at most ``bound``."""
     return (bound / square.clamp(min=torch.finfo(square.dtype).tiny)).clamp(max=1).sqrt()
 
 
 def _best(H: Tensor, slope: Tensor) -> Tensor:
-    """The minimum of ⟨slope, w⟩ + ½⟨w, Hw⟩, for one or two directions, without looking at numbers.
+    """The minimiser of ⟨slope, w⟩ + ½⟨w, Hw⟩ for one or two directions; nothing is read from the device.
 
-    Where two directions are one, up to rounding, the first alone.
+    If the two directions agree up to rounding, only the first is used.
     """
     alone = torch.zeros_like(slope)
     alone[0] = -slope[0] / H[0, 0]
