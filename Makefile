@@ -14,7 +14,7 @@ CORE := tests/test_product.py tests/test_house.py tests/test_public_names.py tes
     tests/families/test_golden.py tests/families/test_expfam_golden.py tests/theorems
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint check test cuda bench clean
+.PHONY: help demo lint check test cuda docs bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test: lint  ## the whole gate: lint, doctests and all tests, JOBS files at a tim
 
 cuda: $(VENV)/.dev  ## the tests that need a GPU
 	$(BIN)/python -m pytest tests/cuda
+
+docs: $(VENV)/.dev  ## write README and the pages that quote measurements from the result files
+	$(BIN)/python -m benchmarks.pages --figures
 
 bench: $(VENV)/.dev  ## run the benchmarks
 	$(BIN)/python benchmarks/core.py

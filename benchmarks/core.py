@@ -1,12 +1,12 @@
-"""The core quantities beside hand-written code and beside other libraries: ratios, all taken in one run.
+"""The core quantities beside hand-written code and other libraries: ratios, all measured in one run.
 
     make bench
-    python benchmarks/core.py                 # on the processor, one thread
+    python benchmarks/core.py                 # on the CPU, one thread
     python benchmarks/core.py --device cuda
     python benchmarks/core.py --output my.json
 
-Time is that of the pullback and the estimate together, unless a row says otherwise. Where a row is called exact, all
-contestants were checked to compute the same numbers before they were timed.
+Times include the pullback and the estimate, unless a row says otherwise. Contestants of exact quantities are checked
+to compute the same numbers before they are timed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def product(problem: Problem, v: Tensor) -> Contestant:
 
 
 def cold_product(problem: Problem, v: Tensor) -> Contestant:
-    """One G v by ``Implicit``, with everything that comes before it."""
+    """One G v by ``Implicit``, including the linearisation."""
     return lambda: ng.Implicit().estimate(ng.pullback(problem.model, problem.x, EXACT)).product(v)
 
 
 def solve(problem: Problem, ω: Tensor, steps: int) -> Contestant:
-    """That many steps of conjugate gradients: as many products, and one more for the residual that is reported."""
+    """So many steps of conjugate gradients: as many products, and one more for the reported residual."""
     G = ng.Implicit().estimate(ng.pullback(problem.model, problem.x, EXACT))
     return lambda: ng.CG(tol=1e-30, max_steps=steps).init(G, damping=1.0).solve(ω)
 
@@ -81,8 +81,8 @@ def jacobian(problem: Problem) -> Tensor:
     def one(θ: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(problem.model, θ, (x.unsqueeze(0),)).squeeze(0)
 
-    parts: dict[str, Tensor] = vmap(jacrev(one), in_dims=(None, 0))(problem.params, problem.x)
-    return torch.cat([part.flatten(2) for part in parts.values()], dim=2)
+    blocks: dict[str, Tensor] = vmap(jacrev(one), in_dims=(None, 0))(problem.params, problem.x)
+    return torch.cat([block.flatten(2) for block in blocks.values()], dim=2)
 
 
 def output_fisher(problem: Problem) -> Tensor:
@@ -181,7 +181,7 @@ def matrices(report: Report, problem: Problem) -> None:
 
 
 def diagonals(report: Report, problem: Problem) -> None:
-    """The diagonal of the Fisher metric, from one sample an example and exactly."""
+    """The diagonal of the Fisher metric, from one sample per example and exactly."""
     for sampled, bound, best in ((True, 1.15, 1.07), (False, 4.0, 5.1)):
         kind = "one sample" if sampled else "exact"
         section = f"diagonal Fisher, {kind}, {problem.name}"
@@ -197,7 +197,7 @@ def diagonals(report: Report, problem: Problem) -> None:
 
 
 def diagonal_memory(report: Report, widths: tuple[int, ...], examples: tuple[int, ...], memory: int) -> None:
-    """Peak memory of the exact diagonal with a bound, for more and more examples."""
+    """Peak memory of the exact diagonal under a memory bound, for growing batches."""
     peaks = {n: peak_memory(prepare_diagonal, widths, n, memory, report.device, device=report.device) for n in examples}
     growth = max(peaks.values()) / min(peaks.values())
     listed = ", ".join(f"{n:,} examples: {peak / 2**20:.0f} MB" for n, peak in peaks.items())
@@ -213,7 +213,7 @@ def diagonal_memory(report: Report, widths: tuple[int, ...], examples: tuple[int
 
 
 def prepare_diagonal(widths: tuple[int, ...], n: int, memory: int, device: torch.device) -> Callable[[], Any]:
-    """The exact diagonal of a batch of n, with a bound on memory."""
+    """The exact diagonal of a batch of n under a memory bound."""
     problem = networks.mlp(widths, n, device)
 
     def run(x: Tensor) -> DiagonalOperator:
@@ -224,7 +224,7 @@ def prepare_diagonal(widths: tuple[int, ...], n: int, memory: int, device: torch
 
 
 def kernels(report: Report, widths: tuple[int, ...], n: int, few: int, damping: float = 0.1) -> None:
-    """The damped step by Kernel beside the Jacobian, which is formed for a few examples only."""
+    """The damped step by Kernel beside forming the Jacobian, which is timed for a few examples only."""
     problem = networks.mlp(widths, n, report.device)
     ω = torch.randn(problem.size, device=report.device)
     small, section = problem.first(few), f"damped step, {problem.size:,} parameters, {problem.name}"
@@ -254,7 +254,7 @@ def main() -> None:
     """Run everything, print the table, save the numbers."""
     parser = argparse.ArgumentParser(description="Ratios of the core quantities, in one run.")
     parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda")
-    parser.add_argument("--rounds", type=int, default=9, help="turns that every contestant takes")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of the timing")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
     args = parser.parse_args()
     settle()

@@ -1,4 +1,4 @@
-"""Loss against seconds, as it was measured: curves, claims, a table, and a file that a run can be resumed from."""
+"""Loss against seconds: curves, targets, a table, and a JSON file from which a run can be resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KFAC, SGD, ADAMW, SOAP = "K-FAC, self-tuned", "SGD with momentum", "AdamW", "SOA
 @final
 @dataclass(frozen=True)
 class Setting:
-    """A learning rate, the part of it that is left at the end of the budget, and the size of the batches."""
+    """A learning rate, the fraction of it that is left at the end of the budget, and the batch size."""
 
     lr: float
     left: float
@@ -42,18 +42,18 @@ class Run:
 
     @property
     def final(self) -> float:
-        """The last training loss, ∞ where it is not a number. Below a millionth there is nothing left to learn."""
+        """The final training loss, at least 10⁻⁶; ∞ if it is not finite."""
         loss = self.history[-1].train_loss
         return max(loss, 1e-6) if math.isfinite(loss) else math.inf
 
     def reaches(self, level: float) -> float:
-        """Seconds until the training loss is at this level, on a straight line between logarithms; ∞ if never."""
+        """Seconds until the training loss reaches this level, by log-linear interpolation; ∞ if never."""
         before = self.history[0]
         for point in self.history:
             if point.train_loss <= level:
                 drop = math.log(before.train_loss / point.train_loss) if point.train_loss > 0 else 0.0
-                part = math.log(before.train_loss / level) / drop if drop > 0 else 1.0
-                return before.seconds + min(part, 1.0) * (point.seconds - before.seconds)
+                share = math.log(before.train_loss / level) / drop if drop > 0 else 1.0
+                return before.seconds + min(share, 1.0) * (point.seconds - before.seconds)
             before = point
         return math.inf
 
@@ -61,7 +61,7 @@ class Run:
 @final
 @dataclass
 class Record:
-    """All that is known so far: the budget of a run in seconds, the settings that were chosen, the curves."""
+    """The budget of a run in seconds, the chosen settings, and the curves so far."""
 
     machine: dict[str, Any]
     seconds: float
@@ -73,11 +73,11 @@ class Record:
         return any((run.task, run.contender, run.seed) == (task, contender, seed) for run in self.runs)
 
     def save(self, path: Path) -> None:
-        """As JSON, a line a curve; what was never reached is null."""
+        """As JSON, one line per curve; a level that was never reached is null."""
         targets: list[dict[str, Any]] = [{**asdict(t), "met": t.met} for t in claims(self.runs)]
         for t in targets:
             t["measured"] = t["measured"] if math.isfinite(t["measured"]) else None
-        chosen = {task: {name: asdict(s) for name, s in found.items()} for task, found in self.chosen.items()}
+        chosen = {task: {name: asdict(s) for name, s in by_name.items()} for task, by_name in self.chosen.items()}
         content = {"machine": self.machine, "seconds": self.seconds, "chosen": chosen, "targets": targets}
         text = json.dumps(content, indent=2, ensure_ascii=False).removesuffix("\n}")
         curves = ",\n    ".join(json.dumps(_columns(run), ensure_ascii=False) for run in self.runs)
@@ -86,17 +86,17 @@ class Record:
 
     @staticmethod
     def load(path: Path) -> Record:
-        """What was saved."""
+        """Read a saved record."""
         saved = json.loads(path.read_text())
         chosen = {
-            task: {name: Setting(**numbers) for name, numbers in found.items()}
-            for task, found in saved["chosen"].items()
+            task: {name: Setting(**numbers) for name, numbers in by_name.items()}
+            for task, by_name in saved["chosen"].items()
         }
         return Record(saved["machine"], saved["seconds"], chosen, [_run(columns) for columns in saved["runs"]])
 
 
 def _columns(run: Run) -> dict[str, Any]:
-    """The history by quantity, four digits each."""
+    """The history by quantity, with four digits."""
     points = [asdict(point) for point in run.history]
     columns = {key: [float(f"{point[key]:.4g}") for point in points] for key in points[0]}
     score = float(f"{run.train_score:.4g}") if math.isfinite(run.train_score) else None
@@ -111,27 +111,27 @@ def _run(columns: dict[str, Any]) -> Run:
 
 
 def claims(runs: Iterable[Run]) -> list[Target]:
-    """K-FAC's time to where another ends, over the other's own; the median over the seeds that both have."""
-    found = {(run.task, run.contender, run.seed): run for run in runs}
+    """K-FAC's time to the final loss of another, over the other's own time; the median over common seeds."""
+    by_key = {(run.task, run.contender, run.seed): run for run in runs}
     out = []
-    for task in dict.fromkeys(task for task, _, _ in found):
+    for task in dict.fromkeys(task for task, _, _ in by_key):
         for other, bound in ((ADAMW, 0.5), (SOAP, 1.0)):
             pairs = [
-                (run, found[task, other, seed])
-                for (of, name, seed), run in found.items()
-                if (of, name) == (task, KFAC) and (task, other, seed) in found
+                (run, by_key[task, other, seed])
+                for (of, name, seed), run in by_key.items()
+                if (of, name) == (task, KFAC) and (task, other, seed) in by_key
             ]
             if not pairs:
                 continue
-            parts = [ours.reaches(theirs.final) / _time(theirs) for ours, theirs in pairs]
-            note = "of the seeds: " + ", ".join(f"{part:.2f}" for part in parts)
+            ratios = [ours.reaches(theirs.final) / _time(theirs) for ours, theirs in pairs]
+            note = "of the seeds: " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
             claim = f"K-FAC's time to {other}'s final loss over {other}'s own, {task}"
-            out.append(Target(claim, statistics.median(parts), bound, True, note))
+            out.append(Target(claim, statistics.median(ratios), bound, True, note))
     return out
 
 
 def _time(run: Run) -> float:
-    """Until a run was where it ended; one that ended nowhere was on its way all the time."""
+    """The time until a run reached its final loss; all of its time if it diverged."""
     return run.reaches(run.final) or run.history[-1].seconds
 
 
@@ -146,7 +146,7 @@ def table(record: Record) -> str:
 
 
 def markdown(record: Record) -> str:
-    """The same for a page, a table a task."""
+    """The same as Markdown, one table per task."""
     lines = []
     for task in dict.fromkeys(run.task for run in record.runs):
         rows = [[task, *_HEAD[1:]], ["---"] * len(_HEAD), *_cells(record, task)]
@@ -160,12 +160,12 @@ _FORMS = (".0f", ".4g", ".4g", ".4g", ".4g", ".1f")
 
 
 def _cells(record: Record, task: str) -> list[list[str]]:
-    """A row a contender."""
-    mine = [run for run in record.runs if run.task == task]
-    level = {run.seed: run.final for run in mine if run.contender == ADAMW}
+    """One row per optimizer."""
+    runs = [run for run in record.runs if run.task == task]
+    level = {run.seed: run.final for run in runs if run.contender == ADAMW}
     out = []
-    for name in dict.fromkeys(run.contender for run in mine):
-        rows = [_row(run, level.get(run.seed, math.nan)) for run in mine if run.contender == name]
+    for name in dict.fromkeys(run.contender for run in runs):
+        rows = [_row(run, level.get(run.seed, math.nan)) for run in runs if run.contender == name]
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
         numbers = (f"{median:{form}}" for median, form in zip(medians, _FORMS, strict=True))
         out.append([name, *("never" if number == "inf" else number for number in numbers)])

@@ -1,4 +1,4 @@
-"""A natural-gradient step of a full Gaussian, over one Cholesky factorisation and two products of its matrices.
+"""A natural-gradient step of a full Gaussian, over one Cholesky factorisation and two matrix products.
 
     python -m benchmarks.gaussian
 
@@ -29,12 +29,12 @@ UNIT, STEP, MIRROR = "one Cholesky, two products", "natural step, ∇ in η", "m
 @final
 @dataclass(frozen=True)
 class Case:
-    """N(0, Λ⁻¹) moved a little, and a gradient in η."""
+    """A Gaussian in (h, Λ), and a gradient in η."""
 
     h: Tensor
     Λ: Tensor
     ω: Tensor
-    lr: float = 1e-5  # the whole step is inside: nothing is shortened
+    lr: float = 1e-5  # the whole step stays in the domain
 
     @staticmethod
     def of(d: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -56,7 +56,7 @@ class Case:
 
 
 def contestants(case: Case) -> dict[str, Callable[[], Tensor]]:
-    """What is timed."""
+    """The contestants."""
     family, eta, W = ng.families.FullGaussian(), case.eta, case.ω[len(case.h) :].view_as(case.Λ)
     xi = family.mean(eta)
 
@@ -72,7 +72,7 @@ def contestants(case: Case) -> dict[str, Callable[[], Tensor]]:
 
 
 def run(report: Report, d: int, dtype: torch.dtype) -> None:
-    """One size: the step is right, and what it costs."""
+    """Check the step, and time it."""
     case = Case.of(d, dtype, report.device)
     entries, section = contestants(case), f"full Gaussian, d = {d}, {str(dtype).removeprefix('torch.')}"
     report.agree(section, {STEP: entries[STEP], "textbook": case.textbook})
@@ -83,7 +83,7 @@ def run(report: Report, d: int, dtype: torch.dtype) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda")
-    parser.add_argument("--rounds", type=int, default=15, help="turns that every contestant takes")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of the timing")
     parser.add_argument("--size", type=int, default=1000, help="d")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
     args = parser.parse_args(arguments)

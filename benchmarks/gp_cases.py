@@ -1,4 +1,4 @@
-"""Cases and contestants of the benchmark of sparse Gaussian processes."""
+"""Data sets and contestants of the benchmark of sparse Gaussian processes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import natgrad as ng
 from benchmarks.peers import installed
 
 JITTER = 1e-8
-BUDGET = 1500  # steps that every contestant may take
+BUDGET = 1500  # steps of every contestant at most
 RATES = tuple((lr, hyper) for lr in (1.0, 0.1) for hyper in (0.1, 0.03))  # of q, and of hyperparameters
 
 
 @final
 @dataclass(frozen=True)
 class Case:
-    """A data set with its model; ``learned``: whether the hyperparameters are learned, too."""
+    """A data set with its model; ``learned``: whether the hyperparameters are learned."""
 
     name: str
     x: Tensor
@@ -58,15 +58,15 @@ def cases(n: int, inducing: int) -> list[Case]:
 
 
 class Steps(ABC):
-    """A contestant at work."""
+    """A running contestant."""
 
     @abstractmethod
     def run(self, count: int) -> list[float]:
-        """Take this many steps, or fewer where it ends by itself; the bound after each."""
+        """Take at most this many steps; the bound after each."""
 
 
 class Contestant(ABC):
-    """A way to maximise the bound, with its settings; ``limit``: how many steps it is allowed."""
+    """A method to maximise the bound, with its settings; ``limit``: its largest number of steps."""
 
     limit: int
     label: str
@@ -80,7 +80,7 @@ class Contestant(ABC):
 class Adam(Contestant):
     """Adam on the mean and the Cholesky factor of the covariance, in whitened coordinates, and on hyperparameters.
 
-    It has the same model and the same code as ours. With given hyperparameters, the projection is computed once.
+    It has the same model code as ours. With given hyperparameters the projection is computed once.
     """
 
     lr: float
@@ -106,7 +106,7 @@ class _AdamSteps(Steps):
         self.μ, self.L = torch.zeros(m).requires_grad_(), torch.eye(m).requires_grad_()
         self.hyper = [p for p in self.gp.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam([self.μ, self.L, *self.hyper], lr=lr)
-        self.kept = None if case.learned else self.gp.project(case.x)
+        self.projection = None if case.learned else self.gp.project(case.x)
 
     def run(self, count: int) -> list[float]:
         bounds = []
@@ -119,7 +119,7 @@ class _AdamSteps(Steps):
         return bounds
 
     def _bound(self) -> Tensor:
-        at = self.kept or self.gp.project(self.case.x)
+        at = self.projection or self.gp.project(self.case.x)
         L = self.L.tril()
         half = at.a @ L
         kl = 0.5 * (L.square().sum() + self.μ.square().sum() - len(L)) - L.diagonal().abs().log().sum()
@@ -159,10 +159,9 @@ class _NaturalSteps(Steps):
 @final
 @dataclass(frozen=True)
 class NaturalAdam(Contestant):
-    """Our steps of q with Adam for the hyperparameters, in the loop and with the rates that the peer has.
+    """Our steps of q with Adam for the hyperparameters, with the loop and the rates of the peer.
 
-    Beside ``Natural``, which has L-BFGS, it tells what the step itself does from what the optimizer of the
-    hyperparameters does.
+    Beside ``Natural``, which has L-BFGS, it separates the effect of the step from that of the other optimizer.
     """
 
     lr: float
@@ -249,7 +248,7 @@ class _PeerSteps(Steps):
         self.likelihood.train()
 
     def run(self, count: int) -> list[float]:
-        """The bound is that of the forward pass, before the step: one more pass at the end shows the last."""
+        """The bound of a forward pass is that before its step: one more pass at the end has the last one."""
         bounds = []
         for _ in range(count):
             for optimizer in self.optimizers:

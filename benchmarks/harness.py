@@ -1,4 +1,4 @@
-"""Timing and memory: contestants take turns, and only ratios within a turn are compared."""
+"""Timing and memory: contestants take turns, and only ratios within a round are compared."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Spread:
 @final
 @dataclass(frozen=True)
 class Race:
-    """Seconds of every contestant, a number a round, and those of the ``unit``, one of them, in the same rounds."""
+    """Seconds of every contestant per round, and those of the ``unit``, one of them, in the same rounds."""
 
     unit: str
     seconds: dict[str, list[float]]
@@ -52,11 +52,11 @@ class Race:
         return Spread.of(self.seconds[name])
 
     def in_units(self, name: str) -> list[float]:
-        """Time over the unit's in the same round: what slows the machine down slows both."""
+        """Time over that of the unit in the same round: a slow phase of the machine affects both."""
         return [a / b for a, b in zip(self.seconds[name], self.beside[name], strict=True)]
 
     def ratio(self, name: str, over: str) -> Spread:
-        """Time of one over the other, of each in units."""
+        """The ratio of two contestants, both in units."""
         if over == self.unit:
             return Spread.of(self.in_units(name))
         if name == self.unit:
@@ -64,9 +64,10 @@ class Race:
         return Spread.of([a / b for a, b in zip(self.in_units(name), self.in_units(over), strict=True)])
 
     def each(self, steps: Mapping[str, int]) -> Race:
-        """The time of one step, for contestants that take several in a call."""
-        own = {name: [s / steps.get(name, 1) for s in seconds] for name, seconds in self.seconds.items()}
-        return Race(self.unit, own, {name: [s / steps.get(self.unit, 1) for s in u] for name, u in self.beside.items()})
+        """The time per step, for contestants that take several steps per call."""
+        seconds = {name: [s / steps.get(name, 1) for s in times] for name, times in self.seconds.items()}
+        beside = {name: [s / steps.get(self.unit, 1) for s in times] for name, times in self.beside.items()}
+        return Race(self.unit, seconds, beside)
 
 
 Contestants: TypeAlias = Mapping[str, Callable[[], Any]]
@@ -80,11 +81,10 @@ def duels(
     warmup: int = 2,
     turns: Mapping[str, int] | None = None,
 ) -> Race:
-    """Every contestant takes turns with the unit alone, after some rounds that are not counted.
+    """Every contestant alternates with the unit only, after ``warmup`` rounds that are not counted.
 
-    ``turns``: how many of them are one round. What runs finds the memory and the caches that others have left. A
-    training loop finds its own, in the same places again and again, and so do two that alternate; among many, every
-    round would be a first one.
+    ``turns``: turns per round. A training loop finds its own memory and caches in the same state every time, and so do
+    two loops that alternate; among many, every round would start cold.
     """
     seconds: dict[str, list[float]] = {}
     beside: dict[str, list[float]] = {}
@@ -107,7 +107,7 @@ def together(
     warmup: int = 2,
     turns: Mapping[str, int] | None = None,
 ) -> Race:
-    """All contestants take turns, the most that one of them needs in a round: on a GPU none finds what it left."""
+    """All contestants alternate: on a GPU none finds its memory as it left it."""
     seconds = _rounds(contestants, rounds, device, warmup, max((turns or {}).values(), default=1))
     return Race(unit, seconds, dict.fromkeys(seconds, seconds[unit]))
 
@@ -115,23 +115,23 @@ def together(
 def _rounds(
     contestants: Contestants, rounds: int, device: torch.device, warmup: int, turns: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each, which take turns: the mean of so many for every round."""
+    """Seconds of each contestant per round, the mean over its turns."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for at in range(-warmup, rounds):
-        own = dict.fromkeys(contestants, 0.0)
+        means = dict.fromkeys(contestants, 0.0)
         for _ in range(turns):
             for name, contestant in contestants.items():
                 start = now(device)
                 contestant()
-                own[name] += (now(device) - start) / turns
+                means[name] += (now(device) - start) / turns
         if at >= 0:
-            for name, taken in own.items():
-                seconds[name].append(taken)
+            for name, mean in means.items():
+                seconds[name].append(mean)
     return seconds
 
 
 def now(device: torch.device) -> float:
-    """Time on the processor, which other programs on the machine do not add to; on a GPU the time of its queue."""
+    """CPU time of this process, which other programs do not add to; on a GPU the time when its queue is empty."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -139,24 +139,24 @@ def now(device: torch.device) -> float:
 
 
 def disagreement(results: Mapping[str, Tensor]) -> float:
-    """The largest relative distance of a contestant's result from the first one's."""
+    """The largest relative distance of a result from the first one."""
     first, *others = [r.detach() for r in results.values()]
     norm = torch.linalg.vector_norm(first)
     return max((float(torch.linalg.vector_norm(r - first) / norm) for r in others), default=0.0)
 
 
 def settle() -> None:
-    """One thread, and an allocator that keeps what it has, as it does after the first steps of training.
+    """One thread, and an allocator that never returns memory to the system, as after the first steps of training.
 
-    Fresh pages cost as much as a layer. Whether freed ones are given back to the system depends on who ran before, so
-    without this the order of the contestants would decide.
+    Fresh pages cost as much as a layer. Whether freed pages are returned depends on what ran before: without this the
+    order of the contestants would matter.
     """
     torch.set_num_threads(1)
     _allocator(trim=-1, mmap=2**30)
 
 
 def _allocator(trim: int, mmap: int) -> None:
-    """Free memory is given back from ``trim`` bytes on (−1: never); from ``mmap`` on allocations have their pages."""
+    """Return free memory beyond ``trim`` bytes (−1: never); map allocations from ``mmap`` bytes on separately."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-1, trim)  # M_TRIM_THRESHOLD
@@ -164,13 +164,13 @@ def _allocator(trim: int, mmap: int) -> None:
 
 
 def peak_memory(prepare: Callable[..., Callable[[], Any]], *args: Any, device: torch.device) -> int:
-    """Bytes that ``prepare(*args)()`` needs at its peak beyond what was there before, in a process of its own.
+    """Peak memory of ``prepare(*args)()`` in bytes, beyond what was allocated before, on the CPU in a new process.
 
     ``prepare`` runs something small of the same kind, so that what libraries load once is not counted.
     """
     if device.type == "cuda":
         run = prepare(*args)
-        gc.collect()  # what earlier contestants left in cycles would be freed during the run, and counted against it
+        gc.collect()  # garbage of earlier contestants would be freed during the run
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -183,7 +183,7 @@ def peak_memory(prepare: Callable[..., Callable[[], Any]], *args: Any, device: t
 
 def _resident_peak(prepare: Callable[..., Callable[[], Any]], args: tuple[Any, ...]) -> int:
     torch.set_num_threads(1)
-    _allocator(trim=2**16, mmap=2**16)  # tensors that are freed leave at once: what is resident is what is alive
+    _allocator(trim=2**16, mmap=2**16)  # freed tensors are returned at once: resident memory is live memory
     run = prepare(*args)
     status = Path("/proc/self/status")
     if not status.exists():
@@ -191,7 +191,7 @@ def _resident_peak(prepare: Callable[..., Callable[[], Any]], args: tuple[Any, .
         run()
         unit = 1 if sys.platform == "darwin" else 1024
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts at what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = _status(status, "VmRSS")
     run()
     return _status(status, "VmHWM") - before
@@ -204,16 +204,16 @@ def _status(status: Path, key: str) -> int:
 
 @final
 class SubprocessRunner:
-    """The contestant ``prepare(*args)``, made and called in a process that it has to itself, as a training loop has.
+    """The contestant ``prepare(*args)`` in a process of its own: on a GPU it shares no allocator with the others.
 
-    What is called and given must be found by its name there. A call returns when the device has done it.
+    Functions and arguments are pickled. A call returns when the device has finished.
     """
 
     def __init__(self, prepare: Callable[..., Callable[[], Any]], *args: Any, device: torch.device) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, there = context.Pipe()
-        given = (there, prepare, args, device, torch.get_float32_matmul_precision())
-        self._process = context.Process(target=_serve, args=given, daemon=True)
+        arguments = (there, prepare, args, device, torch.get_float32_matmul_precision())
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         there.close()
 
@@ -244,7 +244,7 @@ def _serve(
     device: torch.device,
     precision: str,
 ) -> None:
-    """A call for every message, until nobody is there any more."""
+    """Call the contestant for every message, until the connection is closed."""
     settle()
     torch.set_float32_matmul_precision(precision)
     contestant = prepare(*args)
@@ -254,12 +254,12 @@ def _serve(
         except EOFError:
             return
         contestant()
-        now(device)  # waits for it
+        now(device)  # waits for the device
         connection.send("done")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers depend on, and nothing that names the machine."""
+    """What the numbers depend on, without the name of the machine."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else _processor(),
@@ -272,7 +272,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def launch_time(device: torch.device, count: int = 2000) -> float:
-    """Microseconds that the processor takes to start a kernel which does next to nothing: of five times the median."""
+    """Microseconds per launch of a tiny kernel: the median of five measurements."""
     x, times = torch.zeros(1, device=device), []
     for _ in range(6):
         start = now(device)

@@ -1,10 +1,10 @@
-"""K-FAC by other libraries, where they are installed: one sample an example, as ours.
+"""K-FAC by other libraries, where they are installed: factors with one sample per example, and training steps.
 
-A contestant starts from the model and the batch and returns the factors it made. Libraries leave hooks behind, so each
-has a copy of the model to itself. They are given sequences as rows of independent outputs, which all of them can take.
-KAISA and singd have no samples: they take the gradients of the training loss, as their users do. What a library cannot
-do it says when it runs: ``runnable`` keeps its words. Libraries disagree on factors of scale, so only the shape of
-their input covariances is checked before they are timed.
+A contestant for factors starts from the model and the batch, and returns the factors. Libraries leave hooks behind:
+each gets its own copy of the model. Sequences are given to them as rows of independent outputs, which all of them
+accept. KAISA and singd do not sample: they use the gradients of the training loss. ``runnable`` records the error of a
+library that fails. Libraries disagree on scale factors, so that input covariances are compared up to scale before they
+are timed. A contestant for steps trains its network with momentum and returns the last loss.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Rows(nn.Module):
 
 @final
 @dataclass(frozen=True)
-class Rhythm:
-    """So many steps in a call; the factors and their inverses are made every so many."""
+class RefreshCycle:
+    """Steps per call, and how often the factors and their inverses are refreshed."""
 
     metric_every: int
     inverse_every: int
@@ -54,7 +54,7 @@ class Rhythm:
 
 
 def gaussian(problem: Problem) -> bool:
-    """Whether the loss is of squares, not of classes."""
+    """Whether the loss is a squared error."""
     return isinstance(problem.family, ng.Gaussian)
 
 
@@ -64,17 +64,17 @@ def flat_targets(problem: Problem) -> Tensor:
 
 
 def terms(problem: Problem) -> str:
-    """What the loss is a mean over, in the words of singd."""
+    """What the loss is a mean over, as singd calls it."""
     return "batch" if len(flat_targets(problem)) == len(problem.x) else "batch+sequence"
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that all of these libraries have factors of."""
+    """The layers for which all of these libraries have factors."""
     return [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
 
 
 def kaisa() -> Any:
-    """KAISA, or None. Its package is called kfac, as a script here is, which must not be taken for it."""
+    """KAISA, or None. Its package is called kfac like a script here, which must not be imported instead."""
     here, path = Path(__file__).resolve().parent, sys.path.copy()
     sys.path[:] = [entry for entry in path if Path(entry).resolve() != here]
     try:
@@ -84,7 +84,7 @@ def kaisa() -> Any:
 
 
 def factors() -> dict[str, Make]:
-    """How each of them makes the factors."""
+    """The libraries that compute factors."""
     makers = {
         "curvlinops": (installed("curvlinops"), _curvlinops),
         "asdl": (installed("asdl"), _asdl_factors),
@@ -100,10 +100,10 @@ def factors() -> dict[str, Make]:
 def runnable(
     makers: Mapping[str, Make], problem: Problem, check: Callable[[Any], str | None] = lambda made: None
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Those that can run and pass the check, and what is wrong with the others, in a line."""
+    """The contestants that run and pass the check, and a line about what is wrong with the others."""
     tried = {name: _try(make, problem, check) for name, make in makers.items()}
-    able = {name: found for name, found in tried.items() if not isinstance(found, str)}
-    return able, {name: found for name, found in tried.items() if isinstance(found, str)}
+    able = {name: result for name, result in tried.items() if not isinstance(result, str)}
+    return able, {name: result for name, result in tried.items() if isinstance(result, str)}
 
 
 def _try(make: Make, problem: Problem, check: Callable[[Any], str | None]) -> Callable[[], Any] | str:
@@ -111,13 +111,13 @@ def _try(make: Make, problem: Problem, check: Callable[[Any], str | None]) -> Ca
 
     def quiet() -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what a library warns about is its own business
+            warnings.simplefilter("ignore")
             return contestant()
 
     try:
         contestant = make(problem.copy())
         return check(quiet()) or quiet
-    except Exception as error:  # a foreign library may raise anything
+    except Exception as error:  # a library may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
@@ -142,13 +142,13 @@ def input_covariances(problem: Problem) -> list[Tensor]:
 
 
 def same_inputs(problem: Problem) -> Callable[[list[Tensor]], str | None]:
-    """A check that factors, the input covariances of the layers first, are those of this problem up to a scale."""
+    """A check that factors, input covariances first, are those of this problem up to scale."""
     expected = input_covariances(problem)
 
     def check(made: list[Tensor]) -> str | None:
-        for found, A in zip(made, expected, strict=False):
-            own = found[: len(A), : len(A)]
-            if float((own / own.norm() - A / A.norm()).norm()) > 1e-2:
+        for factor, A in zip(made, expected, strict=False):
+            block = factor[: len(A), : len(A)]
+            if float((block / block.norm() - A / A.norm()).norm()) > 1e-2:
                 return f"its input covariance [{len(A)} {len(A)}] is that of something else"
         return None
 
@@ -228,14 +228,14 @@ def _backpack(problem: Problem) -> Factors:
 
 def _kaisa_factors(problem: Problem) -> Factors:
     own = replace(problem, model=copy.deepcopy(problem.model))
-    # A layer may be used more than once: its uses are one batch only if the average is made after the backward pass.
+    # A layer may be used more than once: its uses are one batch only if the average is updated after the backward pass.
     made = kaisa().KFACPreconditioner(own.model, update_factors_in_hook=False)
     layers: list[Any] = [layer for _, layer in made._layers.values()]
     passes = gradient(own)
 
     def contestant() -> list[Tensor]:
         passes()
-        for layer in layers:  # as its step does, with nothing of the past
+        for layer in layers:  # as in its step, without a moving average
             layer.update_a_factor(alpha=0.0)
             layer.update_g_factor(alpha=0.0)
         return [layer.a_factor for layer in layers] + [layer.g_factor for layer in layers]
@@ -244,7 +244,7 @@ def _kaisa_factors(problem: Problem) -> Factors:
 
 
 def _kronfluence(problem: Problem) -> Factors:
-    """The passes of its ``fit_covariance_matrices_with_loader``, without the loader and the way to the processor."""
+    """The passes of its ``fit_covariance_matrices_with_loader``, without the loader and the copy to the CPU."""
     tracking, tools = installed("kronfluence.module.tracked_module"), installed("kronfluence.module.utils")
     constants = installed("kronfluence.utils.constants")
     names = (constants.ACTIVATION_COVARIANCE_MATRIX_NAME, constants.GRADIENT_COVARIANCE_MATRIX_NAME)
@@ -272,7 +272,7 @@ def _singd_factors(problem: Problem) -> Factors:
     def contestant() -> list[Tensor]:
         passes()
         found = [[sums[name].to_dense() for name in made.module_names.values()] for sums in (made.H_Ks, made.H_Cs)]
-        made.H_Ks.clear()  # the next batch is not added to this one
+        made.H_Ks.clear()  # otherwise batches add up
         made.H_Cs.clear()
         return found[0] + found[1]
 
@@ -280,28 +280,28 @@ def _singd_factors(problem: Problem) -> Factors:
 
 
 def steps(metric_every: int, inverse_every: int, count: int) -> dict[str, Make]:
-    """K-FAC training steps, that many in a call."""
+    """The libraries that train with K-FAC, ``count`` steps per call."""
     makers = {
         "asdl": (installed("asdl"), _asdl_steps),
         "KAISA": (kaisa(), _kaisa_steps),
         "singd": (installed("singd.optim.optimizer"), _singd_steps),
     }
-    rhythm = Rhythm(metric_every, inverse_every, count)
-    return {name: partial(make, rhythm) for name, (library, make) in makers.items() if library}
+    cycle = RefreshCycle(metric_every, inverse_every, count)
+    return {name: partial(make, cycle) for name, (library, make) in makers.items() if library}
 
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=True)
 
 
-def _asdl_steps(rhythm: Rhythm, problem: Problem) -> Callable[[], Any]:
+def _asdl_steps(cycle: RefreshCycle, problem: Problem) -> Callable[[], Any]:
     library, own = installed("asdl"), Rows(problem.model)
     config = library.PreconditioningConfig(
         data_size=len(problem.x),
         damping=1e-2,
         ema_decay=0.05,
-        curvature_upd_interval=rhythm.metric_every,
-        preconditioner_upd_interval=rhythm.inverse_every,
+        curvature_upd_interval=cycle.metric_every,
+        preconditioner_upd_interval=cycle.inverse_every,
     )
     kind = "mse" if gaussian(problem) else "cross_entropy"
     maker = library.KfacGradientMaker(own, config, loss_type=kind)
@@ -309,7 +309,7 @@ def _asdl_steps(rhythm: Rhythm, problem: Problem) -> Callable[[], Any]:
     t, loss = flat_targets(problem), nn.functional.mse_loss if gaussian(problem) else nn.functional.cross_entropy
 
     def contestant() -> Any:
-        for _ in range(rhythm.count):
+        for _ in range(cycle.count):
             optimizer.zero_grad()
             y = maker.setup_model_call(own, problem.x)
             maker.setup_loss_call(loss, y, t)
@@ -320,22 +320,22 @@ def _asdl_steps(rhythm: Rhythm, problem: Problem) -> Callable[[], Any]:
     return contestant
 
 
-def _kaisa_steps(rhythm: Rhythm, problem: Problem) -> Callable[[], Tensor]:
-    """In one process there is nobody to talk to: it runs without a process group."""
+def _kaisa_steps(cycle: RefreshCycle, problem: Problem) -> Callable[[], Tensor]:
+    """KAISA in one process, without a process group."""
     own = replace(problem, model=copy.deepcopy(problem.model))
     preconditioner = kaisa().KFACPreconditioner(
         own.model,
-        factor_update_steps=rhythm.metric_every,
-        inv_update_steps=rhythm.inverse_every,
+        factor_update_steps=cycle.metric_every,
+        inv_update_steps=cycle.inverse_every,
         damping=1e-2,
-        compute_method="inverse",  # as the others, and sooner done than the eigenvectors
-        kl_clip=lambda step: None,  # no clipping, which reads numbers of every layer; None itself is refused
+        compute_method="inverse",  # as the others, and faster than eigenvectors
+        kl_clip=lambda step: None,  # no clipping, which would synchronise; None itself is refused
     )
-    return _training(own, rhythm, [preconditioner, _sgd(list(own.model.parameters()))])
+    return _training(own, cycle, [preconditioner, _sgd(list(own.model.parameters()))])
 
 
-def _singd_steps(rhythm: Rhythm, problem: Problem) -> Callable[[], Tensor]:
-    """Its variant nearest to K-FAC. It multiplies where others invert: no inverses could be made less often."""
+def _singd_steps(cycle: RefreshCycle, problem: Problem) -> Callable[[], Tensor]:
+    """The variant closest to K-FAC. It multiplies instead of inverting, so that there are no inverses to refresh."""
     own = replace(problem, model=copy.deepcopy(problem.model))
     layered = {p for layer in layers_of(own.model) for p in layer.parameters()}
     rest = [p for p in own.model.parameters() if p not in layered]
@@ -346,19 +346,19 @@ def _singd_steps(rhythm: Rhythm, problem: Problem) -> Callable[[], Tensor]:
         damping=1e-2,
         alpha1=0.0,
         kfac_like=True,
-        T=rhythm.metric_every,
+        T=cycle.metric_every,
         loss_average=terms(own),
         warn_unsupported=False,
     )
-    return _training(own, rhythm, [optimizer, *([_sgd(rest)] if rest else [])])
+    return _training(own, cycle, [optimizer, *([_sgd(rest)] if rest else [])])
 
 
-def _training(own: Problem, rhythm: Rhythm, stages: list[Any]) -> Callable[[], Tensor]:
-    """So many gradients, each followed by the steps of all stages in turn."""
+def _training(own: Problem, cycle: RefreshCycle, stages: list[Any]) -> Callable[[], Tensor]:
+    """Gradients, each followed by the steps of all stages in turn."""
     passes = gradient(own)
 
     def contestant() -> Tensor:
-        for _ in range(rhythm.count):
+        for _ in range(cycle.count):
             loss = passes()
             for stage in stages:
                 stage.step()

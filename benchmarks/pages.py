@@ -67,6 +67,13 @@ def ratios(name: str, what: str) -> str:
     return ratio_table(results(name), what)
 
 
+def section(name: str, what: str, introduction: str) -> str:
+    """An introduction and its table, or nothing if the result file does not have this kind of measurement yet."""
+    if not any(row["section"].startswith(f"{what}: ") for row in results(name)["rows"]):
+        return ""
+    return f"{introduction}\n\n{ratios(name, what)}\n\n"
+
+
 def claims(name: str) -> str:
     """The table of claims with their bounds."""
     return claim_table(results(name)["targets"])
@@ -169,7 +176,7 @@ def online_table() -> str:
 NAMES = {
     function.__name__: function
     for function in (
-        *(results, machine, ratios, claims, ratio, claim, span, training, vi_table),
+        *(results, machine, ratios, section, claims, ratio, claim, span, training, vi_table),
         *(cifar_table, end, pair, difference, epochs_to, regression_table, online_table),
     )
 }

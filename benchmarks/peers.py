@@ -1,8 +1,8 @@
-"""The same quantities by other libraries, where they are installed: a row that is missing was not measured.
+"""The same quantities by other libraries, where they are installed; a missing row was not measured.
 
 A contestant is a function without arguments that starts from the model and the batch, as a training step does, and
-returns the quantity in the order of the parameters: a product [p], a diagonal [p] or a matrix [p q], for the mean over
-the examples. Libraries leave hooks behind, so each has a copy of the model to itself.
+returns the quantity in the order of the parameters: a product [p], a diagonal [p] or a matrix [p q], as a mean over the
+examples. Libraries leave hooks behind: each gets its own copy of the model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def matrices(model: nn.Module, x: Tensor) -> dict[str, Contestant]:
 
 
 def diagonals(model: nn.Module, x: Tensor, sampled: bool) -> dict[str, Contestant]:
-    """The diagonal of the categorical Fisher metric, exactly or from one sample an example."""
+    """The diagonal of the categorical Fisher metric, exact or from one sample per example."""
     out: dict[str, Contestant] = {}
     if installed("nngeometry"):
         out["nngeometry"] = _nngeometry(model, x, "PMatDiag", sampled)
@@ -71,14 +71,14 @@ def diagonals(model: nn.Module, x: Tensor, sampled: bool) -> dict[str, Contestan
 
 
 def versions() -> dict[str, str]:
-    """The versions of the peers that are here."""
+    """The versions of the installed peers."""
     packages = {"curvlinops-for-pytorch", "backpack-for-pytorch", "nngeometry", "asdfghjkl"}
     packages |= {"kfac-pytorch", "kronfluence", "singd"}
     return {d.name: d.version for d in distributions() if d.name in packages}
 
 
 def installed(name: str) -> Any:
-    """The module, or None; what it warns about on import is its own business."""
+    """The module, or None; its import warnings are ignored."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -105,7 +105,7 @@ def _curvlinops(library: Any, model: nn.Module, x: Tensor) -> Any:
 
 @final
 class OneBatch(DataLoader[Any]):
-    """The loader that nngeometry insists on, without the time that loaders take to stack the examples."""
+    """The loader that nngeometry requires, without the time to stack the examples."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         yield self.dataset.tensors  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def _nngeometry(model: nn.Module, x: Tensor, kind: str, sampled: bool) -> Contes
     own, fim = copy.deepcopy(model), metrics.FIM_MonteCarlo if sampled else metrics.FIM
     representation = getattr(pspace, kind)
 
-    # A copy: it asks for the gradient of what it is given, and would do so for everybody.
+    # A copy: it requires gradients of its inputs, which would slow everybody down.
     loader = OneBatch(TensorDataset(x.detach().clone(), torch.zeros(len(x))), batch_size=len(x))
 
     def contestant() -> Tensor:

@@ -1,4 +1,4 @@
-"""What was measured: rows of ratios, claims with the number that decides them, a table and a file."""
+"""Results of a benchmark: rows of ratios and targets, as a table, a JSON file and Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Timed: TypeAlias = Callable[..., Race]
 @final
 @dataclass(frozen=True)
 class Row:
-    """One contestant: its time in seconds, and that time over the unit of its section."""
+    """One contestant: its time in seconds, and the ratio to the unit of its section."""
 
     section: str
     contestant: str
@@ -47,7 +47,7 @@ class Target:
 @final
 @dataclass
 class Report:
-    """Everything that was measured. ``timed``: how contestants are, by ``duels`` or all ``together``."""
+    """All measurements. ``timed``: how contestants alternate, in ``duels`` with the unit or all ``together``."""
 
     device: torch.device
     rounds: int
@@ -55,15 +55,15 @@ class Report:
     rows: list[Row] = field(default_factory=list, init=False)
     targets: list[Target] = field(default_factory=list, init=False)
     checks: dict[str, float] = field(default_factory=dict, init=False)
-    # Microseconds of one, on a GPU, when a section was timed.
+    # Microseconds per kernel launch on a GPU, by section.
     launches: dict[str, float] = field(default_factory=dict, init=False)
     failures: dict[str, dict[str, str]] = field(default_factory=dict, init=False)
 
     @property
     def cycles(self) -> tuple[int, int]:
-        """Rounds of those who are timed over a whole cycle of refreshes, and rounds that are not counted.
+        """Rounds and warm-up rounds of contestants that are timed over a whole refresh cycle.
 
-        On a GPU there are more: recordings have to be made, and what starts the kernels is a noisy neighbour.
+        On a GPU there are more: CUDA graphs have to be captured, and the host is noisy.
         """
         return (self.rounds, 4) if self.device.type == "cuda" else (max(1, self.rounds // 2), 1)
 
@@ -77,28 +77,28 @@ class Report:
         warmup: int = 2,
         turns: Mapping[str, int] | None = None,
     ) -> Race:
-        """Time the entries and add a row each; the unit is one of them. ``steps`` are counted in a call of an entry.
+        """Time the entries and add a row each; the unit is one of them. ``steps``: steps per call of an entry.
 
-        On a GPU so many ``turns`` of an entry and the unit are one round of a duel.
+        ``turns``: turns per round of an entry and the unit on a GPU.
         """
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             self.launches[section] = launch_time(self.device)
-        found = self.timed(entries, unit, rounds, self.device, warmup, turns if on_gpu else None)
-        result = found.each(steps or {})
+        race = self.timed(entries, unit, rounds, self.device, warmup, turns if on_gpu else None)
+        result = race.each(steps or {})
         for name in entries:
             self.rows.append(Row(section, name, result.time(name), result.ratio(name, unit), unit))
         return result
 
     def agree(self, section: str, entries: Mapping[str, peers.Contestant], tolerance: float = 1e-3) -> None:
-        """Run the entries once and refuse to time different things."""
+        """Run the entries once, and refuse to time contestants that compute different things."""
         worst = disagreement({name: entry() for name, entry in entries.items()})
         self.checks[section] = worst
         if worst > tolerance:
             raise AssertionError(f"{section}: the contestants disagree by {worst:.1e}")
 
     def fastest_peer(self, result: Race, ours: str, names: Mapping[str, Any]) -> tuple[str, float] | None:
-        """The best of the peers and its time over ours, in the same rounds."""
+        """The fastest peer and its time over ours."""
         ratios = {name: result.ratio(name, ours).median for name in names if name in result.seconds}
         return min(ratios.items(), key=lambda item: item[1]) if ratios else None
 
@@ -120,7 +120,7 @@ def table(report: Report) -> str:
 
 
 def verdicts(targets: list[Target]) -> list[str]:
-    """A line a claim, and one for its note."""
+    """One line per target, and one for its note."""
     lines = ["targets"]
     for t in targets:
         verdict, sign = "met" if t.met else "NOT MET", "≤" if t.at_most else "≥"
@@ -130,7 +130,7 @@ def verdicts(targets: list[Target]) -> list[str]:
 
 
 def save(report: Report, path: Path, seconds: float, before: Mapping[str, Any] | None = None) -> None:
-    """The report as JSON; what a file said ``before`` of other sections is kept, if such a machine wrote it."""
+    """Write JSON; other sections of an earlier file (``before``) are kept, if it is of the same machine."""
     content: dict[str, Any] = {
         "machine": machine(report.device),
         "peers": peers.versions(),
@@ -148,19 +148,19 @@ def save(report: Report, path: Path, seconds: float, before: Mapping[str, Any] |
 
 
 def _merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The new content with those rows and claims of the old that it does not replace."""
+    """The new content, and the rows and targets of the old one that it does not replace."""
     other = [key for key in old["machine"] | new["machine"] if old["machine"].get(key) != new["machine"].get(key)]
     if other:
-        was, now = ({key: made["machine"].get(key) for key in other} for made in (old, new))
+        was, now = ({key: content["machine"].get(key) for key in other} for content in (old, new))
         raise ValueError(f"the file is of another machine, {was} and not {now}: run all sections, or --output")
-    for part, key in (("rows", "section"), ("targets", "claim")):
-        groups: dict[str, list[Any]] = {item[key]: [] for item in old[part] + new[part]}
-        again = {item[key] for item in new[part]}
-        for item in [item for item in old[part] if item[key] not in again] + new[part]:
+    for field_name, key in (("rows", "section"), ("targets", "claim")):
+        groups: dict[str, list[Any]] = {item[key]: [] for item in old[field_name] + new[field_name]}
+        again = {item[key] for item in new[field_name]}
+        for item in [item for item in old[field_name] if item[key] not in again] + new[field_name]:
             groups[item[key]].append(item)
-        new[part] = [item for group in groups.values() for item in group]
-    for part in ("peers", "disagreement", "failures", "microseconds_a_launch"):
-        new[part] = {**old.get(part, {}), **new[part]}
+        new[field_name] = [item for group in groups.values() for item in group]
+    for field_name in ("peers", "disagreement", "failures", "microseconds_a_launch"):
+        new[field_name] = {**old.get(field_name, {}), **new[field_name]}
     return {**new, "seconds": old["seconds"] + new["seconds"]}
 
 

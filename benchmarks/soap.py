@@ -15,10 +15,10 @@ class SOAP(Optimizer):
     """W ← W − η Q_L N̂ Q_Rᵀ, where N̂ is Adam's step for the rotated gradient Q_Lᵀ G Q_R (algorithm 3 of the paper).
 
     L and R are moving averages of G Gᵀ and GᵀG with rate ``shampoo_beta``. Every ``frequency`` steps their eigenbases
-    follow by one step of power iteration and a QR decomposition (algorithm 4), Q ← QR(L Q), the columns in the order of
-    their eigenvalues, as in the authors' code: QR keeps the first best. The first gradient starts the averages and
-    takes no step. Sides longer than ``largest``, and parameters with one axis, keep their own basis: there it is Adam.
-    Parameters with more than two axes are matrices [o i·…].
+    are refreshed by one step of power iteration and a QR decomposition (algorithm 4), Q ← QR(L Q), with the columns
+    sorted by eigenvalue, as in the authors' code. The first gradient starts the averages and takes no step. Sides
+    longer than ``largest``, and parameters with one axis, are not rotated: there it is Adam. Parameters with more than
+    two axes are matrices [o i·…].
 
     >>> w = torch.nn.Parameter(torch.ones(3, 2))
     >>> optimizer = SOAP([w], lr=0.1)
@@ -75,12 +75,12 @@ class SOAP(Optimizer):
 
 
 def _eigenbasis(S: Tensor) -> Tensor:
-    """Eigenvectors of S [d d], the largest eigenvalue first; in double precision, as S may have few ranks."""
+    """Eigenvectors of S [d d], largest eigenvalue first; in double precision, as S may have a low rank."""
     return torch.linalg.eigh(S.double()).eigenvectors.flip(1).to(S.dtype)
 
 
 def _adam(G: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """Adam's step in the eigenbasis, brought back. Both moments are kept in the eigenbasis."""
+    """Adam's step in the eigenbasis, rotated back. Both moments are in the eigenbasis."""
     β1, β2 = group["betas"]
     state["step"] += 1
     first, second, rotated = state["first"], state["second"], _rotate(G, state["bases"])
@@ -91,7 +91,7 @@ def _adam(G: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
 
 
 def _rotate(G: Tensor, bases: list[Tensor | None], back: bool = False) -> Tensor:
-    """Q_Lᵀ G Q_R, or Q_L G Q_Rᵀ on the way back; a basis that is None is the identity."""
+    """Q_Lᵀ G Q_R, or Q_L G Q_Rᵀ with ``back``; None is the identity."""
     for axis, Q in enumerate(bases):
         if Q is not None:
             G = (Q if back else Q.T) @ G if axis == 0 else G @ (Q.T if back else Q)
@@ -99,7 +99,7 @@ def _rotate(G: Tensor, bases: list[Tensor | None], back: bool = False) -> Tensor
 
 
 def _follow(G: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """The averages move. When it is their turn the bases follow, and the first moment is written in the new ones."""
+    """Update the averages. When the bases are due, refresh them and rotate the first moment into the new ones."""
     sides, bases = state["sides"], state["bases"]
     for axis, S in enumerate(sides):
         if S is not None:

@@ -1,16 +1,15 @@
-"""Loss against seconds: K-FAC that tunes itself beside SGD with momentum, AdamW and SOAP that were tuned.
+"""Loss against seconds: self-tuned K-FAC beside tuned SGD with momentum, AdamW and SOAP.
 
-    python benchmarks/training.py --tune 2                # the digits: choose the learning rates, and run
-    python benchmarks/training.py                         # run with those that were chosen
-    python benchmarks/training.py --mnist mnist/          # the auto-encoder: idx files, gzipped or not, .npz or .npz.xz
+    python benchmarks/training.py --tune 2                # digits: tune, then run
+    python benchmarks/training.py                         # run with the tuned settings
+    python benchmarks/training.py --mnist mnist/          # auto-encoder; idx files (.gz), .npz or .npz.xz
     python benchmarks/training.py --device cuda --mnist mnist.npz.xz --tune 2 --seconds 15
-    python benchmarks/training.py --resume                # what the file of results has is not run again
+    python benchmarks/training.py --resume                # skip the runs of the result file
 
-Everyone gets the same seconds and the same initial weights. The rivals may choose from a grid of learning rates, kept
-or decaying linearly to zero at the end of the budget, and of batches, K-FAC's and smaller ones: all are tried for
-``--tune`` seconds, then the best three for the whole budget, and what gives the smallest training loss is theirs.
-K-FAC has its default arguments. The clock counts one thread's own time, or that of the GPU's queue, and stands still
-while losses are measured.
+All optimizers get the same seconds and the same initial weights. SGD, AdamW and SOAP are tuned on a grid of learning
+rates, constant or decaying linearly to zero, and of batch sizes, K-FAC's and smaller ones: all settings are tried for
+``--tune`` seconds, the best three for the whole budget, and the smallest training loss wins. K-FAC has its default
+arguments. The clock counts CPU time of one thread, or the time of the GPU's queue, and stops while losses are measured.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from benchmarks.tasks import TrainingTask, digits, mnist
 from natgrad.cli.demo import batches, measure
 
 Make = Callable[[nn.Module], Optimizer]
-_FINALISTS = 3  # of a grid, that are tried for the whole budget
+_FINALISTS = 3  # settings of a grid that are tried for the whole budget
 _LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
 @final
 @dataclass(frozen=True)
 class Contender:
-    """An optimizer that is ready to run, its batches, and the part of its learning rate that is left at the end."""
+    """An optimizer with its batch size, and the fraction of its learning rate that is left at the end."""
 
     name: str
     make: Make
@@ -56,7 +55,7 @@ class Contender:
 @final
 @dataclass(frozen=True)
 class Rival:
-    """An optimizer that has to be tuned, and the grid it may choose from."""
+    """An optimizer that is tuned, and its grid."""
 
     name: str
     make: Callable[[nn.Module, float], Optimizer]
@@ -64,16 +63,16 @@ class Rival:
     batches: tuple[int, ...]
 
     def grid(self) -> list[Setting]:
-        """Every learning rate, kept and decaying, with all batches."""
+        """Every learning rate, constant and decaying, with every batch size."""
         return [Setting(lr, left, batch) for batch in self.batches for lr in self.lrs for left in (1.0, 0.0)]
 
     def at(self, setting: Setting) -> Contender:
-        """The rival with a choice made."""
+        """The optimizer with these settings."""
         return Contender(self.name, lambda model: self.make(model, setting.lr), setting.batch, setting.left)
 
 
 def rivals(training: TrainingTask) -> list[Rival]:
-    """Who is tuned. Adam's steps do not depend on the scale of the loss, those of SGD do."""
+    """The tuned optimizers. The rates of SGD depend on the scale of the loss, those of the others do not."""
     sizes = training.batches
     return [
         Rival(
@@ -88,19 +87,19 @@ def rivals(training: TrainingTask) -> list[Rival]:
 
 
 def self_tuned(training: TrainingTask) -> Contender:
-    """K-FAC with default arguments, and the largest batches."""
+    """K-FAC with default arguments and the largest batch size."""
     batch = training.task.batch_size
     return Contender(KFAC, lambda model: ng.KFAC(model, training.metric, step=ng.SelfTuned()), batch)
 
 
 def train(training: TrainingTask, contender: Contender, seed: int, seconds: float, points: int = 100) -> Run:
-    """One run, measured at so many times, at first more often; it ends early where the loss is no number."""
+    """One run, measured ``points`` times, more often at first; it ends early if the loss is not finite."""
     task = training.task
     torch.manual_seed(seed)
     model, (inputs, targets) = task.network(), task.train
     optimizer, stream = contender.make(model), batches(len(inputs), contender.batch, seed)
     start_lr = [group["lr"] for group in optimizer.param_groups if contender.left < 1]
-    stride = 10 if inputs.is_cuda else 1  # a clock that waits for the queue of a GPU is read now and then
+    stride = 10 if inputs.is_cuda else 1  # reading the clock of a GPU synchronises
     spent, step, history = 0.0, 0, [measure(task, model, 0, 0.0)]
 
     def closure() -> Any:
@@ -132,26 +131,24 @@ def _train_score(training: TrainingTask, model: nn.Module) -> float:
 
 
 def tune(training: TrainingTask, rival: Rival, brief: float, seconds: float) -> tuple[Setting, Run]:
-    """The best of the grid with the first seed: the smallest final training loss, then the soonest; and its run.
+    """The best settings with the first seed (smallest final training loss, then the fastest), and their run.
 
-    All settings are tried for a ``brief`` time, and the best three for the ``seconds`` of the budget.
+    All settings are tried for a ``brief`` time, and the best three for ``seconds``.
     """
 
     def ranked(settings: Iterable[Setting], budget: float) -> dict[Setting, Run]:
-        found = {s: train(training, rival.at(s), training.seeds[0], budget) for s in settings}
+        runs = {s: train(training, rival.at(s), training.seeds[0], budget) for s in settings}
         print(f"  {rival.name}, {budget:g} s:")
-        print(
-            *(f"    batch {s.batch}, lr {s.lr:g} to {s.lr * s.left:g}: {found[s].final:.4g}" for s in found), sep="\n"
-        )
+        print(*(f"    batch {s.batch}, lr {s.lr:g} to {s.lr * s.left:g}: {runs[s].final:.4g}" for s in runs), sep="\n")
         sys.stdout.flush()
-        return {s: found[s] for s in sorted(found, key=lambda s: (found[s].final, found[s].reaches(found[s].final)))}
+        return {s: runs[s] for s in sorted(runs, key=lambda s: (runs[s].final, runs[s].reaches(runs[s].final)))}
 
     best = ranked(islice(ranked(rival.grid(), brief), _FINALISTS), seconds)
     return next(iter(best.items()))
 
 
 def tune_all(training: TrainingTask, record: Record, brief: float, path: Path) -> None:
-    """A choice for every rival that has none; each is saved when it is made, with its run."""
+    """Tune every optimizer without settings; the result is saved after each."""
     chosen = record.chosen.setdefault(training.task.name, {})
     for rival in rivals(training):
         if rival.name not in chosen:
@@ -161,7 +158,7 @@ def tune_all(training: TrainingTask, record: Record, brief: float, path: Path) -
 
 
 def compete(training: TrainingTask, record: Record, path: Path) -> None:
-    """Everybody with every seed; each run is saved when it is done."""
+    """Run every optimizer with every seed; each run is saved when it is done."""
     chosen = record.chosen[training.task.name]
     contenders = [*(rival.at(chosen[rival.name]) for rival in rivals(training)), self_tuned(training)]
     for seed in training.seeds:
@@ -169,14 +166,14 @@ def compete(training: TrainingTask, record: Record, path: Path) -> None:
             if record.has(training.task.name, contender.name, seed):
                 continue
             on_gpu = training.task.train[0].is_cuda
-            if on_gpu:  # what it loads and compiles once, everybody has before the clock runs
+            if on_gpu:  # warm up: libraries load and compile before the clock runs
                 train(training, contender, seed, 0.5, points=1)
             record.runs.append(train(training, contender, seed, record.seconds))
             record.save(path)
 
 
 def begin(path: Path, fresh: Record, task: str, tuning: bool, resume: bool) -> Record:
-    """What to go on with: all of the file, the settings that were chosen for the task, or nothing."""
+    """The record to start from: the whole file, its tuned settings for the task, or nothing."""
     old = Record.load(path) if path.exists() else fresh
     if resume and (old.machine, old.seconds) != (fresh.machine, fresh.seconds):
         raise SystemExit(f"{path.name} is of another machine, or of another budget: leave out --resume")
@@ -190,13 +187,13 @@ def begin(path: Path, fresh: Record, task: str, tuning: bool, resume: bool) -> R
 
 
 def main() -> None:
-    """Tune if asked to, run everybody, print the table, save the curves."""
+    """Tune if asked to, run all optimizers, print the table, save the curves."""
     parser = argparse.ArgumentParser(description="Loss against seconds.")
     parser.add_argument("--device", default="cpu", help="cpu (one thread) or cuda (tf32)")
     parser.add_argument("--seconds", type=float, default=10.0, help="the budget of a run")
-    parser.add_argument("--tune", type=float, default=None, help="choose the learning rates, so many seconds a trial")
+    parser.add_argument("--tune", type=float, default=None, help="tune with so many seconds per trial")
     parser.add_argument("--mnist", type=Path, default=None, help="a folder of idx files, an .npz or an .npz.xz file")
-    parser.add_argument("--resume", action="store_true", help="what the file of results has is not run again")
+    parser.add_argument("--resume", action="store_true", help="skip the runs that the result file has")
     parser.add_argument("--output", type=Path, default=None, help="where the JSON goes")
     args = parser.parse_args()
     settle()

@@ -1,14 +1,14 @@
-"""Sparse Gaussian processes: natural-gradient steps beside Adam and beside GPyTorch's, in one run on one machine.
+"""Sparse Gaussian processes: natural-gradient steps beside Adam and GPyTorch, in one run on one machine.
 
-Every contestant maximises the same bound, has 1500 steps if it needs them, and its best rates of a few. Time is what it
-takes to come within 0.1 nat of the bound where the best run of Adam ends, set-up included; the file also has the steps
+Every contestant maximises the same bound, with up to 1500 steps and the best of a few rates. Its time is the time to
+come within 0.1 nat of the final bound of the best Adam run, set-up included; the file also has the number of steps
 after which a run stays there.
 
 Where hyperparameters are learned, ours are moved by L-BFGS (``learn``) and GPyTorch's by Adam, as in its tutorial. A
-third contestant has our steps and Adam, so that the two differences can be told apart. Where they are given, ours and
-Adam compute the projection on the inducing points once, and GPyTorch in every step.
+third contestant combines our steps with Adam, to separate the two differences. Where they are given, ours and Adam
+compute the projection on the inducing points once, and GPyTorch in every step.
 
-Run with ``python benchmarks/vi.py``. GPyTorch takes part if it is installed; the table says so if it is not.
+Run with ``python benchmarks/vi.py``. GPyTorch takes part if it is installed.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class Run:
     elbo: tuple[float, ...]
 
     def steps_to(self, bound: float) -> int | None:
-        """The steps after which the bound is reached for the first time."""
+        """The number of steps until the bound is first reached."""
         return next((k for k, value in enumerate(self.elbo, 1) if value >= bound), None)
 
     def steps_for_good(self, bound: float) -> int | None:
-        """The steps after which it is never left again, in this run."""
+        """The number of steps after which the run stays above the bound."""
         below = [k for k, value in enumerate(self.elbo, 1) if not value >= bound]
         last = below[-1] + 1 if below else 1
         return last if last <= len(self.elbo) else None
 
 
 def tried(candidates: Sequence[Contestant], case: Case) -> list[Run]:
-    """Every candidate on a case, with all the steps that it may take."""
+    """Run every candidate on a case, with all of its steps."""
     return [Run(c, tuple(c.start(case).run(c.limit))) for c in candidates]
 
 
 def soonest(runs: Sequence[Run], target: float) -> Run:
-    """The run that is at the target in the fewest steps or, where none gets there, that ends highest."""
+    """The run that reaches the target in the fewest steps or, if none does, the one that ends highest."""
     return min(runs, key=lambda run: (run.steps_to(target) or 10**9, -run.elbo[-1]))
 
 
@@ -77,7 +77,7 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
         runs[PEER] = soonest(tried(Peer.candidates(case), case), target)
     if runs[OURS].steps_to(target) is None:
         raise AssertionError(f"{case.name}: {OURS} ends at {runs[OURS].elbo[-1]:.3f}, below {target:.3f}")
-    # A contestant that does not get there has the time of all its steps, and "reached" says so.
+    # A contestant that does not reach the target has the time of all its steps; "reached" says so.
     counts = {name: run.steps_to(target) or run.contestant.limit for name, run in runs.items()}
     entries = {name: _timed(run.contestant, case, counts[name]) for name, run in runs.items()}
     entries[WHOLE] = _timed(adam.contestant, case, adam.contestant.limit)
@@ -98,7 +98,7 @@ def compare(case: Case, rounds: int) -> dict[str, Any]:
 
 def _timed(contestant: Contestant, case: Case, count: int) -> Callable[[], Any]:
     def once() -> Steps:
-        steps = contestant.start(case)  # set-up is part of the time: a user waits for it, too
+        steps = contestant.start(case)  # set-up is part of the time
         steps.run(count)
         return steps
 
@@ -110,9 +110,9 @@ def _ratios(result: Race, ours: str) -> dict[str, float]:
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """The ratios that were promised. Adam's time is until it is there itself, not that of its whole run.
+    """The target ratios. Adam's time is the time until it reaches the target itself, not that of its whole run.
 
-    Where hyperparameters are learned the peer is met with its own optimizer for them: like with like.
+    Where hyperparameters are learned, the peer is compared with our steps and the peer's optimizer for them.
     """
     targets = []
     for row in rows:

@@ -37,7 +37,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def bregman() -> Figure:
-    """log Z and its tangent, −H and its tangent: the same gap, with the arguments in the other order."""
+    """log Z and its tangent, −H and its tangent: the same gap, with swapped arguments."""
     b = ng.families.Bernoulli()
     here, there = (torch.tensor(value, dtype=torch.float64) for value in (-1.1, 1.6))
     eta, xi = torch.linspace(-3.0, 3.0, 61).double(), torch.linspace(0.01, 0.99, 61).double()
@@ -59,7 +59,7 @@ def bregman() -> Figure:
 def _gap(
     ax: Axes, φ: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor], x: Tensor, at: Tensor, far: Tensor
 ) -> None:
-    """φ, its tangent at a point, and how far that is below φ at another."""
+    """φ, its tangent at a point, and the gap between them at another point."""
     tangent = φ(at) + slope(at) * (x - at)
     foot = float(φ(at) + slope(at) * (far - at))
     ax.plot(x.tolist(), φ(x).tolist(), color=BLUE)
@@ -84,7 +84,7 @@ def mirror() -> Figure:
 
 
 def _staircase(ax: Axes) -> None:
-    """η → ξ(η), a step in ξ, and back: (20) for a Poisson distribution that learns the rate 6."""
+    """η → ξ(η), a step in ξ, and back, for a Poisson distribution that learns the rate 6."""
     p, eta = ng.families.Poisson(), torch.tensor(0.0, dtype=torch.float64)
     grid = torch.linspace(-0.5, 1.9, 61).double()
     ax.plot(grid.tolist(), p.mean(grid).tolist(), color=BLUE)
@@ -131,13 +131,13 @@ def _descents() -> list[tuple[str, str, list[tuple[float, float]]]]:
         xi, v = NORMAL.mean(eta), -0.1 * NORMAL.fisher(eta).sharp(ω)
         return NORMAL.natural(Shorten().take(NORMAL.mean_domain, xi, v, "ξ").point)
 
-    ways: list[tuple[str, str, Callable[[Tensor, Tensor], Tensor]]] = [
+    steps: list[tuple[str, str, Callable[[Tensor, Tensor], Tensor]]] = [
         ("(20): ∇ in η, step in ξ", RED, mirrored),
         ("(21): ∇ in ξ, step in η", BLUE, crossed),
         ("plain gradient in η", GRAY, plain),
         ("plain gradient in ξ", "tab:olive", plain_mean),
     ]
-    return [(title, colour, _path(by_eta, step)) for title, colour, step in ways]
+    return [(title, colour, _path(by_eta, step)) for title, colour, step in steps]
 
 
 def _path(loss: Callable[[Tensor], Tensor], step: Callable[[Tensor, Tensor], Tensor]) -> list[tuple[float, float]]:

@@ -1,11 +1,11 @@
-"""CIFAR-10 and CIFAR-100 from the files in which they are found.
+"""CIFAR-10 and CIFAR-100 in any of these forms:
 
-- the archives that are published, ``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz``, or their folders;
+- the published archives, ``cifar-10-python.tar.gz`` and ``cifar-100-python.tar.gz``, or their folders;
 - ``cifar10_train_a.npz``, ``cifar10_train_b.npz``, ``cifar10_test.npz`` (``cifar100_…``): WebP, read by Pillow;
 - ``cifar10_train_00.npz.xz``, …, ``cifar10_test_00.npz.xz``, …: what ``pack`` writes, read by numpy alone.
 
-Decoded images are kept under a name that has a digest of the files that they are from: other files are decoded anew,
-the same files in another folder are not.
+Decoded images are cached under a digest of the source files: other files are decoded anew, the same files in another
+folder are not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 4, "lp": 0, "pb": 0}]
 @final
 @dataclass(frozen=True)
 class Benchmark:
-    """A set of images: how many classes, and the names in its archive."""
+    """A set of images: its classes and the names in its archive."""
 
     name: str
     classes: int
@@ -68,7 +68,7 @@ CIFAR100 = Benchmark(
     labels=b"fine_labels",
 )
 Labelled = tuple[Bytes, NDArray[Any]]  # pixels [n h w 3], labels [n]
-# What the readers of Python and numpy say of files that end too early, or have lost something within.
+# What Python and numpy raise for truncated or damaged files.
 _DAMAGE = (
     *(EOFError, KeyError, TypeError, ValueError, OSError),
     *(pickle.UnpicklingError, tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
@@ -76,15 +76,15 @@ _DAMAGE = (
 
 
 class Source(ABC):
-    """One form in which images lie in a folder."""
+    """A file format of the images."""
 
     @abstractmethod
     def holds(self, folder: Path, what: Benchmark) -> bool:
-        """Whether the folder has them in this form."""
+        """Whether the folder has the images in this format."""
 
     @abstractmethod
     def files(self, folder: Path, what: Benchmark) -> list[Path]:
-        """All that are read."""
+        """The files that are read."""
 
     @abstractmethod
     def read(self, folder: Path, what: Benchmark) -> tuple[Labelled, Labelled]:
@@ -93,7 +93,7 @@ class Source(ABC):
 
 @final
 class Batches(Source):
-    """The folder of the published archive: pickled dictionaries with pixels [n 3072], a plane a colour."""
+    """The folder of the published archive: pickled dictionaries with pixels [n 3072], one plane per colour."""
 
     def holds(self, folder: Path, what: Benchmark) -> bool:
         return (folder / what.folder).is_dir()
@@ -134,7 +134,7 @@ class Archive(Source):
 
 @final
 class Strips(Source):
-    """Three .npz files with strips of images in lossless WebP, one after the other, cut at ``offset``."""
+    """Three .npz files with concatenated strips of images in lossless WebP, split at ``offset``."""
 
     def holds(self, folder: Path, what: Benchmark) -> bool:
         return all(path.is_file() for path in self.files(folder, what))
@@ -149,7 +149,7 @@ class Strips(Source):
 
 @final
 class Pieces(Source):
-    """What ``pack`` wrote."""
+    """The files that ``pack`` writes."""
 
     def holds(self, folder: Path, what: Benchmark) -> bool:
         return all((folder / f"{what.name}_{split}_00.npz.xz").is_file() for split in ("train", "test"))
@@ -162,7 +162,7 @@ class Pieces(Source):
 
 
 def _source(folder: Path, what: Benchmark) -> Source:
-    """The form in which the images are in a folder, all of them."""
+    """The format of the images in a folder, which must be complete."""
     sources: tuple[Source, ...] = (Batches(), Archive(), Strips(), Pieces())
     source = next((source for source in sources if source.holds(folder, what)), None)
     if source is None:
@@ -178,10 +178,10 @@ def _source(folder: Path, what: Benchmark) -> Source:
 
 
 def read(folder: Path, what: Benchmark) -> Images:
-    """The images in a folder, in whichever form they are there."""
+    """The images in a folder, in any format."""
     source = _source(folder, what)
     try:
-        found = source.read(folder, what)
+        splits = source.read(folder, what)
     except (_Foreign, PermissionError):
         raise
     except _DAMAGE as error:
@@ -190,34 +190,34 @@ def read(folder: Path, what: Benchmark) -> Images:
             f"{what.name} in {folder} cannot be read ({type(error).__name__}: {error}): a file is damaged or not "
             f"complete, copy {names} there again"
         ) from error
-    return _images(what, *found)
+    return _images(what, *splits)
 
 
 def cached(folder: Path, what: Benchmark, store: Path) -> Images:
-    """The images, decoded only once: then they are in one plain file of ``store``, which is theirs alone."""
+    """The images, decoded once and then read from a file in ``store``."""
     digest = hashlib.sha256()
     for file in _source(folder, what).files(folder, what):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         digest.update(file.read_bytes())
     path = store / f"{what.name}-{digest.hexdigest()[:16]}.npz"
     if not path.exists():
-        found = read(folder, what)
+        images = read(folder, what)
         with replaced(path) as new:
-            (_, train), (_, test) = _splits(found)
+            (_, train), (_, test) = _splits(images)
             x, y = ((train[side].numpy(), test[side].numpy()) for side in "xy")
             np.savez(new, xtrain=x[0], ytrain=y[0], xtest=x[1], ytest=y[1])
-        return found
+        return images
     with np.load(path) as file:
         return _images(what, (file["xtrain"], file["ytrain"]), (file["xtest"], file["ytest"]))
 
 
 def pack(folder: Path, what: Benchmark, target: Path) -> list[Path]:
-    """The images in pieces of at most 60 MiB, without loss, that are read without Pillow."""
-    found = read(folder, what)
+    """Write the images losslessly in pieces of at most 60 MiB that are read without Pillow."""
+    images = read(folder, what)
     return [
         path
-        for split, part in _splits(found)
-        for path in write_pieces(target, f"{what.name}_{split}", part["x"].numpy(), part["y"].numpy())
+        for split, tensors in _splits(images)
+        for path in write_pieces(target, f"{what.name}_{split}", tensors["x"].numpy(), tensors["y"].numpy())
     ]
 
 
@@ -266,12 +266,12 @@ def _unpickled(content: bytes, what: Benchmark) -> Labelled:
 
 @final
 class _Foreign(pickle.UnpicklingError):
-    """A file that is no batch of images."""
+    """The file is no batch of images."""
 
 
 @final
 class _Arrays(pickle.Unpickler):
-    """Reads arrays, and nothing that could run a program."""
+    """Unpickles arrays, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] in ("numpy", "_codecs") and name in ("_reconstruct", "ndarray", "dtype", "encode"):
@@ -279,7 +279,7 @@ class _Arrays(pickle.Unpickler):
         raise _Foreign(f"a batch of CIFAR has arrays only, this file wants {module}.{name}: do not use it")
 
 
-# Packed images: predicted pixels, and what xz makes of the residuals. Numpy alone reads them, without loss.
+# Packed images: the residuals of predicted pixels, compressed by xz. Lossless, and read by numpy alone.
 
 
 def predicted(left: NDArray[np.int16], up: NDArray[np.int16], corner: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -294,7 +294,7 @@ def predicted(left: NDArray[np.int16], up: NDArray[np.int16], corner: NDArray[np
 
 
 def residuals(x: Bytes) -> Bytes:
-    """What prediction leaves of images [n h w 3], modulo 256, with red and blue as differences from green: [3 n h w].
+    """Prediction residuals [3 n h w] of images [n h w 3] modulo 256, with red and blue relative to green.
 
     >>> x = np.random.default_rng(0).integers(256, size=(2, 5, 4, 3), dtype=np.uint8)
     >>> bool((restored(residuals(x)) == x).all())
@@ -308,7 +308,7 @@ def residuals(x: Bytes) -> Bytes:
 
 
 def restored(residual: Bytes) -> Bytes:
-    """The images [n h w 3] that leave these residuals. A pixel needs those before it, but of all images at once."""
+    """The inverse of ``residuals``, pixel by pixel for all images at once."""
     _, n, h, w = residual.shape
     planes = np.zeros((h + 1, w + 1, 3, n), np.int16)
     waiting = np.ascontiguousarray(residual.transpose(2, 3, 0, 1))
@@ -321,7 +321,7 @@ def restored(residual: Bytes) -> Bytes:
 
 
 def write_pieces(folder: Path, stem: str, x: Bytes, y: NDArray[Any], images: int = 20_000) -> list[Path]:
-    """Images and labels as ``stem_00.npz.xz``, ``stem_01.npz.xz``, …, so many images in each."""
+    """Write images and labels as ``stem_00.npz.xz``, ``stem_01.npz.xz``, …, with so many images each."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for number, start in enumerate(range(0, len(y), images)):
@@ -337,14 +337,14 @@ def write_pieces(folder: Path, stem: str, x: Bytes, y: NDArray[Any], images: int
 
 
 def read_pieces(folder: Path, stem: str) -> tuple[Bytes, Bytes]:
-    """All images [n h w 3] and labels [n] of ``stem_*.npz.xz``, in their order."""
-    found = []
+    """All images [n h w 3] and labels [n] of ``stem_*.npz.xz``, in order."""
+    pieces = []
     for path in sorted(folder.glob(f"{stem}_[0-9][0-9].npz.xz")):
         with lzma.open(path) as file, np.load(io.BytesIO(file.read())) as piece:
-            found.append((restored(piece["residual"]), piece["y"], int(piece["of"])))
-    x, y = (np.concatenate([part[side] for part in found]) for side in (0, 1))
-    if len(y) != found[0][2]:
+            pieces.append((restored(piece["residual"]), piece["y"], int(piece["of"])))
+    x, y = (np.concatenate([piece[side] for piece in pieces]) for side in (0, 1))
+    if len(y) != pieces[0][2]:
         raise ValueError(
-            f"{folder.name} has {len(y)} of the {found[0][2]} images of {stem}: copy all pieces {stem}_*.npz.xz there"
+            f"{folder.name} has {len(y)} of the {pieces[0][2]} images of {stem}: copy all pieces {stem}_*.npz.xz there"
         )
     return x, y

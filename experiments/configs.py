@@ -1,4 +1,4 @@
-"""What is compared: five optimizers, and the schedules of their learning rates."""
+"""The optimizers that are compared, with their settings and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ LENGTHSCALE = 20.0  # of the kernel, on normalised pixels; the network's inputs 
 
 
 class Schedule(ABC):
-    """The part of the learning rate that is left in an epoch."""
+    """The fraction of the learning rate in every epoch."""
 
     name: str
 
     @abstractmethod
     def left(self, epoch: int, epochs: int) -> float:
-        """In epoch 0, 1, … of so many."""
+        """The fraction in epoch 0, 1, … of so many."""
 
 
 @final
 @dataclass(frozen=True)
 class Steps(Schedule):
-    """Multiplied by ``factor`` after each of these parts of all epochs.
+    """Multiplied by ``factor`` after each of these fractions of all epochs.
 
     >>> [Steps("tenths", (0.4, 0.8), 0.1).left(epoch, 50) for epoch in (19, 20, 40)]
     [1.0, 0.1, 0.010000000000000002]
@@ -49,7 +49,7 @@ class Steps(Schedule):
 @final
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """Half a cosine, down to zero.
+    """Half a period of a cosine, down to zero.
 
     >>> Cosine().left(25, 50)
     0.5
@@ -64,7 +64,7 @@ class Cosine(Schedule):
 # Schedules of Bai, Rosenberg and Xu (2022), appendix D.
 # Amari's: "1/10 after every 40 % of the total training epochs", epochs 20 and 40 of 50.
 TENTHS = Steps("tenths", (0.4, 0.8), 0.1)
-# Sobolev's: "1/5 after the first 40 %, and again to 1/5 after another 20 %", epochs 20 and 30 of 50.
+# Sobolev: "1/5 after the first 40 %, and again to 1/5 after another 20 %", epochs 20 and 30 of 50.
 FIFTHS = Steps("fifths", (0.4, 0.6), 0.2)
 
 
@@ -100,17 +100,17 @@ class Independent(ng.OutputMetric):
 
 
 class Arm(ABC):
-    """An optimizer, ready for any model."""
+    """An optimizer with its settings."""
 
     name: str
 
     @abstractmethod
     def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
-        """For the parameters of this model; ``seed`` is for what it draws itself."""
+        """The optimizer of a model; ``seed`` is for its own random numbers."""
 
     @abstractmethod
     def numbers(self) -> dict[str, float]:
-        """Its settings, to be written down."""
+        """Its settings, for the records."""
 
 
 @final
@@ -119,11 +119,11 @@ class Constants:
     """The numbers of Bai, Rosenberg and Xu (2022), appendix D, and of the code that it runs (Wang (2019)).
 
     That code adds wd·θ to the natural gradient, after it was preconditioned and clipped and before it enters the
-    momentum: θ shrinks by lr·wd/(1 − μ) a step. Ours is decoupled and outside of the momentum, θ ← (1 − lr·wd)θ, so
+    momentum: θ shrinks by lr·wd/(1 − μ) per step. Ours is decoupled and outside of the momentum, θ ← (1 − lr·wd)θ, so
     it is given wd/(1 − μ) = 0.03. (That code also waits for 200 steps, half an epoch, before it decays; we do not.)
     It clips at 0.01: the script passes that to the class, whose own default is 0.001.
-    Its damping is exact, (S ⊗ A + λ)⁻¹ by eigenvectors; that of ``ng.KFAC`` is factored and needs none: it is fast, and
-    its steps are shorter. Both are here: ``amari`` and ``sobolev`` are factored, ``exactly_damped`` makes them exact.
+    Its damping is exact, (S ⊗ A + λ)⁻¹ by eigenvectors; that of ``ng.KFAC`` is factored, which is faster and gives
+    shorter steps. Both are here: ``amari`` and ``sobolev`` are factored, ``exactly_damped`` makes them exact.
     """
 
     lr: float = 0.01
@@ -136,14 +136,14 @@ class Constants:
 
     @property
     def decoupled(self) -> float:
-        """The weight decay outside of the momentum that shrinks θ as fast."""
+        """The decoupled weight decay that shrinks θ as fast."""
         return self.weight_decay / (1 - self.momentum)
 
 
 @final
 @dataclass(frozen=True)
 class KFAC(Arm):
-    """K-FAC of a metric with the constants of the paper. Amari's natural gradient is that of the Fisher metric."""
+    """K-FAC of a metric with the constants of the paper; Amari's natural gradient has the Fisher metric."""
 
     name: str
     metric: ng.OutputMetric
@@ -212,19 +212,19 @@ def amari() -> KFAC:
 
 
 def sobolev() -> KFAC:
-    """With one probe for the whole batch."""
+    """Sobolev K-FAC with one probe for the whole batch."""
     return KFAC("sobolev", ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE))
 
 
 def independent() -> KFAC:
-    """With a label an example, as the paper has it."""
+    """Sobolev K-FAC with independent labels, as in the paper."""
     return KFAC("independent", Independent(ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE)))
 
 
 def grid() -> dict[str, list[Arm]]:
-    """What SGD and AdamW may choose from.
+    """The grids of SGD and AdamW.
 
-    Around what was best before, in Wang's grid for SGD and the usual one of AdamW: there it was at the edge.
+    They surround the best settings of Wang's grid for SGD and of the usual one for AdamW, which were at the edge there.
     """
     return {
         "sgd": [Momentum(lr, wd) for lr in (0.06, 0.03, 0.01, 0.003) for wd in (3e-2, 1e-2, 3e-3, 1e-3)],

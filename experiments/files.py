@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever a program is killed."""
+"""Atomic writes: a file is complete or absent, whenever the program is killed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file to write; it takes the place of ``path`` when it is complete."""
+    """A temporary file that replaces ``path`` when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
@@ -24,13 +24,13 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Indented; a list of numbers is one line."""
+    """Write indented JSON; a list of numbers is one line."""
     with replaced(path) as file:
         file.write((_json(content, 0) + "\n").encode())
 
 
 def _json(content: Any, depth: int) -> str:
-    """As ``json.dumps``, which has a line for every number.
+    """``json.dumps(indent=2)``, but with lists of numbers on one line.
 
     >>> print(_json({"a": [1, 2], "b": {}}, 0))
     {

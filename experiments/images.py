@@ -1,4 +1,4 @@
-"""Images that live on one device as bytes, and the batches that a network sees of them."""
+"""Images as bytes on one device, and augmented batches of them."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Images:
 
     @property
     def digest(self) -> str:
-        """Of all pixels and labels in their order: other images, fewer of them, or another split have another one."""
-        found = hashlib.sha256()
-        for part in (self.train.x, self.train.y, self.test.x, self.test.y):
-            found.update(f"{list(part.shape)}".encode())
-            found.update(part.cpu().contiguous().numpy().data)
-        return found.hexdigest()[:16]
+        """A digest of all pixels and labels in order."""
+        digest = hashlib.sha256()
+        for tensor in (self.train.x, self.train.y, self.test.x, self.test.y):
+            digest.update(f"{list(tensor.shape)}".encode())
+            digest.update(tensor.cpu().contiguous().numpy().data)
+        return digest.hexdigest()[:16]
 
     def to(self, device: torch.device) -> Images:
         """The same on another device."""
@@ -67,7 +67,7 @@ class Images:
         return replace(self, train=self.train[slice(n)], test=self.test[slice(n)])
 
     def held_out(self, n: int) -> Images:
-        """n training images in place of the test split, the same ones always: settings are chosen without the test."""
+        """Always the same n training images as test split: settings are tuned without the test images."""
         total = len(self.train.y)
         if not 0 < n < total:
             raise ValueError(f"{n} of {total} training images cannot be held out: take between 1 and {total - 1}")
@@ -78,7 +78,7 @@ class Images:
 @final
 @dataclass(frozen=True)
 class Part:
-    """The first ``limit`` images of both splits, None: all; ``held_out`` of those to train on in place of the test.
+    """The first ``limit`` images of both splits (None: all), with ``held_out`` training images as test split.
 
     >>> pixels, labels = torch.zeros(6, 1, 1, 3, dtype=torch.uint8), torch.arange(6)
     >>> found = Part(limit=5, held_out=2).of(Images("cifar10", 10, *2 * [Split(pixels, labels)]))
@@ -90,15 +90,15 @@ class Part:
     held_out: int = 0
 
     def of(self, images: Images) -> Images:
-        """What is trained on and tested with."""
-        found = images if self.limit is None else images.first(self.limit)
-        return found.held_out(self.held_out) if self.held_out else found
+        """The chosen images."""
+        chosen = images if self.limit is None else images.first(self.limit)
+        return chosen.held_out(self.held_out) if self.held_out else chosen
 
 
 @final
 @dataclass(frozen=True)
 class Scale:
-    """x ↦ (x − mean)/deviation, a channel at a time: what a network sees of pixels."""
+    """x ↦ (x − mean)/deviation per channel, the inputs of a network."""
 
     mean: Tensor  # [3]
     deviation: Tensor  # [3]
@@ -115,7 +115,7 @@ class Scale:
         share = counts.double() / counts.sum(1, keepdim=True)
         mean = share @ levels
         deviation = (share @ levels.square() - mean.square()).clamp(min=0).sqrt()
-        # A channel that is the same everywhere says nothing, however it is scaled.
+        # A constant channel has no scale.
         return Scale(mean.float(), torch.where(deviation > 0, deviation, 1.0).float())
 
     def __call__(self, x: Tensor) -> Tensor:

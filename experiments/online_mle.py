@@ -4,8 +4,8 @@
     python -m experiments.online_mle experiments/results/online_mle
 
 Every estimator starts from the same first data and sees every other datum once. Its error is measured in the Fisher
-metric, k E‖ξ_k − ξ‖²/p: no unbiased estimator is below 1. SGD and Adam work in coordinates without bounds, as users
-give them (logarithms of positive parameters), and get the best of several rates and schedules, by their last error.
+metric, k E‖ξ_k − ξ‖²/p: no unbiased estimator is below 1. SGD and Adam work in unconstrained coordinates (logarithms of
+positive parameters), with the best of several rates and schedules by their final error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 class Problem(ABC):
-    """A distribution to be learned, and the coordinates u without bounds that SGD and Adam work in."""
+    """A distribution to be learned, and the unconstrained coordinates u in which SGD and Adam work."""
 
     title: str
     family: ExponentialFamily
@@ -40,7 +40,7 @@ class Problem(ABC):
     @property
     @abstractmethod
     def eta(self) -> Tensor:
-        """Of the truth."""
+        """η of the true distribution."""
 
     @abstractmethod
     def natural(self, u: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Problem(ABC):
 
     @abstractmethod
     def data(self, x: Tensor) -> Tensor:
-        """Numbers [… replica] as the family takes them."""
+        """Numbers [… replica] in the shape that the family takes."""
 
 
 @final
@@ -101,7 +101,7 @@ class Gaussian(Problem):
 @final
 @dataclass(frozen=True)
 class Stream:
-    """Data [k replica], how many of them the start may use, and when the error is looked at."""
+    """Data [k replica], how many of them the initial estimate uses, and when the error is measured."""
 
     x: Tensor
     first: int
@@ -141,7 +141,7 @@ class Mirror(Arm):
 @final
 @dataclass(frozen=True)
 class Plain(Arm):
-    """An optimizer of torch in the coordinates u, its rate falling as k^−power from where its first data end."""
+    """A torch optimizer in the coordinates u; its rate falls as k^−power."""
 
     optimizer: type[torch.optim.SGD] | type[torch.optim.Adam]
     lr: float
@@ -163,7 +163,7 @@ class Plain(Arm):
 @final
 @dataclass(frozen=True)
 class Curve:
-    """k E‖ξ_k − ξ‖²/p at the looks, of the best settings of an arm."""
+    """k E‖ξ_k − ξ‖²/p over time, for the best settings of an estimator."""
 
     problem: str
     arm: str
@@ -173,21 +173,21 @@ class Curve:
 
 
 def measure(problem: Problem, arm: Arm, stream: Stream) -> list[float]:
-    """The error at every look; infinite from where the estimator left the family."""
-    family, found = problem.family, []
+    """The error over time; infinite once the estimator has left the family."""
+    family, errors = problem.family, []
     xi, F = family.mean(problem.eta), family.fisher_mean(family.mean(problem.eta))
     try:
         for k, eta in enumerate(arm.estimates(problem, stream), stream.first + 1):
             if k in stream.looks:
                 δ = family.mean(eta) - xi
-                found.append(float((δ * F.flat(δ)).sum(-1).mean()) * k / xi.numel())
+                errors.append(float((δ * F.flat(δ)).sum(-1).mean()) * k / xi.numel())
     except DomainError:
-        found += [math.inf] * (len(stream.looks) - len(found))
-    return found
+        errors += [math.inf] * (len(stream.looks) - len(errors))
+    return errors
 
 
 def curves(problem: Problem, stream: Stream, rates: tuple[float, ...]) -> list[Curve]:
-    """Of all arms; those with settings show the best."""
+    """The curves of all estimators, with their best settings."""
     looks = stream.looks
     best = [Curve(problem.title, "mirror descent", "lr = 1/(k + 1)", looks, measure(problem, Mirror(), stream))]
     optimizers: list[type[torch.optim.SGD] | type[torch.optim.Adam]] = [torch.optim.SGD, torch.optim.Adam]
@@ -203,7 +203,7 @@ def curves(problem: Problem, stream: Stream, rates: tuple[float, ...]) -> list[C
 
 
 def draw(found: list[Curve], path: Path) -> None:
-    """A panel a problem."""
+    """One panel per problem."""
     problems = list(dict.fromkeys(curve.problem for curve in found))
     with matplotlib.rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "natgrad"}):
         figure = Figure(figsize=(3.2 * len(problems), 2.5), layout="constrained")

@@ -1,8 +1,8 @@
-"""Two optimizers seed by seed, and how soon each is where another ends.
+"""Paired statistics of two optimizers over seeds, and how soon each reaches the final level of another.
 
-A seed has the same first weights and the same batches for all optimizers, so differences are taken within a seed. Both
-schedules have them too, and are the same until 40 % of the epochs: what a seed says in one and in the other is not
-independent. So where both are taken together, a seed's two differences are averaged and count once.
+A seed has the same initial weights and the same batches for all optimizers, so that differences are taken within a
+seed. Both schedules share them too, and agree until 40 % of the epochs: the two differences of a seed are not
+independent. Where both schedules are combined, they are averaged and count once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from experiments.files import write_json
 from experiments.record import Record
 from experiments.report import ORDER, PAPER, TITLES, Group, before_decay
 
-# The first less the second: with one schedule, and the K-FACs with both.
+# Pairs (first, second) whose difference is taken.
 _METRICS = (("sobolev", "amari"), ("independent", "amari"), ("sobolev", "independent"))
 _SAME = (
     *_METRICS,
@@ -29,16 +29,16 @@ _SAME = (
     ("amari", "adamw"),
 )
 _BOTH = tuple(dict.fromkeys(PAPER.values()))  # schedules
-_RIVALS = ("amari", "sgd", "adamw")  # whose ends are to be reached
+_RIVALS = ("amari", "sgd", "adamw")  # their final levels are to be reached
 
 
 @final
 @dataclass(frozen=True)
 class Paired:
-    """Differences of two optimizers, one a seed.
+    """Differences of two optimizers, one per seed, with Student's t-test.
 
-    >>> found = Paired((1.0, 2.0, 3.0))
-    >>> found.mean, found.deviation, round(found.t, 3), round(found.p, 4), round(found.margin, 3)
+    >>> d = Paired((1.0, 2.0, 3.0))
+    >>> d.mean, d.deviation, round(d.t, 3), round(d.p, 4), round(d.margin, 3)
     (2.0, 1.0, 3.464, 0.0742, 2.484)
     """
 
@@ -46,38 +46,38 @@ class Paired:
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """The mean over the seeds."""
         return statistics.fmean(self.differences)
 
     @property
     def deviation(self) -> float:
-        """With n − 1."""
+        """The standard deviation with n − 1."""
         return statistics.stdev(self.differences)
 
     @property
     def error(self) -> float:
-        """Of the mean: the deviation over √n."""
+        """The standard error of the mean."""
         return self.deviation / math.sqrt(len(self.differences))
 
     @property
     def t(self) -> float:
-        """The mean over its error; infinite where all differences are one number that is not zero."""
+        """The mean over its error; infinite where all differences are equal and not zero."""
         if self.error == 0:
             return math.copysign(math.inf, self.mean) if self.mean else 0.0
         return self.mean / self.error
 
     @property
     def p(self) -> float:
-        """How often |t| would be as large if there were no difference; n − 1 degrees of freedom."""
+        """The two-sided p-value with n − 1 degrees of freedom."""
         return float(2 * stats.t.sf(abs(self.t), len(self.differences) - 1))
 
     @property
     def margin(self) -> float:
-        """Mean ± margin has the true difference inside with probability 95 %."""
+        """Half the width of the 95 % confidence interval."""
         return float(stats.t.isf(0.025, len(self.differences) - 1)) * self.error
 
     def columns(self) -> dict[str, Any]:
-        """For the file; an infinite t is null."""
+        """For JSON; an infinite t is null."""
         numbers = {name: getattr(self, name) for name in ("mean", "deviation", "t", "p", "margin")}
         rounded = {name: float(f"{v:.5g}") if math.isfinite(v) else None for name, v in numbers.items()}
         return {"differences": [float(f"{d:.5g}") for d in self.differences], **rounded}
@@ -86,18 +86,18 @@ class Paired:
 @final
 @dataclass(frozen=True)
 class Quantity:
-    """A number of a run."""
+    """A number that describes a run."""
 
     name: str
     title: str
     of: Callable[[Record], float]
     digits: int
 
-    def cell(self, found: Paired) -> str:
+    def cell(self, paired: Paired) -> str:
         """Mean ± deviation, t and p."""
-        mean = f"{found.mean:+.{self.digits}f}".replace("-", "−")
-        t = f"{found.t:.1f}".replace("-", "−")
-        return f"{mean} ± {found.deviation:.{self.digits}f} (t {t}, p {found.p:.2g})"
+        mean = f"{paired.mean:+.{self.digits}f}".replace("-", "−")
+        t = f"{paired.t:.1f}".replace("-", "−")
+        return f"{mean} ± {paired.deviation:.{self.digits}f} (t {t}, p {paired.p:.2g})"
 
 
 QUANTITIES = (
@@ -116,32 +116,32 @@ QUANTITIES = (
 @final
 @dataclass(frozen=True)
 class Side:
-    """The runs of an optimizer with one schedule or with both; the number of a seed is the mean over the schedules."""
+    """The runs of an optimizer with one schedule or both; a seed's number is the mean over the schedules."""
 
     groups: tuple[Group, ...]
 
     @property
     def dataset(self) -> str:
-        """Of all groups."""
+        """The images."""
         return self.groups[0].dataset
 
     @property
     def arm(self) -> str:
-        """Of all groups."""
+        """The optimizer."""
         return self.groups[0].arm
 
     @property
     def schedule(self) -> str:
-        """As the tables have it."""
+        """The name in the tables."""
         return self.groups[0].schedule if len(self.groups) == 1 else "both"
 
     @property
     def seeds(self) -> set[int]:
-        """That ended with numbers in every group."""
+        """The seeds that did not diverge in any group."""
         return set.intersection(*({run.name.seed for run in group.records} for group in self.groups))
 
     def of(self, quantity: Quantity, seed: int) -> float:
-        """The number of a seed."""
+        """The quantity of a seed."""
         runs = (run for group in self.groups for run in group.records if run.name.seed == seed)
         return statistics.fmean(map(quantity.of, runs))
 
@@ -149,32 +149,32 @@ class Side:
 @final
 @dataclass(frozen=True)
 class Pair:
-    """Two sides with seeds in common."""
+    """Two sides with common seeds."""
 
     first: Side
     second: Side
 
     @property
     def seeds(self) -> list[int]:
-        """That ended with numbers in both."""
+        """The seeds of both sides."""
         return sorted(self.first.seeds & self.second.seeds)
 
     def paired(self, quantity: Quantity) -> Paired:
-        """The first less the second."""
+        """The first minus the second."""
         return Paired(tuple(self.first.of(quantity, seed) - self.second.of(quantity, seed) for seed in self.seeds))
 
     def of_second(self, quantity: Quantity) -> float:
-        """The mean of what is taken away, to know whether a difference is large."""
+        """The mean of the second side, to judge the size of a difference."""
         return float(f"{statistics.fmean(self.second.of(quantity, seed) for seed in self.seeds):.5g}")
 
     def columns(self) -> dict[str, Any]:
-        """For the file."""
+        """For JSON."""
         names = {"dataset": self.first.dataset, "first": [self.first.arm, self.first.schedule]}
-        found = {q.name: {**self.paired(q).columns(), "of_second": self.of_second(q)} for q in QUANTITIES}
-        return {**names, "second": [self.second.arm, self.second.schedule], "seeds": self.seeds, **found}
+        numbers = {q.name: {**self.paired(q).columns(), "of_second": self.of_second(q)} for q in QUANTITIES}
+        return {**names, "second": [self.second.arm, self.second.schedule], "seeds": self.seeds, **numbers}
 
     def row(self) -> str:
-        """Of the table."""
+        """A row of the table."""
         one, other = self.first, self.second
         names = [one.dataset, _label(one.schedule, other.schedule), TITLES[one.arm], TITLES[other.arm]]
         cells = [str(len(self.seeds)), *(quantity.cell(self.paired(quantity)) for quantity in QUANTITIES)]
@@ -182,20 +182,20 @@ class Pair:
 
 
 def _label(one: str, other: str) -> str:
-    """Of one schedule or two."""
+    """One schedule or two."""
     return one if one == other else f"{one}, {other}"
 
 
 def pairs(found: Sequence[Group]) -> list[Pair]:
-    """All that have two seeds or more in common: of one schedule, of both, as the paper has them, and the schedules'.
+    """All pairs with two or more common seeds: with one schedule, with both, as in the paper, and of the schedules.
 
-    The last is Amari's K-FAC with the schedule of Sobolev's less itself with its own: the schedule's part of what the
-    paper compares.
+    The last is Amari's K-FAC with the schedule of Sobolev K-FAC minus itself with its own schedule: the effect of the
+    schedule in the comparison of the paper.
     """
-    known = {(group.dataset, group.schedule, group.arm): group for group in found}
+    by_key = {(group.dataset, group.schedule, group.arm): group for group in found}
     # Images; schedules and optimizer of the first; those of the second.
     keys: list[tuple[str, tuple[str, ...], str, tuple[str, ...], str]] = []
-    for d, s in dict.fromkeys((dataset, schedule) for dataset, schedule, _ in known):
+    for d, s in dict.fromkeys((dataset, schedule) for dataset, schedule, _ in by_key):
         keys += [(d, (s,), one, (s,), other) for one, other in _SAME]
     base = (PAPER["amari"],)
     for d in dict.fromkeys(group.dataset for group in found):
@@ -203,9 +203,9 @@ def pairs(found: Sequence[Group]) -> list[Pair]:
         keys += [(d, (schedule,), arm, base, "amari") for arm, schedule in PAPER.items() if arm != "amari"]
         keys.append((d, (PAPER["sobolev"],), "amari", base, "amari"))
     both = [
-        Pair(Side(tuple(known[d, s, one] for s in ours)), Side(tuple(known[d, s, other] for s in theirs)))
+        Pair(Side(tuple(by_key[d, s, one] for s in ours)), Side(tuple(by_key[d, s, other] for s in theirs)))
         for d, ours, one, theirs, other in keys
-        if all((d, s, one) in known for s in ours) and all((d, s, other) in known for s in theirs)
+        if all((d, s, one) in by_key for s in ours) and all((d, s, other) in by_key for s in theirs)
     ]
     return [pair for pair in both if len(pair.seeds) > 1]
 
@@ -213,9 +213,9 @@ def pairs(found: Sequence[Group]) -> list[Pair]:
 @final
 @dataclass(frozen=True)
 class Level:
-    """What a rival ends with, in the mean over its seeds, and the first epoch in which each optimizer has it.
+    """The final level of a rival, in the mean over its seeds, and the first epoch in which each optimizer reaches it.
 
-    ``schedule``: of those that are to reach it; not the rival's own where the paper compares two.
+    ``schedule``: of the optimizers that are to reach it, where the paper compares two schedules.
     """
 
     rival: Group
@@ -226,16 +226,16 @@ class Level:
 
     @property
     def label(self) -> str:
-        """Of the schedules."""
+        """The schedules."""
         return _label(self.schedule, self.rival.schedule)
 
     def epoch(self, group: Group) -> int | None:
-        """1, 2, …; None: never."""
+        """The first epoch 1, 2, … that reaches the level; None: never."""
         end = self.curve(self.rival)[-1]
         return next((e + 1 for e, value in enumerate(self.curve(group)) if value >= end), None)
 
     def columns(self, found: Sequence[Group]) -> dict[str, Any]:
-        """For the file: epochs, and seconds of a run alone where they are known."""
+        """For JSON: epochs, and seconds of a run on an idle device where they were measured."""
         epochs = {group.arm: self.epoch(group) for group in found}
         clocks = [(group.arm, epochs[group.arm], group.seconds) for group in found]
         seconds = {arm: round(clock[epoch - 1], 1) for arm, epoch, clock in clocks if epoch and clock}
@@ -243,7 +243,7 @@ class Level:
         return {**names, "quantity": self.title, "epochs": epochs, "seconds": seconds}
 
     def row(self, found: Sequence[Group], arms: Sequence[str]) -> str:
-        """Of the table."""
+        """A row of the table."""
         columns = self.columns(found)
         epochs, seconds = columns["epochs"], columns["seconds"]
         clock = {arm: f"{seconds[arm]:.0f} s" if arm in seconds else "–" for arm in arms}
@@ -253,17 +253,17 @@ class Level:
 
 
 def levels(found: Sequence[Group]) -> list[Level]:
-    """The last test accuracies and training losses of the rivals; in the end Amari's as the paper has it."""
-    places = [(group, group.schedule) for group in found if group.arm in _RIVALS and group.records]
+    """The final test accuracies and training losses of the rivals, and Amari's with the schedules of the paper."""
+    rivals = [(group, group.schedule) for group in found if group.arm in _RIVALS and group.records]
     others = {(group.dataset, group.schedule) for group in found if group.records}
-    places += [
+    rivals += [
         (group, PAPER["sobolev"])
-        for group, schedule in places
+        for group, schedule in rivals
         if (group.arm, schedule) == ("amari", PAPER["amari"]) and (group.dataset, PAPER["sobolev"]) in others
     ]
     return [
         level
-        for group, schedule in places
+        for group, schedule in rivals
         for level in (
             Level(group, schedule, "test accuracy, %", lambda g: g.accuracy.mean, lambda end: f"{end:.2f}"),
             Level(
@@ -274,13 +274,13 @@ def levels(found: Sequence[Group]) -> list[Level]:
 
 
 def table(found: Sequence[Group]) -> str:
-    """Of the pairs, in Markdown."""
+    """The pairs as a Markdown table."""
     head = ["images", "schedule", "optimizer", "less", "seeds", *(quantity.title for quantity in QUANTITIES)]
     return "\n".join([f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *(pair.row() for pair in pairs(found))])
 
 
 def reached(found: Sequence[Group]) -> str:
-    """Of the levels, in Markdown: epochs and seconds."""
+    """The levels as a Markdown table: epochs and seconds."""
     arms = [arm for arm in ORDER if any(group.arm == arm for group in found)]
     head = ["images", "schedule", "the end of", *(TITLES[arm] for arm in arms)]
     rows = [level.row(_beside(level, found), arms) for level in levels(found)]
@@ -288,7 +288,7 @@ def reached(found: Sequence[Group]) -> str:
 
 
 def _beside(level: Level, found: Sequence[Group]) -> list[Group]:
-    """On the same images, with the schedule that is asked for."""
+    """The groups on the same images with the schedule of the level."""
     place = level.rival.dataset, level.schedule
     return [group for group in found if (group.dataset, group.schedule) == place and group.records]
 

@@ -1,4 +1,4 @@
-"""What a run has shown so far, in a file that is written after every epoch."""
+"""The record of a run, in a file that is written after every epoch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from experiments.files import write_json
 @final
 @dataclass(frozen=True)
 class Point:
-    """After an epoch: the mean training loss during it, what the test images say, and seconds of training until here.
+    """An epoch: the mean training loss during it, test loss and accuracy after it, and seconds of training so far.
 
-    ``seconds`` do not count evaluation and files. They are those of a GPU that ``workers`` runs shared.
+    ``seconds`` exclude evaluation and files; ``workers`` runs shared the GPU.
     """
 
     epoch: int
@@ -29,14 +29,14 @@ class Point:
 
     @property
     def finite(self) -> bool:
-        """Whether the losses are numbers."""
+        """Whether the losses are finite."""
         return math.isfinite(self.train_loss) and math.isfinite(self.test_loss)
 
 
 @final
 @dataclass(frozen=True)
 class Name:
-    """Which run.
+    """The name of a run.
 
     >>> Name("cifar10", "tenths", "sobolev", 0).key
     'cifar10-tenths-sobolev-0'
@@ -49,14 +49,14 @@ class Name:
 
     @property
     def key(self) -> str:
-        """That of its files."""
+        """The name of its files."""
         return f"{self.dataset}-{self.schedule}-{self.arm}-{self.seed}"
 
 
 @final
 @dataclass(frozen=True)
 class Record:
-    """One run: which it is, with which settings, on what machine, its curve, and whether it is over."""
+    """One run: its name, settings, machine and curve, and whether it is finished."""
 
     name: Name
     settings: dict[str, Any]
@@ -68,14 +68,14 @@ class Record:
     def made_with(self, settings: Mapping[str, Any]) -> bool:
         """Whether these are its settings.
 
-        Runs from before limits were written down are of all images, in the precision of their machine; which images
-        they are of is not known.
+        Old records have no limit, precision or digest of images: they are of all images, in the precision of their
+        machine, and the digest is not compared.
         """
-        known = {"limit": None, "held_out": 0, "precision": self.machine.get("matmul")}
-        return {**known, "images": settings.get("images"), **self.settings} == settings
+        defaults = {"limit": None, "held_out": 0, "precision": self.machine.get("matmul")}
+        return {**defaults, "images": settings.get("images"), **self.settings} == settings
 
     def save(self, path: Path) -> None:
-        """As JSON, a line a column of the curve; what is not a number is null."""
+        """As JSON, one line per column of the curve; NaN is null."""
         write_json(path, self.columns())
 
     def columns(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Record:
 
     @staticmethod
     def of(columns: dict[str, Any]) -> Record:
-        """From the columns."""
+        """The inverse of ``columns``."""
         names = [field.name for field in fields(Point)]
         rows = zip(*(columns["history"][name] for name in names), strict=True)
         values: list[list[Any]] = [[math.nan if value is None else value for value in row] for row in rows]
@@ -97,7 +97,7 @@ class Record:
 
     @staticmethod
     def load(path: Path) -> Record:
-        """What was saved."""
+        """Read a saved record."""
         return Record.of(json.loads(path.read_text()))
 
 
@@ -109,24 +109,24 @@ def _rounded(value: float) -> float | int | None:
 
 def load_each(folders: Iterable[Path]) -> list[Record]:
     """All runs of ``runs.json`` and of ``runs/*.json`` in some folders, folder by folder."""
-    found: list[Record] = []
+    records: list[Record] = []
     for folder in folders:
         path = folder / "runs.json"
-        found += [Record.of(columns) for columns in json.loads(path.read_text())] if path.exists() else []
-        found += [Record.load(path) for path in sorted((folder / "runs").glob("*.json"))]
-    return found
+        records += [Record.of(columns) for columns in json.loads(path.read_text())] if path.exists() else []
+        records += [Record.load(path) for path in sorted((folder / "runs").glob("*.json"))]
+    return records
 
 
 def longest(records: Iterable[Record]) -> list[Record]:
-    """Of two of one name the longer, and of those the later; by name."""
-    found: dict[str, Record] = {}
+    """One record per name, sorted: the longest, and of equally long ones the last."""
+    best: dict[str, Record] = {}
     for record in records:
-        other = found.get(record.name.key)
+        other = best.get(record.name.key)
         if other is None or (record.finished, len(record.history)) >= (other.finished, len(other.history)):
-            found[record.name.key] = record
-    return [found[key] for key in sorted(found)]
+            best[record.name.key] = record
+    return [best[key] for key in sorted(best)]
 
 
 def load_all(folders: Iterable[Path]) -> list[Record]:
-    """A run of each name in some folders."""
+    """One run per name in some folders."""
     return longest(load_each(folders))

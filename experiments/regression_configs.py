@@ -1,4 +1,4 @@
-"""Who competes in the regression study, and the one loop that trains them all against the processor's clock."""
+"""The optimizers of the regression study, and the loop that trains them against the CPU clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Arm(ABC):
     @property
     @abstractmethod
     def examples(self) -> int:
-        """How many make a batch."""
+        """The batch size."""
 
     @abstractmethod
     def optimizer(self, model: nn.Module, x: Tensor) -> torch.optim.Optimizer:
@@ -44,17 +44,17 @@ class Arm(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, float]:
-        """What was drawn, by name."""
+        """The settings by name."""
 
     def decay(self, left: float) -> float:
-        """The learning rate over the first one, where ``left`` of the time is left."""
+        """The learning rate over its initial value, when a fraction ``left`` of the time is left."""
         return 1.0
 
 
 @final
 @dataclass(frozen=True)
 class AdamW(Arm):
-    """AdamW, its learning rate falling to zero on a straight line."""
+    """AdamW with a learning rate that falls linearly to zero."""
 
     title = "AdamW"
     batch: int
@@ -84,7 +84,7 @@ class AdamW(Arm):
 @final
 @dataclass(frozen=True)
 class Natural:
-    """What both natural gradients share: the exact metric of a batch (``Kernel``), steps that tune themselves."""
+    """Settings of both natural gradients: the exact metric of a batch (``Kernel``), self-tuned steps."""
 
     batch: int
     weight_decay: float
@@ -97,7 +97,7 @@ class Natural:
         return Natural(_one_of((128, 256), u[0]), _between(1e-5, 1e-2, u[1]), _between(1e-4, 1e-1, u[2]))
 
     def optimizer(self, model: nn.Module, metric: ng.OutputMetric) -> torch.optim.Optimizer:
-        """``SelfTuned`` measures a step by the curvature of the loss in both: only the direction is the metric's."""
+        """``SelfTuned`` scales the step by the curvature of the loss: only its direction depends on the metric."""
         rule, damping, decay = ng.SelfTuned(), self.damping, self.weight_decay
         return ng.NaturalGradient(model, metric, structure=ng.Kernel(), step=rule, damping=damping, weight_decay=decay)
 
@@ -105,7 +105,7 @@ class Natural:
 @final
 @dataclass(frozen=True)
 class GaussNewton(Arm):
-    """The natural gradient of the values: K = 1."""
+    """The natural gradient without a kernel: K = 1."""
 
     title = "Gauss–Newton"
     shared: Natural
@@ -137,7 +137,7 @@ class Sobolev(Arm):
 
     @staticmethod
     def drawn(trial: int) -> Sobolev:
-        """What it shares with Gauss–Newton as there, ν and ℓ from the grid."""
+        """The settings of Gauss–Newton, and ν and ℓ from the grid."""
         u = _point(trial)
         return Sobolev(Natural.drawn(trial), _one_of(SMOOTHNESS, u[3]), _one_of(LENGTHSCALES, u[4]))
 
@@ -146,7 +146,7 @@ class Sobolev(Arm):
         return self.shared.batch
 
     def optimizer(self, model: nn.Module, x: Tensor) -> torch.optim.Optimizer:
-        # Measured once, and not on every batch. Of a thousand points the median is known well enough.
+        # Measured once, on a thousand points, and not on every batch.
         ell = float(Median(divisor=1 / self.scale).of(x[:1000]))
         return self.shared.optimizer(model, ng.Sobolev(nu=self.nu, lengthscale=ell))
 
@@ -160,7 +160,7 @@ ARMS: tuple[type[Arm], ...] = (AdamW, GaussNewton, Sobolev)
 @final
 @dataclass(frozen=True)
 class Look:
-    """The state of a run: steps and seconds so far, root mean square errors in the units of the targets."""
+    """A measurement: steps and seconds so far, root mean square errors in the units of the targets."""
 
     step: int
     seconds: float
@@ -182,7 +182,7 @@ class Result:
 
 
 def network(inputs: int, width: int, seed: int) -> nn.Module:
-    """Two hidden layers of tanh, in float64: a smooth function of its inputs and of its weights."""
+    """Two hidden tanh layers in float64: smooth in its inputs and in its weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers = nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
@@ -190,9 +190,9 @@ def network(inputs: int, width: int, seed: int) -> nn.Module:
 
 
 def train(arm: Arm, split: Split, seed: int, seconds: float, width: int = 50) -> Result:
-    """Train on ½‖y − t‖² for so many processor seconds; the clock stands still while errors are measured.
+    """Train on ½‖y − t‖² for so many CPU seconds, not counting measurements.
 
-    Weights and batches depend on the seed only. What the optimizer refuses ends the run, and is in the result.
+    Weights and batches depend on the seed alone. An error of the optimizer ends the run, and is part of the result.
     """
     x, _ = split.train
     model = network(x.shape[1], width, seed)
@@ -216,7 +216,7 @@ def train(arm: Arm, split: Split, seed: int, seconds: float, width: int = 50) ->
 
 @final
 class Batches:
-    """Examples in batches of one size, shuffled in every pass; the rest of a pass that fills no batch is left out."""
+    """Batches of one size, shuffled in every pass; an incomplete last batch is dropped."""
 
     def __init__(self, pair: Pair, size: int, generator: torch.Generator) -> None:
         self.pair, self.size, self.generator = pair, size, generator
@@ -247,13 +247,13 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Pair) -> No
 def _look(model: nn.Module, split: Split, step: int, seconds: float) -> Look:
     with torch.no_grad():
         errors = [float((model(x) - y).square().mean().sqrt()) for x, y in (split.validation, split.test)]
-    # As the record will keep it: a study that is resumed must choose as one that is not.
+    # Rounded as in the record, so that a resumed study chooses the same settings.
     validation, test = (float(f"{split.unit * e:.5g}") if math.isfinite(e) else math.inf for e in errors)
     return Look(step, float(f"{seconds:.5g}"), validation, test)
 
 
 def _point(trial: int) -> list[float]:
-    """Point ``trial`` of a sequence that fills the cube evenly: five numbers from 0 to 1, the same for every arm."""
+    """Point ``trial`` of a Sobol sequence in [0, 1]^5, the same for every optimizer."""
     return torch.quasirandom.SobolEngine(5, scramble=True, seed=0).draw(trial + 1)[trial].tolist()
 
 
@@ -262,5 +262,5 @@ def _one_of(choices: Sequence[T], u: float) -> T:
 
 
 def _between(low: float, high: float, u: float) -> float:
-    """A number between two, uniform in its logarithm, three digits."""
+    """Log-uniform between low and high, three digits."""
     return float(f"{low * (high / low) ** u:.3g}")

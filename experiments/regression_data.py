@@ -1,4 +1,4 @@
-"""Problems of regression: real sets with their published splits, and functions on a square, smooth and not."""
+"""Regression problems: real data with published splits, and smooth and discontinuous functions on a square."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]  # inputs [n d], targets [n 1]
 @final
 @dataclass(frozen=True)
 class Split:
-    """Three parts in standardised units, and ``unit``, what an error of 1 is in the units of the targets."""
+    """Three sets in standardised units; an error of 1 is ``unit`` in the units of the targets."""
 
     train: Pair
     validation: Pair
@@ -29,25 +29,25 @@ class Split:
 
 
 class Problem(ABC):
-    """A set of examples that can be split in several ways."""
+    """A data set with several splits."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What the tables call it."""
+        """Its name in the tables."""
 
     @abstractmethod
     def split(self, number: int) -> Split:
-        """Split ``number``: the same numbers in every run of the script."""
+        """Split ``number``, the same in every run of the script."""
 
 
 @final
 @dataclass(frozen=True)
 class Table(Problem):
-    """Rows x [n d] and y [n], and the rows that are for testing in every split, test [splits n].
+    """Rows x [n d] and y [n], and the test rows of every split, test [splits n].
 
-    A fifth of the other rows is for validation. At most ``rows`` are kept for training. Gaussian noise of ``noise``
-    times the deviation of the targets is added to theirs, and not to those for testing.
+    A fifth of the other rows is for validation, and at most ``rows`` are for training. Gaussian noise of ``noise``
+    times the standard deviation of the targets is added to training and validation targets, not to test targets.
     """
 
     title: str
@@ -68,7 +68,7 @@ class Table(Problem):
         cut = len(order) // 5
         train = order[cut : cut + self.rows]
         y = self.y[:, None]
-        # A column that is constant in the training part says nothing: it becomes zero there.
+        # A column that is constant in the training set becomes zero.
         centre, scale = self.x[train].mean(0), self.x[train].std(0)
         x = (self.x - centre) / torch.where(scale > 0, scale, 1.0)
         mean, unit = y[train].mean(), y[train].std()
@@ -84,7 +84,7 @@ class Surface(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What the tables call it."""
+        """Its name in the tables."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the regression study has measured: cells, a file to resume from, and the summary and tables made from it."""
+"""The record of the regression study: a file to resume from, its summary and tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TUNE, CONTEST, MATCHED, SWEEP, CONFIRM = "tune", "contest", "matched", "sweep", 
 @final
 @dataclass(frozen=True)
 class Key:
-    """Which run: stage of the study, problem, arm and its settings (a trial; in a sweep ν and ℓ too), split."""
+    """A run: stage of the study, problem, optimizer and settings (a trial; in a sweep also ν and ℓ), split."""
 
     stage: str
     problem: str
@@ -42,14 +42,14 @@ class Key:
 @final
 @dataclass(frozen=True)
 class Record:
-    """All that is known so far, and the seconds of a run."""
+    """All results so far, and the seconds of a run."""
 
     seconds: float
     machine: dict[str, Any]
     cells: dict[Key, Result] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """As JSON, a line a run. Only contests keep their curves; the others keep where they were best, and the end."""
+        """As JSON, one line per run: contests with their curves, the others with their best and last measurement."""
         lines = []
         for key, result in self.cells.items():
             looks = result.looks if key.stage == CONTEST else (result.best(), result.looks[-1])
@@ -61,7 +61,7 @@ class Record:
 
     @staticmethod
     def load(path: Path) -> Record:
-        """What was saved."""
+        """Read a saved record."""
         saved = json.loads(path.read_text())
         cells = {}
         for line in saved["cells"]:
@@ -89,7 +89,7 @@ class Record:
         return {key.split: r for key, r in self.cells.items() if _is(key, stage, problem, arm)}
 
     def problems(self, stage: str) -> list[str]:
-        """Those that have runs of this stage."""
+        """The problems that have runs of this stage."""
         return list(dict.fromkeys(key.problem for key in self.cells if key.stage == stage))
 
 
@@ -102,7 +102,7 @@ def _finite(number: float) -> float | None:
 
 
 def summary(record: Record) -> dict[str, Any]:
-    """Everything the page says: test errors where validation was best, mean and deviation (n − 1) over the splits."""
+    """The numbers of the page: test errors at the best validation, mean and standard deviation over the splits."""
     contest = {problem: _contest(record, problem) for problem in record.problems(CONTEST)}
     sweep = {problem: _sweep(record, problem) for problem in record.problems(SWEEP)}
     confirm = {problem: _confirm(record, problem) for problem in record.problems(CONFIRM)}
@@ -125,7 +125,7 @@ def _contest(record: Record, problem: str) -> dict[str, Any]:
             "steps": statistics.median(found[s].looks[-1].step for s in splits),
             "settings": arm.drawn(record.chosen(problem, arm)).settings(),
         }
-    # Sobolev beside another, split by split: the geometric mean of the ratios, and how many are below one.
+    # Sobolev over another, split by split: the geometric mean of the ratios, and how many are below one.
     for other in (AdamW, GaussNewton):
         pairs = [(runs[Sobolev][s].best().test, runs[other][s].best().test) for s in splits]
         out[f"over {other.title}"] = _paired(pairs)
@@ -176,7 +176,7 @@ def _at(key: Key, nu: float, scale: float) -> bool:
 
 
 def tables(found: dict[str, Any]) -> list[str]:
-    """The tables of the page, as Markdown: the contest, the steps behind it, a sweep a problem, its choice."""
+    """The tables of the page as Markdown: the contest, its steps, one sweep per problem, its choice."""
     return [_errors(found["contest"]), _steps(found["contest"]), *_sweeps(found["sweep"]), _confirmed(found["confirm"])]
 
 

@@ -1,4 +1,4 @@
-"""Means and deviations over seeds of all runs, as JSON and as a table."""
+"""Means and standard deviations of the runs over seeds, as JSON, tables and figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAPER = {"amari": "tenths", "sobolev": "fifths", "independent": "fifths"}
 
 
 def before_decay(epochs: int) -> int:
-    """The last epoch, from 0, before the paper's schedules first decay: 40 % of them.
+    """The last epoch, counted from 0, before the paper's schedules first decay, at 40 % of the epochs.
 
     >>> before_decay(50)
     19
@@ -38,20 +38,20 @@ def before_decay(epochs: int) -> int:
 @final
 @dataclass(frozen=True)
 class Curve:
-    """A quantity after every epoch: mean and standard deviation (n − 1) over the seeds; 0 where there is one seed."""
+    """A quantity after every epoch: mean and standard deviation (n − 1) over the seeds; 0 for a single seed."""
 
     mean: list[float]
     deviation: list[float]
 
     @staticmethod
     def of(records: Sequence[Record], quantity: Callable[[Point], float]) -> Curve:
-        """Over the seeds of the epochs that all have."""
+        """Over the seeds, for the epochs that all runs have."""
         columns = list(zip(*([quantity(point) for point in record.history] for record in records), strict=False))
         mean = [statistics.fmean(column) for column in columns]
         return Curve(mean, [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns])
 
     def columns(self) -> dict[str, list[float]]:
-        """With five digits."""
+        """For JSON, with five digits."""
         return {name: [float(f"{v:.5g}") for v in values] for name, values in vars(self).items()}
 
 
@@ -60,14 +60,14 @@ class Curve:
 class Group:
     """The finished runs of one optimizer with one schedule on one set of images.
 
-    ``alone``: seconds of an epoch where no other run shares the device, from ``--time`` on the same images, with the
-    same batches, network and machine; None where that was not measured.
+    ``alone``: seconds per epoch on an idle device, from ``--time`` on the same images with the same batches, network
+    and machine; None if it was not measured.
     """
 
     dataset: str
     schedule: str
     arm: str
-    records: tuple[Record, ...]  # that ended with numbers
+    records: tuple[Record, ...]  # the runs that did not diverge
     diverged: int
     alone: float | None
 
@@ -78,23 +78,23 @@ class Group:
 
     @property
     def accuracy(self) -> Curve:
-        """Of the test images, in per cent."""
+        """The test accuracy in per cent."""
         return Curve.of(self.records, lambda point: 100 * point.test_accuracy)
 
     @property
     def shared(self) -> Curve:
-        """Seconds, as they were measured."""
+        """Seconds, as measured on a shared device."""
         return Curve.of(self.records, lambda point: point.seconds)
 
     @property
     def seconds(self) -> list[float] | None:
-        """After every epoch of a run alone, where that is known. What shares a device says nothing about optimizers."""
+        """Seconds after every epoch on an idle device, if measured: those of a shared device mean little."""
         if self.alone is None:
             return None
         return [self.alone * (epoch + 1) for epoch in range(len(self.loss.mean))]
 
     def columns(self) -> dict[str, Any]:
-        """For the file."""
+        """For JSON."""
         return {
             "seeds": [record.name.seed for record in self.records],
             "diverged": self.diverged,
@@ -107,7 +107,7 @@ class Group:
         }
 
     def row(self) -> str:
-        """Of the table."""
+        """A row of the table."""
         name = f"| {self.dataset} | {self.schedule} | {TITLES[self.arm]} | {len(self.records)}"
         if not self.records:
             return f"{name} (all {self.diverged} diverged) | – | – | – | – | – |"
@@ -130,23 +130,23 @@ def groups(records: Sequence[Record], timing: Path) -> list[Group]:
     alone = Timing.load(timing)
     done = [record for record in records if record.finished]
     keys = {_group(record) for record in done}
-    found = []
+    result = []
     for dataset, schedule, arm in sorted(
         keys, key=lambda key: (key[0], key[1] != "tenths", key[1], ORDER.index(key[2]))
     ):
-        mine = [record for record in done if _group(record) == (dataset, schedule, arm)]
-        kept = tuple(record for record in mine if not record.diverged)
-        found.append(Group(dataset, schedule, arm, kept, len(mine) - len(kept), alone.seconds(mine)))
-    return found
+        runs = [record for record in done if _group(record) == (dataset, schedule, arm)]
+        finite = tuple(record for record in runs if not record.diverged)
+        result.append(Group(dataset, schedule, arm, finite, len(runs) - len(finite), alone.seconds(runs)))
+    return result
 
 
 def _group(record: Record) -> tuple[str, str, str]:
-    """All of its name but the seed."""
+    """The name without the seed."""
     return record.name.dataset, record.name.schedule, record.name.arm
 
 
 def table(found: Sequence[Group]) -> str:
-    """In Markdown."""
+    """A Markdown table."""
     head = (
         "| images | schedule | optimizer | seeds | training loss at 40 % | at the end | test accuracy, % | best, % | "
         "s an epoch (alone) |"
@@ -170,7 +170,7 @@ def save(records: Sequence[Record], results: Path) -> list[Group]:
 
 
 def draw(found: Sequence[Group], results: Path) -> list[Path]:
-    """Means, and one standard deviation around them: a picture for every schedule, and one as the paper has it."""
+    """Means with one standard deviation: a figure per schedule, and one with the schedules of the paper."""
     paths = []
     for dataset in dict.fromkeys(group.dataset for group in found):
         mine = [group for group in found if group.dataset == dataset and group.records]
@@ -194,7 +194,7 @@ def _picture(found: Sequence[Group], title: str, path: Path) -> None:
     figure = Figure(figsize=(10, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharex="col", sharey="row")
     clocks = [group.seconds for group in found]
-    alone = None not in clocks  # else all as they were measured: one picture has one kind of seconds
+    alone = None not in clocks  # otherwise all as measured: a figure has one kind of seconds
     for group, clock in zip(found, clocks, strict=True):
         epochs = [float(epoch + 1) for epoch in range(len(group.loss.mean))]
         label = f"{TITLES[group.arm]}, {group.schedule} ({len(group.records)})"
@@ -214,5 +214,5 @@ def _picture(found: Sequence[Group], title: str, path: Path) -> None:
     axes[1, 0].set_ylim(max(0.0, end - 30), min(100.0, end + 2))
     axes[0, 0].legend(fontsize="small", title="mean ± deviation (seeds)")
     figure.suptitle(title)
-    with matplotlib.rc_context({"svg.hashsalt": "natgrad"}):  # the same picture is the same file
+    with matplotlib.rc_context({"svg.hashsalt": "natgrad"}):  # equal figures are equal files
         figure.savefig(path, metadata={"Date": None})

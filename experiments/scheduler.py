@@ -1,4 +1,4 @@
-"""Many runs, several at once, each in the next process that is free."""
+"""Run many trainings, several at once in a pool of processes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from experiments.training import Budget, Job, Setup, train
 @final
 @dataclass(frozen=True)
 class Place:
-    """Where things are: the images as they came and decoded (``store``), states and curves (``out``)."""
+    """Folders: the images as downloaded (``data``) and decoded (``store``), states and curves (``out``)."""
 
     data: Path
     store: Path
     out: Path
 
     def images(self, what: Benchmark, setup: Setup) -> Images:
-        """As they are trained on."""
+        """The images that a setup trains on."""
         return setup.part.of(cached(self.data, what, self.store))
 
 
 @final
 @dataclass(frozen=True)
 class Task:
-    """A run, how it is made, on what, and where."""
+    """A run with its setup, its images and its folders."""
 
     job: Job
     setup: Setup
@@ -42,7 +42,7 @@ class Task:
 
 
 def perform(task: Task, budget: Budget) -> Record | None:
-    """One run; None where there is no time left to begin it."""
+    """Perform one run; None if there is no time left to start it."""
     if not budget.allows(0.0):
         return None
     task.setup.prepare()
@@ -55,20 +55,20 @@ def perform(task: Task, budget: Budget) -> Record | None:
 
 
 def perform_all(tasks: Sequence[Task], workers: int, budget: Budget) -> list[Record]:
-    """As many at once as there are workers; a run that fails stops no other, and is told in the end."""
-    found, failed = [], []
-    for task, outcome in _alone(tasks, budget) if workers == 1 else _together(tasks, workers, budget):
+    """Perform all runs, ``workers`` at once. A run that fails stops no other; failures are reported at the end."""
+    records, failed = [], []
+    for task, outcome in _sequential(tasks, budget) if workers == 1 else _parallel(tasks, workers, budget):
         if isinstance(outcome, BaseException):
             failed.append(f"{task.job.key}: " + "".join(traceback.format_exception(outcome)))
         elif outcome is not None:
-            found.append(outcome)
+            records.append(outcome)
     if failed:
         raise SystemExit("\n".join([f"{len(failed)} of {len(tasks)} runs failed", *failed]))
-    return found
+    return records
 
 
-def _alone(tasks: Sequence[Task], budget: Budget) -> Iterator[tuple[Task, Record | Exception | None]]:
-    """One after the other, in this process."""
+def _sequential(tasks: Sequence[Task], budget: Budget) -> Iterator[tuple[Task, Record | Exception | None]]:
+    """Run one after the other in this process."""
     return ((task, _attempted(task, budget)) for task in tasks)
 
 
@@ -79,10 +79,10 @@ def _attempted(task: Task, budget: Budget) -> Record | Exception | None:
         return error
 
 
-def _together(
+def _parallel(
     tasks: Sequence[Task], workers: int, budget: Budget
 ) -> Iterator[tuple[Task, Record | BaseException | None]]:
-    """In so many processes."""
+    """Run in a pool of processes."""
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for task, future in [(task, pool.submit(perform, task, budget)) for task in tasks]:
             error = future.exception()

@@ -1,24 +1,23 @@
 """Sobolev K-FAC against K-FAC, SGD and AdamW: VGG16 on CIFAR-10 and CIFAR-100, after Bai, Rosenberg and Xu (2022).
 
-    python experiments/sobolev_cifar.py --data DATA --tune             # choose rates for SGD and AdamW, in two rounds
-    python experiments/sobolev_cifar.py --data DATA --tune --anew      # … again, where they were chosen in another way
-    python experiments/sobolev_cifar.py --data DATA --time             # milliseconds of a step, alone
-    python experiments/sobolev_cifar.py --data DATA --workers 4        # all runs that are not done
-    python experiments/sobolev_cifar.py --data DATA --seconds 540      # … for nine minutes; the same command goes on
-    python experiments/sobolev_cifar.py --report                       # curves, summary, table and pictures
-    python experiments/sobolev_cifar.py --data DATA --pack PIECES      # the images in small files without loss
+    python experiments/sobolev_cifar.py --data DATA --tune             # tune SGD and AdamW in two rounds
+    python experiments/sobolev_cifar.py --data DATA --tune --anew      # … again, after the options have changed
+    python experiments/sobolev_cifar.py --data DATA --time             # milliseconds per step on an idle device
+    python experiments/sobolev_cifar.py --data DATA --workers 4        # all unfinished runs
+    python experiments/sobolev_cifar.py --data DATA --seconds 540      # … for nine minutes; the same command resumes
+    python experiments/sobolev_cifar.py --report                       # curves, summary, tables and figures
+    python experiments/sobolev_cifar.py --data DATA --pack PIECES      # write the images losslessly in small files
 
-DATA: see ``experiments/cifar.py``. States and decoded images are in ``--out`` and may be large (a gigabyte for a run of
-K-FAC that is not done); what is worth keeping is in ``--results``, and what is finished there is not run again. A run
-with other settings, fewer images (``--limit``) or other images is never taken for it: that is refused. SGD and AdamW
-are tuned for each schedule by itself; where their choice has changed since a run, it is run again with the new one and
-replaced, and the choice before stays in ``tuned.json``.
+DATA: see ``experiments/cifar.py``. Checkpoints and decoded images go to ``--out`` and may be large (a gigabyte per
+unfinished K-FAC run); results go to ``--results``, and finished runs there are not repeated. A run with other settings
+or other images is refused, never mixed in. SGD and AdamW are tuned for each schedule separately; when their settings
+change, their runs are repeated and replaced, and the old settings stay in ``tuned.json``.
 
-Both schedules of the paper: "tenths", of its baseline, and "fifths", of its Sobolev gradient; "cosine" is ours. A seed
-has the same first weights and the same images in the same order for all arms. Augmentation is the usual: four black
-pixels around the image, a random crop, a random mirror. Training losses are means during an epoch, in training mode.
-What the arms are, and how the paper's weight decay is done here, is in ``experiments/configs.py``. Workers use a GPU in
-turns; with NVIDIA's service for several processes (``nvidia-cuda-mps-control -d``) they run side by side.
+The schedules are those of the paper, "tenths" for its baseline and "fifths" for its Sobolev gradient, and "cosine". A
+seed has the same initial weights and the same batches for all optimizers. Augmentation: four black pixels around the
+image, a random crop, a random mirror image. Training losses are means during an epoch, in training mode. The
+optimizers, and how the paper's weight decay is done here, are in ``experiments/configs.py``. Workers share a GPU in
+turns; with NVIDIA's multi-process service (``nvidia-cuda-mps-control -d``) they run side by side.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from experiments.timing import Timing, lines, measured
 from experiments.training import Budget, Job, Pace, Setup, Until
 from experiments.tuning import Choices, Round, Tuning, TuningKey
 
-# The names of the command line: the one place where names are looked up.
+# The names on the command line.
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 SCHEDULES: dict[str, Schedule] = {"tenths": TENTHS, "fifths": FIFTHS, "cosine": Cosine()}
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -89,7 +88,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "sobolev_cifar"
 
 
 def arm(key: TuningKey, results: Path, setup: Setup) -> Arm:
-    """By name; SGD and AdamW as they were tuned on these images with this schedule."""
+    """An optimizer by name; SGD and AdamW as tuned on these images with this schedule."""
     if key.arm in FIXED:
         return FIXED[key.arm]()
     found = Choices.load(results / TUNED_FILE).chosen(key, setup)
@@ -97,7 +96,7 @@ def arm(key: TuningKey, results: Path, setup: Setup) -> Arm:
 
 
 def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
-    """Choose, on training images that are held out, and write the choice down."""
+    """Tune SGD and AdamW on held-out training images."""
     rounds = Round(args.tune_epochs), Round(args.final_epochs, args.finalists)
     place = replace(place, out=args.out / "tuning")
     setup = replace(setup, part=replace(setup.part, held_out=args.held_out))
@@ -110,7 +109,7 @@ def tune(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -
 
 
 def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) -> None:
-    """All runs that are not done, the first seed of everything first."""
+    """All unfinished runs, the first seed of everything first."""
     known = {record.name.key: record for record in records(args) if record.finished}
     benchmarks = [BENCHMARKS[name] for name in args.datasets]
     arms = {
@@ -118,7 +117,7 @@ def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) ->
         for what in benchmarks
         for schedule in args.schedules
     }
-    # Decoded once, before several processes want them.
+    # Decode once, before several processes need the images.
     images = {what: place.images(what, setup).digest for what in benchmarks}
     tasks = []
     for seed in args.seeds:
@@ -132,9 +131,9 @@ def run(args: argparse.Namespace, setup: Setup, place: Place, budget: Budget) ->
 
 
 def is_done(settings: dict[str, Any], record: Record | None) -> bool:
-    """Whether there is such a run; refuse to take one with other settings or on other images for it.
+    """Whether this run is done; a record with other settings or images is refused.
 
-    Only a run whose rate and weight decay have been chosen again is not refused: it is to be run again.
+    A run whose tuned settings have changed since is not refused, but run again.
     """
     if record is None or record.made_with(settings):
         return record is not None
@@ -149,20 +148,20 @@ def is_done(settings: dict[str, Any], record: Record | None) -> bool:
 
 
 def records(args: argparse.Namespace) -> list[Record]:
-    """All runs that are known, without those that others with a newer choice have replaced."""
+    """All runs, without those with outdated settings."""
     return Choices.load(args.results / TUNED_FILE).current(load_each([args.results, args.out]))
 
 
 def summarise(args: argparse.Namespace) -> None:
-    """All that is known into the folder of results, and the tables."""
+    """Write all results, and print the tables."""
     found = report.save(records(args), args.results)
     paired_stats.save(found, args.results)
     print(report.table(found), paired_stats.table(found), paired_stats.reached(found), sep="\n\n")
 
 
 def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
-    """Milliseconds of a step of every optimizer on every set of images, one after the other in one process."""
-    # What a step costs does not depend on learning rates, so SGD and AdamW need not be tuned.
+    """Milliseconds per step of every optimizer on every set of images, one after the other in one process."""
+    # The cost of a step does not depend on the learning rate: SGD and AdamW need not be tuned.
     arms = [FIXED[name]() if name in FIXED else TUNED[name](lr=1e-3, weight_decay=1e-3) for name in args.arms]
     for what in (BENCHMARKS[name] for name in args.datasets):
         found = measured(arms, replace(setup, pace=Pace()), place.images(what, setup), args.rounds)
@@ -206,7 +205,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
-    """Refuse numbers with which there is nothing to do, before anything is read."""
+    """Refuse impossible numbers before anything is read."""
     for name, of in COUNTS.items():
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -217,7 +216,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """What the command line asks for."""
+    """The command line."""
     start, args = time.time(), parsed(arguments)
     budget = Until(start + args.seconds)
     layout = LAYOUTS[args.layout]

@@ -45,7 +45,7 @@ SWEPT = ("energy", "energy, noise 1", "sines, noise 1")
 @final
 @dataclass(frozen=True)
 class Study:
-    """How much is run: seconds of a run, trials of an arm, splits of the contest and of a point of the sweep."""
+    """The size of the study: seconds of a run, trials per optimizer, splits of the contest and of a sweep point."""
 
     problems: tuple[Problem, ...]
     swept: tuple[str, ...]
@@ -56,14 +56,14 @@ class Study:
     width: int = 50
 
     def tuning(self) -> Iterator[tuple[Problem, Key, Arm]]:
-        """Arms take turns, so that a machine that slows down slows them all."""
+        """Optimizers take turns, so that a slow phase of the machine affects all of them."""
         for problem in self.problems:
             for trial in range(self.trials):
                 for arm in ARMS:
                     yield problem, Key(TUNE, problem.name, arm.title, trial, 0), arm.drawn(trial)
 
     def contest(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
-        """Every arm with the settings that were best in its trials."""
+        """Every optimizer with its best settings."""
         for split in range(self.splits):
             for problem in self.problems:
                 for arm in ARMS:
@@ -71,7 +71,7 @@ class Study:
                     yield problem, Key(CONTEST, problem.name, arm.title, trial, split), arm.drawn(trial)
 
     def matched(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
-        """Gauss–Newton with what was best for Sobolev: then only the metric differs, and not the luck of the trials."""
+        """Gauss–Newton with the best settings of Sobolev: only the metric differs."""
         for split in range(self.splits):
             for problem in self.problems:
                 trial = record.chosen(problem.name, Sobolev)
@@ -79,7 +79,7 @@ class Study:
                 yield problem, key, GaussNewton(Sobolev.drawn(trial).shared)
 
     def sweep(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
-        """Sobolev with every ν and ℓ, and Gauss–Newton, all with the other settings that were best for Sobolev."""
+        """Sobolev with every ν and ℓ, and Gauss–Newton, with the other best settings of Sobolev."""
         for problem in (p for p in self.problems if p.name in self.swept):
             trial = record.chosen(problem.name, Sobolev)
             best = Sobolev.drawn(trial)
@@ -92,7 +92,7 @@ class Study:
                         yield problem, at, replace(best, nu=nu, scale=scale)
 
     def confirm(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
-        """The ν and ℓ that validated best in the sweep, and Gauss–Newton, on splits that nothing was chosen on."""
+        """The best ν and ℓ of the sweep, and Gauss–Newton, on fresh splits."""
         for split in range(self.points, self.points + self.splits):
             for problem in (p for p in self.problems if p.name in self.swept):
                 trial = record.chosen(problem.name, Sobolev)
@@ -103,7 +103,7 @@ class Study:
                 yield problem, replace(key, arm=Sobolev.title, nu=nu, scale=scale), arm
 
     def run(self, folder: Path) -> Record:
-        """All runs that the record in the folder does not hold yet."""
+        """Perform all runs that are not yet in the record."""
         path = folder / "record.json"
         record = Record.load(path) if path.exists() else Record(self.seconds, _machine())
         if record.seconds != self.seconds:
@@ -129,7 +129,7 @@ class Study:
             print(_line(key, arm, result), flush=True)
 
     def _warm(self) -> None:
-        """What happens once in a process is nobody's time."""
+        """Warm up, so that one-time costs of the process are not measured."""
         for arm in ARMS:
             train(arm.drawn(0), self.problems[0].split(0), 0, min(0.2, self.seconds), self.width)
 
@@ -156,7 +156,7 @@ def draw(record: Record, found: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _draw_contest(record: Record) -> Figure:
-    """The test error where validation has been best so far, a panel a problem; the median and range of the splits."""
+    """The test error at the best validation so far, one panel per problem: median and range over the splits."""
     problems = record.problems(CONTEST)
     columns = min(4, len(problems))
     rows = -(-len(problems) // columns)
@@ -179,7 +179,7 @@ def _draw_contest(record: Record) -> Figure:
 
 
 def _curves(record: Record, problem: str, arm: type[Arm]) -> tuple[list[float], list[list[float]]]:
-    """At even times, the test error of the look that is best so far, a list a split."""
+    """The test error at the best validation so far, at equidistant times, per split."""
     times = [record.seconds * (i + 1) / LOOKS for i in range(LOOKS)]
     curves = []
     for result in record.contest(problem, arm).values():
@@ -189,7 +189,7 @@ def _curves(record: Record, problem: str, arm: type[Arm]) -> tuple[list[float], 
 
 
 def _draw_sweep(sweep: dict[str, Any]) -> Figure:
-    """Test error against the lengthscale, a line a smoothness; Gauss–Newton, the limit ℓ → 0, is dashed."""
+    """Test error against the lengthscale, one line per smoothness; Gauss–Newton, the limit ℓ → 0, is dashed."""
     figure = Figure(figsize=(3 * max(1, len(sweep)), 2.6), layout="constrained")
     axes = figure.subplots(1, max(1, len(sweep)), squeeze=False)[0]
     for ax, (problem, cell) in zip(axes, sweep.items(), strict=False):

@@ -1,4 +1,4 @@
-"""One run: a network, an optimizer and shuffled images, which can be stopped after any epoch and go on exactly."""
+"""One training run of VGG16. It can be stopped after any epoch, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def vgg16(classes: int, width: int = 64) -> nn.Sequential:
 @final
 @dataclass(frozen=True)
 class Job:
-    """Which run."""
+    """A run: images, schedule, optimizer and seed."""
 
     dataset: str
     schedule: Schedule
@@ -63,19 +63,19 @@ class Job:
 
     @property
     def name(self) -> Name:
-        """As it is written down."""
+        """The name in the records."""
         return Name(self.dataset, self.schedule.name, self.arm.name, self.seed)
 
     @property
     def key(self) -> str:
-        """That of its files."""
+        """The name of its files."""
         return self.name.key
 
 
 @final
 @dataclass(frozen=True)
 class Pace:
-    """What changes nothing that a run finds: how many share the device, and epochs between two states that are kept."""
+    """What does not affect results: how many runs share the device, and epochs between checkpoints."""
 
     workers: int = 1
     save_every: int = 1
@@ -84,7 +84,7 @@ class Pace:
 @final
 @dataclass(frozen=True)
 class Setup:
-    """How all runs are made, and on which images of those that there are."""
+    """The settings that all runs share."""
 
     epochs: int = 50
     batch: int = 128
@@ -96,34 +96,34 @@ class Setup:
 
     @property
     def precision(self) -> str:
-        """Of matrix products: TF32 on a GPU."""
+        """The precision of matrix products: TF32 on a GPU."""
         return "high" if self.device != "cpu" else "highest"
 
     def conditions(self, images: str) -> dict[str, Any]:
-        """All but the epochs and the optimizer; ``images`` is the digest of those that are trained on."""
+        """All settings but the epochs and the optimizer; ``images`` is the digest of the training images."""
         shape = {"batch": self.batch, "width": self.width, "layout": str(self.layout), "precision": self.precision}
         return {**shape, "limit": self.part.limit, "held_out": self.part.held_out, "images": images}
 
     def settings(self, job: Job, images: str) -> dict[str, Any]:
-        """What must be the same for a run to go on, or to be taken for one that is done."""
+        """What must agree for a run to be resumed, or to count as done."""
         return {"epochs": self.epochs, **self.conditions(images), "arm": dict(job.arm.numbers())}
 
     def prepare(self) -> None:
-        """TF32 and the fastest convolutions on a GPU; one thread a run on a processor."""
+        """TF32 and the fastest convolutions on a GPU; one thread per run on a CPU."""
         torch.set_float32_matmul_precision(self.precision)
         torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
         torch.set_num_threads(1)
 
     def describe(self) -> dict[str, Any]:
-        """The machine, and what was switched on."""
+        """The machine and its switches."""
         precision = {"matmul": torch.get_float32_matmul_precision(), "cudnn_tf32": torch.backends.cudnn.allow_tf32}
         return machine(torch.device(self.device)) | precision | {"cudnn_benchmark": torch.backends.cudnn.benchmark}
 
 
 @final
 class Training:
-    """A run between two epochs. The same seed has the same first weights and the same batches with every arm."""
+    """A run in progress. A seed has the same initial weights and the same batches with every optimizer."""
 
     def __init__(self, job: Job, setup: Setup, images: Images) -> None:
         device = torch.device(setup.device)
@@ -131,7 +131,7 @@ class Training:
         images = images.to(device)
         torch.manual_seed(job.seed)
         model = vgg16(images.classes, setup.width).to(device)
-        # The layout is that of images: weights stay as they are, so that no optimizer copies gradients to pack them.
+        # Only the images are channels-last: with contiguous weights no optimizer has to copy gradients.
         self.model = model
         self.optimizer = job.arm.optimizer(self.model, job.seed)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -144,11 +144,11 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether the run is over."""
         return self.diverged or len(self.history) >= self.setup.epochs
 
     def epoch(self) -> None:
-        """Train on every image once, and test."""
+        """Train on every image once, then test."""
         left = self.job.schedule.left(len(self.history), self.setup.epochs)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * left
@@ -156,7 +156,7 @@ class Training:
         try:
             total = self.steps()
         except NonFiniteError:
-            total = torch.tensor(math.nan)  # natgrad refuses to take a step with what is no number: the run is over
+            total = torch.tensor(math.nan)  # natgrad refuses a step with NaN: the run has diverged
         seconds = before + self._now() - start
         loss, accuracy = self._tested()
         mean = float(total) / self.feed.steps
@@ -165,7 +165,7 @@ class Training:
         self.diverged = not point.finite
 
     def steps(self) -> Tensor:
-        """One epoch; the sum of the losses, which nobody waits for."""
+        """One epoch; the sum of the losses, without waiting for the device."""
         self.model.train()
         total = torch.zeros((), dtype=torch.float64, device=self.test.y.device)
         for x, t in self.feed.epoch():
@@ -178,14 +178,14 @@ class Training:
 
     @torch.no_grad()
     def _tested(self) -> tuple[float, float]:
-        """The mean loss and the part of the test images that are recognised, with the averages of the normalisation."""
+        """The mean loss and the accuracy on the test images, in evaluation mode."""
         self.model.eval()
-        found = torch.zeros(2, dtype=torch.float64, device=self.test.y.device)
+        total = torch.zeros(2, dtype=torch.float64, device=self.test.y.device)
         for x, t in zip(self.test.x.split(_TEST_BATCH), self.test.y.split(_TEST_BATCH), strict=True):
             y = self.model(self.scale(x).contiguous(memory_format=self.setup.layout))
             hits = (y.argmax(1) == t).sum()
-            found += torch.stack([F.cross_entropy(y, t, reduction="sum").double(), hits.double()])
-        loss, accuracy = (found / len(self.test.y)).tolist()
+            total += torch.stack([F.cross_entropy(y, t, reduction="sum").double(), hits.double()])
+        loss, accuracy = (total / len(self.test.y)).tolist()
         return loss, accuracy
 
     def _now(self) -> float:
@@ -194,7 +194,7 @@ class Training:
         return time.perf_counter()
 
     def state(self) -> dict[str, Any]:
-        """All that the next epochs depend on."""
+        """A checkpoint."""
         return {
             "settings": self.settings,
             "model": self.model.state_dict(),
@@ -205,7 +205,7 @@ class Training:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from a checkpoint."""
         if state["settings"] != self.settings:
             raise ValueError(
                 f"{self.job.key} was begun with {state['settings']}, now it is {self.settings}: choose another --out, "
@@ -218,7 +218,7 @@ class Training:
         self.diverged = state["diverged"]
 
     def record(self) -> Record:
-        """What is known."""
+        """The record so far."""
         job, setup = self.job, self.setup
         return Record(
             job.name,
@@ -231,17 +231,17 @@ class Training:
 
 
 class Budget(ABC):
-    """How long runs may go on."""
+    """A limit on the time of all runs."""
 
     @abstractmethod
     def allows(self, seconds: float) -> bool:
-        """Whether there is time for something that takes so long."""
+        """Whether there is time for something that takes this long."""
 
 
 @final
 @dataclass(frozen=True)
 class Until(Budget):
-    """A time of the clock of the machine, which all processes share.
+    """A deadline on the machine's clock, which all processes share.
 
     >>> Until(time.time() + 60).allows(50.0), Until(time.time() + 60).allows(70.0)
     (True, False)
@@ -254,10 +254,10 @@ class Until(Budget):
 
 
 def train(job: Job, setup: Setup, images: Images, out: Path, budget: Budget) -> Record:
-    """Run, or go on, until it is done or there is no time for another epoch.
+    """Start or resume a run, until it is done or there is no time for another epoch.
 
-    The curve is written after every epoch, the state after every ``save_every`` and where the run stops; the state goes
-    when the run is done.
+    The curve is written after every epoch, the checkpoint every ``save_every`` epochs and where the run stops; the
+    checkpoint is deleted when the run is done.
     """
     checkpoint, path = out / "states" / f"{job.key}.pt", out / "runs" / f"{job.key}.json"
     training = Training(job, setup, images)

@@ -1,4 +1,4 @@
-"""The choice of settings by short runs on images that are held out: all candidates, then the best ones for longer."""
+"""Tuning by short runs on held-out images: first all candidates, then the best ones for longer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from experiments.scheduler import Place, Task, perform_all
 from experiments.training import Budget, Job, Setup
 
 TUNING_SEED = 1000  # no reported run has it
-_MATTERS = ("batch", "width", "limit")  # to a rate that was chosen
+_MATTERS = ("batch", "width", "limit")  # settings that a tuned rate depends on
 
 
 @final
 @dataclass(frozen=True)
 class TuningKey:
-    """TuningKey settings.
+    """What settings were tuned for: images, optimizer and schedule.
 
     >>> print(TuningKey("cifar10", "sgd", "fifths"))
     sgd on cifar10 with fifths
@@ -37,14 +37,14 @@ class TuningKey:
 
     @staticmethod
     def of(record: Record) -> TuningKey:
-        """Those that a run had."""
+        """The key of a run."""
         return TuningKey(record.name.dataset, record.name.arm, record.name.schedule)
 
 
 @final
 @dataclass(frozen=True)
 class Choice:
-    """The rounds of a search and what came out: None before the last. ``before``: what was found in another way."""
+    """The rounds of a search and its result, None until the last round. ``before``: searches with other options."""
 
     rounds: tuple[Mapping[str, Any], ...] = ()
     conditions: Mapping[str, Any] = field(default_factory=dict)
@@ -53,34 +53,34 @@ class Choice:
 
     @staticmethod
     def of(entry: Mapping[str, Any]) -> Choice:
-        """From the file."""
+        """From JSON."""
         before = tuple(Choice.of(one) for one in entry.get("before", ()))
         return Choice(tuple(entry["rounds"]), entry.get("conditions", {}), entry.get("chosen"), before)
 
     def entry(self) -> dict[str, Any]:
-        """For the file, without what is not known."""
-        found = {"conditions": self.conditions, "rounds": list(self.rounds), "chosen": self.chosen}
-        known = {key: value for key, value in found.items() if key == "rounds" or value}
-        return {**known, "before": [one.entry() for one in self.before]} if self.before else known
+        """For JSON, without empty fields."""
+        fields = {"conditions": self.conditions, "rounds": list(self.rounds), "chosen": self.chosen}
+        entry: dict[str, Any] = {key: value for key, value in fields.items() if key == "rounds" or value}
+        return {**entry, "before": [one.entry() for one in self.before]} if self.before else entry
 
-    def aside(self) -> Choice:
-        """A new search, which keeps this one."""
+    def archived(self) -> Choice:
+        """An empty choice that remembers this one."""
         return Choice(before=(*self.before, replace(self, before=())))
 
 
 @final
 @dataclass(frozen=True)
 class Choices:
-    """All that there are."""
+    """All choices of a file."""
 
     entries: Mapping[TuningKey, Choice]
 
     @staticmethod
     def load(path: Path) -> Choices:
-        """What is in the file; nothing where there is none."""
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        """The choices of a file; empty if it does not exist."""
+        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         entries = {}
-        for dataset, arms in found.items():
+        for dataset, arms in content.items():
             for arm, schedules in arms.items():
                 for schedule, entry in schedules.items():
                     if not isinstance(entry, Mapping) or "rounds" not in entry:
@@ -92,22 +92,22 @@ class Choices:
         return Choices(entries)
 
     def save(self, path: Path) -> None:
-        """All of them."""
-        found: dict[str, Any] = {}
+        """Write all choices."""
+        content: dict[str, Any] = {}
         for key, choice in self.entries.items():
-            found.setdefault(key.dataset, {}).setdefault(key.arm, {})[key.schedule] = choice.entry()
-        write_json(path, found)
+            content.setdefault(key.dataset, {}).setdefault(key.arm, {})[key.schedule] = choice.entry()
+        write_json(path, content)
 
     def of(self, key: TuningKey) -> Choice:
-        """That one, or one that has yet to be made."""
+        """The choice for a key, or an empty one."""
         return self.entries.get(key, Choice())
 
-    def beside(self, key: TuningKey, choice: Choice) -> Choices:
-        """All others, and this one."""
+    def with_choice(self, key: TuningKey, choice: Choice) -> Choices:
+        """A copy with this choice."""
         return Choices({**self.entries, key: choice})
 
     def chosen(self, key: TuningKey, setup: Setup) -> Mapping[str, float]:
-        """The settings that were found for such runs; refused where those were others, or nothing was found."""
+        """The tuned settings; refused if there are none, or if they were tuned under other conditions."""
         choice, anew = self.of(key), f"--datasets {key.dataset} --schedules {key.schedule}"
         if choice.chosen is None:
             raise SystemExit(
@@ -124,22 +124,22 @@ class Choices:
         return choice.chosen
 
     def current(self, records: Sequence[Record]) -> list[Record]:
-        """A run of each name, those with settings that are no longer chosen only while there is none of the choice.
+        """One run per name. Runs with outdated settings count only until a run with the new choice is finished.
 
-        Means are over runs of one kind: the first run with a new choice that is finished replaces all with the old one.
+        Means must not mix settings: the first finished run with a new choice replaces all runs with the old one.
         """
         new = {TuningKey.of(record) for record in records if record.finished and self._made_with(record)}
         return longest(record for record in records if TuningKey.of(record) not in new or self._made_with(record))
 
     def _made_with(self, record: Record) -> bool:
-        """Whether it has the settings of the choice for such runs."""
+        """Whether the run has the chosen settings."""
         return self.of(TuningKey.of(record)).chosen == record.settings["arm"]
 
 
 @final
 @dataclass(frozen=True)
 class Round:
-    """So many candidates, the best of the round before it, and how long they run. None: all there are."""
+    """How many of the best candidates of the previous round run for how many epochs; None: all candidates."""
 
     epochs: int
     candidates: int | None = None
@@ -148,7 +148,7 @@ class Round:
 @final
 @dataclass(frozen=True)
 class Search:
-    """For the best of these settings of an optimizer, on images of this digest and with this schedule."""
+    """A search for the best settings of an optimizer, on images with this digest and with this schedule."""
 
     what: Benchmark
     images: str
@@ -158,24 +158,24 @@ class Search:
 
     @property
     def key(self) -> TuningKey:
-        """What it is for."""
+        """The key of its result."""
         return TuningKey(self.what.name, self.name, self.schedule.name)
 
     def edges(self, best: Mapping[str, float]) -> str:
-        """Which of these numbers are the largest or the smallest of several that were tried; empty where none is."""
-        found = []
+        """Names the numbers that are at the edge of the grid; empty if none is."""
+        edges = []
         for key, value in best.items():
             tried = {arm.numbers()[key] for arm in self.grid}
             ends = {max(tried): "largest", min(tried): "smallest"}
             if len(tried) > 1 and value in ends:
-                found.append(f"{key} {value:g} is the {ends[value]}")
-        return " and ".join(found)
+                edges.append(f"{key} {value:g} is the {ends[value]}")
+        return " and ".join(edges)
 
 
 @final
 @dataclass(frozen=True)
 class Tuning:
-    """The rounds, with each of these schedules, on such images; what is found is written to ``path`` at once."""
+    """The rounds, schedules and setup of a search; results are written to ``path`` after every round."""
 
     rounds: Sequence[Round]
     schedules: Sequence[Schedule]
@@ -184,9 +184,9 @@ class Tuning:
     path: Path
 
     def tune(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark], budget: Budget) -> None:
-        """Every kind of arm on every benchmark with every schedule, all of a round at once.
+        """Tune every kind of optimizer on every benchmark with every schedule; a round runs all trials at once.
 
-        Rounds that are done stay as they are; what was found in another way is refused, before anything runs.
+        Finished rounds are not repeated. Results that were found under other conditions are refused before the start.
         """
         searches, choices = self._searches(grids, benchmarks), Choices.load(self.path)
         for search in searches:
@@ -200,18 +200,18 @@ class Tuning:
             self._round(number, searches, budget)
 
     def set_aside(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark]) -> None:
-        """Keep what was found in another way as what was chosen before. What is found as it is asked for goes on."""
+        """Archive results that were found under other conditions, so that they can be tuned again."""
         choices = Choices.load(self.path)
         for search in self._searches(grids, benchmarks):
             choice = choices.of(search.key)
             other = self._other(search, choice)
             if other:
                 print(f"{search.key} is tuned anew: {choice.chosen} was found with {other}")
-                choices = choices.beside(search.key, choice.aside())
+                choices = choices.with_choice(search.key, choice.archived())
                 choices.save(self.path)
 
     def _searches(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark]) -> list[Search]:
-        # Decoded once, before several processes want them.
+        # Decode once, before several processes need the images.
         images = {what: self.place.images(what, self.setup).digest for what in benchmarks}
         return [
             Search(what, digest, schedule, name, arms)
@@ -227,18 +227,18 @@ class Tuning:
             if len(choice.rounds) == number:
                 tasks[search.key] = self._tasks(number, search, choice)
         images = {search.what: search.images for search in searches}
-        left = [task for own in tasks.values() for task in own if _done(task, images[task.what]) is None]
+        left = [task for trials in tasks.values() for task in trials if _done(task, images[task.what]) is None]
         perform_all(left, self.setup.pace.workers, budget)
         for search in (one for one in searches if one.key in tasks):
-            own = tasks[search.key]
-            mine = [record for task in own if (record := _done(task, search.images)) is not None]
-            if len(mine) < len(own):
-                print(f"{search.key}: {len(mine)} of {len(own)} trials are done, run --tune again")
+            trials = tasks[search.key]
+            records = [record for task in trials if (record := _done(task, search.images)) is not None]
+            if len(records) < len(trials):
+                print(f"{search.key}: {len(records)} of {len(trials)} trials are done, run --tune again")
                 continue
-            self._write(number, search, [_result(record) for record in mine])
+            self._write(number, search, [_result(record) for record in records])
 
     def _write(self, number: int, search: Search, tried: Sequence[Mapping[str, Any]]) -> None:
-        """A round that is done; and, if it is the last, the choice."""
+        """Write a finished round and, after the last one, the choice."""
         choices, epochs, last = Choices.load(self.path), self.rounds[number].epochs, number == len(self.rounds) - 1
         choice, done = choices.of(search.key), {"epochs": epochs, "tried": list(tried)}
         best = {key: _ranked(done)[0][key] for key in search.grid[0].numbers()}
@@ -248,14 +248,14 @@ class Tuning:
             conditions=self.setup.conditions(search.images),
             chosen=best if last else None,
         )
-        choices.beside(search.key, new).save(self.path)
+        choices.with_choice(search.key, new).save(self.path)
         print(f"{search.key}: {best} after {epochs} epochs")
         edges = search.edges(best)
         if last and edges:
             print(f"{search.key}: {edges} that was tried, the best may lie beyond")
 
     def _other(self, search: Search, choice: Choice) -> str:
-        """What was not so when it was found: images, networks, candidates or rounds; empty where all was."""
+        """The conditions (images, networks, candidates, rounds) that have changed since; empty if none has."""
         if not choice.rounds:
             return ""
         was, now = dict(choice.conditions), self.setup.conditions(search.images)
@@ -263,7 +263,7 @@ class Tuning:
         was["candidates"] = sorted(tuple(one[name] for name in names) for one in choice.rounds[0]["tried"])
         now["candidates"] = sorted(tuple(arm.numbers().values()) for arm in search.grid)
         done = [(one["epochs"], len(one["tried"])) for one in choice.rounds]
-        # All candidates in the first round, however many there are; then the best, no more than there were before.
+        # The first round has all candidates; later ones the best, at most as many as before.
         before = [n for _, n in (done[:1] + done)[: len(done)]]
         most = [None, *(one.candidates for one in self.rounds[1:])][: len(done)]
         was["rounds (epochs, trials)"] = done
@@ -274,7 +274,7 @@ class Tuning:
         return ", ".join(f"{key} {was[key]} and not {now[key]}" for key in now if was[key] != now[key])
 
     def _tasks(self, number: int, search: Search, choice: Choice) -> list[Task]:
-        """The trials of a round, those of each candidate in a folder of its own."""
+        """The trials of a round; every candidate has its own folder."""
         setup, out = replace(self.setup, epochs=self.rounds[number].epochs), self.place.out / f"round{number}"
         arms = search.grid
         if number > 0:
@@ -293,14 +293,14 @@ class Tuning:
 
 
 def _done(task: Task, images: str) -> Record | None:
-    """The record of a trial that was run to its end with the same settings on the same images."""
-    known = {record.name.key: record for record in load_all([task.place.out]) if record.finished}
-    record = known.get(task.job.key)
+    """The record of a finished trial with the same settings on the same images."""
+    finished = {record.name.key: record for record in load_all([task.place.out]) if record.finished}
+    record = finished.get(task.job.key)
     return record if record is not None and record.made_with(task.setup.settings(task.job, images)) else None
 
 
 def _result(record: Record) -> dict[str, Any]:
-    """Its settings, and how many of the images that were held out it recognises; none if it diverged."""
+    """The settings of a trial and its accuracy on the held-out images; None if it diverged."""
     last = record.history[-1]
     accuracy, loss = (None, None) if record.diverged else (last.test_accuracy, last.train_loss)
     return {**record.settings["arm"], "accuracy": accuracy, "train_loss": loss}

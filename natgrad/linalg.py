@@ -169,8 +169,9 @@ def newton(
 
     rounding = 256 * torch.finfo(x.dtype).eps
     stopped, last = torch.tensor(False, device=x.device), torch.tensor(torch.inf, device=x.device)
+    here = value(x)
     for k in range(max_steps + 1):
-        here, g = value(x), gradient(x)
+        g = gradient(x)
         δ = direction(x, g)
         decrement = -inner(g, δ)
         near = decrement.abs() <= (rounding * (1 + here.abs()) if flat is None else flat)
@@ -179,14 +180,16 @@ def newton(
             break
         δ = torch.where(per_point(stopped), 0.0, δ)
         t = torch.ones_like(here) if reach is None else (0.9 * reach(x, δ)).clamp(max=1.0)
+        there, falls = here, near | stopped
         for _ in range(_HALVINGS):
             trial = x + per_point(t) * δ if project is None else project(x + per_point(t) * δ)
-            falls = near | stopped | (value(trial) <= here + 1e-4 * inner(g, trial - x))
             if bool(falls.all()):
                 break
+            there = value(trial)
+            falls = near | stopped | (there <= here + 1e-4 * inner(g, trial - x))
             t = torch.where(falls, t, 0.5 * t)
-        x, stopped = torch.where(per_point(falls & ~stopped), trial, x), stopped | ~falls
-        last = torch.where(near, decrement.abs(), torch.inf)
+        x, here = torch.where(per_point(falls & ~stopped), trial, x), torch.where(falls, there, here)
+        stopped, last = stopped | ~falls, torch.where(near, decrement.abs(), torch.inf)
     return x, decrement
 
 

@@ -244,8 +244,8 @@ def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
     first_name, first = next(iter(params.items()))
     if meta := [name for name, p in params.items() if isinstance(p, Tensor) and p.is_meta]:
         raise ValueError(
-            f"{where}: {', '.join(meta)} on the meta device, where a tensor has a shape but no numbers. Give them memory "
-            "and values first, model.to_empty(device=…) and load_state_dict, then make the optimizer"
+            f"{where}: {', '.join(meta)} on the meta device, where a tensor has a shape but no numbers. Give them "
+            "memory and values first, model.to_empty(device=…) and load_state_dict, then make the optimizer"
         )
     for name, p in params.items():
         if not isinstance(p, Tensor) or not p.is_floating_point():
@@ -364,3 +364,18 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for m, mode in modes.items():
             m.training = mode
+
+
+def check_slots(**slots: tuple[Any, type]) -> None:
+    """Refuse what does not belong into a slot: a class instead of an instance, a name, two slots swapped.
+
+    ``slots``: by the name of the argument, its value and the type it must have.
+    """
+    for slot, (value, kind) in slots.items():
+        if isinstance(value, kind):
+            continue
+        got = f"the class {value.__name__}: write {value.__name__}(…)" if isinstance(value, type) else repr(value)
+        hint = getattr(value, "as_metric", None)  # a family knows the metric that it was meant to be
+        if slot == "metric" and hint is not None:
+            got += f", {hint}"
+        raise TypeError(f"{slot} must be a natgrad {kind.__name__}, got {got}")

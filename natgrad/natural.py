@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from natgrad.geometry import Covector, Vector, differential
 from natgrad.linalg import check_finite
-from natgrad.model import Inputs, Model
+from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
-from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak(run: Callable[[], Any]) -> int:
     """Bytes of tensors that are alive at the peak of the call, over those that were when it began."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         run()
     found = prof.profiler
     assert found is not None

@@ -57,6 +57,23 @@ def test_the_readme_is_short_and_names_only_what_exists() -> None:
     assert not [name for name in used - {"MyRule"} if not hasattr(ng, name)]
 
 
+NAME = r"(?:van |Van )?[A-Z][a-zà-ÿ]\w*"
+CITATION = re.compile(rf"({NAME}(?:(?:, | and | & |, and ){NAME})*(?: et al\.)?),? \(?((?:1[89]|20)\d\d)\b(?!,\d)")
+
+
+@pytest.mark.parametrize("folder", ["docs", "natgrad", "examples", "experiments", "benchmarks", "tests"])
+def test_every_citation_is_in_the_bibliography(folder: str) -> None:
+    bibliography = (ROOT / "docs" / "references.md").read_text()
+    listed = {(m[1].split()[0].strip(","), m[2]) for m in re.finditer(r"\*\*([^*]+?) \((\d{4})\)\*\*", bibliography)}
+    missing = {}
+    for path in sorted(p for kind in ("*.md", "*.py") for p in (ROOT / folder).rglob(kind) if p.stem != "references"):
+        prose = " ".join(line.strip().lstrip("#").strip() for line in path.read_text().splitlines())
+        for match in CITATION.finditer(prose):
+            if (match[1].split()[0].strip(","), match[2]) not in listed:
+                missing[f"{match[1]} ({match[2]})"] = path.relative_to(ROOT).as_posix()
+    assert not missing, f"Add these to docs/references.md: {missing}"
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
 def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):

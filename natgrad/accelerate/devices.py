@@ -25,6 +25,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_export() -> bool:
+    """Whether ``torch.export`` traces the model.
+
+    ``torch.compiler.is_exporting()`` does not tell: in code that ``torch.compile`` compiles, torch 2.11 says True.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def can_read(t: Tensor) -> bool:
     """Whether the host may look at the values of ``t`` without waiting for a device, and there are values.
 

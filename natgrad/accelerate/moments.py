@@ -2,79 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-# Weights and biases side by side, the bias last: W̄ = [W b] (004 (26); ERRATA 51), for every group c by itself.
-
-
-def matrices_shape(module: nn.Module, keys: Sequence[str], c: int = 1) -> tuple[int, int, int]:
-    """(c, o, i) of weights [c·o *fan] and biases [c·o], side by side along i."""
-    shapes = [module.get_parameter(key).shape for key in keys]
-    return c, shapes[0][0] // c, sum(math.prod(shape[1:]) for shape in shapes)
-
-
-def matrices(block: Mapping[str, Tensor], c: int = 1) -> dict[str, Tensor]:
-    """Every weight [c·o *fan] and bias [c·o] as a matrix [c o fan] of its own."""
-    return {key: t.reshape(c, t.shape[0] // c, -1) for key, t in block.items()}
-
-
-def pack_matrices(block: Mapping[str, Tensor], c: int = 1) -> Tensor:
-    """W [c o i] from weights [c·o *fan] and biases [c·o], in the order given."""
-    parts = list(matrices(block, c).values())
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def unpack_matrices(module: nn.Module, keys: Sequence[str], packed: Tensor) -> dict[str, Tensor]:
-    """The inverse of ``pack_matrices``; leading axes before [c o i] are kept."""
-    shapes = [module.get_parameter(key).shape for key in keys]
-    parts = packed.split([math.prod(shape[1:]) for shape in shapes], dim=-1)
-    lead = packed.shape[:-3]
-    return {key: part.reshape(*lead, *shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
-
-
-def homogeneous(x: Tensor, weight: bool, bias: bool) -> Tensor:
-    """ā = (x, 1), along the last axis, as far as weight and bias are trained."""
-    if not weight:
-        return x.new_ones(*x.shape[:-1], 1)
-    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1) if bias else x
-
-
-def bordered(total: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
-    """Σ ā āᵀ [c i+1 i+1] from Σ a aᵀ [c i i], Σ a [c i] and the number of terms."""
-    c, i, _ = total.shape
-    out = total.new_empty(c, i + 1, i + 1)
-    out[:, :i, :i] = total
-    return put_border(out, sums, count)
-
-
-def put_border(out: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
-    """The last row and column of Σ ā āᵀ [*c i+1 i+1], the rest of which is there, from Σ a [*c i]; nothing waits.
-
-    >>> put_border(torch.zeros(3, 3), torch.tensor([4.0, 6.0]), 2)
-    tensor([[0., 0., 4.],
-            [0., 0., 6.],
-            [4., 6., 2.]])
-    """
-    out[..., :-1, -1].copy_(sums)
-    out[..., -1, :-1].copy_(sums)
-    corner = out[..., -1, -1]
-    corner.copy_(count) if isinstance(count, Tensor) else corner.fill_(count)
-    return out
-
-
-# The precisions of second moments: the one in which numbers are multiplied, and the one in which they are summed.
+# Precision: in which type numbers are multiplied, and in which they are summed.
 #
-# The product of two numbers in half precision is exact in single precision, and is summed in it: tensor cores are given
-# what a network computed in half precision as it is. Numbers in single precision are multiplied as such (in
-# tf32 or not,
-# as torch was told), unless ``torch.set_float32_matmul_precision("medium")`` allows bfloat16: torch makes no use of
-# that on a GPU, the moments here do, where there is so much to multiply that it pays to round. A moment is a
-# mean over a
-# batch, with more noise than the rounding of its terms.
+# Half precision is multiplied as it is by tensor cores and summed in float32, which holds every product exactly.
+# float32 is multiplied as such (in tf32 or not, as torch was told), unless the user allows bfloat16 with
+# ``torch.set_float32_matmul_precision("medium")``. torch itself makes no use of that on a GPU; moments do, where the
+# product is large enough to pay for the rounding. A moment is a mean over a batch, and its noise is larger.
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -172,7 +108,14 @@ def multiply_add(base: Tensor, a: Tensor, b: Tensor, out: Tensor, alpha: float =
         torch.addmm(base, a, b, out.dtype, alpha=alpha, out=out)
 
 
-# Leading axes of a layer that are all alike.
+_WIDE = 1024  # columns, from which a product on a GPU is worth its panels
+_PANEL_WORK = 2**33  # multiplications, likewise
+_TILE = 128  # columns that a GPU multiplies as one
+_LEAF = 128  # columns, up to which a processor gains nothing from computing one triangle
+_LITTLE = 2**24  # multiplications, likewise
+_COUNTED = 2**31  # numbers, from which some kernels of torch overflow
+_COPIED = 2**21  # numbers, up to which a copy with a column of ones is faster than two more launches
+_ALIGNED = 8  # numbers; a GPU reads rows that start off a vector one number at a time
 
 
 def rows(x: Tensor, trailing: int = 1) -> Tensor:
@@ -180,7 +123,6 @@ def rows(x: Tensor, trailing: int = 1) -> Tensor:
 
     A layer whose examples are on another axis than the first is seen through a view that has them there.
 
-    >>> import torch
     >>> x = torch.arange(6.0).view(3, 2, 1)
     >>> rows(x.transpose(0, 1)).flatten()
     tensor([0., 1., 2., 3., 4., 5.])
@@ -189,133 +131,104 @@ def rows(x: Tensor, trailing: int = 1) -> Tensor:
     if lead > 1 and not x.is_contiguous():
         order = sorted(range(lead), key=x.stride, reverse=True)
         x = x.permute(*order, *range(lead, x.ndim))
-    return x.reshape(-1, *x.shape[lead:])
+    return x.reshape(x.shape[:lead].numel(), *x.shape[lead:])
 
 
-_WIDE = 1024  # columns, from which a product on a GPU is worth its panels
-_PANEL_WORK = 2**33  # products of numbers, likewise
-_TILE = 128  # columns that a GPU multiplies as one
-_PAGE = 4096  # bytes
-_ROW = 16  # numbers
-_WHOLE = 128  # columns, up to which there is nothing to gain from one triangle, or from where rows begin
-_LITTLE = 2**24  # products of numbers, likewise
-_COUNTED = 2**31  # numbers, from which some kernels of torch lose count
-_BLOCK = 256  # rows of xᵀx that a processor makes at a time
-_PANEL = 96  # of those at its diagonal
+def second_moment(x: Tensor, ones: bool | Tensor = False) -> Tensor:
+    """Σ x̄ x̄ᵀ [d d] over all rows of x [*k n r i]; x̄ = (x, 1) with ``ones``, or (x, u_n) where they are u [n].
+
+    Symmetric up to rounding. Half precision is summed in float32.
+
+    >>> second_moment(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), ones=True)
+    tensor([[10., 14.,  4.],
+            [14., 20.,  6.],
+            [ 4.,  6.,  2.]])
+    """
+    if ones is False:
+        return symmetric_product(rows(x))
+    i = x.shape[-1]
+    if ones is True and i and x.device.type == "cuda":
+        return affine_product(rows(x))
+    wide = single(x)
+    out = wide.new_empty(i + 1, i + 1)
+    inner = out[:i, :i]
+    inner.copy_(symmetric_product(rows(x))) if x.device.type == "cuda" else _symmetric_on_cpu(rows(wide), inner)
+    if isinstance(ones, bool):
+        return put_border(out, rows(wide).sum(0), x.shape[:-1].numel())
+    u = ones.to(wide.dtype)
+    return put_border(out, torch.einsum("n,...nri->i", u, wide), x.shape[-2] * u.square().sum())
+
+
+def accumulate_second_moment(out: Tensor, x: Tensor, ones: bool, *, keep: float, weight: float) -> None:
+    """out ← keep·out + weight·Σ x̄ x̄ᵀ, in place, for ``second_moment``: on a processor no product is formed beside it.
+
+    >>> average = torch.eye(2)
+    >>> accumulate_second_moment(average, torch.tensor([[[1.0], [3.0]]]), ones=True, keep=0.5, weight=0.25)
+    >>> average
+    tensor([[3., 1.],
+            [1., 1.]])
+    """
+    if x.device.type == "cuda" or x.dtype != out.dtype:
+        out.mul_(keep).add_(second_moment(x, ones), alpha=weight)
+        return
+    flat = rows(x)
+    m, i = flat.shape
+    _by_halves(flat, out[:i, :i], keep, weight)
+    if ones:
+        border = out[i]
+        border[:i].mul_(keep).add_(flat.sum(0), alpha=weight)
+        border[i:].mul_(keep).add_(weight * m)
+        out[:i, i] = border[:i]
 
 
 def symmetric_product(x: Tensor) -> Tensor:
-    """xᵀx [*b d d] of x [*b m d]. Both factors of 004 (37) are made of it.
+    """xᵀx [*b d d] of x [*b m d]: both Kronecker factors are made of it.
 
-    Symmetric to the last bit, but on a GPU up to rounding. Half precision is summed in float32: squares and long sums
-    leave its range and its precision. On a GPU float32 may be multiplied in bfloat16 (``natgrad.accelerate.moments``).
+    Symmetric to the last bit, on a GPU up to rounding. Half precision is summed in float32. On a GPU float32 may be
+    multiplied in bfloat16.
 
     >>> symmetric_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([[10., 14.],
             [14., 20.]])
     """
     x = rounded(x, x.numel() * x.shape[-1])
-    return _on_gpu(x) if x.device.type == "cuda" else _on_cpu(x, _room(x, x.shape[-1]))
+    if x.device.type == "cuda":
+        return _symmetric_on_gpu(x)
+    out = x.new_empty(*x.shape[:-2], x.shape[-1], x.shape[-1])
+    return _symmetric_on_cpu(x, out)
 
 
-def affine_moment(x: Tensor) -> Tensor:
-    """Σ x̄ x̄ᵀ [i+1 i+1] of x [m i] with x̄ = (x, 1), for a processor: the product is written where it belongs.
-
-    >>> affine_moment(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    tensor([[10., 14.,  4.],
-            [14., 20.,  6.],
-            [ 4.,  6.,  2.]])
-    """
-    x = single(x)
-    m, i = x.shape
-    out = _room(x, i + 1)
-    _on_cpu(x, out[:i, :i])
-    return put_border(out, x.sum(0), m)
-
-
-def absorb_product(x: Tensor, average: Tensor, keep: float, weight: float) -> None:
-    """keep·Ā + weight·xᵀx in place of Ā [d d], for x [m d], on a processor: no product is formed beside it.
-
-    No torch function reaches BLAS' syrk: blocks of rows are made one by one, each from its diagonal on, the part at the
-    diagonal in panels likewise, and mirrored. Symmetric up to rounding.
-
-    >>> average = torch.ones(2, 2)
-    >>> absorb_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), average, 0.0, 0.5)
-    >>> average
-    tensor([[ 5.,  7.],
-            [ 7., 10.]])
-    """
-    m, d = x.shape
-    if _little(m, d):
-        average.addmm_(x.T, x, beta=keep, alpha=weight)
-        return
-    if x.stride(0) * x.element_size() % _PAGE == 0:
-        x = x.new_empty(m, d + _ROW)[:, :d].copy_(x)  # see ``_distance``: here it is worth a copy
-    for start in range(0, d, _BLOCK):
-        stop = min(start + _BLOCK, d)
-        rows, own = average[start:stop], x[:, start:stop]
-        rows[:, stop:].addmm_(own.T, x[:, stop:], beta=keep, alpha=weight)
-        rows[:, :start] = average[:start, start:stop].T  # rows are written, which pages like
-        _absorb_panels(own, rows[:, start:stop], keep, weight)
-
-
-def _absorb_panels(x: Tensor, average: Tensor, keep: float, weight: float) -> None:
-    """The same for few columns, whose panels are too small for products at full speed."""
-    for start in range(0, x.shape[1], _PANEL):
-        rows, own = average[start : start + _PANEL], x[:, start : start + _PANEL]
-        rows[:, start:].addmm_(own.T, x[:, start:], beta=keep, alpha=weight)
-        if start:
-            rows[:, :start] = average[:start, start : start + _PANEL].T
-
-
-def spaced(factor: Tensor) -> Tensor:
-    """A matrix [*b d d] for a processor to add products to, with rows as far apart as theirs; itself where it is so.
-
-    >>> spaced(torch.zeros(1, 1024, 1024)).stride()
-    (1064960, 1040, 1)
-    """
-    d = factor.shape[-1]
-    if factor.stride()[-2:] == (_distance(d, factor.element_size()), 1):
-        return factor
-    return _room(factor, d).copy_(factor)
-
-
-def _room(x: Tensor, d: int) -> Tensor:
-    """For products [*b d d] of x [*b m i] with itself."""
-    return x.new_empty(*x.shape[:-2], d, _distance(d, x.element_size()))[..., :d]
-
-
-def _distance(d: int, size: int) -> int:
-    """Of the rows of products [d d] of numbers of ``size`` bytes.
-
-    Those of large ones begin at whole vectors, and not whole pages apart, where they would meet in the same few lines
-    of a cache.
-    """
-    wide = -(-d // _ROW) * _ROW if d > _WHOLE else d
-    return wide + _ROW * (wide > 0 and wide * size % _PAGE == 0)
-
-
-def _little(m: int, d: int) -> bool:
-    return d <= _WHOLE or m * d * d < _LITTLE
-
-
-def _on_cpu(x: Tensor, out: Tensor) -> Tensor:
-    """xᵀx into ``out``."""
+def _symmetric_on_cpu(x: Tensor, out: Tensor) -> Tensor:
+    """xᵀx of x [*b m d] into ``out``. No torch function reaches BLAS' syrk: one triangle is computed by halves."""
     m, d = x.shape[-2:]
-    if _little(m, d):
+    if d <= _LEAF or m * d * d < _LITTLE:
         square = x.mT @ x
         return torch.add(square, square.mT, out=out).mul_(0.5)  # see ``_symmetrised``
     for one, into in zip(x.reshape(-1, m, d), out.unsqueeze(0).flatten(0, -3), strict=True):
-        absorb_product(one, into, 0.0, 1.0)
-    for block in range(0, d, _BLOCK):
-        for start in range(block, min(block + _BLOCK, d), _PANEL):
-            stop = min(start + _PANEL, block + _BLOCK)
-            corner = out[..., start:stop, start:stop]
-            corner.copy_(_symmetrised(corner))
+        _by_halves(one, into, 0.0, 1.0, exact=True)
     return out
 
 
-def _on_gpu(x: Tensor) -> Tensor:
+def _by_halves(x: Tensor, out: Tensor, keep: float, weight: float, *, exact: bool = False) -> None:
+    """out ← keep·out + weight·xᵀx for x [m d]: the two squares on the diagonal, and one of the two rectangles.
+
+    Symmetric up to rounding, or to the last bit where it is ``exact``.
+    """
+    d = x.shape[1]
+    if d <= _LEAF:
+        out.addmm_(x.T, x, beta=keep, alpha=weight)
+        if exact:
+            out.copy_(_symmetrised(out))
+        return
+    half = -(-d // 32) * 16
+    left, right = x[:, :half], x[:, half:]
+    _by_halves(left, out[:half, :half], keep, weight, exact=exact)
+    _by_halves(right, out[half:, half:], keep, weight, exact=exact)
+    out[:half, half:].addmm_(left.T, right, beta=keep, alpha=weight)
+    out[half:, :half] = out[:half, half:].T
+
+
+def _symmetric_on_gpu(x: Tensor) -> Tensor:
     """Launches to symmetrise would show; what inverts it reads one triangle, or symmetrises."""
     d, wider = x.shape[-1], summed(x.dtype)
     if x.ndim == 2:
@@ -348,26 +261,93 @@ def panel_product(x: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def output_moment(g: Tensor, groups: int = 1) -> Tensor:
-    """S [c o o] = Σ_{k,n,r} g gᵀ of cotangents g [k n (c o) *spatial], with a channel axis and none after it or more.
+def affine_product(x: Tensor) -> Tensor:
+    """Σ x̄ x̄ᵀ [i+1 i+1] of x [m i] with x̄ = (x, 1): one product of a small copy, or one product and one sum.
 
-    The second factor of 003 (4.5), before its division by n. Channels-last cotangents are read where they lie.
+    Tensor cores read float32 fastest where both factors are contiguous along the index that is summed.
+    """
+    m, i = x.shape
+    x = rounded(x, m * i**2)
+    if x.numel() <= _COPIED:
+        copy = aligned_rows(x, i, aligned_size(i + 1) - i, m)
+        copy[:i, :m].copy_(x.T)
+        out = aligned_square(copy, copy.shape[0])
+        multiply(copy, copy.T, out)
+        return out[: i + 1, : i + 1]
+    out = aligned_square(x, i + 1)
+    panel_product(x, out[:i, :i])
+    return put_border(out, column_sums(x), m)
 
-    >>> output_moment(torch.ones(1, 2, 3, 4, 4)).unique()
+
+def aligned_rows(x: Tensor, width: int, ones: int, count: int) -> Tensor:
+    """Memory for ``width`` rows of ``count`` numbers, with ``ones`` rows of ones below them, and zeros to the right."""
+    out = x.new_empty(width + ones, aligned_size(count))
+    if ones:
+        out[width:].fill_(1.0)
+    if out.shape[1] > count:
+        out[:, count:].zero_()
+    return out
+
+
+def aligned_square(x: Tensor, size: int) -> Tensor:
+    """Memory for a matrix of this size, sums of products of x, whose rows start at multiples of a vector."""
+    return x.new_empty(size, aligned_size(size), dtype=summed(x.dtype))[:, :size]
+
+
+def aligned_size(size: int) -> int:
+    """Rounded up to whole vectors."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def put_border(out: Tensor, sums: Tensor, count: int | Tensor) -> Tensor:
+    """The last row and column of Σ x̄ x̄ᵀ [*c i+1 i+1], the rest of which is there, from Σ x [*c i] and Σ 1.
+
+    >>> put_border(torch.zeros(3, 3), torch.tensor([4.0, 6.0]), 2)
+    tensor([[0., 0., 4.],
+            [0., 0., 6.],
+            [4., 6., 2.]])
+    """
+    out[..., :-1, -1].copy_(sums)
+    out[..., -1, :-1].copy_(sums)
+    corner = out[..., -1, -1]
+    corner.copy_(count) if isinstance(count, Tensor) else corner.fill_(count)
+    return out
+
+
+def image_moment(x: Tensor, groups: int = 1) -> Tensor:
+    """Σ_{n,r} x xᵀ [c d d] of images x [n (c d) *spatial]: S of a convolution, before its division by n.
+
+    Channels-last images are read where they lie.
+
+    >>> image_moment(torch.ones(2, 3, 4, 4)).unique()
     tensor([32.])
     """
-    flat = g.flatten(0, 1)  # [(k n) (c o) *spatial]
-    pixels = flat.shape[2:].numel()
-    if channels_last(flat):
-        rows = flat.movedim(1, -1).flatten(0, -2)  # a view [(k n r) (c o)]
+    pixels = x.shape[2:].numel()
+    if channels_last(x):
+        flat = x.movedim(1, -1).flatten(0, -2)  # a view [(n r) (c d)]
     elif pixels == 1:
-        rows = flat.flatten(1)
-    elif 4 * flat.shape[1] <= pixels * groups:  # one small product an image costs less than to bring them together
-        images = single(flat).flatten(2).unflatten(1, (groups, -1))
+        flat = x.flatten(1)
+    elif 4 * x.shape[1] <= pixels * groups:  # one small product an image costs less than to bring them together
+        images = single(x).flatten(2).unflatten(1, (groups, -1))
         return _symmetrised((images @ images.mT).sum(0))
     else:
-        rows = flat.transpose(0, 1).flatten(1).mT  # a copy of whole images, which is cheaper than one of single pixels
-    return symmetric_product(rows.unflatten(-1, (groups, -1)).transpose(0, 1))
+        flat = x.transpose(0, 1).flatten(1).mT  # a copy of whole images, which is cheaper than one of single pixels
+    return symmetric_product(flat.unflatten(-1, (groups, -1)).transpose(0, 1))
+
+
+def entry_moments(x: Tensor, ones: bool | Tensor = False) -> tuple[Tensor, Tensor | None]:
+    """Σ x² [c] and, with ``ones``, Σ x [c] over all but the last axis of x [*k n r c]; Σ u_n x_n where ones are u [n].
+
+    >>> entry_moments(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), ones=True)
+    (tensor([10., 20.]), tensor([4., 6.]))
+    """
+    axes = tuple(range(x.ndim - 1))
+    if isinstance(ones, Tensor):
+        return x.square().sum(axes), torch.einsum("n,...nrc->c", ones.to(x.dtype), x)
+    if x.device.type == "cuda" and x.stride(-1) == 1:
+        squares, sums = column_moments(rows(x))
+        return squares, sums if ones else None
+    return x.square().sum(axes), x.sum(axes) if ones else None
 
 
 def column_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,17 +368,8 @@ def column_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return squares, sums
 
 
-def column_squares(x: Tensor) -> Tensor:
-    """Σ_m x² [d] of x [m d]; on a GPU in one pass.
-
-    >>> column_squares(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    tensor([10., 20.])
-    """
-    return column_moments(x)[0] if x.device.type == "cuda" else x.square().sum(0)
-
-
 def column_sums(x: Tensor) -> Tensor:
-    """Σ_m x [d] of x [m d], in single precision at least; a GPU has a faster way than its sums of columns.
+    """Σ_m x [d] of x [m d], in single precision at least; a GPU multiplies faster than it sums columns.
 
     >>> column_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([4., 6.])
@@ -411,6 +382,22 @@ def column_sums(x: Tensor) -> Tensor:
     sums = x.new_empty(1, x.shape[1], dtype=summed(x.dtype))
     multiply(ones, x, sums)
     return sums.squeeze(0)
+
+
+def mean_and_variance(x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance over some axes; torch's fused function is slow on a processor.
+
+    >>> mean_and_variance(torch.tensor([[1.0, 3.0]]), [1])
+    (tensor([2.]), tensor([1.]))
+    """
+    if not axes:
+        return x, torch.zeros_like(x)
+    if x.device.type != "cpu":
+        variance, mean = torch.var_mean(x, axes, correction=0)
+        return mean, variance
+    mean = x.mean(axes, keepdim=True)
+    variance = (x - mean).square_().mean(axes)
+    return mean.view_as(variance), variance
 
 
 def channels_last(x: Tensor) -> bool:

@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from natgrad.accelerate.moments import (
+    aligned_rows,
+    aligned_size,
+    aligned_square,
     channels_last,
-    column_sums,
+    image_moment,
     in_half,
     multiply,
     multiply_add,
-    output_moment,
-    panel_product,
     put_border,
     rounded,
     single,
@@ -278,38 +279,39 @@ def _factors(rows: Tensor, q: int, span: Span) -> tuple[Tensor, Tensor]:
 # makes most of them vanish: a padded kernel of 3 × 3 leaves one row or column at each side.
 
 
-class PatchMoment(NamedTuple):
-    """Σ a aᵀ [c i i] and Σ a [c i] over examples and positions, and the number of positions of one example."""
+def patch_moment(x: Tensor, axes: Sequence[Axis], groups: int = 1, ones: bool | Tensor = False) -> Tensor:
+    """Σ_{n,r} ā āᵀ [c i i] of the patches a [n r c i] of x [n (c ch) *spatial]; ā = (a, 1) with ``ones``, or (a, u_n).
 
-    products: Tensor
-    sums: Tensor
-    positions: int
+    Zero patches at the padding are part of it. Symmetric to the last bit, on a GPU up to rounding: launches to
+    symmetrise would show, and what inverts it reads one triangle. Half precision is summed in float32.
 
-
-def patch_moment(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> PatchMoment:
-    """Σ_{n,r} a aᵀ, Σ_{n,r} a and R of the patches a [n r c i] of x [n (c ch) *spatial].
-
-    The first factor of 003 (4.5) before its division by n·R; the sums are its row of the homogeneous coordinate. Zero
-    patches at the padding are part of it. The products are symmetric to the last bit; half precision is summed in
-    float32.
-
-    >>> from natgrad.accelerate.patches import patches
     >>> x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     >>> axes = (Axis(kernel=3, before=1, after=1),) * 2
-    >>> moment = patch_moment(x, axes)
     >>> a = patches(x, axes)
-    >>> torch.allclose(moment.products, torch.einsum("nrci,nrcj->cij", a, a)), moment.positions
-    (True, 64)
+    >>> torch.allclose(patch_moment(x, axes), torch.einsum("nrci,nrcj->cij", a, a))
+    True
     """
-    x = single(x)
-    return PatchMoment(_moment(x, axes, groups), patch_sum(x, axes, groups), positions(x, axes))
+    if ones is False and all(axis == Axis(1) for axis in axes):
+        return image_moment(x, groups)
+    on_gpu = groups == 1 and x.device.type == "cuda"
+    A = patch_product(x, axes, ones is True).unsqueeze(0) if on_gpu else _moment(single(x), axes, groups)
+    if ones is False or (on_gpu and ones is True):
+        return A
+    i = A.shape[-1]
+    out = A.new_empty(groups, i + 1, i + 1)
+    out[:, :i, :i] = A
+    if isinstance(ones, bool):
+        return put_border(out, patch_sum(x, axes, groups), len(x) * positions(x, axes))
+    u = ones.to(A.dtype)
+    mixed = torch.einsum("n,n...->...", u, x.to(A.dtype)).unsqueeze(0)
+    return put_border(out, patch_sum(mixed, axes, groups), positions(x, axes) * u.square().sum())
 
 
 def _moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
     """A [c i i] by the way that is fastest for this input."""
     x, axes = _thinned(x, axes)
     if prod(axis.kernel for axis in axes) == 1:
-        return output_moment(x.unsqueeze(0), groups)
+        return image_moment(x, groups)
     if not _correlates(x, axes, groups):
         return moment_by_patches(x, axes, groups)
     return moment_by_rows(x, axes) if _stacks(x, axes, groups) else moment_by_correlation(x, axes, groups)
@@ -380,11 +382,10 @@ def _product_of_patches(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
 
 
 def moment_by_rows(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """A [1 i i] from the moment of all rows h as channels: A[u, v] = Σ_r G[r + u, r + v] along the first axis.
+    """A [1 i i] from the moment G of all rows h as channels: A[u, v] = Σ_r G[r + u, r + v] along the first axis.
 
-        Of two axes or more; strides are 1 but along the first. G is a product of strips
-    # (``natgrad.accelerate.patches``): there
-        are many channels, and a border is one small product.
+    Of two axes or more; strides are 1 but along the first. G is a product of strips: there are many channels, and a
+    border is one small product. This halves the time of LeNet's first layer.
     """
     first, *rest = axes
     kernel, size = prod(axis.kernel for axis in rest), x.shape[2]
@@ -504,29 +505,18 @@ def _extended(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
     return functional.pad(inside, [0, 0] * (x.ndim - 1 - dim) + [before, after]) if before or after else inside
 
 
-def example_gradients(x: Tensor, axes: Sequence[Axis], g: Tensor) -> Tensor:
-    """Σ_r g[n r o] a[n r i] [n o i] of every example: the weight gradient of a convolution with a group an example.
+def convolve(x: Tensor, axes: Sequence[Axis], w: Tensor) -> Tensor:
+    """a·w [n r p] of the patches a [n r i] of x [n ch *spatial], one group, with filters w [p i].
 
-    >>> x, g, axes = torch.randn(2, 3, 5, 5), torch.randn(2, 4, 4, 4), (Axis(kernel=2),) * 2
-    >>> from natgrad.accelerate.patches import patches
-    >>> expected = torch.einsum("nor,nri->noi", g.flatten(2), patches(x, axes).squeeze(2))
-    >>> torch.allclose(example_gradients(x, axes, g), expected, atol=1e-5)
-    True
+    >>> convolve(torch.arange(4.0).view(1, 1, 4), (Axis(kernel=2),), torch.tensor([[1.0, 10.0]])).flatten()
+    tensor([10., 21., 32.])
     """
-    x = padded(x, axes)
-    x = x.narrow(2, 0, _read(axes[0], g.shape[2])).narrow(3, 0, _read(axes[1], g.shape[3]))
-    n, ch, o = x.shape[0], x.shape[1], g.shape[1]
-    stride, dilation = ([axis.stride for axis in axes], [axis.dilation for axis in axes])
-    like = x.new_empty(n * o, ch, *(axis.kernel for axis in axes))
-    wanted = [False, True, False]
-    one, of = g.reshape(1, n * o, *g.shape[2:]), x.reshape(1, n * ch, *x.shape[2:])
-    found = torch.ops.aten.convolution_backward(one, of, like, None, stride, [0, 0], dilation, False, [0, 0], n, wanted)
-    return found[1].view(n, o, -1)
-
-
-def _read(axis: Axis, outputs: int) -> int:
-    """How many inputs, padded, these outputs read."""
-    return (outputs - 1) * axis.stride + axis.span + 1
+    d, x = len(axes), padded(x, axes)
+    if d == 2 and x.device.type == "cuda":  # the fast kernels want it so, and what comes out is wanted so
+        x = x.contiguous(memory_format=torch.channels_last)
+    filters = w.reshape(len(w), x.shape[1], *(axis.kernel for axis in axes))
+    stride, dilation = [axis.stride for axis in axes], [axis.dilation for axis in axes]
+    return torch.convolution(x, filters, None, stride, [0] * d, dilation, False, [0] * d, 1).flatten(2).mT
 
 
 # Second moments in few launches, for a GPU, where small kernels wait for the processor that starts them.
@@ -535,36 +525,8 @@ def _read(axis: Axis, outputs: int) -> int:
 # rows start at multiples of a vector: factors are copied so where that pays, and products have rows of such a length.
 
 
-_SMALL = 2**21  # numbers
 _COPY = 2**24  # numbers; of patches at a time
 _WORK = 2**34  # products of numbers, from which a row of tiles more, for one of ones, costs more than sums do
-_ALIGNED = 8  # numbers; rows of a product that start off a vector are read one number at a time
-
-
-def affine_product(x: Tensor) -> Tensor:
-    """Σ x̄ x̄ᵀ [i+1 i+1] of x [m i] with x̄ = (x, 1), written where it belongs: one product, one sum.
-
-    >>> affine_product(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    tensor([[10., 14.,  4.],
-            [14., 20.,  6.],
-            [ 4.,  6.,  2.]])
-    """
-    m, i = x.shape
-    x = rounded(x, m * i**2)
-    if x.numel() <= _SMALL:  # a copy with ones takes less than three launches
-        rows = _rows(x, i, _fitting(i + 1) - i, m)
-        rows[:i, :m].copy_(x.T)
-        return _product(rows)[: i + 1, : i + 1]
-    out = _square(x, i + 1)
-    panel_product(x, out[:i, :i])
-    return put_border(out, column_sums(x), m)
-
-
-def _product(rows: Tensor) -> Tensor:
-    """rows rowsᵀ."""
-    out = _square(rows, rows.shape[0])
-    multiply(rows, rows.T, out)
-    return out
 
 
 def patch_product(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
@@ -620,11 +582,11 @@ def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int =
     w = w.permute(1, *range(2 + d, 2 + 2 * d), 0, *range(2, 2 + d))  # [ch *kernel n *out]
     width, count = prod(w.shape[: 1 + d]), prod(w.shape[2 + d :])
     alone = width**2 * x.shape[0] * count > (4 * work if in_half(x) else work)
-    out = _square(x, width + bias if alone else _fitting(width + bias))
+    out = aligned_square(x, width + bias if alone else aligned_size(width + bias))
     inner = out[:width, :width] if alone else out
     for place, part in enumerate(w.split(max(1, limit // (width * max(1, count))), 1 + d)):
         examples = part.shape[1 + d]
-        rows = _rows(x, width, inner.shape[0] - width, examples * count)
+        rows = aligned_rows(x, width, inner.shape[0] - width, examples * count)
         places = rows[:width, : examples * count].unflatten(1, part.shape[1 + d :]).unflatten(0, part.shape[: 1 + d])
         places.copy_(part)
         if place:
@@ -634,22 +596,3 @@ def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int =
     if bias and alone:
         put_border(out, patch_sum(x, axes).squeeze(0), x.shape[0] * count)
     return out[: width + bias, : width + bias]
-
-
-def _rows(x: Tensor, width: int, ones: int, count: int) -> Tensor:
-    """Room for ``width`` rows of ``count`` numbers, with ``ones`` rows of ones, and zeros."""
-    out = x.new_empty(width + ones, _fitting(count))
-    if ones:
-        out[width:].fill_(1.0)
-    if out.shape[1] > count:
-        out[:, count:].zero_()
-    return out
-
-
-def _square(x: Tensor, size: int) -> Tensor:
-    """Room for a matrix of this size, sums of products of x, whose rows start at multiples of a vector."""
-    return x.new_empty(size, _fitting(size), dtype=summed(x.dtype))[:, :size]
-
-
-def _fitting(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

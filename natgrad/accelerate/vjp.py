@@ -47,12 +47,23 @@ def _grad(
     return found
 
 
+_ROOM = 2**26  # bytes
+
+
+def waiting_bytes(device: torch.device, total: int) -> int:
+    """How many bytes of cotangents, of a ``total``, may wait for others, so that their kernels are launched together.
+
+    >>> waiting_bytes(torch.device("cpu"), 2**30)
+    0
+    """
+    return max(_ROOM, total // 3) if device.type == "cuda" else 0
+
+
 # Cotangents through a graph in half precision: scaled into its range before the pass, and back after it.
 #
 # float16 has no number below 6·10⁻⁸, and few digits below 6·10⁻⁵. The cotangents s/√N of a large batch, times the small
-# Jacobians of a deep network, are there. A power of two changes no digit, so the metric does not depend on
-# it, nor on the
-# scale of a ``GradScaler``, which the loss has and the metric never sees.
+# Jacobians of a deep network, are there. A power of two changes no digit, so the metric does not depend on it, nor on
+# the scale of a ``GradScaler``, which the loss has and the metric never sees.
 
 
 _LARGEST = 6  # the largest number of a root is brought to 2⁵ … 2⁶: Jacobians up to 10³ do not overflow

@@ -199,7 +199,7 @@ class Point:
 
 @final
 @dataclass
-class Run:
+class TrainingRun:
     """One optimizer on one task; ``history`` grows during training, so that an interrupted run has a record."""
 
     task: Task
@@ -226,11 +226,11 @@ class Run:
 class Comparison:
     """The runs that were started; Ctrl-C cuts the last one short."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[TrainingRun] = field(default_factory=list)
     interrupted: bool = False
 
 
-Watch: TypeAlias = Callable[[Run, float], None]
+Watch: TypeAlias = Callable[[TrainingRun, float], None]
 
 
 def batches(examples: int, size: int, seed: int) -> Iterator[Tensor]:
@@ -270,7 +270,7 @@ def measure(task: Task, model: nn.Module, step: int, seconds: float) -> Point:
     return Point(step, seconds, *(value.item() for value in values))
 
 
-def train(run: Run, budget: Budget, seed: int, watch: Watch) -> None:
+def train(run: TrainingRun, budget: Budget, seed: int, watch: Watch) -> None:
     """Train until the budget is spent, and record losses in ``run.history`` from step 0 on."""
     task = run.task
     torch.manual_seed(seed)  # the same initial weights for every optimizer
@@ -319,7 +319,7 @@ def compare(tasks: tuple[Task, ...], budget: Budget, seed: int, watch: Watch = l
     try:
         for task in tasks:
             for optimizer in task.optimizers:
-                run = Run(task, optimizer)
+                run = TrainingRun(task, optimizer)
                 result.runs.append(run)
                 train(run, budget.times(task.weight), seed, watch)
     except KeyboardInterrupt:

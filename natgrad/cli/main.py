@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from natgrad.cli.demo import Budget, Comparison, Run, Task, autoencoder, classifier, compare
+from natgrad.cli.demo import Budget, Comparison, Task, TrainingRun, autoencoder, classifier, compare
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +91,7 @@ def compare_with_progress(tasks: tuple[Task, ...], budget: Budget, seed: int, co
     with Progress(*columns, console=console) as progress:
         bars: dict[int, TaskID] = {}
 
-        def watch(run: Run, spent: float) -> None:
+        def watch(run: TrainingRun, spent: float) -> None:
             if id(run) not in bars:
                 bars[id(run)] = progress.add_task(f"{run.task.name}: {run.optimizer}", total=1.0, state="")
             last = run.history[-1]

@@ -15,15 +15,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from natgrad.cli.demo import Comparison, Point, Run, Task
+from natgrad.cli.demo import Comparison, Point, Task, TrainingRun
 
 COLOURS = ("#8c8c8c", "#e08214", "#2166ac", "#1b9e77", "#762a83", "#b2182b")
 AXES: dict[str, Callable[[Point], float]] = {"steps": lambda point: point.step, "seconds": lambda point: point.seconds}
 
 
-def by_task(runs: Sequence[Run]) -> list[tuple[Task, list[Run]]]:
+def by_task(runs: Sequence[TrainingRun]) -> list[tuple[Task, list[TrainingRun]]]:
     """Runs with at least one measurement, task by task in the order of their training."""
-    groups: dict[str, tuple[Task, list[Run]]] = {}
+    groups: dict[str, tuple[Task, list[TrainingRun]]] = {}
     for run in runs:
         if run.history:
             groups.setdefault(run.task.name, (run.task, []))[1].append(run)
@@ -40,13 +40,13 @@ def ladder(top: float, rungs: int) -> list[float]:
     return [number for number in numbers if number <= top][-rungs:]
 
 
-def reached(runs: Sequence[Run], axis: Callable[[Point], float]) -> float:
+def reached(runs: Sequence[TrainingRun], axis: Callable[[Point], float]) -> float:
     """The lower median of where finished runs ended on this axis: most losses can be compared up to there."""
     finished = [run for run in runs if run.status == "finished"] or runs
     return median_low(axis(run.history[-1]) for run in finished)
 
 
-def table(task: Task, runs: Sequence[Run], rungs: int) -> Table:
+def table(task: Task, runs: Sequence[TrainingRun], rungs: int) -> Table:
     """One row per optimizer: training loss after `rungs` numbers of steps and of seconds, then the end of the run."""
     steps = [int(step) for step in ladder(reached(runs, AXES["steps"]), rungs) if step >= 1]
     seconds = ladder(reached(runs, AXES["seconds"]), rungs)
@@ -68,7 +68,7 @@ def table(task: Task, runs: Sequence[Run], rungs: int) -> Table:
     return result
 
 
-def plot(runs: Sequence[Run], axis: str) -> Figure:
+def plot(runs: Sequence[TrainingRun], axis: str) -> Figure:
     """Training loss against `axis` (a key of AXES), one panel per task."""
     groups = by_task(runs)
     figure = Figure(figsize=(6.4 * max(1, len(groups)), 4.8), layout="constrained")

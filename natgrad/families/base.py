@@ -34,6 +34,11 @@ class Family(ABC):
     """
 
     @property
+    def as_metric(self) -> str:
+        """What to write where a metric is expected, for an error message."""
+        return f"a family: write Fisher({self!r})"
+
+    @property
     def needs_target(self) -> bool:
         """Whether the target of a batch holds something the outputs do not, such as a mask."""
         return False

@@ -9,6 +9,8 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import in_transform
+
 Linear: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -38,7 +40,7 @@ class Information:
 
     @staticmethod
     def by_autodiff(point: Tensor, axes: int, across: Linear, back: Linear) -> Information:
-        """F v = D across(x) v and F⁻¹ w = D back(across(x)) w, for the maps between the charts; forward mode."""
+        """F v = D across(x) v and F⁻¹ w = D back(across(x)) w, for the maps between the charts."""
         image = across(point)
         return Information(point, axes, lambda v: _derivative(across, point, v), lambda w: _derivative(back, image, w))
 
@@ -62,6 +64,13 @@ class Information:
 
 
 def _derivative(f: Linear, x: Tensor, v: Tensor) -> Tensor:
+    """Df(x) v. The derivative is symmetric, so that reverse mode gives it, which is ten times cheaper to set up."""
     x, v = torch.broadcast_tensors(x, v)
-    tangent: Tensor = torch.func.jvp(f, (x.contiguous(),), (v.contiguous(),))[1]  # dual tensors must not overlap
-    return tangent
+    if in_transform():
+        pulled: tuple[Tensor] = torch.func.vjp(f, x)[1](v)
+        return pulled[0]
+    graph = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
+    with torch.enable_grad():
+        leaf = x if x.requires_grad else x.detach().requires_grad_()
+        (product,) = torch.autograd.grad(f(leaf), leaf, v, create_graph=graph)
+    return product

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.geometry import unflatten
-from natgrad.model import Inputs, Model, map_tensors
+from natgrad.model import Inputs, Model, check_slots, map_tensors
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import Pullback, pullback, root_at
-from natgrad.slots import check_slots
 
 _log = logging.getLogger("natgrad")
 
@@ -336,7 +335,8 @@ class Landscape:
     def _log_volumes(self, η: Tensor, frame: Tensor) -> Tensor:
         # √det(BᵀB) is the product of the diagonal of R in B = QR; forming BᵀB would lose half of the digits. In the
         # frame B is near the identity, and det T is a factor.
-        R = torch.linalg.qr((self._roots(self.parameters(η)) @ frame).double(), mode="r").R
+        B = self._roots(self.parameters(η)) @ frame
+        R = torch.linalg.qr(B.double(), mode="r").R
         return R.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1) + self.log_stretch
 
     def _roots(self, θ: Tensor) -> Tensor:

@@ -16,13 +16,12 @@ from natgrad.errors import MemoryBoundError
 from natgrad.geometry import unflatten
 from natgrad.linalg import check_finite
 from natgrad.linearise import Linearisation, linearise
-from natgrad.model import Inputs, Model, tensors_of
+from natgrad.model import Inputs, Model, check_slots, tensors_of
 from natgrad.output.metric import Euclidean
 from natgrad.pullback.chunks import check_apart, examples, separable
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import MEMORY, pullback, unrounded
-from natgrad.slots import check_slots
 from natgrad.structures.base import Inverse, Layout
 from natgrad.structures.dense import index_of, name_of
 from natgrad.structures.kernel import Kernel, KernelOperator

@@ -12,7 +12,7 @@ from torch import distributions as D
 from natgrad.errors import MemoryBoundError
 from natgrad.linalg import check_finite, gauss_rule
 from natgrad.model import Inputs
-from natgrad.output.metric import Coupling, Euclidean, OnBase, OutputMetric
+from natgrad.output.metric import Coupling, CouplingMetric, Euclidean, OutputMetric
 
 _NODES = 2**12  # of a product rule: the coupling has n² entries
 
@@ -86,7 +86,7 @@ class Quadrature:
 
 @final
 @dataclass(frozen=True)
-class Weighted(OnBase):
+class Weighted(CouplingMetric):
     """Σ_n w_n h_n in place of the mean (1/N) Σ_n h_n, for one batch of N examples with weights w [n], Σ w_n = 1.
 
     The weights are a coupling C = N diag(w) with N² entries, which every structure understands. The factors of K-FAC

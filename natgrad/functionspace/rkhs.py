@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.kernels.sobolev import ReproducingKernel
 from natgrad.linalg import check_finite
-from natgrad.slots import check_slots
+from natgrad.model import check_slots
 
 _MEMORY = 2**32  # bytes of a Gram matrix
 

@@ -18,10 +18,9 @@ from natgrad.geometry import Vector
 from natgrad.kernels.gram import KernelMatrix
 from natgrad.kernels.sobolev import ReproducingKernel
 from natgrad.linalg import check_damping, check_finite
-from natgrad.model import Inputs, Model
+from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import Euclidean
 from natgrad.pullback.pullback import MEMORY, Pullback, pullback, unrounded
-from natgrad.slots import check_slots
 from natgrad.structures.kernel import Kernel, KernelOperator, PushThrough
 
 

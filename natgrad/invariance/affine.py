@@ -1,17 +1,19 @@
-"""One layer in other affine bases of its inputs and outputs (Luk and Grosse (2018), section 3)."""
+"""A layer in other affine bases of its activations and pre-activations (Luk & Grosse 2018)."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from natgrad.rules.units import HiddenMap, State, Unit, unit_of
 
 AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -21,8 +23,8 @@ AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 class Space:
     """The activations or pre-activations of a layer: c groups of d coordinates each.
 
-    ``movable``: whether the layer can absorb a shift of the origin. It needs a trainable bias if its weight is
-    trainable; otherwise the change of basis is linear.
+    ``movable``: whether the layer can absorb another origin. A layer with a trainable weight and no trainable bias
+    cannot: it is linear, not affine, and its bases change linearly.
     """
 
     groups: int
@@ -64,7 +66,7 @@ class Change:
         return (torch.einsum("...ci,coi->...co", grouped, self.matrix) + self.shift).flatten(-2)
 
     def check(self, space: Space, what: str) -> None:
-        """Refuse a change of the wrong size, without inverse, or with a shift that the layer cannot absorb."""
+        """Refuse a change that does not fit, that has no inverse, or that moves an origin that must stay."""
         c, d = space.groups, space.size
         if self.matrix.shape != (c, d, d) or self.shift.shape != (c, d):
             raise ValueError(
@@ -80,14 +82,14 @@ class Change:
 @final
 @dataclass(frozen=True)
 class Coordinates:
-    """The bases of one layer: ``inputs`` is a† = Ωa + γ, ``outputs`` is z = Φz† + τ (the opposite direction)."""
+    """The bases of one layer: ``inputs`` is a† = Ωa + γ, ``outputs`` is z = Φz† + τ (note the direction)."""
 
     inputs: Change
     outputs: Change
 
 
 class Bases(ABC):
-    """Chooses the bases of each layer."""
+    """A choice of bases for every layer."""
 
     @abstractmethod
     def of(self, name: str, inputs: Space, outputs: Space) -> Coordinates:
@@ -97,7 +99,7 @@ class Bases(ABC):
 @final
 @dataclass(frozen=True)
 class Original(Bases):
-    """Every layer keeps its bases: the original network in the form of a transformed one."""
+    """The identity: the network as it is, in the form of a transformed one."""
 
     def of(self, name: str, inputs: Space, outputs: Space) -> Coordinates:
         return Coordinates(Change.scaled(inputs), Change.scaled(outputs))
@@ -134,7 +136,7 @@ class Random(Bases):
 @final
 @dataclass(frozen=True)
 class Chosen(Bases):
-    """Given bases for the named layers; the others keep theirs.
+    """Explicit bases for the named layers; the others keep theirs.
 
     >>> tanh_of_logistic = {"2": Coordinates(Change.scaled(Space(1, 3), 2.0, -1.0), Change.scaled(Space(1, 1)))}
     >>> Chosen(tanh_of_logistic).of("2", Space(1, 3), Space(1, 1)).inputs.shift
@@ -148,8 +150,8 @@ class Chosen(Bases):
 
 
 @final
-class Affine(nn.Module):
-    """The fixed map u ↦ Mu + s on one axis: a piece of the transformed activation function, without parameters."""
+class FixedAffine(nn.Module):
+    """The fixed map u ↦ Mu + s on one axis: it belongs to the transformed activation function and is not trained."""
 
     matrix: Tensor
     shift: Tensor
@@ -166,13 +168,13 @@ class Affine(nn.Module):
 
 @final
 class Transformed(nn.Module):
-    """A layer in other bases: z = Φ(W†a† + b†) + τ with a† = Ωa + γ, the same function of a as before.
+    """A layer in other bases: z = Φ(W†a† + b†) + τ on a† = Ωa + γ, the same map of a as before.
 
-    W† = Φ⁻¹WΩ⁻¹ and b† = Φ⁻¹(b − τ) − W†γ. ``layer`` is an ordinary layer with the parameters W†, b†; it maps a† to
-    z†. Between two layers the transformed activation function is Ω φ(Φ· + τ) + γ, which mixes coordinates. For a
-    convolution, Ω and Φ act on channels, within each group. A patch has a single homogeneous coordinate, so b†
-    contains W†γ summed over the offsets. Zero padding precedes the change of basis, so the transformed layer is padded
-    with γ; otherwise the two networks would differ at the borders.
+    W† = Φ⁻¹WΩ⁻¹ and b† = Φ⁻¹(b − τ) − W†γ (Luk & Grosse 2018, (3.3)). ``layer`` is an ordinary layer with the
+    parameters W†, b† that maps a† to z†. Between two layers Ωφ(Φ· + τ) + γ is the transformed activation function,
+    which mixes coordinates. For a convolution Ω and Φ act on channels, within each group; a patch has one homogeneous
+    coordinate, so that b† has W†γ summed over the offsets; zero padding precedes the change of basis, so that the
+    transformed layer is padded with γ: otherwise the two networks would differ at the borders.
 
     >>> layer = nn.Conv2d(2, 3, 3, padding=1).double()
     >>> x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
@@ -190,9 +192,9 @@ class Transformed(nn.Module):
         coordinates.inputs.check(spaces[0], f"the inputs of {name or 'the model'}")
         coordinates.outputs.check(spaces[1], f"the outputs of {name or 'the model'}")
         axis = -1 if isinstance(layer, nn.Linear) else 1 - layer.weight.ndim  # of the channels, in [n c *space]
-        self.before = Affine(coordinates.inputs, axis, layer.weight)
-        self.layer = _moved(layer, coordinates)
-        self.after = Affine(coordinates.outputs, axis, layer.weight)
+        self.before = FixedAffine(coordinates.inputs, axis, layer.weight)
+        self.layer = _in_coordinates(layer, coordinates)
+        self.after = FixedAffine(coordinates.outputs, axis, layer.weight)
         self.padding = _zeros_around(layer)
 
     def forward(self, a: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ class Transformed(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Refused: it would be W†, and code outside expects W."""
+        """Refused: it would be W†, where code outside the layer expects W."""
         raise TypeError(
             "a weight is used outside its layer's forward, where its basis cannot be changed: call the layer instead, "
             "or keep it as it is, keep=(name,)"
@@ -211,34 +213,34 @@ class Transformed(nn.Module):
 def _spaces(layer: AffineLayer) -> tuple[Space, Space]:
     """The spaces of the inputs and of the outputs."""
     weight, bias = layer.weight, layer.bias
-    # If W is trained and b is not, a shift γ of the inputs would let a step of W act like one of b.
+    # With a trained W and a fixed b, a shift γ of the inputs would let a step of W act like a step of b.
     absorbs = bias is not None and (bias.requires_grad or not weight.requires_grad)
     groups = 1 if isinstance(layer, nn.Linear) else layer.groups
     return Space(groups, weight.shape[1], absorbs), Space(groups, weight.shape[0] // groups, bias is not None)
 
 
-def _moved(layer: AffineLayer, coordinates: Coordinates) -> AffineLayer:
+def _in_coordinates(layer: AffineLayer, coordinates: Coordinates) -> AffineLayer:
     """A layer of the same type with W† and b†, without zero padding."""
     Ω, Φ = coordinates.inputs, coordinates.outputs
-    moved = _empty(layer)
+    result = _empty(layer)
     weight = layer.weight.detach().to("cpu", torch.float64)
     grouped = weight.reshape(Φ.matrix.shape[0], Φ.matrix.shape[1], Ω.matrix.shape[1], -1)  # [c o i k]
     W = torch.einsum("cpo,coik,cij->cpjk", Φ.inverse, grouped, Ω.inverse)
-    moved.weight = _parameter(W.reshape(weight.shape), layer.weight)
+    result.weight = _parameter(W.reshape(weight.shape), layer.weight)
     if layer.bias is not None:
         b = layer.bias.detach().to(weight).reshape(Φ.shift.shape)
         b = torch.einsum("cpo,co->cp", Φ.inverse, b - Φ.shift) - torch.einsum("cpjk,cj->cp", W, Ω.shift)
-        moved.bias = _parameter(b.reshape(-1), layer.bias)
-    return moved
+        result.bias = _parameter(b.reshape(-1), layer.bias)
+    return result
 
 
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
-    # empty_like keeps the strides, which foreach kernels require
+    # empty_like keeps the memory format, which multi-tensor kernels require.
     return nn.Parameter(torch.empty_like(like, requires_grad=False).copy_(value), requires_grad=like.requires_grad)
 
 
 def _empty(layer: AffineLayer) -> AffineLayer:
-    # On the meta device, because initialisation would advance the user's random stream.
+    # On the meta device: initialisation would move the user's random stream.
     bias = layer.bias is not None
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, layer.out_features, bias=bias, device="meta")
@@ -257,139 +259,105 @@ def _empty(layer: AffineLayer) -> AffineLayer:
 
 
 def _zeros_around(layer: AffineLayer) -> list[int]:
-    """The zero padding in the form of F.pad. Other padding modes repeat activations and commute with Ω· + γ."""
+    """The zero padding as F.pad takes it. The other modes repeat activations, which commutes with Ω· + γ."""
     if isinstance(layer, nn.Linear) or layer.padding_mode != "zeros":
         return []
     return list(layer._reversed_padding_repeated_twice)
 
 
-# Fused recurrent modules as linear layers that are called once for each time step, so that their bases can be changed.
-
-State: TypeAlias = tuple[Tensor, ...]  # (h,) or (h, c), each [n h]
-
-
-class Cell(ABC):
-    """The equations of a recurrent cell after its matrix products; no parameters."""
-
-    @abstractmethod
-    def __call__(self, z: Tensor, u: Tensor, state: State) -> State:
-        """The next state from z = Vx_t + b, u = Wa_{t−1} + b′ [n (gates h)] and the state before."""
+# Fused recurrent modules as linear layers that are called once per time step, so that their bases can be changed.
 
 
 @final
 @dataclass(frozen=True)
-class Elman(Cell):
-    """a_t = φ(z + u)."""
+class LayerMap(HiddenMap):
+    """W_hh h + b_hh by calling a layer."""
 
-    φ: Callable[[Tensor], Tensor]
+    layer: Transformed
 
-    def __call__(self, z: Tensor, u: Tensor, state: State) -> State:
-        return (self.φ(z + u),)
+    def of(self, h: Tensor) -> Tensor:
+        return cast(Tensor, self.layer(h))
 
-
-@final
-@dataclass(frozen=True)
-class LongShortTerm(Cell):
-    """c_t = f∘c_{t−1} + i∘g and a_t = o∘tanh(c_t), with the gates i, f, g, o."""
-
-    def __call__(self, z: Tensor, u: Tensor, state: State) -> State:
-        i, f, g, o = (z + u).chunk(4, dim=-1)
-        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-        return o.sigmoid() * c.tanh(), c
+    def added(self, z: Tensor, h: Tensor) -> Tensor:
+        return z + self.of(h)
 
 
 @final
-@dataclass(frozen=True)
-class Gated(Cell):
-    """a_t = (1 − s)∘tanh(z_n + r∘u_n) + s∘a_{t−1}, with the gates r, s, n."""
-
-    def __call__(self, z: Tensor, u: Tensor, state: State) -> State:
-        (z_r, z_s, z_n), (u_r, u_s, u_n) = z.chunk(3, dim=-1), u.chunk(3, dim=-1)
-        s = (z_s + u_s).sigmoid()
-        return ((1 - s) * (z_n + (z_r + u_r).sigmoid() * u_n).tanh() + s * state[0],)
-
-
-@final
-class Direction(nn.Module):
+class RecurrentLayer(nn.Module):
     """One layer of a recurrent network in one direction of time."""
 
-    def __init__(self, cell: Cell, inputs: Transformed, recurrent: Transformed) -> None:
+    def __init__(self, unit: Unit, inputs: Transformed, recurrent: Transformed) -> None:
         super().__init__()
-        self.cell, self.inputs, self.recurrent = cell, inputs, recurrent
+        self.unit, self.inputs, self.recurrent = unit, inputs, recurrent
 
     def forward(self, x: list[Tensor], state: State) -> tuple[list[Tensor], State]:
-        """From x_1 … x_T [n i] and the first state to a_1 … a_T [n h] and the last state."""
-        outputs = []
+        """From x_1 … x_T [n i] and the first state to h_1 … h_T [n h] and the last state."""
+        outputs, hidden = [], LayerMap(self.recurrent)
         for x_t in x:
-            state = self.cell(self.inputs(x_t), self.recurrent(state[0]), state)
+            _, state = self.unit.step(self.inputs(x_t), hidden, state)
             outputs.append(state[0])
         return outputs, state
 
 
 @final
-class Unrolled(nn.Module):
+class TransformedRecurrent(nn.Module):
     """An ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU`` with the same arguments and outputs, in other bases.
 
-    The recurrent layer reads Ωa_{t−1} + γ at every step, including the first: a_0 is transformed as well, or the two
-    networks would differ. The two layers that add up to one pre-activation have separate bases; Luk and Grosse (2018)
-    have the special case that they share Φ. The bases of layer l of a module called ``rnn`` are named ``rnn.inputs_l``
-    and ``rnn.recurrent_l``, with the suffix ``_reverse`` for the reverse direction.
+    The recurrent layer reads Ωa_{t−1} + γ at every step, also at the first: a_0 is transformed like the rest. The two
+    layers that add up to one pre-activation have bases of their own; the network of Luk & Grosse (2018), section 5,
+    with V† = Φ⁻¹V beside W† = Φ⁻¹WΩ⁻¹, is the case where they share Φ. Layer l of the module called ``rnn`` has the
+    names ``rnn.inputs_l`` and ``rnn.recurrent_l`` for its bases, with ``_reverse`` in the other direction.
 
-    >>> from natgrad.invariance.affine import Random
+    >>> from natgrad.invariance import Random
     >>> rnn, x = nn.RNN(3, 4, batch_first=True).double(), torch.randn(2, 5, 3, dtype=torch.float64)
-    >>> torch.allclose(Unrolled("rnn", rnn, Random(seed=1))(x)[0], rnn(x)[0])
+    >>> torch.allclose(TransformedRecurrent("rnn", rnn, Random(seed=1))(x)[0], rnn(x)[0])
     True
     """
 
     def __init__(self, name: str, rnn: nn.RNNBase, bases: Bases) -> None:
         super().__init__()
-        self.batch_first, self.hidden, self.states = rnn.batch_first, rnn.hidden_size, 1 + isinstance(rnn, nn.LSTM)
-        self.per_layer = 2 if rnn.bidirectional else 1
-        ends = ("", "_reverse")[: self.per_layer]
-        suffixes = [f"{layer}{end}" for layer in range(rnn.num_layers) for end in ends]
+        self.batch_first, self.hidden, self.has_cell = rnn.batch_first, rnn.hidden_size, isinstance(rnn, nn.LSTM)
+        self.directions = 2 if rnn.bidirectional else 1
+        suffixes = [f"{layer}{end}" for layer in range(rnn.num_layers) for end in ("", "_reverse")[: self.directions]]
         prefix = f"{name}." if name else ""
-        cell = _cell(rnn)
-        self.directions = nn.ModuleList(
-            Direction(
-                cell,
+        unit = unit_of(rnn)
+        self.layers = nn.ModuleList(
+            RecurrentLayer(
+                unit,
                 Transformed(f"{prefix}inputs_{s}", _linear(rnn, f"ih_l{s}"), bases),
                 Transformed(f"{prefix}recurrent_{s}", _linear(rnn, f"hh_l{s}"), bases),
             )
             for s in suffixes
         )
 
-    def forward(self, x: Tensor, hx: Tensor | State | None = None) -> tuple[Tensor, Tensor | State]:
+    def forward(
+        self, x: Tensor, hx: Tensor | tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor]]:
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise TypeError("a recurrent network in other bases takes sequences of one length as a tensor, 3 axes")
         time = 1 if self.batch_first else 0
         sequence, last = list(x.unbind(time)), []
-        for layer in range(0, len(self.directions), self.per_layer):
-            both = []
-            for reverse in range(self.per_layer):
-                start = self._start(layer + reverse, sequence[0], hx)
-                outputs, state = self.directions[layer + reverse](sequence[::-1] if reverse else sequence, start)
-                both.append(outputs[::-1] if reverse else outputs)
+        for first in range(0, len(self.layers), self.directions):
+            runs = []
+            for reverse in range(self.directions):
+                start = self._start(first + reverse, sequence[0], hx)
+                outputs, state = self.layers[first + reverse](sequence[::-1] if reverse else sequence, start)
+                runs.append(outputs[::-1] if reverse else outputs)
                 last.append(state)
-            sequence = [torch.cat(at_t, dim=-1) for at_t in zip(*both, strict=True)]
-        final_states = tuple(torch.stack(states) for states in zip(*last, strict=True))
-        return torch.stack(sequence, dim=time), final_states if self.states == 2 else final_states[0]
+            sequence = [torch.cat(at_t, dim=-1) for at_t in zip(*runs, strict=True)]
+        h = torch.stack([state[0] for state in last])
+        y = torch.stack(sequence, dim=time)
+        return (y, (h, torch.stack([state[1] for state in last]))) if self.has_cell else (y, h)
 
-    def _start(self, direction: int, x: Tensor, hx: Tensor | State | None) -> State:
+    def _start(self, index: int, x: Tensor, hx: Tensor | tuple[Tensor, Tensor] | None) -> State:
         if hx is None:
-            return (x.new_zeros(x.shape[0], self.hidden),) * self.states
-        return tuple(h[direction] for h in (hx if isinstance(hx, tuple) else (hx,)))
-
-
-def _cell(rnn: nn.RNNBase) -> Cell:
-    if isinstance(rnn, nn.LSTM):
-        return LongShortTerm()
-    if isinstance(rnn, nn.GRU):
-        return Gated()
-    return Elman(torch.tanh if rnn.nonlinearity == "tanh" else torch.relu)
+            zeros = x.new_zeros(x.shape[0], self.hidden)
+            return zeros, zeros if self.has_cell else None
+        return (hx[0][index], hx[1][index]) if isinstance(hx, tuple) else (hx[index], None)
 
 
 def _linear(rnn: nn.RNNBase, suffix: str) -> nn.Linear:
-    """One matrix of the module, and its bias, as a linear layer."""
+    """The parameters of one matrix of the module as a linear layer."""
     weight = rnn.get_parameter(f"weight_{suffix}")
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=rnn.bias, device="meta")
     layer.weight = weight

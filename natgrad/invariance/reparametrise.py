@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Vector, unflatten
-from natgrad.invariance.affine import Bases, Random, Transformed, Unrolled
+from natgrad.invariance.affine import Bases, Random, Transformed, TransformedRecurrent
 from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model
 from natgrad.natural import natural_gradient
@@ -55,7 +55,7 @@ def reparametrise(model: nn.Module, seed: int | Bases = 0, *, keep: Collection[s
         if module in skipped or _reason(module):
             continue
         if isinstance(module, _RECURRENT):
-            moved[module] = Unrolled(name, module, bases)
+            moved[module] = TransformedRecurrent(name, module, bases)
         elif isinstance(module, _LAYERS):
             moved[module] = Transformed(name, module, bases)
     if not moved:

@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from natgrad.accelerate.devices import in_transform
 
-Features: TypeAlias = Callable[[Any], Tensor]
+FeatureMap: TypeAlias = Callable[[Any], Tensor]
 _ELEMENTS = 2**22  # in a temporary of differences [n m d]
 
 
-def points(x: Any, features: Features | None = None) -> Tensor:
+def points(x: Any, features: FeatureMap | None = None) -> Tensor:
     """The inputs [n *shape] as points [n d] in R^d, in float32 or float64; n numbers are n points on a line.
 
     ``features`` maps inputs that are not points (tokens, tuples, graphs) to such a tensor.
@@ -59,13 +59,13 @@ def squared_distances(x: Tensor, y: Tensor) -> Tensor:
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"points in R^{x.shape[1]} and in R^{y.shape[1]}: a kernel compares points of one dimension")
     if x is y and not torch.is_grad_enabled() and not in_transform():
-        return among(x)
+        return pairwise(x)
     dtype = torch.promote_types(x.dtype, y.dtype)
     u: Tensor = _SquaredDistances.apply(x.to(dtype), y.to(dtype))  # type: ignore[no-untyped-call]
     return u
 
 
-def among(x: Tensor) -> Tensor:
+def pairwise(x: Tensor) -> Tensor:
     """Squared distances [n n] within one set of points, each pair once. Much faster on a CPU; no derivatives."""
     n = x.shape[0]
     u = torch.diag_embed((x - x).sum(1))  # zero, except for points that are not finite

@@ -122,17 +122,17 @@ def root_or_nan(matrix: Tensor) -> Tensor:
 def rounding(K: Tensor, eps: float | None = None) -> Tensor:
     """The level below which an eigenvalue of K cannot be distinguished from zero.
 
-    The larger of ``unseen``·λ_max, to which K can be inverted, and 8ε·tr K, to which its entries are accurate.
+    The larger of ``relative_rounding``·λ_max, the limit of an inversion, and 8ε·tr K, the accuracy of its entries.
 
     >>> float(rounding(torch.ones(5000, 5000).double())) / torch.finfo(torch.float64).eps == 5000**2
     True
     """
     accuracy = 8 * (torch.finfo(K.dtype).eps if eps is None else eps) * K.diagonal().double().sum()
     largest = K.abs().sum(1).amax()  # ≥ λ_max, with equality if all points are equal
-    return torch.maximum(accuracy, unseen(len(K)) * largest.double())
+    return torch.maximum(accuracy, relative_rounding(len(K)) * largest.double())
 
 
-def unseen(n: int) -> float:
+def relative_rounding(n: int) -> float:
     """The ratio λ/λ_max below which the inverse of a kernel matrix [n n] is noise in double precision.
 
     The error of ``eigh`` is up to n units in the last place of λ_max. Products with the inverse have the relative error

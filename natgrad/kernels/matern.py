@@ -22,8 +22,7 @@ from natgrad.errors import NonFiniteError
 #
 #     N_ν(u) = 2 (r/2)^ν K_ν(r) / Γ(1 + ν),   u = r² > 0
 #
-# Then ν N_ν is the Matérn kernel, with value 1 at r = 0, and −N_ν/4 is the derivative in u of the kernel of order ν +
-# 1.
+# Then ν N_ν is the Matérn kernel, with value 1 at r = 0, and −N_ν/4 is the derivative in u of the one of order ν + 1.
 #
 # Orders |μ| ≤ ½ and μ + 1 are computed directly: for r ≤ 2 by the series of Temme (1975), above by the trapezoidal rule
 # for ∫ exp(−r cosh t) cosh(μt) dt, whose error decays exponentially in the number of nodes. Higher orders follow from
@@ -195,7 +194,7 @@ def _derivative(nu: float, level: int, u: Tensor) -> Tensor:
 
 
 def _scaled(nu: float, u: Tensor) -> Tensor:
-    """N_ν(u) = k_ν/ν for u > 0 and ν ≥ 0 ; closed form at half-integers."""
+    """N_ν(u) = k_ν/ν for u > 0 and ν ≥ 0; closed form at half-integers."""
     if nu % 1 == 0.5 and nu <= _CLOSED:
         r = u.sqrt()
         near = r.clamp(max=_FAR_APART)

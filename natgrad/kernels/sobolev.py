@@ -14,7 +14,7 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import can_read, in_transform
 from natgrad.errors import MemoryBoundError
-from natgrad.kernels.distances import Features, among, check_features, points, squared_distances
+from natgrad.kernels.distances import FeatureMap, check_features, pairwise, points, squared_distances
 from natgrad.kernels.matern import matern
 
 _GRID, _ROUNDS = 16, 6  # lengthscales tried at once, and how often the interval is refined
@@ -125,7 +125,7 @@ class Alike(Lengthscale):
 
 @final
 @dataclass(frozen=True)
-class Measured(Lengthscale):
+class FixedLengthscale(Lengthscale):
     """ℓ that was measured on some points, to be used on others."""
 
     value: Tensor
@@ -244,7 +244,7 @@ class SobolevKernel(ReproducingKernel):
     nu: float
     lengthscale: float | Tensor | Lengthscale = 1.0
     normalised: bool = True
-    features: Features | None = None
+    features: FeatureMap | None = None
 
     def __post_init__(self) -> None:
         check_smoothness(self.nu)
@@ -281,7 +281,7 @@ class SobolevKernel(ReproducingKernel):
         wide = a.double() if double else a
         other = wide if b is None else b.double() if double else b
         if n * m <= _ELEMENTS:
-            u = among(wide) if b is None else squared_distances(wide, other)
+            u = pairwise(wide) if b is None else squared_distances(wide, other)
             return matern(ν, u / ℓ / ℓ).mul_(constant).to(dtype)
         K = torch.empty(n, m, dtype=dtype, device=a.device)
         step = max(1, _ELEMENTS // m)
@@ -301,7 +301,7 @@ class SobolevKernel(ReproducingKernel):
         >>> kernel(torch.tensor([0.0]), torch.tensor([2.0]))  # exp(−2/2)
         tensor([[0.3679]])
         """
-        if not isinstance(self.lengthscale, Lengthscale) or isinstance(self.lengthscale, Measured):
+        if not isinstance(self.lengthscale, Lengthscale) or isinstance(self.lengthscale, FixedLengthscale):
             return self
         z = points(x, self.features)
         ℓ = self.lengthscale.of(z)
@@ -310,7 +310,7 @@ class SobolevKernel(ReproducingKernel):
                 f"lengthscale={self.lengthscale!r} cannot be told from {len(z)} equal point(s), and is for others "
                 "too: give a number as the lengthscale, or points that differ (to fit, or to the first partial_fit)"
             )
-        return replace(self, lengthscale=Measured(ℓ))
+        return replace(self, lengthscale=FixedLengthscale(ℓ))
 
     def log_constant(self, dimension: int) -> float:
         """log K(x, x) without normalisation: log Γ(ν) − (d/2) log 4π − log Γ(ν + d/2), for x in R^d.
@@ -355,7 +355,7 @@ class SobolevKernel(ReproducingKernel):
             return self.lengthscale
         if not isinstance(self.lengthscale, Lengthscale):
             return float(self.lengthscale)
-        if other and not isinstance(self.lengthscale, Measured):
+        if other and not isinstance(self.lengthscale, FixedLengthscale):
             raise ValueError(
                 f"lengthscale={self.lengthscale!r} is measured on data, and two sets of points were given: say which "
                 "by kernel = kernel.at(x), and use that"

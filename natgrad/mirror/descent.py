@@ -15,7 +15,7 @@ from natgrad.errors import DomainError, GuaranteeError
 from natgrad.linalg import check_finite
 from natgrad.mirror.geometry import Everywhere, Region, RiemannianMetric
 from natgrad.mirror.potentials import Potential
-from natgrad.slots import check_slots
+from natgrad.model import check_slots
 
 # Proximities V_x(y): the square of a Riemannian norm, or the divergence of a potential
 

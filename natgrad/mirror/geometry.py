@@ -17,10 +17,9 @@ from natgrad.families.domains import entry, first
 from natgrad.geometry import Vector, unflatten
 from natgrad.linalg import newton
 from natgrad.mirror.potentials import Potential, checked_square, dense, scaled_cholesky
-from natgrad.model import Inputs, Model
+from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
-from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.structures.dense import Dense

@@ -11,7 +11,7 @@ from torch.distributions import Distribution
 from natgrad.errors import DomainError
 from natgrad.families.base import ExponentialFamily
 from natgrad.mirror.charts import Chart, NaturalChart
-from natgrad.slots import check_slots
+from natgrad.model import check_slots
 
 _NATURAL = NaturalChart()
 

@@ -16,7 +16,7 @@ from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.fused import copy_
 from natgrad.mirror.charts import Boundary, Descent, Mirror, Move, Shorten
 from natgrad.mirror.member import Member
-from natgrad.slots import check_slots
+from natgrad.model import check_slots
 
 _log = logging.getLogger("natgrad")
 _VELOCITY = "velocity"

@@ -14,7 +14,7 @@ from torch import Tensor
 from natgrad.errors import NatgradError, SingularMetricError
 from natgrad.families.domains import Domain, OpenBox, Simplex, Space
 from natgrad.linalg import cholesky, newton
-from natgrad.slots import check_slots
+from natgrad.model import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Inverse, Layout, Operator
 from natgrad.structures.dense import DenseOperator

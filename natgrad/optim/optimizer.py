@@ -15,7 +15,7 @@ from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.isolation import put_back, random_stream, untouched
-from natgrad.model import Inputs, Model, unwrapped
+from natgrad.model import Inputs, Model, check_slots, unwrapped
 from natgrad.optim.checkpoint import check_plain, export, restore
 from natgrad.optim.distributed import world_of
 from natgrad.optim.preconditioner import Preconditioner
@@ -25,7 +25,6 @@ from natgrad.optim.update import ParamUpdate, Rate, check_numbers, common_dampin
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, View, layers_of
 from natgrad.rules.base import Rule
-from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
 from natgrad.step.rules import Fixed

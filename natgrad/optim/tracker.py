@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.devices import in_backward
+from natgrad.accelerate.devices import in_backward, in_export
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.isolation import put_back, random_stream, refuse_chance, untouched
 from natgrad.model import Arguments, Inputs, compiling, eager, is_compiled, is_ours, ours
@@ -397,7 +397,7 @@ class ForwardHook:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # torch.export refuses functions that are not compiled: ``_look`` is not reached there.
-        if not torch.compiler.is_exporting():
+        if not in_export():
             self._look(args, kwargs)
 
     # The call itself is not compiled, and so sees whether its caller is.

@@ -19,8 +19,7 @@ from natgrad.output.metric import OutputMetric, Reduction, Sampled, check_sample
 @final
 @dataclass(frozen=True)
 class Fisher(OutputMetric):
-    """h = F_y = E_{t ~ p(·|y)}[∇log p ∇log pᵀ], the Hessian of ρ(y, y0) = KL(p_y0 ‖ p_y) at y0
-    (Amari (1998)).
+    """h = F_y = E_{t ~ p(·|y)}[∇log p ∇log pᵀ], the Hessian of ρ(y, y0) = KL(p_y0 ‖ p_y) at y0 (Amari 1998).
 
     ``family``: an output family, or a function from the outputs to a ``torch.distributions`` distribution.
     ``samples``: None for the exact metric; k to draw k targets from the model for each example, s = ∇log p(t)/√k.

@@ -48,7 +48,7 @@ class Bregman(OutputMetric):
 @final
 @dataclass(frozen=True)
 class Divergence(OutputMetric):
-    """h = ∂²ρ(y, y0)/∂y² at y = y0, for any smooth dissimilarity ρ(y, y0) (Grosse (2021)).
+    """h = ∂²ρ(y, y0)/∂y² at y = y0, for any smooth dissimilarity ρ(y, y0) (Grosse 2021).
 
     ρ takes two batches [n *out] with n = 1, under ``vmap``. It must have its minimum at y = y0. If it is flatter than
     quadratic there, such as (y − y0)⁴, then h = 0.
@@ -74,8 +74,7 @@ class Divergence(OutputMetric):
 @final
 @dataclass(frozen=True)
 class LossHessian(OutputMetric):
-    """h = ∂²ℓ(y, t)/∂y²: the generalised Gauss–Newton matrix of a convex training loss
-    (Martens (2020)).
+    """h = ∂²ℓ(y, t)/∂y²: the generalised Gauss–Newton matrix of a convex training loss (Martens 2020).
 
     ``loss(y, t)`` is any torch loss. It is called on one example at a time, so its reduction over the batch does not
     matter. But a weighted mean over one example loses its weight: class weights need ``reduction="sum"``. ρ is the
@@ -167,7 +166,7 @@ class Empirical(OutputMetric):
     """h = ∇ℓ ∇ℓᵀ at the training targets: F_emp = (1/N) Σ_n ∇J_n ∇J_nᵀ (often called empirical Fisher).
 
     It is the second moment of the training gradients. It is not the Fisher metric and does not approximate a Hessian
-    (Kunstner, Balles and Hennig (2019)). ``loss(y, t)`` is called on one example at a time, so its reduction over the
+    (Kunstner, Balles and Hennig 2019). ``loss(y, t)`` is called on one example at a time, so its reduction over the
     batch does not matter; class weights need ``reduction="sum"``, because a weighted mean over one example loses its
     weight. ρ = ½⟨∇ℓ(y0), y − y0⟩².
 

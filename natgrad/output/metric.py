@@ -105,7 +105,7 @@ class OutputMetric(ABC):
             )
 
 
-class OnBase(OutputMetric):
+class CouplingMetric(OutputMetric):
     """A metric that couples the examples of another one, ``base``; a single example has the base metric."""
 
     base: OutputMetric
@@ -155,7 +155,7 @@ class Euclidean(OutputMetric):
 @final
 @dataclass(frozen=True)
 class Sampled(OutputMetric):
-    """Zero-mean random roots of any metric: s = Σ_k ε_k s_k with ε ~ N(0, 1) (Grosse (2021), section 5.2).
+    """Zero-mean random roots of any metric: s = Σ_k ε_k s_k with ε ~ N(0, 1) (Grosse 2021, section 5.2).
 
     E[s sᵀ] = h. One backward pass for each sample replaces one for each output. ``Fisher(family, samples=1)`` samples
     targets instead.

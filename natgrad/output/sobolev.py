@@ -13,16 +13,16 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import can_read
 from natgrad.kernels.distances import check_features, points
-from natgrad.kernels.gram import KernelMatrix, rounding, unseen
+from natgrad.kernels.gram import KernelMatrix, relative_rounding, rounding
 from natgrad.kernels.sobolev import Lengthscale, SobolevKernel, is_number
 from natgrad.linalg import check_finite
 from natgrad.model import Inputs, arguments
-from natgrad.output.metric import Coupling, Euclidean, OnBase, OutputMetric
+from natgrad.output.metric import Coupling, CouplingMetric, Euclidean, OutputMetric
 
 
 @final
 @dataclass(frozen=True)
-class Sobolev(OnBase):
+class Sobolev(CouplingMetric):
     """The norm of H_s, s = d + 2ν, instead of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ.
 
     See Bai, Rosenberg and Xu (2022).
@@ -87,7 +87,7 @@ class Sobolev(OnBase):
         if self.base.coupling(x, n) is not None:
             raise ValueError(f"{self.base!r} couples the examples itself: a Sobolev metric needs a base that does not")
         K = self.gram(x, n)
-        regular = self.jitter > n * unseen(n)  # all eigenvalues lie between the jitter and n
+        regular = self.jitter > n * relative_rounding(n)  # all eigenvalues lie between the jitter and n
         if not regular and bool(self.jitter <= rounding(K)):  # so small a jitter only hides which points are equal
             K.mul_(1 + float(self.jitter)).fill_diagonal_(1.0)
         half = (KernelMatrix.regular(K) if regular else KernelMatrix.of(K)).inverse_root()

@@ -26,8 +26,9 @@ from natgrad.pullback.batch_axis import FORK, ordered
 from natgrad.pullback.graph import Axis, nodes
 from natgrad.pullback.layer import Block
 from natgrad.pullback.tape import Ruled, Tape, Use
-from natgrad.rules.base import Call, Keys, Moment, Rule
+from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.embedding import EmbeddingRule
+from natgrad.rules.features import Entries
 
 # Where a tensor without examples is spread over them, and the rows of the parameters that it comes from.
 
@@ -239,21 +240,14 @@ class SpreadRule(Rule):
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return sum(self.parameters(module)[key].numel() for key in keys), 1, 1
 
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Entries:
         one = torch.ones((), dtype=call.x.dtype, device=call.x.device)
-        return one.expand(call.args[1], 1, self.shape(module, keys)[0], 1)
+        return Entries(one.expand(call.args[1], 1, self.shape(module, keys)[0]))
 
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        n: int = call.args[1]
-        return Moment(call.x.new_full((self.shape(module, keys)[0], 1, 1), n), n)
-
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
         assert self.cut is not None, "asked of a block, not of a use"
         rows = self.cut.pulled(g, [self.parameters(module)[key] for key in keys])
-        return rows[:, :, None, :, None]
-
-    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return single(self.cotangents(module, keys, g)).square().sum((0, 1, 2)).unsqueeze(-1)
+        return Entries(rows.unsqueeze(2))
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([t.reshape(-1) for t in block.values()]).view(-1, 1, 1)

@@ -23,7 +23,7 @@ from natgrad.model import Inputs, Model, tensors_of
 from natgrad.pullback.graph import Axis, Step, Survey, below, leaf_below, nodes, survey
 from natgrad.pullback.layer import Block
 from natgrad.pullback.tape import Tape, Use
-from natgrad.rules.base import Replayed, replaying
+from natgrad.rules.base import Replayed, cotangent_features, replaying
 
 # Where the tensors of a graph hold their examples, proven from the operations alone.
 #
@@ -319,9 +319,10 @@ def _rows(tape: Tape, at: int, axis: Axis | None, outer: tuple[Tensor, ...]) -> 
     """g [n ·] of every layer of a use, a row an example, if these are on the axis."""
     use = tape.uses[at]
     if isinstance(use.rule, Replayed):
-        return [g[0].flatten(1) for g in tape.inner(at, outer).values()]
+        return [g.dense()[0].flatten(1) for g in tape.inner(at, outer).values()]
     g = outer[0] if axis is None else axis.first(outer[0], tape.y.shape[0], 1)
-    return [use.rule.cotangents(use.module, keys, g)[0].flatten(1) for keys in use.rule.layers(use.module)]
+    layers = use.rule.layers(use.module)
+    return [cotangent_features(use.rule, use.module, keys, g).dense()[0].flatten(1) for keys in layers]
 
 
 # Layers that a forward pass hides from its graph.

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.moments import single
+from natgrad.accelerate.moments import mean_and_variance, single
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules.base import Call, plain
-from natgrad.rules.norm import batch_statistics, mean_and_variance
+from natgrad.rules.norm import batch_statistics
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

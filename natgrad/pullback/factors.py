@@ -9,6 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from natgrad.rules.features import Features
+
 _LINE = 16  # numbers
 _ROWS = 2**24  # numbers, of explicit rows at a time
 _GRAM = 2**22  # elements of a temporary
@@ -190,54 +192,42 @@ _TRACE_ROWS = 2**23  # numbers, of explicit rows at a time: they stay in the cac
 _PAIRS = 2**23  # numbers, of products of pairs of positions at a time
 
 
-def traces(f: Factors, C: Tensor, mix: Tensor, one: bool = False) -> tuple[Tensor, Tensor]:
-    """The traces [c] of G at C = 1 and at C = L Lᵀ, in double precision. ``one``: a lacks the 1 of a bias.
+def traces(a: Features, g: Tensor, C: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
+    """The traces [c] of G at C = 1 and at C = L Lᵀ, in double precision, from inputs and g [k n r c o].
 
-    >>> f = Factors(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1, 1))
-    >>> traces(f, torch.ones(2, 2).double(), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))  # 1² + 6² and (1 + 6)²
+    >>> from natgrad.rules.features import DenseFeatures
+    >>> a, g = DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1, 1)
+    >>> traces(a, g, torch.ones(2, 2).double(), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))  # 1² + 6² and (1 + 6)²
     (tensor([37.], dtype=torch.float64), tensor([49.], dtype=torch.float64))
     """
-    return _by_pairs(f, C, one) if paired(f.g, f.a.shape[3]) else _by_rows(f, mix, one)
-
-
-def paired(g: Tensor, i: int) -> bool:
-    """Whether products of pairs of positions, in double precision, cost less than rows; they need no rows."""
     _, _, r, c, o = g.shape
-    return c == 1 and pairs_pay(r, o, i)
+    if c == 1 and pairs_pay(r, o, a.shape[-1]):
+        return _by_pairs(a.dense(), g, C)
+    sums = Sums.zero(L, c)
+    for rows in a.gradients(g, _TRACE_ROWS):
+        sums.add(rows)
+    return sums.plain, sums.coupled
 
 
 def pairs_pay(r: int, o: int, i: int) -> bool:
+    """Whether products of pairs of positions, in double precision, cost less than rows; they need no rows."""
     return r == 1 or 4 * r**2 * (o + i + 100) < o * i
 
 
-def _by_pairs(f: Factors, C: Tensor, one: bool) -> tuple[Tensor, Tensor]:
+def _by_pairs(a: Tensor, g: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     """From ⟨R_n, R_m⟩ = Σ_rs ⟨a_nr, a_ms⟩⟨g_nr, g_ms⟩, whose sum with C cancels: in double precision."""
-    n, r = f.a.shape[:2]
-    a = f.a[:, :, 0].double().flatten(0, 1)  # [(n r) i]
-    g = f.g[:, :, :, 0].double().permute(1, 2, 0, 3).flatten(2).flatten(0, 1)  # [(n r) (k o)]
+    n, r = a.shape[:2]
+    a = a[:, :, 0].double().flatten(0, 1)  # [(n r) i]
+    g = g[:, :, :, 0].double().permute(1, 2, 0, 3).flatten(2).flatten(0, 1)  # [(n r) (k o)]
     plain, coupled = C.new_zeros(1), C.new_zeros(1)
     step = max(1, _PAIRS // (n * r * r))
     for start in range(0, n, step):
         part = slice(start * r, (start + step) * r)
-        products = (a @ a[part].T).add_(float(one)).mul_(g @ g[part].T)
+        products = (a @ a[part].T).mul_(g @ g[part].T)
         gram = products.view(n, r, -1, r).sum((1, 3))  # [n m]
         plain += gram.diagonal(-start).sum()
         coupled += (gram * C[:, start : start + step]).sum()
     return plain, coupled.clamp_(min=0)  # a sum of squares; below zero it is rounding
-
-
-def _by_rows(f: Factors, mix: Tensor, one: bool) -> tuple[Tensor, Tensor]:
-    """From the rows of one root after the other, some outputs at a time."""
-    n, _, c, i = f.a.shape
-    a = f.a.permute(0, 2, 1, 3)  # [n c r i]
-    g = f.g.permute(0, 1, 3, 4, 2)  # [k n c o r]
-    step, sums = max(1, _TRACE_ROWS // (n * c * i)), Sums.zero(mix, c)
-    for column in g:
-        for part in column.split(step, dim=2):
-            sums.add(part @ a)
-        if one:
-            sums.add(column.sum(3, keepdim=True))
-    return sums.plain, sums.coupled
 
 
 @final
@@ -254,16 +244,13 @@ class Sums:
         plain, coupled = torch.zeros(2, c, dtype=torch.float64, device=mix.device)
         return Sums(mix, plain, coupled)
 
-    def add(self, rows: Tensor | None) -> bool:
-        """More of them [n c o i], if there are."""
-        if rows is None:
-            return False
-        self.plain.add_(squares(rows, (0, 2, 3)))
+    def add(self, rows: Tensor) -> None:
+        """More of them [n c o i]."""
+        self.plain.add_(_squares(rows, (0, 2, 3)))
         flat = rows.reshape(len(rows), -1).to(self.mix.dtype)
-        self.coupled.add_(squares((self.mix.T @ flat).view(rows.shape), (0, 2, 3)))
-        return True
+        self.coupled.add_(_squares((self.mix.T @ flat).view(rows.shape), (0, 2, 3)))
 
 
-def squares(t: Tensor, axes: tuple[int, ...]) -> Tensor:
+def _squares(t: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Σ t² over these axes."""
     return torch.linalg.vector_norm(t, dim=axes).square()

@@ -62,7 +62,7 @@ class Block:
     def sparse(self) -> bool:
         """Whether the second moment on the side of i is diagonal, whatever the inputs."""
         if not self.facets:
-            return self.rule is not None and self.rule.sparse
+            return self.rule is not None and self.rule.one_hot
         return all(facet.block.sparse and not facet.transposed for facet in self.facets)
 
     @property

@@ -1,6 +1,6 @@
-"""The two factors of every layer, one after the other: each goes into a sink, and is forgotten before the next is made.
+"""The two Kronecker factors of every layer, one layer at a time: S = Σ g gᵀ/N and A = Σ a aᵀ/(N·R).
 
-What is averaged over time need not be whole at any moment. The factors of a large network are larger than its
+A moving average takes every factor as it arrives (``FactorSink``). The factors of a large network are larger than its
 parameters, and an estimate that is held beside its average would be as large again.
 """
 
@@ -9,26 +9,57 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.replay import GraphCache, Scalar
+from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import NatgradError
 from natgrad.model import tensors_of
-from natgrad.pullback.coupling import Coupled, Relation, Weighed
-from natgrad.pullback.features import Cotangents, Pair, Sharing, averaged, mean
+from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.pullback import Pullback
+from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import Tape
-from natgrad.rules.base import Moment, Replayed, Rows, check_length, check_moment
+from natgrad.rules.base import Replayed
+from natgrad.rules.features import Features, Joined, Moment, sum_of
 
-# The two factors of every layer: second moments of its inputs a and of its cotangents g, without per-example rows.
+
+@final
+@dataclass(frozen=True)
+class Cotangents:
+    """Of every use, by its position: of its outputs, and of the layers inside where it was replayed."""
+
+    outer: dict[int, tuple[Tensor, ...]]
+    inner: dict[int, Mapping[str, Features]]
+
+    def forget(self, at: int) -> None:
+        """Nobody asks for those of this use any more."""
+        self.outer.pop(at, None)
+        self.inner.pop(at, None)
+
+    def of(self, tape: Tape, block: Block) -> Features:
+        """g of a block, its uses one after the other along r."""
+        return Joined.of([tape.canonical(at, block.keys, self.outer, self.inner) for at in tape.places(block)])
+
+
+def cotangents(tape: Tape, s: Tensor) -> Cotangents:
+    """Those of all uses, from s [k n *out]."""
+    return _with_inner(tape, tape.outer(s))
+
+
+def _with_inner(tape: Tape, outer: dict[int, tuple[Tensor, ...]]) -> Cotangents:
+    inner = {at: tape.inner(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
+    return Cotangents(outer, inner)
+
+
+# All layers at once, chunk by chunk over examples and roots.
 
 
 class Watcher(ABC):
@@ -46,13 +77,6 @@ def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
         yield tape, (cotangents(tape, s / math.sqrt(pb.n)) for s in pb.roots.at(part).split(_columns(pb, tape)))
 
 
-def cotangents(tape: Tape, s: Tensor) -> Cotangents:
-    """Those of all uses, from s [k n *out]."""
-    outer = tape.outer(s)
-    inner = {at: tape.inner(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
-    return Cotangents(outer, inner)
-
-
 def second_moments(
     pb: Pullback, layers: Sequence[Block], sharing: Sharing, watcher: Watcher | None = None
 ) -> list[tuple[Tensor, Tensor]]:
@@ -60,49 +84,45 @@ def second_moments(
     if not layers:
         return []
     kinds = [kind for block in layers for kind in block.kinds]
-    of_kinds = _of_kinds(pb, kinds, sharing, watcher)
-    for kind, (s, a) in zip(kinds, of_kinds, strict=True):
-        check_outputs(kind, s)
-        check_inputs(kind, a)
-    found = iter(of_kinds)
-    return [joined(block, [next(found) for _ in block.kinds]) for block in layers]
+    pairs = iter(_coupled(pb, kinds, sharing) if pb.coupling is not None else _summed(pb, kinds, sharing, watcher))
+    return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
 
 
-def check_outputs(kind: Block, s: Tensor) -> None:
-    """Raise if the rule of a layer returned S in another shape than it promised."""
-    assert kind.rule is not None
-    check_moment(kind.rule, "output_moment", kind.names, (kind.shape[0], kind.shape[1]), s)
-
-
-def check_inputs(kind: Block, a: Tensor) -> None:
-    """Raise if the rule of a layer returned A in another shape than it promised."""
-    assert kind.rule is not None
-    check_moment(kind.rule, "input_moment", kind.names, (kind.shape[0], kind.shape[2]), a)
-
-
-def check_rows(kind: Block, what: str, size: int, d: int) -> None:
-    """Raise if the rule of a layer returned rows of another length than it promised."""
-    assert kind.rule is not None
-    check_length(kind.rule, what, kind.names, kind.shape[0], d, size)
-
-
-def _of_kinds(
+def _summed(
     pb: Pullback, layers: Sequence[Block], sharing: Sharing, watcher: Watcher | None
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of layers that are each of one kind."""
-    if pb.coupling is not None:
-        return _coupled(pb, layers, sharing)
-    pairs = [Pair() for _ in layers]
+    left: list[list[Tensor]] = [[] for _ in layers]  # the sum so far
+    right: list[list[Moment]] = [[] for _ in layers]
     for tape, chunks in passes(pb):
         for g in chunks:
-            for pair, block in zip(pairs, layers, strict=True):
-                pair.add_outputs(sharing.outputs(tape, block, g).to(pb.y.dtype))
+            for s, block in zip(left, layers, strict=True):
+                s[:] = [sum_of([*s, sharing.output_moment(sharing.outputs(g.of(tape, block)), block).total])]
             if watcher is not None:
                 watcher.add(tape, g)
-        for pair, block in zip(pairs, layers, strict=True):
-            moment = sharing.inputs(tape, block)
-            pair.add_inputs(Moment(moment.total.to(pb.y.dtype), moment.count))
-    return averaged(pairs)
+        for a, block in zip(right, layers, strict=True):
+            a.append(sharing.input_moment(sharing.inputs(tape.inputs(block)), block))
+            a[:] = [Moment(sum_of([m.total for m in a]), sum_of([m.count for m in a]))]
+    return [(s.to(pb.y.dtype), a.mean().to(pb.y.dtype)) for (s,), (a,) in zip(left, right, strict=True)]
+
+
+def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
+    """All examples at once, as the coupling mixes them."""
+    tape = pb.tape((0, pb.n))
+    relation = coupled_by(pb, tape)
+    assert relation is not None
+    g = cotangents(tape, pb.root / math.sqrt(pb.n))
+    moments = (relation.factors(tape.inputs(block), g.of(tape, block), block, sharing) for block in layers)
+    return [(s, a.mean()) for s, a in moments]
+
+
+def coupled_by(pb: Pullback, tape: Tape) -> Mixing | Weights | None:
+    """What couples the examples of a pass, if something does."""
+    if pb.coupled is None:
+        return None
+    if pb.coupled.weights is not None:
+        return Weights.of(pb.coupled.weights, pb.y.dtype, tape.memo)
+    return Mixing.of(pb.coupled.C, pb.mixing(), pb.y.dtype, tape.memo)
 
 
 def whole(pb: Pullback) -> bool:
@@ -117,30 +137,21 @@ def _columns(pb: Pullback, tape: Tape) -> int:
     return max(1, pb.chunk // max(cost, 1))
 
 
-def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
-    """All examples at once, as the coupling mixes them."""
-    tape = pb.tape((0, pb.n))
-    coupled = coupled_by(pb, tape)
-    assert coupled is not None
-    g = cotangents(tape, pb.root / math.sqrt(pb.n))
-    found = (coupled.factors(tape, block, sharing, g) for block in layers)
-    return [(s, mean(moment)) for s, moment in found]
+# Layer by layer: every factor goes into a sink as soon as it is there.
 
 
-def coupled_by(pb: Pullback, tape: Tape) -> Relation | None:
-    """What couples the examples of a pass, if something does."""
-    if pb.coupled is None:
-        return None
-    if pb.coupled.weights is not None:
-        return Weighed.of(pb.coupled.weights, pb.y.dtype, tape.memo)
-    return Coupled.of(pb.coupled.C, pb.mixing(), pb.y.dtype, tape.memo)
+Side: TypeAlias = Literal["S", "A"]
 
 
-# Where the two factors of every layer go, one after the other, and how they are made of a pass.
+class FactorSink(ABC):
+    """Takes the factors of layers one by one."""
 
+    @abstractmethod
+    def put(self, b: int, side: Side, moment: Moment) -> None:
+        """S or A of layer number b."""
 
-class Sink(ABC):
-    """Takes the factors of layers one by one, with a weight."""
+    def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
+        """Nothing is held back any longer."""
 
     @property
     def weight(self) -> float:
@@ -148,56 +159,62 @@ class Sink(ABC):
         return 1.0
 
     @property
-    def places(self) -> Hashable:
-        """Where it writes: kernels that were recorded write there again. None where nothing is recorded."""
+    def address_key(self) -> Hashable:
+        """Where captured kernels write, or None where nothing may be captured."""
         return None
 
-    def weighted(self, weight: Scalar) -> Sink:
+    def with_weight(self, weight: Scalar) -> FactorSink:
         """The same sink with another weight, which may be a number on the device."""
         return self
 
-    @abstractmethod
-    def inputs(self, b: int, moment: Moment) -> None:
-        """A = total/count of the layer number b; the total may be overwritten."""
-
-    @abstractmethod
-    def outputs(self, b: int, total: Tensor, count: int) -> None:
-        """S = total/count of the layer number b; the total may be overwritten."""
-
-    def input_rows(self, b: int, rows: Rows, count: int) -> bool:
-        """Take A = Σ a aᵀ/count of the rows a without forming it, where that is possible; whether it was."""
-        return False
-
-    def output_rows(self, b: int, rows: Rows, count: int) -> bool:
-        """Take S = Σ g gᵀ/count of the rows g, likewise."""
-        return False
-
-    def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
-        """Nothing is held back any longer."""
-
 
 @final
-class Collected(Sink):
-    """All factors, S and A of every layer."""
+class FactorList(FactorSink):
+    """Keeps S and A of every layer."""
 
-    def __init__(self, count: int) -> None:
-        self.left: list[Tensor | None] = [None] * count
-        self.right: list[Tensor | None] = [None] * count
+    def __init__(self) -> None:
+        self.factors: dict[tuple[int, Side], Tensor] = {}
 
-    def inputs(self, b: int, moment: Moment) -> None:
-        self.right[b] = mean(moment) if isinstance(moment.count, Tensor) else moment.total.div_(moment.count)
-
-    def outputs(self, b: int, total: Tensor, count: int) -> None:
-        self.left[b] = total.div_(count)
+    def put(self, b: int, side: Side, moment: Moment) -> None:
+        self.factors[b, side] = moment.mean()
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """After the stream."""
-        return [(s, a) for s, a in zip(self.left, self.right, strict=True) if s is not None and a is not None]
+        """S and A of every layer."""
+        return [(self.factors[b, "S"], self.factors[b, "A"]) for b in range(len(self.factors) // 2)]
+
+
+def factors_of(pb: Pullback, blocks: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
+    """S and A of every layer in ``blocks``, which have rules."""
+    sink = FactorList()
+    stream(pb, blocks, sharing, sink)
+    return sink.pairs()
+
+
+def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: FactorSink) -> None:
+    """S and A of every layer in ``blocks``, which have rules, into the sink.
+
+    Inputs come first, while there are no cotangents. Cotangents are used inside the backward pass, where they arrive.
+    """
+    if not blocks:
+        return
+    if pb.coupling is None and not whole(pb):
+        for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
+            sink.put(b, "S", Moment(s, 1))
+            sink.put(b, "A", Moment(a, 1))
+        sink.flush()
+        return
+    tape = pb.tape(pb.parts[0])
+    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape))
+    graphs = None if sink.address_key is None else pb.passes.recordings
+    kernels = CapturedKernels(graphs, layers, tape, sink)
+    kernels.inputs(range(len(blocks)))
+    stream_cotangents(tape, blocks, pb.root, kernels.outputs)
+    sink.flush()
 
 
 @final
 @dataclass(frozen=True)
-class Layers:
+class LayerFactors:
     """The layers, what becomes of their positions, and what couples the n examples.
 
     Cotangents are those of the root itself: products of them are divided by n where they are used.
@@ -207,148 +224,190 @@ class Layers:
     sharing: Sharing
     dtype: torch.dtype
     n: int
-    coupled: Relation | None = None
+    relation: Mixing | Weights | None = None
 
     def late(self, b: int) -> bool:
         """Whether A depends on cotangents: that of a tied weight does, and with a coupling both have one scale."""
-        return self.coupled is not None or bool(self.blocks[b].facets)
+        return self.relation is not None or bool(self.blocks[b].facets)
 
-    @property
-    def places(self) -> Hashable:
-        """Where recorded kernels read what is not of the pass."""
-        return None if self.coupled is None else self.coupled.places
-
-    def put_inputs(self, b: int, tape: Tape, sink: Sink) -> None:
+    def put_inputs(self, b: int, tape: Tape, sink: FactorSink) -> None:
         """A, unless it is late."""
-        if self.late(b):
-            return
-        block = self.blocks[b]
-        rows = self.sharing.input_rows(tape, block)
-        if rows is not None:
-            check_rows(block, "input_rows", rows.size, block.shape[2])
-        if rows is None or not sink.input_rows(b, rows, rows.x.shape[0]):
-            sink.inputs(b, self._moment(block, tape))
+        if not self.late(b):
+            sink.put(b, "A", self._inputs(self.blocks[b], tape))
 
-    def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: Sink) -> None:
+    def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
         """S and, where it is late, A."""
         block = self.blocks[b]
         if not self.late(b):
-            rows = self.sharing.output_rows(tape, block, g)
-            if rows is not None:
-                check_rows(block, "output_rows", rows.size, block.shape[1])
-            if rows is None or not sink.output_rows(b, rows, self.n):
-                sink.outputs(b, self._product(block, tape, g), self.n)
+            sink.put(b, "S", self._outputs(block, g.of(tape, block)).over(self.n))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
-        if not block.facets:  # with their counts, by which the sink divides where it averages
-            ((s, moment),) = pairs
-            sink.outputs(b, s, self.n)
-            sink.inputs(b, moment)
-            return
-        s, a = joined(block, [(s.div_(self.n), mean(moment)) for s, moment in pairs])
-        sink.outputs(b, s, 1)
-        sink.inputs(b, Moment(a, 1))
-
-    def in_order(self, tape: Tape, g: Cotangents, numbers: Iterable[int]) -> Iterable[int]:
-        """The numbers of these layers; cotangents that no later layer asks for are forgotten on the way."""
-        left = Counter(at for b in numbers for at in tape.places(self.blocks[b]))
-        for b in numbers:
-            yield b
-            for at in tape.places(self.blocks[b]):
-                left[at] -= 1
-                if not left[at]:
-                    g.forget(at)
+        if block.facets:
+            S, A = joined(block, [(s / self.n, moment.mean()) for s, moment in pairs])
+            s, moment, n = S, Moment(A, 1), 1
+        else:
+            ((s, moment),), n = pairs, self.n
+        sink.put(b, "S", Moment(s, n))
+        sink.put(b, "A", moment)
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
-        if self.coupled is None:
-            return self._product(kind, tape, g), self._moment(kind, tape)
-        s, moment = self.coupled.factors(tape, kind, self.sharing, g)
-        check_outputs(kind, s)
-        check_inputs(kind, moment.total)
-        return s.to(self.dtype), Moment(moment.total.to(self.dtype), moment.count)
+        if self.relation is None:
+            return self._outputs(kind, g.of(tape, kind)).total, self._inputs(kind, tape)
+        return self.relation.factors(tape.inputs(kind), g.of(tape, kind), kind, self.sharing)
 
-    def _moment(self, kind: Block, tape: Tape) -> Moment:
-        moment = self.sharing.inputs(tape, kind)
-        check_inputs(kind, moment.total)
-        return Moment(moment.total.to(self.dtype), moment.count)
+    def _inputs(self, kind: Block, tape: Tape) -> Moment:
+        return self.sharing.input_moment(self.sharing.inputs(tape.inputs(kind)), kind).to(self.dtype)
 
-    def _product(self, kind: Block, tape: Tape, g: Cotangents) -> Tensor:
-        s = self.sharing.outputs(tape, kind, g)
-        check_outputs(kind, s)
-        return s.to(self.dtype)
-
-
-# Cotangents that are used when they arrive, in the backward pass itself.
-
-
-_ROOM = 2**26  # bytes
-
-Serve: TypeAlias = Callable[[Sequence[int], Cotangents], None]
-Arrived: TypeAlias = tuple[Tensor | None, ...]  # what a node is given, of every output of it
+    def _outputs(self, kind: Block, g: Features) -> Moment:
+        return self.sharing.output_moment(self.sharing.outputs(g), kind).to(self.dtype)
 
 
 @final
-class Flow:
-    """A backward pass in which the cotangents of a layer are used when they arrive, where that is possible.
+@dataclass(frozen=True)
+class CapturedKernels:
+    """The factors of layers whose rules are ``capturable`` from CUDA graphs, where there are any; else one by one.
 
-    A layer that is called once and has others below it sees its cotangents in a hook on its node. They wait there until
-    those of more than ``room`` bytes should have come; then ``serve`` is called with the numbers of their layers, and
-    they are forgotten before those of the layers below are made. The others are asked for, and served at the end. On a
-    CPU none wait; on a GPU a third of them, whose kernels are then started together.
+    There is one graph for the inputs, whose memory is free again before there are cotangents. These have one or, where
+    they are large, several: what has been used is forgotten.
     """
 
-    def __init__(self, tape: Tape, layers: Layers, serve: Serve, room: int | None = None) -> None:
-        self.tape, self.layers, self.serve = tape, layers, serve
-        self._all = sum([shape.numel() for use in tape.uses for shape in use.shapes]) * tape.y.element_size()
-        self.room = room if room is not None else max(_ROOM, self._all // 3) if tape.y.device.type == "cuda" else 0
-        self._left = dict.fromkeys(range(len(layers.blocks)))  # the numbers of the layers that were not served
-        self._layers_of: dict[int, list[int]] = {}  # by the positions of their uses
-        for b, block in enumerate(layers.blocks):
-            for at in tape.places(block):
-                self._layers_of.setdefault(at, []).append(b)
-        self._served: set[int] = set()  # positions of uses
-        self._boxes: dict[int, list[Arrived]] = {}  # what came to the nodes of uses, by their positions
+    graphs: GraphCache[None] | None
+    layers: LayerFactors
+    tape: Tape
+    sink: FactorSink
 
-    def run(self, s: Tensor) -> None:
-        """Serve all layers, for s [k n *out]."""
-        tape = self.tape
-        # One in half precision is scaled as a whole.
-        alone = s.shape[0] == 1 and not tape.half and self._all > self.room
-        early, last = self._early() if alone else ((), frozenset[int]())
-        handles = [self._hooked(at, at in last) for at in early]
-        wanted = self._layers_of.keys() - set(early)
-        try:
-            outer = tape.outer(s, sorted(wanted))
-        finally:
-            for handle in handles:
-                handle.remove()
-        outer.update(self._waiting())
-        for at in self._served.symmetric_difference(early).difference(outer):  # no way leads there
-            outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
-        inner = {at: tape.inner(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
-        self.serve(list(self._left), Cotangents(outer, inner))
+    def inputs(self, numbers: Sequence[int]) -> None:
+        """A of these layers, unless it is late."""
+        early = [b for b in numbers if not self.layers.late(b)]
+        captured = [b for b in early if b in self._capturable]
+        at_uses = self._uses_of(captured)
 
-    def _hooked(self, at: int, last: bool) -> RemovableHandle:
-        """``last``: when its cotangents come, those that wait are served. The others need no line of Python."""
-        (edge,) = self.tape.uses[at].edges
-        assert edge is not None
-        box = self._boxes[at] = []
+        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            tape, sink = self._tape_reading(at_uses, iter(tensors)), self.sink.with_weight(scalars[0])
+            for b in captured:
+                self.layers.put_inputs(b, tape, sink)
+            sink.flush()
 
-        def hook(arrived: Arrived) -> None:
-            box.append(arrived)
-            self._serve_waiting()
+        if captured and self.graphs is not None:
+            self.graphs.run(compute, self._called(at_uses), [self.sink.weight], self._key("A", captured, at_uses))
+        for b in early:
+            if b not in self._capturable:
+                self.layers.put_inputs(b, self.tape, self.sink)
 
-        return edge.node.register_prehook(hook if last else box.append)
+    def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
+        """S of these layers and, where it is late, A."""
+        captured = [b for b in numbers if b in self._capturable]
+        at_uses = self._uses_of(captured)
+        late = self._uses_of([b for b in captured if self.layers.late(b)])
 
-    def _waiting(self) -> dict[int, tuple[Tensor, ...]]:
-        """What has come and was not served, taken out of the boxes."""
+        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            supply = iter(tensors)
+            tape, sink = self._tape_reading(late, supply), self.sink.with_weight(scalars[0])
+            mine = Cotangents({at: tuple(next(supply) for _ in g.outer[at]) for at in at_uses}, {})
+            for b in captured:
+                self.layers.put_outputs(b, tape, mine, sink)
+            sink.flush()
+
+        if captured and self.graphs is not None:
+            tensors = [*self._called(late), *(t for at in at_uses for t in g.outer[at])]
+            self.graphs.run(compute, tensors, [self.sink.weight], self._key("S", captured, at_uses))
+        others = [b for b in numbers if b not in self._capturable]
+        for b in _forgetting(self.tape, self.layers.blocks, g, others):
+            self.layers.put_outputs(b, self.tape, g, self.sink)
+
+    @cached_property
+    def _capturable(self) -> frozenset[int]:
+        """Which layers a graph may hold."""
+        if self.graphs is None:
+            return frozenset()
+        rules = [[kind.rule for kind in block.kinds] for block in self.layers.blocks]
+        return frozenset(b for b, own in enumerate(rules) if all(rule is not None and rule.capturable for rule in own))
+
+    def _uses_of(self, numbers: Sequence[int]) -> list[int]:
+        """The positions of the uses of these layers."""
+        return list(dict.fromkeys(at for b in numbers for at in self.tape.places(self.layers.blocks[b])))
+
+    def _called(self, at_uses: Sequence[int]) -> list[Tensor]:
+        """What these uses were called with."""
+        found: list[Tensor] = []
+        for use in (self.tape.uses[at] for at in at_uses):
+            (x, *more), named = use.call.args or (None,), use.call.kwargs
+            found += [x] if isinstance(x, Tensor) and not more and not named else tensors_of((use.call.args, named))
+        return found
+
+    def _tape_reading(self, at_uses: Sequence[int], supply: Iterator[Tensor]) -> Tape:
+        """The tape, with these tensors in the calls of these uses."""
+        calls = {at: self.tape.uses[at].call.map(lambda _: next(supply)) for at in at_uses}
+        changed = (replace(use, call=calls[at]) if at in calls else use for at, use in enumerate(self.tape.uses))
+        return replace(self.tape, uses=tuple(changed))
+
+    def _key(self, side: Side, numbers: Sequence[int], at_uses: Sequence[int]) -> Hashable:
+        """All that the kernels depend on, beside what they read."""
+        uses = [self.tape.uses[at] for at in at_uses]
+        buffers = [t for use in uses for t in use.module._buffers.values() if t is not None]
+        return (
+            side,
+            self.layers.sharing,
+            self.layers.n,
+            None if self.layers.relation is None else self.layers.relation.address_key,
+            tuple(self.layers.blocks[b].names for b in numbers),
+            tuple(use.call.training for use in uses),
+            tuple(t.data_ptr() for t in buffers),
+            self.sink.address_key,
+        )
+
+
+def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Iterable[int]) -> Iterator[int]:
+    """The numbers of these layers; cotangents that no later layer asks for are forgotten on the way."""
+    left = Counter(at for b in numbers for at in tape.places(blocks[b]))
+    for b in numbers:
+        yield b
+        for at in tape.places(blocks[b]):
+            left[at] -= 1
+            if not left[at]:
+                g.forget(at)
+
+
+# A backward pass whose cotangents are used where they arrive.
+
+
+Consume: TypeAlias = Callable[[Sequence[int], Cotangents], None]  # numbers of layers, and the cotangents of their uses
+Arrived: TypeAlias = tuple[Tensor | None, ...]  # what a node is given, of every output of it
+
+
+def stream_cotangents(
+    tape: Tape, blocks: Sequence[Block], s: Tensor, consume: Consume, room: int | None = None
+) -> None:
+    """Call ``consume`` with all layers, for s [k n *out], while the backward pass runs.
+
+    A layer that is called once and lies above another layer receives its cotangents in a hook on its autograd node.
+    They wait there until more than ``room`` bytes of them have arrived, and are freed before those of the layers below
+    are computed: on a processor none wait, on a GPU a third of them, so that their kernels are launched together. The
+    other layers are consumed after the pass.
+    """
+    total = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
+    room = waiting_bytes(tape.y.device, total) if room is None else room
+    layers_of: dict[int, list[int]] = {}  # numbers of layers, by the position of a use
+    for b, block in enumerate(blocks):
+        for at in tape.places(block):
+            layers_of.setdefault(at, []).append(b)
+    early: Sequence[int] = ()
+    last: frozenset[int] = frozenset()
+    if s.shape[0] == 1 and not tape.half and total > room:  # a pass in half precision is scaled as a whole
+        early, last = _early_uses(tape, blocks, room)
+    boxes: dict[int, list[Arrived]] = {at: [] for at in early}
+    consumed: set[int] = set()  # positions of uses
+    left = dict.fromkeys(range(len(blocks)))  # numbers of layers
+
+    def arrived() -> dict[int, tuple[Tensor, ...]]:
+        """The cotangents that wait, taken out of their boxes."""
         found: dict[int, tuple[Tensor, ...]] = {}
-        for at, box in self._boxes.items():
+        for at, box in boxes.items():
             if not box:
                 continue
-            use = self.tape.uses[at]
-            if len(box) > 1 or at in self._served:
+            use = tape.uses[at]
+            if len(box) > 1 or at in consumed:
                 raise NatgradError(
                     f"a backward pass through the model came twice to the outputs of {use.module}: a hook on a tensor "
                     "runs a pass of its own through the layers. Do so in the backward of a torch.autograd.Function"
@@ -360,52 +419,70 @@ class Flow:
                 found[at] = (use.first(g.unsqueeze(0)),)
         return found
 
-    def _serve_waiting(self) -> None:
-        waiting = self._waiting()
-        if not waiting:
-            return
-        numbers = sorted({b for at in waiting for b in self._layers_of[at]})
-        self._served.update(waiting)
-        for b in numbers:
-            del self._left[b]
-        self.serve(numbers, Cotangents(waiting, {}))
+    def hook(at: int) -> RemovableHandle:
+        """With the cotangents of the ``last`` use that there is room for, those that wait are consumed."""
+        (edge,) = tape.uses[at].edges
+        assert edge is not None
 
-    def _early(self) -> tuple[Sequence[int], frozenset[int]]:
-        """The uses that can be served in a hook, and those of them with which there is no more room.
+        def receive(grads: Arrived) -> None:
+            boxes[at].append(grads)
+            waiting = arrived()
+            if waiting:
+                numbers = sorted({b for use in waiting for b in layers_of[use]})
+                consumed.update(waiting)
+                for b in numbers:
+                    del left[b]
+                consume(numbers, Cotangents(waiting, {}))
 
-        They are found once for every kind of graph: it is a long walk. A pass comes to the layers from the last one on.
-        """
-        key = ("early", self.room, tuple(block.names for block in self.layers.blocks))
-        if key not in self.tape.memo:
-            early, held, last = self._found(), 0, set()
-            for at in reversed(early):
-                held += self.tape.uses[at].shape.numel() * self.tape.y.element_size()
-                if held > self.room:
-                    last.add(at)
-                    held = 0
-            self.tape.memo[key] = early, frozenset(last)
-        return self.tape.memo[key]
+        return edge.node.register_prehook(receive if at in last else boxes[at].append)
 
-    def _found(self) -> Sequence[int]:
-        own: set[int] = set()
-        shared: set[int] = set()
-        for block in self.layers.blocks:
-            places = self.tape.places(block)
-            own.update(places)
-            if len(places) != 1 or block.facets:
-                shared.update(places)
-        edges = [edge for use in self.tape.uses for edge in use.edges if edge is not None]
-        outputs = Counter(edge.node for edge in edges)
-        upper = above({edge.node for at in own for edge in self.tape.uses[at].edges if edge is not None})
-        found = []
-        for at in sorted(own):
-            use = self.tape.uses[at]
-            edge = use.edges[0] if len(use.edges) == 1 else None
-            if edge is None or at in shared or isinstance(use.rule, Replayed):
-                continue
-            if edge.node in upper and outputs[edge.node] == 1:
-                found.append(at)
-        return found
+    handles = [hook(at) for at in early]
+    try:
+        outer = tape.outer(s, sorted(layers_of.keys() - set(early)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    outer.update(arrived())
+    for at in consumed.symmetric_difference(early).difference(outer):  # no path of the graph leads there
+        outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
+    consume(list(left), _with_inner(tape, outer))
+
+
+def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:
+    """The uses that can be consumed in a hook, and those of them with which there is no more room.
+
+    Cached by the kind of graph, as the search is long. A backward pass comes to the layers from the last one on.
+    """
+    key = ("early", room, tuple(block.names for block in blocks))
+    if key not in tape.memo:
+        early, held, last = _uses_above_others(tape, blocks), 0, set()
+        for at in reversed(early):
+            held += tape.uses[at].shape.numel() * tape.y.element_size()
+            if held > room:
+                last.add(at)
+                held = 0
+        tape.memo[key] = early, frozenset(last)
+    return tape.memo[key]
+
+
+def _uses_above_others(tape: Tape, blocks: Sequence[Block]) -> Sequence[int]:
+    """Uses of layers that are called once, whose node is theirs alone and is visited on the way to another layer's."""
+    used: set[int] = set()
+    several: set[int] = set()
+    for block in blocks:
+        at_uses = tape.places(block)
+        used.update(at_uses)
+        if len(at_uses) != 1 or block.facets:
+            several.update(at_uses)
+    outputs = Counter(edge.node for use in tape.uses for edge in use.edges if edge is not None)
+    upper = above({edge.node for at in used for edge in tape.uses[at].edges if edge is not None})
+    found = []
+    for at in sorted(used - several):
+        use = tape.uses[at]
+        edge = use.edges[0] if len(use.edges) == 1 else None
+        if edge is not None and not isinstance(use.rule, Replayed) and edge.node in upper and outputs[edge.node] == 1:
+            found.append(at)
+    return found
 
 
 def above(ends: Collection[Any]) -> set[Any]:
@@ -425,143 +502,3 @@ def above(ends: Collection[Any]) -> set[Any]:
         if any(leads[child] for child, _ in end.next_functions if child is not None):
             found.add(end)
     return found
-
-
-def factors_of(pb: Pullback, blocks: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
-    """S and A of every layer in ``blocks``, which have rules."""
-    collected = Collected(len(blocks))
-    stream(pb, blocks, sharing, collected)
-    return collected.pairs()
-
-
-def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Sink) -> None:
-    """S and A of every layer in ``blocks``, which have rules, into the sink.
-
-    The inputs come first, while there are no cotangents. On a GPU the kernels of rules that read nothing but a call are
-    recorded, with those of the sink, and replayed.
-    """
-    if not blocks:
-        return
-    if pb.coupling is None and not whole(pb):
-        for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
-            sink.outputs(b, s, 1)
-            sink.inputs(b, Moment(a, 1))
-        sink.flush()
-        return
-    tape = pb.tape(pb.parts[0])
-    layers = Layers(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape))
-    recordings = pb.passes.recordings
-    if recordings is not None and sink.places is not None:
-        _recorded(pb, recordings, layers, sink)
-    else:
-        for b in range(len(blocks)):
-            layers.put_inputs(b, tape, sink)
-
-        def serve(numbers: Sequence[int], g: Cotangents) -> None:
-            for b in layers.in_order(tape, g, numbers):
-                layers.put_outputs(b, tape, g, sink)
-
-        Flow(tape, layers, serve).run(pb.root)
-    sink.flush()
-
-
-def _recorded(pb: Pullback, recordings: GraphCache[None], layers: Layers, sink: Sink) -> None:
-    """The layers whose rules are pure from recordings where there are any, the others kernel by kernel.
-
-    There is one for the inputs, which runs while the backward pass is started, and what it needs is free again before
-    there are cotangents. These have one or, where they are large, several: what has been used is forgotten.
-    """
-    tape = pb.tape(pb.parts[0])
-    rules = [[kind.rule for kind in block.kinds] for block in layers.blocks]
-    pure = {b for b, own in enumerate(rules) if all(rule is not None and rule.pure for rule in own)}
-    recorded = _Recorded(recordings, layers, tape, sink)
-    recorded.inputs([b for b in sorted(pure) if not layers.late(b)])
-    for b in range(len(rules)):
-        if b not in pure:
-            layers.put_inputs(b, tape, sink)
-
-    def serve(numbers: Sequence[int], g: Cotangents) -> None:
-        recorded.outputs([b for b in numbers if b in pure], g)
-        for b in numbers:
-            if b not in pure:
-                layers.put_outputs(b, tape, g, sink)
-
-    Flow(tape, layers, serve).run(pb.root)
-
-
-@final
-@dataclass(frozen=True)
-class _Recorded:
-    """Kernels that read what the layers of a pass were called with, or its cotangents, and write into a sink."""
-
-    recordings: GraphCache[None]
-    layers: Layers
-    tape: Tape
-    sink: Sink
-
-    def inputs(self, numbers: Sequence[int]) -> None:
-        """A of these layers."""
-        places = self._places(numbers)
-
-        def compute(sources: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            here, into = self._reading(places, iter(sources)), self.sink.weighted(scalars[0])
-            for b in numbers:
-                self.layers.put_inputs(b, here, into)
-            into.flush()
-
-        key = self._what("A", numbers, places)
-        self.recordings.run(compute, self._called(places), [self.sink.weight], key)
-
-    def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
-        """S of these layers and, where it is late, A."""
-        places = self._places(numbers)
-        late = self._places([b for b in numbers if self.layers.late(b)])
-
-        def compute(sources: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            supply = iter(sources)
-            here, into = self._reading(late, supply), self.sink.weighted(scalars[0])
-            own = Cotangents({at: tuple(next(supply) for _ in g.outer[at]) for at in places}, {})
-            for b in numbers:
-                self.layers.put_outputs(b, here, own, into)
-            into.flush()
-
-        sources = [*self._called(late), *(t for at in places for t in g.outer[at])]
-        self.recordings.run(compute, sources, [self.sink.weight], self._what("S", numbers, places))
-
-    def _places(self, numbers: Sequence[int]) -> list[int]:
-        """The uses of these layers."""
-        return list(dict.fromkeys([at for b in numbers for at in self._uses[b]]))
-
-    @cached_property
-    def _uses(self) -> list[list[int]]:
-        """Of every layer."""
-        return [self.tape.places(block) for block in self.layers.blocks]
-
-    def _called(self, places: Sequence[int]) -> list[Tensor]:
-        """What these uses were called with."""
-        found: list[Tensor] = []
-        for use in (self.tape.uses[at] for at in places):
-            (x, *more), named = use.call.args or (None,), use.call.kwargs
-            found += [x] if isinstance(x, Tensor) and not more and not named else tensors_of((use.call.args, named))
-        return found
-
-    def _reading(self, places: Sequence[int], supply: Iterator[Tensor]) -> Tape:
-        """The tape, with these tensors in the calls of these uses."""
-        calls = {at: self.tape.uses[at].call.map(lambda _: next(supply)) for at in places}
-        changed = (replace(use, call=calls[at]) if at in calls else use for at, use in enumerate(self.tape.uses))
-        return replace(self.tape, uses=tuple(changed))
-
-    def _what(self, side: str, numbers: Sequence[int], places: Sequence[int]) -> Hashable:
-        """All that the kernels depend on, beside what they read."""
-        uses = [self.tape.uses[at] for at in places]
-        buffers = [t for use in uses for t in use.module._buffers.values() if t is not None]
-        return (
-            side,
-            self.layers.sharing,
-            self.layers.n,
-            self.layers.places,
-            tuple(self.layers.blocks[b].names for b in numbers),
-            tuple(use.call.training for use in uses),
-            tuple(t.data_ptr() for t in buffers),
-            self.sink.places,
-        )

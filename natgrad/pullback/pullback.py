@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
-from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullback.bare import SpreadRule, over_examples, spread, spread_again
 from natgrad.pullback.batch_axis import Judgements, Refused, Verdicts, check_alike, check_outputs, check_unused
@@ -40,7 +40,6 @@ from natgrad.pullback.rows import rows
 from natgrad.pullback.tape import Tape, record
 from natgrad.rules import RULES
 from natgrad.rules.base import Rule
-from natgrad.slots import check_slots
 
 # What a pullback is made of: a batch, what a pass over it has shown of the layers, and how it is gone through.
 
@@ -384,7 +383,7 @@ class Pullback:
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
         factored = (block if block.rule and not block.facets else None for block in self.layers)
-        return [None if block is None else tape.inputs(block).to(self.y.dtype) for block in factored]
+        return [None if block is None else tape.inputs(block).dense().to(self.y.dtype) for block in factored]
 
     def roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, limit: int | None) -> int:
         """How many roots k fit into a chunk, with the rows that layers with several positions will form."""
@@ -410,13 +409,13 @@ class Pullback:
             if nothing:
                 out.append(Factors.of_rows(s.new_zeros(*s.shape[:2], block.size, dtype=self.y.dtype)))
             elif block.facets:
-                pairs = [(tape.inputs(kind), next(cotangents)) for kind in block.kinds]
+                pairs = [(tape.inputs(kind).dense(), next(cotangents).dense()) for kind in block.kinds]
                 out.append(Tied.of(block, pairs, self.y.dtype))
             elif a is None or block.rule is None:
                 out.append(Factors.of_rows(explicit[..., start : start + block.size]))
                 start += block.size
             else:
-                out.append(Factors(a, next(cotangents).to(a.dtype)))
+                out.append(Factors(a, next(cotangents).dense().to(a.dtype)))
         return out
 
     def mixing(self) -> Tensor:

@@ -23,7 +23,8 @@ from natgrad.model import Inputs, Model, is_ours, map_tensors, tensors_of
 from natgrad.pullback.batch_norm import Statistics
 from natgrad.pullback.graph import Axis, leaf_uses, nodes
 from natgrad.pullback.layer import Block
-from natgrad.rules.base import Call, Replay, Replayed, Rule, check_cotangents, check_inputs, replaying
+from natgrad.rules.base import Call, Replay, Replayed, Rule, cotangent_features, input_features, replaying
+from natgrad.rules.features import DenseFeatures, Features, Joined
 
 # Edges of the autograd graph: where cotangents of a module's outputs, and of its input, are found.
 
@@ -361,19 +362,14 @@ class Tape:
             found.setdefault(use.module, []).append(at)
         return found
 
-    def inputs(self, block: Block) -> Tensor:
-        """a [n r c i] of a block with a rule, the uses one after the other along r; of one kind, if it is tied."""
+    def inputs(self, block: Block) -> Features:
+        """a of a block with a rule, the uses one after the other along r; of one kind, if it is tied."""
         rule = block.rule
         assert rule is not None
-        parts = [
-            use.replay.layer(block.keys).a.detach()
-            if isinstance(rule, Replayed)
-            else rule.inputs(use.module, block.keys, use.call)
-            for use in self.of(block)
-        ]
-        for part in parts:
-            check_inputs(rule, block.names, block.shape, part)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if isinstance(rule, Replayed):
+            return Joined.of([use.replay.layer(block.keys) for use in self.of(block)])
+        uses = self.of(block)
+        return Joined.of([input_features(u.rule, u.module, block.keys, u.call, block.names) for u in uses])
 
     @cached_property
     def half(self) -> bool:
@@ -398,33 +394,32 @@ class Tape:
 
         return {at: tuple(cotangent(at, j) for j in range(len(self.uses[at].edges))) for at in places}
 
-    def inner(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Tensor]:
+    def inner(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Features]:
         """Cotangents [k n r c o] of the layers of a replayed use, by the names of their parameters."""
-        return self.uses[at].replay.pull(outer)
+        pulled = self.uses[at].replay.pull(outer)
+        distinct: dict[int, Features] = {id(g): DenseFeatures(g) for g in pulled.values()}  # layers may have one g
+        return {key: distinct[id(g)] for key, g in pulled.items()}
 
-    def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
-        """g [k n r c o] of every block with a rule, for output cotangents s [k n *out]; of one kind, if it is tied."""
+    def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Features]:
+        """g of every block with a rule, for output cotangents s [k n *out]; of one kind, if it is tied."""
         if not blocks:
             return []
         outer = self.outer(s)
         replayed = {at: self.inner(at, g) for at, g in outer.items() if isinstance(self.uses[at].rule, Replayed)}
-        out = []
-        for block in blocks:
-            parts = [self.canonical(at, block.keys, outer, replayed) for at in self.places(block)]
-            out.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
-        return out
+        return [
+            Joined.of([self.canonical(at, block.keys, outer, replayed) for at in self.places(block)])
+            for block in blocks
+        ]
 
     def canonical(
         self,
         at: int,
         keys: tuple[str, ...],
         outer: Mapping[int, tuple[Tensor, ...]],
-        replayed: Mapping[int, Mapping[str, Tensor]],
-    ) -> Tensor:
-        """g [k n r c o] of one layer of one use."""
+        replayed: Mapping[int, Mapping[str, Features]],
+    ) -> Features:
+        """g of one layer of one use."""
         use = self.uses[at]
         if isinstance(use.rule, Replayed):
             return replayed[at][keys[0]]
-        g = use.rule.cotangents(use.module, keys, outer[at][0])
-        check_cotangents(use.rule, keys, use.rule.shape(use.module, keys), g)
-        return g
+        return cotangent_features(use.rule, use.module, keys, outer[at][0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast, final
 
@@ -17,14 +18,16 @@ from natgrad.rules.base import (
     Call,
     GraphReplay,
     Keys,
-    Replayable,
     Replayed,
-    argument,
+    matrices,
+    matrices_shape,
     own,
+    pack_matrices,
     plain,
     trainable,
     weight_and_bias,
 )
+from natgrad.rules.features import DenseFeatures
 
 _IN, _OUT = ("in_proj_weight", "in_proj_bias"), ("out_proj.weight", "out_proj.bias")
 _SPLIT = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -67,20 +70,26 @@ class AttentionRule(Replayed):
         return tuple(keys for keys in kept if keys)
 
     def axis(self, module: nn.Module, call: Call) -> int | None:
-        if argument(call, 0, "query").ndim == 2:
+        if call.argument(0, "query").ndim == 2:
             return None
         return 0 if cast(nn.MultiheadAttention, module).batch_first else 1
 
     def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
-        query, key = argument(call, 0, "query"), argument(call, 1, "key")
+        query, key = call.argument(0, "query"), call.argument(1, "key")
         at = 1 if cast(nn.MultiheadAttention, module).batch_first and query.ndim == 3 else 0
         queries, others = int(query.shape[at]), int(key.shape[at])
         if keys[0] in _IN:
             return 3 * max(queries, others)
         return others if keys[0] in _SPLIT[1:] else queries
 
-    def groups(self, module: nn.Module, keys: Keys) -> int:
-        return _groups(keys)
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        return matrices_shape(module, keys, _groups(keys))
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        return pack_matrices(block, _groups(tuple(block)))
+
+    def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return matrices(block, _groups(tuple(block)))
 
     def replay(self, module: nn.Module, call: Call) -> GraphReplay:
         attention = _Attention.of(cast(nn.MultiheadAttention, module), call)
@@ -108,7 +117,7 @@ class _Attention:
 
     @staticmethod
     def of(module: nn.MultiheadAttention, call: Call) -> _Attention:
-        given = [single(argument(call, at, name)) for at, name in enumerate(("query", "key", "value"))]
+        given = [single(call.argument(at, name)) for at, name in enumerate(("query", "key", "value"))]
         if given[0].ndim == 2:
             given = [t.unsqueeze(0) for t in given]
         elif not module.batch_first:
@@ -117,7 +126,7 @@ class _Attention:
 
     @property
     def batched(self) -> bool:
-        return bool(argument(self.call, 0, "query").ndim == 3)
+        return bool(self.call.argument(0, "query").ndim == 3)
 
     @property
     def rows(self) -> int:
@@ -133,7 +142,7 @@ class _Attention:
         z = (z if bias is None else z + bias.view(3, -1)).requires_grad_()
         return z, [z[:, : t.shape[1], at : at + 1] for at, t in enumerate(self.tokens)]
 
-    def inputs(self) -> dict[str, Replayable]:
+    def inputs(self) -> dict[str, DenseFeatures]:
         """The inputs of the three projections."""
         valid = self._valid()
         if own(self.module, "in_proj_weight") is not None:
@@ -161,9 +170,9 @@ class _Attention:
             blind = (mask == -math.inf).all(-1, keepdim=True)
             weights = (scores + mask.masked_fill(blind, 0.0)).softmax(-1).masked_fill(blind, 0.0)
         mixed = (weights @ v).transpose(1, 2).flatten(2)
-        if not argument(self.call, 4, "need_weights", True):
+        if not self.call.argument(4, "need_weights", True):
             return mixed, None
-        seen = weights.mean(1) if argument(self.call, 6, "average_attn_weights", True) else weights
+        seen = weights.mean(1) if self.call.argument(6, "average_attn_weights", True) else weights
         return mixed, seen if self.batched else seen.squeeze(0)
 
     def _weights(self) -> list[Tensor]:
@@ -188,7 +197,7 @@ class _Attention:
 
     def _stacked(self, valid: Tensor | None) -> Tensor:
         """a [n r 3 i], zero where it is masked."""
-        given = [argument(self.call, at, name) for at, name in enumerate(("query", "key", "value"))]
+        given = [self.call.argument(at, name) for at, name in enumerate(("query", "key", "value"))]
         if valid is None and _same(given[0], given[1]) and _same(given[0], given[2]):
             return self.tokens[0].unsqueeze(2).expand(-1, -1, 3, -1)
         a = torch.stack([_longer(t, self.rows) for t in self.tokens], dim=2)
@@ -204,16 +213,16 @@ class _Attention:
 
     def _padding(self) -> Tensor | None:
         """The key_padding_mask [n s] as what is added to the scores."""
-        given = argument(self.call, 3, "key_padding_mask")
+        given = self.call.argument(3, "key_padding_mask")
         return None if given is None else _added(given, self.tokens[0]).reshape(self.tokens[1].shape[:2])
 
     def _mask(self, queries: int, keys: int, like: Tensor) -> Tensor | None:
         """What is added to the scores [n h l s], or can be spread to that; added keys are seen by all."""
-        padding, given = self._padding(), argument(self.call, 5, "attn_mask")
+        padding, given = self._padding(), self.call.argument(5, "attn_mask")
         if (
-            argument(self.call, 7, "is_causal", False)
+            self.call.argument(7, "is_causal", False)
             and padding is None
-            and not argument(self.call, 4, "need_weights", True)
+            and not self.call.argument(4, "need_weights", True)
         ):
             # The fused kernel takes the flag at its word, and never looks at the mask.
             return like.new_full((queries, keys), -math.inf).triu(1)

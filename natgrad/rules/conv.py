@@ -9,82 +9,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from natgrad.accelerate.moments import bordered, homogeneous, output_moment, single, symmetric_product
-from natgrad.accelerate.patches import Axis, example_gradients, patch_mean, patch_moment, patch_product, patches
-from natgrad.rules.base import Call, Keys, Moment, Rule, plain
+from natgrad.accelerate.patches import Axis
+from natgrad.rules.base import Call, Keys, Rule, matrices, matrices_shape, pack_matrices, plain
+from natgrad.rules.features import DenseFeatures, Features, Patches
 
 _Conv: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_GRADIENTS = 2**26  # numbers, of the gradients of all examples
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @final
 class ConvRule(Rule):
-    """z_r = W̄ ā_r with ā_r the patch that output position r reads, and a 1: Σ_r g āᵀ (003 (4.1)–(4.5), ERRATA 43, 47).
+    """z_r = W̄ ā_r with ā_r the patch that output position r reads, and a 1: Σ_r g āᵀ (Grosse and Martens 2016).
 
-    Any stride, padding, dilation and groups. Zero padding is part of the patches, and so of A (ERRATA D). Groups are
-    independent layers c. The second moment of the patches is a correlation and needs no patches.
+    Any stride, padding, dilation and groups. Zero padding is part of the patches, and so of A. Groups are independent
+    layers c.
+
+    Shapes: input [n ch *spatial] gives a [n r c i], output cotangents [k n (c o) *spatial] give g [k n r c o].
     """
+
+    capturable = True
 
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, "weight", "bias") for kind in _CONVS)
 
-    @property
-    def pure(self) -> bool:
-        return True
-
-    @property
-    def linear(self) -> bool:
-        return True
-
-    def groups(self, module: nn.Module, keys: Keys) -> int:
-        return cast(_Conv, module).groups
-
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        x, axes = _padded(cast(_Conv, module), call.x)
-        return homogeneous(patches(x, axes, self.groups(module, keys)), "weight" in keys, "bias" in keys)
-
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return g.flatten(3).unflatten(2, (self.groups(module, keys), -1)).permute(0, 1, 4, 2, 3)
-
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        x, axes = _padded(cast(_Conv, module), call.x)
-        c, count = self.groups(module, keys), _positions(x, axes)
-        if "weight" not in keys:
-            return Moment(single(x).new_full((c, 1, 1), count), count)
-        if c == 1 and x.device.type == "cuda":
-            return Moment(patch_product(x, axes, "bias" in keys).unsqueeze(0), count)
-        found = patch_moment(x, axes, c)
-        return Moment(bordered(found.products, found.sums, count) if "bias" in keys else found.products, count)
-
-    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        x, axes = _padded(cast(_Conv, module), call.x)
-        return homogeneous(patch_mean(x, axes, self.groups(module, keys)), "weight" in keys, "bias" in keys)
-
-    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return output_moment(g, self.groups(module, keys))
-
-    def projected(self, module: nn.Module, keys: Keys, call: Call, w: Tensor) -> Tensor:
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
         layer = cast(_Conv, module)
-        if "weight" not in keys or layer.groups > 1:
-            return super().projected(module, keys, call, w)
-        size = layer.weight[0].numel()
-        filters = w[:size].T.reshape(-1, *layer.weight.shape[1:])
-        x = _batched(layer, call.x).to(w.dtype)
-        if x.ndim == 4 and x.device.type == "cuda":  # the fast kernels want it so, and what comes out is wanted so
-            x = x.contiguous(memory_format=torch.channels_last)
-        out = layer._conv_forward(x, filters, None).flatten(2).transpose(1, 2)
-        return out + w[size] if "bias" in keys else out
+        patches = Patches(*_padded(layer, call.x), layer.groups, "bias" in keys)
+        return patches if "weight" in keys else _ones(patches.x, *patches.shape[:3])
 
-    def gradients(self, module: nn.Module, keys: Keys, call: Call, g: Tensor) -> Tensor | None:
-        x, axes = _padded(cast(_Conv, module), call.x)
-        numbers = x.shape[0] * cast(_Conv, module).weight.numel()
-        alone = keys == ("weight",) and self.groups(module, keys) == 1 and numbers <= _GRADIENTS
-        if not alone or len(axes) != 2 or x.device.type != "cpu" or x.dtype != torch.float32:
-            return None
-        return example_gradients(x, axes, g).unsqueeze(1)
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Patches:
+        layer = cast(_Conv, module)
+        return Patches(g, _pixels(layer), layer.groups)
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        return matrices_shape(module, keys, cast(_Conv, module).groups)
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        return pack_matrices(block, cast(_Conv, module).groups)
+
+    def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return matrices(block, cast(_Conv, module).groups)
 
 
 @final
@@ -99,7 +65,7 @@ class TransposedConvRule(Rule):
     >>> layer = nn.ConvTranspose1d(2, 3, kernel_size=2, dilation=2, output_padding=1)
     >>> y = layer(torch.randn(4, 2, 5))
     >>> y.shape[2], TransposedConvRule().cotangents(layer, ("weight",), y.unsqueeze(0)).shape  # [k n r c o]
-    (8, torch.Size([1, 4, 5, 1, 6]))
+    (8, (1, 4, 5, 1, 6))
     """
 
     def covers(self, module: nn.Module) -> bool:
@@ -114,39 +80,20 @@ class TransposedConvRule(Rule):
             return 1, layer.out_channels, 1
         return layer.groups, layer.weight[0].numel(), layer.in_channels // layer.groups
 
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
         layer = cast(_Transposed, module)
         x = _batched(layer, call.x)
         if keys == ("bias",):
-            sizes = _output_sizes(layer, call)
-            return x.new_ones(x.shape[0], sizes.numel(), 1, 1)
+            return _ones(x, x.shape[0], _output_sizes(layer, call).numel(), 1)
         _check_padding(layer, call)
-        return x.flatten(2).unflatten(1, (layer.groups, -1)).permute(0, 3, 1, 2)
+        return Patches(x, _pixels(layer), layer.groups)
 
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Patches:
         layer = cast(_Transposed, module)
         if keys == ("bias",):
-            return g.flatten(3).transpose(2, 3).unsqueeze(3)
+            return Patches(g, _pixels(layer))
         read, axes = _read(layer, g.flatten(0, 1))
-        return patches(read, axes, layer.groups).unflatten(0, g.shape[:2])
-
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        layer = cast(_Transposed, module)
-        x = _batched(layer, call.x)
-        if keys == ("bias",):
-            count = x.shape[0] * _output_sizes(layer, call).numel()
-            return Moment(single(x).new_full((1, 1, 1), count), count)
-        _check_padding(layer, call)
-        return Moment(output_moment(x.unsqueeze(0), layer.groups), x.shape[0] * x.shape[2:].numel())
-
-    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        layer = cast(_Transposed, module)
-        if keys == ("bias",):
-            return symmetric_product(g.flatten(3).transpose(2, 3).reshape(-1, g.shape[2])).unsqueeze(0)
-        read, axes = _read(layer, g.flatten(0, 1))
-        if layer.groups == 1 and g.device.type == "cuda":
-            return patch_product(read, axes, bias=False).unsqueeze(0)
-        return patch_moment(read, axes, layer.groups).products
+        return Patches(read.unflatten(0, g.shape[:2]), axes, layer.groups)
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         if "bias" in block:
@@ -160,6 +107,16 @@ class TransposedConvRule(Rule):
             return {"bias": packed.reshape(*lead, -1)}
         weight = cast(_Transposed, module).weight
         return {"weight": packed.transpose(-1, -2).reshape(*lead, *weight.shape)}
+
+
+def _ones(x: Tensor, n: int, r: int, c: int) -> DenseFeatures:
+    """The inputs of a bias alone."""
+    return DenseFeatures(x.new_ones(()).expand(n, r, c, 1))
+
+
+def _pixels(layer: _Conv | _Transposed) -> tuple[Axis, ...]:
+    """Every position reads itself alone."""
+    return (Axis(1),) * len(layer.kernel_size)
 
 
 def _batched(layer: _Conv | _Transposed, x: Tensor) -> Tensor:
@@ -176,14 +133,6 @@ def _padded(layer: _Conv, x: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:
         pairs = [(0, 0)] * len(pairs)
     sizes = zip(layer.kernel_size, layer.stride, layer.dilation, pairs, strict=True)
     return x, tuple(Axis(k, s, d, before, after) for k, s, d, (before, after) in sizes)
-
-
-def _positions(x: Tensor, axes: tuple[Axis, ...]) -> int:
-    """N·R."""
-    count = x.shape[0]
-    for axis, size in zip(axes, x.shape[2:], strict=True):
-        count *= axis.outputs(size)
-    return count
 
 
 def _read(layer: _Transposed, g: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:

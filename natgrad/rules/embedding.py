@@ -8,8 +8,8 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.moments import rows
-from natgrad.rules.base import Call, Keys, Moment, OneHot, Rule, plain
+from natgrad.rules.base import Call, Keys, Rule, plain
+from natgrad.rules.features import OneHot, Rows
 
 
 class LookupRule(Rule):
@@ -19,8 +19,8 @@ class LookupRule(Rule):
         v, d = cast(Tensor, module.weight).shape
         return 1, d, v
 
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return g.reshape(*g.shape[:2], -1, 1, g.shape[-1])
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Rows:
+        return Rows(g.reshape(*g.shape[:2], -1, g.shape[-1]))
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         return block["weight"].T.unsqueeze(0)
@@ -30,16 +30,15 @@ class LookupRule(Rule):
 
 
 @final
-class EmbeddingRule(LookupRule, OneHot):
+class EmbeddingRule(LookupRule):
     """z = W a with a one-hot: the gradient of example n is Σ_r g aᵀ, whose column v sums g over the places of v.
 
     Shapes: indices [n *r] give a [n r 1 V], output cotangents [k n *r d] give g [k n r 1 d]. Σ a aᵀ is diagonal, the
     counts [1 V]. Positions that hold ``padding_idx`` have no gradient: their a is zero, and they are not counted.
     """
 
-    @property
-    def pure(self) -> bool:
-        return True
+    one_hot = True
+    capturable = True
 
     def covers(self, module: nn.Module) -> bool:
         # With max_norm the forward pass changes the table; gradients scaled by frequency are those of no function.
@@ -48,31 +47,10 @@ class EmbeddingRule(LookupRule, OneHot):
     def leading(self, module: nn.Module, shape: Sequence[int]) -> int:
         return len(shape) - 1
 
-    def places(self, module: nn.Module, keys: Keys, call: Call) -> tuple[Tensor, Tensor]:
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> OneHot:
         layer, index = cast(nn.Embedding, module), call.x.long().reshape(call.x.shape[0], -1)
-        return index, _counted(layer, index, _numbers(layer).dtype)
-
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        layer, index = cast(nn.Embedding, module), call.x.long()
-        at = index.reshape(index.shape[0], -1, 1, 1)
-        a = _numbers(layer).new_zeros(*at.shape[:3], layer.num_embeddings)
-        return a.scatter_(3, at, _counted(layer, at, a.dtype))
-
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        layer, index = cast(nn.Embedding, module), rows(call.x.long(), 0)
-        ones = _counted(layer, index, _numbers(layer).dtype)
-        total = ones.new_zeros(layer.num_embeddings).index_add_(0, index, ones)
-        count: int | Tensor = index.numel() if layer.padding_idx is None else ones.sum().view(1)
-        return Moment(total.unsqueeze(0), count)
-
-    def valid(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        return self.places(module, keys, call)[1].unsqueeze(-1)
-
-    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        layer, index = cast(nn.Embedding, module), call.x.long()
-        at = index.reshape(index.shape[0], 1, -1)
-        ones = _counted(layer, at, _numbers(layer).dtype)
-        return ones.new_zeros(at.shape[0], 1, layer.num_embeddings).scatter_add_(2, at, ones) / at.shape[2]
+        values = _counted(layer, index, _number_type(layer))
+        return OneHot(index, layer.num_embeddings, values, masked=layer.padding_idx is not None)
 
 
 @final
@@ -88,26 +66,26 @@ class EmbeddingBagRule(LookupRule):
         layer = cast(nn.EmbeddingBag, module)
         return _constant(layer) and layer.mode in ("sum", "mean")
 
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Rows:
         layer = cast(nn.EmbeddingBag, module)
         index, offsets, weights = _bags(*call.args, **call.kwargs)
         bag, bags = _membership(layer, index, offsets)
         words = index.long().reshape(-1)
-        ones = _counted(layer, words, _numbers(layer).dtype)
+        ones = _counted(layer, words, _number_type(layer))
         counts = ones if weights is None else ones * weights.detach().reshape(-1).to(ones.dtype)
         a = ones.new_zeros(bags, layer.num_embeddings).index_put_((bag, words), counts, accumulate=True)
         if layer.mode == "mean":
             a = a / a.sum(1, keepdim=True).clamp(min=1)  # an empty bag has output zero
-        return a.view(bags, 1, 1, -1)
+        return Rows(a.unsqueeze(1))
 
 
 def _constant(layer: nn.Embedding | nn.EmbeddingBag) -> bool:
     return layer.max_norm is None and not layer.scale_grad_by_freq
 
 
-def _numbers(layer: nn.Embedding | nn.EmbeddingBag) -> Tensor:
-    """Something in the type of the table; counts go in single precision at least, as half stops at 2¹¹."""
-    return layer.weight.new_empty(0, dtype=torch.promote_types(layer.weight.dtype, torch.float32))
+def _number_type(layer: nn.Embedding | nn.EmbeddingBag) -> torch.dtype:
+    """Counts go in single precision at least, as half stops at 2¹¹."""
+    return torch.promote_types(layer.weight.dtype, torch.float32)
 
 
 def _counted(layer: nn.Embedding | nn.EmbeddingBag, index: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import cast, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,10 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from natgrad.accelerate.moments import column_moments, column_squares, rows, single
+from natgrad.accelerate.moments import mean_and_variance, single
 from natgrad.errors import BatchStatisticsError
-from natgrad.rules.base import Call, Keys, Moment, Rule, plain
+from natgrad.rules.base import Call, Keys, Rule, plain
+from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, border_entries
 
 _NAMES = ("weight", "bias")
 _BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -29,25 +31,27 @@ _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class NormRule(Rule):
     """γ and β, packed as W [c 1 i] with i the two of them, or one where the other is frozen."""
 
-    @property
-    def pure(self) -> bool:
-        return True
+    capturable = True
 
     @abstractmethod
-    def normal(self, module: nn.Module, call: Call) -> Tensor:
-        """x̂ [n r c]."""
+    def normalised(self, module: nn.Module, call: Call, ones: bool) -> Features:
+        """x̂ [n r c], with the homogeneous coordinate or without."""
 
-    def normalised_entries(self, module: nn.Module, keys: Keys, call: Call) -> Tensor | None:
-        return self.normal(module, call) if "weight" in keys else None
+    @abstractmethod
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
+        """g [k n r c 1]."""
 
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        return _homogeneous(self.normal(module, call), keys)
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
+        features = self.normalised(module, call, "bias" in keys)
+        if "weight" in keys:
+            return features
+        return DenseFeatures(single(call.x).new_ones(()).expand(*features.shape[:3], 1))
 
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return cast(Tensor, module.weight).numel(), 1, len(keys)
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat(list(self.columns(module, block).values()), dim=-1)
+        return torch.cat([block[key].reshape(-1, 1, 1) for key in _NAMES if key in block], dim=-1)
 
     def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {key: block[key].reshape(-1, 1, 1) for key in _NAMES if key in block}
@@ -62,46 +66,25 @@ class TrailingNormRule(NormRule):
     """x̂ has the mean and the variance of an example's trailing axes: x [n *r *shape], c = numel(shape)."""
 
     @abstractmethod
-    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalise(self, module: nn.Module, x: Tensor) -> Tensor:
         """x̂, without γ and β."""
 
     def leading(self, module: nn.Module, shape: Sequence[int]) -> int:
         return len(shape) - cast(Tensor, module.weight).ndim
 
-    def normal(self, module: nn.Module, call: Call) -> Tensor:
-        return self.normalised(module, self._positions(module, single(call.x))).flatten(2)
-
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        parts = self._positions(module, g.flatten(0, 1))
-        return parts.reshape(*g.shape[:2], parts.shape[1], -1, 1)
-
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        x = rows(single(self._apart(module, call.x)), cast(Tensor, module.weight).ndim)
-        if "weight" not in keys:
-            return Moment(x.new_full((x[0].numel(), 1, 1), x.shape[0]), x.shape[0])
-        a = self.normalised(module, x).flatten(1)
-        return Moment(_second(*column_moments(a), x.shape[0], keys), x.shape[0])
-
-    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        x = self._positions(module, single(call.x))
-        return _homogeneous(self.normalised(module, x).mean(1).flatten(1), keys)
-
-    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        return column_squares(rows(single(g), cast(Tensor, module.weight).ndim).flatten(1)).view(-1, 1, 1)
-
-    def _positions(self, module: nn.Module, x: Tensor) -> Tensor:
-        """x [n r *shape]."""
+    def normalised(self, module: nn.Module, call: Call, ones: bool) -> Entries:
+        x = single(call.x)
         lead = self.leading(module, x.shape)
-        return self._apart(module, x).reshape(x.shape[0], math.prod(x.shape[1:lead]), *x.shape[lead:])
-
-    def _apart(self, module: nn.Module, x: Tensor) -> Tensor:
-        """x, which must have an axis of examples."""
-        if self.leading(module, x.shape) == 0:
+        if lead == 0:
             raise BatchStatisticsError(
                 f"{module} normalises over the axis of the examples, x {list(x.shape)}: the outputs of one depend on "
                 "the others, and there is no per-example Jacobian. Give it the trailing axes of an example only"
             )
-        return x
+        return Entries(self.normalise(module, x).reshape(x.shape[0], math.prod(x.shape[1:lead]), -1), ones)
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
+        lead = self.leading(module, g.shape)
+        return Entries(g.reshape(*g.shape[:2], math.prod(g.shape[2:lead]), -1))
 
 
 @final
@@ -114,7 +97,7 @@ class LayerNormRule(TrailingNormRule):
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.LayerNorm, *_NAMES) and cast(nn.LayerNorm, module).elementwise_affine
 
-    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalise(self, module: nn.Module, x: Tensor) -> Tensor:
         layer = cast(nn.LayerNorm, module)
         return F.layer_norm(x, layer.normalized_shape, None, None, layer.eps)
 
@@ -126,10 +109,57 @@ class RMSNormRule(TrailingNormRule):
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.RMSNorm, "weight") and cast(nn.RMSNorm, module).elementwise_affine
 
-    def normalised(self, module: nn.Module, x: Tensor) -> Tensor:
+    def normalise(self, module: nn.Module, x: Tensor) -> Tensor:
         layer = cast(nn.RMSNorm, module)
         # torch too computes in single precision at least, so that its default ε is that of the wider type.
         return F.rms_norm(x, layer.normalized_shape, None, layer.eps)
+
+
+@final
+@dataclass(frozen=True)
+class ChannelEntries(Features):
+    """x̂ = scale x + shift of x [n c r], with scale and shift [n c] or [1 c], formed only where its moments do not do.
+
+    ``mean`` and ``variance`` [n c] are those of x over the positions.
+    """
+
+    x: Tensor
+    mean: Tensor
+    variance: Tensor
+    scale: Tensor
+    shift: Tensor
+    ones: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        n, c, r = self.x.shape
+        return n, r, c, 1 + self.ones
+
+    @property
+    def entries(self) -> Entries:
+        """x̂ itself."""
+        x = torch.addcmul(self.shift.unsqueeze(-1), self.x, self.scale.unsqueeze(-1))
+        return Entries(x.transpose(1, 2), self.ones)
+
+    def dense(self) -> Tensor:
+        return self.entries.dense()
+
+    def moment(self) -> Moment:
+        n, _, r = self.x.shape
+        mean, variance = self.mean * self.scale + self.shift, self.variance * self.scale.square()
+        squares, sums = (variance + mean.square()).sum(0) * r, mean.sum(0) * r
+        total = border_entries(squares, sums, n * r) if self.ones else squares.view(-1, 1, 1)
+        return Moment(total, n * r)
+
+    def reduced(self, how: Literal["mean", "sum"]) -> Features:
+        mean = Entries((self.mean * self.scale + self.shift).unsqueeze(1), self.ones)
+        return mean if how == "mean" else DenseFeatures(mean.dense() * self.x.shape[2])
+
+    def gradients(self, g: Tensor, limit: int) -> Iterator[Tensor]:
+        return self.entries.gradients(g, limit)
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return self.entries._map(combine)
 
 
 class ChannelNormRule(NormRule):
@@ -142,50 +172,23 @@ class ChannelNormRule(NormRule):
     def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """μ and σ², [n c] or [c], from those of every example and channel [n c]."""
 
-    def normal(self, module: nn.Module, call: Call) -> Tensor:
+    def normalised(self, module: nn.Module, call: Call, ones: bool) -> ChannelEntries:
         x = self._batched(module, single(call.x))
-        x = x.reshape(*x.shape[:2], -1)  # [n c r]
-        scale, shift = self._affine(module, call, *mean_and_variance(x, [2]))
-        return torch.addcmul(shift.unsqueeze(-1), x, scale.unsqueeze(-1)).transpose(1, 2)
-
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        g = self._roots(module, g)
-        return g.reshape(*g.shape[:3], -1).transpose(2, 3).unsqueeze(-1)
-
-    def input_moment(self, module: nn.Module, keys: Keys, call: Call) -> Moment:
-        x = self._batched(module, single(call.x))
-        count = x.numel() // x.shape[1]
-        if "weight" not in keys:
-            return Moment(x.new_full((x.shape[1], 1, 1), count), count)
-        r = count // x.shape[0]
-        mean, variance = self._moments(module, call, x)
-        return Moment(_second((variance + mean.square()).sum(0) * r, mean.sum(0) * r, count, keys), count)
-
-    def input_mean(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
-        mean, _ = self._moments(module, call, self._batched(module, single(call.x)))
-        return _homogeneous(mean, keys)
-
-    def output_moment(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
-        g = single(self._roots(module, g))
-        return g.square().sum([axis for axis in range(g.ndim) if axis != 2]).view(-1, 1, 1)
-
-    def _moments(self, module: nn.Module, call: Call, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance of x̂ over the positions of every example and channel [n c]."""
         mean, variance = mean_and_variance(x, list(range(2, x.ndim)))
-        scale, shift = self._affine(module, call, mean, variance)
-        return mean * scale + shift, variance * scale.square()
-
-    def _affine(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """x̂ = scale x + shift, both [n c] or [1 c]."""
         μ, σ2 = self.constants(module, call, mean, variance)
         scale = (σ2 + cast(float, module.eps)).rsqrt()
-        return (scale, -μ * scale) if scale.ndim == 2 else (scale.unsqueeze(0), (-μ * scale).unsqueeze(0))
+        scale, shift = (s if s.ndim == 2 else s.unsqueeze(0) for s in (scale, -μ * scale))
+        return ChannelEntries(x.reshape(*x.shape[:2], -1), mean, variance, scale, shift, ones)
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Entries:
+        g = self._batched_cotangents(module, g)
+        return Entries(g.reshape(*g.shape[:3], -1).transpose(2, 3))
 
     def _batched(self, module: nn.Module, x: Tensor) -> Tensor:
         """x [n c *spatial]."""
         return x
 
-    def _roots(self, module: nn.Module, g: Tensor) -> Tensor:
+    def _batched_cotangents(self, module: nn.Module, g: Tensor) -> Tensor:
         """g [k n c *spatial]."""
         return g
 
@@ -231,7 +234,7 @@ class InstanceNormRule(ChannelNormRule):
     def _batched(self, module: nn.Module, x: Tensor) -> Tensor:
         return x.unsqueeze(0) if x.ndim == _spatial(module) + 1 else x
 
-    def _roots(self, module: nn.Module, g: Tensor) -> Tensor:
+    def _batched_cotangents(self, module: nn.Module, g: Tensor) -> Tensor:
         return g.unsqueeze(1) if g.ndim == _spatial(module) + 2 else g
 
 
@@ -254,18 +257,6 @@ def batch_statistics(layer: _BatchNorm, training: bool) -> bool:
     return training or layer.running_mean is None
 
 
-def mean_and_variance(x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance over some axes. The fused function of torch is slow on a processor."""
-    if not axes:
-        return x, torch.zeros_like(x)
-    if x.device.type != "cpu":
-        variance, mean = torch.var_mean(x, axes, correction=0)
-        return mean, variance
-    mean = x.mean(axes, keepdim=True)
-    variance = (x - mean).square_().mean(axes)
-    return mean.view_as(variance), variance
-
-
 def pooled(mean: Tensor, variance: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Mean and variance of the union of equally large sets, along an axis of theirs."""
     μ = mean.mean(axis, keepdim=True)
@@ -275,16 +266,3 @@ def pooled(mean: Tensor, variance: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 def _spatial(module: nn.Module) -> int:
     """How many spatial axes an instance normalisation has."""
     return next(d for d, kind in enumerate(_INSTANCE, start=1) if type(module) is kind)
-
-
-def _homogeneous(a: Tensor, keys: Keys) -> Tensor:
-    """(x̂, 1) [* c i] as far as γ and β are trained."""
-    parts = {"weight": a, "bias": torch.ones_like(a)}
-    return torch.stack([parts[key] for key in _NAMES if key in keys], dim=-1)
-
-
-def _second(squares: Tensor, sums: Tensor, count: int, keys: Keys) -> Tensor:
-    """Σ a aᵀ [c i i] from Σ x̂² [c], Σ x̂ [c] and the number of terms; γ takes part."""
-    if "bias" not in keys:
-        return squares.view(-1, 1, 1)
-    return torch.stack([squares, sums, sums, torch.full_like(sums, count)], dim=-1).view(-1, 2, 2)

@@ -18,15 +18,14 @@ from natgrad.rules.base import (
     Call,
     Keys,
     Replay,
-    Replayable,
     Replayed,
-    argument,
     own,
     plain,
     trainable,
     weight_and_bias,
 )
-from natgrad.rules.units import Adjoint, Affine, Gru, State, Trace, unit_of
+from natgrad.rules.features import DenseFeatures
+from natgrad.rules.units import Adjoint, Gru, LinearMap, State, UnitTrace, unit_of
 
 # Packed sequences as padded ones: where every entry of the data belongs.
 
@@ -96,12 +95,12 @@ class Direction:
         return tuple(tuple(f"{name}{self.suffix}" for name in layer) for layer in names)
 
     @property
-    def ih(self) -> Affine:
-        return Affine(self._weight("weight_ih"), self._own("bias_ih"))
+    def ih(self) -> LinearMap:
+        return LinearMap(self._weight("weight_ih"), self._own("bias_ih"))
 
     @property
-    def hh(self) -> Affine:
-        return Affine(self._weight("weight_hh"), self._own("bias_hh"))
+    def hh(self) -> LinearMap:
+        return LinearMap(self._weight("weight_hh"), self._own("bias_hh"))
 
     @property
     def hr(self) -> Tensor | None:
@@ -141,10 +140,10 @@ class Direction:
         stacked = [torch.stack(part, dim=1) for part in (after, before, inner)]
         h_after, h_before, m = stacked if keep is None else [part * keep for part in stacked]
         c_old, c_new = (None if state[1] is None else torch.stack(part, dim=1) for part in (c_before, c_after))
-        found: dict[str, Replayable] = {}
+        found: dict[str, DenseFeatures] = {}
         for keys, a in zip(self.layers, (x, h_before, m), strict=True):
             found |= weight_and_bias(keys, a.unsqueeze(2), keep)
-        trace = Trace(ih, torch.stack(kept, dim=1), h_before, c_old, c_new, keep)
+        trace = UnitTrace(ih, torch.stack(kept, dim=1), h_before, c_old, c_new, keep)
         return Unrolled(self, h_after, state, found, trace)
 
     def _weight(self, name: str) -> Tensor:
@@ -164,8 +163,8 @@ class Unrolled:
     direction: Direction
     h: Tensor
     state: State
-    layers: dict[str, Replayable]
-    trace: Trace
+    layers: dict[str, DenseFeatures]
+    trace: UnitTrace
 
     @cached_property
     def adjoint(self) -> Adjoint:
@@ -228,21 +227,21 @@ class RecurrentRule(Replayed):
         return _trained(module, _directions(cast(nn.RNNBase, module)))
 
     def axis(self, module: nn.Module, call: Call) -> int | None:
-        rnn, x = cast(nn.RNNBase, module), argument(call, 0, "input")
+        rnn, x = cast(nn.RNNBase, module), call.argument(0, "input")
         if isinstance(x, PackedSequence) or x.ndim == 2:
             return None
         return 0 if rnn.batch_first else 1
 
     def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
-        rnn, x = cast(nn.RNNBase, module), argument(call, 0, "input")
+        rnn, x = cast(nn.RNNBase, module), call.argument(0, "input")
         if isinstance(x, PackedSequence):
             return len(x.batch_sizes)
         return int(x.shape[1 if rnn.batch_first and x.ndim == 3 else 0])
 
     def replay(self, module: nn.Module, call: Call) -> Replay:
         rnn = cast(nn.RNNBase, module)
-        batch = _Sequences.of(rnn, argument(call, 0, "input"))
-        states = batch.states(argument(call, 1, "hx"))
+        batch = _Sequences.of(rnn, call.argument(0, "input"))
+        states = batch.states(call.argument(1, "hx"))
         directions, ways = _directions(rnn), 1 + rnn.bidirectional
         h, runs = batch.x, []
         for at, direction in enumerate(directions):
@@ -271,13 +270,13 @@ class CellRule(Replayed):
         return _trained(module, (Direction(module, ""),))
 
     def axis(self, module: nn.Module, call: Call) -> int | None:
-        return 0 if argument(call, 0, "input").ndim == 2 else None
+        return 0 if call.argument(0, "input").ndim == 2 else None
 
     def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
         return 1
 
     def replay(self, module: nn.Module, call: Call) -> Replay:
-        x, given = single(argument(call, 0, "input")), argument(call, 1, "hx")
+        x, given = single(call.argument(0, "input")), call.argument(1, "hx")
         direction, batched = Direction(module, ""), x.ndim == 2
         state = direction.start(x.shape[0] if batched else 1)
         if given is not None:

@@ -1,7 +1,7 @@
 """The equations of recurrent units, forwards and backwards.
 
-Cotangents go back through a step linearly. What they are multiplied with is made for all times at once, so that a step
-back is a matrix product and a few products of numbers.
+A step back is linear in the cotangents. Its coefficients are computed for all times at once, so that one step back is a
+matrix product and a few elementwise products.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ State: TypeAlias = tuple[Tensor, Tensor | None]  # h [n h], and for an LSTM c [n
 
 @final
 @dataclass(frozen=True)
-class Trace:
-    """A recurrence at all times: its sums with the inputs, what the unit kept, and its states before and after."""
+class UnitTrace:
+    """A recurrence at all times: the input sums, what the unit saved for its adjoint, and the states."""
 
     ih: Tensor  # W_ih x + b_ih [n t o]
-    kept: Tensor  # [n t ·]
+    saved: Tensor  # [n t ·]
     before: Tensor  # h [n t h]
     c_before: Tensor | None = None  # [n t u]
     c: Tensor | None = None
@@ -35,21 +35,21 @@ class Trace:
         return k if self.mask is None else k * self.mask
 
     def stays(self, k: Tensor) -> Tensor:
-        """k [n t ·], one where there is no step: the state stays."""
+        """k [n t ·], one where there is no step: the state does not change."""
         return k if self.mask is None else torch.where(self.mask > 0, k, 1.0)
 
 
 @final
 @dataclass(frozen=True)
 class Adjoint:
-    """One step back: from the cotangents of h' and c' to those of the sums, and on to those of h and c.
+    """One step back: from the cotangents of h' and c' to those of the sums, and from there to those of h and c.
 
-    dz = k dh' for units without c. With it dc' ← dc' + p dh', dz = k (dc', dc', dc', dh') and dc = f dc'. In every case
-    dh = W_hhᵀ dz + stay dh'. With a projection dh' is W_hrᵀ of that of h'.
+    Without c, dz = k dh'. With c, dc' ← dc' + p dh', dz = k (dc', dc', dc', dh') and dc = f dc'. In both cases
+    dh = W_hhᵀ dz + stay dh'. With a projection, dh' is W_hrᵀ times the cotangent of h'.
     """
 
     k: Tensor  # [n t gates u], to the sum W_hh h + b_hh
-    k_ih: Tensor | None = None  # [n t gates u], to the sum W_ih x + b_ih, where it is another
+    k_ih: Tensor | None = None  # [n t gates u], to the sum W_ih x + b_ih, where it differs
     stay: Tensor | None = None  # [n t u], or [n t 1]
     p: Tensor | None = None  # [n t u]
     f: Tensor | None = None  # [n t u]
@@ -84,10 +84,22 @@ class Adjoint:
         return dz if self.k_ih is None else (dh.unsqueeze(3) * self.k_ih).flatten(3)
 
 
+class HiddenMap(ABC):
+    """h ↦ W_hh h + b_hh, however it is computed."""
+
+    @abstractmethod
+    def of(self, h: Tensor) -> Tensor:
+        """The sum by itself [n o]."""
+
+    @abstractmethod
+    def added(self, z: Tensor, h: Tensor) -> Tensor:
+        """z + W_hh h, plus b_hh unless z has it already."""
+
+
 @final
 @dataclass(frozen=True)
-class Affine:
-    """h ↦ W h + b."""
+class LinearMap(HiddenMap):
+    """h ↦ W h + b; ``added`` expects b in z, where it is added for all times at once."""
 
     weight: Tensor
     bias: Tensor | None
@@ -96,7 +108,6 @@ class Affine:
         return F.linear(h, self.weight, self.bias)
 
     def added(self, z: Tensor, h: Tensor) -> Tensor:
-        """z + W h, where b is in z already."""
         return torch.addmm(z, h, self.weight.T)
 
 
@@ -104,72 +115,72 @@ class Unit(ABC):
     """One step of a recurrence: its equations, and their derivatives at all times."""
 
     @abstractmethod
-    def step(self, ih: Tensor, hh: Affine, state: State) -> tuple[Tensor, State]:
-        """What the adjoint needs, and the next state, from W_ih x + b_ih [n o] and the way to W_hh h + b_hh."""
+    def step(self, ih: Tensor, hh: HiddenMap, state: State) -> tuple[Tensor, State]:
+        """What the adjoint needs, and the next state, from W_ih x + b_ih [n o] and the map to W_hh h + b_hh."""
 
     @abstractmethod
-    def adjoint(self, trace: Trace) -> Adjoint:
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
         """The derivatives of all steps."""
 
 
 @final
 class Tanh(Unit):
-    """h' = tanh(W_ih x + b_ih + W_hh h + b_hh) (003 (5.1))."""
+    """h' = tanh(W_ih x + b_ih + W_hh h + b_hh)."""
 
-    def step(self, ih: Tensor, hh: Affine, state: State) -> tuple[Tensor, State]:
+    def step(self, ih: Tensor, hh: HiddenMap, state: State) -> tuple[Tensor, State]:
         h = hh.added(ih, state[0]).tanh()
         return h, (h, None)
 
-    def adjoint(self, trace: Trace) -> Adjoint:
-        return Adjoint(trace.here(1 - trace.kept.square()).unsqueeze(2), stay=_gone(trace))
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
+        return Adjoint(trace.here(1 - trace.saved.square()).unsqueeze(2), stay=_bypass(trace))
 
 
 @final
 class Relu(Unit):
     """h' = max(0, W_ih x + b_ih + W_hh h + b_hh)."""
 
-    def step(self, ih: Tensor, hh: Affine, state: State) -> tuple[Tensor, State]:
+    def step(self, ih: Tensor, hh: HiddenMap, state: State) -> tuple[Tensor, State]:
         h = hh.added(ih, state[0]).relu()
         return h, (h, None)
 
-    def adjoint(self, trace: Trace) -> Adjoint:
-        slope = (trace.kept > 0).to(trace.kept.dtype)
-        return Adjoint(trace.here(slope).unsqueeze(2), stay=_gone(trace))
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
+        slope = (trace.saved > 0).to(trace.saved.dtype)
+        return Adjoint(trace.here(slope).unsqueeze(2), stay=_bypass(trace))
 
 
 @final
 class Lstm(Unit):
     """c' = f c + i g and h' = o tanh c' with (i, f, g, o) = (σ, σ, tanh, σ)(W_ih x + b_ih + W_hh h + b_hh)."""
 
-    def step(self, ih: Tensor, hh: Affine, state: State) -> tuple[Tensor, State]:
+    def step(self, ih: Tensor, hh: HiddenMap, state: State) -> tuple[Tensor, State]:
         z, c = hh.added(ih, state[0]), state[1]
         assert c is not None
         i, f, _, o = z.sigmoid().chunk(4, dim=-1)
         c = torch.addcmul(f * c, i, z.chunk(4, dim=-1)[2].tanh())
         return z, (o * c.tanh(), c)
 
-    def adjoint(self, trace: Trace) -> Adjoint:
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
         assert trace.c is not None
         assert trace.c_before is not None
-        i, f, _, o = trace.kept.sigmoid().chunk(4, dim=-1)
-        g, t = trace.kept.chunk(4, dim=-1)[2].tanh(), trace.c.tanh()
+        i, f, _, o = trace.saved.sigmoid().chunk(4, dim=-1)
+        g, t = trace.saved.chunk(4, dim=-1)[2].tanh(), trace.c.tanh()
         k = (g * i * (1 - i), trace.c_before * f * (1 - f), i * (1 - g * g), t * o * (1 - o))
         p = trace.here(o * (1 - t * t))
-        return Adjoint(torch.stack([trace.here(part) for part in k], 2), None, _gone(trace), p, trace.stays(f))
+        return Adjoint(torch.stack([trace.here(gate) for gate in k], 2), None, _bypass(trace), p, trace.stays(f))
 
 
 @final
 class Gru(Unit):
     """h' = n + u (h − n), n = tanh(z_in + r z_hn), with r, u = σ(z_i + z_h): the two sums have their own cotangents."""
 
-    def step(self, ih: Tensor, hh: Affine, state: State) -> tuple[Tensor, State]:
+    def step(self, ih: Tensor, hh: HiddenMap, state: State) -> tuple[Tensor, State]:
         h, z = state[0], hh.of(state[0])
         _, u, n = _gates(ih, z)
         return z, (torch.lerp(n, h, u), None)
 
-    def adjoint(self, trace: Trace) -> Adjoint:
-        r, u, n = _gates(trace.ih, trace.kept)
-        z_n = trace.kept.chunk(3, dim=-1)[2]
+    def adjoint(self, trace: UnitTrace) -> Adjoint:
+        r, u, n = _gates(trace.ih, trace.saved)
+        z_n = trace.saved.chunk(3, dim=-1)[2]
         slope = (1 - u) * (1 - n * n)
         same = [trace.here(slope * z_n * r * (1 - r)), trace.here((trace.before - n) * u * (1 - u))]
         k, k_ih = (torch.stack([*same, trace.here(last)], dim=2) for last in (slope * r, slope))
@@ -192,6 +203,6 @@ def _gates(ih: Tensor, hh: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return r, u, torch.addcmul(ih[..., 2 * units :], r, hh[..., 2 * units :]).tanh()
 
 
-def _gone(trace: Trace) -> Tensor | None:
-    """What goes past a step: all where there is none."""
+def _bypass(trace: UnitTrace) -> Tensor | None:
+    """The fraction of dh' that bypasses a step: all of it where there is no step."""
     return None if trace.mask is None else 1 - trace.mask

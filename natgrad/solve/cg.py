@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.linalg import check_damping
-from natgrad.slots import check_slots
+from natgrad.model import check_slots
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Layout, Operator, Structure
 

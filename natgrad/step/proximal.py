@@ -1,7 +1,7 @@
-"""Proximal steps: exact, linearised and quadratic, with any dissimilarity (Grosse 2021).
+"""Proximal steps: exact, linearised and quadratic, with any dissimilarity (Grosse 2021, section 2).
 
-All three move from w to where J(u) + λρ(u, w) is small; they differ in what they expand. With ρ the divergence of the
-outputs, pulled back to the parameters (``pulled_back``), the quadratic form without H is the natural gradient.
+All three move from w to where J(u) + λρ(u, w) is small; they differ in which terms they expand. With ρ the divergence
+of the outputs, pulled back to the parameters (``pulled_back``), the quadratic form without H is the natural gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.errors import NatgradError, SingularMetricError
-from natgrad.geometry import Vector
+from natgrad.geometry import Vector, unflatten
+from natgrad.linalg import newton as damped_newton
 from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
 from natgrad.output.metric import OutputMetric
@@ -24,6 +25,7 @@ from natgrad.structures.implicit import HessianOperator, SumOperator
 Params = Mapping[str, Tensor]
 Objective = Callable[[Params], Tensor]
 Dissimilarity = Callable[[Params, Params], Tensor]
+_LARGEST = 1e12  # damping over the norm of the first gradient, beyond which no Hessian is indefinite
 
 
 def point(
@@ -35,7 +37,7 @@ def point(
     tol: float = 1e-10,
     max_steps: int = 200,
 ) -> dict[str, Tensor]:
-    """argmin_u J(u) + λρ(u, w), exactly: implicit gradient descent where ρ = ½‖u − w‖² (Grosse 2021).
+    """argmin_u J(u) + λρ(u, w), exactly: implicit gradient descent if ρ = ½‖u − w‖².
 
     The inner solver is Newton with conjugate gradients; it raises if it does not reach ``tol``.
 
@@ -58,7 +60,7 @@ def linearised(
     tol: float = 1e-10,
     max_steps: int = 200,
 ) -> dict[str, Tensor]:
-    """argmin_u ⟨∇J(w), u⟩ + λρ(u, w): mirror descent, ∇_uρ(u, w) = −∇J(w)/λ (Grosse 2021)."""
+    """argmin_u ⟨∇J(w), u⟩ + λρ(u, w): mirror descent, ∇_uρ(u, w) = −∇J(w)/λ."""
     _check(strength)
     fixed = {name: p.detach() for name, p in w.items()}
     ω = HessianOperator.at(objective, w).differential
@@ -73,7 +75,7 @@ def linearised(
 def quadratic(
     objective: Objective, rho: Dissimilarity, w: Params, strength: float, *, solver: Solver | None = None
 ) -> dict[str, Tensor]:
-    """w − (H + λG)⁻¹∇J(w), G = ∂²ρ/∂u² at u = w (Grosse 2021): both J and ρ to second order.
+    """w − (H + λG)⁻¹∇J(w), G = ∂²ρ/∂u² at u = w: both J and ρ to second order.
 
     With ρ = ½‖u − w‖² it is the damped Newton step.
     """
@@ -86,8 +88,8 @@ def quadratic(
 
 
 def newton(objective: Objective, w: Params, *, damping: float = 0.0, solver: Solver | None = None) -> Vector:
-    """The Newton direction (H + λ)⁻¹∇J (Johnson 2017): unlike a natural gradient it may ascend; where H is not positive
-    the default solver refuses it.
+    """The Newton direction (H + λ)⁻¹∇J. Unlike a natural gradient it may ascend: where H is not positive, the default
+    solver raises.
     """
     H = HessianOperator.at(objective, w)
     return sharp(H, H.differential, solver or Cholesky(), damping)
@@ -101,7 +103,7 @@ def pulled_back(
     target: Any = None,
     params: Params | None = None,
 ) -> Dissimilarity:
-    """ρ(u, w) = (1/N) Σ_n ρ(y_n(u), y_n(w)): the divergence of the outputs as one of parameters."""
+    """ρ(u, w) = (1/N) Σ_n ρ(y_n(u), y_n(w)): the divergence of the outputs as one of the parameters."""
     wrapped = Model.of(model, params)
 
     def rho(u: Params, w: Params) -> Tensor:
@@ -112,46 +114,40 @@ def pulled_back(
 
 def minimise(objective: Objective, start: Params, *, tol: float, max_steps: int) -> dict[str, Tensor]:
     """A local minimum by Newton steps with conjugate gradients, damped where the Hessian is not positive."""
-    θ = {name: p.detach() for name, p in start.items()}
-    here = HessianOperator.at(objective, θ)
-    value, damping = float(objective(θ)), 0.0
-    scale = 1.0 + float(here.differential.flatten().norm())
-    for _ in range(max_steps):
-        ω = here.differential
-        if float(ω.flatten().norm()) <= tol * scale:
-            return θ
-        try:
-            δ = -sharp(here, ω, CG(tol=1e-12, max_steps=4 * here.layout.size + 20), damping)
-        except SingularMetricError:
-            damping = max(10 * damping, 1e-6 * scale)
-            continue
-        damping /= 10
-        θ, value, here = _descend(objective, θ, δ, value, here)
-    residual = float(here.differential.flatten().norm())
-    raise NatgradError(
-        f"the inner solver stopped after {max_steps} steps with a gradient of norm {residual:.3g}, over tol={tol:g} "
-        f"times {scale:.3g}: raise max_steps or the strength, or start closer"
-    )
+    like = {name: p.detach() for name, p in start.items()}
+    here = HessianOperator.at(objective, like)
+    scale, damping = 1.0 + float(here.differential.flatten().norm()), 0.0
 
+    def gradient(x: Tensor) -> Tensor:
+        nonlocal here
+        here = HessianOperator.at(objective, unflatten(x, like))
+        return here.differential.flatten()
 
-def _descend(
-    objective: Objective, θ: dict[str, Tensor], δ: Vector, value: float, here: HessianOperator
-) -> tuple[dict[str, Tensor], float, HessianOperator]:
-    """Back-track until the objective falls, or, where it is flat to rounding, until the gradient does."""
-    slope = float(here.differential @ δ)
-    norm = float(here.differential.flatten().norm())
-    for _ in range(60):
-        moved = θ + δ
+    def direction(x: Tensor, ω: Tensor) -> Tensor:
+        nonlocal damping
+        while float(ω.norm()) > tol * scale and damping < _LARGEST * scale:
+            try:
+                δ = -sharp(here, here.differential, CG(tol=1e-12, max_steps=4 * here.layout.size + 20), damping)
+            except SingularMetricError:
+                damping = max(10 * damping, 1e-6 * scale)
+                continue
+            damping /= 10
+            return δ.flatten()
+        return torch.full_like(x, torch.nan)  # stop
+
+    def value(x: Tensor) -> Tensor:
         with torch.no_grad():
-            new = float(objective(moved))
-        if new <= value + 1e-4 * slope:
-            return moved, new, HessianOperator.at(objective, moved)
-        if abs(new - value) <= 1e-12 * (1 + abs(value)):
-            there = HessianOperator.at(objective, moved)
-            if float(there.differential.flatten().norm()) < norm:
-                return moved, new, there
-        δ, slope = 0.5 * δ, 0.5 * slope
-    raise NatgradError(f"the inner solver cannot descend further; its gradient has norm {norm:.3g}: relax tol")
+            return objective(unflatten(x, like)).reshape(())
+
+    flat = torch.cat([p.reshape(-1) for p in like.values()])
+    x, _ = damped_newton(flat, value=value, gradient=gradient, direction=direction, max_steps=max_steps)
+    residual = float(gradient(x).norm())
+    if not residual <= tol * scale:
+        raise NatgradError(
+            f"the inner solver stopped after at most {max_steps} steps with a gradient of norm {residual:.3g}, over "
+            f"tol={tol:g} times {scale:.3g}: raise max_steps or the strength, relax tol, or start closer"
+        )
+    return unflatten(x, like)
 
 
 def _check(strength: float) -> None:

@@ -455,7 +455,7 @@ class Inverse(ABC):
         return new
 
 
-FALLBACK = "rest/"  # before the names of tensors of what is over uncovered parameters
+FALLBACK = "fallback/"  # before the names of tensors of what is over uncovered parameters
 
 
 @final

@@ -1,4 +1,7 @@
-"""The eigenvalue-corrected Kronecker structure (EK-FAC): the diagonal in the eigenvectors of the two factors."""
+"""EigenKronecker (EK-FAC): the diagonal of the metric in the eigenvectors of the two Kronecker factors.
+
+G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ,   S = Q · Qᵀ,  A = P · Pᵀ,   D = Σ_kn (Qᵀ R_kn P)²          (George et al. 2018)
+"""
 
 from __future__ import annotations
 
@@ -10,255 +13,26 @@ from typing import ClassVar, TypeAlias, cast, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate import fused
 from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
-from natgrad.pullback.features import Cotangents
 from natgrad.pullback.layer import Block, Tied
-from natgrad.pullback.moments import Watcher, passes, second_moments
+from natgrad.pullback.moments import Cotangents, Watcher, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Tape
-from natgrad.rules.base import OneHot
+from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
-from natgrad.structures.kronecker import (
+from natgrad.structures.layered import (
     EIGENVECTORS,
     Basis,
-    Damped,
     Layered,
     LayerOperator,
     SidesCost,
-    dtype_of,
+    layer_tensors,
     rotated,
     rotated_back,
     spread,
 )
-
-# The eigenvalue-corrected Kronecker metric: diagonal in the eigenvectors of the two factors.
-
-
-@final
-@dataclass(frozen=True)
-class EigenKroneckerOperator(LayerOperator):
-    """G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
-
-    Q and P are eigenvectors of S and A, or of what S and A were when the basis was last ``renewed``; D are the second
-    moments of the gradients in that basis. S and A are kept for the next basis. ``rest`` is the metric on the
-    parameters that no layer rule covers.
-    """
-
-    letters: ClassVar[tuple[str, ...]] = ("S", "A", "Q", "P", "D")
-    layout: Layout
-    blocks: tuple[Block, ...]
-    left: tuple[SymFactor, ...]  # S [c o o], or its diagonal [c o], for the next basis
-    right: tuple[SymFactor, ...]  # A [c i i], or its diagonal [c i]
-    basis: Basis
-    scales: tuple[Tensor, ...]  # D [c o i]
-    rest: Operator | None = None
-    unseen: frozenset[str] = frozenset()
-
-    def applied(self, b: int, w: Tensor) -> Tensor:
-        q, p = self.basis.left[b], self.basis.right[b]
-        return rotated_back(q, self.scales[b] * rotated(q, w, p), p)
-
-    def layer_diagonal(self, b: int) -> Tensor:
-        return spread(self.basis.left[b], self.scales[b], self.basis.right[b])
-
-    def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
-        return self.scales[b].double().clamp(min=0)
-
-    def layer_dense(self, b: int) -> Iterable[Tensor]:
-        c, o, i = self.blocks[b].shape
-        unit = torch.eye(o * i, dtype=self.layout.dtype, device=self.blocks[b].device).view(-1, 1, o, i)
-        return self.applied(b, unit.expand(-1, c, o, i)).movedim(1, 0).flatten(2)
-
-    def spectrum(self) -> tuple[list[Tensor], Basis]:
-        return list(self.scales), self.basis
-
-    def lerp(self, other: Operator, weight: float) -> EigenKroneckerOperator:
-        """A, S and D are averaged, D in the basis of ``other``, the newer one.
-
-        Where this one has another basis, its diagonal in the newer one is taken: no more than that can be kept.
-        """
-        self.same_kind(other)
-        there = cast(EigenKroneckerOperator, other)
-        rest = self.rest_lerp(there, weight)
-
-        def mean(old: Iterable[Tensor], new: Iterable[Tensor]) -> tuple[Tensor, ...]:
-            old, new = list(old), list(new)
-            return self.joined(there, old, new, fused.lerp(old, new, weight)) if self.blocks else ()
-
-        scales = mean(there.basis.carried(self.scales, self.basis), there.scales)
-        left, right = mean(self.left, there.left), mean(self.right, there.right)
-        return replace(there, left=left, right=right, scales=scales, rest=rest, unseen=self.unseen & there.unseen)
-
-    def renewed(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
-        """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""
-        basis = Basis.of(self.left, self.right) if sharing is None else self._shared_basis(sharing)
-        rest = None if self.rest is None else self.rest.renewed()
-        return replace(self, basis=basis, scales=basis.carried(self.scales, self.basis), rest=rest)
-
-    def _shared_basis(self, sharing: WorkSharing) -> Basis:
-        """The eigenvectors of S and A, every process those of its layers."""
-        names, share = [block.names[0] for block in self.blocks], sharing.share(self.blocks)
-
-        def decompose() -> dict[str, Tensor]:
-            basis = Basis.of([self.left[b] for b in share], [self.right[b] for b in share])
-            sides = {"Q": basis.left, "P": basis.right}
-            pairs = ((f"{names[b]}/{key}", t) for key, side in sides.items() for b, t in zip(share, side, strict=True))
-            return {key: t for key, t in pairs if t is not None}
-
-        tensors = sharing.gathered(decompose)
-        return Basis(*(tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP"))
-
-    def tensors(self) -> dict[str, Tensor]:
-        sides = {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right}
-        return self.named({**sides, "D": self.scales})
-
-    def averaged(self) -> dict[str, Tensor] | None:
-        """All but the basis, in which both are."""
-        if self.rest is not None and self.rest.averaged() is None:
-            return None
-        return self.every({"S": self.left, "A": self.right, "D": self.scales})
-
-    def inverse(self, damping: float) -> Inverse:
-        """(G + λ)⁻¹ = Q (QᵀWP / (D + λ)) Pᵀ, exactly, and with nothing to be factored."""
-        rest = None if self.rest is None else self.rest.inverse(damping)
-        if damping == 0:
-            for block, values in zip(self.blocks, self.scales, strict=True):
-                self.refuse_singular(block, values, 0.0)
-        return self.spectral(rest, Damped(damping, None))
-
-    def factored_inverse(
-        self,
-        damping: float,
-        warm: Mapping[str, Tensor],
-        newton: Newton | None = None,
-        into: Inverse | None = None,
-    ) -> Inverse:
-        self.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")
-
-
-# Second moments of per-example gradients in a basis of every layer: D = Σ_kn (Qᵀ R_kn P)² (George et al. 2018).
-
-
-Sides: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [c o o] and P [c i i] of a layer; None for the axes
-_ROWS = 2**24  # numbers, of explicit rows at a time
-
-
-@final
-class RotatedSquares(Watcher):
-    """D [c o i] of every layer, summed over chunks of examples and roots.
-
-    With one position D is (g Q)²ᵀ(a P)², and no row is formed. With several the rows Σ_r g aᵀ come first, a chunk at a
-    time; whether they are rotated, or g and a before, is decided by what is less work. One-hot inputs are not formed.
-    The rows of a tied weight are the sum of those of its kinds, and rotated.
-    """
-
-    def __init__(self, layers: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype) -> None:
-        self._layers, self._sides, self._dtype = list(layers), list(sides), dtype
-        self._sums = [Squares() for _ in layers]
-        self._tape: Tape | None = None
-        self._inputs: dict[int, Tensor] = {}  # of the tape, rotated: where there is one position they are few numbers
-
-    def add(self, tape: Tape, g: Cotangents) -> None:
-        if tape is not self._tape:
-            self._tape = tape
-            self._inputs.clear()
-        for b, block in enumerate(self._layers):
-            if block.facets:
-                pairs = [(tape.inputs(kind), g.whole(tape, kind)) for kind in block.kinds]
-                self._add_tied(b, Tied.of(block, pairs, self._dtype))
-                continue
-            cotangents = g.whole(tape, block).to(self._dtype)
-            if isinstance(block.rule, OneHot):
-                self._sums[b].accumulate(_of_places(tape, block, _turned(cotangents, self._sides[b][0])))
-                continue
-            if b in self._inputs:
-                self._add_plain(b, cotangents)
-                continue
-            f = Factors(tape.inputs(block).to(self._dtype), cotangents)
-            if f.a.shape[1] == 1:
-                self._inputs[b] = _turned(f.a, self._sides[b][1])
-                self._add_plain(b, cotangents)
-            else:
-                self._add_shared(b, f)
-
-    def totals(self) -> list[Tensor]:
-        """D of every layer."""
-        return [total.total().contiguous() for total in self._sums]
-
-    def _add_plain(self, b: int, g: Tensor) -> None:
-        self._sums[b].add(Factors(self._inputs[b], _turned(g, self._sides[b][0])))
-
-    def _add_shared(self, b: int, f: Factors) -> None:
-        q, p = self._sides[b]
-        k, _, r, c, o = f.g.shape
-        i = f.a.shape[3]
-        positions = r * (k * o * o * (q is not None) + i * i * (p is not None))
-        rows = k * o * i * (o * (q is not None) + i * (p is not None))
-        if positions <= rows:
-            self._sums[b].add(Factors(_turned(f.a, p), _turned(f.g, q)))
-            return
-        step = max(1, _ROWS // (k * c * o * i))
-        for a, g in zip(f.a.split(step), f.g.split(step, dim=1), strict=True):
-            self._sums[b].accumulate(_squares(Factors(a, g).rows().unflatten(-1, (c, o, i)), q, p))
-
-    def _add_tied(self, b: int, tied: Tied) -> None:
-        q, p = self._sides[b]
-        for rows in tied.rows(_ROWS):
-            self._sums[b].accumulate(_squares(rows, q, p))
-
-
-def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
-    """D [c o i] of every layer in ``layers``, which have rules: the diagonal of G in the basis of its sides."""
-    if not layers:
-        return []
-    if pb.coupling is not None:
-        return _coupled(pb, layers, sides)
-    squares = RotatedSquares(layers, sides, pb.y.dtype)
-    for tape, chunks in passes(pb):
-        for g in chunks:
-            squares.add(tape, g)
-    return squares.totals()
-
-
-def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
-    """The rows of a coupled metric come mixed, and in flattening order."""
-    totals = [Squares() for _ in layers]
-    orders = [block.index.argsort().argsort() for block in layers]
-    for factors in replace(pb, seen=replace(pb.seen, layers=list(layers))).factors():
-        for total, f, block, order, (q, p) in zip(totals, factors, layers, orders, sides, strict=True):
-            total.accumulate(_squares(f.rows()[..., order].unflatten(-1, block.shape), q, p))
-    return [total.total() for total in totals]
-
-
-def _of_places(tape: Tape, block: Block, g: Tensor) -> Tensor:
-    """Σ_kn (Σ_r g aᵀ)² [1 o i] for one-hot a: at every place r its g times the sum of those at the same word."""
-    rule = block.rule
-    assert isinstance(rule, OneHot)
-    found = [rule.places(use.module, block.keys, use.call) for use in tape.of(block)]
-    words, values = (torch.cat(side, dim=1) for side in zip(*found, strict=True))
-    g = g.squeeze(3) * values.to(g.dtype).unsqueeze(-1)  # [k n r o]
-    total = g.new_zeros(block.shape[2], block.shape[1])
-    step = max(1, _ROWS // words.shape[1] ** 2)  # examples, whose pairs of places are formed
-    for at, part in zip(words.split(step), g.split(step, dim=1), strict=True):
-        same = (at.unsqueeze(-1) == at.unsqueeze(-2)).to(g.dtype)
-        total.index_add_(0, at.flatten(), (part * (same @ part)).sum(0).flatten(0, 1))
-    return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
-
-
-def _turned(x: Tensor, basis: Tensor | None) -> Tensor:
-    """x [*lead c d] in the coordinates of a basis [c d d]."""
-    if basis is None:
-        return x
-    return x @ basis[0] if basis.shape[0] == 1 else torch.einsum("...cd,cde->...ce", x, basis)
-
-
-def _squares(rows: Tensor, q: Tensor | None, p: Tensor | None) -> Tensor:
-    """Σ_kn (QᵀRP)² [c o i] of rows [k n c o i]."""
-    rows = rows if q is None else q.mT @ rows
-    return (rows if p is None else rows @ p).square().sum((0, 1))
 
 
 @final
@@ -302,43 +76,43 @@ class EigenKronecker(Layered):
     @without_autocast
     def estimate_like(self, pullback: Pullback, like: Operator | None) -> EigenKroneckerOperator:
         """In the basis of ``like`` where it is one of these layers: no eigenvectors, and one backward pass a root."""
-        parts, dtype = self.parts(pullback, like), pullback.y.dtype
-        basis = self._basis_of(like, parts.blocks)
+        split, dtype = self.split(pullback, like), pullback.y.dtype
+        basis = self._basis_of(like, split.blocks)
         if basis is None or pullback.coupling is not None:
-            found = second_moments(pullback, parts.seen, self.rule_of_sharing)
+            estimates = second_moments(pullback, split.used, self.sharing_rule)
             if basis is None:
-                own = Basis.of([s for s, _ in found], [a for _, a in found]).sides
-                sides = parts.everywhere(own, lambda block: (None, None))  # until it is renewed
+                used = Basis.of([s for s, _ in estimates], [a for _, a in estimates]).sides
+                sides = split.of_all(used, lambda block: (None, None))  # until it is renewed
                 basis = Basis(tuple(q for q, _ in sides), tuple(p for _, p in sides))
-            scales = rotated_squares(pullback, parts.seen, parts.of_seen(basis.sides))
+            scales = rotated_squares(pullback, split.used, split.of_used(basis.sides))
         else:
-            squares = RotatedSquares(parts.seen, parts.of_seen(basis.sides), dtype)
-            found = second_moments(pullback, parts.seen, self.rule_of_sharing, squares)
+            squares = RotatedSquares(split.used, split.of_used(basis.sides), dtype)
+            estimates = second_moments(pullback, split.used, self.sharing_rule, squares)
             scales = squares.totals()
-        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
-        rest = None if not isinstance(like, EigenKroneckerOperator) else like.rest
+        factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
+        fallback = None if not isinstance(like, EigenKroneckerOperator) else like.fallback
         return EigenKroneckerOperator(
             Layout(pullback.model.like, dtype),
-            parts.blocks,
+            split.blocks,
             tuple(s for s, _ in factors),
             tuple(a for _, a in factors),
             basis,
-            tuple(parts.everywhere(scales, lambda block: _nothing(block, dtype))),
-            None if parts.others is None else self.fallback.estimate_like(parts.others, rest),
-            parts.unseen,
+            tuple(split.of_all(scales, lambda block: _zeros(block, dtype))),
+            None if split.uncovered is None else self.fallback.estimate_like(split.uncovered, fallback),
+            split.unseen,
         )
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
-        parts, rest = self.restored(model, blocks, tensors)
-        dtype = dtype_of(parts, tensors, rest)
-        names = [block.names[0] for block in parts.seen]
-        found = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
-        factors = parts.everywhere(found, lambda block: self.zeros(block, dtype))
+        split, fallback = self.restored_split(model, blocks, tensors)
+        dtype = split.dtype(tensors, fallback)
+        names = [block.names[0] for block in split.used]
+        saved = [(tensors[f"{name}/S"], tensors[f"{name}/A"]) for name in names]
+        factors = split.of_all(saved, lambda block: self.zeros(block, dtype))
         left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
-        d = tuple(parts.everywhere((tensors[f"{name}/D"] for name in names), lambda block: _nothing(block, dtype)))
-        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in parts.blocks) for side in "QP")
+        d = tuple(split.of_all((tensors[f"{name}/D"] for name in names), lambda block: _zeros(block, dtype)))
+        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in split.blocks) for side in "QP")
         layout = Layout.of(model.params, dtype)
-        return EigenKroneckerOperator(layout, parts.blocks, left, right, Basis(q, p), d, rest, parts.unseen)
+        return EigenKroneckerOperator(layout, split.blocks, left, right, Basis(q, p), d, fallback, split.unseen)
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
         """The basis of an operator over the same layers."""
@@ -348,6 +122,208 @@ class EigenKronecker(Layered):
         return like.basis if alike else None
 
 
-def _nothing(block: Block, dtype: torch.dtype) -> Tensor:
+def _zeros(block: Block, dtype: torch.dtype) -> Tensor:
     """D of a layer that a pass did not use."""
     return torch.zeros(block.shape, dtype=dtype, device=block.device)
+
+
+@final
+@dataclass(frozen=True)
+class EigenKroneckerOperator(LayerOperator):
+    """G = (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer: v = W [c o i] goes to Q (D ⊙ QᵀWP) Pᵀ (George et al. 2018, (9)).
+
+    Q and P are eigenvectors of S and A, or of what S and A were when the basis was last ``renewed``; D are the second
+    moments of the gradients in that basis. S and A are kept for the next basis. ``fallback`` is the metric on the
+    parameters that no layer rule covers.
+    """
+
+    letters: ClassVar[tuple[str, ...]] = ("S", "A", "Q", "P", "D")
+    layout: Layout
+    blocks: tuple[Block, ...]
+    left: tuple[SymFactor, ...]  # S [c o o], or its diagonal [c o], for the next basis
+    right: tuple[SymFactor, ...]  # A [c i i], or its diagonal [c i]
+    basis: Basis
+    scales: tuple[Tensor, ...]  # D [c o i]
+    fallback: Operator | None = None
+    unseen: frozenset[str] = frozenset()
+
+    def applied(self, b: int, w: Tensor) -> Tensor:
+        q, p = self.basis.left[b], self.basis.right[b]
+        return rotated_back(q, self.scales[b] * rotated(q, w, p), p)
+
+    def layer_diagonal(self, b: int) -> Tensor:
+        return spread(self.basis.left[b], self.scales[b], self.basis.right[b])
+
+    def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
+        return self.scales[b].double().clamp(min=0)
+
+    def layer_dense(self, b: int) -> Iterable[Tensor]:
+        c, o, i = self.blocks[b].shape
+        unit = torch.eye(o * i, dtype=self.layout.dtype, device=self.blocks[b].device).view(-1, 1, o, i)
+        return self.applied(b, unit.expand(-1, c, o, i)).movedim(1, 0).flatten(2)
+
+    def spectrum(self) -> tuple[list[Tensor], Basis]:
+        return list(self.scales), self.basis
+
+    def lerp(self, other: Operator, weight: float) -> EigenKroneckerOperator:
+        """A, S and D are averaged, D in the basis of ``other``, the newer one.
+
+        Where this one has another basis, its diagonal in the newer one is taken: no more than that can be kept.
+        """
+        self.same_kind(other)
+        there = cast(EigenKroneckerOperator, other)
+        fallback = self.fallback_lerp(there, weight)
+        return replace(
+            there,
+            left=self.layers_lerp(there, self.left, there.left, weight),
+            right=self.layers_lerp(there, self.right, there.right, weight),
+            scales=self.layers_lerp(there, there.basis.carried(self.scales, self.basis), there.scales, weight),
+            fallback=fallback,
+            unseen=self.unseen & there.unseen,
+        )
+
+    def renewed(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
+        """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""
+        basis = Basis.of(self.left, self.right) if sharing is None else self._shared_basis(sharing)
+        fallback = None if self.fallback is None else self.fallback.renewed()
+        return replace(self, basis=basis, scales=basis.carried(self.scales, self.basis), fallback=fallback)
+
+    def _shared_basis(self, sharing: WorkSharing) -> Basis:
+        """The eigenvectors of S and A, every process those of its layers."""
+        names, share = [block.names[0] for block in self.blocks], sharing.share(self.blocks)
+
+        def decompose() -> dict[str, Tensor]:
+            basis = Basis.of([self.left[b] for b in share], [self.right[b] for b in share])
+            return layer_tensors([self.blocks[b] for b in share], {"Q": basis.left, "P": basis.right})
+
+        tensors = sharing.gathered(decompose)
+        return Basis(*(tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        sides = {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right}
+        return self.seen_tensors({**sides, "D": self.scales})
+
+    def averaged(self) -> dict[str, Tensor] | None:
+        """All but the basis, in which both are."""
+        if self.fallback is not None and self.fallback.averaged() is None:
+            return None
+        return self.all_tensors({"S": self.left, "A": self.right, "D": self.scales})
+
+    def inverse(self, damping: float) -> Inverse:
+        """(G + λ)⁻¹ = Q (QᵀWP / (D + λ)) Pᵀ, exactly, and with nothing to be factored."""
+        if damping == 0:
+            for block, values in zip(self.blocks, self.scales, strict=True):
+                self.refuse_singular(block, values, 0.0)
+        return self.spectral_inverse(self.fallback_inverse(damping), damping)
+
+    def factored_inverse(
+        self,
+        damping: float,
+        warm: Mapping[str, Tensor],
+        newton: Newton | None = None,
+        into: Inverse | None = None,
+    ) -> Inverse:
+        self.refuse("Factored", "its eigenvalues are no products of two; Cholesky() damps them exactly, at no cost")
+
+
+# Second moments of per-example gradients in a basis of every layer: D = Σ_kn (Qᵀ R_kn P)² (George et al. 2018).
+
+
+Sides: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [c o o] and P [c i i] of a layer; None for the axes
+_ROWS = 2**24  # numbers, of explicit rows at a time
+
+
+@final
+class RotatedSquares(Watcher):
+    """D [c o i] of every layer, summed over chunks of examples and roots.
+
+    With one position D is (g Q)²ᵀ(a P)², and no row is formed. With several the rows Σ_r g aᵀ come first, a chunk at a
+    time; whether they are rotated, or g and a before, is decided by what is less work. The rows of a tied weight are
+    the sum of those of its kinds, and rotated.
+    """
+
+    def __init__(self, layers: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype) -> None:
+        self._layers, self._sides, self._dtype = list(layers), list(sides), dtype
+        self._sums = [Squares() for _ in layers]
+        self._tape: Tape | None = None
+        self._inputs: dict[int, Tensor] = {}  # of the tape, rotated: where there is one position they are few numbers
+
+    def add(self, tape: Tape, g: Cotangents) -> None:
+        if tape is not self._tape:
+            self._tape = tape
+            self._inputs.clear()
+        for b, block in enumerate(self._layers):
+            if block.facets:
+                pairs = [(tape.inputs(kind).dense(), g.of(tape, kind).dense()) for kind in block.kinds]
+                for rows in Tied.of(block, pairs, self._dtype).rows(_ROWS):
+                    self._sums[b].accumulate(_squares(rows, *self._sides[b]))
+                continue
+            h = g.of(tape, block).dense().to(self._dtype)
+            if b in self._inputs:
+                self._add_plain(b, h)
+            else:
+                self._add(b, tape.inputs(block), h)
+
+    def totals(self) -> list[Tensor]:
+        """D of every layer."""
+        return [total.total().contiguous() for total in self._sums]
+
+    def _add(self, b: int, a: Features, g: Tensor) -> None:
+        q, p = self._sides[b]
+        k, _, r, c, o = g.shape
+        i = a.shape[-1]
+        if p is None and r > 1:  # a need not be dense
+            self._sums[b].accumulate(a.squared_gradients(_turned(g, q)))
+            return
+        x = a.dense().to(self._dtype)
+        if r == 1:
+            self._inputs[b] = _turned(x, p)
+            self._add_plain(b, g)
+            return
+        positions = r * (k * o * o * (q is not None) + i * i * (p is not None))
+        rows = k * o * i * (o * (q is not None) + i * (p is not None))
+        if positions <= rows:
+            self._sums[b].add(Factors(_turned(x, p), _turned(g, q)))
+            return
+        step = max(1, _ROWS // (k * c * o * i))
+        for part, h in zip(x.split(step), g.split(step, dim=1), strict=True):
+            self._sums[b].accumulate(_squares(Factors(part, h).rows().unflatten(-1, (c, o, i)), q, p))
+
+    def _add_plain(self, b: int, g: Tensor) -> None:
+        self._sums[b].add(Factors(self._inputs[b], _turned(g, self._sides[b][0])))
+
+
+def rotated_squares(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
+    """D [c o i] of every layer in ``layers``, which have rules: the diagonal of G in the basis of its sides."""
+    if not layers:
+        return []
+    if pb.coupling is not None:
+        return _coupled(pb, layers, sides)
+    squares = RotatedSquares(layers, sides, pb.y.dtype)
+    for tape, chunks in passes(pb):
+        for g in chunks:
+            squares.add(tape, g)
+    return squares.totals()
+
+
+def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> list[Tensor]:
+    """The rows of a coupled metric come mixed, and in flattening order."""
+    totals = [Squares() for _ in layers]
+    orders = [block.index.argsort().argsort() for block in layers]
+    for factors in replace(pb, seen=replace(pb.seen, layers=list(layers))).factors():
+        for total, f, block, order, (q, p) in zip(totals, factors, layers, orders, sides, strict=True):
+            total.accumulate(_squares(f.rows()[..., order].unflatten(-1, block.shape), q, p))
+    return [total.total() for total in totals]
+
+
+def _turned(x: Tensor, basis: Tensor | None) -> Tensor:
+    """x [*lead c d] in the coordinates of a basis [c d d]."""
+    if basis is None:
+        return x
+    return x @ basis[0] if basis.shape[0] == 1 else torch.einsum("...cd,cde->...ce", x, basis)
+
+
+def _squares(rows: Tensor, q: Tensor | None, p: Tensor | None) -> Tensor:
+    """Σ_kn (QᵀRP)² [c o i] of rows [k n c o i]."""
+    rows = rows if q is None else q.mT @ rows
+    return (rows if p is None else rows @ p).square().sum((0, 1))

@@ -9,10 +9,9 @@ from typing import final
 from torch import Tensor
 
 from natgrad.errors import IncompatibleError
-from natgrad.model import Model
+from natgrad.model import Model, check_slots
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback
-from natgrad.slots import check_slots
 from natgrad.structures.base import Operator, Structure
 
 

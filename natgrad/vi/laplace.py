@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader
 
 from natgrad.errors import IncompatibleError, NatgradError, SingularMetricError
 from natgrad.geometry import Vector
-from natgrad.model import Inputs, Model, map_tensors
+from natgrad.model import Inputs, Model, check_slots, map_tensors
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import examples
 from natgrad.pullback.pullback import Batch, Pullback, View, layers_of
-from natgrad.slots import check_slots
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Operator, Structure

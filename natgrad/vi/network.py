@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import can_read
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.geometry import Covector
-from natgrad.model import Inputs, Model
+from natgrad.model import Inputs, Model, check_slots
 from natgrad.optim.checkpoint import (
     check_entries,
     check_finite,
@@ -25,7 +25,6 @@ from natgrad.optim.checkpoint import (
 )
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import View, layers_of
-from natgrad.slots import check_slots
 from natgrad.solve.solvers import Cholesky
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.vi.posterior import check_rate

@@ -21,8 +21,8 @@ import natgrad.cli.demo
 from natgrad.cli.demo import (
     Budget,
     Point,
-    Run,
     Task,
+    TrainingRun,
     batches,
     classifier,
     compare,
@@ -221,7 +221,7 @@ class TestTraining:
     def test_clock_stands_still_while_losses_are_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ticks = iter(range(1000))
         monkeypatch.setattr("natgrad.cli.demo.perf_counter", lambda: float(next(ticks)))
-        run = Run(linear_task(), "first")
+        run = TrainingRun(linear_task(), "first")
         train(run, Budget(steps=5), 0, lambda run, spent: None)
         assert [point.seconds for point in run.history] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -241,8 +241,8 @@ class TestTraining:
 
     def test_table_goes_as_far_as_most_runs(self) -> None:
         task = linear_task()
-        runs = [Run(task, "first", [Point(end, 1.0, 1.0, 1.0, 1.0)], "finished") for end in (18, 200, 5000)]
-        runs.append(Run(task, "first", [Point(2, 1.0, 1.0, 1.0, 1.0)], "interrupted"))
+        runs = [TrainingRun(task, "first", [Point(end, 1.0, 1.0, 1.0, 1.0)], "finished") for end in (18, 200, 5000)]
+        runs.append(TrainingRun(task, "first", [Point(2, 1.0, 1.0, 1.0, 1.0)], "interrupted"))
         assert reached(runs, AXES["steps"]) == 200
         assert runs[0].at_step(100) is None
 

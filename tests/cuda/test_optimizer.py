@@ -144,7 +144,7 @@ def test_a_bad_gradient_changes_nothing_where_clip_and_move_are_one_pass(value: 
 
 
 def test_cotangents_that_are_used_on_the_way_have_the_factors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("natgrad.pullback.moments"), "_ROOM", 0)
+    monkeypatch.setattr(importlib.import_module("natgrad.accelerate.vjp"), "_ROOM", 0)
     options: dict[str, Any] = {"metric_every": 1, "inverse_every": 1, "solver": ng.Factored()}
     found = []
     for _ in range(2):

@@ -140,7 +140,7 @@ def choose(folder: Path, schedule: str, lr: float) -> None:
     path = folder / "results" / "tuned.json"
     conditions = Setup(batch=32, width=2).conditions("")
     choice = Choice(rounds=({"epochs": 1, "tried": []},), conditions=conditions, chosen={"lr": lr, "weight_decay": 0.0})
-    Choices.load(path).beside(replace(SGD, schedule=schedule), choice).save(path)
+    Choices.load(path).with_choice(replace(SGD, schedule=schedule), choice).save(path)
 
 
 def rates(folder: Path) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Exponential families against golden values, and against what the paper prints wrong (ERRATA 30, 32, 34, 35)."""
+"""Exponential families against golden values, and against what the paper prints wrong."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_log_z_of_a_known_covariance_has_a_plus_where_the_paper_prints_a_minus()
 
 
 def test_the_information_of_a_precision_is_not_the_naive_second_derivative() -> None:
-    """∇²(−½ log|Λ|) without symmetrisation is indefinite, and not Cov t (ERRATA 32)."""
+    """∇²(−½ log|Λ|) without symmetrisation is indefinite, and not Cov t."""
     case = golden("expfam.gaussian_zero_mean")
     family, Λ = FAMILIES["expfam.gaussian_zero_mean"], tensor(case["inputs"]["eta"])
     naive = torch.autograd.functional.hessian(lambda v: -0.5 * torch.logdet(v.view(2, 2)), Λ)

@@ -1,4 +1,4 @@
-"""Every exponential family: two charts, one convex function, one metric (002 section 4, E1 and E2 of the mission)."""
+"""Every exponential family: two charts, one convex function, one metric (Grosse 2021, section 4)."""
 
 import pytest
 import torch
@@ -107,7 +107,7 @@ def _gauge(member: Member) -> bool:
 
 @every_family
 def test_kl_is_the_bregman_divergence_with_its_arguments_turned_round(member: Member) -> None:
-    """KL(p_η ‖ p_η2) = D_logZ(η2, η), by the definition of D, not D_logZ(η, η2) (ERRATA 35)."""
+    """KL(p_η ‖ p_η2) = D_logZ(η2, η), by the definition of D, not D_logZ(η, η2)."""
     family, η, η2 = member.family, member.eta, member.eta2
     turned = family.log_partition(η2) - family.log_partition(η) - family.pair(family.mean(η), η2 - η)
     close(family.bregman(η2, η), turned, 1e-10)

@@ -61,7 +61,7 @@ def test_kl_goes_from_the_first_to_the_second_argument(name: str, family: Family
 
 @each
 def test_the_divergence_of_fisher_is_kl_from_the_old_to_the_new_distribution(name: str, family: Family) -> None:
-    """ρ(y, y0) = KL(p_y0 ‖ p_y), which is the Bregman divergence D_logZ(y, y0) (ERRATA 35)."""
+    """ρ(y, y0) = KL(p_y0 ‖ p_y), which is the Bregman divergence D_logZ(y, y0)."""
     case = golden(name)
     η, η2 = tensor(case["inputs"]["eta"])[None], tensor(case["inputs"]["eta2"])[None]
     agrees(case, ng.Fisher(family).divergence(η2, η)[0], "kl_eta_to_eta2")

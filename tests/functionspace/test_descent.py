@@ -1,4 +1,4 @@
-"""Functional gradient descent (000 (11)–(13)): golden values, its closed form, its limit, and classification."""
+"""Functional gradient descent: golden values, its closed form, its limit, and classification."""
 
 import math
 from typing import Any

@@ -54,7 +54,7 @@ def _within(volume: Volume, expected: float, percent: float) -> None:
 
 class TestClosedForms:
     def test_the_basin_is_the_whole_interval_around_the_minimum_and_not_a_half(self) -> None:
-        """F = w², ε = 1 has the volume 2; a set on which F > F(w0), as printed, would have 1 (ERRATA 19)."""
+        """F = w², ε = 1 has the volume 2; a set on which F > F(w0), as printed, would have 1."""
         found = _at([0.0], 1.0, _squares)
         _within(found.volume, 2.0, 1)
         assert abs(found.radius - 1) < 0.1
@@ -250,7 +250,7 @@ class TestRefusals:
             _at([-1.0], 1.0, lambda y: y.log().sum())
 
     def test_an_overparametrised_model_has_volume_zero(self) -> None:
-        """Also where there are as many outputs as parameters, and they are not independent (ERRATA 19)."""
+        """Also where there are as many outputs as parameters, and they are not independent."""
         message = "rank 1 of 2 parameters, here and around: .* the volume of every basin is exactly 0"
         with pytest.raises(SingularMetricError, match=message):
             _at([0.0, 1.0], 1.0, _squares, lambda params, x: params["w"].sum()[None, None])

@@ -116,7 +116,7 @@ def test_a_layer_that_is_packed_in_another_way_at_other_points_has_the_same_gram
 
 
 def test_a_step_of_gradient_descent_moves_the_outputs_by_the_kernel_times_the_error() -> None:
-    """000 (15): J Jᵀe = Θe, to first order."""
+    """Bai, Rosenberg and Xu (2022), (15): J Jᵀe = Θe, to first order."""
     model, x = _mlp()
     e = normal(5, 2, seed=3)
     ω = ng.pullback_covector(model, x, e)
@@ -172,7 +172,7 @@ def _in(coordinates: Callable[[Tensor], Tensor], θ: Tensor, n: int = 6) -> tupl
 
 
 def test_under_doubled_parameters_the_kernel_is_a_quarter_and_the_pushforward_metric_four_times() -> None:
-    """They are dual; 000 section 5.2 calls the kernel the metric (ERRATA 18)."""
+    """They are dual: the kernel is the inverse of the metric."""
     θ = normal(4, seed=1)
     f, params, x = _in(lambda w: w, θ)
     f2, params2, _ = _in(lambda w: w / 2, 2 * θ)  # θ' = 2θ, the same function

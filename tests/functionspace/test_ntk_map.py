@@ -1,4 +1,4 @@
-"""The map S of 000 section 5.1: what it does, and how far it is from the projection on the tangent space."""
+"""The map S of the neural tangent kernel, and how far it is from the projection on the tangent space."""
 
 import pytest
 import torch

@@ -74,7 +74,7 @@ def test_at_the_points_it_is_the_projection_times_k_in_the_space_of_a_kernel(hid
     close(K_f[:, 2, :, 1], ng.pushforward(model, x, space.project(column)), 1e-7)
     J, H, _, inverse = dense(model, x, ng.Sobolev(jitter=0.0))
     close(matrix(K_f), J @ inverse @ J.T @ H @ torch.linalg.inv(8 * H), 1e-7)
-    # The metric of a pullback is a mean (ERRATA 11).
+    # The metric of a pullback is a mean.
     close(TangentKernel(framed(model, x, ng.Sobolev(jitter=0.0)))(x), 8 * K_f, 1e-6)
 
 

@@ -39,7 +39,7 @@ def test_the_norm_bounds_every_value() -> None:
 
 
 def test_the_norm_of_what_is_known_at_more_points_is_never_smaller() -> None:
-    """fᵀK⁻¹f on a part of the data is biased low (ERRATA 15): it is the norm of the smallest function through them."""
+    """fᵀK⁻¹f on a part of the data is biased low: it is the norm of the smallest function through them."""
     x = normal(9, 2, seed=8)
     y = x.prod(1).sin()
     norms = torch.stack([y[:n] @ torch.linalg.solve(KERNEL(x[:n]), y[:n]) for n in range(1, 10)])
@@ -50,7 +50,7 @@ def test_the_norm_of_what_is_known_at_more_points_is_never_smaller() -> None:
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_s2_the_gradient_represents_the_differential_of_the_loss(reduction: str) -> None:
-    """⟨∇ℓ, h⟩ = dℓ(h) for every direction h (000 lemma 4), by finite differences along h."""
+    """⟨∇ℓ, h⟩ = dℓ(h) for every direction h (Bai, Rosenberg and Xu (2022), lemma 4), by finite differences along h."""
     f, t = _function(Z, 3), torch.tensor([0, 2, 1, 1, 0])
 
     def loss(y: Tensor) -> Tensor:

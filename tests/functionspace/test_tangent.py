@@ -100,7 +100,7 @@ def test_a_metric_coupled_by_the_inverse_kernel_takes_the_same_step() -> None:
 def test_the_golden_sobolev_natural_gradient() -> None:
     case = golden("sobolev.mlp.natgrad.ell1")
     model, x, target = golden_mlp()
-    damping = case["inputs"]["damping"] * len(x)  # a sum metric, not a mean one: ERRATA 11
+    damping = case["inputs"]["damping"] * len(x)  # a sum metric, not a mean one
     space = TangentSpace.of(model, x, SobolevKernel(1.5, case["inputs"]["ell"]))
     loss = lambda y: F.cross_entropy(y, target, reduction="sum")  # noqa: E731
     agrees(case, _flat(space.natural_gradient(loss, damping)), "natgrad")
@@ -122,7 +122,7 @@ def test_s3_the_projection_is_that_of_lemma_3(hidden: int, damping: float) -> No
 def test_s3_a_damped_projection_in_a_space_of_very_smooth_functions_is_the_push_through_form(
     nu: float, lengthscale: float, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Bᵀ(λK + BBᵀ)⁻¹v needs no inverse of K, which has none in floating point here (ERRATA 13)."""
+    """Bᵀ(λK + BBᵀ)⁻¹v needs no inverse of K, which has none in floating point here."""
     torch.manual_seed(0)
     model, n, λ = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).to(dtype), 20, 1e-3
     x, kernel = normal(n, 2).to(dtype), SobolevKernel(nu, lengthscale)
@@ -148,7 +148,7 @@ def test_the_projection_is_idempotent_and_what_it_leaves_is_orthogonal() -> None
 
 
 def test_the_natural_gradient_moves_the_function_by_the_projection_and_not_by_the_gradient() -> None:
-    """dφ(∇F̃) = P(∇F), where lemma 1 (ii) prints ∇F (ERRATA 17)."""
+    """dφ(∇F̃) = P(∇F), where lemma 1 (ii) prints ∇F."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
     x, t = normal(12, 2), normal(12, 2, seed=1)
@@ -160,14 +160,14 @@ def test_the_natural_gradient_moves_the_function_by_the_projection_and_not_by_th
 
 
 def test_a_mean_loss_with_the_printed_sum_metric_takes_a_step_n_times_too_small() -> None:
-    model, x, t = _wide()  # ERRATA 11
+    model, x, t = _wide()  # the metric is a mean, the loss a sum
     space = TangentSpace.of(model, x, KERNEL)
     mean = space.natural_gradient(lambda y: (y - t).square().sum() / (2 * len(x)))
     close(len(x) * _flat(mean), _flat(space.natural_gradient(_squares(t))), 1e-9)
 
 
 def test_equal_points_count_once() -> None:
-    """A duplicate makes K singular, and the step does not change (ERRATA 13); Gauss and Newton count it twice."""
+    """A duplicate makes K singular, and the step does not change; Gauss and Newton count it twice."""
     torch.manual_seed(0)
     for hidden in (1, 16):
         model = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.Linear(hidden, 2)).double()

@@ -15,7 +15,7 @@ from tests.zoo import mlp
 
 
 class TextbookKFAC(torch.optim.Optimizer):
-    """W̄ ← W̄ − lr·G⁻¹(∇W̄)A⁻¹ with the Euclidean metric on the outputs (003 (2.10), (4.5), (5.3)).
+    """W̄ ← W̄ − lr·G⁻¹(∇W̄)A⁻¹ with the Euclidean metric on the outputs (Luk and Grosse (2018), eq. 2.10, 4.5, 5.3).
 
     A is the mean of āāᵀ over examples and uses of the weight, G the sum over uses and the mean over examples of
     Σ_k gᵏ(gᵏ)ᵀ with gᵏ = ∂y_k/∂z: the factor |T| of (4.5) is in that sum.

@@ -1,4 +1,4 @@
-"""Networks in other affine bases compute the same function: 003 (2.11), (3.3), (3.4), with ERRATA 39 to 49."""
+"""Networks in other affine bases compute the same function: Luk and Grosse (2018), eq. 2.11, 3.3, 3.4."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_first_states_that_are_given_are_in_the_original_basis(rnn: nn.RNNBase) 
 
 
 def test_every_layer_reads_transformed_activations_and_gives_transformed_preactivations() -> None:
-    """a† = Ωa + γ and z = Φz† + τ; between two layers that is a† = Ω φ(Φz† + τ) + γ, (3.4) with ERRATA 40."""
+    """a† = Ωa + γ and z = Φz† + τ; between two layers that is a† = Ω φ(Φz† + τ) + γ (Luk and Grosse 2018, eq. 3.4)."""
     model, x = mlp(3, 4, 2).double(), normal(6, 3)
     bases = {
         name: Random(2).of(name, Space(1, layer.in_features), Space(1, layer.out_features))
@@ -143,7 +143,7 @@ def test_zero_padding_becomes_padding_with_γ() -> None:
 
 
 def test_the_first_state_of_a_recurrent_network_is_transformed_too() -> None:
-    """The network of the paper in its own coordinates: V† = Φ⁻¹V, W† = Φ⁻¹WΩ⁻¹ and a_0† = Ωa_0 + γ (ERRATA 44)."""
+    """The network of the paper in its own coordinates: V† = Φ⁻¹V, W† = Φ⁻¹WΩ⁻¹ and a_0† = Ωa_0 + γ."""
     rnn, x = nn.RNN(2, 3, batch_first=True).double(), normal(5, 4, 2)
     drawn = Random(1).of("W", Space(1, 3), Space(1, 3))
     Ω, γ, Φ, τ = drawn.inputs.matrix[0], drawn.inputs.shift[0], drawn.outputs.matrix[0], drawn.outputs.shift[0]
@@ -167,7 +167,7 @@ def test_the_first_state_of_a_recurrent_network_is_transformed_too() -> None:
 
 
 def test_the_tanh_network_of_a_logistic_one() -> None:
-    """tanh(x) = 2σ(2x) − 1: Φ = 2, τ = 0, Ω = 2, γ = −1 (ERRATA 39)."""
+    """tanh(x) = 2σ(2x) − 1: Φ = 2, τ = 0, Ω = 2, γ = −1."""
     case = golden("invariance.kfac_logistic_tanh")
     W1, W2 = (tensor(case["inputs"][name]) for name in ("W1bar", "W2bar"))
     model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1)).double()

@@ -1,4 +1,7 @@
-"""The certificate: K-FAC does not see affine bases, SGD, Adam and diagonal metrics do (003 theorems 2.1, 4.2, 5.2)."""
+"""The certificate: K-FAC does not see affine bases, SGD, Adam and diagonal metrics do.
+
+Theorems 2.1, 4.2 and 5.2 of Luk and Grosse (2018).
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ KFACS: dict[str, Callable[[float], Make]] = {
 @pytest.mark.parametrize("kind", TASKS)
 @pytest.mark.parametrize("name", KFACS)
 def test_undamped_kfac_is_invariant(kind: str, name: str) -> None:
-    """Over ten steps, with momentum, averaged factors and the same samples of sampled ones (ERRATA 46)."""
+    """Over ten steps, with momentum, averaged factors and the same samples of sampled ones."""
     task = TASKS[kind]
     found = certify(KFACS[name](0.1), task.model(), task.batch(), steps=10)
     assert found.invariant, str(found)
@@ -136,7 +139,7 @@ def wide(model: nn.Module) -> nn.Module:
     ids=["plain", "momentum", "trust region", "sampled", "empirical"],
 )
 def test_the_whole_natural_gradient_is_exactly_invariant_to_affine_bases(options: dict[str, Any]) -> None:
-    """Not only to first order (ERRATA 50), with the same samples for both networks, and whatever the step rule."""
+    """Not only to first order, with the same samples for both networks, and whatever the step rule."""
     found = certify(natural(ng.Dense(), **{"lr": 0.02, **options}), WELL.model(), WELL.batch(), steps=5)
     assert found.invariant, str(found)
 

@@ -1,4 +1,4 @@
-"""Paper 001: the natural parameter gradient of over-parametrised models, on the model and on the parameters."""
+"""The natural gradient of over-parametrised models, on the model and on parameters: van Oostrum et al. (2023)."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_map_to_other_parameters_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["oostrum.A2.L=x", "oostrum.A2.L=y", "oostrum.A2.L=x+2y"])
 def test_example_A2_corrected_depends_on_the_parametrisation_at_a_singular_point(name: str) -> None:
-    """φ(ξ) = (sin 2ξ, sin ξ) passes the origin twice; f(θ) = π − θ takes θ = 0 to the other passage (ERRATA 25)."""
+    """φ(ξ) = (sin 2ξ, sin ξ) passes the origin twice; f(θ) = π − θ takes θ = 0 to the other passage."""
     case = golden(name)
     slope = tensor(case["inputs"]["grad_L_at_origin"])
 
@@ -180,7 +180,7 @@ def test_example_A2_corrected_depends_on_the_parametrisation_at_a_singular_point
 def test_example_A3_the_parameter_gradients_differ_and_their_pushforwards_do_not(
     f: list[list[float]], expected: str | None
 ) -> None:
-    """The second map is not symmetric: it tells ∂ξ/∂θ from its transpose (ERRATA 27), y_Θ = (48/13, 30/13)."""
+    """The second map is not symmetric: it tells ∂ξ/∂θ from its transpose, y_Θ = (48/13, 30/13)."""
     matrix = tensor(f)
     model = lambda p, x: torch.stack([p["ξ"].sum(), torch.zeros((), dtype=torch.float64)]).view(1, 2)  # noqa: E731
     θ = torch.linalg.solve(matrix, tensor([2.0, 1.0]))
@@ -206,7 +206,7 @@ def test_example_A3_the_parameter_gradients_differ_and_their_pushforwards_do_not
 
 
 def test_k6_natural_gradient_steps_are_invariant_to_linear_maps_of_the_parameters() -> None:
-    """θ = Aθ′: the steps agree, A(θ′ − αv′) = θ − αv (004 (52)), also for finite steps; gradient descent's do not."""
+    """θ = Aθ′: the steps agree, A(θ′ − αv′) = θ − αv (Johnson (2017), eq. 52); those of the gradient do not."""
     generator = torch.Generator().manual_seed(0)
     A = torch.randn(3, 3, generator=generator, dtype=torch.float64) + 2 * torch.eye(3, dtype=torch.float64)
     x, t = torch.randn(2, 10, generator=generator, dtype=torch.float64)

@@ -65,7 +65,7 @@ def log_gamma(x: Tensor) -> Tensor:
 
 
 def symmetric(vec: Tensor) -> Tensor:
-    """A matrix from its entries, as a function of its symmetric part (ERRATA 32)."""
+    """A matrix from its entries, as a function of its symmetric part."""
     d = round(vec.numel() ** 0.5)
     return 0.5 * (vec.view(d, d) + vec.view(d, d).T)
 

@@ -46,7 +46,7 @@ def test_mirror_descent_subtracts_the_gradient_in_the_dual_chart(case: Case) -> 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_mirror_descent_is_natural_gradient_descent_in_the_dual_chart(case: Case) -> None:
-    """000 (52), Raskutti and Mukherjee 2015: z − (1/α)(∇²ψ*)⁻¹∇F; the step is 1/α (ERRATA 23)."""
+    """Bai, Rosenberg and Xu (2022), (52), Raskutti and Mukherjee 2015: z − (1/α)(∇²ψ*)⁻¹∇F; the step is 1/α."""
     z = case.potential.gradient(case.x)
     F = in_dual_chart(objective, case.potential)
     natural = PrimalDescent(HessianMetric(Conjugate(case.potential), case.solver), lipschitz=ALPHA)
@@ -116,7 +116,7 @@ def test_on_a_simplex_the_proximal_form_is_minimised_over_the_simplex() -> None:
 
 
 def test_a_bernoulli_moves_by_the_golden_steps_in_both_charts() -> None:
-    """002 (20)–(23): log Z = Conjugate(BinaryEntropy()) in η, its conjugate in ξ."""
+    """Grosse (2021), (20)–(23): log Z = Conjugate(BinaryEntropy()) in η, its conjugate in ξ."""
     case = golden("mirror.bernoulli")
     η, λ, t = tensor([case["inputs"]["eta"]]), case["inputs"]["lam"], case["inputs"]["target"]
     J = lambda ξ: ((ξ - t) ** 2).sum() / 2  # noqa: E731
@@ -137,7 +137,7 @@ def curved(x: Tensor) -> Tensor:
 
 
 def test_with_the_norm_at_every_point_mirror_descent_is_natural_gradient_descent() -> None:
-    """000 proposition 17, with the generating function ½‖y‖²_{g(x_k)} and the step 1/α (ERRATA 23)."""
+    """Bai, Rosenberg and Xu (2022), proposition 17, with the generating function ½‖y‖²_{g(x_k)} and the step 1/α."""
     x = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     natural = PrimalDescent(MatrixMetric(curved), ALPHA, policy=Report()).run(objective, x, steps=10)
     for k in range(10):
@@ -150,7 +150,7 @@ def test_with_the_norm_at_every_point_mirror_descent_is_natural_gradient_descent
 
 
 def test_the_dual_metric_of_a_norm_is_its_inverse() -> None:
-    """ERRATA 23: ∇²H = g(a)⁻¹ in the pairing of (53); it is g(a) in the pairing ⟨x, z⟩_g."""
+    """∇²H = g(a)⁻¹ in the pairing of (53); it is g(a) in the pairing ⟨x, z⟩_g."""
     ψ, z = Quadratic.of(MATRIX), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     close(Conjugate(ψ).hessian(z).dense(), torch.linalg.inv(MATRIX))
     close(hessian(lambda z: ψ.conjugate(MATRIX @ z), z), MATRIX)

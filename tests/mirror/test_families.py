@@ -33,7 +33,7 @@ def tangent(case: Case, v: Tensor) -> Tensor:
 
 @every
 def test_the_natural_gradient_in_one_chart_is_the_plain_gradient_in_the_other(case: Case) -> None:
-    """002 (22)–(23)."""
+    """Grosse (2021), (22)–(23)."""
     ω_η, ω_ξ = differentials(case)
     close(natural_gradient(case.family, case.eta, ω_η, NATURAL), tangent(case, ω_ξ))
     close(natural_gradient(case.family, case.xi, ω_ξ, MEAN), ω_η)
@@ -51,7 +51,7 @@ def test_automatic_differentiation_through_the_charts_gives_both_gradients(case:
 
 @every
 def test_the_mirror_step_in_the_natural_chart_minimises_its_proximal_objective(case: Case) -> None:
-    """002 (20): ⟨∇_ηJ, u⟩ + λ KL(p_η ‖ p_u) is stationary at u, and convex."""
+    """Grosse (2021), (20): ⟨∇_ηJ, u⟩ + λ KL(p_η ‖ p_u) is stationary at u, and convex."""
     ω, _ = differentials(case)
     move = mirror_step(case.family, case.eta, ω, 1 / λ, NATURAL)
     assert not bool(move.shortened.any())
@@ -64,7 +64,7 @@ def test_the_mirror_step_in_the_natural_chart_minimises_its_proximal_objective(c
 
 @every
 def test_the_mirror_step_in_the_mean_chart_minimises_its_proximal_objective(case: Case) -> None:
-    """002 (21): the gradient of KL(p_u ‖ p_ξ) with respect to the mean parameters of p_u is η(u) − η."""
+    """Grosse (2021), (21): the gradient of KL(p_u ‖ p_ξ) with respect to the mean parameters of p_u is η(u) − η."""
     _, ω = differentials(case)
     move = mirror_step(case.family, case.xi, ω, 1 / λ, MEAN)
     assert not bool(move.shortened.any())

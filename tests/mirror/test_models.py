@@ -58,7 +58,7 @@ def test_logistic_regression_meets_lemma_16_in_the_fisher_metric() -> None:
 
 
 def test_a_pure_function_is_descended_like_a_module() -> None:
-    """002 section 1: Gauss–Newton on Rosenbrock's z, with CL = 1 for ½‖z‖², arrives in exactly two steps."""
+    """Grosse (2021), section 1: Gauss–Newton on Rosenbrock's z, with CL = 1 for ½‖z‖², arrives in exactly two steps."""
     z = lambda θ, _: torch.stack([1 - θ["x"][0], 10 * (θ["x"][1] - θ["x"][0] ** 2)])[None]  # noqa: E731
     model = Model.of(z, {"x": torch.tensor([-1.2, 1.0], dtype=torch.float64)})
     g = PulledBack(model, None, ng.Euclidean())

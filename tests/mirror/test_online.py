@@ -18,7 +18,7 @@ def samples(case: Case, n: int) -> torch.Tensor:
 
 @every
 def test_one_datum_at_a_time_is_the_batch_estimate_of_all(case: Case) -> None:
-    """002 (24)–(25) with α_k = 1/(k + 1) (ERRATA 31), from the first datum on."""
+    """Grosse (2021), (24)–(25) with α_k = 1/(k + 1), from the first datum on."""
     x = samples(case, 40)
     estimate = Online.of(case.family, x[:1])
     for k in range(1, 40):

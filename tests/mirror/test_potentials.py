@@ -68,7 +68,7 @@ def test_the_metrics_of_both_charts_are_hessians_and_inverse_to_each_other(case:
 
 
 def test_the_metrics_of_a_simplex_are_inverse_on_its_tangent_space() -> None:
-    """ERRATA 34: both are singular along the constants, and each is the pseudo-inverse of the other."""
+    """Both are singular along the constants, and each is the pseudo-inverse of the other."""
     (case,) = [case for case in CASES if case not in REGULAR]
     z = case.potential.gradient(case.x)
     g, dual = case.potential.hessian(case.x).dense(), case.potential.conjugate_hessian(z).dense()
@@ -125,7 +125,7 @@ def test_log_partition_functions_are_conjugates_of_entropies(potential: Potentia
     η, η2 = torch.tensor([0.3], dtype=torch.float64), torch.tensor([-1.1], dtype=torch.float64)
     close(Conjugate(potential).value(η), logits(η).sum())
     family = ng.Bernoulli() if isinstance(potential, ng.mirror.BinaryEntropy) else ng.Poisson()
-    # ERRATA 35: D_logZ(η, η′) = KL(p_η′ ‖ p_η).
+    # D_logZ(η, η′) = KL(p_η′ ‖ p_η).
     close(Conjugate(potential).bregman(η, η2), family.kl(η2, η).squeeze())
 
 

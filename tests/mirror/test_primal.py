@@ -41,7 +41,7 @@ def test_grad_and_prog_are_the_golden_ones() -> None:
 
 
 def test_grad_is_the_minimum_of_the_quadratic_model_and_prog_is_its_depth() -> None:
-    """000 definition 12; ERRATA 21: the slope of the model at y is ∂f + CL g(y − x), without a 2."""
+    """Bai, Rosenberg and Xu (2022), definition 12; the slope of the model at y is ∂f + CL g(y − x), without a 2."""
     ω, α = gradient(objective, START), 2.5
     descent = PrimalDescent(MatrixMetric(curved), lipschitz=0.5, C=5.0)
     y = descent.grad(objective, START)
@@ -82,7 +82,7 @@ def test_every_step_falls_by_prog_at_least() -> None:
 
 
 def test_the_decrease_of_a_parabola_is_exactly_prog() -> None:
-    """ERRATA 22: D_k − D_{k+1} = ‖∇f‖²/2CL for f = Lx²/2, half of what the proof in the paper says."""
+    """D_k − D_{k+1} = ‖∇f‖²/2CL for f = Lx²/2, half of what the proof in the paper says."""
     trace = PrimalDescent(HessianMetric(ng.mirror.SquaredNorm()), lipschitz=7.0).run(
         lambda x: 7 * x @ x / 2, START, steps=1
     )
@@ -91,7 +91,7 @@ def test_the_decrease_of_a_parabola_is_exactly_prog() -> None:
 
 
 def test_a_convex_function_comes_within_2lcr2_over_t() -> None:
-    """000 lemma 16, with R in the metric at x_k (ERRATA 22), at every T."""
+    """Bai, Rosenberg and Xu (2022), lemma 16, with R in the metric at x_k, at every T."""
     f = _valley
     trace = PrimalDescent(MatrixMetric(curved), lipschitz=1.0).run(f, START, steps=60)
     distances = [float((x @ curved(x) @ x) ** 0.5) for x in trace.points]
@@ -107,7 +107,7 @@ def _valley(x: Tensor) -> Tensor:
 
 
 def test_the_radius_in_the_metric_of_the_minimum_would_promise_too_much() -> None:
-    """ERRATA 22: g(x) = 1 + 1000x² is 1 at the minimum, but slows the steps down where they are taken."""
+    """g(x) = 1 + 1000x² is 1 at the minimum, but slows the steps down where they are taken."""
     trace = PrimalDescent(MatrixMetric(lambda x: (1 + 1000 * x**2)[:, None]), lipschitz=1.0).run(
         lambda x: (x**2).sum() / 2, torch.ones(1, dtype=torch.float64), steps=100
     )
@@ -183,7 +183,7 @@ def test_a_function_without_smoothness_is_not_doubled_for_ever() -> None:
 
 
 def test_in_a_box_grad_is_the_best_of_all_faces() -> None:
-    """000 corollary 15: against the minimum over every choice of entries that are fixed at a bound."""
+    """Compared with the minimum over every choice of entries that are fixed at a bound."""
     generator = torch.Generator().manual_seed(0)
     box = Box(-torch.ones(4), torch.ones(4))
     for _ in range(20):

@@ -77,7 +77,7 @@ def _range(G: Operator) -> torch.Tensor:
 
 
 def test_average_over_time_is_the_weighted_mean_of_the_estimates() -> None:
-    """002 (32) with the correction of its start: weights β^{t−s}, normalised."""
+    """Grosse (2021), (32) with the correction of its start: weights β^{t−s}, normalised."""
     problem = zoo.case("mlp_tanh").make()
     structure = ng.Refresh(ng.Dense(), decay=0.7)
     estimates = [structure.estimate(pull(problem, random_roots(problem, k))) for k in (1, 2, 3, 4)]

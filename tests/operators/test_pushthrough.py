@@ -1,4 +1,4 @@
-"""A kernel matrix that may be singular, and the push-through form that never inverts it (ERRATA 13)."""
+"""A kernel matrix that may be singular, and the push-through form that never inverts it."""
 
 from __future__ import annotations
 

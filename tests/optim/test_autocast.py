@@ -38,7 +38,9 @@ def _trained(make: Callable[[nn.Module], ng.NaturalGradient], autocast: bool) ->
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_step_inside_autocast_is_that_outside(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        ProductInverse, "by_columns", lambda self, group: not packed and self.kinds[group[0]] == (True, True)
+        ProductInverse,
+        "by_columns",
+        lambda self, batch: not packed and self.dense[self.batches[batch][0]] == (True, True),
     )
     expected = _trained(OPTIMIZERS[name], autocast=False)
     assert torch.equal(_trained(OPTIMIZERS[name], autocast=True), expected)

@@ -202,7 +202,7 @@ def test_a_model_that_calls_itself_is_seen_as_one_pass(graph: bool) -> None:
             model(normal(8, 4, seed=at), through=through).square().mean().backward()
             opt.step()
         assert isinstance(opt.tracker.average, KroneckerOperator)
-        assert opt.tracker.average.rest is None
+        assert opt.tracker.average.fallback is None
         return opt.tracker.average.tensors()
 
     expected = factors(False)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.rules.base import Call, Keys, Rule
+from natgrad.rules.features import Rows
 from natgrad.rules.linear import LinearRule
 from tests.optim.tasks import seeded
 
@@ -176,11 +177,11 @@ class Named(Rule):
         """As the library's."""
         return LinearRule().shape(module, keys)
 
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Tensor:
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Rows:
         """As the library's."""
         return LinearRule().inputs(module, keys, call)
 
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Tensor:
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Rows:
         """As the library's."""
         return LinearRule().cotangents(module, keys, g)
 

@@ -89,7 +89,7 @@ def test_a_model_is_scripted_while_its_optimizer_lives(where: str) -> None:
     model = network()
     opt = ng.KFAC(model, FISHER)
     whole, x = WHERE[where](model), torch.ones(2, 3)
-    scripted = torch.jit.script(whole)  # type: ignore[no-untyped-call]
+    scripted = torch.jit.script(whole)
     torch.testing.assert_close(scripted(x), whole(x))
     step(model, opt)
     torch.testing.assert_close(scripted(x), whole(x))  # the parameters are shared
@@ -101,7 +101,7 @@ def test_a_trace_is_no_training_pass() -> None:
         opt = ng.KFAC(model, FISHER, metric_every=1, inverse_every=1)
         for _ in range(2):
             if traces:
-                torch.jit.trace(model, torch.randn(2, 3), check_trace=False)  # type: ignore[no-untyped-call]
+                torch.jit.trace(model, torch.randn(2, 3), check_trace=False)
                 assert not opt.tracker.has_estimate
             step(model, opt)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -148,5 +148,5 @@ def test_a_model_that_says_what_is_saved_of_it_is_asked() -> None:
 def test_parameters_on_the_meta_device_are_refused_by_name() -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="weight, bias on the meta device, where .* model.to_empty"):
+    with pytest.raises(ValueError, match=r"weight, bias on the meta device, where .* model.to_empty"):
         ng.KFAC(model, FISHER)

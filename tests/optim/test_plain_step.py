@@ -1,6 +1,7 @@
 """A plain step: in few operations, in one pass on a GPU, and replayed where it comes again."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import pytest
@@ -23,7 +24,7 @@ class Operations(TorchDispatchMode):
     """Counts them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -33,7 +34,7 @@ class Operations(TorchDispatchMode):
 
 def operations(widths: Sequence[int], **options: Any) -> int:
     """Of a step of K-FAC in which neither the metric nor its inverse is due."""
-    pairs = list(zip(widths, widths[1:], strict=False))
+    pairs = list(pairwise(widths))
     model = seeded(lambda: nn.Sequential(*[m for i, o in pairs for m in (nn.Linear(i, o), nn.Tanh())]))
     opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), **options)
     x, t = seeded(lambda: (torch.randn(32, widths[0]), torch.randint(widths[-1], (32,))))
@@ -176,11 +177,11 @@ def test_parameters_without_momentum_or_gradient_are_not_moved_in_one_pass(gpu: 
     for step in range(3):
         model(torch.ones(3, 4)).square().mean().backward()
         if step == 2:
-            model[0].weight.grad = None
-            left = model[0].weight.detach().clone()
+            weight = model.get_parameter("0.weight")
+            weight.grad, before = None, weight.detach().clone()
         opt.step()
     assert fused[-3:] == [False, True, True]
-    assert torch.equal(model[0].weight, left)
+    assert torch.equal(weight, before)
 
 
 def test_a_checkpoint_of_another_memory_format_goes_on_as_in_its_own(gpu: Callable[[], list[bool]]) -> None:

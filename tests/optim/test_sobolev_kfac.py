@@ -87,7 +87,7 @@ def both(lengthscale: float, **options: Any) -> tuple[Make, Make]:
 
 
 def test_the_lengthscale_is_a_quarter_of_the_median_distance_unless_another_is_given() -> None:
-    """About what paper 000 has (ERRATA 14)."""
+    """About what Bai, Rosenberg and Xu (2022) have."""
 
     def of(**options: Any) -> Tensor:
         return trained(lambda model: ng.SobolevKFAC(model, EXACT, **SCHEDULE, **options), made("mlp"), (2,))
@@ -111,7 +111,7 @@ def test_a_small_lengthscale_gives_the_steps_of_kfac(name: str, options: dict[st
 
 @pytest.mark.parametrize("name", MODELS)
 def test_samples_that_the_batch_shares_and_a_small_lengthscale_give_the_steps_of_kfac(name: str) -> None:
-    """ERRATA 10: every column of the root is drawn once for all examples; K-FAC with the same columns is the same."""
+    """Every column of the root is drawn once for all examples; K-FAC with the same columns is the same."""
 
     def of(metric: ng.OutputMetric) -> Tensor:
         generator = torch.Generator().manual_seed(3)
@@ -164,7 +164,7 @@ def test_microbatches_are_coupled_each_by_itself(name: str) -> None:
 # Where it is not
 
 
-def test_one_step_is_that_of_the_factors_of_errata_8() -> None:
+def test_one_step_is_that_of_factors_whose_scale_is_matched_by_traces() -> None:
     """(S + λ^½/π)⁻¹ ∇ (A + π λ^½)⁻¹, with A = Σ C a aᵀ/N, S = κ Σ C g gᵀ/N from the definitions, for one layer."""
     x, t, λ = normal(6, 3), normal(6, 2, seed=1), 0.1
     layer = seeded(lambda: nn.Linear(3, 2).double())
@@ -186,7 +186,7 @@ def test_one_step_is_that_of_the_factors_of_errata_8() -> None:
 
 
 def test_a_batch_of_copies_has_one_over_n_of_the_factors_of_one_example() -> None:
-    """They count as one (ERRATA 13); G is a mean over N. In one layer the product is exact, up to the jitter."""
+    """They count as one; G is a mean over N. In one layer the product is exact, up to the jitter."""
     one, copies = (
         ng.Kronecker().estimate(ng.pullback(seeded(lambda: nn.Linear(3, 2).double()), x, ng.Sobolev()))
         for x in (normal(1, 3), normal(1, 3).expand(8, 3).contiguous())

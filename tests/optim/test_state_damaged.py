@@ -67,9 +67,9 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     "other_D": ("ekfac", _operator("hidden.weight/D", _row(1, 1, 1)), r"hidden.weight/D .*\[1, 1, 1\].*\[1, 4, 4\]"),
     "other_Q": ("ekfac", _operator("last.weight/Q", _row(1, 4, 4)), r"last.weight/Q .*\[1, 4, 4\].*\[1, 2, 2\]"),
     "strange": ("kfac", _operator("nobody/S", _row(1)), "has nobody/S, for which there is no layer"),
-    "no_rest": ("kfac", _operator("rest/values", None), "the factors of mix are missing in the metric"),
-    "other_rest": ("kfac", _operator("rest/values", _row(3)), r"rest/values .*shape \[3\], here it is \[16\]"),
-    "other_rest_block": ("blocks", _operator("rest/mix", _row(3, 3)), r"rest/mix .*\[3, 3\].*\[16, 16\]"),
+    "no_rest": ("kfac", _operator("fallback/values", None), "the factors of mix are missing in the metric"),
+    "other_rest": ("kfac", _operator("fallback/values", _row(3)), r"fallback/values .*shape \[3\], here it is \[16\]"),
+    "other_rest_block": ("blocks", _operator("fallback/mix", _row(3, 3)), r"fallback/mix .*\[3, 3\].*\[16, 16\]"),
     "no_matrix": (
         "dense",
         lambda s: s["natgrad"]["operator"].update(x=s["natgrad"]["operator"].pop("matrix")),
@@ -100,7 +100,7 @@ DAMAGED: dict[str, tuple[str, Damage, str]] = {
     ),
     "other_inverse_rest": (
         "kfac",
-        _inverse("rest/scale", _row(3)),
+        _inverse("fallback/scale", _row(3)),
         "the inverse of the metric in the state do not fit",
     ),
     "other_factor": (
@@ -144,7 +144,7 @@ def test_a_damaged_state_is_refused_by_what_is_wrong_with_it_and_nothing_is_load
 
 POISONED: dict[str, tuple[str, Damage, str]] = {
     "factor": ("kfac", _poison("operator", "hidden.weight/S", float("nan")), "hidden.weight/S of the metric"),
-    "rest": ("ekfac", _poison("operator", "rest/values", float("inf")), "rest/values of the metric"),
+    "rest": ("ekfac", _poison("operator", "fallback/values", float("inf")), "fallback/values of the metric"),
     "matrix": ("dense", _poison("operator", "matrix", float("-inf")), "matrix of the metric"),
     "inverse": (
         "kfac",

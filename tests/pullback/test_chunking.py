@@ -160,7 +160,7 @@ def test_diagonal_of_a_sequence_stays_within_its_bound() -> None:
 
 
 def test_a_sampled_euclidean_root_is_never_whole() -> None:
-    """One pseudo-gradient an example of 300 outputs: nothing as large as the exact root [d n d] is made (002 §5.2)."""
+    """One pseudo-gradient an example of 300 outputs: nothing as large as the exact root [d n d] is made."""
     y = torch.zeros(200, 300, dtype=torch.float64)
     with Largest() as seen:
         root = ng.Sampled(ng.Euclidean()).root(y, generator=torch.Generator().manual_seed(0))

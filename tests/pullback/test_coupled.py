@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.output.metric import Coupling
-from natgrad.pullback.coupling import Coupled, mixed, root_of
+from natgrad.pullback.coupling import Mixing, root_of
 from natgrad.pullback.factors import Factors, traces
-from natgrad.pullback.features import Expand
-from natgrad.pullback.features import mean as mean_of
 from natgrad.pullback.moments import cotangents
+from natgrad.pullback.sharing import Sharing
+from natgrad.rules.features import DenseFeatures, mix_examples
 from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, normal
 
@@ -47,7 +47,7 @@ ENTRIES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 SUBSETS: dict[str, tuple[str, ...]] = {"both": (), "weight": ("bias",), "bias": ("weight",)}
 
 
-def coupled_pullback(name: str, frozen: tuple[str, ...], dtype: torch.dtype) -> tuple[ng.Pullback, Coupled]:
+def coupled_pullback(name: str, frozen: tuple[str, ...], dtype: torch.dtype) -> tuple[ng.Pullback, Mixing]:
     """A layer at N examples that are coupled by a random C."""
     make, shape = (LAYERS | ENTRIES)[name]
     layer = seeded(make).to(dtype)
@@ -56,7 +56,7 @@ def coupled_pullback(name: str, frozen: tuple[str, ...], dtype: torch.dtype) -> 
     mix = torch.eye(N, dtype=torch.float64) + 0.3 * normal(N, N, seed=5)
     pb = ng.pullback(layer, normal(N, *shape).to(dtype), ng.Sampled(ng.Euclidean(), 2), generator=torch.Generator())
     pb = replace(pb, coupled=Coupling(mix @ mix.T))
-    return pb, Coupled.of(mix @ mix.T, root_of(mix @ mix.T).to(dtype), dtype, pb.tape((0, N)).memo)
+    return pb, Mixing.of(mix @ mix.T, root_of(mix @ mix.T).to(dtype), dtype, pb.tape((0, N)).memo)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
@@ -65,17 +65,15 @@ def coupled_pullback(name: str, frozen: tuple[str, ...], dtype: torch.dtype) -> 
 def test_factors_are_sums_over_pairs_of_examples_with_the_trace_of_the_rows(
     name: str, subset: str, dtype: torch.dtype
 ) -> None:
-    """A = Σ C a aᵀ/(N R) and S = κ Σ C g gᵀ, from the patches and the rows themselves (000 (24)–(25), ERRATA 8)."""
+    """A = Σ C a aᵀ/(N R) and S = κ Σ C g gᵀ, from the patches and the rows themselves."""
     if name == "RMS norm" and subset != "both":
         pytest.skip("it has no bias to freeze, and none to be alone")
     pb, coupled = coupled_pullback(name, SUBSETS[subset], dtype)
     (block,), tape = pb.layers, pb.tape((0, N))
     g = cotangents(tape, pb.root / math.sqrt(N))
-    S, moment = coupled.factors(tape, block, Expand(), g)
-    A = mean_of(moment)
-    a, h, C = tape.inputs(block).double(), g.whole(tape, block).double(), coupled.C
-    assert Expand().direct(tape, block) == (name in LAYERS)
-    assert (coupled._entries(tape, block, Expand()) is None) == (name in LAYERS or subset == "bias")
+    S, moment = coupled.factors(tape.inputs(block), g.of(tape, block), block, Sharing())
+    A = moment.mean()
+    a, h, C = tape.inputs(block).dense().double(), g.of(tape, block).dense().double(), coupled.C
     mean = torch.einsum("nm,nrci,mrcj->cij", C, a, a) / (N * a.shape[1])
     total = torch.einsum("nm,knrco,kmrcp->cop", C, h, h)
     R = torch.einsum("knrco,nrci->kncoi", h, a)
@@ -101,13 +99,11 @@ def test_examples_that_nothing_couples_have_the_factors_of_no_coupling_under_aut
 
 
 @pytest.mark.parametrize("r", [1, 3, 40])
-@pytest.mark.parametrize("one", [False, True])
-def test_traces_are_those_of_the_rows(r: int, one: bool) -> None:
-    f = Factors(normal(N, r, 1, 30), normal(2, N, r, 1, 25, seed=1))
+def test_traces_are_those_of_the_rows(r: int) -> None:
+    a, g = normal(N, r, 1, 30), normal(2, N, r, 1, 25, seed=1)
     mix = normal(N, N, seed=2)
-    a = torch.cat([f.a, f.a.new_ones(N, r, 1, 1)], 3) if one else f.a
-    R = Factors(a, f.g).rows()
-    plain, coupled = traces(f, mix @ mix.T, mix, one)
+    R = Factors(a, g).rows()
+    plain, coupled = traces(DenseFeatures(a), g, mix @ mix.T, mix)
     close(plain, R.square().sum().view(1))
     close(coupled, torch.einsum("nm,knp->kmp", mix, R).square().sum().view(1))
 
@@ -121,8 +117,8 @@ def test_a_coupling_has_a_root_whether_it_is_regular_or_not(C: Tensor) -> None:
 def test_mixed_inputs_keep_the_memory_format() -> None:
     x, mix = normal(1, N, 3, 4, 5), normal(N, N, seed=1)
     lasting = x[0].contiguous(memory_format=torch.channels_last)[None]
-    got = mixed(lasting, mix)
-    close(got, mixed(x, mix), 1e-14)
+    got = mix_examples(lasting, mix, 1)
+    close(got, mix_examples(x, mix, 1), 1e-14)
     assert got[0].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -141,9 +137,8 @@ def test_a_constant_factor_that_a_centring_takes_away_keeps_its_trace() -> None:
 def test_projections_of_inputs_need_no_patches(name: str, subset: str) -> None:
     pb, _ = coupled_pullback(name, SUBSETS[subset], torch.float64)
     (block,), tape = pb.layers, pb.tape((0, N))
-    (use,) = tape.of(block)
     w = normal(block.shape[2], 4, seed=3)
-    close(use.rule.projected(use.module, block.keys, use.call, w), tape.inputs(block)[:, :, 0] @ w)
+    close(tape.inputs(block).project(w), tape.inputs(block).dense()[:, :, 0] @ w)
 
 
 @pytest.mark.parametrize("name", ["tokens", "conv", "many channels"])
@@ -154,7 +149,8 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
     pb, coupled = coupled_pullback(name, (), torch.float64)
     (block,), tape = pb.layers, pb.tape((0, N))
     g = cotangents(tape, pb.root / math.sqrt(N))
-    exact = torch.cat(coupled._traces(tape, block, g))
+    a, h = tape.inputs(block), g.of(tape, block)
+    exact = torch.cat(coupled.traces(a, h))
     module = importlib.import_module("natgrad.pullback.coupling")
     monkeypatch.setattr(module, "_PROBED", 0)
     monkeypatch.setattr(module, "pairs_pay", lambda *sizes: False)
@@ -164,21 +160,21 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
             ("signs", size, at, torch.float64): normal(size, 64, seed=1000 * seed + at).sign()
             for size, at in ((block.shape[1], 1), (block.shape[2], 2))
         }
-        found.append(torch.cat(replace(coupled, memo=signs)._traces(tape, block, g)))
+        found.append(torch.cat(replace(coupled, memo=signs).traces(a, h)))
     drawn = torch.stack(found)
     assert bool(((drawn.mean(0) - exact).abs() <= 3 * drawn.std(0) / 40**0.5).all())
     eye = torch.eye(N, dtype=torch.float64)
-    S, A = Coupled.of(eye, eye, eye.dtype, coupled.memo).factors(tape, block, Expand(), g)
-    close(S, Expand().outputs(tape, block, g))
-    close(mean_of(A), mean_of(Expand().inputs(tape, block)))
+    S, A = Mixing.of(eye, eye, eye.dtype, coupled.memo).factors(a, h, block, Sharing())
+    close(S, h.moment().total)
+    close(A.mean(), a.moment().mean())
 
 
 def test_recorded_kernels_know_where_the_signs_lie_that_they_read() -> None:
     C = torch.eye(2)
     memos: tuple[dict[Hashable, Any], dict[Hashable, Any]] = ({}, {})
-    here, there = (Coupled(C, C, C.dtype, memo) for memo in memos)
-    assert here.places == there.places
+    here, there = (Mixing(C, C, C.dtype, memo) for memo in memos)
+    assert here.address_key == there.address_key
     first = here._signs(3, 1)
-    assert here.places != there.places
+    assert here.address_key != there.address_key
     assert torch.equal(there._signs(3, 1), first)
-    assert here.places != there.places  # the same numbers, elsewhere
+    assert here.address_key != there.address_key  # the same numbers, elsewhere

@@ -99,8 +99,8 @@ def test_parameters_without_a_rule_are_seen_in_evaluation_mode(norm: bool, caplo
             G = cast(KroneckerOperator, opt.tracker.fresh or opt.tracker.average)  # nothing is averaged over time
             with ng.evaluating(model):
                 J = oracle.module_jacobian(model, x)
-            assert G.rest is not None
-            close(G.rest.diagonal(), J[:, :, :8].square().sum((0, 1)) / len(x))  # first comes mix
+            assert G.fallback is not None
+            close(G.fallback.diagonal(), J[:, :, :8].square().sum((0, 1)) / len(x))  # first comes mix
             opt.step()
     told = [r.getMessage() for r in caplog.records if "no layer rule covers" in r.getMessage()]
     assert len(told) == 1

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NatgradError
 from natgrad.model import Model
-from natgrad.pullback.features import Cotangents, Expand
-from natgrad.pullback.moments import Collected, Flow, Layers, factors_of
+from natgrad.pullback.moments import Cotangents, FactorList, LayerFactors, factors_of, stream_cotangents
 from natgrad.pullback.pullback import layers_of
+from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import record
 from tests import zoo
 from tests.pulled import close, normal, pull, random_roots
@@ -25,8 +25,8 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
     problem = zoo.case(name).make()
     pb = pull(problem, random_roots(problem, k=1))
     blocks = [block for block in pb.layers if block.rule is not None]
-    expected = factors_of(pb, blocks, Expand())
-    layers, sink, tape = Layers(tuple(blocks), Expand(), pb.y.dtype, pb.n), Collected(len(blocks)), pb.tape(pb.parts[0])
+    expected = factors_of(pb, blocks, Sharing())
+    layers, sink, tape = LayerFactors(tuple(blocks), Sharing(), pb.y.dtype, pb.n), FactorList(), pb.tape(pb.parts[0])
     calls: list[list[int]] = []
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
@@ -36,7 +36,7 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
 
     for b in range(len(blocks)):
         layers.put_inputs(b, tape, sink)
-    Flow(tape, layers, serve, room).run(pb.root)
+    stream_cotangents(tape, blocks, pb.root, serve, room)
     assert sorted(b for numbers in calls for b in numbers) == list(range(len(blocks)))
     for (s, a), (right_s, right_a) in zip(sink.pairs(), expected, strict=True):
         close(s, right_s)
@@ -58,7 +58,7 @@ def test_layers_are_served_from_the_last_on_when_there_is_no_more_room(
     chain = nn.Sequential(*(nn.Linear(i, o) for i, o in pairwise(widths))).double()
     problem = zoo.Problem(chain, normal(4, widths[0]))
     pb = pull(problem, random_roots(problem, k=1))
-    layers, tape = Layers(tuple(pb.layers), Expand(), torch.float64, pb.n), pb.tape(pb.parts[0])
+    tape = pb.tape(pb.parts[0])
     calls: list[list[int]] = []
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
@@ -66,7 +66,7 @@ def test_layers_are_served_from_the_last_on_when_there_is_no_more_room(
 
     for own in (300, room):  # what was found for another room is not taken
         calls.clear()
-        Flow(tape, layers, serve, own).run(pb.root)
+        stream_cotangents(tape, pb.layers, pb.root, serve, own)
     assert calls == [sorted(group) for group in groups]
 
 
@@ -101,12 +101,12 @@ def test_a_layer_that_no_cotangent_comes_to_has_zeros(room: int) -> None:
     model = Model.of(Idle().double())
     blocks = layers_of(model)
     tape = record(model, blocks, normal(4, 4))
-    layers, found = Layers(tuple(blocks), Expand(), torch.float64, 4), dict[int, Tensor]()
+    found: dict[int, Tensor] = {}
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
         found.update({b: g.outer[at][0] for b in numbers for at in tape.places(blocks[b])})
 
-    Flow(tape, layers, serve, room).run(torch.ones(1, 4, 4, dtype=torch.float64))
+    stream_cotangents(tape, blocks, torch.ones(1, 4, 4, dtype=torch.float64), serve, room)
     zero = [not bool(found[b].any()) for b in range(4)]
     assert zero == [False, True, False, False]
 
@@ -139,12 +139,12 @@ def test_a_pass_inside_the_pass_is_refused_by_name() -> None:
 def test_what_has_been_used_is_forgotten_before_the_rest_is_made() -> None:
     problem = zoo.Problem(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).double(), normal(4, 8))
     pb = pull(problem, random_roots(problem, k=1))
-    layers, tape = Layers(tuple(pb.layers), Expand(), torch.float64, pb.n), pb.tape(pb.parts[0])
+    tape = pb.tape(pb.parts[0])
     most = 0
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
         nonlocal most
         most = max(most, len(g.outer))
 
-    Flow(tape, layers, serve, 2 * 4 * 8 * 8 - 1).run(pb.root)
+    stream_cotangents(tape, pb.layers, pb.root, serve, 2 * 4 * 8 * 8 - 1)
     assert most == 2

@@ -11,9 +11,9 @@ import natgrad as ng
 from natgrad.functionspace import Quadrature, Weighted
 from natgrad.model import map_tensors
 from natgrad.output.metric import Coupling
-from natgrad.pullback.coupling import Weighed
+from natgrad.pullback.coupling import Weights
 from natgrad.pullback.moments import coupled_by
-from natgrad.structures.kronecker import Layered
+from natgrad.structures.layered import Layered
 from tests import zoo
 from tests.golden import tensor
 from tests.pulled import Rooted, close, covered, normal, pull
@@ -156,7 +156,7 @@ def test_under_autocast_the_factors_are_in_single_precision() -> None:
 
 
 class Chain(nn.Module):
-    """tanh(b tanh(a x)), the 1-1-1 network of 000 appendix E."""
+    """tanh(b tanh(a x)), the 1-1-1 network of Bai, Rosenberg and Xu (2022), appendix E."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_coupling_says_that_it_is_weights_and_another_is_matched_by_traces() -
     pb = pull(problem, Weighted(w / w.sum(), Rooted(s)))
     assert pb.coupled is not None
     assert pb.coupled.weights is not None
-    assert isinstance(coupled_by(pb, pb.tape((0, n))), Weighed)
+    assert isinstance(coupled_by(pb, pb.tape((0, n))), Weights)
     pb.coupled = Coupling(pb.coupled.C)
     matched, plain = (ng.Kronecker().estimate(p) for p in (pb, pull(problem, Rooted(s))))
     exact, exact_plain = (ng.Diagonal().estimate(p).diagonal() for p in (pb, pull(problem, Rooted(s))))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.rules import AttentionRule, Call
+from natgrad.rules.base import cotangent_features, input_features
 from tests import oracle
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
 from tests.zoo import Case, Problem
@@ -186,20 +187,20 @@ def test_moments_and_means_leave_out_what_is_masked(queries: int, keys: int) -> 
     out = torch.zeros(3, keys, dtype=torch.bool)
     out[0, 1:] = True
     call = Call((query, key, value), {"key_padding_mask": out})
-    moment = rule.input_moment(attention, NAMES[:2], call)
-    mean = rule.input_mean(attention, NAMES[:2], call)
+    moment = input_features(rule, attention, NAMES[:2], call).moment()
+    mean = input_features(rule, attention, NAMES[:2], call).reduced("mean").dense().squeeze(1)
     for c, (tokens, kept) in enumerate([(query, torch.ones(3, queries).bool()), (key, ~out), (value, ~out)]):
         ā = torch.cat([tokens, tokens.new_ones(3, tokens.shape[1], 1)], dim=2)
         close(moment.total[c], sum((torch.outer(row, row) for row in ā[kept]), torch.zeros(5, 5).double()))
         assert int(torch.as_tensor(moment.count)[c]) == int(kept.sum())
         close(mean[:, c], torch.stack([own[seen].mean(0) for own, seen in zip(ā, kept, strict=True)]))
-    a = rule.inputs(attention, NAMES[:2], call)
+    a = input_features(rule, attention, NAMES[:2], call).dense()
     close(moment.total, torch.einsum("nrci,nrcj->cij", a, a))
 
 
 def test_self_attention_has_one_input_moment_for_its_three_projections() -> None:
     attention, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), normal(3, 2, 4)
-    moment = AttentionRule().input_moment(attention, NAMES[:2], Call((x, x, x), {}))
+    moment = input_features(AttentionRule(), attention, NAMES[:2], Call((x, x, x), {})).moment()
     ā = torch.cat([x, x.new_ones(3, 2, 1)], dim=2).flatten(0, 1)
     close(moment.total, (ā.T @ ā).expand(3, 5, 5))
     assert moment.count == 6
@@ -239,7 +240,7 @@ def test_a_module_with_another_forward_or_other_parameters_is_left_alone() -> No
 
 def test_cotangents_of_an_output_alone_are_refused() -> None:
     with pytest.raises(TypeError, match="the cotangents of MultiheadAttention are those of its replay"):
-        AttentionRule().cotangents(nn.MultiheadAttention(4, 2), NAMES[:2], torch.ones(1, 2, 3, 4))
+        cotangent_features(AttentionRule(), nn.MultiheadAttention(4, 2), NAMES[:2], torch.ones(1, 2, 3, 4)).dense()
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

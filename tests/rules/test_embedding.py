@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.rules import Call, EmbeddingBagRule, EmbeddingRule, Rule
+from natgrad.rules.base import cotangent_features, input_features
 from tests import zoo
 from tests.optim.tasks import seeded
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
@@ -56,14 +57,16 @@ def test_moments_are_those_of_inputs_and_cotangents(
     layer, rule = nn.Embedding(5, 3, padding_idx=padding).double(), EmbeddingRule()
     tokens = _tokens(*shape).to(dtype)
     call = Call((tokens,), {})
-    a = rule.inputs(layer, ("weight",), call)
-    moment = rule.input_moment(layer, ("weight",), call)
+    a = input_features(rule, layer, ("weight",), call).dense()
+    moment = input_features(rule, layer, ("weight",), call).moment()
     close(torch.diag_embed(moment.total), torch.einsum("nrci,nrcj->cij", a, a))
     assert int(moment.count) == tokens.numel() - int((tokens == padding).sum() if padding is not None else 0)
-    close(rule.input_mean(layer, ("weight",), call), a.mean(1))
+    close(input_features(rule, layer, ("weight",), call).reduced("mean").dense().squeeze(1), a.mean(1))
     cotangents = normal(2, *shape, 3)
-    g = rule.cotangents(layer, ("weight",), cotangents)
-    close(rule.output_moment(layer, ("weight",), cotangents), torch.einsum("knrco,knrcp->cop", g, g))
+    g = cotangent_features(rule, layer, ("weight",), cotangents).dense()
+    close(
+        cotangent_features(rule, layer, ("weight",), cotangents).moment().total, torch.einsum("knrco,knrcp->cop", g, g)
+    )
     close(torch.einsum("nrci,coi->nrco", a, rule.pack(layer, {"weight": layer.weight.detach()})).flatten(),
           torch.where((tokens == padding).unsqueeze(-1), 0, layer(tokens).detach()).flatten() if padding is not None
           else layer(tokens).detach().flatten())  # fmt: skip
@@ -83,7 +86,9 @@ def test_packing_and_unpacking_are_inverse(layer: nn.Module, rule: Rule) -> None
 def test_counts_of_a_half_precision_table_are_exact() -> None:
     """Half precision stops counting at 2048."""
     layer = nn.Embedding(2, 3, dtype=torch.float16)
-    moment = EmbeddingRule().input_moment(layer, ("weight",), Call((torch.zeros(5001, dtype=torch.int64),), {}))
+    moment = input_features(
+        EmbeddingRule(), layer, ("weight",), Call((torch.zeros(5001, dtype=torch.int64),), {})
+    ).moment()
     assert moment.total.tolist() == [[5001.0, 0.0]]
 
 
@@ -166,7 +171,7 @@ def test_bags_of_different_sizes_are_cut_at_their_offsets(mode: str, last: bool)
     layer = nn.EmbeddingBag(5, 3, mode=mode, include_last_offset=last).double()
     tokens, starts = _tokens(7), torch.tensor([0, 2, 2, 6, *([7] if last else [])])
     rule = EmbeddingBagRule()
-    a = rule.inputs(layer, ("weight",), Call((tokens, starts), {}))
+    a = input_features(rule, layer, ("weight",), Call((tokens, starts), {})).dense()
     z = torch.einsum("nrci,coi->nro", a, rule.pack(layer, {"weight": layer.weight.detach()})).squeeze(1)
     close(z, layer(tokens, starts).detach())
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from natgrad.accelerate import moments as products
 from natgrad.accelerate import patches as launches
-from natgrad.accelerate import patches as strips_module
+from natgrad.accelerate.moments import affine_product
 from natgrad.accelerate.patches import (
     Axis,
     Span,
-    affine_product,
     patch_product,
     product_by_patches,
     product_by_strips,
@@ -129,11 +128,12 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply_add(base: Tensor, a: Tensor, b: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         out.copy_(base + alpha * (a.float() @ b.float()))
 
-    for module in (launches, strips_module, products):
+    for module in (launches, products):
         for name, pretended in (("multiply", multiply), ("multiply_add", multiply_add)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, pretended)
-    monkeypatch.setattr(launches, "rounded", lambda x, work: x.bfloat16())
+    for module in (launches, products):
+        monkeypatch.setattr(module, "rounded", lambda x, work: x.bfloat16())
 
 
 @pytest.mark.usefixtures("tensor_cores")

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.rules import BatchNormRule, Call, InstanceNormRule, LayerNormRule, RMSNormRule, Rule
+from natgrad.rules.base import cotangent_features, input_features
 from natgrad.rules.norm import NormRule
 from tests import zoo
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
@@ -80,15 +81,17 @@ def test_moments_are_those_of_inputs_and_cotangents(kind: str, keys: tuple[str, 
     build, shape = NORMS[kind]
     layer = build().double()
     rule, call = _rule(layer), Call((normal(5, *shape),), {}, training)
-    a = rule.inputs(layer, keys, call)
-    moment = rule.input_moment(layer, keys, call)
+    a = input_features(rule, layer, keys, call).dense()
+    moment = input_features(rule, layer, keys, call).moment()
     assert moment.count == a.shape[0] * a.shape[1]
     close(moment.total, torch.einsum("nrci,nrcj->cij", a, a), 1e-12)
-    close(rule.input_mean(layer, keys, call), a.mean(1), 1e-12)
+    close(input_features(rule, layer, keys, call).reduced("mean").dense().squeeze(1), a.mean(1), 1e-12)
     cotangents = normal(2, 5, *shape, seed=1)
-    g = rule.cotangents(layer, keys, cotangents)
+    g = cotangent_features(rule, layer, keys, cotangents).dense()
     assert g.shape == (2, 5, *a.shape[1:3], 1)
-    close(rule.output_moment(layer, keys, cotangents), torch.einsum("knrco,knrcp->cop", g, g), 1e-12)
+    close(
+        cotangent_features(rule, layer, keys, cotangents).moment().total, torch.einsum("knrco,knrcp->cop", g, g), 1e-12
+    )
 
 
 @every_norm
@@ -110,7 +113,7 @@ def test_batch_norm_uses_the_statistics_of_its_batch_where_torch_does(layer: nn.
     x = 3 + 2 * normal(6, 4, 5)
     layer.double()
     x̂ = layer(x)  # the scale is 1 and the shift 0
-    a = BatchNormRule().inputs(layer, ("weight",), Call((x,), {}, layer.training))
+    a = input_features(BatchNormRule(), layer, ("weight",), Call((x,), {}, layer.training)).dense()
     close(a.squeeze(-1).mT, x̂.detach())
 
 
@@ -122,23 +125,25 @@ def test_half_precision_is_summed_in_single(kind: str, dtype: torch.dtype) -> No
     layer = build()
     rule, x = _rule(layer), normal(20_000, *shape).to(dtype)
     keys = tuple(dict(layer.named_parameters()))
-    moment = rule.input_moment(layer, keys, Call((x,), {}))
-    expected = rule.input_moment(layer.double(), keys, Call((x.double(),), {}))
+    moment = input_features(rule, layer, keys, Call((x,), {})).moment()
+    expected = input_features(rule, layer.double(), keys, Call((x.double(),), {})).moment()
     assert moment.total.dtype == torch.float32
     torch.testing.assert_close(
         moment.total.double(), expected.total, rtol=1e-5, atol=1e-5 * float(expected.total.max())
     )
     g = 8 * x.unsqueeze(0)
-    S = rule.output_moment(layer, keys, g)
+    S = cotangent_features(rule, layer, keys, g).moment().total
     assert S.dtype == torch.float32
-    torch.testing.assert_close(S.double(), rule.output_moment(layer, keys, g.double()), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        S.double(), cotangent_features(rule, layer, keys, g.double()).moment().total, rtol=1e-5, atol=0
+    )
 
 
 def test_the_default_epsilon_of_rms_norm_is_that_of_torch() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         layer = nn.RMSNorm(4, dtype=dtype)
         x = (1e-4 * normal(8, 4)).to(dtype)
-        a = RMSNormRule().inputs(layer, ("weight",), Call((x,), {}))
+        a = input_features(RMSNormRule(), layer, ("weight",), Call((x,), {})).dense()
         torch.testing.assert_close(a.flatten(1).to(dtype), layer(x).detach())
 
 
@@ -146,9 +151,9 @@ def test_an_instance_norm_without_a_batch_is_one_example() -> None:
     layer, x = nn.InstanceNorm1d(3, affine=True).double(), normal(3, 4)
     call = Call((x,), {})
     assert InstanceNormRule().axis(layer, call) is None
-    a = InstanceNormRule().inputs(layer, ("weight",), call)
+    a = input_features(InstanceNormRule(), layer, ("weight",), call).dense()
     close(a.squeeze(-1).mT[0], layer(x).detach())
-    assert InstanceNormRule().cotangents(layer, ("weight",), normal(2, 3, 4)).shape == (2, 1, 4, 3, 1)
+    assert cotangent_features(InstanceNormRule(), layer, ("weight",), normal(2, 3, 4)).dense().shape == (2, 1, 4, 3, 1)
 
 
 def test_a_layer_norm_over_the_examples_is_refused_by_name() -> None:
@@ -174,7 +179,7 @@ def test_rules_speak_for_the_very_types_only() -> None:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("kind", [kind for kind, (_, shape) in NORMS.items() if shape == (4,)])
 def test_kronecker_of_one_datum_with_one_position_is_exact(kind: str, sharing: str) -> None:
-    """003, section 3: for one datum and one root a and g are independent."""
+    """Luk and Grosse (2018), section 3: for one datum and one root a and g are independent."""
     of = problem(kind)
     of = zoo.Problem(of.model, of.x[:1])
     metric = random_roots(of, 1)
@@ -207,8 +212,8 @@ def test_layer_norms_cost_few_launches() -> None:
     layer, x, keys = nn.LayerNorm(8), torch.randn(4, 3, 8), ("weight", "bias")
     rule = LayerNormRule()
     with Launches() as inputs:
-        rule.input_moment(layer, keys, Call((x,), {}))
+        input_features(rule, layer, keys, Call((x,), {})).moment()
     with Launches() as outputs:
-        rule.output_moment(layer, keys, x.unsqueeze(0))
+        cotangent_features(rule, layer, keys, x.unsqueeze(0)).moment()
     assert inputs.count == 6
     assert outputs.count == 2

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.rules import PReLURule
-from natgrad.rules.base import Call
+from natgrad.rules.base import Call, cotangent_features, input_features
 from tests import zoo
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
 
@@ -46,13 +46,16 @@ def test_the_gradient_of_an_example_is_the_sum_over_positions(kind: str, frozen:
 def test_moments_are_those_of_inputs_and_cotangents(kind: str) -> None:
     build, shape = PRELUS[kind]
     layer, call = build().double(), Call((normal(5, *shape),), {})
-    a, g = RULE.inputs(layer, KEYS, call), RULE.cotangents(layer, KEYS, normal(2, 5, *shape, seed=1))
+    a, g = (
+        input_features(RULE, layer, KEYS, call).dense(),
+        cotangent_features(RULE, layer, KEYS, normal(2, 5, *shape, seed=1)).dense(),
+    )
     assert (a.shape[2:], g.shape) == ((layer.num_parameters, 1), (2, *a.shape))
-    moment = RULE.input_moment(layer, KEYS, call)
+    moment = input_features(RULE, layer, KEYS, call).moment()
     assert moment.count == a.shape[0] * a.shape[1]
     close(moment.total, torch.einsum("nrci,nrcj->cij", a, a), 1e-12)
-    close(RULE.input_mean(layer, KEYS, call), a.mean(1), 1e-12)
-    S = RULE.output_moment(layer, KEYS, normal(2, 5, *shape, seed=1))
+    close(input_features(RULE, layer, KEYS, call).reduced("mean").dense().squeeze(1), a.mean(1), 1e-12)
+    S = cotangent_features(RULE, layer, KEYS, normal(2, 5, *shape, seed=1)).moment().total
     close(S, torch.einsum("knrco,knrcp->cop", g, g), 1e-12)
 
 
@@ -68,7 +71,10 @@ def test_packing_and_unpacking_are_inverse(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
     layer, x = nn.PReLU(2), normal(20_000, 2, 3).to(dtype)
-    A, S = RULE.input_moment(layer, KEYS, Call((x,), {})).total, RULE.output_moment(layer, KEYS, 8 * x.unsqueeze(0))
+    A, S = (
+        input_features(RULE, layer, KEYS, Call((x,), {})).moment().total,
+        cotangent_features(RULE, layer, KEYS, 8 * x.unsqueeze(0)).moment().total,
+    )
     assert A.dtype == S.dtype == torch.float32
     wide = x.double()
     torch.testing.assert_close(A.double().flatten(), wide.clamp(max=0).square().sum((0, 2)), rtol=1e-5, atol=0)

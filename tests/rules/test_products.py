@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.moments import (
-    affine_moment,
     column_moments,
-    column_squares,
     column_sums,
-    output_moment,
+    entry_moments,
+    image_moment,
     panel_product,
+    second_moment,
     symmetric_product,
 )
 
@@ -39,7 +39,7 @@ def test_the_symmetric_product_is_the_product_and_symmetric_to_the_last_bit(shap
 @pytest.mark.parametrize(("m", "i"), [(1, 1), (5, 3), (0, 3), (4, 0), (700, 320), (512, 577)])
 def test_the_affine_moment_is_the_product_with_ones_and_symmetric_to_the_last_bit(m: int, i: int) -> None:
     x = normal(m, i)
-    A, ones = affine_moment(x), torch.cat([x, x.new_ones(m, 1)], 1)
+    A, ones = second_moment(x.unsqueeze(0), ones=True), torch.cat([x, x.new_ones(m, 1)], 1)
     close(A, ones.T @ ones)
     assert torch.equal(A, A.mT)
 
@@ -50,7 +50,7 @@ def test_sums_over_columns_are_those_of_the_matrix(shape: tuple[int, int]) -> No
     close(column_sums(x), x.sum(0))
     squares, sums = column_moments(x)
     close(squares, (x * x).sum(0))
-    close(column_squares(x), (x * x).sum(0))
+    close(entry_moments(x.unsqueeze(0))[0], (x * x).sum(0))
     close(sums, x.sum(0))
 
 
@@ -72,19 +72,20 @@ def test_the_symmetric_product_does_not_depend_on_how_the_matrix_lies_in_memory(
 def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
     x = torch.full((5000, 2), 8.0, dtype=dtype)  # the sum, 320000, is beyond float16
     assert torch.equal(symmetric_product(x), torch.full((2, 2), 320000.0))
-    assert torch.equal(output_moment(x.T.reshape(1, 1, 2, 5000)), torch.full((1, 2, 2), 320000.0))
+    assert torch.equal(image_moment(x.T.reshape(1, 2, 5000)), torch.full((1, 2, 2), 320000.0))
 
 
 @pytest.mark.parametrize("spatial", [(), (5,), (4, 3), (1, 1), (2, 3, 2)])
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 3), (2, 3)])
-def test_the_output_moment_sums_over_columns_examples_and_positions(
+def test_the_moment_of_images_sums_over_columns_examples_and_positions(
     spatial: tuple[int, ...], groups: int, k: int, n: int
 ) -> None:
     g = normal(k, n, 6, *spatial)
     split = g.reshape(k, n, groups, 6 // groups, -1)
     expected = torch.einsum("kncor,kncpr->cop", split, split)
-    close(output_moment(g, groups), expected)
-    last = g.movedim(2, -1).contiguous().movedim(-1, 2)  # channels last
-    close(output_moment(last, groups), expected)
-    assert torch.equal(output_moment(g, groups), output_moment(g, groups).mT)
+    g = g.flatten(0, 1)
+    close(image_moment(g, groups), expected)
+    last = g.movedim(1, -1).contiguous().movedim(-1, 1)  # channels last
+    close(image_moment(last, groups), expected)
+    assert torch.equal(image_moment(g, groups), image_moment(g, groups).mT)

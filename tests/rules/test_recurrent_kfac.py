@@ -1,4 +1,4 @@
-"""K-FAC of recurrent layers: golden values of 003 (5.3), where it is exact, and what is masked."""
+"""K-FAC of recurrent layers: golden values of Luk and Grosse (2018), (5.3), where it is exact, and what is masked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import natgrad as ng
 from natgrad.operators import KroneckerOperator
 from natgrad.rules import Call, CellRule, RecurrentRule
+from natgrad.rules.base import cotangent_features, input_features
 from tests import oracle
 from tests.golden import agrees, golden, tensor
 from tests.machine import needs_autocast
@@ -73,7 +74,7 @@ def _kfac(model: nn.Module, x: Tensor) -> KroneckerOperator:
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_factors_are_the_golden_ones(kind: type[nn.Module]) -> None:
-    """A is the mean over sequences and times, and S holds the T of 003 (5.3)."""
+    """A is the mean over sequences and times, and S holds the T of Luk and Grosse (2018), (5.3)."""
     model, x, names = _golden(kind)
     agrees(CASE, model(x).detach(), "logits")
     G = _kfac(model, x)
@@ -84,7 +85,7 @@ def test_factors_are_the_golden_ones(kind: type[nn.Module]) -> None:
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_block_and_damped_step_are_the_golden_ones(kind: type[nn.Module]) -> None:
-    """Our blocks are row-major, S ⊗ A; the golden ones stack columns, T A ⊗ G (ERRATA 51)."""
+    """Our blocks are row-major, S ⊗ A; the golden ones stack columns, T A ⊗ G."""
     model, x, names = _golden(kind)
     G = _kfac(model, x)
     block = next(block for block in G.blocks if set(block.names) == set(names))
@@ -116,7 +117,7 @@ def test_kfac_covers_a_recurrence_whole_and_is_positive(kind: type[nn.RNNBase], 
     pb = pull(problem, ng.Fisher(ng.Categorical()))
     G = ng.Kronecker(sharing=sharing, strict=True).estimate(pb)
     assert covered(pb) == set(pb.model.params)
-    assert G.rest is None
+    assert G.fallback is None
     values = torch.linalg.eigvalsh(G.dense())
     assert float(values[0]) > -1e-12 * float(values[-1])
 
@@ -166,9 +167,9 @@ def test_steps_after_the_end_of_a_sequence_count_nowhere(sharing: Any) -> None:
 def test_moments_are_those_of_the_inputs() -> None:
     rnn, rule, x = nn.LSTM(2, 3, batch_first=True).double(), RecurrentRule(), normal(4, 5, 2)
     for keys in rule.layers(rnn):
-        a = rule.inputs(rnn, keys, Call((x,), {}))
-        close(rule.input_moment(rnn, keys, Call((x,), {})).total, torch.einsum("nrci,nrcj->cij", a, a))
-        close(rule.input_mean(rnn, keys, Call((x,), {})), a.mean(1))
+        a = input_features(rule, rnn, keys, Call((x,), {})).dense()
+        close(input_features(rule, rnn, keys, Call((x,), {})).moment().total, torch.einsum("nrci,nrcj->cij", a, a))
+        close(input_features(rule, rnn, keys, Call((x,), {})).reduced("mean").dense().squeeze(1), a.mean(1))
         assert rule.positions(rnn, keys, Call((x,), {})) == a.shape[1]
 
 
@@ -216,7 +217,7 @@ def test_a_module_with_another_forward_or_other_parameters_is_left_alone() -> No
 
 def test_cotangents_of_an_output_alone_are_refused() -> None:
     with pytest.raises(TypeError, match="the cotangents of LSTM are those of its replay"):
-        RecurrentRule().cotangents(nn.LSTM(2, 3), ("weight_ih_l0",), torch.ones(1, 2, 3, 3))
+        cotangent_features(RecurrentRule(), nn.LSTM(2, 3), ("weight_ih_l0",), torch.ones(1, 2, 3, 3)).dense()
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])

@@ -81,7 +81,7 @@ def test_the_product_has_the_partial_traces_of_the_sum(name: str, sharing: Any) 
     problem = problem_of(MODELS[name])
     metric = random_roots(problem, K)
     G = ng.Kronecker(sharing, strict=True).estimate(pull(problem, metric))
-    assert G.rest is None
+    assert G.fallback is None
     pairs = both(problem, metric.s, sharing)
     close(block(G), join(pairs))
     close(block(G).trace(), sum((s.trace() * a.trace() for s, a in pairs), start=torch.zeros((), dtype=torch.float64)))
@@ -183,7 +183,7 @@ def test_a_frozen_weight_or_bias_has_no_block(frozen: str) -> None:
     pb = pull(problem, metric)
     assert (NAME in covered(pb), "head.bias" in covered(pb)) == (frozen == "bias", frozen == "weight")
     close(rows(pb), oracle_rows(problem, metric.s))
-    assert ng.Kronecker(strict=True).estimate(pb).rest is None
+    assert ng.Kronecker(strict=True).estimate(pb).fallback is None
 
 
 class Outside(Language):

@@ -48,7 +48,7 @@ def factored_matrix(operator: KroneckerOperator, damping: float) -> Tensor:
 @pytest.mark.parametrize("layer", [1, 2])
 @pytest.mark.parametrize(("solver", "key"), [(ng.Cholesky(), "exact_kron_damping"), (ng.Factored(), "factored_pi")])
 def test_mlp_has_the_golden_steps(layer: int, solver: ng.Cholesky | ng.Factored, key: str) -> None:
-    """ERRATA D has both."""
+    """Damping of the product, and of each factor with the π of Martens and Grosse (2015)."""
     case = golden("mlp.kfac.natgrad")
     model, x, y = golden_mlp()
     operator = ng.Kronecker().estimate(ng.pullback(model, x, ng.Fisher(ng.Categorical())))
@@ -187,7 +187,7 @@ def test_a_factor_that_cannot_be_inverted_is_named_and_the_last_inverse_is_as_it
     last = operator.factored_inverse(0.1, {})
     before = {key: t.clone() for key, t in last.tensors().items()}
     spoiled = KroneckerOperator(
-        operator.layout, operator.blocks, (-operator.left[0], operator.left[1]), operator.right, operator.rest
+        operator.layout, operator.blocks, (-operator.left[0], operator.left[1]), operator.right, operator.fallback
     )
     with pytest.raises(FactorisationError, match=r"the factor S of 0\.weight \+ 0\.bias is not positive after damping"):
         spoiled.factored_inverse(0.1, last.tensors())

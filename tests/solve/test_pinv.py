@@ -1,4 +1,4 @@
-"""The generalised inverse: Moore–Penrose, the least weighted norm, and what theorem 1 of paper 001 says of both."""
+"""The generalised inverse: Moore–Penrose, the least weighted norm, and theorem 1 of van Oostrum et al. (2023)."""
 
 import math
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def test_solution_has_the_least_norm_of_all(rank: int, size: int) -> None:
 @every_shape
 @pytest.mark.parametrize("full", [True, False])
 def test_solution_has_the_least_weighted_norm(rank: int, size: int, full: bool) -> None:
-    """001 (33)."""
+    """van Oostrum et al. (2023), eq. 33."""
     G, W = gram(rank, size), positive(size)
     w = G @ normal(size)
     weight = W if full else {"w": W.diagonal()}
@@ -145,7 +145,7 @@ def test_pinv_of_a_sum_with_a_hessian_is_refused() -> None:
         ng.Pinv().init(SumOperator(H.layout, ((1.0, H), (0.5, H))))
 
 
-# Paper 001
+# van Oostrum et al. (2023)
 
 
 def test_minimum_norm_depends_on_the_parametrisation() -> None:
@@ -163,14 +163,17 @@ def test_minimum_norm_depends_on_the_parametrisation() -> None:
 
 
 def test_weight_is_not_transposed() -> None:
-    """001 (33) at A.3 with ∂ξ/∂θ = [[1, 2], [1, 1]]: (48, 30)/13 by hand; the transposed F gives (30, 48)/13."""
+    """van Oostrum et al. (2023), eq. 33, at example A.3 with ∂ξ/∂θ = [[1, 2], [1, 1]].
+
+    (48, 30)/13 by hand; the transposed F gives (30, 48)/13.
+    """
     G, w = dense(torch.ones(2, 2, dtype=torch.float64)), matrices.covector(tensor([6.0, 6.0]))
     inverse = torch.linalg.inv(tensor([[1.0, 2.0], [1.0, 1.0]]).T)
     close(ng.sharp(G, w, ng.Pinv(weight=inverse @ inverse.T)).flatten(), tensor([48 / 13, 30 / 13]))
 
 
 def test_all_generalised_inverses_push_forward_alike() -> None:
-    """001 theorem 1: J y is the same for every y that solves G y = ω."""
+    """van Oostrum et al. (2023), theorem 1: J y is the same for every y that solves G y = ω."""
     case = golden("oostrum.ginverse")
     G, w = tensor(case["inputs"]["G"]), tensor(case["inputs"]["grad"])
     moore_penrose = ng.sharp(dense(G), matrices.covector(w), ng.Pinv()).flatten()
@@ -228,7 +231,7 @@ def test_invalid_weights_and_tolerances_are_refused(name: str) -> None:
 
 
 def test_pushforward_of_a_model_is_the_projection_of_its_gradient() -> None:
-    """001 theorem 1 on a singular network: J v is the orthogonal projection of ∇_y L·N on the span of J's columns."""
+    """van Oostrum et al. (2023), theorem 1: J v is the orthogonal projection of ∇_y L·N on the span of J."""
     model, x = zoo.mlp(2, 6, 2).double(), normal(3, 2)
     assert isinstance(model, nn.Module)
     u = normal(3, 2, seed=3)

@@ -1,4 +1,4 @@
-"""Proximal point, its linearised and its quadratic form, on the same problems (002 section 2); the Newton direction."""
+"""Proximal point, its linearised and its quadratic form, on the same problems; the Newton direction."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_proximal_point_in_output_space_is_implicit_descent_on_the_outputs() -> 
 
 
 def test_all_three_forms_agree_with_the_natural_gradient_when_the_proximity_is_strong() -> None:
-    """As λ → ∞ each moves by −G⁻¹∇J/λ (002 (4)); the error of the three is of the next order, 1/λ²."""
+    """As λ → ∞ each moves by −G⁻¹∇J/λ (Grosse (2021), (4)); the error of the three is of the next order, 1/λ²."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Linear(2, 1).double()
     x, t = torch.randn(2, 6, 2, generator=generator, dtype=torch.float64)
@@ -119,7 +119,7 @@ def test_newton_and_damped_newton() -> None:
 
 
 def test_damping_interpolates_between_the_gradient_and_the_natural_gradient() -> None:
-    """(F + β)⁻¹∇L: parallel to ∇L as β → ∞, the natural gradient at β = 0 (004 section 4)."""
+    """(F + β)⁻¹∇L: parallel to ∇L as β → ∞, the natural gradient at β = 0 (Johnson (2017), section 4)."""
     point = golden("rosenbrock.point.-1.2x1.0")
     G, g = tensor(point["expected"]["G"]), tensor(point["expected"]["grad"])
     operator = ng.operators.DenseOperator(ng.operators.Layout.of({"x": g}), G)
@@ -141,7 +141,7 @@ def test_errors_of_the_proximal_steps() -> None:
     for form in (ng.proximal.point, ng.proximal.linearised, ng.proximal.quadratic):
         with pytest.raises(ValueError, match="strength λ of the proximity must be positive, got 0"):
             form(J, euclidean, w, 0.0)
-    with pytest.raises(NatgradError, match="inner solver stopped after 1 steps"):
+    with pytest.raises(NatgradError, match="inner solver stopped after at most 1 steps"):
         ng.proximal.point(lambda u: u["w"].pow(4).sum(), euclidean, w, 1e-6, max_steps=1)
     with pytest.raises(IncompatibleError, match="Pinv does not work with HessianOperator"):
         ng.Pinv().init(HessianOperator.at(J, w))

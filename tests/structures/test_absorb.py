@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate.averages import Pending, average_together
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.operators import KroneckerOperator
 from natgrad.optim.tracker import EmaWeight
 from natgrad.pullback.moments import above
-from natgrad.structures.kronecker import Held, absorb_together
 from tests import zoo
 from tests.pulled import Rooted, close, normal, pull, random_roots
 
@@ -101,7 +101,7 @@ def test_factors_are_averaged_together_whatever_lies_between_their_rows(weight: 
     counts = [1, 2, 8, 2, 1]
     w = float(weight)
     expected = [(1 - w) * x + w * y / n for (x, y), n in zip(sides, counts, strict=True)]
-    absorb_together([Held.of(x, y, weight, n) for (x, y), n in zip(sides, counts, strict=True)])
+    average_together([Pending.of(x, y, weight, n) for (x, y), n in zip(sides, counts, strict=True)])
     for (found, _), right in zip(sides, expected, strict=True):
         close(found, right, 1e-7)
 
@@ -113,7 +113,7 @@ def test_a_total_that_is_not_finite_leaves_all_of_them_alone(bad: int, value: fl
     totals = [t.clone() for t in factors]
     totals[bad].view(-1)[0] = value
     before = [t.clone() for t in factors]
-    absorb_together([Held.of(x, y, 0.5, 1) for x, y in zip(factors, totals, strict=True)])
+    average_together([Pending.of(x, y, 0.5, 1) for x, y in zip(factors, totals, strict=True)])
     assert all(torch.equal(x, y) for x, y in zip(factors, before, strict=True))
 
 

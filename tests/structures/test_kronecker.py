@@ -146,7 +146,7 @@ def test_reduce_is_expand_for_one_position(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlp_tanh", "sequence", "conv", "called_twice"])
 def test_inputs_are_averaged_over_examples_and_positions_and_cotangents_summed_over_positions(name: str) -> None:
-    """003 (4.5), (5.3): A = Σ_nr a aᵀ/(N R) and S = Σ_kn Σ_r g gᵀ/N. The homogeneous coordinate is 1, so A_11 = 1."""
+    """K-FAC-expand: A = Σ_nr a aᵀ/(N R) and S = Σ_kn Σ_r g gᵀ/N. The homogeneous coordinate is 1, so A_11 = 1."""
     problem = zoo.case(name).make()
     metric = random_roots(problem)
     operator = ng.Kronecker().estimate(pull(problem, metric))
@@ -186,7 +186,7 @@ def test_the_block_of_a_bias_is_exact(name: str, structure: ng.Kronecker) -> Non
 
 
 def test_mlp_has_the_golden_factors_and_blocks() -> None:
-    """003 (2.8), 004 (37); blocks in column-stacking order are A ⊗ S (ERRATA 51)."""
+    """Luk and Grosse (2018), (2.8), Johnson (2017), (37); blocks in column-stacking order are A ⊗ S."""
     case, exact_case = golden("mlp.kfac.factors"), golden("mlp.kfac.exact_blocks")
     model, x, _ = golden_mlp()
     pb = ng.pullback(model, x, ng.Fisher(ng.Categorical()))
@@ -207,7 +207,7 @@ def _columns(start: int, o: int, i: int) -> Tensor:
 
 
 def test_the_product_with_a_vector_is_row_major() -> None:
-    """ERRATA 51: (A ⊗ B) vec(C) = vec(A C Bᵀ) for row-major vec, and vec(B C Aᵀ) for columns."""
+    """(A ⊗ B) vec(C) = vec(A C Bᵀ) for row-major vec, and vec(B C Aᵀ) for columns."""
     case = golden("kron.vec")
     A, B, C_row, C_col = (tensor(case["inputs"][key]).unsqueeze(0) for key in ("A", "B", "C_row", "C_col"))
     agrees(case, two_sided(A, C_row, B).reshape(-1), "row_major")
@@ -216,7 +216,7 @@ def test_the_product_with_a_vector_is_row_major() -> None:
 
 @pytest.mark.parametrize("kind", ["convolution", "unfolded"])
 def test_convolution_has_the_golden_factors_block_and_step(kind: str) -> None:
-    """003 (4.5): the golden G is a mean over positions too, and the product has their number |T| (ERRATA C.2)."""
+    """Luk and Grosse (2018), (4.5): the golden G is a mean over positions too, and the product has their number |T|."""
     case = golden("conv.valid.kfc")
     given, expected = case["inputs"], case["expected"]
     model = Readout(kind).double()

@@ -13,7 +13,7 @@ from natgrad.errors import IncompatibleError, MemoryBoundError, SingularMetricEr
 from natgrad.model import Inputs
 from natgrad.operators import EigenKroneckerOperator, KroneckerOperator, Operator
 from natgrad.structures import Structure
-from natgrad.structures.kronecker import Layered
+from natgrad.structures.layered import Layered
 from tests import oracle, zoo
 from tests.golden import golden
 from tests.pulled import Rooted, close, covered, normal, pull, random_roots
@@ -102,7 +102,7 @@ def test_average_is_that_of_the_factors(name: str, structure: Layered) -> None:
 
 @pytest.mark.parametrize("structure", LAYERED[:3], ids=repr)
 def test_averages_over_time_are_corrected_for_their_start(structure: Layered) -> None:
-    """ERRATA D: with the golden decay every estimate has the weight β^{t−s}/Σ, the first one too."""
+    """With the golden decay every estimate has the weight β^{t−s}/Σ, the first one too."""
     case = golden("ema.bias_corrected")
     β = case["inputs"]["decay"]
     schedule = ng.Refresh(structure, decay=β)
@@ -173,7 +173,7 @@ def test_a_coupling_by_the_identity_is_no_coupling(name: str, structure: Layered
 @every_structure
 @every_model
 def test_a_coupled_product_has_the_trace_as_far_as_an_uncoupled_one_has(name: str, structure: Layered) -> None:
-    """ERRATA 8: relative to C = 1, layer by layer. The corrected one has it exactly."""
+    """Relative to C = 1, layer by layer. The corrected one has it exactly."""
     problem = zoo.case(name).make()
     metric = random_roots(problem)
     mix = normal(problem.n_examples, problem.n_examples, seed=4)

@@ -1,4 +1,4 @@
-"""Equal inputs in a batch under a Sobolev metric without jitter: they count once, in every structure (ERRATA 13)."""
+"""Equal inputs in a batch under a Sobolev metric without jitter: they count once, in every structure."""
 
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_a_copy_adds_nothing_where_the_batch_shares_its_samples(base: str) -> No
 
 @pytest.mark.parametrize("structure", [ng.Kronecker(), ng.Kronecker("reduce")], ids=repr)
 def test_a_copy_adds_nothing_to_the_factors_of_kfac_but_for_their_scale(structure: ng.Kronecker) -> None:
-    """The scale is matched by traces, relative to K-FAC without K, which counts a copy twice (ERRATA 8)."""
+    """The scale is matched by traces, relative to K-FAC without K, which counts a copy twice."""
     model, (x, _) = network(), batch()
     found = [structure.estimate(pulled(model, given, ng.Euclidean())) for given in (x, x[:DISTINCT])]
     for with_copies, alone in zip(*[(*G.left, *G.right) for G in found], strict=True):

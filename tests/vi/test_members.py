@@ -11,7 +11,7 @@ from tests.families.members import MEMBERS
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_from_every_member_of_a_family_one_step_reaches_any_other_whose_density_is_given(name: str) -> None:
-    """log p(z) of η2 up to a constant is the model, as a black box; compared in the mean chart (ERRATA 34)."""
+    """log p(z) of η2 up to a constant is the model, as a black box; compared in the mean chart."""
     member = MEMBERS[name]
     family, eta2 = member.family, member.eta2
     posterior = ng.vi.Posterior(family, lambda z: family.pair(eta2, family.statistics(z)) + family.log_base(z))

@@ -1,16 +1,23 @@
 """Sobolev kernels: golden values, SciPy, derivatives, and what the paper prints for them and must not be returned."""
 
-import math
+from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from scipy import integrate, special
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.errors import NonFiniteError
-from natgrad.functionspace import Median, SobolevKernel
+from natgrad.errors import MemoryBoundError, NonFiniteError
+from natgrad.functionspace import Alike, Lengthscale, Median, SobolevKernel
 from tests.golden import agrees, golden, names, tensor
+from tests.memory import peak
 from tests.pulled import close, normal
 
 NUS = [0.2, 0.5, 0.8, 1.0, 1.3, 1.5, 2.0, 2.5, 3.7, 5.5, 12.5, 40.25]
@@ -120,7 +127,7 @@ def test_the_constant_is_not_what_the_paper_prints(name: str) -> None:
     kernel, n = SobolevKernel(1.5, normalised=False), case["inputs"]["n"]
     agrees(case, _at(kernel, 0.0, n), "C_n")
     agrees(case, torch.tensor(kernel.log_constant(n), dtype=torch.float64).exp(), "C_n")
-    printed = case["printed_wrong"]["C_n"]  # (38), (39): ERRATA 1, 2
+    printed = case["printed_wrong"]["C_n"]  # (38), (39)
     assert abs(math.exp(kernel.log_constant(n)) / printed - 1) > 0.3
 
 
@@ -134,7 +141,7 @@ def test_the_log_constant_does_not_underflow_in_high_dimension(name: str) -> Non
 def test_the_normalised_kernel_does_not_underflow_in_dimension_3072_and_the_constant_is_refused() -> None:
     x = normal(8, 3, 32, 32)
     K = SobolevKernel(1.5, lengthscale=20.0)(x)
-    assert 0.05 < K[0, 1] < 0.2  # r ≈ 3.9: ERRATA 14
+    assert 0.05 < K[0, 1] < 0.2  # r ≈ 3.9
     assert SobolevKernel(1.5).log_constant(3072) == pytest.approx(-5919.25 * math.log(10), abs=0.02)
     with pytest.raises(ValueError, match=r"in dimension 3072 the constant .* is e\^-13630.*Use normalised=True"):
         SobolevKernel(1.5, normalised=False)(x)
@@ -206,7 +213,7 @@ def test_the_diagonal_of_a_gram_matrix_is_constant_however_often_it_is_different
 
 
 def test_the_kernel_of_smoothness_three_halves_is_twice_and_not_three_times_differentiable() -> None:
-    # The paper claims [n/2] + 1 derivatives (ERRATA 5). The third one of e⁻ʳ(1 + r) jumps from −2 to 2 at r = 0.
+    # The paper claims [n/2] + 1 derivatives. The third one of e⁻ʳ(1 + r) jumps from −2 to 2 at r = 0.
     y = torch.zeros(1, 4, dtype=torch.float64)
     thirds = []
     for side in (-1e-6, 1e-6):
@@ -286,3 +293,192 @@ def test_what_is_no_number_is_refused() -> None:
         Median(divisor=0)
     with pytest.raises(ValueError, match="dimension=0 must be a positive integer"):
         SobolevKernel(1.5).log_constant(0)
+
+
+# Kernels of many points and of near ones: what memory they take, and how small a distance may be.
+
+
+@pytest.mark.parametrize(("nu", "n", "temporaries"), [(0.5, 2500, 8), (1.5, 2500, 8), (0.3, 1200, 24), (1.3, 1200, 24)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_gram_matrix_takes_little_memory_beside_itself(
+    nu: float, n: int, temporaries: int, dtype: torch.dtype
+) -> None:
+    """Some temporaries of a fixed size, whatever n is; those of Bessel functions are in double precision."""
+    x = normal(n, 4).to(dtype)
+    matrix, more = n**2 * x.element_size(), temporaries * 2**18 * (8 if temporaries > 8 else x.element_size())
+    assert peak(lambda: SobolevKernel(nu)(x)) < matrix + more
+    assert peak(lambda: SobolevKernel(nu)(x, x[: n // 2])) < matrix / 2 + more
+
+
+@pytest.mark.parametrize("rule", [Median(), Alike(0.1)], ids=repr)
+def test_a_lengthscale_is_measured_in_the_memory_of_some_matrices(rule: Lengthscale) -> None:
+    """Of distances, what they are sorted in, and kernels of some rows at a time."""
+    x = normal(1000, 4)
+    assert peak(lambda: rule.of(x)) < 4 * len(x) ** 2 * x.element_size() + 10 * 2**20 * 8
+
+
+@pytest.mark.parametrize("nu", [0.3, 1.3, 1.5, 2.0])
+def test_rows_that_are_made_a_few_at_a_time_are_those_that_are_made_at_once(nu: float) -> None:
+    x, z = normal(600, 3), normal(500, 3, seed=1)
+    x[7] = x[550]
+    kernel = SobolevKernel(nu, 0.7)
+    whole = torch.cat([kernel(x, part) for part in z.split(100)], dim=1)
+    close(kernel(x, z), whole, 1e-14)
+    K = kernel(x)
+    close(K, torch.cat([kernel(x, part) for part in x.split(100)], dim=1), 1e-14)
+    assert torch.equal(K, K.T)
+    assert bool((K.diagonal() == 1).all())
+    assert K[7, 550] == 1
+    close(kernel(x.clone().requires_grad_()).detach(), K, 1e-14)
+
+
+@pytest.mark.parametrize("nu", [0.01, 0.1, 0.3, 0.5, 0.8])
+def test_near_points_in_single_precision_have_the_gradient_of_double_precision(nu: float) -> None:
+    """k' grows as r^{2ν−2}: in r² it overflows long before it does in r."""
+    kernel = SobolevKernel(nu)
+
+    def gradient(dtype: torch.dtype, r: float) -> torch.Tensor:
+        x = torch.tensor([[0.0], [r]], dtype=dtype, requires_grad=True)
+        (found,) = torch.autograd.grad(kernel(x)[0, 1], x)
+        return found.double()
+
+    for r in (1e-30, 1e-20, 1e-10, 1e-2, 1.0):
+        single, double = gradient(torch.float32, r), gradient(torch.float64, r)
+        assert bool(single.isfinite().all())
+        torch.testing.assert_close(single, double, rtol=1e-5, atol=0)
+
+
+def test_the_gradient_of_a_rough_kernel_at_a_small_distance_is_that_of_its_expansion() -> None:
+    """k = 1 − Γ(1 − ν)/Γ(1 + ν) (r/2)^{2ν} + …, so that k' = −2ν Γ(1 − ν)/Γ(1 + ν) (r/2)^{2ν}/r."""
+    nu, r = torch.tensor(0.01, dtype=torch.float64), 1e-20
+    x = torch.tensor([[0.0], [r]], requires_grad=True)
+    (found,) = torch.autograd.grad(SobolevKernel(0.01)(x)[0, 1], x)
+    ratio = (torch.lgamma(1 - nu) - torch.lgamma(1 + nu)).exp()
+    expected = -2 * nu * ratio * (r / 2) ** (2 * nu) / r
+    torch.testing.assert_close(found[1, 0].double(), expected, rtol=1e-3, atol=0)
+
+
+def test_values_of_a_rough_kernel_in_single_precision_do_not_jump_to_one() -> None:
+    x = torch.tensor([[0.0], [1e-25]])
+    close(SobolevKernel(0.01)(x).double(), SobolevKernel(0.01)(x.double()), 1e-6)
+
+
+# Lengthscales that are measured on the points: what they promise, whatever the points are.
+
+
+@pytest.mark.parametrize("nu", [0.5, 1.5, 2.2])
+@pytest.mark.parametrize("value", [0.01, 0.1, 0.5, 0.95])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_the_kernel_has_the_mean_that_was_asked_for(nu: float, value: float, scale: float) -> None:
+    x = scale * torch.cat([normal(12, 3), 50 + normal(5, 3, seed=1)])  # two clusters
+    K = SobolevKernel(nu, Alike(value, nu))(x)
+    close(K[~torch.eye(17, dtype=torch.bool)].mean(), torch.tensor(value, dtype=torch.float64), 1e-6)
+
+
+def test_points_that_are_equal_are_left_out() -> None:
+    x = normal(9, 2)
+    close(Alike(0.3).of(torch.cat([x, x, x])), Alike(0.3).of(x), 1e-6)
+
+
+def test_one_lengthscale_of_two_points_is_exact() -> None:
+    """k(d/ℓ) = value: e^{−2/ℓ} = 0.1."""
+    ℓ = Alike(0.1, nu=0.5).of(torch.tensor([[1.0], [3.0]]).double())
+    close(ℓ, -2 / torch.tensor(0.1, dtype=torch.float64).log(), 1e-12)
+
+
+@pytest.mark.parametrize("x", [normal(1, 3), torch.ones(4, 3).double()], ids=["one", "copies"])
+def test_points_that_are_all_equal_have_the_lengthscale_one(x: torch.Tensor) -> None:
+    assert Alike().of(x) == Median().of(x) == 1
+    assert (SobolevKernel(1.5, Alike())(x) == 1).all()
+
+
+def test_lengthscales_follow_the_points() -> None:
+    x = normal(20, 4)
+    for rule in (Alike(0.2), Median()):
+        close(rule.of(7 * x), 7 * rule.of(x), 1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.5, float("nan")])
+def test_a_mean_that_no_kernel_has_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="the mean of a kernel between 0 and 1 lies between 0 and 1"):
+        Alike(value)
+
+
+@pytest.mark.parametrize("nu", [0.0, -1.5, float("inf")])
+def test_a_rule_with_a_smoothness_that_is_not_positive_is_refused(nu: float) -> None:
+    with pytest.raises(ValueError, match="the smoothness of the kernel is a positive number"):
+        Alike(nu=nu)
+
+
+def test_a_rule_that_keeps_the_mean_of_another_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"another smoothness than ν = 2.5: give Alike\(0.1, nu=2.5\)"):
+        ng.Sobolev(nu=2.5, lengthscale=Alike(0.1))
+
+
+@pytest.mark.parametrize("rule", [Alike(), Median()], ids=repr)
+def test_no_points_have_no_lengthscale(rule: Lengthscale) -> None:
+    for x in (torch.empty(0, 3), torch.zeros(3)):
+        with pytest.raises(ValueError, match=r"a lengthscale on points \[n d\], at least one, and got \(.*give"):
+            rule.of(x)
+
+
+WORDS: dict[str, Callable[[Any], Any]] = {
+    r"Median\(divisor=…\)": Median,
+    r"Alike\(value=…\)": Alike,
+    r"Alike\(nu=…\)": lambda word: Alike(0.1, word),
+}
+
+
+@pytest.mark.parametrize("word", ["a", None, True, 1j], ids=repr)
+@pytest.mark.parametrize("where", WORDS)
+def test_words_are_refused_where_a_number_belongs(where: str, word: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{where} got .*: give a real number"):
+        WORDS[where](word)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.float16, Fraction], ids=lambda kind: kind.__name__)
+def test_real_numbers_of_every_kind_are_alike(number: Callable[[float], Any]) -> None:
+    x = normal(5, 2)
+    half, quarter = number(0.5), number(0.25)
+    close(SobolevKernel(half, quarter)(x), SobolevKernel(0.5, 0.25)(x), 0)
+    close(SobolevKernel(quarter, half)(x, x[:2]), SobolevKernel(0.25, 0.5)(x, x[:2]), 0)
+    close(Median(half).of(x), Median(0.5).of(x), 0)
+    close(Alike(half, quarter).of(x), Alike(0.5, 0.25).of(x), 0)
+    metric = ng.Sobolev(nu=half, lengthscale=quarter, jitter=number(0.125))
+    close(metric.coupling(x, 5), ng.Sobolev(nu=0.5, lengthscale=0.25, jitter=0.125).coupling(x, 5), 0)
+
+
+def test_distances_that_do_not_fit_are_refused_before_they_are_made() -> None:
+    x = torch.zeros(20_000, 1, dtype=torch.float64)
+    for rule in (Median(), Alike()):
+        with pytest.raises(MemoryBoundError, match=r"the distances of 20,000 points, over .*kernel.at\(x\[:1000\]\)"):
+            rule.of(x)
+
+
+@pytest.mark.parametrize("rule", [Median(), Alike(0.3)], ids=repr)
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+@pytest.mark.parametrize("grad", [False, True])
+def test_points_whose_squares_leave_single_precision_have_the_kernel_of_points_that_do_not(
+    rule: Lengthscale, scale: float, grad: bool
+) -> None:
+    x = torch.tensor([[0.0], [1.0], [3.0]])
+    expected = SobolevKernel(1.5, rule)(x)
+    found = SobolevKernel(1.5, rule)((scale * x).requires_grad_(grad))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.detach(), expected)
+    given = SobolevKernel(1.5, float(rule.of(scale * x)))((scale * x).requires_grad_(grad))
+    torch.testing.assert_close(given.detach(), expected)
+
+
+def test_a_lengthscale_that_is_zero_in_single_precision_keeps_points_apart() -> None:
+    x = torch.tensor([0.0, 1.0])
+    for nu in (0.3, 1.5, 40.0):
+        assert torch.equal(SobolevKernel(nu, 1e-46)(x), torch.eye(2))
+        assert torch.equal(SobolevKernel(nu, 1e-46)(x, x), torch.eye(2))
+
+
+@pytest.mark.parametrize("rule", [Median(), Alike(0.3)], ids=repr)
+def test_points_whose_squares_leave_double_precision_are_refused(rule: Lengthscale) -> None:
+    x = torch.tensor([[0.0], [1e160], [3e160]], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"cannot measure points that are 3e\+160 apart in a coordinate: .*Scale the"):
+        rule.of(x)

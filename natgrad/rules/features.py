@@ -1,0 +1,527 @@
+"""Features: what a layer read, or the cotangents of what it wrote, in the form in which the layer has them.
+
+Every layer is W [c o i] acting on inputs a [n r c i], with cotangents g [k n r c o]: example n has the gradient
+Σ_r g aᵀ. Both are x [*k n r c d] here; the axis k of root columns is there for cotangents only. A linear layer has x
+as rows, a convolution as patches of an image, an embedding as indices. Each form is a class with the same algebra, so
+that structures, couplings and sharing ask for a second moment and never for the kind of the layer.
+
+This module is part of ``rules`` because rules return features, and nothing below a rule needs them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.moments import (
+    accumulate_second_moment,
+    entry_moments,
+    second_moment,
+    single,
+    symmetric_product,
+)
+from natgrad.accelerate.patches import Axis, convolve, patch_mean, patch_moment, patch_sum, patches, positions
+
+Ones: TypeAlias = bool | Tensor  # the homogeneous coordinate: none, 1 everywhere, or u_n after examples were combined
+_GRADIENTS = 2**24  # numbers, of per-example gradients at a time
+
+
+@final
+@dataclass(frozen=True)
+class Moment:
+    """Σ x xᵀ [c d d], or its diagonal [c d], and how many positions were summed (a tensor [c] where some are masked).
+
+    The sum over ``rows`` is formed when ``total`` is asked for: a moving average takes it without. The total may be
+    shared: do not write into it.
+    """
+
+    formed: Tensor | None
+    count: int | Tensor
+    rows: Rows | None = None
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Σ x xᵀ."""
+        if self.formed is not None:
+            return self.formed
+        assert self.rows is not None
+        return second_moment(self.rows.x, self.rows.ones).unsqueeze(0)
+
+    def mean(self) -> Tensor:
+        """total/count; a group without any position has total zero, and keeps it."""
+        count, total = self.count, self.total
+        if isinstance(count, Tensor):
+            count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
+        return total / count
+
+    def over(self, count: int) -> Moment:
+        """The same sum, to be divided by another count."""
+        return replace(self, count=count)
+
+    def to(self, dtype: torch.dtype) -> Moment:
+        """In this precision."""
+        if self.rows is not None and self.rows.x.dtype == dtype:
+            return self
+        return Moment(self.total.to(dtype), self.count)
+
+    def is_finite(self) -> bool:
+        """Whether the sum holds neither NaN nor infinity: its diagonal tells. A GPU has to be waited for."""
+        if self.rows is not None:  # no entry of the sum is above Σ ‖x‖², by Cauchy and Schwarz
+            return float(torch.linalg.vector_norm(self.rows.x)) ** 2 < torch.finfo(self.rows.x.dtype).max
+        diagonal = self.total.diagonal(dim1=-2, dim2=-1) if self.total.ndim == 3 else self.total
+        return math.isfinite(float(diagonal.sum()))
+
+    def average_into(self, average: Tensor, weight: float) -> None:
+        """Ā ← (1 − w) Ā + w total/count, in place."""
+        if isinstance(self.count, Tensor):
+            average.lerp_(self.mean(), weight)
+            return
+        weighted = weight / max(self.count, 1)
+        if self.rows is not None and isinstance(self.rows.ones, bool) and average.ndim == 3:
+            x, ones = self.rows.x, self.rows.ones
+            accumulate_second_moment(average[0], x, ones, keep=1 - weight, weight=weighted)
+        else:
+            average.mul_(1 - weight).add_(self.total, alpha=weighted)
+
+
+class Features(ABC):
+    """x [*k n r c d] with its algebra. Only ``dense`` and ``_map`` are needed; the rest may be done faster."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """x [*k n r c d] itself."""
+
+    @abstractmethod
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        """A linear map over the examples; ``combine(t, axis)`` applies it to a tensor with the examples on an axis."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(*k, n, r, c, d)."""
+        return tuple(self.dense().shape)
+
+    def count(self, weights: Tensor | None = None) -> int | Tensor:
+        """The number of positions N·R, or Σ_n w_n R_n; a tensor [c] where masked positions do not count."""
+        n, r = self.shape[-4:-2]
+        return n * r if weights is None else r * weights.sum().view(1)
+
+    def moment(self) -> Moment:
+        """Σ x xᵀ [c d d] over k, n and r, in single precision at least."""
+        return Moment(_product(single(self.dense())), self.count())
+
+    def squares(self) -> Moment:
+        """The diagonal of that, [c d]."""
+        x = single(self.dense())
+        return Moment(x.square().sum(tuple(range(x.ndim - 2))), self.count())
+
+    def reduced(self, how: Literal["mean", "sum"]) -> Features:
+        """One position for all r: their mean, or their sum (K-FAC-reduce; Eschenhagen et al. 2023)."""
+        x = single(self.dense())
+        return DenseFeatures(x.mean(-3, keepdim=True) if how == "mean" else x.sum(-3, keepdim=True))
+
+    def mixed(self, L: Tensor) -> Features:
+        """x̃_m = Σ_n L_nm x_n for L [n m], computed in the precision of L: Σ x̃ x̃ᵀ is Σ C_nm x_n x_mᵀ with C = L Lᵀ."""
+        return self._map(lambda x, axis: mix_examples(x, L, axis))
+
+    def scaled(self, weights: Tensor) -> Features:
+        """√w_n x_n for w [n]: examples that count w_n times."""
+        root = weights.sqrt()
+        return self._map(lambda x, axis: _times_examples(single(x), root, axis))
+
+    def project(self, w: Tensor) -> Tensor:
+        """x·w [*k n r p] for w [d p], where there is one group."""
+        return self.dense().squeeze(-2).to(w.dtype) @ w
+
+    def gradients(self, g: Tensor, limit: int) -> Iterator[Tensor]:
+        """Σ_r g xᵀ [n c o i] of inputs x with cotangents g [k n r c o]: of one column, and of some outputs, at a time.
+
+        Every tensor has up to ``limit`` numbers, or those of one output.
+        """
+        a = self.dense().to(g.dtype)
+        n, _, c, i = a.shape
+        a = a.permute(0, 2, 1, 3)  # [n c r i]
+        for column in g.permute(0, 1, 3, 4, 2):  # [n c o r]
+            for part in column.split(max(1, limit // max(1, n * c * i)), dim=2):
+                yield part @ a
+
+    def squared_gradients(self, g: Tensor) -> Tensor:
+        """Σ_kn (Σ_r g xᵀ)² [c o i], some examples at a time."""
+        a, (k, _, _, c, o) = self.dense().to(g.dtype), g.shape
+        step = max(1, _GRADIENTS // (k * c * o * a.shape[-1]))
+        parts = zip(a.split(step), g.split(step, dim=1), strict=True)
+        return sum_of([torch.einsum("knrco,nrci->kncoi", h, x).square().sum((0, 1)) for x, h in parts])
+
+
+@final
+@dataclass(frozen=True)
+class DenseFeatures(Features):
+    """x [*k n r c d] as a tensor; ``valid`` [n r c] is zero at masked positions, where x is zero too.
+
+    >>> moment = DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
+    >>> moment.total, moment.count
+    (tensor([[[5.]]]), 2)
+    """
+
+    x: Tensor
+    valid: Tensor | None = None
+
+    def dense(self) -> Tensor:
+        return self.x
+
+    def count(self, weights: Tensor | None = None) -> int | Tensor:
+        if self.valid is None:
+            return super().count(weights)
+        return self.valid.sum((0, 1)) if weights is None else torch.einsum("n,nrc->c", weights, self.valid.to(weights))
+
+    def moment(self) -> Moment:
+        return self._moment
+
+    @cached_property
+    def _moment(self) -> Moment:
+        """Cached: W_ih and W_hh of a recurrent layer have the same cotangents."""
+        return super().moment()
+
+    def reduced(self, how: Literal["mean", "sum"]) -> Features:
+        if self.valid is None or how == "sum":
+            return super().reduced(how)
+        count = self.valid.sum(1, keepdim=True).clamp(min=1).unsqueeze(-1)  # no position at all: the sum is zero, too
+        return DenseFeatures(single(self.x).sum(1, keepdim=True) / count)
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return DenseFeatures(combine(self.x, -4), self.valid)
+
+
+@final
+@dataclass(frozen=True)
+class Rows(Features):
+    """x [*k n r d] of one group; with ``ones`` the homogeneous coordinate comes last.
+
+    >>> Rows(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), ones=True).moment().total
+    tensor([[[10., 14.,  4.],
+             [14., 20.,  6.],
+             [ 4.,  6.,  2.]]])
+    """
+
+    x: Tensor
+    ones: Ones = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], 1, self.x.shape[-1] + (self.ones is not False))
+
+    def dense(self) -> Tensor:
+        return _with_ones(self.x.unsqueeze(-2), self.ones, -4)
+
+    def moment(self) -> Moment:
+        return Moment(None, self.count(), self)
+
+    def project(self, w: Tensor) -> Tensor:
+        d = self.x.shape[-1]
+        out = self.x.to(w.dtype) @ w[:d]
+        return out if self.ones is False else out + _column(self.ones, out, -3) * w[d]
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return Rows(combine(self.x, -3), _combined(self.ones, self.x, -3, combine))
+
+
+@final
+@dataclass(frozen=True)
+class Patches(Features):
+    """What every output position of a convolution reads of x [*k n (c ch) *spatial]; i is channel-major.
+
+    The second moment is a correlation of x with itself and needs no patches (Grosse and Martens 2016).
+
+    >>> image = torch.arange(4.0).view(1, 1, 4)
+    >>> Patches(image, (Axis(kernel=2),), ones=True).moment().total
+    tensor([[[ 5.,  8.,  3.],
+             [ 8., 14.,  6.],
+             [ 3.,  6.,  3.]]])
+    """
+
+    x: Tensor
+    axes: tuple[Axis, ...]
+    groups: int = 1
+    ones: Ones = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        width = self.x.shape[self._examples + 1] // self.groups * math.prod(axis.kernel for axis in self.axes)
+        lead = self.x.shape[: self._examples + 1]
+        return (*lead, positions(self._images, self.axes), self.groups, width + (self.ones is not False))
+
+    @property
+    def _examples(self) -> int:
+        """The axis of the examples in x, from the end."""
+        return -2 - len(self.axes)
+
+    @property
+    def _images(self) -> Tensor:
+        """x with k and n in one axis."""
+        return self.x if self._examples == -self.x.ndim else self.x.flatten(0, 1)
+
+    def dense(self) -> Tensor:
+        a = patches(self._images, self.axes, self.groups)
+        return _with_ones(a.unflatten(0, self.x.shape[: self._examples + 1]), self.ones, -4)
+
+    def moment(self) -> Moment:
+        return Moment(patch_moment(self._images, self.axes, self.groups, self.ones), self.count())
+
+    def squares(self) -> Moment:
+        total = patch_sum(single(self._images).square(), self.axes, self.groups)
+        if self.ones is not False:
+            n, r = self.shape[-4:-2]
+            corner = total.new_full((), n * r) if self.ones is True else r * self.ones.square().sum().to(total.dtype)
+            total = torch.cat([total, corner.expand(len(total), 1)], dim=1)
+        return Moment(total, self.count())
+
+    def reduced(self, how: Literal["mean", "sum"]) -> Features:
+        mean = patch_mean(self._images, self.axes, self.groups).unflatten(0, self.x.shape[: self._examples + 1])
+        mean = _with_ones(mean.unsqueeze(-3), self.ones, -4)
+        return DenseFeatures(mean if how == "mean" else mean * self.shape[-3])
+
+    def project(self, w: Tensor) -> Tensor:
+        if self.groups > 1:
+            return super().project(w)
+        size = self.shape[-1] - (self.ones is not False)
+        out = convolve(self._images.to(w.dtype), self.axes, w[:size].T)
+        out = out.unflatten(0, self.x.shape[: self._examples + 1])
+        return out if self.ones is False else out + _column(self.ones, out, -3) * w[size]
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        axis = self._examples
+        return replace(self, x=combine(self.x, axis), ones=_combined(self.ones, self.x, axis, combine))
+
+
+@final
+@dataclass(frozen=True)
+class Entries(Features):
+    """x [*k n r c]: every entry is a group with one coordinate, or two with ``ones`` (scale and shift of a norm).
+
+    >>> Entries(torch.tensor([[[3.0, 4.0]]]), ones=True).moment().total
+    tensor([[[ 9.,  3.],
+             [ 3.,  1.]],
+    <BLANKLINE>
+            [[16.,  4.],
+             [ 4.,  1.]]])
+    """
+
+    x: Tensor
+    ones: Ones = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape, 1 + (self.ones is not False))
+
+    def dense(self) -> Tensor:
+        return _with_ones(self.x.unsqueeze(-1), self.ones, -4)
+
+    def moment(self) -> Moment:
+        x = single(self.x)
+        squares, sums = entry_moments(x, self.ones)
+        if sums is None:
+            return Moment(squares.view(-1, 1, 1), self.count())
+        n, r = x.shape[-3:-1]
+        corner = n * r if isinstance(self.ones, bool) else r * self.ones.square().sum()
+        return Moment(border_entries(squares, sums, corner), self.count())
+
+    def gradients(self, g: Tensor, limit: int) -> Iterator[Tensor]:
+        """Entry by entry."""
+        x = self.x.to(g.dtype)
+        for column in g.squeeze(4):  # [n r c]
+            yield (column * x).sum(1)[:, :, None, None]
+            if self.ones is not False:
+                yield (column * _column(self.ones, column, -3)).sum(1)[:, :, None, None]
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return Entries(combine(self.x, -3), _combined(self.ones, self.x, -3, combine))
+
+
+@final
+@dataclass(frozen=True)
+class OneHot(Features):
+    """``values`` [n r] at the coordinates ``index`` [n r] of ``size``, zero elsewhere: Σ x xᵀ is diagonal, the counts.
+
+    ``masked``: positions whose value is zero do not count.
+
+    >>> OneHot(torch.tensor([[0, 2, 2]]), size=3, values=torch.ones(1, 3)).moment().total
+    tensor([[1., 0., 2.]])
+    """
+
+    index: Tensor
+    size: int
+    values: Tensor
+    masked: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.index.shape, 1, self.size)
+
+    def dense(self) -> Tensor:
+        x = self.values.new_zeros(self.shape)
+        return x.scatter_(3, self.index[..., None, None], self.values[..., None, None])
+
+    def count(self, weights: Tensor | None = None) -> int | Tensor:
+        if not self.masked:
+            return super().count(weights)
+        valid = (self.values != 0).to(self.values.dtype)
+        return valid.sum().view(1) if weights is None else (weights @ valid.to(weights).sum(1)).view(1)
+
+    def moment(self) -> Moment:
+        total = self.values.new_zeros(self.size)
+        total.index_add_(0, self.index.flatten(), self.values.square().flatten())
+        return Moment(total.unsqueeze(0), self.count())
+
+    def squares(self) -> Moment:
+        return self.moment()
+
+    def reduced(self, how: Literal["mean", "sum"]) -> Features:
+        total = self.values.new_zeros(len(self.index), self.size).scatter_add_(1, self.index, self.values)
+        return DenseFeatures((total / self.index.shape[1] if how == "mean" else total)[:, None, None])
+
+    def scaled(self, weights: Tensor) -> Features:
+        return replace(self, values=_times_examples(self.values, weights.sqrt(), 0))
+
+    def project(self, w: Tensor) -> Tensor:
+        return w[self.index] * self.values.to(w.dtype).unsqueeze(-1)
+
+    def squared_gradients(self, g: Tensor) -> Tensor:
+        """At every position its g times the sum of those at the same coordinate: no one-hot vector is formed."""
+        g = g.squeeze(3) * self.values.to(g.dtype).unsqueeze(-1)  # [k n r o]
+        total = g.new_zeros(self.size, g.shape[-1])
+        step = max(1, _GRADIENTS // self.index.shape[1] ** 2)  # examples, whose pairs of positions are formed
+        for at, part in zip(self.index.split(step), g.split(step, dim=1), strict=True):
+            same = (at.unsqueeze(-1) == at.unsqueeze(-2)).to(g.dtype)
+            total.index_add_(0, at.flatten(), (part * (same @ part)).sum(0).flatten(0, 1))
+        return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return DenseFeatures(self.dense())._map(combine)
+
+
+@final
+@dataclass(frozen=True)
+class Joined(Features):
+    """The uses of one layer, one after the other along r."""
+
+    parts: tuple[Features, ...]
+
+    @staticmethod
+    def of(parts: Sequence[Features]) -> Features:
+        """One large product is cheaper than many: rows, and indices, are put together."""
+        if len(parts) == 1:
+            return parts[0]
+        rows = [part for part in parts if isinstance(part, Rows)]
+        if len(rows) == len(parts) and all(part.ones is rows[0].ones for part in rows):
+            return Rows(torch.cat([part.x for part in rows], dim=-2), rows[0].ones)
+        hot = [part for part in parts if isinstance(part, OneHot)]
+        if len(hot) == len(parts):
+            index, values = (torch.cat(side, dim=1) for side in ([h.index for h in hot], [h.values for h in hot]))
+            return OneHot(index, hot[0].size, values, any(h.masked for h in hot))
+        return Joined(tuple(parts))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shapes = [part.shape for part in self.parts]
+        return (*shapes[0][:-3], sum(shape[-3] for shape in shapes), *shapes[0][-2:])
+
+    def dense(self) -> Tensor:
+        return torch.cat([part.dense() for part in self.parts], dim=-3)
+
+    def count(self, weights: Tensor | None = None) -> int | Tensor:
+        return sum_of([part.count(weights) for part in self.parts])
+
+    def moment(self) -> Moment:
+        return Moment(sum_of([part.moment().total for part in self.parts]), self.count())
+
+    def squares(self) -> Moment:
+        return Moment(sum_of([part.squares().total for part in self.parts]), self.count())
+
+    def reduced(self, how: Literal["mean", "sum"]) -> Features:
+        """Every use counts alike in a mean, however many positions it has."""
+        total = sum_of([part.reduced(how).dense() for part in self.parts])
+        return DenseFeatures(total / len(self.parts) if how == "mean" else total)
+
+    def project(self, w: Tensor) -> Tensor:
+        return torch.cat([part.project(w) for part in self.parts], dim=-2)
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return Joined(tuple(part._map(combine) for part in self.parts))
+
+    def scaled(self, weights: Tensor) -> Features:
+        return Joined(tuple(part.scaled(weights) for part in self.parts))
+
+
+def mix_examples(x: Tensor, L: Tensor, axis: int) -> Tensor:
+    """Σ_n L_nm x_n along an axis, in the precision of L, in the order that x has in memory.
+
+    >>> mix_examples(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]), 0)
+    tensor([1., 7.])
+    """
+    x = single(x)
+    axis %= x.ndim
+    if len(L) == 1:  # channels-last strides of one example may be anything
+        return (x * L[0, 0]).to(x.dtype)
+    rest = sorted((at for at in range(x.ndim) if at != axis), key=x.stride, reverse=True)
+    lead = [at for at in rest if at < axis]  # the root columns stay outside
+    order = [*lead, axis, *(at for at in rest if at > axis)]
+    flat = x.permute(order)
+    out = L.mT @ flat.reshape(*flat.shape[: len(lead) + 1], -1).to(L.dtype)
+    out = out.to(x.dtype).view(*flat.shape[: len(lead)], L.shape[1], *flat.shape[len(lead) + 1 :])
+    return out.permute([order.index(at) for at in range(x.ndim)])
+
+
+def border_entries(squares: Tensor, sums: Tensor, corner: int | Tensor) -> Tensor:
+    """Σ (x, 1)(x, 1)ᵀ [c 2 2] from Σ x² [c], Σ x [c] and the number of terms."""
+    last = torch.full_like(sums, corner) if isinstance(corner, int) else corner.to(sums.dtype).expand_as(sums)
+    return torch.stack([squares, sums, sums, last], dim=-1).view(-1, 2, 2)
+
+
+def sum_of(terms: Sequence[Tensor] | Sequence[int | Tensor]) -> Tensor:
+    """Their sum, in a new tensor where there are several."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total  # type: ignore[return-value] # integers give an integer
+
+
+def _product(x: Tensor) -> Tensor:
+    """Σ x xᵀ [c d d] of x [*k n r c d]."""
+    c, d = x.shape[-2:]
+    if c == 1 or x.stride(-2) == 0:  # one input for all groups
+        return symmetric_product(x[..., 0, :].reshape(-1, d)).expand(c, d, d).contiguous()
+    flat = x.reshape(-1, c, d)
+    return torch.einsum("nci,ncj->cij", flat, flat)
+
+
+def _with_ones(x: Tensor, ones: Ones, axis: int) -> Tensor:
+    """(x, 1) along the last axis, or (x, u_n) with the examples on an axis."""
+    if ones is False:
+        return x
+    column = x.new_ones(()) if ones is True else _column(ones, x, axis).to(x.dtype)
+    return torch.cat([x, column.expand(*x.shape[:-1], 1)], dim=-1)
+
+
+def _column(ones: Ones, like: Tensor, axis: int) -> Tensor:
+    """u_n, to be broadcast with a tensor that has the examples on an axis counted from the end."""
+    if isinstance(ones, bool):
+        return like.new_ones(())
+    return ones.to(like.dtype).view(-1, *[1] * (-1 - axis))
+
+
+def _combined(ones: Ones, x: Tensor, axis: int, combine: Callable[[Tensor, int], Tensor]) -> Ones:
+    """The homogeneous coordinate u_n after a linear map over the examples."""
+    if ones is False:
+        return False
+    return combine(single(x).new_ones(x.shape[axis]) if ones is True else ones, 0)
+
+
+def _times_examples(x: Tensor, weights: Tensor, axis: int) -> Tensor:
+    """x_n times w_n, with the examples on an axis."""
+    return x * weights.to(x.dtype).view(-1, *[1] * (x.ndim - 1 - axis % x.ndim))

@@ -1,0 +1,804 @@
+"""What Kronecker and EigenKronecker share: one block for every layer with a rule, and a fallback for the others.
+
+On a layer with parameters W [c o i] the metric is diagonal in a basis Q ⊗ P, where Q and P are eigenvectors of two
+symmetric factors: S [c o o] of the outputs and A [c i i] of the inputs. Parameters that no layer rule covers have
+another structure, the *fallback*.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate import fused
+from natgrad.accelerate.inverses import (
+    SymFactor,
+    batch_by_size,
+    diagonal,
+    is_dense,
+    layers_at_once,
+    spectrum,
+    stacked,
+)
+from natgrad.errors import IncompatibleError, UncoveredError
+from natgrad.geometry import Covector, Vector
+from natgrad.linalg import refuse_indefinite, refuse_singular
+from natgrad.model import Model, check_slots
+from natgrad.pullback.bare import SpreadRule, as_spread, parted
+from natgrad.pullback.layer import Block
+from natgrad.pullback.pullback import Pullback
+from natgrad.pullback.sharing import Sharing
+from natgrad.structures.base import (
+    FALLBACK,
+    Cost,
+    Inverse,
+    LayerSpectrum,
+    Layout,
+    Operator,
+    StateError,
+    Structure,
+    Subset,
+    check_shape,
+)
+from natgrad.structures.diagonal import Diagonal
+
+T = TypeVar("T")
+UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no pass has used
+EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
+
+
+# The structure.
+
+
+@dataclass(frozen=True)
+class Layered(Structure):
+    """Two factors for every layer, and another structure for the parameters that no layer rule covers."""
+
+    sharing: Literal["expand", "reduce"] = "expand"
+    fallback: Structure = field(default_factory=Diagonal)
+    strict: bool = False
+    largest: int = 16384
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        if self.sharing not in ("expand", "reduce"):
+            raise ValueError(f'{name}(sharing=…) is "expand" or "reduce", not {self.sharing!r}')
+        check_slots(fallback=(self.fallback, Structure))
+        if not self.fallback.bounded:
+            raise ValueError(
+                f"{name}(fallback={self.fallback!r}) cannot be averaged over time: use Diagonal() or BlockDense()"
+            )
+        if self.largest < 1:
+            raise ValueError(f"{name}(largest=…) must be at least 1, got {self.largest}")
+
+    @abstractmethod
+    def layer_elements(self, block: Block) -> int:
+        """How many numbers are kept of a layer."""
+
+    @abstractmethod
+    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+        """Of a layer that has a rule."""
+
+    def layer_cost(self, block: Block, *, exact: bool, iterative: bool = False) -> Cost | None:
+        if block.rule is None:
+            return self.fallback.cost([block], iterative=iterative)
+        return self.product_cost(block, exact=exact)
+
+    def title(self, block: Block) -> str:
+        if block.rule is not None:
+            return type(self).__name__
+        return "refused (strict=True)" if self.strict else f"{type(self.fallback).__name__} (fallback)"
+
+    def uncovered(self) -> str | None:
+        if self.strict:
+            return f"strict=True refuses them in the first pass that uses them (strict=False: {self.fallback!r})"
+        return f"{super().uncovered()}, and their metric is {self.fallback!r}"
+
+    @property
+    def covers_by_rule(self) -> bool:
+        return True
+
+    @property
+    def bounded(self) -> bool:
+        return True
+
+    @property
+    def one_pass(self) -> bool:
+        return True
+
+    def elements(self, pullback: Pullback) -> int:
+        blocks, uncovered = split_layers(pullback, None)
+        total = sum(map(self.layer_elements, blocks))
+        return total + (self.fallback.elements(restricted(pullback, uncovered)) if uncovered else 0)
+
+    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of S and A of a layer."""
+        c, o, i = block.shape
+        only_diagonal = block.sparse or i > self.largest
+        return (c, o) if o > self.largest else (c, o, o), (c, i) if only_diagonal else (c, i, i)
+
+    def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """S and A of a layer that a pass did not use."""
+        s, a = (torch.zeros(shape, dtype=dtype, device=block.device) for shape in self.shapes(block))
+        return s, a
+
+    @property
+    def sharing_rule(self) -> Sharing:
+        """How positions that share a weight enter the factors."""
+        return Sharing(self.sharing, self.largest)
+
+    def split(self, pullback: Pullback, like: Operator | None = None) -> LayerSplit:
+        """The layers that have a rule, and the pullback to the other parameters; raises where ``strict`` or memory do.
+
+        ``like``: the operator that the estimate will be averaged with.
+        """
+        if like is None:  # else there is one of this size already
+            self.admit(pullback)
+        blocks, uncovered = split_layers(pullback, like)
+        unused = {name for block in pullback.seen.unused.values() for name in block.names}
+        self._check_strict([block for block in uncovered if block.names[0] not in unused], pullback.seen.displaced)
+        unseen = frozenset(name for block in blocks for name in block.names if name in unused)
+        return LayerSplit(tuple(blocks), unseen, restricted(pullback, uncovered) if uncovered else None)
+
+    def _check_strict(self, uncovered: Sequence[Block], displaced: Collection[str]) -> None:
+        """With ``strict``, refuse parameters that no rule covers, or whose rule cannot be used (``displaced``)."""
+        if self.strict and uncovered:
+            names = ", ".join(name for block in uncovered for name in block.names)
+            if displaced:
+                raise UncoveredError(
+                    f"no layer rule can be used for {', '.join(sorted(displaced))}, and strict=True: behind it the "
+                    "outputs of one example depend on the others, as in z @ z.T or F.batch_norm(…, training=True), or "
+                    "the examples are not on one axis, in order, or its outputs are not used. Keep the examples apart, "
+                    f"or let {names} fall back to {self.fallback!r} with strict=False"
+                )
+            raise UncoveredError(
+                f"no layer rule covers {names}, and strict=True. Pass rules=[…] with a rule for their module, use the "
+                f"module's own forward, or let them fall back to {self.fallback!r} with strict=False"
+            )
+
+    def restored_split(
+        self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
+    ) -> tuple[LayerSplit, Operator | None]:
+        """The layers that have factors among these tensors, and the operator on the other parameters."""
+        for block in blocks:
+            self._check_factors(block, tensors)
+        blocks = [piece for block in blocks for piece in _with_factors(model, block, tensors)]
+        unseen = [block for block in blocks if f"{block.names[0]}/{UNSEEN}" in tensors]
+        covered = [block for block in blocks if f"{block.names[0]}/S" in tensors or block in unseen]
+        split = LayerSplit(tuple(covered), frozenset(name for block in unseen for name in block.names))
+        below = fallback_tensors(tensors)
+        names = {name for block in covered for name in block.names}
+        if not below:
+            missing = [name for name in model.params if name not in names]
+            if missing:
+                raise StateError(f"the factors of {', '.join(missing)} are missing in the metric of the state")
+            return split, None
+        uncovered = [block for block in blocks if block not in covered]
+        params = {name: p for name, p in model.params.items() if name not in names}
+        smaller = Model(model.function, params, model.output)
+        return split, self.fallback.restore(smaller, _repositioned(uncovered, params), below)
+
+    def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
+        """S and A of a layer: both, and of its size, or of the size of parameters that are a layer by themselves."""
+        whole = (block.size, 1, 1)
+        for name, place in zip(block.names, block.places, strict=True):
+            factors = {side: tensors[f"{name}/{side}"] for side in "SA" if f"{name}/{side}" in tensors}
+            if not factors:
+                continue
+            for side in "SA":
+                if side not in factors:
+                    raise StateError(f"{name}/{side} of the metric is missing in the state")
+            alone = (place.shape.numel(), 1, 1)
+            choices: list[tuple[tuple[int, ...], tuple[int, ...]]] = [(alone, alone)]
+            if name == block.names[0]:
+                choices = [self.shapes(block), (whole, whole), (alone, alone)]
+            if tuple(tuple(t.shape) for t in factors.values()) in choices:
+                continue
+            for (side, t), shape in zip(factors.items(), choices[0], strict=True):
+                check_shape(f"{name}/{side} of the metric", t, shape)
+
+
+@final
+@dataclass(frozen=True)
+class LayerSplit:
+    """The layers with a rule, the parameters of those that a pass did not use, and the pullback to the others."""
+
+    blocks: tuple[Block, ...]
+    unseen: frozenset[str]
+    uncovered: Pullback | None = None
+
+    @property
+    def used(self) -> list[Block]:
+        """The layers that the pass used."""
+        return [block for block in self.blocks if block.names[0] not in self.unseen]
+
+    def of_used(self, of_all: Iterable[T]) -> list[T]:
+        """What belongs to the used layers, out of what belongs to every layer."""
+        return [t for block, t in zip(self.blocks, of_all, strict=True) if block.names[0] not in self.unseen]
+
+    def of_all(self, of_used: Iterable[T], unused: Callable[[Block], T]) -> list[T]:
+        """What belongs to every layer, from what belongs to the used ones, and ``unused`` for each of the others."""
+        supply = iter(of_used)
+        return [unused(block) if block.names[0] in self.unseen else next(supply) for block in self.blocks]
+
+    def dtype(self, tensors: Mapping[str, Tensor], fallback: Operator | None) -> torch.dtype:
+        """The precision of the metric with these tensors."""
+        if fallback is not None and not self.blocks:
+            return fallback.layout.dtype
+        name = self.blocks[0].names[0]
+        return tensors[f"{name}/{UNSEEN if name in self.unseen else 'S'}"].dtype
+
+
+def split_layers(pullback: Pullback, like: Operator | None) -> tuple[list[Block], list[Block]]:
+    """The layers that have a rule, and the other parameters.
+
+    A layer that the pass did not use is what it is in ``like``. Parameters of no module are then among the uncovered,
+    and stay there when they turn out to be spread over the examples: their diagonal is the same.
+    """
+    layers = {block.names: block for block in like.layers} if like is not None else {}
+    below = like.fallback.layout.like if isinstance(like, LayerOperator) and like.fallback is not None else {}
+    covered: list[Block] = []
+    uncovered: list[Block] = []
+    for layer in pullback.layers:
+        pieces, fell_back = [layer], any(name in below for name in layer.names)
+        if layer.names[0] in pullback.seen.unused:
+            unused = layers.get(layer.names, pullback.seen.unused[layer.names[0]])
+            alone = {name for name in layer.names if (name,) in layers}
+            pieces = parted(pullback.model, layer, alone) if fell_back or unused.rule is None else [unused]
+        elif fell_back and isinstance(layer.rule, SpreadRule):
+            pieces = [layer.without_rule()]
+        covered += [piece for piece in pieces if piece.rule is not None]
+        uncovered += [piece for piece in pieces if piece.rule is None]
+    return covered, uncovered
+
+
+def _with_factors(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
+    """A block, or its pieces, with these factors."""
+    named = {name for name in block.names if f"{name}/S" in tensors}
+    if block.names[0] in named:
+        s, a = (tensors[f"{block.names[0]}/{side}"] for side in "SA")
+        if s.shape[0] * s.shape[1] * a.shape[-1] == block.size:  # of all parameters, by its rule or entry by entry
+            by_rule = block.rule is not None and not s.shape[0] == block.size != block.shape[0]
+            return [block if by_rule else as_spread(model, block)]
+    return parted(model, block, named)
+
+
+def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
+    """The same pullback, to some of the parameters only, and without rules."""
+    names = {name for block in blocks for name in block.names}
+    params = {name: p for name, p in pullback.model.params.items() if name in names}
+    model = Model(pullback.model.function, params, pullback.model.output)
+    layers = replace(pullback.seen, layers=_repositioned(blocks, params))
+    return replace(pullback, batch=replace(pullback.batch, model=model), seen=layers)
+
+
+def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:
+    """The blocks without their rules, at their positions among these parameters."""
+    starts, at = {}, 0
+    for name, p in params.items():
+        starts[name] = at
+        at += p.numel()
+    out = []
+    for block in (block.without_rule() for block in blocks):
+        slices = (replace(place, start=starts[name]) for name, place in zip(block.names, block.places, strict=True))
+        out.append(replace(block, places=tuple(slices)))
+    return out
+
+
+@final
+@dataclass(frozen=True)
+class SidesCost:
+    """What the two factors of a layer cost; d³/3 for a Cholesky factor and 2d³/3 for the inverse from it."""
+
+    left: tuple[int, ...]  # the shape of S
+    right: tuple[int, ...]  # the shape of A
+    numbers: int  # of both: also the operations of a symmetric product, for every row
+    rotations: int  # numbers of the eigenvectors
+    cubes: int  # Σ d³ of the matrices
+    solve: int  # operations of a product with both: a matrix takes 2d for every number of W, a diagonal 1
+
+    @staticmethod
+    def of(block: Block, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> SidesCost:
+        matrices = [shape for shape in shapes if len(shape) == 3]
+        return SidesCost(
+            *shapes,
+            numbers=sum(map(math.prod, shapes)),
+            rotations=sum(map(math.prod, matrices)),
+            cubes=sum(c * d**3 for c, d, _ in matrices),
+            solve=sum(block.size * (2 * shape[1] if len(shape) == 3 else 1) for shape in shapes),
+        )
+
+
+# The operator.
+
+
+class LayerOperator(Operator):
+    """A metric with one block for every layer, on W [c o i], which is diagonal in a basis Q ⊗ P of the layer.
+
+    A layer that the forward pass did not use (an expert, a block that was dropped) is zero, and its parameters are
+    ``unseen``: an average counts the passes that used a layer. ``fallback`` is the metric on the parameters that no
+    layer rule covers, in another structure.
+    """
+
+    letters: ClassVar[tuple[str, ...]]  # of the tensors of a layer
+    layout: Layout
+    blocks: tuple[Block, ...]
+    left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
+    right: tuple[SymFactor, ...]  # A [c i i], or its diagonal [c i]
+    fallback: Operator | None
+    unseen: frozenset[str]
+
+    @abstractmethod
+    def applied(self, b: int, w: Tensor) -> Tensor:
+        """G W [c o i] of the layer number b."""
+
+    @abstractmethod
+    def layer_diagonal(self, b: int) -> Tensor:
+        """The diagonal of the layer's block, packed [c o i]."""
+
+    @abstractmethod
+    def layer_dense(self, b: int) -> Iterable[Tensor]:
+        """The layer's block for every group, [(o i) (o i)] each."""
+
+    @abstractmethod
+    def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
+        """The eigenvalues [c o i] of the block, in double precision; those of S and A are s [c o] and a [c i]."""
+
+    @abstractmethod
+    def spectrum(self) -> tuple[list[Tensor], Basis]:
+        """The eigenvalues [c o i] of every block, and the basis they belong to."""
+
+    @cached_property
+    def uncovered(self) -> Subset:
+        """The parameters of the fallback among all."""
+        return Subset.of(self.layout, [] if self.fallback is None else list(self.fallback.layout.like))
+
+    def saw(self, b: int) -> bool:
+        """Whether a pass has used the layer number b."""
+        return self.blocks[b].names[0] not in self.unseen
+
+    def product(self, v: Tensor) -> Tensor:
+        out = torch.empty_like(v)
+        for b, block in enumerate(self.blocks):
+            block.unpack(self.applied(b, block.pack(v)), out)
+        if self.fallback is not None:
+            self.uncovered.put(self.fallback.product(self.uncovered.take(v)), out)
+        return out
+
+    def diagonal(self) -> Tensor:
+        out = self._empty(self.layout.size)
+        for b, block in enumerate(self.blocks):
+            block.unpack(self.layer_diagonal(b), out)
+        if self.fallback is not None:
+            self.uncovered.put(self.fallback.diagonal(), out)
+        return out
+
+    def dense(self) -> Tensor:
+        out = self._empty(self.layout.size, self.layout.size).zero_()
+        for b, block in enumerate(self.blocks):
+            groups = block.index.view(block.shape[0], -1)
+            for index, dense in zip(groups, self.layer_dense(b), strict=True):
+                out[index[:, None], index] = dense
+        if self.fallback is not None:
+            index = self.uncovered.index(out.device)
+            out[index[:, None], index] = self.fallback.dense()
+        return out
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        total = self._empty().zero_()
+        for block, values in zip(self.blocks, self.spectrum()[0], strict=True):
+            self.refuse_singular(block, values, damping)
+            total = total + (values + damping).log().sum()
+        return total if self.fallback is None else total + self.fallback.logdet(damping)
+
+    def refuse_singular(self, block: Block, values: Tensor, damping: float) -> None:
+        """Raise, by the name of its layer, if one of the eigenvalues [c o i] + λ is zero up to rounding."""
+        what = f"the block {block.title} of the metric"
+        refuse_singular((values + damping).flatten().sort().values, self._rounding(block), False, damping, what)
+
+    # Inverses.
+
+    def fallback_inverse(self, damping: float) -> Inverse | None:
+        return None if self.fallback is None else self.fallback.inverse(damping)
+
+    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+        if weight is not None:
+            self.refuse("Pinv(weight=…)", "a weight has no Kronecker factors; use Dense or BlockDense")
+        fallback = None if self.fallback is None else self.fallback.pseudo_inverse(damping, rtol, None)
+        rtol = max(map(self._rounding, self.blocks), default=0.0) if rtol is None else rtol
+        return self.spectral_inverse(fallback, damping, rtol)
+
+    def spectral_inverse(self, fallback: Inverse | None, damping: float, rtol: float | None = None) -> SpectralInverse:
+        """(G + λ)⁻¹ by the eigenvalues; with ``rtol`` a pseudo-inverse, which drops the small ones."""
+        values, basis = self.spectrum()
+        scales = tuple(reciprocals(layer, damping, rtol) for layer in values)
+        return SpectralInverse(self.layout, self.blocks, fallback, basis.left, basis.right, scales)
+
+    def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
+        fallback = None if self.fallback is None else self.fallback.inverse_from(fallback_tensors(tensors))
+        if self.fallback is not None and fallback is None:
+            return None
+        return self.layers_from(tensors, fallback)
+
+    def layers_from(self, tensors: Mapping[str, Tensor], fallback: Inverse | None) -> Inverse | None:
+        """The inverse with these tensors and this inverse on the uncovered parameters."""
+        if any(f"{block.names[0]}/d" not in tensors for block in self.blocks[:1]):
+            return None
+        q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in self.blocks) for side in "QP")
+        d = tuple(tensors[f"{block.names[0]}/d"] for block in self.blocks)
+        return SpectralInverse(self.layout, self.blocks, fallback, q, p, d)
+
+    # Averages.
+
+    def fallback_lerp(self, other: LayerOperator, weight: float) -> Operator | None:
+        """The average on the uncovered parameters."""
+        self.same_layers(other.blocks)
+        return None if self.fallback is None else self.fallback.lerp(cast(Operator, other.fallback), weight)
+
+    def layers_lerp(
+        self, other: LayerOperator, old: Sequence[Tensor], new: Sequence[Tensor], weight: float
+    ) -> tuple[Tensor, ...]:
+        """For every layer the mean of its two tensors, or the one of the operator that has seen it."""
+        if not self.blocks:
+            return ()
+        mean = fused.lerp(old, new, weight)
+        choices = enumerate(zip(old, new, mean, strict=True))
+        return tuple((m if self.saw(b) else y) if other.saw(b) else x for b, (x, y, m) in choices)
+
+    def same_layers(self, blocks: Iterable[Block]) -> None:
+        """An estimate must have the same layers."""
+        here, there = {b.names for b in self.blocks}, {b.names for b in blocks}
+        if here != there:
+            names = ", ".join(sorted({name for block in here ^ there for name in block}))
+            raise IncompatibleError(
+                f"the layers of {names} were seen by their rule in one batch and not in another: they are called in "
+                "different ways. Leave them to the fallback, with a rule that does not cover them, or call them alike"
+            )
+
+    # Checkpoints and reports.
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        return self.blocks
+
+    def layer_spectra(self) -> Iterator[LayerSpectrum]:
+        for b, block in enumerate(self.blocks):
+            s, a = self.left[b].double(), self.right[b].double()
+            factors = {"S": eigenvalues(s), "A": eigenvalues(a)}
+            values = self.layer_values(b, factors["S"], factors["A"])
+            yield LayerSpectrum(block.names, factors, {"S": diagonal(s), "A": diagonal(a)}, values)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        out = {key: shape for key, shape in self.inverse_shapes().items() if key.rpartition("/")[2] in self.letters}
+        out |= {f"{block.names[0]}/{UNSEEN}": (0,) for b, block in enumerate(self.blocks) if not self.saw(b)}
+        below = {} if self.fallback is None else self.fallback.shapes()
+        return out | {FALLBACK + key: shape for key, shape in below.items()}
+
+    def inverse_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all that this metric, or an inverse of it, may keep of the layers that were seen."""
+        out: dict[str, tuple[int, ...]] = {}
+        for b, block in enumerate(self.blocks):
+            if not self.saw(b):
+                continue
+            (c, o, i), s, a = block.shape, self.left[b], self.right[b]
+            shapes = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i), "d": (c, o, i)}
+            shapes |= {"Q": (c, o, o)} if is_dense(s) else {}
+            shapes |= {"P": (c, i, i)} if is_dense(a) else {}
+            out |= {f"{block.names[0]}/{letter}": shape for letter, shape in shapes.items()}
+        return out
+
+    def seen_tensors(self, by_letter: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
+        """As ``all_tensors``; a layer that no pass has used has a mark instead."""
+        unseen = [block.names[0] for b, block in enumerate(self.blocks) if not self.saw(b)]
+        out = {key: t for key, t in self.all_tensors(by_letter).items() if key.rpartition("/")[0] not in unseen}
+        return out | {f"{name}/{UNSEEN}": self._empty(0) for name in unseen}
+
+    def all_tensors(self, by_letter: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
+        """Tensors of every layer, by its first parameter and their letter, and those of the fallback."""
+        below = {} if self.fallback is None else self.fallback.tensors()
+        return {FALLBACK + key: t for key, t in below.items()} | layer_tensors(self.blocks, by_letter)
+
+    def _rounding(self, block: Block) -> float:
+        """The relative size of eigenvalues that are noise. Each side has the noise of its size."""
+        return sum(block.shape[1:]) * torch.finfo(self.layout.dtype).eps
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.layout.dtype, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        if self.blocks or self.fallback is None:
+            return self.blocks[0].device
+        return next(iter(self.fallback.tensors().values())).device  # no layer has a rule
+
+
+def layer_tensors(blocks: Sequence[Block], by_letter: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
+    """Tensors of every layer, by its first parameter and their letter."""
+    pairs = ((block, letter, t) for letter, side in by_letter.items() for block, t in zip(blocks, side, strict=True))
+    return {f"{block.names[0]}/{letter}": t for block, letter, t in pairs if t is not None}
+
+
+def fallback_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the fallback, by their names there."""
+    return {key.removeprefix(FALLBACK): t for key, t in tensors.items() if key.startswith(FALLBACK)}
+
+
+def reciprocals(values: Tensor, damping: float, rtol: float | None) -> Tensor:
+    """1/(λ + damping) [c o i] of the eigenvalues of a layer; with ``rtol``, 0 for those below rtol of the largest."""
+    if rtol is None:
+        return (values.clamp(min=0) + damping).reciprocal()  # what is below zero is rounding
+    damped = values + damping
+    refuse_indefinite(damped.flatten(), rtol, damping, "the metric")
+    # All groups have one largest eigenvalue: a group that should be zero (the bias of the keys of attention) is noise
+    # beside the others.
+    return torch.where(damped > rtol * damped.amax(), damped, torch.inf).reciprocal()
+
+
+# Inverses.
+
+
+class LayerInverse(Inverse):
+    """An inverse that works layer by layer, on W [c o i], with one of its own for the uncovered parameters."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    fallback: Inverse | None
+
+    @abstractmethod
+    def apply(self, batch: int, w: Tensor, overwrite: bool) -> Tensor:
+        """The solutions for the layers of a batch, w [b·c o i], in the memory of w where that may be overwritten."""
+
+    @abstractmethod
+    def stacks_with(self, b: int) -> object:
+        """What must be equal in layers that are solved as one batch, beside their shape."""
+
+    def by_columns(self, batch: int) -> bool:
+        """Whether ``apply_columns`` is better than ``apply``."""
+        return False
+
+    def apply_columns(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
+        """As ``apply``, for W given by blocks of columns [b·c o j] (weight, bias), which are not packed."""
+        raise TypeError(f"{type(self).__name__} packs its layers")  # where ``by_columns`` says so
+
+    @cached_property
+    def batches(self) -> tuple[tuple[int, ...], ...]:
+        """Layers that are solved at once, of one shape; the largest batch first, since later there are more results."""
+        groups: dict[object, list[int]] = defaultdict(list)
+        for b, block in enumerate(self.blocks):
+            groups[block.shape, self.stacks_with(b)].append(b)
+        batches: list[tuple[int, ...]] = []
+        for group in groups.values():
+            block = self.blocks[group[0]]
+            count = layers_at_once(block.device, block.size * self.layout.dtype.itemsize)
+            batches += [tuple(group[at : at + count]) for at in range(0, len(group), count)]
+        return tuple(sorted(batches, key=lambda batch: -len(batch) * self.blocks[batch[0]].size))
+
+    @cached_property
+    def uncovered(self) -> Subset:
+        """The parameters of the fallback among all."""
+        return Subset.of(self.layout, [] if self.fallback is None else list(self.fallback.layout.like))
+
+    def solve(self, ω: Tensor) -> Tensor:
+        v, borrowed = torch.empty_like(ω), ω.untyped_storage().data_ptr()
+        for k, batch in enumerate(self.batches):
+            packed = stacked([self.blocks[b].pack(ω) for b in batch])
+            graph = torch.is_grad_enabled() and packed.requires_grad
+            packed = self.apply(k, packed, not graph and packed.untyped_storage().data_ptr() != borrowed)
+            for b, w in zip(batch, packed.split(self.blocks[batch[0]].shape[0]), strict=True):
+                self.blocks[b].unpack(w, v)
+        if self.fallback is not None:
+            self.uncovered.put(self.fallback.solve(self.uncovered.take(ω)), v)
+        return v
+
+    def sharp(self, ω: Covector) -> Vector:
+        return self._sharp(ω, None)
+
+    def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
+        pairings: list[Tensor] = []
+        v = self._sharp(ω, pairings)
+        return v, torch.stack(pairings).sum()
+
+    def _sharp(self, ω: Covector, pairings: list[Tensor] | None) -> Vector:
+        """As ``solve``, without flattening: fewer launches and copies. ``pairings`` receives terms of ⟨ω, ω♯⟩."""
+        v: dict[str, Tensor] = {}
+        graph = torch.is_grad_enabled() and any(t.requires_grad for t in ω.values())
+        for k, batch in enumerate(self.batches):
+            columns = self._columns[k]
+            if columns is None or graph or not self.by_columns(k):
+                packed = stacked([self.blocks[b].packed(ω).to(self.layout.dtype) for b in batch])
+                solved = self.apply(k, packed, False)
+                for b, w in zip(batch, solved.split(self.blocks[batch[0]].shape[0]), strict=True):
+                    v.update(self.blocks[b].unpacked(w))
+                pairs = [(packed, solved)]
+            else:
+                pairs = self._solve_columns(k, columns, ω, v)
+            if pairings is not None:
+                pairings += [torch.dot(w.flatten(), u.flatten()) for w, u in pairs]
+        if self.fallback is not None:
+            below, pairing = self.fallback.sharp_with_pairing(Covector(self.uncovered.named(ω)))
+            v.update(below)
+            if pairings is not None:
+                pairings.append(pairing.to(self.layout.dtype))
+        return Vector({name: v[name].to(t.dtype) for name, t in self.layout.like.items()})
+
+    def _solve_columns(
+        self, k: int, columns: Sequence[tuple[str, ...]], ω: Covector, v: dict[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Solve the layers of a batch into v. Returns pairs of what was solved and its solutions."""
+        (c, o, _), count = self.blocks[self.batches[k][0]].shape, len(columns[0])
+        # Stacked before they are reshaped: one operation for all layers.
+        tensors = [ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names]) for names in columns]
+        given = [t.reshape(count * c, o, -1).to(self.layout.dtype) for t in tensors]
+        solved = self.apply_columns(k, given)
+        for names, t in zip(columns, solved, strict=True):
+            shape = self.layout.like[names[0]].shape
+            v.update(zip(names, [t.view(shape)] if count == 1 else t.view(count, *shape).unbind(), strict=True))
+        if count == 1:
+            return [(ω[names[0]].to(self.layout.dtype), v[names[0]]) for names in columns]
+        return list(zip(given, solved, strict=True))
+
+    @cached_property
+    def _columns(self) -> list[list[tuple[str, ...]] | None]:
+        """Of every batch, the parameters that are one block of columns in W; None where a rule packs otherwise."""
+        out: list[list[tuple[str, ...]] | None] = []
+        for batch in self.batches:
+            columns = [self.blocks[b].columns(self.layout.like) for b in batch]
+            layers = [layer for layer in columns if layer is not None]
+            shapes = {tuple(self.layout.like[name].shape for name in layer) for layer in layers}
+            out.append(list(zip(*layers, strict=True)) if len(layers) == len(columns) and len(shapes) == 1 else None)
+        return out
+
+    def fallback_inverse_tensors(self) -> dict[str, Tensor]:
+        below = {} if self.fallback is None else self.fallback.tensors()
+        return {FALLBACK + key: t for key, t in below.items()}
+
+    def overwritten(self, new: Inverse) -> Inverse:
+        if new is self or type(new) is not type(self):
+            return new
+        old, tensors = self.tensors(), new.tensors()
+        if {key: t.shape for key, t in old.items()} != {key: t.shape for key, t in tensors.items()}:
+            return new
+        changed = [key for key, t in old.items() if t.data_ptr() != tensors[key].data_ptr()]
+        if changed:
+            fused.copy_([old[key] for key in changed], [tensors[key] for key in changed])
+        return self
+
+    def __copy__(self) -> LayerInverse:
+        return self  # it remembers nothing
+
+
+@final
+@dataclass(frozen=True)
+class SpectralInverse(LayerInverse):
+    """v = Q (d ⊙ QᵀWP) Pᵀ with the eigenvectors Q of S and P of A, and the inverse d of each damped eigenvalue."""
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    fallback: Inverse | None
+    left: tuple[Rotation, ...]  # Q [c o o]; None for the axes themselves
+    right: tuple[Rotation, ...]  # P [c i i]
+    scales: tuple[Tensor, ...]  # d [c o i]
+
+    def stacks_with(self, b: int) -> object:
+        return b  # rotations are many numbers: we do not copy them into stacks
+
+    def apply(self, batch: int, w: Tensor, overwrite: bool) -> Tensor:
+        (b,) = self.batches[batch]
+        q, p = self.left[b], self.right[b]
+        turned = rotated(q, w, p)
+        turned = turned.mul_(self.scales[b]) if overwrite or turned is not w else turned * self.scales[b]
+        return rotated_back(q, turned, p)
+
+    @property
+    def noise(self) -> int:
+        return sum(self._sizes)
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        """Q (√d ⊙ Z) Pᵀ of every layer."""
+        *layers, below = ξ.split(self._sizes, dim=1)
+        out = ξ.new_empty(len(ξ), self.layout.size)
+        for block, q, p, d, z in zip(self.blocks, self.left, self.right, self.scales, layers, strict=True):
+            block.unpack(rotated_back(q, z.view(-1, *block.shape) * d.sqrt(), p), out)
+        if self.fallback is not None:
+            self.uncovered.put(self.fallback.coloured(below), out)
+        return out
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        """√d ⊙ QᵀWP of every layer."""
+        sides = zip(self.blocks, self.left, self.right, self.scales, strict=True)
+        layers = [(rotated(q, block.pack(ω), p) * d.sqrt()).flatten(1) for block, q, p, d in sides]
+        if self.fallback is not None:
+            layers.append(self.fallback.whitened(self.uncovered.take(ω)))
+        return torch.cat(layers, dim=1)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Numbers of white noise for every layer, and for the uncovered parameters."""
+        return [block.size for block in self.blocks] + [0 if self.fallback is None else self.fallback.noise]
+
+    def tensors(self) -> dict[str, Tensor]:
+        by_letter = {"Q": self.left, "P": self.right, "d": self.scales}
+        return self.fallback_inverse_tensors() | layer_tensors(self.blocks, by_letter)
+
+
+# Bases.
+
+
+Rotation: TypeAlias = Tensor | None  # columns [c d d]; None for the axes themselves
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Q of the outputs and P of the inputs of every layer. Operators that share the object have the same basis."""
+
+    left: tuple[Rotation, ...]  # Q [c o o]
+    right: tuple[Rotation, ...]  # P [c i i]
+
+    @staticmethod
+    def of(left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
+        """The eigenvectors of S and of A."""
+        return Basis(tuple(spectra(left)[1]), tuple(spectra(right)[1]))
+
+    @property
+    def sides(self) -> list[tuple[Rotation, Rotation]]:
+        """Q and P of every layer."""
+        return list(zip(self.left, self.right, strict=True))
+
+    def carried(self, scales: Sequence[Tensor], old: Basis) -> tuple[Tensor, ...]:
+        """D' = (U∘U) D (V∘V)ᵀ, U = Q'ᵀQ, V = P'ᵀP: the diagonal, in this basis, of what is D [c o i] in another."""
+        if old is self:
+            return tuple(scales)
+        pairs = zip(scales, self.sides, old.sides, strict=True)
+        return tuple(spread(_overlap(q, q0), d, _overlap(p, p0)) for d, (q, p), (q0, p0) in pairs)
+
+
+def rotated(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
+    """Qᵀ W P: the coordinates of W [*batch c o i] in the basis."""
+    w = w if q is None else q.mT @ w
+    return w if p is None else w @ p
+
+
+def rotated_back(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
+    """Q W Pᵀ: the inverse of ``rotated``."""
+    w = w if q is None else q @ w
+    return w if p is None else w @ p.mT
+
+
+def spread(q: Rotation, d: Tensor, p: Rotation) -> Tensor:
+    """(Q∘Q) D (P∘P)ᵀ [c o i]: the diagonal of (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ."""
+    return rotated_back(None if q is None else q.square(), d, None if p is None else p.square())
+
+
+def spectra(side: Sequence[SymFactor]) -> tuple[list[Tensor], list[Rotation]]:
+    """Eigenvalues [c d] and eigenvectors [c d d] of the factors of one side; a diagonal one has the axes."""
+    dense = [at for at, factor in enumerate(side) if is_dense(factor)]
+    values: list[Tensor] = list(side)
+    vectors: list[Rotation] = [None] * len(side)
+    for batch in batch_by_size([side[at] for at in dense]):
+        positions = [dense[at] for at in batch]
+        λ, q = spectrum(stacked([side[at] for at in positions]))
+        counts = [side[at].shape[0] for at in positions]
+        for at, layer_values, layer_vectors in zip(positions, λ.split(counts), q.split(counts), strict=True):
+            values[at], vectors[at] = layer_values, layer_vectors
+    return values, vectors
+
+
+def eigenvalues(factor: SymFactor) -> Tensor:
+    """[c d], ascending."""
+    return torch.linalg.eigvalsh(factor) if is_dense(factor) else factor.sort(-1).values
+
+
+def _overlap(new: Rotation, old: Rotation) -> Rotation:
+    """Q'ᵀQ."""
+    if new is None:
+        return old
+    return new.mT if old is None else new.mT @ old
