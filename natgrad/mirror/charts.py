@@ -199,8 +199,8 @@ class Shorten(Boundary):
             return BoundaryResult(aim, t, aim)
         t = torch.where(whole, t, (self.of_the_way * domain.reach(x, v)).clamp(max=1.0))
         # If the sum still rounds onto the boundary, stay, and report a share of 0.
-        t = torch.where(domain.contains(x + spread(t, x) * v), t, 0.0)
-        return BoundaryResult(x + spread(t, x) * v, t, aim)
+        t = torch.where(domain.contains(x + per_member(t, x) * v), t, 0.0)
+        return BoundaryResult(x + per_member(t, x) * v, t, aim)
 
     def retreat(
         self, taken: BoundaryResult, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str
@@ -211,7 +211,7 @@ class Shorten(Boundary):
             return taken.share * torch.exp2(-e)
 
         def fine(e: Tensor) -> Tensor:
-            return valid(x + spread(shrunk(e), x) * v) | (shrunk(e) == 0)
+            return valid(x + per_member(shrunk(e), x) * v) | (shrunk(e) == 0)
 
         unchanged = valid(taken.point)
         low, high = torch.zeros_like(taken.share), torch.ones_like(taken.share)
@@ -223,7 +223,7 @@ class Shorten(Boundary):
             good = fine(middle)
             low, high = torch.where(good, low, middle), torch.where(good, middle, high)
         t = torch.where(unchanged, taken.share, shrunk(high))
-        return replace(taken, point=x + spread(t, x) * v, share=t)
+        return replace(taken, point=x + per_member(t, x) * v, share=t)
 
 
 @final
@@ -242,7 +242,7 @@ class Forbid(Boundary):
         raise DomainError(f"{what}: take shorter steps (a smaller lr), or let Shorten() do it")
 
 
-def spread(t: Tensor, x: Tensor) -> Tensor:
+def per_member(t: Tensor, x: Tensor) -> Tensor:
     """One number a member, t [*batch], with axes appended to multiply points x [*batch *point]."""
     return t.reshape(t.shape + (1,) * (x.ndim - t.ndim))
 
@@ -279,7 +279,7 @@ class Move:
     def _reason(self, at: tuple[int, ...]) -> str:
         return (
             f"{float(self.share[at]):.3g} of the step was taken, as the whole would leave the domain "
-            f"({_outside(self.family, self.moved, self.aim[at], entry(at))}): take shorter steps (a smaller lr)"
+            f"({_broken_bound(self.family, self.moved, self.aim[at], entry(at))}): take shorter steps (a smaller lr)"
         )
 
 
@@ -309,8 +309,8 @@ def mirror_step(
     tensor(0.3679)
     """
     _check_gradient(x, ω, chart)
-    taken, point = _taken(family, chart.other, chart.across(family, x), -lr * ω, boundary, x)
-    stays = (spread(taken.share, x) == 0) & taken.point.isfinite()
+    taken, point = _take_step(family, chart.other, chart.across(family, x), -lr * ω, boundary, x)
+    stays = (per_member(taken.share, x) == 0) & taken.point.isfinite()
     return Move(family, chart.other, torch.where(stays, x, point), taken.share, taken.aim)
 
 
@@ -325,7 +325,7 @@ def natural_step(
     F = chart.fisher(family, x)
     v = -lr * F.sharp(ω)
     # If F⁻¹ divides, F must stay away from 0, which the other chart tells. Products alone need no such check.
-    taken = _taken(family, chart, x, v, boundary, None)[0] if F.divides else _inside(family, chart, x, v, boundary)
+    taken = _take_step(family, chart, x, v, boundary, None)[0] if F.divides else _inside(family, chart, x, v, boundary)
     return Move(family, chart, taken.point, taken.share, taken.aim)
 
 
@@ -361,7 +361,7 @@ class Natural(Descent):
         return natural_step(family, x, ω, lr, chart, boundary)
 
 
-def _taken(
+def _take_step(
     family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary, stored: Tensor | None
 ) -> tuple[BoundaryResult, Tensor]:
     """Take a step in a chart, and map its end point to the other chart, such that the way back exists.
@@ -380,37 +380,37 @@ def _taken(
                 return BoundaryResult(aim, x.new_ones(x.shape[: x.ndim - family.axes]), aim), point
 
     def returns(y: Tensor) -> Tensor:
-        across, solved = _crossed(family, moved, y, here.clear_of_boundary(y, _NEAR))
-        back, returned = _crossed(family, moved.other, across, there.clear_of_boundary(across, _NEAR) & solved)
+        across, solved = _map_across(family, moved, y, here.clear_of_boundary(y, _NEAR))
+        back, returned = _map_across(family, moved.other, across, there.clear_of_boundary(across, _NEAR) & solved)
         return returned & here.contains(back)
 
     # A member that already starts without a way back is only kept in the domain.
-    start = _crossed(family, moved, x, here.contains(x))[0] if stored is None else stored
+    start = _map_across(family, moved, x, here.contains(x))[0] if stored is None else stored
     lost = ~(here.contains(x) & there.contains(start))
-    taken = boundary.take(here, x, v, _of(family, moved))
+    taken = boundary.take(here, x, v, _label(family, moved))
     wrong = ~returns(taken.point) & ~lost
     if bool(wrong.any()):
-        why = _outside(family, moved, taken.point[first(wrong)], entry(first(wrong)))
+        why = _broken_bound(family, moved, taken.point[first(wrong)], entry(first(wrong)))
         taken = boundary.retreat(taken, x, v, lambda y: returns(y) | (lost & here.contains(y)), why)
-    return taken, _crossed(family, moved, taken.point, taken.share > 0)[0]
+    return taken, _map_across(family, moved, taken.point, taken.share > 0)[0]
 
 
-def _crossed(family: ExponentialFamily, chart: Chart, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+def _map_across(family: ExponentialFamily, chart: Chart, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
     """The coordinates in the other chart, NaN for members outside; and for which members they exist [*batch]."""
     nowhere = torch.full_like(x, torch.nan)
     if not bool(inside.any()):
         return nowhere, inside
     try:
-        return nowhere.masked_scatter(spread(inside, x), chart.across(family, x[inside])), inside
+        return nowhere.masked_scatter(per_member(inside, x), chart.across(family, x[inside])), inside
     except UnsolvedError as error:
         solved = inside.clone()
         solved[inside] = error.solved
-    return _crossed(family, chart, x, solved)
+    return _map_across(family, chart, x, solved)
 
 
 def _inside(family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary) -> BoundaryResult:
     _check_step(family, moved, v)
-    return boundary.take(moved.domain(family), x, v, _of(family, moved))
+    return boundary.take(moved.domain(family), x, v, _label(family, moved))
 
 
 def _check_step(family: ExponentialFamily, moved: Chart, v: Tensor) -> None:
@@ -423,17 +423,17 @@ def _check_step(family: ExponentialFamily, moved: Chart, v: Tensor) -> None:
         )
 
 
-def _outside(family: ExponentialFamily, moved: Chart, aim: Tensor, at: str) -> str:
+def _broken_bound(family: ExponentialFamily, moved: Chart, aim: Tensor, at: str) -> str:
     """Which bound a step breaks, in its own chart or in the other, as far as this precision can tell."""
     try:
-        moved.domain(family).check(aim, _of(family, moved, at))
-        moved.other.domain(family).check(moved.across(family, aim), _of(family, moved.other, at))
+        moved.domain(family).check(aim, _label(family, moved, at))
+        moved.other.domain(family).check(moved.across(family, aim), _label(family, moved.other, at))
     except NatgradError as error:
         return str(error).split(": start inside")[0]
     return f"{moved.other.symbol} of {type(family).__name__}{at} is on its boundary, to the rounding of {aim.dtype}"
 
 
-def _of(family: ExponentialFamily, chart: Chart, at: str = "") -> str:
+def _label(family: ExponentialFamily, chart: Chart, at: str = "") -> str:
     return f"{chart.symbol} of {type(family).__name__}{at}{', at ' if family.axes else ''}"
 
 

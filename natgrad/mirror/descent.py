@@ -297,9 +297,65 @@ Objective = Callable[[Tensor], Tensor]
 _ROUNDING = 4096  # units in the last place of f and of ⟨ω, x⟩
 
 
+class ProximalDescent(ABC):
+    """Descent by steps Grad(x) with respect to a proximity, with one constant α until the policy changes it."""
+
+    policy: Policy
+
+    @property
+    @abstractmethod
+    def proximity(self) -> Proximity:
+        """V_x(y)."""
+
+    @property
+    @abstractmethod
+    def constant(self) -> float:
+        """α of the first step."""
+
+    def grad(self, objective: Objective, x: Tensor) -> Tensor:
+        """Grad(x), of the shape of x: the next point."""
+        return self._propose(objective, x).point
+
+    def prog(self, objective: Objective, x: Tensor) -> Tensor:
+        """Prog(x) []: the promised decrease."""
+        return self._propose(objective, x).progress
+
+    def run(self, objective: Objective, x: Tensor, steps: int) -> Trace:
+        """``steps`` steps from x."""
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps={steps!r} must be a positive integer")
+        x, α, proximity = x.detach().clone(), self.constant, self.proximity
+        proximity.check(x)
+        value, ω = _value_and_differential(objective, x)
+        check_finite(torch.stack([value, ω.sum()]), "the objective, or its differential, at the start")
+        points, attempts = [x], []
+        with torch.no_grad():
+            for k in range(steps):
+                taken = self.policy.take(k, α, _attempts(objective, proximity, x, value, ω))
+                x, value, ω, α = taken.point, taken.value, taken.differential, taken.constant
+                points.append(x)
+                attempts.append(taken)
+        values = torch.stack([attempts[0].before, *(taken.value for taken in attempts)])
+        check_finite(values, "the objective on the way (α is too small)")
+        return Trace(
+            objective,
+            proximity,
+            tuple(points),
+            values,
+            torch.stack([taken.progress for taken in attempts]),
+            torch.stack([taken.slack for taken in attempts]),
+            values.new_tensor([taken.constant for taken in attempts]),
+        )
+
+    def _propose(self, objective: Objective, x: Tensor) -> Proposal:
+        self.proximity.check(x)
+        with torch.no_grad():
+            return self.proximity.proposals(x.detach(), _value_and_differential(objective, x)[1])(self.constant)
+
+
 @final
 @dataclass(frozen=True)
-class PrimalDescent:
+class PrimalDescent(ProximalDescent):
     """x ← Grad(x) = x − ∇^g f(x)/CL, which lowers f by at least Prog(x) = ‖∇^g f‖²_g/2CL (Bai, Rosenberg, Xu 2022).
 
     ``lipschitz`` L: of the Euclidean gradient of f. ``C``: ‖v‖_E ≤ √C‖v‖_g, which ``compatibility`` measures. Only
@@ -331,22 +387,14 @@ class PrimalDescent:
         """½‖y − x‖²_{g(x)}."""
         return RiemannianProximity(self.metric, self.region)
 
-    def grad(self, objective: Objective, x: Tensor) -> Tensor:
-        """Grad(x), of the shape of x."""
-        return _proposed(objective, self.proximity, x, self.C * self.lipschitz).point
-
-    def prog(self, objective: Objective, x: Tensor) -> Tensor:
-        """Prog(x) []."""
-        return _proposed(objective, self.proximity, x, self.C * self.lipschitz).progress
-
-    def run(self, objective: Objective, x: Tensor, steps: int) -> Trace:
-        """``steps`` steps from x."""
-        return _descend(objective, self.proximity, x, steps, self.C * self.lipschitz, self.policy)
+    @property
+    def constant(self) -> float:
+        return self.C * self.lipschitz
 
 
 @final
 @dataclass(frozen=True)
-class MirrorDescent:
+class MirrorDescent(ProximalDescent):
     """x ← argmin_y ⟨∇f(x), y − x⟩ + αV_x(y), that is ∇ψ(x) ← ∇ψ(x) − ∇f(x)/α.
 
     It is natural gradient descent of f∘∇ψ* in the dual chart, with the metric ∇²ψ* and the step 1/α (Raskutti and
@@ -372,17 +420,9 @@ class MirrorDescent:
         """The divergence of ψ."""
         return BregmanProximity(self.potential)
 
-    def grad(self, objective: Objective, x: Tensor) -> Tensor:
-        """The next point, of the shape of x."""
-        return _proposed(objective, self.proximity, x, self.alpha).point
-
-    def prog(self, objective: Objective, x: Tensor) -> Tensor:
-        """Prog(x) []."""
-        return _proposed(objective, self.proximity, x, self.alpha).progress
-
-    def run(self, objective: Objective, x: Tensor, steps: int) -> Trace:
-        """``steps`` steps from x."""
-        return _descend(objective, self.proximity, x, steps, self.alpha, self.policy)
+    @property
+    def constant(self) -> float:
+        return self.alpha
 
 
 def in_dual_chart(objective: Objective, potential: Potential) -> Objective:
@@ -395,58 +435,26 @@ def in_dual_chart(objective: Objective, potential: Potential) -> Objective:
     return lambda z: objective(potential.inverse_gradient(z))
 
 
-def _proposed(objective: Objective, proximity: Proximity, x: Tensor, α: float) -> Proposal:
-    proximity.check(x)
-    with torch.no_grad():
-        return proximity.proposals(x.detach(), _differentiated(objective, x)[1])(α)
-
-
-def _descend(objective: Objective, proximity: Proximity, start: Tensor, steps: int, α: float, policy: Policy) -> Trace:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r} must be a positive integer")
-    x = start.detach().clone()
-    proximity.check(x)
-    value, ω = _differentiated(objective, x)
-    check_finite(torch.stack([value, ω.sum()]), "the objective, or its differential, at the start")
-    points, attempts = [x], []
-    with torch.no_grad():
-        for k in range(steps):
-            taken = policy.take(k, α, _attempts(objective, proximity, x, value, ω))
-            x, value, ω, α = taken.point, taken.value, taken.differential, taken.constant
-            points.append(x)
-            attempts.append(taken)
-    values = torch.stack([attempts[0].before, *(taken.value for taken in attempts)])
-    check_finite(values, "the objective on the way (α is too small)")
-    return Trace(
-        objective,
-        proximity,
-        tuple(points),
-        values,
-        torch.stack([taken.progress for taken in attempts]),
-        torch.stack([taken.slack for taken in attempts]),
-        values.new_tensor([taken.constant for taken in attempts]),
-    )
-
-
 def _attempts(
     objective: Objective, proximity: Proximity, x: Tensor, value: Tensor, ω: Tensor
 ) -> Callable[[float], Attempt]:
+    """The step from x as a function of α, tried out."""
     propose = proximity.proposals(x, ω)
     # f is known only up to the rounding of its value and of x.
     rounding = _ROUNDING * torch.finfo(x.dtype).eps
-    spread = value.abs() + (ω * x).abs().sum()
+    size = value.abs() + (ω * x).abs().sum()
 
     def attempt(α: float) -> Attempt:
         proposal = propose(α)
         proximity.check(proposal.point)
-        there, differential = _differentiated(objective, proposal.point)
-        slack = rounding * (spread + there.abs())
+        there, differential = _value_and_differential(objective, proposal.point)
+        slack = rounding * (size + there.abs())
         return Attempt(α, value, proposal.point, there, differential, proposal.progress, slack)
 
     return attempt
 
 
-def _differentiated(objective: Objective, x: Tensor) -> tuple[Tensor, Tensor]:
+def _value_and_differential(objective: Objective, x: Tensor) -> tuple[Tensor, Tensor]:
     """f(x) [] and df(x), of the shape of x."""
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():

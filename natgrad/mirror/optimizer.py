@@ -106,10 +106,10 @@ class MirrorDescent(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        proposals = self._proposals()
-        if proposals:
-            self._apply(proposals)
-        self.last = tuple((p.name, p.move) for p in proposals)
+        steps = self._next_steps()
+        if steps:
+            self._apply(steps)
+        self.last = tuple((p.name, p.move) for p in steps)
         self._steps += 1
         return value
 
@@ -117,7 +117,7 @@ class MirrorDescent(torch.optim.Optimizer):
         """Why steps of the last call were shortened; empty if all were whole. Waits for the device."""
         return tuple(f"{name}: {reason}" for name, move in self.last for reason in move.reasons)
 
-    def _proposals(self) -> list[_MemberStep]:
+    def _next_steps(self) -> list[_MemberStep]:
         steps = []
         for g, group in enumerate(self.param_groups):
             _check_numbers(group)
@@ -125,10 +125,10 @@ class MirrorDescent(torch.optim.Optimizer):
                 if x.grad is not None:
                     member = self._members[id(x)]
                     name = f"member {i} of group {g} ({type(member.family).__name__})"
-                    steps.append(self._proposal(name, member, group))
+                    steps.append(self._next_step(name, member, group))
         return steps
 
-    def _proposal(self, name: str, member: Member, group: Mapping[str, Any]) -> _MemberStep:
+    def _next_step(self, name: str, member: Member, group: Mapping[str, Any]) -> _MemberStep:
         x, ω = member.point.detach(), member.point.grad
         assert ω is not None
         if can_read(ω):  # on a GPU a bad gradient shows in the step
@@ -142,13 +142,13 @@ class MirrorDescent(torch.optim.Optimizer):
             velocity = velocity * move.share.reshape(move.share.shape + (1,) * (x.ndim - move.share.ndim))
         return _MemberStep(name, member, move, velocity)
 
-    def _apply(self, proposals: list[_MemberStep]) -> None:
+    def _apply(self, steps: list[_MemberStep]) -> None:
         """Move all members, or none."""
-        targets = {p.name: p.move.point for p in proposals}
+        targets = {p.name: p.move.point for p in steps}
         self._flag.check(targets, "the step")
         self._flag.send("the step", self._steps)
-        copy_([p.member.point.detach() for p in proposals], list(targets.values()), gate=self._flag.value)
-        for p in proposals:
+        copy_([p.member.point.detach() for p in steps], list(targets.values()), gate=self._flag.value)
+        for p in steps:
             if p.velocity is not None:
                 state = self.state[p.member.point]
                 old = state.setdefault(_VELOCITY, torch.zeros_like(p.velocity))

@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import can_read
 from natgrad.errors import NonFiniteError
 from natgrad.families.base import ExponentialFamily
-from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, spread
+from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, per_member
 
 LogDensity: TypeAlias = Callable[[Tensor], Tensor]
 _SHORTEN = Shorten()
@@ -284,7 +284,7 @@ class Posterior:
         v = rate * (target - eta)
         domain = self.family.natural_domain
         t = boundary.share(domain, eta, v, f"η of {type(self.family).__name__}, at ")
-        return Move(self.family, NaturalChart(), eta + spread(t, eta) * v, t, eta + v)
+        return Move(self.family, NaturalChart(), eta + per_member(t, eta) * v, t, eta + v)
 
     def _conjugate(self, eta: Tensor) -> Tensor:
         """η₀ + λ."""

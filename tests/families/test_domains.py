@@ -107,3 +107,29 @@ def test_a_point_that_is_not_a_number_is_not_inside() -> None:
     cone = Cone(lambda x: torch.diag_embed(x), "the diagonal")
     with pytest.raises(DomainError, match=r"x\[0\] = nan must be finite"):
         cone.check(nan, "x")
+
+
+@pytest.mark.parametrize("domain", [Space(), OpenBox(0.0), OpenBox(upper=0.0), OpenBox(-1.0, 3.0), Simplex()], ids=repr)
+def test_the_centre_lies_inside_and_the_closure_holds_the_boundary(domain: Domain) -> None:
+    centre = domain.centre(torch.zeros(2, 3))
+    domain.check(centre, "x")
+    assert bool(domain.contains(centre).all())
+    v = torch.tensor([-1.0, 0.5, 0.5]) if isinstance(domain, Simplex) else torch.tensor([-1.0, -1.0, -1.0])
+    v = -v if domain == OpenBox(upper=0.0) else v
+    t = domain.reach(centre, v)
+    if bool(t.isfinite().all()):
+        boundary = centre + t.unsqueeze(-1) * v
+        domain.check_closure(boundary, "x")
+        with pytest.raises(DomainError, match=r"x\[0, 0\] = .* must be (above|below)"):
+            domain.check(boundary, "x")
+        with pytest.raises(DomainError, match=r"x.* must be at (least|most)"):
+            domain.check_closure(boundary + 0.5 * v, "x")
+
+
+def test_a_closure_without_bounds_of_its_entries_is_told_by_its_slacks() -> None:
+    disc = Concave(lambda x: 1 - x.norm(dim=-1, keepdim=True), ("a length below 1",))
+    disc.check_closure(torch.tensor([[1.0, 0.0], [0.0, 0.5]]), "x")
+    with pytest.raises(DomainError, match=r"x\[1\] lies outside Concave"):
+        disc.check_closure(torch.tensor([[1.0, 0.0], [0.0, 1.5]]), "x")
+    with pytest.raises(TypeError, match="has no centre to start from: use Space, OpenBox or Simplex"):
+        disc.centre(torch.zeros(2))

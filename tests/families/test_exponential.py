@@ -237,3 +237,27 @@ def test_function_transforms_see_the_charts(member: Member) -> None:
     family, point = member.family, member.eta[0]
     found = torch.func.hessian(lambda a: family.log_partition(a).sum())(point)
     close(found.reshape(member.size, member.size), family.fisher(point).dense(), 1e-8)
+
+
+@every_family
+def test_function_transforms_see_the_information(member: Member) -> None:
+    family, v = member.family, normal(*member.eta.shape, seed=3)
+    for kind in ("flat", "sharp"):
+        w = family.fisher(member.eta).flat(v) if kind == "sharp" else v
+        got = torch.func.vmap(lambda η, w, kind=kind: getattr(family.fisher(η), kind)(w))(member.eta, w)
+        close(got, getattr(family.fisher(member.eta), kind)(w), 1e-12)
+
+
+@every_family
+def test_the_information_is_differentiable_in_the_point_and_in_the_vector(member: Member) -> None:
+    """∂(F v)/∂v is F, and ∂⟨u, F v⟩/∂η along w is the third derivative of log Z, which is symmetric."""
+    family = member.family
+    u, v, w = (normal(*member.eta.shape, seed=s) for s in (3, 4, 5))
+    η, leaf = member.eta.clone().requires_grad_(), v.clone().requires_grad_()
+    product = family.pair(u, family.fisher(η).flat(leaf)).sum()
+    third, F_u = torch.autograd.grad(product, (η, leaf), materialize_grads=True)
+    close(F_u, family.fisher(member.eta).flat(u), 1e-10)
+    (turned,) = torch.autograd.grad(family.pair(w, family.fisher(η).flat(leaf)).sum(), η, materialize_grads=True)
+    close((third * w).sum(), (turned * u).sum(), 1e-8)
+    with torch.no_grad():
+        assert not family.fisher(η).flat(leaf).requires_grad
