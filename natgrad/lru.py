@@ -27,9 +27,10 @@ class LRU(OrderedDict[K, V]):
         self.capacity = capacity
 
     def get(self, key: K, default: V | None = None) -> V | None:  # type: ignore[override]
-        if key not in self:
+        try:
+            self.move_to_end(key)
+        except KeyError:
             return default
-        self.move_to_end(key)
         return self[key]
 
     def __setitem__(self, key: K, value: V) -> None:

@@ -14,7 +14,7 @@ from natgrad.accelerate.moments import aligned_size
 from natgrad.accelerate.replay import Scalar
 
 _WAITING = 2**22  # bytes that wait to be averaged together on a GPU, at least: a launch of few takes as long as of many
-_PART = 8  # or this part of all factors
+_SHARE = 8  # or this part of all factors
 _LARGE = 2**20  # numbers, from which only the diagonal is checked for NaN and infinity
 _LAUNCH = 320 * 2**16  # numbers that torch's fused kernels take in one launch
 _LINE = 16  # numbers of a cache line
@@ -38,7 +38,7 @@ class PendingAverages:
     """
 
     def __init__(self, factors: Sequence[Tensor]) -> None:
-        self._most = max(_WAITING, sum(factor.nbytes for factor in factors) // _PART)
+        self._most = max(_WAITING, sum(factor.nbytes for factor in factors) // _SHARE)
         self._waiting: list[Pending] = []
         self._bytes = 0
 
@@ -147,7 +147,7 @@ def _padded(factor: Tensor) -> bool:
 def _not_finite(pending: Sequence[Pending]) -> Tensor:
     """1 where one of the totals is not finite, on the device: second moments are finite where their diagonals are."""
     whole = [one.total for one in pending if one.diagonal is None]
-    found = fused.nonfinite(whole) if whole else torch.zeros((), device=pending[0].total.device)
+    bad = fused.nonfinite(whole) if whole else torch.zeros((), device=pending[0].total.device)
     diagonals = [one.diagonal.flatten() for one in pending if one.diagonal is not None]
     # NaN and infinity times zero are NaN, and NaN is not zero.
-    return torch.cat(diagonals).mul_(0).sum().add(found).ne(0).to(found.dtype) if diagonals else found
+    return torch.cat(diagonals).mul_(0).sum().add(bad).ne(0).to(bad.dtype) if diagonals else bad

@@ -48,11 +48,9 @@ class CudaGraphs:
 
     def possible(self, tensors: Sequence[Tensor]) -> bool:
         """On a GPU, outside of a capture, and not in double precision: a graph reads its scalars in single."""
-        return (
-            bool(tensors)
-            and all(t.is_cuda and t.dtype != torch.float64 for t in tensors)
-            and not torch.cuda.is_current_stream_capturing()
-        )
+        if not tensors or not tensors[0].is_cuda or tensors[0].dtype == torch.float64:
+            return False
+        return not torch.cuda.is_current_stream_capturing()
 
     def capture(self, fn: Callable[[], T], device: torch.device) -> tuple[T, Callable[[], None]]:
         """Raises RuntimeError where ``fn`` waits for the device."""
@@ -154,7 +152,8 @@ class GraphCache(Generic[T]):
         stats = self.stats.get(computation)
         if stats is None:
             stats = self.stats[computation] = ReplayStats()
-        pattern = (computation, *[(0 if copy else t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors])
+        # A copy goes to where it is read, whatever its strides.
+        pattern = computation, *[t.shape if copy else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
         graph = self._graphs.get(pattern)
         if graph is None:
             sightings = self._sightings.get(pattern) or 0

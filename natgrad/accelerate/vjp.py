@@ -41,10 +41,10 @@ def _grad(
     # For a GPU torch has a thread of its own, which starts the kernels while this one waits: to go there and back, and
     # to any hook on the way, takes longer than to start many of them.
     with torch.autograd.set_multithreading_enabled(False):
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(
             ys, at, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
         )
-    return found
+    return grads
 
 
 _ROOM = 2**26  # bytes

@@ -280,6 +280,7 @@ class NTKOperator:
         model: nn.Module | Callable[..., Any],
         x: Inputs,
         y: Inputs = None,
+        *,
         inverse: Inverse | None = None,
         params: Mapping[str, Tensor] | None = None,
         output: Callable[[Any], Tensor] | None = None,

@@ -156,6 +156,7 @@ class FunctionalGradientDescent:
         kernel: ReproducingKernel,
         loss: Callable[[Tensor, Any], Tensor],
         step: float | Callable[[int], float],
+        *,
         passes: int = 100,
         batch: int | None = None,
         outputs: tuple[int, ...] | None = None,

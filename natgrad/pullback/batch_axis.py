@@ -117,7 +117,7 @@ def _kept(use: Use, axis: Axis, n: int) -> bool:
     given = use.call.x.shape
     return (
         axis == Axis(axis.index)
-        and use.rule.axis(use.module, use.call) == axis.index < min(len(use.shape), len(given))
+        and use.rule.batch_axis(use.module, use.call) == axis.index < min(len(use.shape), len(given))
         and use.shape[axis.index] == given[axis.index] == n
     )
 
@@ -205,7 +205,7 @@ def seated(tape: Tape) -> Seating:
     unsure: dict[int, list[Axis | None]] = {}
     elsewhere, idle = set(), set()
     for at, use in enumerate(tape.uses):
-        home, proven = use.rule.axis(use.module, use.call), order.axis(use)
+        home, proven = use.rule.batch_axis(use.module, use.call), order.axis(use)
         if not order.reaches(use):
             idle.add(at)
         elif _at_home(use, n) and (n == 1 or (proven is not None and proven.index == home)):
@@ -225,13 +225,13 @@ def seated(tape: Tape) -> Seating:
 
 def _at_home(use: Use, n: int) -> bool:
     """Whether n examples may be where the rule has them."""
-    home = use.rule.axis(use.module, use.call)
+    home = use.rule.batch_axis(use.module, use.call)
     return home is None or (len(use.shape) > max(home, 1) and use.shape[home] == n)
 
 
 def _options(use: Use, n: int) -> list[Axis | None]:
     """Where n examples may be: None is where the rule has them."""
-    home = use.rule.axis(use.module, use.call)
+    home = use.rule.batch_axis(use.module, use.call)
     others = [Axis(at) for at, size in enumerate(use.shape) if size == n and at != home and use.turns(Axis(at), n)]
     return [*([None] if _at_home(use, n) else []), *others]
 

@@ -59,8 +59,8 @@ class Statistics:
 
     def watch(self, norms: Mapping[str, nn.Module]) -> list[RemovableHandle]:
         """Hooks on those batch normalisations, by name, that use batch statistics now; unknown kinds are refused."""
-        found = [(name, m) for name, m in norms.items() if isinstance(m, _BatchNorm) and _uses_batch(m)]
-        unknown = [f"{name or 'the model'} ({type(m).__name__})" for name, m in found if not self.covers(m)]
+        norms_in_use = [(name, m) for name, m in norms.items() if isinstance(m, _BatchNorm) and _uses_batch(m)]
+        unknown = [f"{name or 'the model'} ({type(m).__name__})" for name, m in norms_in_use if not self.covers(m)]
         if unknown:
             raise BatchStatisticsError(
                 f"{', '.join(unknown)}: in training mode the outputs of one example depend on the others, over several "
@@ -68,7 +68,7 @@ class Statistics:
                 "nn.BatchNorm1d, 2d or 3d, or take the metric in evaluation mode: with natgrad.evaluating(model): "
                 "opt.refresh(x)"
             )
-        return [m.register_forward_hook(self._fork, prepend=True, with_kwargs=True) for _, m in found]
+        return [m.register_forward_hook(self._fork, prepend=True, with_kwargs=True) for _, m in norms_in_use]
 
     def _fork(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         x = Call(args, kwargs).x

@@ -108,7 +108,8 @@ class Mixing:
         total = moment.total.to(self.dtype)
         # Of squares of what is mixed. n equal inputs keep 1/n.
         rounding = len(self.C) * max(64 * torch.finfo(self.dtype).eps ** 2, 8 * torch.finfo(torch.float64).eps)
-        now = _kept(s, before[0], rounding).double() * _kept(total, before[1], rounding) * plain
+        of_s, of_a = (_trace_or_identity(x, was, rounding) for x, was in zip((s, total), before, strict=True))
+        now = of_s.double() * of_a * plain
         κ = coupled * before[0] * before[1] / now
         κ = torch.where(now > 0, κ, 1.0).to(self.dtype)  # without any gradient there is nothing to scale
         return s * κ.view(-1, *[1] * (s.ndim - 1)), Moment(total, moment.count)
@@ -169,8 +170,8 @@ def root_of(C: Tensor) -> Tensor:
     return torch.where(failed == 0, factor, torch.where(hopeless == 0, shifted, torch.nan))
 
 
-def _kept(factor: Tensor, before: Tensor, rounding: float) -> Tensor:
-    """The trace of a factor [c d d], or [c d] of a diagonal; where all of it is lost, it gets a diagonal. In place."""
+def _trace_or_identity(factor: Tensor, before: Tensor, rounding: float) -> Tensor:
+    """The trace of a factor [c d d], or [c d]; a factor that is lost to rounding becomes a multiple of 1, in place."""
     now = trace(factor)
     more = (now <= rounding * before) * before
     diagonal = factor if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1)

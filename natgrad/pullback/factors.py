@@ -32,9 +32,9 @@ class Factors:
         """Factors of explicit rows R [k n p]."""
         return Factors(rows.new_ones(rows.shape[1], 1, 1, 1), rows[:, :, None, None, :])
 
-    def at(self, part: slice) -> Factors:
+    def at(self, examples: slice) -> Factors:
         """Of some of the examples."""
-        return self if part == slice(None) else Factors(self.a[part], self.g[:, part])
+        return self if examples == slice(None) else Factors(self.a[examples], self.g[:, examples])
 
     @property
     def plain(self) -> bool:
@@ -146,9 +146,9 @@ class Squares:
             self.accumulate(torch.einsum("nco,nci->coi", g2, a.square()))
         self._a = self._g2 = None
 
-    def accumulate(self, part: Tensor) -> None:
+    def accumulate(self, square: Tensor) -> None:
         """Add another part [c o i] of the sum."""
-        self._total = part if self._total is None else self._total.add_(part)
+        self._total = square if self._total is None else self._total.add_(square)
 
 
 def _product(g2: Tensor, a: Tensor) -> Tensor:
@@ -173,10 +173,10 @@ def cross(left: Factors, right: Factors, limit: int) -> Tensor:
     total = left.g.new_zeros(o * p, i * j)
     step = max(1, limit // (o * p + i * j))
     for start in range(0, n, step):
-        part = slice(start, start + step)
-        g, h = left.g[:, part, 0, 0], right.g[:, part, 0, 0]
+        examples = slice(start, start + step)
+        g, h = left.g[:, examples, 0, 0], right.g[:, examples, 0, 0]
         s = torch.bmm(g.permute(1, 2, 0), h.transpose(0, 1)).flatten(1)  # [n (o p)]
-        a = (left.a[part, 0, 0, :, None] * right.a[part, 0, 0, None, :]).flatten(1)  # [n (i j)]
+        a = (left.a[examples, 0, 0, :, None] * right.a[examples, 0, 0, None, :]).flatten(1)  # [n (i j)]
         total.addmm_(s.T, a)
     return total.view(o, p, i, j).transpose(1, 2).reshape(o * i, p * j)
 
@@ -222,8 +222,8 @@ def _by_pairs(a: Tensor, g: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
     plain, coupled = C.new_zeros(1), C.new_zeros(1)
     step = max(1, _PAIRS // (n * r * r))
     for start in range(0, n, step):
-        part = slice(start * r, (start + step) * r)
-        products = (a @ a[part].T).mul_(g @ g[part].T)
+        rows = slice(start * r, (start + step) * r)
+        products = (a @ a[rows].T).mul_(g @ g[rows].T)
         gram = products.view(n, r, -1, r).sum((1, 3))  # [n m]
         plain += gram.diagonal(-start).sum()
         coupled += (gram * C[:, start : start + step]).sum()

@@ -72,9 +72,9 @@ class Watcher(ABC):
 
 def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
     """For every part of the batch its tape, and the cotangents s J/√N chunk by chunk over the roots."""
-    for part in pb.ranges():
-        tape = pb.tape(part)
-        yield tape, (cotangents(tape, s / math.sqrt(pb.n)) for s in pb.roots.at(part).split(_columns(pb, tape)))
+    for examples in pb.ranges():
+        tape = pb.tape(examples)
+        yield tape, (cotangents(tape, s / math.sqrt(pb.n)) for s in pb.roots.at(examples).split(_columns(pb, tape)))
 
 
 def second_moments(
@@ -322,7 +322,7 @@ class CapturedKernels:
         if self.graphs is None:
             return frozenset()
         rules = [[kind.rule for kind in block.kinds] for block in self.layers.blocks]
-        return frozenset(b for b, own in enumerate(rules) if all(rule is not None and rule.capturable for rule in own))
+        return frozenset(b for b, of in enumerate(rules) if all(rule is not None and rule.capturable for rule in of))
 
     def _uses_of(self, numbers: Sequence[int]) -> list[int]:
         """The positions of the uses of these layers."""
@@ -330,11 +330,11 @@ class CapturedKernels:
 
     def _called(self, at_uses: Sequence[int]) -> list[Tensor]:
         """What these uses were called with."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for use in (self.tape.uses[at] for at in at_uses):
             (x, *more), named = use.call.args or (None,), use.call.kwargs
-            found += [x] if isinstance(x, Tensor) and not more and not named else tensors_of((use.call.args, named))
-        return found
+            tensors += [x] if isinstance(x, Tensor) and not more and not named else tensors_of((use.call.args, named))
+        return tensors
 
     def _tape_reading(self, at_uses: Sequence[int], supply: Iterator[Tensor]) -> Tape:
         """The tape, with these tensors in the calls of these uses."""
@@ -402,7 +402,7 @@ def stream_cotangents(
 
     def arrived() -> dict[int, tuple[Tensor, ...]]:
         """The cotangents that wait, taken out of their boxes."""
-        found: dict[int, tuple[Tensor, ...]] = {}
+        cotangents_of: dict[int, tuple[Tensor, ...]] = {}
         for at, box in boxes.items():
             if not box:
                 continue
@@ -416,8 +416,8 @@ def stream_cotangents(
             assert edge is not None
             g = box.pop()[edge.output_nr]
             if g is not None:
-                found[at] = (use.first(g.unsqueeze(0)),)
-        return found
+                cotangents_of[at] = (use.first(g.unsqueeze(0)),)
+        return cotangents_of
 
     def hook(at: int) -> RemovableHandle:
         """With the cotangents of the ``last`` use that there is room for, those that wait are consumed."""
@@ -476,19 +476,19 @@ def _uses_above_others(tape: Tape, blocks: Sequence[Block]) -> Sequence[int]:
             several.update(at_uses)
     outputs = Counter(edge.node for use in tape.uses for edge in use.edges if edge is not None)
     upper = above({edge.node for at in used for edge in tape.uses[at].edges if edge is not None})
-    found = []
+    early = []
     for at in sorted(used - several):
         use = tape.uses[at]
         edge = use.edges[0] if len(use.edges) == 1 else None
         if edge is not None and not isinstance(use.rule, Replayed) and edge.node in upper and outputs[edge.node] == 1:
-            found.append(at)
-    return found
+            early.append(at)
+    return early
 
 
 def above(ends: Collection[Any]) -> set[Any]:
     """Those of the nodes ``ends`` of a graph below which there are others of them."""
     leads = dict.fromkeys(ends, True)  # whether a node is one of them, or above one
-    found = set()
+    upper = set()
     for end in ends:
         stack = [child for child, _ in end.next_functions if child is not None]
         while stack:
@@ -500,5 +500,5 @@ def above(ends: Collection[Any]) -> set[Any]:
                 leads.setdefault(node, any(leads[child] for child in children))
                 stack.pop()
         if any(leads[child] for child, _ in end.next_functions if child is not None):
-            found.add(end)
-    return found
+            upper.add(end)
+    return upper

@@ -19,9 +19,9 @@ from natgrad.rules.base import (
     GraphReplay,
     Keys,
     Replayed,
+    detached_parameter,
     matrices,
     matrices_shape,
-    own,
     pack_matrices,
     plain,
     trainable,
@@ -66,10 +66,10 @@ class AttentionRule(Replayed):
 
     def layers(self, module: nn.Module) -> tuple[Keys, ...]:
         names = self.parameters(module)
-        kept = (tuple(n for n in layer if n in names) for layer in (_IN, *((name,) for name in _SPLIT), _OUT))
-        return tuple(keys for keys in kept if keys)
+        layers = (tuple(n for n in layer if n in names) for layer in (_IN, *((name,) for name in _SPLIT), _OUT))
+        return tuple(keys for keys in layers if keys)
 
-    def axis(self, module: nn.Module, call: Call) -> int | None:
+    def batch_axis(self, module: nn.Module, call: Call) -> int | None:
         if call.argument(0, "query").ndim == 2:
             return None
         return 0 if cast(nn.MultiheadAttention, module).batch_first else 1
@@ -94,16 +94,16 @@ class AttentionRule(Replayed):
     def replay(self, module: nn.Module, call: Call) -> GraphReplay:
         attention = _Attention.of(cast(nn.MultiheadAttention, module), call)
         z, tokens = attention.projected()
-        mixed, weights = attention.mixed(*(part.squeeze(2) for part in tokens))
-        weight, bias = (own(module, key) for key in _OUT)
+        mixed, weights = attention.mixed(*(projection.squeeze(2) for projection in tokens))
+        weight, bias = (detached_parameter(module, key) for key in _OUT)
         assert weight is not None
         out = F.linear(mixed.unsqueeze(2), weight, bias)  # [n l 1 e]
         y = out.squeeze(2) if attention.batched else out[0, :, 0]
         if attention.batched and not attention.module.batch_first:
             y = y.transpose(0, 1)
-        seen = dict.fromkeys(_IN, z) | dict(zip(_SPLIT, tokens, strict=True)) | dict.fromkeys(_OUT, out)
+        outputs = dict.fromkeys(_IN, z) | dict(zip(_SPLIT, tokens, strict=True)) | dict.fromkeys(_OUT, out)
         layers = attention.inputs() | weight_and_bias(_OUT, mixed.unsqueeze(2))
-        return GraphReplay((y,) if weights is None else (y, weights), layers, {key: seen[key] for key in layers})
+        return GraphReplay((y,) if weights is None else (y, weights), layers, {key: outputs[key] for key in layers})
 
 
 @final
@@ -135,9 +135,9 @@ class _Attention:
 
     def projected(self) -> tuple[Tensor, list[Tensor]]:
         """The projections z [n r 3 e], and of them q [n l 1 e], k and v [n s 1 e]."""
-        parts = [F.linear(t, w) for t, w in zip(self.tokens, self._weights(), strict=True)]
-        z = torch.stack([_longer(part, self.rows) for part in parts], dim=2)
-        bias = own(self.module, "in_proj_bias")
+        projections = [F.linear(t, w) for t, w in zip(self.tokens, self._weights(), strict=True)]
+        z = torch.stack([_longer(projection, self.rows) for projection in projections], dim=2)
+        bias = detached_parameter(self.module, "in_proj_bias")
         # Below there is nothing to differentiate: the arguments are constants.
         z = (z if bias is None else z + bias.view(3, -1)).requires_grad_()
         return z, [z[:, : t.shape[1], at : at + 1] for at, t in enumerate(self.tokens)]
@@ -145,15 +145,17 @@ class _Attention:
     def inputs(self) -> dict[str, DenseFeatures]:
         """The inputs of the three projections."""
         valid = self._valid()
-        if own(self.module, "in_proj_weight") is not None:
+        if detached_parameter(self.module, "in_proj_weight") is not None:
             return weight_and_bias(_IN, self._stacked(valid), valid)
         query = self.tokens[0]
         ones = query.new_ones(query.shape[0], self.rows, 3, 1) if valid is None else valid.unsqueeze(-1)
-        found = weight_and_bias(_IN[1:], ones, valid)
+        inputs = weight_and_bias(_IN[1:], ones, valid)
         for at, (key, t) in enumerate(zip(_SPLIT, self.tokens, strict=True)):
-            kept = None if valid is None else valid[:, : t.shape[1], at : at + 1]
-            found |= weight_and_bias((key,), t.unsqueeze(2) if kept is None else t.unsqueeze(2) * kept[..., None], kept)
-        return found
+            mask = None if valid is None else valid[:, : t.shape[1], at : at + 1]
+            inputs |= weight_and_bias(
+                (key,), t.unsqueeze(2) if mask is None else t.unsqueeze(2) * mask[..., None], mask
+            )
+        return inputs
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """The outputs of all heads [n l e], and the attention weights as the module returns them."""
@@ -172,15 +174,15 @@ class _Attention:
         mixed = (weights @ v).transpose(1, 2).flatten(2)
         if not self.call.argument(4, "need_weights", True):
             return mixed, None
-        seen = weights.mean(1) if self.call.argument(6, "average_attn_weights", True) else weights
-        return mixed, seen if self.batched else seen.squeeze(0)
+        returned = weights.mean(1) if self.call.argument(6, "average_attn_weights", True) else weights
+        return mixed, returned if self.batched else returned.squeeze(0)
 
     def _weights(self) -> list[Tensor]:
         """W_q, W_k, W_v."""
-        whole = own(self.module, "in_proj_weight")
+        whole = detached_parameter(self.module, "in_proj_weight")
         if whole is not None:
             return list(whole.chunk(3))
-        return [w for w in (own(self.module, key) for key in _SPLIT) if w is not None]
+        return [w for w in (detached_parameter(self.module, key) for key in _SPLIT) if w is not None]
 
     def _valid(self) -> Tensor | None:
         """[n r 3], zero where a shorter sequence is padded and where a key is left out."""
@@ -205,7 +207,7 @@ class _Attention:
 
     def _extended(self, t: Tensor, name: str) -> Tensor:
         """Keys or values [n s e] with the learned one and with the zero that the module adds."""
-        learned = own(self.module, name)
+        learned = detached_parameter(self.module, name)
         more = [] if learned is None else [learned.expand(t.shape[0], -1, -1)]
         if self.module.add_zero_attn:
             more.append(t.new_zeros(t.shape[0], 1, t.shape[2]))

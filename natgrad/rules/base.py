@@ -88,7 +88,7 @@ class Rule(ABC):
         """The layers that the module is made of. Most are one."""
         return (tuple(self.parameters(module)),)
 
-    def axis(self, module: nn.Module, call: Call) -> int | None:
+    def batch_axis(self, module: nn.Module, call: Call) -> int | None:
         """Which axis of the output the examples are on; None for a packed sequence, or one example without a batch."""
         return 0
 
@@ -115,8 +115,8 @@ def input_features(rule: Rule, module: nn.Module, keys: Keys, call: Call, names:
 
 def cotangent_features(rule: Rule, module: nn.Module, keys: Keys, g: Tensor) -> Features:
     """g of a layer from cotangents [k *output], likewise."""
-    found = rule.cotangents(module, keys, g)
-    features = DenseFeatures(found) if isinstance(found, Tensor) else found
+    returned = rule.cotangents(module, keys, g)
+    features = DenseFeatures(returned) if isinstance(returned, Tensor) else returned
     c, o, _ = rule.shape(module, keys)
     if len(features.shape) != 5 or features.shape[3:] != (c, o):
         raise _wrong_shape(rule, "cotangents", keys, features.shape, f"[k n r c o] with c = {c} and o = {o}")
@@ -154,7 +154,7 @@ def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
     return type(module) is kind and module._parameters.keys() <= set(names) and "forward" not in vars(module)
 
 
-def own(module: nn.Module, key: str) -> Tensor | None:
+def detached_parameter(module: nn.Module, key: str) -> Tensor | None:
     """A parameter by its local name, without its graph and in single precision at least; None where there is none."""
     parent, _, name = key.rpartition(".")
     p = module.get_submodule(parent)._parameters.get(name)
@@ -177,16 +177,16 @@ def matrices(block: Mapping[str, Tensor], c: int = 1) -> dict[str, Tensor]:
 
 def pack_matrices(block: Mapping[str, Tensor], c: int = 1) -> Tensor:
     """W [c o i] from weights [c·o *fan] and biases [c·o], in the order given."""
-    parts = list(matrices(block, c).values())
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    columns = list(matrices(block, c).values())
+    return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
 
 
 def unpack_matrices(module: nn.Module, keys: Sequence[str], packed: Tensor) -> dict[str, Tensor]:
     """The inverse of ``pack_matrices``; leading axes before [c o i] are kept."""
     shapes = [module.get_parameter(key).shape for key in keys]
-    parts = packed.split([math.prod(shape[1:]) for shape in shapes], dim=-1)
+    columns = packed.split([math.prod(shape[1:]) for shape in shapes], dim=-1)
     lead = packed.shape[:-3]
-    return {key: part.reshape(*lead, *shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+    return {key: column.reshape(*lead, *shape) for key, column, shape in zip(keys, columns, shapes, strict=True)}
 
 
 # Modules that hide their layers: a fused recurrence, attention.
@@ -238,8 +238,8 @@ class Replay(ABC):
 
     def layer(self, keys: Keys) -> DenseFeatures:
         """The inputs of the parameters ``keys`` of one layer, side by side along i."""
-        parts = [self.layers[key] for key in keys]
-        a, valid = [part.x.detach() for part in parts], parts[0].valid
+        inputs = [self.layers[key] for key in keys]
+        a, valid = [one.x.detach() for one in inputs], inputs[0].valid
         if len(a) == 1:
             return DenseFeatures(a[0], valid)
         if all(t.stride(2) == 0 for t in a):  # the groups c have one input, as in self-attention: it is not repeated

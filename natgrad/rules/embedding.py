@@ -108,5 +108,5 @@ def _membership(layer: nn.EmbeddingBag, index: Tensor, offsets: Tensor | None) -
         n, size = index.shape
         return torch.arange(n, device=index.device).repeat_interleave(size), n
     starts = offsets[:-1] if layer.include_last_offset else offsets
-    places = torch.arange(index.numel(), device=index.device, dtype=starts.dtype)
-    return torch.searchsorted(starts, places, right=True) - 1, starts.numel()
+    positions = torch.arange(index.numel(), device=index.device, dtype=starts.dtype)
+    return torch.searchsorted(starts, positions, right=True) - 1, starts.numel()

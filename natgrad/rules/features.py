@@ -148,15 +148,15 @@ class Features(ABC):
         n, _, c, i = a.shape
         a = a.permute(0, 2, 1, 3)  # [n c r i]
         for column in g.permute(0, 1, 3, 4, 2):  # [n c o r]
-            for part in column.split(max(1, limit // max(1, n * c * i)), dim=2):
-                yield part @ a
+            for piece in column.split(max(1, limit // max(1, n * c * i)), dim=2):
+                yield piece @ a
 
     def squared_gradients(self, g: Tensor) -> Tensor:
         """Σ_kn (Σ_r g xᵀ)² [c o i], some examples at a time."""
         a, (k, _, _, c, o) = self.dense().to(g.dtype), g.shape
         step = max(1, _GRADIENTS // (k * c * o * a.shape[-1]))
-        parts = zip(a.split(step), g.split(step, dim=1), strict=True)
-        return sum_of([torch.einsum("knrco,nrci->kncoi", h, x).square().sum((0, 1)) for x, h in parts])
+        pieces = zip(a.split(step), g.split(step, dim=1), strict=True)
+        return sum_of([torch.einsum("knrco,nrci->kncoi", h, x).square().sum((0, 1)) for x, h in pieces])
 
 
 @final
@@ -396,9 +396,9 @@ class OneHot(Features):
         g = g.squeeze(3) * self.values.to(g.dtype).unsqueeze(-1)  # [k n r o]
         total = g.new_zeros(self.size, g.shape[-1])
         step = max(1, _GRADIENTS // self.index.shape[1] ** 2)  # examples, whose pairs of positions are formed
-        for at, part in zip(self.index.split(step), g.split(step, dim=1), strict=True):
+        for at, piece in zip(self.index.split(step), g.split(step, dim=1), strict=True):
             same = (at.unsqueeze(-1) == at.unsqueeze(-2)).to(g.dtype)
-            total.index_add_(0, at.flatten(), (part * (same @ part)).sum(0).flatten(0, 1))
+            total.index_add_(0, at.flatten(), (piece * (same @ piece)).sum(0).flatten(0, 1))
         return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
@@ -410,52 +410,52 @@ class OneHot(Features):
 class Joined(Features):
     """The uses of one layer, one after the other along r."""
 
-    parts: tuple[Features, ...]
+    uses: tuple[Features, ...]
 
     @staticmethod
-    def of(parts: Sequence[Features]) -> Features:
+    def of(uses: Sequence[Features]) -> Features:
         """One large product is cheaper than many: rows, and indices, are put together."""
-        if len(parts) == 1:
-            return parts[0]
-        rows = [part for part in parts if isinstance(part, Rows)]
-        if len(rows) == len(parts) and all(part.ones is rows[0].ones for part in rows):
-            return Rows(torch.cat([part.x for part in rows], dim=-2), rows[0].ones)
-        hot = [part for part in parts if isinstance(part, OneHot)]
-        if len(hot) == len(parts):
+        if len(uses) == 1:
+            return uses[0]
+        rows = [use for use in uses if isinstance(use, Rows)]
+        if len(rows) == len(uses) and all(use.ones is rows[0].ones for use in rows):
+            return Rows(torch.cat([use.x for use in rows], dim=-2), rows[0].ones)
+        hot = [use for use in uses if isinstance(use, OneHot)]
+        if len(hot) == len(uses):
             index, values = (torch.cat(side, dim=1) for side in ([h.index for h in hot], [h.values for h in hot]))
             return OneHot(index, hot[0].size, values, any(h.masked for h in hot))
-        return Joined(tuple(parts))
+        return Joined(tuple(uses))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shapes = [part.shape for part in self.parts]
+        shapes = [use.shape for use in self.uses]
         return (*shapes[0][:-3], sum(shape[-3] for shape in shapes), *shapes[0][-2:])
 
     def dense(self) -> Tensor:
-        return torch.cat([part.dense() for part in self.parts], dim=-3)
+        return torch.cat([use.dense() for use in self.uses], dim=-3)
 
     def count(self, weights: Tensor | None = None) -> int | Tensor:
-        return sum_of([part.count(weights) for part in self.parts])
+        return sum_of([use.count(weights) for use in self.uses])
 
     def moment(self) -> Moment:
-        return Moment(sum_of([part.moment().total for part in self.parts]), self.count())
+        return Moment(sum_of([use.moment().total for use in self.uses]), self.count())
 
     def squares(self) -> Moment:
-        return Moment(sum_of([part.squares().total for part in self.parts]), self.count())
+        return Moment(sum_of([use.squares().total for use in self.uses]), self.count())
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         """Every use counts alike in a mean, however many positions it has."""
-        total = sum_of([part.reduced(how).dense() for part in self.parts])
-        return DenseFeatures(total / len(self.parts) if how == "mean" else total)
+        total = sum_of([use.reduced(how).dense() for use in self.uses])
+        return DenseFeatures(total / len(self.uses) if how == "mean" else total)
 
     def project(self, w: Tensor) -> Tensor:
-        return torch.cat([part.project(w) for part in self.parts], dim=-2)
+        return torch.cat([use.project(w) for use in self.uses], dim=-2)
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
-        return Joined(tuple(part._map(combine) for part in self.parts))
+        return Joined(tuple(use._map(combine) for use in self.uses))
 
     def scaled(self, weights: Tensor) -> Features:
-        return Joined(tuple(part.scaled(weights) for part in self.parts))
+        return Joined(tuple(use.scaled(weights) for use in self.uses))
 
 
 def mix_examples(x: Tensor, L: Tensor, axis: int) -> Tensor:

@@ -220,7 +220,7 @@ class InstanceNormRule(ChannelNormRule):
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, *_NAMES) for kind in _INSTANCE) and cast(_InstanceNorm, module).affine
 
-    def axis(self, module: nn.Module, call: Call) -> int | None:
+    def batch_axis(self, module: nn.Module, call: Call) -> int | None:
         return None if call.x.ndim == _spatial(module) + 1 else 0
 
     def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from natgrad.rules.base import (
     Keys,
     Replay,
     Replayed,
-    own,
+    detached_parameter,
     plain,
     trainable,
     weight_and_bias,
@@ -32,18 +32,18 @@ from natgrad.rules.units import Adjoint, Gru, LinearMap, State, UnitTrace, unit_
 
 @final
 @dataclass(frozen=True)
-class Places:
+class PaddedIndex:
     """The example n and the time t of every row of a packed sequence's data; the examples are in the user's order.
 
     >>> from torch.nn.utils.rnn import pack_padded_sequence
     >>> packed = pack_padded_sequence(torch.tensor([[[1.0], [0.0]], [[2.0], [3.0]]]), torch.tensor([1, 2]), True, False)
     >>> packed.data.flatten()
     tensor([2., 1., 3.])
-    >>> places = Places.of(packed)
-    >>> places.pad(packed.data).squeeze(-1)
+    >>> index = PaddedIndex.of(packed)
+    >>> index.pad(packed.data).squeeze(-1)
     tensor([[1., 0.],
             [2., 3.]])
-    >>> places.mask(packed.data)
+    >>> index.mask(packed.data)
     tensor([[1., 0.],
             [1., 1.]])
     """
@@ -54,14 +54,14 @@ class Places:
     steps: int
 
     @staticmethod
-    def of(packed: PackedSequence) -> Places:
+    def of(packed: PackedSequence) -> PaddedIndex:
         sizes = packed.batch_sizes  # on the CPU, [t]: the examples are sorted by length, and this many have a time t
         starts = sizes.cumsum(0) - sizes
         time = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         example = (torch.arange(len(time)) - starts[time]).to(packed.data.device)
         if packed.sorted_indices is not None:
             example = packed.sorted_indices[example]
-        return Places(example, time.to(packed.data.device), int(sizes[0]), len(sizes))
+        return PaddedIndex(example, time.to(packed.data.device), int(sizes[0]), len(sizes))
 
     def pad(self, data: Tensor) -> Tensor:
         """[row ·] → [n t ·], zero where an example has ended."""
@@ -96,16 +96,16 @@ class Direction:
 
     @property
     def ih(self) -> LinearMap:
-        return LinearMap(self._weight("weight_ih"), self._own("bias_ih"))
+        return LinearMap(self._weight("weight_ih"), self._parameter("bias_ih"))
 
     @property
     def hh(self) -> LinearMap:
-        return LinearMap(self._weight("weight_hh"), self._own("bias_hh"))
+        return LinearMap(self._weight("weight_hh"), self._parameter("bias_hh"))
 
     @property
     def hr(self) -> Tensor | None:
         """W_hr."""
-        return self._own("weight_hr")
+        return self._parameter("weight_hr")
 
     def start(self, n: int) -> State:
         """Zeros: c is as wide as there are units, and h as W_hh takes it."""
@@ -125,34 +125,34 @@ class Direction:
         ih = self.ih.of(x)
         if hh.bias is not None and not isinstance(unit, Gru):  # the others add both biases
             ih = ih + hh.bias
-        kept, inner, before, c_before, after, c_after = ([state[0]] * steps for _ in range(6))
+        saved, inner, before, c_before, after, c_after = ([state[0]] * steps for _ in range(6))
         rows = ih.unbind(1)
         for t in self.times(steps):
             before[t], c = state
             c_before[t] = state[0] if c is None else c
-            kept[t], (h, c) = unit.step(rows[t], hh, state)
+            saved[t], (h, c) = unit.step(rows[t], hh, state)
             inner[t] = h
             c_after[t] = h if c is None else c
             h = h if hr is None else F.linear(h, hr)
             state = (h, c) if mask is None else _where(mask[:, t, None] > 0, (h, c), state)
             after[t] = state[0]
         keep = None if mask is None else mask.unsqueeze(2)
-        stacked = [torch.stack(part, dim=1) for part in (after, before, inner)]
-        h_after, h_before, m = stacked if keep is None else [part * keep for part in stacked]
-        c_old, c_new = (None if state[1] is None else torch.stack(part, dim=1) for part in (c_before, c_after))
-        found: dict[str, DenseFeatures] = {}
+        stacked = [torch.stack(values, dim=1) for values in (after, before, inner)]
+        h_after, h_before, m = stacked if keep is None else [values * keep for values in stacked]
+        c_old, c_new = (None if state[1] is None else torch.stack(values, dim=1) for values in (c_before, c_after))
+        inputs: dict[str, DenseFeatures] = {}
         for keys, a in zip(self.layers, (x, h_before, m), strict=True):
-            found |= weight_and_bias(keys, a.unsqueeze(2), keep)
-        trace = UnitTrace(ih, torch.stack(kept, dim=1), h_before, c_old, c_new, keep)
-        return Unrolled(self, h_after, state, found, trace)
+            inputs |= weight_and_bias(keys, a.unsqueeze(2), keep)
+        trace = UnitTrace(ih, torch.stack(saved, dim=1), h_before, c_old, c_new, keep)
+        return Unrolled(self, h_after, state, inputs, trace)
 
     def _weight(self, name: str) -> Tensor:
-        found = self._own(name)
-        assert found is not None
-        return found
+        weight = self._parameter(name)
+        assert weight is not None
+        return weight
 
-    def _own(self, name: str) -> Tensor | None:
-        return own(self.module, f"{name}{self.suffix}")
+    def _parameter(self, name: str) -> Tensor | None:
+        return detached_parameter(self.module, f"{name}{self.suffix}")
 
 
 @final
@@ -190,14 +190,16 @@ class Unrolled:
         return dz @ self.direction.ih.weight
 
 
-def _where(kept: Tensor, new: State, old: State) -> State:
-    h = torch.where(kept, new[0], old[0])
-    return (h, None) if new[1] is None or old[1] is None else (h, torch.where(kept, new[1], old[1]))
+def _where(present: Tensor, new: State, old: State) -> State:
+    h = torch.where(present, new[0], old[0])
+    return (h, None) if new[1] is None or old[1] is None else (h, torch.where(present, new[1], old[1]))
 
 
 @final
 class RecurrentRule(Replayed):
-    """Fused recurrences: every layer and direction has the layers W̄_ih on x̄_t, W̄_hh on h̄_{t−1}, and W_hr (003 (5.3)).
+    """Fused recurrences: every layer and direction has the layers W̄_ih on x̄_t, W̄_hh on h̄_{t−1}, and W_hr.
+
+    The factors sum over the times as if they were independent (Martens, Ba and Johnson 2018).
 
     z_t = W̄_ih x̄_t + W̄_hh h̄_{t−1} is shared over the times t, which are the positions r; the gates of a unit are rows
     of one W̄ [1 o i] (i, f, g, o of an LSTM; r, z, n of a GRU). W_ih and W_hh of an RNN or an LSTM have the same
@@ -226,7 +228,7 @@ class RecurrentRule(Replayed):
     def layers(self, module: nn.Module) -> tuple[Keys, ...]:
         return _trained(module, _directions(cast(nn.RNNBase, module)))
 
-    def axis(self, module: nn.Module, call: Call) -> int | None:
+    def batch_axis(self, module: nn.Module, call: Call) -> int | None:
         rnn, x = cast(nn.RNNBase, module), call.argument(0, "input")
         if isinstance(x, PackedSequence) or x.ndim == 2:
             return None
@@ -250,7 +252,7 @@ class RecurrentRule(Replayed):
             if (at + 1) % ways == 0:  # the last direction of a layer
                 h = torch.cat([run.h for run in runs[-ways:]], dim=-1)
         outputs = (*batch.outputs(h), *batch.last([run.state for run in runs]))
-        layers = {name: seen for run in runs for name, seen in run.layers.items()}
+        layers = {name: inputs for run in runs for name, inputs in run.layers.items()}
         return _RecurrentReplay(outputs, layers, batch, tuple(runs))
 
 
@@ -269,7 +271,7 @@ class CellRule(Replayed):
     def layers(self, module: nn.Module) -> tuple[Keys, ...]:
         return _trained(module, (Direction(module, ""),))
 
-    def axis(self, module: nn.Module, call: Call) -> int | None:
+    def batch_axis(self, module: nn.Module, call: Call) -> int | None:
         return 0 if call.argument(0, "input").ndim == 2 else None
 
     def positions(self, module: nn.Module, keys: Keys, call: Call) -> int:
@@ -296,13 +298,13 @@ class _Sequences:
     given: Any
     x: Tensor
     mask: Tensor | None = None  # [n t]
-    places: Places | None = None
+    padding: PaddedIndex | None = None
 
     @staticmethod
     def of(rnn: nn.RNNBase, given: Any) -> _Sequences:
         if isinstance(given, PackedSequence):
-            places, data = Places.of(given), single(given.data)
-            return _Sequences(rnn, given, places.pad(data), places.mask(data), places)
+            padding, data = PaddedIndex.of(given), single(given.data)
+            return _Sequences(rnn, given, padding.pad(data), padding.mask(data), padding)
         x = single(given)
         if x.ndim == 2:
             return _Sequences(rnn, given, x.unsqueeze(0))
@@ -322,25 +324,27 @@ class _Sequences:
 
     def padded(self, g: Tensor) -> Tensor:
         """Cotangents of the output, as [k n t h]."""
-        if self.places is not None:
-            return self.places.pad(g.movedim(0, 1).flatten(1)).unflatten(2, (g.shape[0], -1)).movedim(2, 0)
+        if self.padding is not None:
+            return self.padding.pad(g.movedim(0, 1).flatten(1)).unflatten(2, (g.shape[0], -1)).movedim(2, 0)
         if not self.batched:
             return g.unsqueeze(1)
         return g if self.rnn.batch_first else g.transpose(1, 2)
 
     def outputs(self, h: Tensor) -> tuple[Tensor, ...]:
         """The output tensors of the module for h [n t h] of its last layer."""
-        if self.places is not None:
+        if self.padding is not None:
             fixed = (self.given.batch_sizes, self.given.sorted_indices, self.given.unsorted_indices)
-            return (self.places.pack(h), *(t for t in fixed if t is not None))
+            return (self.padding.pack(h), *(t for t in fixed if t is not None))
         if not self.batched:
             return (h.squeeze(0),)
         return (h if self.rnn.batch_first else h.transpose(0, 1),)
 
     def last(self, states: list[State]) -> tuple[Tensor, ...]:
         """The last states, [layer n h] each."""
-        found = [torch.stack([t for t in side if t is not None]) for side in zip(*states, strict=True) if _there(side)]
-        return tuple(t if self.batched else t.squeeze(1) for t in found)
+        stacked = [
+            torch.stack([t for t in side if t is not None]) for side in zip(*states, strict=True) if _there(side)
+        ]
+        return tuple(t if self.batched else t.squeeze(1) for t in stacked)
 
 
 @final
@@ -352,20 +356,20 @@ class _RecurrentReplay(Replay):
     runs: tuple[Unrolled, ...]
 
     def pull(self, g: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        dtype, found, ways = self.batch.x.dtype, {}, 1 + self.batch.rnn.bidirectional
+        dtype, cotangents, ways = self.batch.x.dtype, {}, 1 + self.batch.rnn.bidirectional
         count = sum(t is not None for t in self.runs[0].state)
         last = [t.to(dtype) if self.batch.batched else t.to(dtype).unsqueeze(2) for t in g[-count:]]  # [k layer n h]
         above = self.batch.padded(g[0].to(dtype))
         for first in reversed(range(0, len(self.runs), ways)):
             below = []
-            for at, part in enumerate(above.chunk(ways, dim=-1), start=first):
+            for at, g_of in enumerate(above.chunk(ways, dim=-1), start=first):
                 state = (last[0][:, at], last[1][:, at] if count == 2 else None)
-                layers, dz = self.runs[at].pull(part, state)
-                found.update(layers)
+                layers, dz = self.runs[at].pull(g_of, state)
+                cotangents.update(layers)
                 if first > 0:
                     below.append(self.runs[at].down(dz))
             above = functools.reduce(torch.add, below) if below else above
-        return found
+        return cotangents
 
 
 @final
@@ -400,5 +404,5 @@ def _directions(rnn: nn.RNNBase) -> tuple[Direction, ...]:
 def _trained(module: nn.Module, directions: tuple[Direction, ...]) -> tuple[Keys, ...]:
     """The layers as far as they are trained."""
     names = trainable(module)
-    kept = [tuple(n for n in layer if n in names) for direction in directions for layer in direction.layers]
-    return tuple(keys for keys in kept if keys)
+    layers = [tuple(n for n in layer if n in names) for direction in directions for layer in direction.layers]
+    return tuple(keys for keys in layers if keys)

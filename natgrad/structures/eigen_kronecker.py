@@ -286,8 +286,8 @@ class RotatedSquares(Watcher):
             self._sums[b].add(Factors(_turned(x, p), _turned(g, q)))
             return
         step = max(1, _ROWS // (k * c * o * i))
-        for part, h in zip(x.split(step), g.split(step, dim=1), strict=True):
-            self._sums[b].accumulate(_squares(Factors(part, h).rows().unflatten(-1, (c, o, i)), q, p))
+        for chunk, h in zip(x.split(step), g.split(step, dim=1), strict=True):
+            self._sums[b].accumulate(_squares(Factors(chunk, h).rows().unflatten(-1, (c, o, i)), q, p))
 
     def _add_plain(self, b: int, g: Tensor) -> None:
         self._sums[b].add(Factors(self._inputs[b], _turned(g, self._sides[b][0])))

@@ -363,7 +363,7 @@ class ProductInverse(LayerInverse):
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy S⁻¹ and A⁻¹ of every layer."""
-        for key, t in self._layers().items():
+        for key, t in self._inverses().items():
             t.copy_(tensors[key])
 
     def compute_(self, G: KroneckerOperator, damping: float, *, warm: bool = False) -> None:
@@ -381,7 +381,7 @@ class ProductInverse(LayerInverse):
     def _jobs(self, factors: Sequence[SymFactor], damping: Scalar) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
-        out, jobs = self._layers(), list[Inversion]()
+        out, jobs = self._inverses(), list[Inversion]()
         for batch in self.batches:
             s, a = [left[b] for b in batch], [right[b] for b in batch]
             c, π = s[0].shape[0], balance(a, s)
@@ -425,9 +425,9 @@ class ProductInverse(LayerInverse):
         return two_sided_columns(left, columns, right)
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.fallback_inverse_tensors() | self._layers()
+        return self.fallback_inverse_tensors() | self._inverses()
 
-    def _layers(self) -> dict[str, Tensor]:
+    def _inverses(self) -> dict[str, Tensor]:
         """Views of S⁻¹ and A⁻¹ of every layer, without the padding."""
         out: dict[str, Tensor] = {}
         for batch, stacks in zip(self.batches, self.stacks, strict=True):

@@ -587,13 +587,12 @@ class LayerInverse(Inverse):
         return Subset.of(self.layout, [] if self.fallback is None else list(self.fallback.layout.like))
 
     def solve(self, ω: Tensor) -> Tensor:
-        v, borrowed = torch.empty_like(ω), ω.untyped_storage().data_ptr()
+        v, graph = torch.empty_like(ω), torch.is_grad_enabled() and ω.requires_grad
         for k, batch in enumerate(self.batches):
             packed = stacked([self.blocks[b].pack(ω) for b in batch])
-            graph = torch.is_grad_enabled() and packed.requires_grad
-            packed = self.apply(k, packed, not graph and packed.untyped_storage().data_ptr() != borrowed)
-            for b, w in zip(batch, packed.split(self.blocks[batch[0]].shape[0]), strict=True):
-                self.blocks[b].unpack(w, v)
+            borrowed = packed.untyped_storage().data_ptr() == ω.untyped_storage().data_ptr()
+            for block, w in self._layers(k, self.apply(k, packed, not graph and not borrowed)):
+                block.unpack(w, v)
         if self.fallback is not None:
             self.uncovered.put(self.fallback.solve(self.uncovered.take(ω)), v)
         return v
@@ -607,16 +606,18 @@ class LayerInverse(Inverse):
         return v, torch.stack(pairings).sum()
 
     def _sharp(self, ω: Covector, pairings: list[Tensor] | None) -> Vector:
-        """As ``solve``, without flattening: fewer launches and copies. ``pairings`` receives terms of ⟨ω, ω♯⟩."""
+        """As ``solve``, without flattening: layers of one shape are stacked, and solved in two products.
+
+        ``pairings`` receives numbers whose sum is ⟨ω, ω♯⟩.
+        """
         v: dict[str, Tensor] = {}
-        graph = torch.is_grad_enabled() and any(t.requires_grad for t in ω.values())
         for k, batch in enumerate(self.batches):
             columns = self._columns[k]
-            if columns is None or graph or not self.by_columns(k):
+            if columns is None:
                 packed = stacked([self.blocks[b].packed(ω).to(self.layout.dtype) for b in batch])
                 solved = self.apply(k, packed, False)
-                for b, w in zip(batch, solved.split(self.blocks[batch[0]].shape[0]), strict=True):
-                    v.update(self.blocks[b].unpacked(w))
+                for block, w in self._layers(k, solved):
+                    v.update(block.unpacked(w))
                 pairs = [(packed, solved)]
             else:
                 pairs = self._solve_columns(k, columns, ω, v)
@@ -627,27 +628,42 @@ class LayerInverse(Inverse):
             v.update(below)
             if pairings is not None:
                 pairings.append(pairing.to(self.layout.dtype))
+        # In the precision of every parameter.
         return Vector({name: v[name].to(t.dtype) for name, t in self.layout.like.items()})
 
+    def _layers(self, k: int, w: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        """The layers of a batch, each with its part of w [b·c o i]."""
+        batch = self.batches[k]
+        return zip((self.blocks[b] for b in batch), w.split(self.blocks[batch[0]].shape[0]), strict=True)
+
     def _solve_columns(
-        self, k: int, columns: Sequence[tuple[str, ...]], ω: Covector, v: dict[str, Tensor]
+        self, k: int, columns: list[tuple[str, ...]], ω: Covector, v: dict[str, Tensor]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Solve the layers of a batch into v. Returns pairs of what was solved and its solutions."""
+        """Solve the layers of a batch, put their solutions into v, and return what was solved with its solutions."""
         (c, o, _), count = self.blocks[self.batches[k][0]].shape, len(columns[0])
-        # Stacked before they are reshaped: one operation for all layers.
-        tensors = [ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names]) for names in columns]
-        given = [t.reshape(count * c, o, -1).to(self.layout.dtype) for t in tensors]
-        solved = self.apply_columns(k, given)
-        for names, t in zip(columns, solved, strict=True):
+        given = [
+            (ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names])).reshape(count * c, o, -1)
+            for names in columns
+        ]
+        given = [w.to(self.layout.dtype) for w in given]
+        if self.by_columns(k) and not (torch.is_grad_enabled() and any(w.requires_grad for w in given)):
+            solved = self.apply_columns(k, given)
+        elif len(given) == 1:
+            solved = [self.apply(k, given[0], False)]
+        else:
+            packed = torch.cat(given, dim=-1)
+            packed = self.apply(k, packed, not packed.requires_grad)
+            solved = list(packed.split([w.shape[-1] for w in given], dim=-1))
+        for names, w in zip(columns, solved, strict=True):
             shape = self.layout.like[names[0]].shape
-            v.update(zip(names, [t.view(shape)] if count == 1 else t.view(count, *shape).unbind(), strict=True))
+            v.update(zip(names, [w.view(shape)] if count == 1 else w.view(count, *shape).unbind(), strict=True))
         if count == 1:
             return [(ω[names[0]].to(self.layout.dtype), v[names[0]]) for names in columns]
         return list(zip(given, solved, strict=True))
 
     @cached_property
     def _columns(self) -> list[list[tuple[str, ...]] | None]:
-        """Of every batch, the parameters that are one block of columns in W; None where a rule packs otherwise."""
+        """Of every batch, the names of the parameters that lie side by side in W; None where a rule packs otherwise."""
         out: list[list[tuple[str, ...]] | None] = []
         for batch in self.batches:
             columns = [self.blocks[b].columns(self.layout.like) for b in batch]

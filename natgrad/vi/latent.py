@@ -207,7 +207,7 @@ class Ascent:
 
 @torch.no_grad()
 def ascend(
-    model: LatentGaussian, x: Tensor, y: Tensor, rate: float = 1.0, tolerance: float = 1e-3, steps: int = 100
+    model: LatentGaussian, x: Tensor, y: Tensor, *, rate: float = 1.0, tolerance: float = 1e-3, steps: int = 100
 ) -> Ascent:
     """Step q(v) with fixed hyperparameters until a step gains less than ``tolerance`` nats. The bound never falls.
 
@@ -222,12 +222,12 @@ def ascend(
     True
     """
     model.check(x, y)
-    return ascend_at(model, model.project(x), y, rate, tolerance, steps)
+    return ascend_at(model, model.project(x), y, rate=rate, tolerance=tolerance, steps=steps)
 
 
 @torch.no_grad()
 def ascend_at(
-    model: LatentGaussian, at: Projection, y: Tensor, rate: float = 1.0, tolerance: float = 1e-3, steps: int = 100
+    model: LatentGaussian, at: Projection, y: Tensor, *, rate: float = 1.0, tolerance: float = 1e-3, steps: int = 100
 ) -> Ascent:
     """``ascend`` at a given projection."""
     check_rate(rate)
@@ -263,7 +263,7 @@ def ascend_at(
 
 
 def learn(
-    model: LatentGaussian, x: Tensor, y: Tensor, steps: int = 50, tolerance: float = 1e-2, rate: float = 1.0
+    model: LatentGaussian, x: Tensor, y: Tensor, *, steps: int = 50, tolerance: float = 1e-2, rate: float = 1.0
 ) -> tuple[float, ...]:
     """Maximise max_q ELBO over the parameters of the model that require a gradient; the bound after every evaluation.
 
@@ -286,7 +286,7 @@ def learn(
 
     def evaluate() -> float:
         at = model.project(x)
-        ascend_at(model, Projection(at.a.detach(), at.r.detach()), y, rate, tolerance)
+        ascend_at(model, Projection(at.a.detach(), at.r.detach()), y, rate=rate, tolerance=tolerance)
         loss = -model.bound(at, y)
         for p, slope in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             p.grad = slope
@@ -301,7 +301,7 @@ def learn(
     for p, slope in zip(parameters, gradients, strict=True):
         p.grad = slope
     with torch.no_grad():  # q where the search ended, which need not be its last evaluation
-        ascend_at(model, model.project(x), y, rate, tolerance)
+        ascend_at(model, model.project(x), y, rate=rate, tolerance=tolerance)
     return tuple(bounds)
 
 

@@ -254,6 +254,7 @@ class Posterior:
         self,
         eta: Tensor,
         rate: float = 1.0,
+        *,
         estimator: Estimator | None = None,
         generator: torch.Generator | None = None,
         boundary: Boundary = _SHORTEN,
@@ -360,6 +361,7 @@ class Fit:
 def fit(
     posterior: Posterior,
     eta: Tensor,
+    *,
     steps: int = 100,
     schedule: Schedule | None = None,
     estimator: Estimator | None = None,

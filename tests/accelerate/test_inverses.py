@@ -238,7 +238,15 @@ def test_layers_that_are_not_packed_have_the_solution_of_those_that_are(
         close(found[key], right)
 
 
-def test_products_with_aligned_factors_are_those_without_what_aligns_them() -> None:
+def test_products_by_columns_are_those_of_the_packed_matrix() -> None:
+    left, right, w = positive(2, 4), positive(2, 5, seed=1), normal(2, 4, 5, seed=2)
+    for widths in ([3, 2], [5], [1, 1, 3]):
+        close(torch.cat(two_sided_columns(left, list(w.split(widths, -1)), right), -1), left @ w @ right)
+
+
+def test_products_with_aligned_factors_are_those_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(inverting, "is_asynchronous", lambda device: True)
     left, right = positive(2, 4), positive(2, 5, seed=1)
     w, pad = normal(2, 4, 5, seed=2), torch.nn.functional.pad
     parts = two_sided_columns(pad(left, (0, 2, 0, 2)), list(w.split([3, 2], -1)), pad(right, (0, 3, 0, 3)))

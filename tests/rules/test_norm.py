@@ -150,7 +150,7 @@ def test_the_default_epsilon_of_rms_norm_is_that_of_torch() -> None:
 def test_an_instance_norm_without_a_batch_is_one_example() -> None:
     layer, x = nn.InstanceNorm1d(3, affine=True).double(), normal(3, 4)
     call = Call((x,), {})
-    assert InstanceNormRule().axis(layer, call) is None
+    assert InstanceNormRule().batch_axis(layer, call) is None
     a = input_features(InstanceNormRule(), layer, ("weight",), call).dense()
     close(a.squeeze(-1).mT[0], layer(x).detach())
     assert cotangent_features(InstanceNormRule(), layer, ("weight",), normal(2, 3, 4)).dense().shape == (2, 1, 4, 3, 1)
