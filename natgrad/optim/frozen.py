@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
+from natgrad.accelerate.modules import children_in, parameters_in
 from natgrad.errors import NatgradError
 from natgrad.model import Model, any_compiled, plain_name
 from natgrad.pullback.layer import Block
@@ -24,11 +25,11 @@ class ModelCheck:
 
     def __init__(self, model: Model, module: nn.Module, blocks: Sequence[Block] = ()) -> None:
         self._model, self._module = model, module
-        self._inside, self._children = self._modules()
+        self._inside, self._children = self._tree()
         mine = {id(p) for p in model.params.values()}
         modules = [m for m in module.modules() if not isinstance(m, ScriptModule)]  # they stay what they are
-        self._parents = [(m, key, child) for m in modules for key, child in m._modules.items()]
-        self._owners = [(m, key, p) for m in modules for key, p in m._parameters.items() if id(p) in mine]
+        self._parents = [(m, key, child) for m in modules for key, child in children_in(m).items()]
+        self._owners = [(m, key, p) for m in modules for key, p in parameters_in(m).items() if id(p) in mine]
         # Parameters that no module holds under a key: only ``named_parameters`` of the user's class lists them.
         self._hidden = bool(mine - {id(p) for _, _, p in self._owners})
         self._elsewhere = False
@@ -54,14 +55,14 @@ class ModelCheck:
 
     def compiled(self) -> bool:
         """Whether the module, or one inside it, is compiled."""
-        if [child for m in self._inside for child in m._modules.values()] != self._children:
-            self._inside, self._children = self._modules()
+        if [child for m in self._inside for child in children_in(m).values()] != self._children:
+            self._inside, self._children = self._tree()
         return any_compiled(self._inside)
 
-    def _modules(self) -> tuple[list[nn.Module], list[nn.Module | None]]:
+    def _tree(self) -> tuple[list[nn.Module], list[nn.Module | None]]:
         """All modules, and the children that they have."""
         inside = list(self._module.modules())
-        return inside, [child for m in inside for child in m._modules.values()]
+        return inside, [child for m in inside for child in children_in(m).values()]
 
     def check(self) -> None:
         """Refuse what happened after the optimizer was made: a module that was replaced, parameters that were frozen or
@@ -123,8 +124,8 @@ class ModelCheck:
         )
 
     def _changed(self) -> bool:
-        replaced = [key for m, key, child in self._parents if m._modules.get(key) is not child]
-        return bool(replaced or [key for m, key, p in self._owners if m._parameters.get(key) is not p])
+        replaced = [key for m, key, child in self._parents if children_in(m).get(key) is not child]
+        return bool(replaced or [key for m, key, p in self._owners if parameters_in(m).get(key) is not p])
 
     def _missing(self) -> list[str]:
         now = {plain_name(name): p for name, p in self._module.named_parameters()}

@@ -116,7 +116,7 @@ class NaturalGradient(torch.optim.Optimizer):
         names = {id(p): name for name, p in wrapped.params.items()}
         self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
         self._last: Step | _Plain | None = None
-        self._told: set[tuple[str, str]] = set()  # what the log has been told, of which parameter
+        self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
         attach(self.tracker, self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
@@ -243,7 +243,7 @@ class NaturalGradient(torch.optim.Optimizer):
             numbers = [float(rate) for rate in rates]
             velocity, flag.value = self._graphs.run(run, gradients, numbers, self._graph_key(), copy=True)
         update = ParamUpdate(groups, of_groups, state, without_grad=without_grad)
-        moved = [(own, rate.clone() if isinstance(rate, Tensor) else rate) for own, rate in update.rates]
+        moved = [(of_rate, rate.clone() if isinstance(rate, Tensor) else rate) for of_rate, rate in update.rates]
         return _Plain(moved, velocity, damping)
 
     def _graph_key(self) -> Hashable:
@@ -310,7 +310,7 @@ class NaturalGradient(torch.optim.Optimizer):
         without = [name for name, p in params.items() if p.grad is None]
         if len(without) == len(params):
             raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
-        self._tell_once(without, "no gradient. A parameter is left alone in a step in which it has none")
+        self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
         return Covector(require_all(grads)), frozenset(without)
 
@@ -319,16 +319,16 @@ class NaturalGradient(torch.optim.Optimizer):
 
         In a metric that is zero their step would be that of the damping alone, ω/λ.
         """
-        self._tell_once(
+        self._log_once(
             sorted(names),
             "a gradient, but no forward pass that the metric was estimated from has used them. They are left alone, "
             "and the metric is estimated in every step, until one has",
         )
         return names
 
-    def _tell_once(self, names: Sequence[str], what: str) -> None:
-        if news := [name for name in names if (name, what) not in self._told]:
-            self._told.update((name, what) for name in news)
+    def _log_once(self, names: Sequence[str], what: str) -> None:
+        if news := [name for name in names if (name, what) not in self._logged]:
+            self._logged.update((name, what) for name in news)
             _log.info("%s: %s", ", ".join(news), what)
 
     def state_dict(self) -> dict[str, Any]:

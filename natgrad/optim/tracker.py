@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.devices import in_backward, in_export
+from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.isolation import put_back, random_stream, refuse_chance, untouched
-from natgrad.model import Arguments, Inputs, compiling, eager, is_compiled, is_ours, ours
+from natgrad.model import Arguments, Inputs, eager, is_compiled, is_ours, ours
 from natgrad.optim.distributed import Alone, World, refuse_strangers
 from natgrad.optim.frozen import ModelCheck
 from natgrad.output.fisher import Fisher
@@ -174,8 +175,8 @@ class MetricTracker:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
         if self.world.size == 1:
             return loss
-        own = torch.tensor([loss], dtype=torch.float64, device=self.model.example.device)
-        return float(self.world.mean_of([own], 1)[0])
+        value = torch.tensor([loss], dtype=torch.float64, device=self.model.example.device)
+        return float(self.world.mean_of([value], 1)[0])
 
     # The average.
 
@@ -445,7 +446,7 @@ def attach(tracker: MetricTracker, owner: object) -> None:
 def _detach(itself: Callable[[], nn.Module | None], handle: RemovableHandle) -> None:
     handle.remove()
     module = itself()
-    if module is not None and not any(isinstance(hook, ForwardHook) for hook in module._forward_pre_hooks.values()):
+    if module is not None and not any(isinstance(hook, ForwardHook) for hook in forward_pre_hooks_in(module).values()):
         vars(module).pop(_GETSTATE, None)
         vars(module).pop(_PREPARE, None)
 
@@ -455,7 +456,7 @@ def _state_without_hooks(module: nn.Module) -> Any:
     state: Any = type(module).__getstate__(module)
     if not isinstance(state, dict) or "_forward_pre_hooks" not in state:
         return state
-    ids = [at for at, hook in module._forward_pre_hooks.items() if isinstance(hook, ForwardHook)]
+    ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, ForwardHook)]
     state = {key: value for key, value in state.items() if key not in (_GETSTATE, _PREPARE)}
     for key in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
         state[key] = copy.copy(state[key])

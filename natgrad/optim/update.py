@@ -73,8 +73,8 @@ class MovingGroup:
         """The momentum of every parameter that has one: before its first step it has none."""
         if not self.momentum:
             return {}
-        pairs = ((name, self.state.get(p, {})) for name, p in zip(self.names, self.params, strict=True))
-        return {name: own["momentum"] for name, own in pairs if "momentum" in own}
+        states = ((name, self.state.get(p, {})) for name, p in zip(self.names, self.params, strict=True))
+        return {name: state["momentum"] for name, state in states if "momentum" in state}
 
     def remember(self, velocity: Sequence[Tensor], gate: Tensor | None) -> None:
         """m ← velocity, which is overwritten."""
@@ -108,7 +108,7 @@ class ParamUpdate:
     ) -> None:
         self.without_grad, self.groups = without_grad, list[MovingGroup]()
         for group, of_group, rate in zip(groups, names, rates or [group["lr"] for group in groups], strict=True):
-            of_group, params = of_group, group["params"]
+            params = group["params"]
             if without_grad:
                 moving = [at for at, name in enumerate(of_group) if name not in without_grad]
                 of_group, params = [of_group[at] for at in moving], [params[at] for at in moving]
@@ -235,18 +235,19 @@ def _roll(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> b
     Not in float16, where μm + v may leave the range though v does not, nor in double precision, as c is in single.
     """
     momenta = [group.momenta for group in update.groups]
-    for group, own in zip(update.groups, momenta, strict=True):
-        if len(own) < len(group.names) or not {v[name].dtype for name in own} <= {torch.float32, torch.bfloat16}:
+    for group, of_group in zip(update.groups, momenta, strict=True):
+        dtypes = {v[name].dtype for name in group.names}
+        if len(of_group) < len(group.names) or not dtypes <= {torch.float32, torch.bfloat16}:
             return False
-        if any(m.stride() != p.stride() for m, p in zip(own.values(), group.params, strict=True)):
+        if any(m.stride() != p.stride() for m, p in zip(of_group.values(), group.params, strict=True)):
             return False
     divisor = None if scale is None else scale.float().reciprocal()
-    for group, own in zip(update.groups, momenta, strict=True):
+    for group, of_group in zip(update.groups, momenta, strict=True):
         group.decay(flag.value)
         fused.momentum_update_(
             group.params,
             [v[name] for name in group.names],
-            list(own.values()),
+            list(of_group.values()),
             rate=group.rate,
             momentum=group.momentum,
             divisor=divisor,

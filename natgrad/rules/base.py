@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.modules import parameters_in
 from natgrad.accelerate.moments import single
 from natgrad.accelerate.vjp import vjp
 from natgrad.model import map_tensors
@@ -143,7 +144,7 @@ def check_packing(rule: Rule, names: Sequence[str], shape: tuple[int, int, int],
 def trainable(module: nn.Module) -> dict[str, Tensor]:
     """The trainable parameters that the module itself owns, by local name."""
     # named_parameters(recurse=False) is slow, and this is asked for every layer of every estimate.
-    return {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
+    return {name: p for name, p in parameters_in(module).items() if p is not None and p.requires_grad}
 
 
 def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
@@ -151,13 +152,13 @@ def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
 
     Pruning, spectral norm and the like leave the type, and put other parameters or another forward in.
     """
-    return type(module) is kind and module._parameters.keys() <= set(names) and "forward" not in vars(module)
+    return type(module) is kind and parameters_in(module).keys() <= set(names) and "forward" not in vars(module)
 
 
 def detached_parameter(module: nn.Module, key: str) -> Tensor | None:
     """A parameter by its local name, without its graph and in single precision at least; None where there is none."""
     parent, _, name = key.rpartition(".")
-    p = module.get_submodule(parent)._parameters.get(name)
+    p = parameters_in(module.get_submodule(parent)).get(name)
     return None if p is None else single(p.detach())
 
 
