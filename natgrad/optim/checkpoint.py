@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar, final
 
@@ -18,9 +18,7 @@ from natgrad.model import Model
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping
-from natgrad.output.fisher import Fisher
-from natgrad.output.metric import OutputMetric, Sampled
-from natgrad.output.sobolev import Sobolev
+from natgrad.output.metric import OutputMetric
 from natgrad.pullback.layer import Block
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
@@ -35,7 +33,7 @@ def metric_in_words(metric: OutputMetric) -> str:
     >>> metric_in_words(ng.Fisher(ng.Categorical(), samples=1, reduction="mean"))
     "Fisher(family=Categorical(), reduction='mean')"
     """
-    return in_words(_exact(metric))
+    return in_words(metric.unsampled())
 
 
 def solver_in_words(solver: Solver) -> str:
@@ -75,19 +73,6 @@ def _tells(field: Field[Any], value: Any) -> bool:
         return False
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return default is MISSING or in_words(own) != in_words(default)
-
-
-def _exact(metric: OutputMetric) -> OutputMetric:
-    """The metric that a sampled one is an estimate of."""
-    match metric:
-        case Sampled():
-            return _exact(metric.base)
-        case Fisher():
-            return replace(metric, samples=None)
-        case Sobolev():
-            return replace(metric, base=_exact(metric.base))
-        case _:
-            return metric
 
 
 # Whether what a checkpoint holds fits the model: every message names the tensor, and nothing has been changed.

@@ -50,6 +50,9 @@ class Fisher(OutputMetric):
                 "as the mask, Mask(steps=valid / valid.sum(1, keepdim=True))"
             )
 
+    def unsampled(self) -> Fisher:
+        return replace(self, samples=None)
+
     @property
     def needs_target(self) -> bool:
         return isinstance(self.family, Family) and self.family.needs_target

@@ -56,6 +56,10 @@ class OutputMetric(ABC):
         """Whether Σ_k s_k s_kᵀ = h holds exactly (True) or in expectation over samples (False)."""
         return True
 
+    def unsampled(self) -> OutputMetric:
+        """The exact metric that a sampled one estimates."""
+        return self
+
     @property
     def needs_target(self) -> bool:
         """Whether the metric depends on the training targets."""
@@ -177,6 +181,9 @@ class Sampled(OutputMetric):
     @property
     def exact(self) -> bool:
         return False
+
+    def unsampled(self) -> OutputMetric:
+        return self.base.unsampled()
 
     @property
     def needs_target(self) -> bool:

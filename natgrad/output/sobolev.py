@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -76,6 +76,9 @@ class Sobolev(CouplingMetric):
             raise ValueError(
                 f"jitter={self.jitter!r} must be finite and not negative: it is added to the diagonal of K"
             )
+
+    def unsampled(self) -> Sobolev:
+        return replace(self, base=self.base.unsampled())
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         return self.base.shared_root(y, target, generator)

@@ -17,7 +17,7 @@ from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model, check_slots, map_tensors
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import examples
-from natgrad.pullback.pullback import Batch, Pullback, View, layers_of
+from natgrad.pullback.pullback import View, layers_of
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Operator, Structure
@@ -27,124 +27,6 @@ from natgrad.structures.kernel import Kernel
 
 _ELEMENTS = 2**24  # entries of a Jacobian at a time
 _GOLDEN = (math.sqrt(5) - 1) / 2
-
-
-@final
-@dataclass(frozen=True)
-class Curvature:
-    """G, the mean over N examples, at the parameters θ* of a model."""
-
-    model: Model
-    mode: Vector  # θ*, a copy
-    operator: Operator  # G
-    examples: int  # N
-
-    @staticmethod
-    def of(
-        model: Model,
-        x: Inputs | DataLoader[Any],
-        metric: OutputMetric,
-        structure: Structure,
-        target: Any = None,
-        generator: torch.Generator | None = None,
-    ) -> Curvature:
-        """G of a loader is the mean over its batches, weighted by their examples."""
-        operator, n = None, 0
-        view = View(model, metric, layers_of(model), generator)
-        for batch in _batches(model, x, target):
-            pb = view.checked(batch.x, batch.target)
-            _refuse_coupling(pb)
-            n += pb.n
-            new = structure.estimate_like(pb, operator)
-            operator = new if operator is None else operator.lerp(new, pb.n / n)
-        if operator is None:
-            raise ValueError("the loader has no batch: there is no data to take the curvature at")
-        mode = Vector({name: p.detach().clone() for name, p in model.params.items()})
-        return Curvature(model, mode, operator.finite(wait=True), n)
-
-    def rows(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
-        """y [n *out] and its Jacobian [d n p] at the mode, a chunk of examples at a time."""
-        self._check_unmoved()
-        with torch.no_grad():
-            y = self.model(None, x)
-        n, d = y.shape[0], y[0].numel()
-        step = max(1, _ELEMENTS // (d * self.model.size))
-        view = View(self.model, Euclidean(), layers_of(self.model), None)
-        for start in range(0, n, step):
-            pb = view.checked(examples(x, (start, min(start + step, n)), n) if step < n else x)
-            yield pb.y, Kernel().estimate(pb).rows().view(d, pb.n, -1) * pb.n**0.5
-
-    def _check_unmoved(self) -> None:
-        """The Jacobian must be that of the mode."""
-        moved = [name for name, p in self.model.params.items() if not torch.equal(p.detach(), self.mode[name])]
-        if moved:
-            raise NatgradError(
-                f"the parameters {', '.join(moved)} have changed since the approximation was made, which is around "
-                "where they were: make a new one, or put them back"
-            )
-
-
-def _refuse_coupling(pb: Pullback) -> None:
-    if pb.coupling is not None:
-        raise IncompatibleError(
-            f"a Laplace approximation does not work with {pb.metric!r}: it couples the examples, so it is not the "
-            "Hessian of a log-likelihood, which is a sum over them. Use its base, or Fisher(family)"
-        )
-
-
-def _batches(model: Model, x: Inputs | DataLoader[Any], target: Any) -> Iterator[Batch]:
-    if not isinstance(x, DataLoader):
-        yield Batch(model, x, target)
-        return
-    if target is not None:
-        raise TypeError("target= belongs to one batch x; a loader brings its targets, as pairs (x, target)")
-    for item in x:
-        batch = map_tensors(item, lambda t: t.to(model.example.device))
-        if isinstance(batch, Tensor):
-            yield Batch(model, batch)
-        elif isinstance(batch, (list, tuple)) and 1 <= len(batch) <= 2:
-            yield Batch(model, *batch)
-        else:
-            raise TypeError(
-                f"a loader must give tensors x or pairs (x, target), and this one gave a {type(item).__name__}: put "
-                "several inputs into a tuple x of their own"
-            )
-
-
-def most_evident(evidence: Callable[[float], float], square: float, trace: float, size: int) -> float:
-    """argmax over δ of ½P log δ − ½ log det(Λ + δ) − ½δ‖θ‖², Λ = N·G (MacKay 1992, section 4).
-
-    It is strictly concave in log δ, so that there is one maximum, at δ‖θ‖² = γ = Σ_p λ_p/(λ_p + δ), the number of
-    parameters that the data determine. As τ/(τ + δ) ≤ γ ≤ P for the mean eigenvalue τ, it lies between
-
-        (2/‖θ‖²) / (1 + √(1 + 4/(τ‖θ‖²)))   and   P/‖θ‖²,
-
-    where a golden-section search finds it. ``square`` is ‖θ‖², ``trace`` is tr Λ, ``size`` is P.
-
-    >>> δ = most_evident(lambda δ: 0.5 * math.log(δ / (δ + 2.0)) - 0.5 * δ, square=1.0, trace=2.0, size=1)
-    >>> round(δ * (δ + 2.0), 6)  # γ = 2/(2 + δ) is δ
-    2.0
-    """
-    if not square > 0 or not trace > 0:
-        what = "the mode is zero" if not square > 0 else "the metric is zero"
-        raise SingularMetricError(
-            f"{what}: the evidence has no maximum over the prior precision. Train the model first, or set "
-            "prior_precision by hand"
-        )
-    low = 2 / square / (1 + math.sqrt(1 + 4 * size / (trace * square)))
-    a, b = math.log(low), math.log(size / square)
-    c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)
-    at_c, at_d = evidence(math.exp(c)), evidence(math.exp(d))
-    while b - a > 1e-9 * (1 + abs(a)):
-        if at_c >= at_d:
-            b, d, at_d = d, c, at_c
-            c = b - _GOLDEN * (b - a)
-            at_c = evidence(math.exp(c))
-        else:
-            a, c, at_c = c, d, at_d
-            d = a + _GOLDEN * (b - a)
-            at_d = evidence(math.exp(d))
-    return math.exp(0.5 * (a + b))
 
 
 @final
@@ -200,19 +82,11 @@ class Laplace:
         structure = structure or Dense()
         check_slots(metric=(metric, OutputMetric), structure=(structure, Structure))
         _check_precision(prior_precision)
-        self.curvature = Curvature.of(Model.of(model), x, metric, structure, target, generator)
+        self.model = Model.of(model)
+        self.mode = Vector({name: p.detach().clone() for name, p in self.model.params.items()})  # θ*
+        self.operator, self.examples = _mean_metric(self.model, x, metric, structure, target, generator)  # G and N
         self.solver: Solver = _solver(self.operator)
         self._factor(prior_precision)
-
-    @property
-    def operator(self) -> Operator:
-        """G, the mean over the examples."""
-        return self.curvature.operator
-
-    @property
-    def examples(self) -> int:
-        """N."""
-        return self.curvature.examples
 
     def with_prior(self, prior_precision: float) -> Laplace:
         """The same with another δ: G is not estimated again."""
@@ -251,7 +125,7 @@ class Laplace:
     def predictive(self, x: Inputs) -> Predictive:
         """The outputs of the model linearised at θ*: N(y, J (N·G + δ)⁻¹ Jᵀ), without the noise of the targets."""
         means, covariances = [], []
-        for y, J in self.curvature.rows(x):
+        for y, J in self._jacobians(x):
             half = self.inverse.whitened(J.flatten(0, 1)).view(*J.shape[:2], -1)  # [d n q]
             means.append(y)
             covariances.append(torch.einsum("dnq,enq->nde", half, half) / self.examples)
@@ -261,9 +135,7 @@ class Laplace:
         """y [s n *out] of the model itself, not linearised, at parameters drawn from the posterior."""
         drawn = self.sample(samples, generator)
         with torch.no_grad():
-            return torch.stack(
-                [self.curvature.model({name: t[s] for name, t in drawn.items()}, x) for s in range(samples)]
-            )
+            return torch.stack([self.model({name: t[s] for name, t in drawn.items()}, x) for s in range(samples)])
 
     def log_marginal_likelihood(self, log_likelihood: Tensor | float) -> Tensor:
         """log p(data) ≈ log p(data | θ*) − ½δ‖θ*‖² + ½P log δ − ½ log det(N·G + δ) (MacKay 1992, (2.4), (2.5)).
@@ -298,14 +170,112 @@ class Laplace:
         self.prior_precision = float(prior_precision)
         self.inverse = self.solver.init(self.operator, self.prior_precision / self.examples)
 
+    def _jacobians(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
+        """y [n *out] and its Jacobian [d n p] at the mode, a chunk of examples at a time."""
+        changed = [name for name, p in self.model.params.items() if not torch.equal(p.detach(), self.mode[name])]
+        if changed:
+            raise NatgradError(
+                f"the parameters {', '.join(changed)} have changed since the approximation was made, which is around "
+                "where they were: make a new one, or put them back"
+            )
+        with torch.no_grad():
+            y = self.model(None, x)
+        n, d = y.shape[0], y[0].numel()
+        step = max(1, _ELEMENTS // (d * self.model.size))
+        view = View(self.model, Euclidean(), layers_of(self.model), None)
+        for start in range(0, n, step):
+            pb = view.checked(examples(x, (start, min(start + step, n)), n) if step < n else x)
+            yield pb.y, Kernel().estimate(pb).rows().view(d, pb.n, -1) * pb.n**0.5
+
     @property
     def _flat_mode(self) -> Tensor:
-        return self.operator.layout.flatten(self.curvature.mode)
+        return self.operator.layout.flatten(self.mode)
 
     def _named(self, θ: Tensor) -> dict[str, Tensor]:
         like = self.operator.layout.like
         columns = θ.split([t.numel() for t in like.values()], dim=1)
         return {name: c.reshape(-1, *t.shape).to(t.dtype) for (name, t), c in zip(like.items(), columns, strict=True)}
+
+
+def _mean_metric(
+    model: Model,
+    x: Inputs | DataLoader[Any],
+    metric: OutputMetric,
+    structure: Structure,
+    target: Any,
+    generator: torch.Generator | None,
+) -> tuple[Operator, int]:
+    """G and N; G of a loader is the mean over its batches, weighted by their examples."""
+    operator, n = None, 0
+    view = View(model, metric, layers_of(model), generator)
+    for batch_x, batch_target in _batches(model, x, target):
+        pb = view.checked(batch_x, batch_target)
+        if pb.coupling is not None:
+            raise IncompatibleError(
+                f"a Laplace approximation does not work with {pb.metric!r}: it couples the examples, so it is not the "
+                "Hessian of a log-likelihood, which is a sum over them. Use its base, or Fisher(family)"
+            )
+        n += pb.n
+        new = structure.estimate_like(pb, operator)
+        operator = new if operator is None else operator.lerp(new, pb.n / n)
+    if operator is None:
+        raise ValueError("the loader has no batch: there is no data to take the curvature at")
+    return operator.finite(wait=True), n
+
+
+def _batches(model: Model, x: Inputs | DataLoader[Any], target: Any) -> Iterator[tuple[Inputs, Any]]:
+    if not isinstance(x, DataLoader):
+        yield x, target
+        return
+    if target is not None:
+        raise TypeError("target= belongs to one batch x; a loader brings its targets, as pairs (x, target)")
+    for item in x:
+        batch = map_tensors(item, lambda t: t.to(model.example.device))
+        if isinstance(batch, Tensor):
+            yield batch, None
+        elif isinstance(batch, (list, tuple)) and 1 <= len(batch) <= 2:
+            yield batch[0], batch[1] if len(batch) == 2 else None
+        else:
+            raise TypeError(
+                f"a loader must give tensors x or pairs (x, target), and this one gave a {type(item).__name__}: put "
+                "several inputs into a tuple x of their own"
+            )
+
+
+def most_evident(evidence: Callable[[float], float], square: float, trace: float, size: int) -> float:
+    """argmax over δ of ½P log δ − ½ log det(Λ + δ) − ½δ‖θ‖², Λ = N·G (MacKay 1992, section 4).
+
+    It is strictly concave in log δ, so that there is one maximum, at δ‖θ‖² = γ = Σ_p λ_p/(λ_p + δ), the number of
+    parameters that the data determine. As τ/(τ + δ) ≤ γ ≤ P for the mean eigenvalue τ, it lies between
+
+        (2/‖θ‖²) / (1 + √(1 + 4/(τ‖θ‖²)))   and   P/‖θ‖²,
+
+    where a golden-section search finds it. ``square`` is ‖θ‖², ``trace`` is tr Λ, ``size`` is P.
+
+    >>> δ = most_evident(lambda δ: 0.5 * math.log(δ / (δ + 2.0)) - 0.5 * δ, square=1.0, trace=2.0, size=1)
+    >>> round(δ * (δ + 2.0), 6)  # γ = 2/(2 + δ) is δ
+    2.0
+    """
+    if not square > 0 or not trace > 0:
+        what = "the mode is zero" if not square > 0 else "the metric is zero"
+        raise SingularMetricError(
+            f"{what}: the evidence has no maximum over the prior precision. Train the model first, or set "
+            "prior_precision by hand"
+        )
+    low = 2 / square / (1 + math.sqrt(1 + 4 * size / (trace * square)))
+    a, b = math.log(low), math.log(size / square)
+    c, d = b - _GOLDEN * (b - a), a + _GOLDEN * (b - a)
+    at_c, at_d = evidence(math.exp(c)), evidence(math.exp(d))
+    while b - a > 1e-9 * (1 + abs(a)):
+        if at_c >= at_d:
+            b, d, at_d = d, c, at_c
+            c = b - _GOLDEN * (b - a)
+            at_c = evidence(math.exp(c))
+        else:
+            a, c, at_c = c, d, at_d
+            d = a + _GOLDEN * (b - a)
+            at_d = evidence(math.exp(d))
+    return math.exp(0.5 * (a + b))
 
 
 def _check_precision(prior_precision: float) -> None:

@@ -80,7 +80,7 @@ ONES = torch.ones(2, 3, dtype=DOUBLE)
         (
             lambda: _of()().with_solver(ng.Pinv()).sample(1),
             ng.errors.IncompatibleError,
-            "SpectralInverse has no root to draw Gaussian samples with: use Cholesky",
+            "PseudoInverse has no root to draw Gaussian samples with: use Cholesky",
         ),
         (
             lambda: _of()().with_solver(ng.CG()).covariance(),
