@@ -287,7 +287,7 @@ def _invert_leaves(U: Tensor, leaf: int, count: int) -> None:
 
 
 def _join(U: Tensor, start: int, a: int, c: int, count: int) -> None:
-    """−A⁻¹ B C⁻¹ in the place of B, of so many pairs of blocks with a and c rows, one pair after the other."""
+    """−A⁻¹ B C⁻¹ in place of B, for ``count`` pairs of blocks with a and c rows that follow each other."""
     if not count:
         return
     A = _blocks(U, start, start, (a, a), a + c, count)
@@ -353,7 +353,7 @@ class Newton:
     def refreshed(self, M: Tensor, last: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """X [b d d] from M + shift, shift [b], and the last inverse, and the norm of E before the last step [b].
 
-        Beside M and the last inverse three of their size are held, or on a GPU, where they are not ``aligned``, four.
+        Three matrices of their size are held besides M and the last inverse, or four on a GPU that has to align them.
         M and X are symmetric and read by their rows: tensor cores want both factors contiguous along the index that is
         summed, and rows of whole vectors.
         """
@@ -366,7 +366,7 @@ class Newton:
                 torch.baddbmm(E, X, N.mT, beta=0, alpha=-1, out=E)
             else:
                 torch.mul(X, -shift[:, None, None], out=E).baddbmm_(X, N.mT, alpha=-1)
-            E.diagonal(dim1=-2, dim2=-1)[:, :d].add_(1.0)  # E is zero where X is no more than aligned
+            E.diagonal(dim1=-2, dim2=-1)[:, :d].add_(1.0)  # E is zero in the padding
             if step == self.steps - 1:
                 norm = torch.linalg.vector_norm(E, dim=(-2, -1))
             torch.baddbmm(X, E, X.mT, out=new)

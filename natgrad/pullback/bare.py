@@ -290,7 +290,7 @@ def _pieces(model: Model, block: Block, cuts: Cuts, refused: set[Any], layered: 
 def parted(model: Model, block: Block, names: Collection[str]) -> list[Block]:
     """Every one of these parameters by itself, with the rule of what is spread, and the others of the block together.
 
-    A block is there again after a checkpoint by the names of its first parameters: see ``Layered.restored``.
+    A block is there again after a checkpoint by the names of its first parameters: see ``Layered.restored_split``.
     """
     if not names:
         return [block]

@@ -271,6 +271,11 @@ class Operator(ABC):
 
     # Inverses.
 
+    @property
+    def products_only(self) -> bool:
+        """Whether it has no direct inverse, and must be solved by ``CG``."""
+        return False
+
     @abstractmethod
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ by the direct method of this structure."""

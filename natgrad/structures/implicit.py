@@ -83,6 +83,10 @@ class ImplicitOperator(Operator):
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
     @property
+    def products_only(self) -> bool:
+        return True
+
+    @property
     def pullback(self) -> Pullback | None:
         return self.terms[0][1] if len(self.terms) == 1 else None
 

@@ -22,7 +22,6 @@ from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
-from natgrad.structures.implicit import ImplicitOperator
 from natgrad.structures.kernel import Kernel
 
 _ELEMENTS = 2**24  # entries of a Jacobian at a time
@@ -287,6 +286,6 @@ def _check_precision(prior_precision: float) -> None:
 
 
 def _solver(G: Operator) -> Solver:
-    if not isinstance(G, ImplicitOperator):
+    if not G.products_only:
         return Cholesky()
     return CG(tol=64 * torch.finfo(G.layout.dtype).eps ** 0.75, max_steps=10 * G.layout.size + 100)
