@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # What must hold at every commit: names, laws, the oracle itself, golden values, every pair of slots, the theorems.
 CORE := tests/test_product.py tests/test_house.py tests/test_public_names.py tests/test_oracle.py \
-    tests/families/test_golden.py tests/families/test_expfam_golden.py tests/theorems
+    tests/families/test_golden.py tests/theorems
 
 .DEFAULT_GOAL := help
 .PHONY: help demo lint check test cuda docs bench clean

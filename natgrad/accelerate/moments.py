@@ -111,7 +111,8 @@ def multiply_add(base: Tensor, a: Tensor, b: Tensor, out: Tensor, alpha: float =
 _WIDE = 1024  # columns, from which a product on a GPU is worth its panels
 _PANEL_WORK = 2**33  # multiplications, likewise
 _TILE = 128  # columns that a GPU multiplies as one
-_LEAF = 128  # columns, up to which a processor gains nothing from computing one triangle
+_LEAF = 96  # columns, up to which a processor gains nothing from computing one triangle
+_PAGE = 4096  # bytes
 _LITTLE = 2**24  # multiplications, likewise
 _COUNTED = 2**31  # numbers, from which some kernels of torch overflow
 _COPIED = 2**21  # numbers, up to which a copy with a column of ones is faster than two more launches
@@ -173,7 +174,7 @@ def accumulate_second_moment(out: Tensor, x: Tensor, ones: bool, *, keep: float,
         return
     flat = rows(x)
     m, i = flat.shape
-    _by_halves(flat, out[:i, :i], keep, weight)
+    _by_halves(_off_pages(flat), out[:i, :i], keep, weight)
     if ones:
         border = out[i]
         border[:i].mul_(keep).add_(flat.sum(0), alpha=weight)
@@ -205,8 +206,16 @@ def _symmetric_on_cpu(x: Tensor, out: Tensor) -> Tensor:
         square = x.mT @ x
         return torch.add(square, square.mT, out=out).mul_(0.5)  # see ``_symmetrised``
     for one, into in zip(x.reshape(-1, m, d), out.unsqueeze(0).flatten(0, -3), strict=True):
-        _by_halves(one, into, 0.0, 1.0, exact=True)
+        _by_halves(_off_pages(one), into, 0.0, 1.0, exact=True)
     return out
+
+
+def _off_pages(x: Tensor) -> Tensor:
+    """x [m d], copied where its rows are whole pages apart: they would share the same few lines of a cache."""
+    m, d = x.shape
+    if d <= _LEAF or x.stride(0) * x.element_size() % _PAGE:
+        return x
+    return x.new_empty(m, d + _ALIGNED)[:, :d].copy_(x)
 
 
 def _by_halves(x: Tensor, out: Tensor, keep: float, weight: float, *, exact: bool = False) -> None:

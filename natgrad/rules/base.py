@@ -167,8 +167,9 @@ def detached_parameter(module: nn.Module, key: str) -> Tensor | None:
 
 def matrices_shape(module: nn.Module, keys: Sequence[str], c: int = 1) -> tuple[int, int, int]:
     """(c, o, i) of weights [c·o *fan] and biases [c·o], side by side along i."""
-    shapes = [module.get_parameter(key).shape for key in keys]
-    return c, shapes[0][0] // c, sum(math.prod(shape[1:]) for shape in shapes)
+    # get_parameter is slow, and this is asked for every use of every layer.
+    shapes = [(module.get_parameter(key) if "." in key else getattr(module, key)).shape for key in keys]
+    return c, shapes[0][0] // c, sum(shape[1:].numel() for shape in shapes)
 
 
 def matrices(block: Mapping[str, Tensor], c: int = 1) -> dict[str, Tensor]:

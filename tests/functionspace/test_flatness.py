@@ -1,7 +1,10 @@
 """The volume of a basin in the pullback metric: closed forms, components, error bars that are true, refusals."""
 
+from __future__ import annotations
+
 import copy
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.functionspace import Flatness, Quadrature, Volume, flatness
+from natgrad.functionspace.flatness import TailedMean
 from tests import oracle
 from tests.golden import tensor
 from tests.pulled import normal
@@ -292,3 +296,151 @@ def test_the_basin_of_a_classifier_is_the_same_in_two_estimates() -> None:
         for seed in (0, 1)
     )
     assert abs(one.value - two.value) < 4 * math.hypot(one.error, two.error)
+
+
+# Long basins, and arms that few lines meet: the estimate does not know how much it has missed, and says so.
+
+
+SAMPLES = 512
+
+
+def estimate(bend: float, p: int) -> Flatness:
+    """Of ‖y‖² < ½ with y = A(w + bend·sinh w), a ball in y whatever A is; A is nearly singular."""
+    generator = torch.Generator().manual_seed(1)
+    A = torch.randn(p, p, generator=generator, dtype=torch.float64) + torch.eye(p, dtype=torch.float64)
+
+    def model(params: dict[str, Tensor], x: None) -> Tensor:
+        return (A @ (params["w"] + bend * torch.sinh(params["w"])))[None]
+
+    return flatness(
+        *(model, None, 0.5, ng.Euclidean()),
+        loss=lambda y: y.square().sum(),
+        samples=SAMPLES,
+        params={"w": torch.zeros(p, dtype=torch.float64)},
+        generator=generator,
+    )
+
+
+def test_an_ellipsoid_has_no_heavy_line_and_a_true_error(caplog: pytest.LogCaptureFixture) -> None:
+    p = 8
+    found, ball = estimate(0.0, p), math.pi ** (p / 2) / math.gamma(p / 2 + 1) * 0.5 ** (p / 2)
+    assert abs(found.volume.value - ball) < 4 * found.volume.error
+    assert found.volume.relative_error < 0.03
+    assert found.heaviest < 10 / SAMPLES
+    assert not caplog.records
+
+
+def test_where_most_of_a_basin_is_missed_lines_are_heavy_and_the_error_is_said_to_be_a_guess(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An estimate far below the truth: most of the volume is where no line has been."""
+    p = 8
+    found, ball = estimate(0.2, p), math.pi ** (p / 2) / math.gamma(p / 2 + 1) * 0.5 ** (p / 2)
+    assert found.volume.value < 0.5 * ball
+    assert found.heaviest > 20 / SAMPLES
+    assert found.volume.relative_error > 2 * found.heaviest
+    assert any("flatness: the error of volume is a guess" in message for message in caplog.messages)
+
+
+def ellipse(length: float, radius: float) -> Flatness:
+    """y₁² + (y₂/length)² < ½ in y = w."""
+    return flatness(
+        *(lambda params, x: params["w"][None], None, 0.5, ng.Euclidean()),
+        loss=lambda y: y[0, 0].square() + (y[0, 1] / length).square(),
+        radius=radius,
+        params={"w": torch.zeros(2, dtype=torch.float64)},
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def test_a_basin_that_is_longer_than_numbers_have_digits() -> None:
+    """10³⁰ times as long as wide: coordinates in which it is round have a determinant all the same."""
+    found = ellipse(1e30, radius=1e40)
+    for volume in (found.volume, found.euclidean):
+        assert abs(volume.value - 0.5 * math.pi * 1e30) < 4 * volume.error
+        assert volume.relative_error < 0.01
+
+
+def test_a_basin_that_is_too_long_to_be_fitted() -> None:
+    """10⁶⁰ times as long as wide: the coordinates stretch a few times a round, and there are 64 rounds."""
+    with pytest.raises(ValueError, match=r"after 64 rounds of 256 random lines: .* It is unbounded, .* or too long"):
+        ellipse(1e60, radius=1e80)
+
+
+# The mean of numbers of which few hold the most: an error that is true where the standard error is not.
+
+
+def pareto(n: int, k: float, generator: torch.Generator) -> Tensor:
+    """log X of n numbers with P(X > x) = x^{−1/k}, whose mean is 1/(1 − k)."""
+    return -k * torch.rand(n, generator=generator, dtype=torch.float64).log()
+
+
+def covered(k: float, n: int, *, standard: bool = False) -> tuple[float, float]:
+    """How often the mean is within one and two errors, or standard errors, in 400 repetitions."""
+    generator = torch.Generator().manual_seed(0)
+    found = [TailedMean.of(pareto(n, k, generator)) for _ in range(400)]
+    errors = torch.tensor([m.standard_error if standard else m.relative_error for m in found])
+    off = torch.tensor([abs(m.log + math.log(1 - k)) for m in found])
+    return float((off < errors).double().mean()), float((off < 2 * errors).double().mean())
+
+
+@pytest.mark.parametrize("n", [256, 1024])
+@pytest.mark.parametrize("k", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_the_error_is_true_whatever_the_tail(k: float, n: int) -> None:
+    """The shares that it promises are 68 % and 95 %."""
+    one, two = covered(k, n)
+    assert 0.63 < one < 0.9
+    assert two > 0.85
+
+
+def test_the_standard_error_is_not() -> None:
+    """It is where there is a variance, k < ½."""
+    assert covered(0.3, 1024, standard=True)[1] > 0.92
+    assert covered(0.7, 1024, standard=True)[1] < 0.8
+    assert covered(0.9, 1024, standard=True)[1] < 0.4
+
+
+def test_the_shares_that_the_docstring_quotes_are_these() -> None:
+    found = [covered(k, 1024, standard=standard) for standard in (False, True) for k in (0.7, 0.9)]
+    shares = [float(share) / 100 for share in re.findall(r"(\d+) %", TailedMean.__doc__ or "")]
+    assert shares == pytest.approx([share for pair in found for share in pair], abs=0.02)
+
+
+def test_light_tails_have_the_standard_error() -> None:
+    """Of a uniform distribution to a few parts in a hundred, and of numbers that are equal exactly."""
+    m = TailedMean.of((1 + torch.rand(1000, generator=torch.Generator().manual_seed(0)).double()).log())
+    assert m.standard_error <= m.relative_error < 1.05 * m.standard_error
+    assert not m.guessed
+    assert TailedMean.of(torch.full((100,), 3.0)) == TailedMean(3.0, 0.0, 0.01, 0.0)
+
+
+def test_numbers_without_a_mean_have_an_infinite_error() -> None:
+    m = TailedMean.of(pareto(1000, 2.0, torch.Generator().manual_seed(0)))
+    assert m.index > 1.5
+    assert m.missed == m.relative_error == math.inf
+    assert m.guessed
+
+
+def test_a_scale_is_only_a_scale() -> None:
+    """Also where the numbers underflow."""
+    logs = normal(200)
+    near, far = TailedMean.of(logs), TailedMean.of(logs - 5000)
+    assert abs(near.log - far.log - 5000) < 1e-9
+    assert abs(near.relative_error - far.relative_error) < 1e-9
+
+
+def test_few_numbers_show_no_tail() -> None:
+    """A variance is all that is assumed then, k = ½: the share of the largest may be missed."""
+    m = TailedMean.of(normal(10))
+    assert m.index == 0.5
+    assert abs(m.missed - m.heaviest) < 1e-12
+
+
+def test_zeros() -> None:
+    nothing = torch.full((100,), -math.inf)
+    assert TailedMean.of(nothing) == TailedMean(-math.inf, 0.0, 0.0, 0.0)
+    nothing[3] = 0.0
+    one = TailedMean.of(nothing)
+    assert abs(one.log + math.log(100)) < 1e-6
+    assert one.heaviest == 1.0
+    assert one.relative_error == math.inf

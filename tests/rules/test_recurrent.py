@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import natgrad as ng
+from natgrad.operators import KroneckerOperator
+from natgrad.rules import Call, CellRule, RecurrentRule
+from natgrad.rules.base import cotangent_features, input_features
 from tests import oracle
+from tests.golden import agrees, golden, tensor
+from tests.machine import needs_autocast
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
 from tests.zoo import Case, Problem
 
@@ -239,3 +245,227 @@ class Take(nn.Module):
 
     def forward(self, out: Any) -> Tensor:
         return out[0]
+
+
+# K-FAC of recurrent layers: golden values of Luk and Grosse (2018), (5.3), where it is exact, and what is masked.
+
+
+CASE = golden("rnn.kfac")
+
+
+class Golden(nn.Module):
+    """z_t = W a_{t−1} + b, a_t = tanh(z_t + V x_t), logits U a_t + c at every step; x [n t 1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.given, self.head = nn.Linear(2, 2), nn.Linear(1, 2, bias=False), nn.Linear(2, 2)
+        self.start = tensor(CASE["inputs"]["a0"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, logits = self.start.expand(len(x), -1), []
+        for x_t in x.unbind(1):
+            a = torch.tanh(self.recurrent(a) + self.given(x_t))
+            logits.append(self.head(a))
+        return torch.stack(logits, dim=1)
+
+
+class Fused(nn.Module):
+    """The same network with ``nn.RNN``; its second bias is zero, and not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.RNN(1, 2, batch_first=True), nn.Linear(2, 2)
+        self.start = tensor(CASE["inputs"]["a0"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x, self.start.expand(1, len(x), -1).contiguous())[0])
+
+
+FACTORED = {
+    Golden: {"recurrent.weight": "W", "recurrent.bias": "b", "given.weight": "V"},
+    Fused: {"body.weight_hh_l0": "W", "body.bias_hh_l0": "b", "body.weight_ih_l0": "V"},
+}
+
+
+def _golden(kind: type[nn.Module]) -> tuple[nn.Module, Tensor, list[str]]:
+    """The model with the golden parameters, its inputs, and the names of W and b."""
+    model = kind().double()
+    own = FACTORED[kind] | {"head.weight": "U", "head.bias": "c"}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(tensor(CASE["inputs"][own[name]])) if name in own else p.zero_().requires_grad_(False)
+    return model, tensor(CASE["inputs"]["X"]), list(own)[:2]
+
+
+def _kfac(model: nn.Module, x: Tensor) -> KroneckerOperator:
+    pb = ng.pullback(model, x, ng.Fisher(ng.Categorical()))
+    return ng.Kronecker(strict=True).estimate(pb)
+
+
+@pytest.mark.parametrize("kind", FACTORED)
+def test_factors_are_the_golden_ones(kind: type[nn.Module]) -> None:
+    """A is the mean over sequences and times, and S holds the T of Luk and Grosse (2018), (5.3)."""
+    model, x, names = _golden(kind)
+    agrees(CASE, model(x).detach(), "logits")
+    G = _kfac(model, x)
+    at = next(at for at, block in enumerate(G.blocks) if set(block.names) == set(names))
+    agrees(CASE, G.right[at][0], "A")
+    agrees(CASE, G.left[at][0] / CASE["expected"]["T"], "G")
+
+
+@pytest.mark.parametrize("kind", FACTORED)
+def test_block_and_damped_step_are_the_golden_ones(kind: type[nn.Module]) -> None:
+    """Our blocks are row-major, S ⊗ A; the golden ones stack columns, T A ⊗ G."""
+    model, x, names = _golden(kind)
+    G = _kfac(model, x)
+    block = next(block for block in G.blocks if set(block.names) == set(names))
+    index = block.index.view(2, 3).T.flatten()  # by columns of W̄ = [W b]
+    agrees(CASE, G.dense()[index[:, None], index], "F_hat")
+    loss = nn.functional.cross_entropy(model(x).flatten(0, 1), torch.tensor(CASE["inputs"]["y"]).flatten())
+    ω = ng.differential(model, loss * CASE["expected"]["T"])
+    agrees(CASE, block.packed(dict(ω.items()))[0], "grad_Wbar")
+    v = ng.sharp(G, ω, damping=CASE["inputs"]["damping"])
+    agrees(CASE, block.packed(dict(v.items()))[0], "natgrad_damped")
+
+
+class Network(nn.Module):
+    """Two layers of a recurrence and a head on the last step."""
+
+    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, **options: Any) -> None:
+        super().__init__()
+        self.body = kind(2, 3, 2, batch_first=True, **options)  # type: ignore[arg-type]
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_kfac_covers_a_recurrence_whole_and_is_positive(kind: type[nn.RNNBase], sharing: Any) -> None:
+    problem = Case("kfac", lambda: Problem(Network(kind), normal(5, 4, 2))).make()
+    pb = pull(problem, ng.Fisher(ng.Categorical()))
+    G = ng.Kronecker(sharing=sharing, strict=True).estimate(pb)
+    assert covered(pb) == set(pb.model.params)
+    assert G.fallback is None
+    values = torch.linalg.eigvalsh(G.dense())
+    assert float(values[0]) > -1e-12 * float(values[-1])
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_kfac_is_exact_for_one_datum_and_one_step(kind: type[nn.RNNBase], sharing: Any) -> None:
+    problem = Case("one", lambda: Problem(Network(kind), normal(1, 1, 2))).make()
+    pb = pull(problem, ng.Fisher(ng.Categorical()))
+    exact = oracle.dense(problem.jacobian(), oracle.categorical(problem.outputs()))
+    exact = oracle.block_diagonal(exact, [layer.index.tolist() for layer in pb.layers])
+    close(ng.Kronecker(sharing=sharing, strict=True).estimate(pb).dense(), exact)
+
+
+class Lengths(nn.Module):
+    """A recurrence on packed sequences, and the sum of its outputs over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.GRU(2, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(pad_packed_sequence(self.body(packed)[0], batch_first=True)[0].sum(1))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_steps_after_the_end_of_a_sequence_count_nowhere(sharing: Any) -> None:
+    """Other values there, and more of them, change nothing."""
+    model = Lengths().double()
+    x, lengths = normal(3, 4, 2), torch.tensor([2, 4, 1])
+    structure = ng.Kronecker(sharing=sharing, strict=True)
+    G = structure.estimate(ng.pullback(model, (x, lengths), ng.Euclidean()))
+    beyond = torch.arange(4) >= lengths[:, None]
+    changed = torch.where(beyond[:, :, None], 7.0, x)
+    close(structure.estimate(ng.pullback(model, (changed, lengths), ng.Euclidean())).dense(), G.dense())
+    A = G.right[0][0]
+    large = ng.Kronecker(sharing=sharing, largest=2).estimate(ng.pullback(model, (x, lengths), ng.Euclidean()))
+    close(large.right[0][0], A.diagonal())
+    if sharing == "expand":  # the mean over the steps that are there
+        ā = torch.cat([x, x.new_ones(3, 4, 1)], dim=2)[~beyond]
+    else:
+        ā = torch.stack([torch.cat([row[:t].mean(0), row.new_ones(1)]) for row, t in zip(x, lengths, strict=True)])
+    close(A, ā.T @ ā / len(ā))
+
+
+def test_moments_are_those_of_the_inputs() -> None:
+    rnn, rule, x = nn.LSTM(2, 3, batch_first=True).double(), RecurrentRule(), normal(4, 5, 2)
+    for keys in rule.layers(rnn):
+        a = input_features(rule, rnn, keys, Call((x,), {})).dense()
+        close(input_features(rule, rnn, keys, Call((x,), {})).moment().total, torch.einsum("nrci,nrcj->cij", a, a))
+        close(input_features(rule, rnn, keys, Call((x,), {})).reduced("mean").dense().squeeze(1), a.mean(1))
+        assert rule.positions(rnn, keys, Call((x,), {})) == a.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "rule"), [(nn.LSTM(2, 3, proj_size=2), RecurrentRule()), (nn.GRUCell(2, 3), CellRule())]
+)
+def test_packing_is_undone_by_unpacking(module: nn.Module, rule: RecurrentRule | CellRule) -> None:
+    for keys in rule.layers(module):
+        block = {key: torch.randn(module.get_parameter(key).shape) for key in keys}
+        packed = rule.pack(module, block)
+        assert packed.shape == rule.shape(module, keys)
+        back = rule.unpack(module, keys, packed.expand(2, *packed.shape))
+        assert all(torch.equal(back[key], block[key].expand(2, *block[key].shape)) for key in keys)
+
+
+def test_dropout_between_layers_is_replayed_by_its_mean() -> None:
+    """In training mode the replay is the evaluation of the module."""
+    rnn, x = nn.LSTM(2, 3, 3, dropout=0.5).double(), normal(4, 3, 2)
+    with torch.no_grad():
+        replayed = RecurrentRule().replay(rnn.train(), Call((x,), {}, training=True))
+        output, (h, c) = rnn.eval()(x)
+    for got, want in zip(replayed.outputs, (output, h, c), strict=True):
+        close(got, want)
+
+
+def test_a_recurrence_in_training_mode_with_dropout_is_covered() -> None:
+    torch.manual_seed(0)
+    model = Network(dropout=0.3)
+    optimizer = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kronecker(strict=True), damping=0.1, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(8, 3, 2)).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_module_with_another_forward_or_other_parameters_is_left_alone() -> None:
+    class Other(nn.LSTM):
+        pass
+
+    pruned = nn.GRU(2, 3)
+    prune.identity(pruned, "weight_hh_l0")
+    assert not any(RecurrentRule().covers(module) for module in (Other(2, 3), pruned, nn.GRUCell(2, 3)))
+    assert not any(CellRule().covers(module) for module in (nn.LSTM(2, 3), nn.Linear(2, 3)))
+
+
+def test_cotangents_of_an_output_alone_are_refused() -> None:
+    with pytest.raises(TypeError, match="the cotangents of LSTM are those of its replay"):
+        cotangent_features(RecurrentRule(), nn.LSTM(2, 3), ("weight_ih_l0",), torch.ones(1, 2, 3, 3)).dense()
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_single_precision_under_autocast_is_close_to_double(kind: type[nn.RNNBase]) -> None:
+    problem = Case("autocast", lambda: Problem(Network(kind), normal(5, 4, 2))).make()
+    exact = ng.Kronecker().estimate(pull(problem, ng.Euclidean())).dense()
+    model, x = problem.module.float(), normal(5, 4, 2).float()
+    needs_autocast(lambda: model(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        pb = ng.pullback(model, x, ng.Euclidean())
+    assert covered(pb) == set(pb.model.params)
+    got = ng.Kronecker().estimate(pb).dense()
+    assert got.dtype == torch.float32
+    assert float((got.double() - exact).norm() / exact.norm()) < 0.05
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_eigenvalues_in_the_basis_of_kfac_keep_the_trace(kind: type[nn.RNNBase]) -> None:
+    problem = Case("trace", lambda: Problem(Network(kind), normal(5, 4, 2))).make()
+    exact = oracle.dense(problem.jacobian(), oracle.euclidean(problem.outputs())).trace()
+    close(ng.EigenKronecker(strict=True).estimate(pull(problem, ng.Euclidean())).dense().trace(), exact)

@@ -20,7 +20,7 @@ from natgrad.accelerate.patches import (
     strip_product,
     strips,
 )
-from tests.rules.test_patches import explicit, fits, lines, near, normal, planes, volumes
+from tests.accelerate.test_patches import explicit, fits, lines, near, normal, planes, volumes
 
 Table = Callable[[], Iterator[tuple[tuple[int, ...], tuple[Axis, ...]]]]
 
