@@ -10,6 +10,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.pullback import Factors
 from tests import oracle, zoo
+from tests.zoo import opaque as opaque
 
 
 def close(got: Tensor, expected: Tensor, tol: float = 1e-10) -> None:

@@ -7,7 +7,7 @@ All parameters are moved off their initial values, so that no zero bias or unit 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,47 @@ class BareParameter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """tanh(scale · x) mixed into two outputs."""
         return torch.tanh(self.scale * x) @ self.mix
+
+
+class Opaque(torch.autograd.Function):
+    """x Wᵀ, as a product that no operation shows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x @ weight.T
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return g[0] @ weight, g[0].reshape(-1, g[0].shape[-1]).T @ x.reshape(-1, x.shape[-1])
+
+
+def opaque(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ, of which no rule and no operation tells."""
+    return cast(Tensor, Opaque.apply(x, weight))  # type: ignore[no-untyped-call]
+
+
+class OpaqueParameters(nn.Module):
+    """Parameters that no module and no operation tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3] to [n 2]."""
+        return opaque(torch.tanh(opaque(x, self.w)), self.v)
+
+
+def opaque_parameters() -> Problem:
+    """The same at every call, in float64."""
+    return Case("opaque_parameters", lambda: Problem(OpaqueParameters(), _x(5, 3))).make()
 
 
 class TwoInputs(nn.Module):

@@ -20,6 +20,7 @@ from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.layer import Block
+from natgrad.pullback.operation_layers import loaded, with_layers
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
 
@@ -255,9 +256,11 @@ class Restored:
     outdated: bool
     generator: Tensor  # the state of the generator of a sampled metric
     rank: int  # the process that it is from
+    layers: tuple[Block, ...] = ()  # that operations have shown
 
     def put(self, tracker: MetricTracker, preconditioner: Preconditioner) -> None:
         """Go on from here."""
+        tracker.view.known.operations.put(self.layers, tracker.view.blocks)
         tracker.step, tracker.count, tracker.estimated = self.step, self.count, self.estimated
         tracker.average, tracker.pending_params = self.average, self.pending_params
         tracker.weight.total, tracker.weight.step_size = self.weight
@@ -291,6 +294,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "estimated": tracker.estimated,
         "inverted": preconditioner.inverted,
         "wanted": sorted(tracker.pending_params),
+        "operations": tracker.view.known.operations.state(),
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": preconditioner.damping,
@@ -323,7 +327,9 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
 
     tensors = placed(state["operator"])
     structure = tracker.structure.structure
-    average = operator_of(structure, tracker.model, tracker.view.blocks, tensors) if tensors else None
+    layers = loaded(tracker.model, tracker.view.blocks, state.get("operations", ()))
+    blocks = with_layers(tracker.view.blocks, layers)
+    average = operator_of(structure, tracker.model, blocks, tensors) if tensors else None
     inverse, warm = None, None
     if not _solved_otherwise(state, preconditioner.solver):
         warm = placed(state["inverse"])
@@ -347,6 +353,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         outdated=state["outdated"],
         generator=state["generator"].cpu(),
         rank=state["rank"],
+        layers=tuple(layers),
     )
 
 
@@ -365,5 +372,10 @@ def _signature(tracker: MetricTracker) -> dict[str, Any]:
         "metric": metric_in_words(tracker.metric),
         "structure": repr(tracker.structure.structure),
         "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
-        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in tracker.view.blocks},
+        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in _declared(tracker)},
     }
+
+
+def _declared(tracker: MetricTracker) -> Sequence[Block]:
+    """The layers as the modules of the model declare them, whatever operations have shown since."""
+    return tracker.view.known.operations.declared(tracker.view.blocks)

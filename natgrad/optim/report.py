@@ -147,7 +147,7 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
 
 def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
-    blocks, G = tracker.view.blocks, tracker.average
+    blocks, G = tracker.structure.structure.arrange(tracker.view.blocks), tracker.average
     if G is None or not tracker.structure.structure.covers_by_rule:
         return blocks
     covered = {name for block in G.layers for name in block.names}
@@ -199,14 +199,14 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     lines = []
     then = structure.uncovered()
     if result.uncovered and then is not None:
-        first = "the first pass may find them spread over the examples; if not, " if fresh else ""
+        first = "the operations of the first pass may give them one; if not, " if fresh else ""
         if structure.covers_by_rule:
             then = f"{then}: {_way_out(tracker, result)}"
         lines.append(f"no layer rule covers {', '.join(result.uncovered)}: {first}{then}")
     if result.diagonals:
         lines.append(f"only the diagonal is kept of {', '.join(result.diagonals)}")
     if fresh and any(row.rule for row in result.rows):
-        lines.append("a weight that is used without its module's forward loses its rule when the first pass shows it")
+        lines.append("a weight that is used beside its module's forward has the rule of its operations after a pass")
     return lines
 
 

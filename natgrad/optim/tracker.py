@@ -26,7 +26,7 @@ from natgrad.optim.distributed import Alone, World, refuse_strangers
 from natgrad.optim.frozen import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
-from natgrad.pullback.pullback import Batch, Pullback, View
+from natgrad.pullback.pullback import Batch, OperationsNeededError, Pullback, View
 from natgrad.pullback.tape import Recorder
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
@@ -280,7 +280,7 @@ class MetricTracker:
             self.model.check_separable()
         eagerly = compiled or self.watched is not self.module or self._check.compiled()
         self._recorder = self._recorders[eagerly]
-        self._recorder.start()
+        self._recorder.start(Arguments(args, kwargs), operations=self.view.operations)
         if eagerly or not self.structure.one_pass:
             self._rng_state = random_stream(self.model.example.device)
         if eagerly:
@@ -317,15 +317,32 @@ class MetricTracker:
                 refuse_chance()
             tape = recorder.tape(self.model.outputs(raw))
         finally:
-            recorder.uses = []  # they hold the graph
+            recorder.forget()
         with self._numbered():  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
-            self._add(self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs()))
+            try:
+                pb = self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
+            except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
+                pb = self._with_operations(batch)
+            self._add(pb)
+
+    def _with_operations(self, batch: Batch) -> Pullback:
+        """The pullback at a batch in another pass, whose operations are recorded. The random stream is put back."""
+        recorder, rng_state = self._recorders[True], random_stream(self.model.example.device)
+        recorder.start(batch.x, operations=True)
+        try:
+            with torch.enable_grad(), ours(), untouched(self.module), eager(self.module):
+                raw = self.module(*batch.x.args, **batch.x.kwargs)
+        finally:
+            recorder.stop()
+            put_back(self.model.example.device, rng_state)
+        tape = recorder.tape(self.model.outputs(raw))
+        return self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
 
     def abandon(self) -> None:
         """Stop recording a pass that never ended: no hook hears of a KeyboardInterrupt."""
         if self._recorder is not None:
-            self._stop().uses = []
+            self._stop().forget()
 
     def _stop(self) -> Recorder:
         recorder, handle = self._recorder, self._handle

@@ -354,25 +354,6 @@ _KEPT_GRAPHS = 64  # graphs
 
 @final
 @dataclass(frozen=True)
-class Refused:
-    """The names of parameters whose rule does not apply: their layer has examples elsewhere, or outputs in vain."""
-
-    elsewhere: frozenset[str]
-    idle: frozenset[str]
-
-    def among(self, blocks: Sequence[Block]) -> Refused:
-        """Those of these layers."""
-        names = {name for block in blocks for name in block.names}
-        return Refused(self.elsewhere & names, self.idle & names)
-
-    @property
-    def names(self) -> frozenset[str]:
-        """All of them."""
-        return self.elsewhere | self.idle
-
-
-@final
-@dataclass(frozen=True)
 class Judged:
     """What a pass shows of the layers ``given``.
 
@@ -383,7 +364,6 @@ class Judged:
 
     given: list[Block]
     blocks: list[Block]
-    refused: Refused
     unused: Mapping[str, Block]
     positions: Mapping[str, int]
     axes: Mapping[int, Axis]
@@ -429,18 +409,13 @@ class Judgements:
 def _judged(model: Model, given: list[Block], tape: Tape, seen: Survey, whole: bool, seating: Seating) -> Judged:
     wrong = seating.wrong
     blocks = [b if b.rule is None or tape.complete(b, seen.counts, wrong) else b.without_rule() for b in given]
-    refused = Refused(
-        *(
-            frozenset(name for b in given if not places.isdisjoint(tape.places(b)) for name in b.names)
-            for places in (seating.elsewhere, seating.idle)
-        )
-    )
-    out = seen.unreached(model.params) if whole else frozenset()
-    # A pass neither called the layer nor used its parameters.
-    unused = {b.names[0]: b for b in given if not tape.places(b) and out.issuperset(b.names)}
+    out = seen.unreached(tape.leaves or model.params) if whole else frozenset()
+    # Nothing that the pass returned depends on them, whether or not the layer was called.
+    unused = {b.names[0]: b for b in given if out.issuperset(b.names)}
+    blocks = [b.without_rule() if b.names[0] in unused else b for b in blocks]
     told = [b for b in blocks if b.rule is not None and not any(isinstance(kind.rule, Replayed) for kind in b.kinds)]
     positions = {b.names[0]: tape.positions(b) for b in told}
-    return Judged(list(given), blocks, refused, unused, positions, seating.axes)
+    return Judged(list(given), blocks, unused, positions, seating.axes)
 
 
 def _signature(uses: Sequence[Use]) -> tuple[Hashable, ...]:

@@ -81,21 +81,23 @@ def check_apart(model: Model, x: Inputs, step: int, n: int, y: Tensor | None = N
     )
 
 
-def forward(model: Model, blocks: Sequence[Block], x: Inputs, bound: int) -> tuple[Tape, list[Part]]:
+def forward(
+    model: Model, blocks: Sequence[Block], x: Inputs, bound: int, operations: bool = False
+) -> tuple[Tape, list[Part]]:
     """The tape of the batch, or, if that is too large, of its first part, with all the parts.
 
     A batch can be cut where every input has the same number of examples on its first axis and the outputs follow.
     """
     sizes = {t.shape[0] if t.ndim else 0 for t in tensors_of(x)}
     n = sizes.pop() if len(sizes) == 1 else 0
-    row = sum(b.size for b in blocks if b.rule is None) * model.example.element_size()
+    row = 0 if operations else sum(b.size for b in blocks if b.rule is None) * model.example.element_size()
     step = n if row == 0 else min(n, max(1, bound // row))
     # The pass that is cut short has made one layer's outputs already: do not try it where inputs alone come close.
     if step > 1 and _EXPANSION * sum(t.numel() * t.element_size() for t in tensors_of(x)) > bound:
         step = min(step, max(1, bound // max(1, activations(model, examples(x, (0, 1), n)))))
     while step > 0:
         try:
-            tape = record(model, blocks, examples(x, (0, step), n), bound if step > 1 else None)
+            tape = record(model, blocks, examples(x, (0, step), n), bound if step > 1 else None, operations)
         except TapeOverflow:
             step //= 2
             continue
@@ -105,5 +107,5 @@ def forward(model: Model, blocks: Sequence[Block], x: Inputs, bound: int) -> tup
             check_apart(model, x, step, n, tape.y)
             return tape, ranges(0, n, step)
         break
-    tape = record(model, blocks, x)
+    tape = record(model, blocks, x, operations=operations)
     return tape, [(0, tape.y.shape[0])]

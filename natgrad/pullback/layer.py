@@ -79,6 +79,11 @@ class Block:
         """The local names, in the order of the places."""
         return tuple(place.key for place in self.places)
 
+    @property
+    def named_places(self) -> dict[str, Place]:
+        """The places by the names of the parameters."""
+        return dict(zip(self.names, sorted(self.places, key=lambda place: place.start), strict=True))
+
     @cached_property
     def index(self) -> Tensor:
         """[p], the position in the flattening order of every packed coordinate, row-major over [c o i].
@@ -147,6 +152,14 @@ class Block:
             return {name: part.view(place.shape) for name, place, part in pairs}
         local = self.rule.unpack(self.modules[0], self.keys, packed)
         return {name: local[place.key] for name, place in zip(self.names, by_start, strict=True)}
+
+    def separated(self) -> list[Block]:
+        """Every parameter of the layer as a layer of its own: a weight, and its bias."""
+        if self.rule is None or len(self.places) < 2:
+            return [self]
+        shape, module = self.rule.shape, self.modules[0]
+        named = self.named_places.items()
+        return [replace(self, names=(name,), places=(at,), shape=shape(module, (at.key,))) for name, at in named]
 
     def without_rule(self) -> Block:
         """The same parameters, to be differentiated by ``torch.func`` instead of by the rule."""

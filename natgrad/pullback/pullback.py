@@ -20,8 +20,7 @@ from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteErro
 from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
 from natgrad.output.metric import Coupling, OutputMetric
-from natgrad.pullback.bare import SpreadRule, over_examples, spread, spread_again
-from natgrad.pullback.batch_axis import Judgements, Refused, Verdicts, check_alike, check_outputs, check_unused
+from natgrad.pullback.batch_axis import Judgements, Verdicts, check_alike, check_outputs, check_unused
 from natgrad.pullback.chunks import (
     Part,
     check_apart,
@@ -36,6 +35,8 @@ from natgrad.pullback.chunks import (
 from natgrad.pullback.coupling import root_of
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.layer import Block, Tied, formed, partition
+from natgrad.pullback.operation_layers import OperationLayers, is_operation
+from natgrad.pullback.position_tables import over_examples
 from natgrad.pullback.rows import rows
 from natgrad.pullback.tape import Tape, record
 from natgrad.rules import RULES
@@ -60,14 +61,14 @@ class Seen:
     """The layers, with their rules, and what a pass has shown of them, by their first name.
 
     ``positions``: how many r·c of one example share the weight. ``unused``: the layers that the pass did not use, as
-    they are where they are used; in ``layers`` they have no rule, and their rows are zero. ``displaced``: parameters
-    whose rule does not apply, as the examples are not in their places.
+    they are where they are used; in ``layers`` they have no rule, and their rows are zero. ``reasons``: why parameters
+    that were used have no rule, by their names.
     """
 
     layers: list[Block]
     positions: Mapping[str, int]
     unused: Mapping[str, Block] = field(default_factory=dict)
-    displaced: frozenset[str] = frozenset()
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 @final
@@ -84,6 +85,7 @@ class Passes:
     tapes: dict[Part, Tape]
     recordings: GraphCache[None] | None = None
     verdicts: Verdicts = field(default_factory=Verdicts)
+    operations: OperationLayers = field(default_factory=OperationLayers)
 
 
 # The root of the output metric at the outputs, made when and where it is needed, and checked.
@@ -285,6 +287,16 @@ class Pullback:
         coupled = self.coupling is not None
         return [layer.without_rule() if coupled or layer.facets else layer for layer in self.layers]
 
+    def separated(self) -> Pullback:
+        """The same pullback with weights and biases as layers of their own."""
+        layers: list[Block] = []
+        unused: dict[str, Block] = {}
+        for layer in self.layers:
+            whole = self.seen.unused.get(layer.names[0], layer)
+            layers += [piece if whole is layer else piece.without_rule() for piece in whole.separated()]
+            unused |= {piece.names[0]: piece for piece in whole.separated() if whole is not layer}
+        return replace(self, seen=replace(self.seen, layers=layers, unused=unused))
+
     def unmixed(self) -> Pullback:
         """The same examples, each by itself: the rows before a coupling mixes them."""
         return replace(self, coupled=None)
@@ -374,12 +386,14 @@ class Pullback:
         """The tape of a range of examples, recorded now unless it is there."""
         if part in self.passes.tapes:
             return self.passes.tapes[part]
-        tape = over_examples(record(self.model, self.layers, examples(self.batch.x, part, self.n)))
-        bare = [layer for layer in self.layers if isinstance(layer.rule, SpreadRule)]
-        seating = check_alike(tape, [layer for layer in self.layers if layer not in bare], part)
+        shown = [layer for layer in self.layers if is_operation(layer)]
+        x = examples(self.batch.x, part, self.n)
+        tape = over_examples(record(self.model, self.layers, x, operations=bool(shown)))
+        seating = check_alike(tape, [layer for layer in self.layers if layer not in shown], part)
         names = [name for block in self.seen.unused.values() for name in block.names]
-        check_unused(tape, {name: p for name, p in self.model.params.items() if name in names}, part)
-        return spread_again(bare, tape.turned(seating.axes))
+        check_unused(tape, {name: p for name, p in tape.leaves.items() if name in names}, part)
+        tape = tape.turned(seating.axes)
+        return self.passes.operations.again(self.model, shown, tape, part) if shown else tape
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
         factored = (block if block.rule and not block.facets else None for block in self.layers)
@@ -495,15 +509,11 @@ def without_autocast(
 
 
 _log = logging.getLogger("natgrad")
-_ELSEWHERE = (
-    "the layer rules of {} are not used, and the model is run example by example for them, which is slow: behind them "
-    "the outputs of one example depend on the others, as in z @ z.T or F.batch_norm(…, training=True) (nn.BatchNorm1d, "
-    "2d and 3d are understood), or the layers do not have the examples on one axis, in their order, as after an index, "
-    "a sort or a concatenation of examples. The outputs of the model have them on their first axis, linear layers, "
-    "LayerNorm, RMSNorm and embeddings on any, all others where the module has its batch: put them there before these "
-    "layers, and back behind them. strict=True refuses such layers, and opt.plan() lists them after the first pass"
-)
-_IDLE = "the layer rules of {} are not used: a layer was called, and the outputs of the model do not depend on its own"
+_WITHOUT = "{} have no layer rule and are differentiated example by example, which is slow: {}."
+
+
+class OperationsNeededError(Exception):
+    """Control flow: modules do not tell all that the pass computed, and it must be run again with its operations."""
 
 
 def pullback(
@@ -544,6 +554,7 @@ class Known:
     verdicts: Verdicts = field(default_factory=Verdicts)
     judgements: Judgements = field(default_factory=Judgements)
     recordings: GraphCache[None] = field(default_factory=GraphCache)
+    operations: OperationLayers = field(default_factory=OperationLayers)
 
 
 @final
@@ -572,12 +583,23 @@ class View:
 
     def of(self, batch: Batch) -> Pullback:
         """The pullback at a batch, in a forward pass of our own; ``deferred`` ones are never cut into parts."""
-        if self.deferred:
-            tape = record(self.model, self.blocks, batch.x)
-            return self.assemble(batch, tape, [(0, tape.y.shape[0])])
-        bound = pass_bytes(self.memory, self.model.example.device)
-        tape, parts = forward(self.model, self.blocks, batch.x, bound)
-        return self.assemble(batch, tape, parts)
+        while True:
+            asked = self.operations
+            if self.deferred:
+                tape = record(self.model, self.blocks, batch.x, operations=asked)
+                parts = [(0, tape.y.shape[0])]
+            else:
+                bound = pass_bytes(self.memory, self.model.example.device)
+                tape, parts = forward(self.model, self.blocks, batch.x, bound, asked)
+            try:
+                return self.assemble(batch, tape, parts)
+            except OperationsNeededError:  # once
+                assert not asked
+
+    @property
+    def operations(self) -> bool:
+        """Whether a pass must record its operations: modules do not tell all that it computes with parameters."""
+        return self.known.operations.needed(self.blocks)
 
     def assemble(self, batch: Batch, tape: Tape, parts: list[Part], fleeting: bool = False) -> Pullback:
         """The pullback from a forward pass that has been run already, as by an optimizer's hook.
@@ -596,10 +618,17 @@ class View:
         # What the first part of a batch does not use, another may.
         whole = parts[-1][1] == y.shape[0] == tape.y.shape[0]
         judged = self.known.judgements.of(self.model, self.blocks, tape, whole, self.known.verdicts)
-        blocks, tape = spread(self.model, judged.blocks, replace(tape.turned(judged.axes), memo=judged.memo))
+        tape, blocks = replace(tape.turned(judged.axes), memo=judged.memo), judged.blocks
+        bare = [block for block in blocks if block.rule is None and block.names[0] not in judged.unused]
+        reasons: dict[str, str] = {}
+        if bare and tape.operations is not None:
+            blocks, tape, reasons = self.known.operations.resolve(self.model, blocks, tape, bare)
+            self.known.operations.remember(self.blocks)
+        elif bare:
+            self.known.operations.expect()
+            raise OperationsNeededError
         bare = [block for block in blocks if block.rule is None]
-        refused = judged.refused.among(bare)
-        self._tell([block for block in bare if block.names[0] not in judged.unused], refused)
+        self._tell([block for block in bare if block.names[0] not in judged.unused], reasons)
         coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             parts = [(0, y.shape[0])]
@@ -608,28 +637,30 @@ class View:
             metric=self.metric,
             y=y,
             roots=Root.of(self, batch.target, y, coupled is not None),
-            seen=Seen(blocks, judged.positions_of(blocks, tape), judged.unused, refused.names),
+            seen=Seen(blocks, judged.positions_of(blocks, tape), judged.unused, reasons),
             passes=Passes(
                 memory=self.memory,
                 parts=parts,
                 tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
                 recordings=self.known.recordings if y.device.type == "cuda" else None,
                 verdicts=self.known.verdicts,
+                operations=self.known.operations,
             ),
             coupled=None if coupled is None else _placed(coupled, y),
         )
 
-    def _tell(self, blocks: Sequence[Block], refused: Refused) -> None:
+    def _tell(self, blocks: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """Say once which parameters have no rule, those of ``blocks``, or are seen in another mode than the others.
 
-        That a rule there is cannot be used is a warning: the model can be written so that it can.
+        ``reasons``: why no operation gives them one.
         """
-        for level, text, found in (
-            (logging.WARNING, _ELSEWHERE, refused.elsewhere),
-            (logging.INFO, _IDLE, refused.idle - refused.elsewhere),
-        ):
-            if found and self.known.verdicts.news(message := text.format(", ".join(sorted(found)))):
-                _log.log(level, message)
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, which in by_reason.items():
+            message = _WITHOUT.format(", ".join(sorted(which)), reason)
+            if self.known.verdicts.news(message):
+                _log.warning(message)
         if not blocks:
             return
         names = ", ".join(name for block in blocks for name in block.names)

@@ -23,6 +23,7 @@ from natgrad.model import Inputs, Model, is_ours, map_tensors, tensors_of
 from natgrad.pullback.batch_norm import Statistics
 from natgrad.pullback.graph import Axis, leaf_uses, nodes
 from natgrad.pullback.layer import Block
+from natgrad.pullback.operations import Operation, OperationRecorder
 from natgrad.rules.base import Call, Replay, Replayed, Rule, cotangent_features, input_features, replaying
 from natgrad.rules.features import DenseFeatures, Features, Joined
 
@@ -200,11 +201,13 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._hooks = Hooks()
         self._once: dict[nn.Module, Ruled] = {}
+        self._operations: OperationRecorder | None = None
+        self._stopped = True
 
-    def start(self) -> None:
-        """A pass begins."""
+    def start(self, x: Inputs = None, *, operations: bool = False) -> None:
+        """A pass begins on inputs x; ``operations``: those that it makes are recorded, too."""
         module = self._model.module
-        self.uses, self.statistics, self.bytes = [], Statistics(), 0
+        self.uses, self.statistics, self.bytes, self._stopped = [], Statistics(), 0, False
         if module is not None:
             # Before the layers' own hooks, so that the edge of a normalisation is that of the output made constant.
             self._handles += self.statistics.watch(self._model.batch_norms)
@@ -215,17 +218,30 @@ class Recorder:
         if self._bound is not None and module is not None:
             leaves = (m for m in module.modules() if next(m.children(), None) is None)
             self._handles += [leaf.register_forward_hook(self._meter) for leaf in leaves]
+        self._operations = None
+        if operations:
+            self._operations = OperationRecorder(tensors_of(x))
+            self._operations.enter()
 
     def stop(self) -> None:
+        if self._operations is not None and not self._stopped:
+            self._operations.leave()
+        self._stopped = True
         self._hooks.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
+    def forget(self) -> None:
+        """What was recorded, which holds the graph."""
+        self.uses, self._operations = [], None
+
     def tape(self, y: Tensor) -> Tape:
         """What was recorded, with the outputs of the pass. It is not held here any longer."""
         uses, self.uses = self.uses, []
-        return Tape(y, tuple(uses), self.statistics)
+        operations, self._operations = self._operations, None
+        found = None if operations is None else tuple(operations.uses())
+        return Tape(y, tuple(uses), self.statistics, operations=found, leaves=self._model.params)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._of_user and is_ours():
@@ -266,19 +282,27 @@ class Recorder:
             raise TapeOverflow
 
 
-def record(model: Model, blocks: Sequence[Block], x: Inputs, bound: int | None = None) -> Tape:
-    """Run the model on x and record it; where no block has a rule there is nothing to record but the outputs."""
-    if not any(block.rule for block in blocks):
+def record(
+    model: Model, blocks: Sequence[Block], x: Inputs, bound: int | None = None, operations: bool = False
+) -> Tape:
+    """Run the model on x and record it; with its ``operations``, where modules do not tell all.
+
+    Where no block has a rule, and operations are not asked for, there is nothing to record but the outputs.
+    """
+    if not operations and not any(block.rule for block in blocks):
         with torch.no_grad():
             return Tape(model(None, x), ())
     recorder = Recorder(model, blocks, bound)
-    recorder.start()
+    leaves: dict[str, Tensor] = model.params
+    if operations and model.module is None:
+        leaves = {name: p.detach().requires_grad_() for name, p in model.params.items()}
+    recorder.start(x, operations=operations)
     try:
         with torch.enable_grad():
-            y = model(None, x)
+            y = model(leaves if model.module is None else None, x)
     finally:
         recorder.stop()
-    return recorder.tape(y)
+    return replace(recorder.tape(y), leaves=leaves)
 
 
 def activations(model: Model, x: Inputs) -> int:
@@ -302,6 +326,8 @@ class Tape:
     uses: tuple[Use, ...]
     statistics: Statistics = field(default_factory=Statistics)
     memo: dict[Hashable, Any] = field(default_factory=dict)  # what was found about passes with a graph like this one
+    operations: tuple[Operation, ...] | None = None  # that read parameters, where they were recorded
+    leaves: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters of the pass
 
     def turned(self, axes: Mapping[int, Axis]) -> Tape:
         """The same pass; uses at these positions have their examples on another axis, and are seen as if first."""
@@ -331,7 +357,9 @@ class Tape:
             for m in kind.modules
             for key in kind.keys
         }
-        return all(counts[p] == expected[p] for p in params)
+        replayed = any(isinstance(kind.rule, Replayed) for kind in block.kinds)
+        # A call that entered other parameters than the module's own (``functional_call``) says nothing of those.
+        return all(counts[p] == expected[p] and (replayed or expected[p]) for p in params)
 
     def positions(self, block: Block) -> int:
         """How many r·c of one example share the weight of a block, over all its uses; 1 for explicit rows."""
@@ -342,7 +370,7 @@ class Tape:
         if isinstance(block.rule, Replayed):
             rule = block.rule
             return sum(rule.positions(use.module, block.keys, use.call) for use in self.of(block))
-        return sum(use.shape.numel() for use in self.of(block)) // (self.y.shape[0] * block.shape[1])
+        return max(1, sum(use.shape.numel() for use in self.of(block)) // (self.y.shape[0] * block.shape[1]))
 
     def of(self, block: Block) -> list[Use]:
         """The uses of a block, in the order of the calls."""

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, TypeAlias, cast, final
 
 import torch
@@ -148,11 +149,43 @@ def trainable(module: nn.Module) -> dict[str, Tensor]:
 
 
 def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
-    """Whether a module is of this very type, with no parameters but these and the forward of its class.
+    """Whether a module computes what its class ``kind`` of torch does, with no parameters but these.
 
-    Pruning, spectral norm and the like leave the type, and put other parameters or another forward in.
+    Subclasses inherit: one that adds attributes, or initialises in another way, computes the same. One that overrides
+    a method of ``kind``, a module with a forward of its own, and pruning, weight normalisation and the like, which put
+    other parameters in, do not.
+
+    >>> class Ours(nn.Linear):
+    ...     pass
+    >>> plain(Ours(2, 2), nn.Linear, "weight", "bias")
+    True
+    >>> plain(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), nn.Linear, "weight", "bias")
+    False
     """
-    return type(module) is kind and parameters_in(module).keys() <= set(names) and "forward" not in vars(module)
+    if not isinstance(module, kind) or "forward" in vars(module):
+        return False
+    # A parameter that is not where the class puts it is a property, or computed from others.
+    missing = any(name not in parameters_in(module) and getattr(module, name, None) is not None for name in names)
+    classes: tuple[Any, Any] = type(module), kind
+    return not missing and parameters_in(module).keys() <= set(names) and _inherits(*classes)
+
+
+@cache
+def _inherits(own: Any, kind: Any) -> bool:
+    """Whether a subclass leaves all that ``kind`` computes with as it is."""
+    between = own.__mro__[: own.__mro__.index(kind)]
+    return all(name in _HARMLESS or not hasattr(kind, name) for cls in between for name in vars(cls))
+
+
+_HARMLESS = frozenset(
+    (
+        *("__init__", "__repr__", "__doc__", "__module__", "__qualname__", "__annotations__", "__constants__"),
+        *("__dict__", "__weakref__", "__slots__", "__firstlineno__", "__static_attributes__", "__annotate__"),
+        *("__annotate_func__", "__orig_bases__", "__parameters__", "__type_params__", "__hash__", "__eq__"),
+        *("__init_subclass__", "__class_getitem__", "__abstractmethods__", "_abc_impl", "__jit_unused_properties__"),
+        *("reset_parameters", "extra_repr"),
+    )
+)
 
 
 def detached_parameter(module: nn.Module, key: str) -> Tensor | None:

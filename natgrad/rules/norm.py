@@ -265,4 +265,4 @@ def pooled(mean: Tensor, variance: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 def _spatial(module: nn.Module) -> int:
     """How many spatial axes an instance normalisation has."""
-    return next(d for d, kind in enumerate(_INSTANCE, start=1) if type(module) is kind)
+    return next(d for d, kind in enumerate(_INSTANCE, start=1) if isinstance(module, kind))

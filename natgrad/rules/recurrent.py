@@ -219,11 +219,11 @@ class RecurrentRule(Replayed):
     """
 
     def covers(self, module: nn.Module) -> bool:
-        if type(module) not in (nn.RNN, nn.LSTM, nn.GRU):
+        kind = next((kind for kind in (nn.RNN, nn.LSTM, nn.GRU) if isinstance(module, kind)), None)
+        if kind is None:
             return False
-        rnn = cast(nn.RNNBase, module)
-        names = (name for direction in _directions(rnn) for layer in direction.layers for name in layer)
-        return plain(rnn, type(rnn), *names)
+        names = (name for each in _directions(cast(nn.RNNBase, module)) for layer in each.layers for name in layer)
+        return plain(module, kind, *names)
 
     def layers(self, module: nn.Module) -> tuple[Keys, ...]:
         return _trained(module, _directions(cast(nn.RNNBase, module)))
@@ -265,8 +265,9 @@ class CellRule(Replayed):
     """
 
     def covers(self, module: nn.Module) -> bool:
+        kind = next((kind for kind in (nn.RNNCell, nn.LSTMCell, nn.GRUCell) if isinstance(module, kind)), None)
         names = (name for layer in Direction(module, "").layers for name in layer)
-        return type(module) in (nn.RNNCell, nn.LSTMCell, nn.GRUCell) and plain(module, type(module), *names)
+        return kind is not None and plain(module, kind, *names)
 
     def layers(self, module: nn.Module) -> tuple[Keys, ...]:
         return _trained(module, (Direction(module, ""),))

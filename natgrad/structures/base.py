@@ -152,6 +152,10 @@ class Structure(ABC):
         Raises ``StateError`` where they do not fit the model.
         """
 
+    def arrange(self, blocks: Sequence[Block]) -> list[Block]:
+        """The layers as this structure keeps them."""
+        return list(blocks)
+
     def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost | None:
         """Of all parameters together; None where it depends on the batch, or layers are kept apart.
 

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from natgrad.kernels.gram import KernelMatrix, root_or_nan
 from natgrad.linalg import check_finite, cholesky, refuse_lost_damping, refuse_singular
 from natgrad.model import Model
-from natgrad.pullback.bare import parted
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
@@ -66,7 +65,7 @@ class Kernel(Structure):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
         restored, factors = [], []
-        for block in (piece for whole in blocks for piece in _pieces(model, whole, tensors)):
+        for block in blocks:
             f = Factors(tensors[f"{block.names[0]}/a"], tensors[f"{block.names[0]}/g"])
             packed = (f.g.shape[3], f.g.shape[4], f.a.shape[3])
             restored.append(block if packed == block.shape else block.without_rule())
@@ -382,11 +381,3 @@ def _join(left: Factors, right: Factors) -> Factors:
 def _pad(t: Tensor, dim: int, size: int) -> Tensor:
     missing = size - t.shape[dim]
     return t if missing == 0 else F.pad(t, (*[0, 0] * (t.ndim - 1 - dim), 0, missing))
-
-
-def _pieces(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
-    """A block, or its pieces, with these rows."""
-    rows = {name: tensors[f"{name}/g"] for name in block.names if f"{name}/g" in tensors}
-    if len(rows) < 2:
-        return [block]
-    return parted(model, block, [name for name, g in rows.items() if g.shape[3] == model.params[name].numel()])

@@ -63,10 +63,13 @@ class Kronecker(Layered):
     ``sharing``: what becomes of positions that share a weight (pixels, tokens, time steps): "expand" takes them for
     independent examples, "reduce" sums over them first (Eschenhagen et al. 2023). ``fallback`` is the structure of the
     parameters that no layer rule covers; with ``strict`` there must be none. Of a factor with more than ``largest``
-    rows (a vocabulary) only the diagonal is kept. ``opt.plan()`` shows all of this.
+    rows (a vocabulary) only the diagonal is kept. With ``bias="separate"`` a bias is a layer of its own, apart from its
+    weight. ``opt.plan()`` shows all of this.
 
-    Parameters of no module that are only added to the examples, or multiplied with them (positions, a class token,
-    LayerScale), are covered: every entry is a group by itself, so that they have the diagonal of G.
+    A parameter that no module tells of has the factors of the operations that use it: products, convolutions, lookups.
+    Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact diagonal of
+    G. So have parameters that a function stands before (``weight_norm``, a merged LoRA): W = f(θ) has a product S ⊗ A,
+    and its pullback (∂f/∂θ)ᵀ(S ⊗ A)(∂f/∂θ) has none.
 
     An embedding that is also the weight of a linear head is one layer, W [V d], with one product for both uses, whose
     trace and partial traces are those of the sum of the two (``natgrad.pullback.layer``).

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
@@ -32,8 +32,8 @@ from natgrad.errors import IncompatibleError, UncoveredError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import refuse_indefinite, refuse_singular
 from natgrad.model import Model, check_slots
-from natgrad.pullback.bare import SpreadRule, as_spread, parted
 from natgrad.pullback.layer import Block
+from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing
 from natgrad.structures.base import (
@@ -66,9 +66,12 @@ class Layered(Structure):
     fallback: Structure = field(default_factory=Diagonal)
     strict: bool = False
     largest: int = 16384
+    bias: Literal["joint", "separate"] = "joint"
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        if self.bias not in ("joint", "separate"):
+            raise ValueError(f'{name}(bias=…) is "joint" or "separate", not {self.bias!r}')
         if self.sharing not in ("expand", "reduce"):
             raise ValueError(f'{name}(sharing=…) is "expand" or "reduce", not {self.sharing!r}')
         check_slots(fallback=(self.fallback, Structure))
@@ -78,6 +81,13 @@ class Layered(Structure):
             )
         if self.largest < 1:
             raise ValueError(f"{name}(largest=…) must be at least 1, got {self.largest}")
+
+    def arrange(self, blocks: Sequence[Block]) -> list[Block]:
+        joint = self.bias == "joint"
+        return list(blocks) if joint else [piece for block in blocks for piece in block.separated()]
+
+    def _arranged(self, pullback: Pullback) -> Pullback:
+        return pullback if self.bias == "joint" else pullback.separated()
 
     @abstractmethod
     def layer_elements(self, block: Block) -> int:
@@ -115,7 +125,7 @@ class Layered(Structure):
         return True
 
     def elements(self, pullback: Pullback) -> int:
-        blocks, uncovered = split_layers(pullback, None)
+        blocks, uncovered = split_layers(self._arranged(pullback), None)
         total = sum(map(self.layer_elements, blocks))
         return total + (self.fallback.elements(restricted(pullback, uncovered)) if uncovered else 0)
 
@@ -142,35 +152,30 @@ class Layered(Structure):
         """
         if like is None:  # else there is one of this size already
             self.admit(pullback)
+        pullback = self._arranged(pullback)
         blocks, uncovered = split_layers(pullback, like)
         unused = {name for block in pullback.seen.unused.values() for name in block.names}
-        self._check_strict([block for block in uncovered if block.names[0] not in unused], pullback.seen.displaced)
+        self._check_strict([block for block in uncovered if block.names[0] not in unused], pullback.seen.reasons)
         unseen = frozenset(name for block in blocks for name in block.names if name in unused)
         return LayerSplit(tuple(blocks), unseen, restricted(pullback, uncovered) if uncovered else None)
 
-    def _check_strict(self, uncovered: Sequence[Block], displaced: Collection[str]) -> None:
-        """With ``strict``, refuse parameters that no rule covers, or whose rule cannot be used (``displaced``)."""
+    def _check_strict(self, uncovered: Sequence[Block], reasons: Mapping[str, str]) -> None:
+        """With ``strict``, refuse parameters that no rule covers, with the ``reasons``, by name."""
         if self.strict and uncovered:
-            names = ", ".join(name for block in uncovered for name in block.names)
-            if displaced:
-                raise UncoveredError(
-                    f"no layer rule can be used for {', '.join(sorted(displaced))}, and strict=True: behind it the "
-                    "outputs of one example depend on the others, as in z @ z.T or F.batch_norm(…, training=True), or "
-                    "the examples are not on one axis, in order, or its outputs are not used. Keep the examples apart, "
-                    f"or let {names} fall back to {self.fallback!r} with strict=False"
-                )
+            names = [name for block in uncovered for name in block.names]
+            why = "; ".join(dict.fromkeys(reason for name, reason in reasons.items() if name in names))
             raise UncoveredError(
-                f"no layer rule covers {names}, and strict=True. Pass rules=[…] with a rule for their module, use the "
-                f"module's own forward, or let them fall back to {self.fallback!r} with strict=False"
+                f"no layer rule covers {', '.join(names)}, and strict=True{': ' + why if why else ''}. Pass rules=[…] "
+                f"with a rule for their module, or let them fall back to {self.fallback!r} with strict=False"
             )
 
     def restored_split(
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
     ) -> tuple[LayerSplit, Operator | None]:
         """The layers that have factors among these tensors, and the operator on the other parameters."""
+        blocks = self.arrange(blocks)
         for block in blocks:
             self._check_factors(block, tensors)
-        blocks = [piece for block in blocks for piece in _with_factors(model, block, tensors)]
         unseen = [block for block in blocks if f"{block.names[0]}/{UNSEEN}" in tensors]
         covered = [block for block in blocks if f"{block.names[0]}/S" in tensors or block in unseen]
         split = LayerSplit(tuple(covered), frozenset(name for block in unseen for name in block.names))
@@ -240,8 +245,8 @@ class LayerSplit:
 def split_layers(pullback: Pullback, like: Operator | None) -> tuple[list[Block], list[Block]]:
     """The layers that have a rule, and the other parameters.
 
-    A layer that the pass did not use is what it is in ``like``. Parameters of no module are then among the uncovered,
-    and stay there when they turn out to be spread over the examples: their diagonal is the same.
+    A layer that the pass did not use is what it is in ``like``. A parameter without a module that no pass has used yet
+    is among the uncovered, and stays there when operations use it later.
     """
     layers = {block.names: block for block in like.layers} if like is not None else {}
     below = like.fallback.layout.like if isinstance(like, LayerOperator) and like.fallback is not None else {}
@@ -251,24 +256,12 @@ def split_layers(pullback: Pullback, like: Operator | None) -> tuple[list[Block]
         pieces, fell_back = [layer], any(name in below for name in layer.names)
         if layer.names[0] in pullback.seen.unused:
             unused = layers.get(layer.names, pullback.seen.unused[layer.names[0]])
-            alone = {name for name in layer.names if (name,) in layers}
-            pieces = parted(pullback.model, layer, alone) if fell_back or unused.rule is None else [unused]
-        elif fell_back and isinstance(layer.rule, SpreadRule):
+            pieces = [layer] if fell_back or unused.rule is None else [unused]
+        elif fell_back and is_operation(layer):
             pieces = [layer.without_rule()]
         covered += [piece for piece in pieces if piece.rule is not None]
         uncovered += [piece for piece in pieces if piece.rule is None]
     return covered, uncovered
-
-
-def _with_factors(model: Model, block: Block, tensors: Mapping[str, Tensor]) -> list[Block]:
-    """A block, or its pieces, with these factors."""
-    named = {name for name in block.names if f"{name}/S" in tensors}
-    if block.names[0] in named:
-        s, a = (tensors[f"{block.names[0]}/{side}"] for side in "SA")
-        if s.shape[0] * s.shape[1] * a.shape[-1] == block.size:  # of all parameters, by its rule or entry by entry
-            by_rule = block.rule is not None and not s.shape[0] == block.size != block.shape[0]
-            return [block if by_rule else as_spread(model, block)]
-    return parted(model, block, named)
 
 
 def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.structures import Structure
 from tests.optim.tasks import seeded
-from tests.pulled import normal
+from tests.pulled import normal, opaque
 
 EXACT = ng.Fisher(ng.Categorical())
 Make = Callable[[nn.Module], ng.NaturalGradient]
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n 2]."""
-        return self.last(torch.tanh(self.hidden(x) @ self.mix))
+        return self.last(torch.tanh(opaque(self.hidden(x), self.mix)))
 
 
 def net(seed: int = 0) -> nn.Module:

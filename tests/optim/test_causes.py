@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.errors import NatgradError, UncoveredError
 from tests.pulled import normal
-from tests.zoo import mlp
+from tests.zoo import mlp, opaque
 
 PRESETS = pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC], ids=["KFAC", "EKFAC"])
 
@@ -94,11 +94,11 @@ class Bare(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.mix = nn.Linear(3, 4).double(), nn.Parameter(normal(4, 2))
+        self.layer, self.mix = nn.Linear(3, 4).double(), nn.Parameter(normal(2, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         """[n 2]."""
-        return self.layer(x) @ self.mix
+        return opaque(self.layer(x), self.mix)
 
 
 @PRESETS
@@ -165,7 +165,7 @@ def test_layers_without_a_rule_and_modules_around_layers_may_be_given_another_fo
     model: Any = nn.Sequential(Bare(), nn.Linear(2, 2).double())
     opt = ng.KFAC(model, ng.Euclidean(), metric_every=1)
     bare = model[0]
-    bare.forward = lambda x: 2 * bare.layer(x) @ bare.mix
+    bare.forward = lambda x: 2 * bare.layer(x) @ bare.mix.T
     train(opt, model, 2)
 
 

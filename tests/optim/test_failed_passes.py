@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NonFiniteError
 from natgrad.operators import KroneckerOperator
-from tests.pulled import close, normal
+from tests.pulled import close, normal, opaque
 
 
 class Marker:
@@ -40,7 +40,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 5)
-        self.p = nn.Parameter(torch.ones(4, 3))
+        self.p = nn.Parameter(torch.ones(3, 4))
         self.error: BaseException | None = None
         self.node: weakref.ref[Marker] | None = None
         self.double()
@@ -52,7 +52,7 @@ class Net(nn.Module):
         h = self.c(h)
         if self.error is not None:
             raise self.error
-        return self.b(torch.tanh(h)) + (x @ self.p).abs().sqrt()
+        return self.b(torch.tanh(h)) + opaque(x, self.p).abs().sqrt()
 
 
 def step(model: nn.Module, opt: ng.NaturalGradient, x: Tensor) -> None:

@@ -19,6 +19,7 @@ from natgrad.errors import FactorisationError, NonFiniteError, SingularMetricErr
 from natgrad.step import StepRule
 from natgrad.structures.kronecker import ProductInverse
 from tests.optim.tasks import Task, task
+from tests.pulled import opaque
 
 
 @pytest.fixture
@@ -135,7 +136,10 @@ def test_an_optimizer_that_nobody_holds_watches_no_more(use: Callable[[Task, ng.
 
 
 class Unknown(nn.Linear):
-    """A layer without a rule: there is one for its base class only."""
+    """A layer without a rule."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return opaque(x, self.weight) + self.bias
 
 
 @pytest.mark.usefixtures("uncollected")

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import natgrad as ng
 from natgrad.optim.report import Plan
 from tests.pulled import normal
-from tests.zoo import case
+from tests.zoo import case, opaque
 
 FISHER = ng.Fisher(ng.Categorical(), samples=1)
 
@@ -24,13 +24,13 @@ class Mixed(nn.Module):
         self.table = nn.Embedding(50, 8)
         self.conv = nn.Conv1d(8, 6, 3, groups=2)
         self.norm = nn.LayerNorm(6)
-        self.mix = nn.Parameter(torch.randn(6, 5))
+        self.mix = nn.Parameter(torch.randn(5, 6))
         self.head = nn.Linear(5, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [n t] to logits [n 4]."""
         h = self.conv(self.table(tokens).mT).mean(-1)
-        return self.head(torch.tanh(self.norm(h) @ self.mix))
+        return self.head(torch.tanh(opaque(self.norm(h), self.mix)))
 
 
 def numbers(plan: Plan) -> dict[str, tuple[Any, ...]]:
@@ -160,8 +160,8 @@ def test_after_a_pass_the_plan_knows_what_the_pass_has_shown() -> None:
     model(torch.randn(8, 3)).square().sum().backward()
     opt.step()
     assert {row.names[0]: row.rule for row in opt.plan().rows} == {
-        "scale": "Spread",
-        "inner.weight": None,
+        "scale": "Entries",
+        "inner.weight": "Product",
         "outer.weight": "Linear",
     }
 
@@ -172,7 +172,7 @@ def test_parameters_of_one_module_that_a_pass_takes_apart_have_rows_of_their_own
     assert [(row.names, row.rule) for row in opt.plan().rows] == [(("scale", "mix"), None)]
     problem.outputs().square().sum().backward()
     opt.step()
-    assert [(row.names, row.rule) for row in opt.plan().rows] == [(("scale",), "Spread"), (("mix",), None)]
+    assert [(row.names, row.rule) for row in opt.plan().rows] == [(("scale",), "Entries"), (("mix",), "Product")]
     assert [layer.names for layer in opt.diagnostics().layers] == [("scale",), ("mix",)]
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.operators import KroneckerOperator
-from natgrad.pullback.bare import Bare, SpreadRule
+from natgrad.pullback.operation_layers import EntriesRule, ParameterGroup
 from tests import oracle, zoo
 from tests.optim.tasks import resumes
 from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
@@ -86,7 +86,7 @@ SPREAD: dict[str, tuple[tuple[int, ...], Run]] = {
     "many times": ((D,), lambda m, h: torch.tanh(m.p * h + m.p) * (2 * m.p)),
     "residual scale": ((D,), lambda m, h: h + m.p * torch.tanh(h)),
 }
-# What is not: the model is run again.
+# What is not.
 OTHERWISE: dict[str, tuple[tuple[int, ...], Run]] = {
     "matrix": ((D, D), lambda m, h: h @ m.p),
     "divisor": ((D,), lambda m, h: h / (1 + m.p.square())),
@@ -124,7 +124,7 @@ def test_rows_of_the_others_are_right_too(kind: str, n: int) -> None:
     of = problem(kind, n)
     metric = random_roots(of)
     pb = pull(of, metric)
-    assert "bare.p" not in covered(pb)
+    assert covered(pb) == set(pb.model.params)
     close(rows(pb), oracle_rows(of, metric.s))
 
 
@@ -160,11 +160,11 @@ def test_a_batch_in_parts_has_the_same_rows() -> None:
     close(cut, whole)
 
 
-def test_a_batch_whose_parts_spread_in_different_ways_is_refused() -> None:
+def test_a_batch_whose_parts_use_a_parameter_in_different_ways_is_refused() -> None:
     def run(m: Spreading, h: Tensor) -> Tensor:
-        return h + m.p if bool((h[:, 0, 0] < 10).all()) else h @ torch.diag(m.p)
+        return h @ m.p if bool((h[:, 0, 0] < 10).all()) else h @ m.p.T
 
-    of = zoo.Case("parts", lambda: zoo.Problem(Spreading(run, D), torch.randn(12, T, D, dtype=torch.float64))).make()
+    of = zoo.Case("parts", lambda: zoo.Problem(Spreading(run, D, D), torch.randn(12, T, D, dtype=torch.float64))).make()
     assert isinstance(of.x, Tensor)
     of.module.get_submodule("body").weight.data.copy_(torch.eye(D))  # type: ignore[operator]
     of.x[-1] = 100.0
@@ -240,7 +240,7 @@ def test_an_operator_does_not_hold_the_graph() -> None:
     of = problem("residual scale")
     G = ng.Kronecker().estimate(pull(of, ng.Euclidean()))
     assert isinstance(G, KroneckerOperator)
-    bare = [block for block in G.blocks if isinstance(block.rule, SpreadRule)]
-    assert [block.names for block in bare] == [("bare.p",)]
-    assert all(isinstance(m, Bare) for m in bare[0].modules)
-    assert bare[0].rule == SpreadRule(None)
+    ((block, rule),) = [(block, block.rule) for block in G.blocks if isinstance(block.rule, EntriesRule)]
+    assert block.names == ("bare.p",)
+    assert all(isinstance(m, ParameterGroup) for m in block.modules)
+    assert rule.pulled is None

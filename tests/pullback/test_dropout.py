@@ -15,7 +15,7 @@ from natgrad.operators import KroneckerOperator
 from tests import oracle, zoo
 from tests.optim.tasks import seeded
 from tests.pullback.test_statistics import optimizer, recorded
-from tests.pulled import Rooted, close, normal, rows
+from tests.pulled import Rooted, close, normal, opaque, rows
 
 
 class Gain(nn.Module):
@@ -24,11 +24,11 @@ class Gain(nn.Module):
     def __init__(self, norm: bool) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if norm else []), nn.Dropout(0.4))
-        self.mix = nn.Parameter(torch.randn(4, 2))
+        self.mix = nn.Parameter(torch.randn(2, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         """The features mixed into two outputs."""
-        return torch.tanh(self.body(x)) @ self.mix
+        return opaque(torch.tanh(self.body(x)), self.mix)
 
 
 def _dropped() -> zoo.Problem:

@@ -11,19 +11,6 @@ from tests.pulled import Rooted, close, covered, oracle_rows, pull, random_roots
 every_case = pytest.mark.parametrize("case", zoo.ZOO, ids=zoo.IDS)
 every_module = pytest.mark.parametrize("case", [c for c in zoo.ZOO if c.name != "pure_function"], ids=lambda c: c.name)
 
-# What torch.func differentiates, by case; the Linear rule covers the rest. A layer in this table is one that the
-# hooks of its module see only in part, or one whose type has no rule.
-FALLS_BACK = {
-    "weight_outside": {"lin.weight", "lin.bias"},
-    "bare_parameter": {"scale", "mix"},
-    "weight_norm": {
-        "0.bias",
-        "0.parametrizations.weight.original0",
-        "0.parametrizations.weight.original1",
-    },
-    "pure_function": {"w", "b", "v"},
-}
-
 
 @every_case
 def test_factors_are_the_gradients_of_the_examples(case: zoo.Case) -> None:
@@ -37,10 +24,10 @@ def test_factors_are_the_gradients_of_the_examples(case: zoo.Case) -> None:
 
 
 @every_case
-def test_rule_covers_exactly_what_its_hooks_see_whole(case: zoo.Case) -> None:
+def test_every_parameter_is_covered_by_its_module_or_by_the_operations_that_use_it(case: zoo.Case) -> None:
     problem = case.make()
     pb = pull(problem, ng.Euclidean())
-    assert set(pb.model.params) - covered(pb) == FALLS_BACK.get(case.name, set())
+    assert covered(pb) == set(pb.model.params)
 
 
 @every_case

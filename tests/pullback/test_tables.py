@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.pullback.bare import SpreadRule
+from natgrad.pullback.operation_layers import EntriesRule
 from natgrad.rules import EmbeddingRule
 from tests import zoo
 from tests.pulled import close, oracle_rows, pull, random_roots, rows
@@ -66,5 +66,5 @@ def test_a_table_that_is_used_otherwise_is_right_too() -> None:
     of = zoo.Case("language", lambda: zoo.Problem(Language(torch.arange, scaled=True), tokens)).make()
     metric = random_roots(of)
     pb = pull(of, metric)
-    assert {layer.names[0]: type(layer.rule) for layer in pb.layers}["wpe.weight"] is SpreadRule
+    assert {layer.names[0]: type(layer.rule) for layer in pb.layers}["wpe.weight"] is EntriesRule
     close(rows(pb), oracle_rows(of, metric.s))

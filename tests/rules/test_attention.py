@@ -137,7 +137,7 @@ def test_replay_gives_every_per_example_gradient(case: Case) -> None:
     problem = case.make()
     metric = random_roots(problem)
     pb = pull(problem, metric)
-    assert set(pb.model.params) - covered(pb) == LEARNED & set(pb.model.params)
+    assert covered(pb) == set(pb.model.params)
     close(rows(pb), oracle_rows(problem, metric.s))
 
 
@@ -229,13 +229,13 @@ def test_dropout_is_replayed_by_its_mean() -> None:
 
 def test_a_module_with_another_forward_or_other_parameters_is_left_alone() -> None:
     class Other(nn.MultiheadAttention):
-        pass
+        """A subclass, which inherits."""
 
     patched, projected = nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2)
     patched.forward = lambda *args: args  # type: ignore[method-assign]
     projected.out_proj = torch.nn.utils.parametrizations.weight_norm(projected.out_proj)
-    assert AttentionRule().covers(nn.MultiheadAttention(4, 2))
-    assert not any(AttentionRule().covers(module) for module in (Other(4, 2), patched, projected, nn.Linear(2, 2)))
+    assert all(AttentionRule().covers(module) for module in (nn.MultiheadAttention(4, 2), Other(4, 2)))
+    assert not any(AttentionRule().covers(module) for module in (patched, projected, nn.Linear(2, 2)))
 
 
 def test_cotangents_of_an_output_alone_are_refused() -> None:

@@ -16,7 +16,7 @@ from natgrad.structures import Structure
 from natgrad.structures.layered import Layered
 from tests import oracle, zoo
 from tests.golden import golden
-from tests.pulled import Rooted, close, covered, normal, pull, random_roots
+from tests.pulled import Rooted, close, covered, normal, opaque, pull, random_roots
 
 LAYERED: list[Layered] = [
     ng.Kronecker(),
@@ -44,7 +44,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n 3] to [n 2]."""
-        return torch.tanh(self.layer(x / self.scale)) @ self.mix
+        return opaque(torch.tanh(self.layer(opaque(x, self.scale.diag()))), self.mix)
 
 
 def mixed() -> zoo.Problem:
@@ -256,10 +256,13 @@ def test_wrong_choices_say_what_to_do(make: Callable[[], object], error: type[Ex
 @kinds
 def test_refusals_name_the_parameters(kind: Any) -> None:
     pb = pull(mixed(), ng.Euclidean())
-    with pytest.raises(UncoveredError, match=r"no layer rule covers scale, mix, and strict=True. Pass rules=\[…\]"):
+    with pytest.raises(
+        UncoveredError,
+        match=r"no layer rule covers scale, mix, and strict=True: they are read by .*\. Pass rules=\[…\]",
+    ):
         kind(strict=True).estimate(pb)
     with pytest.raises(UncoveredError, match=r"no layer rule covers .*, and strict=True"):
-        kind(strict=True).estimate(pull(zoo.case("bare_parameter").make(), ng.Euclidean()))
+        kind(strict=True).estimate(pull(zoo.opaque_parameters(), ng.Euclidean()))
     with pytest.raises(MemoryBoundError, match=rf"{kind.__name__} of 15 parameters needs \d+ bytes, over the bound"):
         kind().estimate(pull(mixed(), ng.Euclidean(), memory=8))
     weight = torch.eye(pb.model.size, dtype=torch.float64)

@@ -13,7 +13,7 @@ from tests.pulled import close, normal, pull
 @pytest.mark.parametrize("kind", [ng.Kronecker, ng.EigenKronecker])
 @pytest.mark.parametrize("fallback", [ng.Diagonal(), ng.BlockDense(), ng.Dense()])
 def test_without_any_layer_the_metric_is_the_fallback(kind: Any, fallback: Any) -> None:
-    pb = pull(zoo.case("bare_parameter").make(), ng.Euclidean())
+    pb = pull(zoo.opaque_parameters(), ng.Euclidean())
     structure, expected = kind(fallback=fallback), fallback.estimate(pb)
     G = structure.estimate(pb)
     assert not G.blocks

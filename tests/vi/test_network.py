@@ -204,7 +204,7 @@ def test_what_is_found_out_about_the_model_is_said_once(caplog: pytest.LogCaptur
         for _ in range(3):
             net.step(x, t, F.cross_entropy)
     assert len(caplog.records) == 1
-    assert "the layer rules of first.bias, first.weight are not used" in caplog.records[0].getMessage()
+    assert "first.bias, first.weight have no layer rule" in caplog.records[0].getMessage()
 
 
 class TestBadInput:

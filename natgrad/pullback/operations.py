@@ -1,0 +1,561 @@
+"""Uses of parameters, found by what is computed: every operation that reads a parameter together with data is one.
+
+A dispatch mode (``OperationRecorder``) sees linear, matmul, einsum, attention and cells come apart into some twenty
+aten operations, in whatever module or function they are. It follows two things, and needs no name of an autograd node:
+
+* *data*: the memory that depends on the inputs of the pass. What requires a gradient and is not data is an *operand*: a
+  parameter or a function of parameters (transposed, sliced, cast, expanded, weight-normed, a merged LoRA). An operation
+  on both is a use.
+* *edges*: below autograd an output has no ``grad_fn`` yet. It has one when the next operation comes, and is read then,
+  before an in-place operation can change it. Cotangents of all uses are one ``torch.autograd.grad(y, edges, s)``.
+
+``missed`` walks the graph from y, but not along edges that a use has claimed: a parameter it comes to has a use that no
+form speaks for (a custom Function, a fused LSTM, an unknown operation).
+
+Every use is z = W a + b with rows r of a [r c i] and groups c with weights of their own, or entry by entry, z = w ⊙ a.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+
+from natgrad.accelerate.dispatch import OperationMode, base, storage, version
+from natgrad.errors import NatgradError
+
+Roles: TypeAlias = tuple[str, ...]  # what every axis of an operand is: "c", "o", "i", two of them, or "" if expanded
+Map: TypeAlias = Callable[[Tensor], Tensor]
+
+
+# Operands: where a tensor that an operation read has its numbers from.
+
+
+@final
+@dataclass(frozen=True)
+class Copy:
+    """Memory that is a copy of other memory: a cast under autocast, a weight that einsum permuted and laid out anew."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]  # of the copy
+    start: int
+    source_stride: tuple[int, ...]
+    source_start: int
+
+    def source(self, at: Tensor) -> Tensor:
+        """Where in the source memory the numbers at these places of the copy are from."""
+        index = unravel(at - self.start, self.shape, self.stride)
+        return self.source_start + sum(
+            (i * s for i, s in zip(index, self.source_stride, strict=True)), at.new_zeros(())
+        )
+
+
+def unravel(at: Tensor, shape: Sequence[int], stride: Sequence[int]) -> list[Tensor]:
+    """The index, axis by axis, of places in the memory of a dense tensor.
+
+    >>> unravel(torch.tensor([0, 1, 4]), (2, 3), (3, 1))
+    [tensor([0, 0, 1]), tensor([0, 1, 1])]
+    """
+    index = [torch.zeros_like(at) for _ in shape]
+    for axis in sorted(range(len(shape)), key=lambda axis: -stride[axis]):
+        if shape[axis] > 1 and stride[axis] > 0:
+            index[axis] = at // stride[axis]
+            at = at % stride[axis]
+    return index
+
+
+@final
+class Operand:
+    """A parameter, or a function of parameters, as an operation read it."""
+
+    def __init__(self, t: Tensor, copies: Mapping[int, tuple[int, tuple[Copy, ...]]]) -> None:
+        # At once: an in-place operation changes it.
+        self.at: Tensor | GradientEdge = t if t.is_leaf else get_gradient_edge(t)
+        self.storage, self._copies = copies.get(storage(t), (storage(t), ()))
+        self.shape, self.dtype, self._stride, self._start = t.shape, t.dtype, t.stride(), int(t.storage_offset())
+        # 1 where it was expanded.
+        self.unexpanded = tuple(1 if step == 0 else size for size, step in zip(t.shape, t.stride(), strict=True))
+
+    @property
+    def edge(self) -> GradientEdge:
+        return get_gradient_edge(self.at) if isinstance(self.at, Tensor) else self.at
+
+    def locate(self, p: Tensor) -> tuple[Tensor, list[Tensor]] | None:
+        """Where in p its first number is, and, for every axis, all numbers along it: indices [ndim] and [size ndim].
+
+        None if it is no view of p, nor a copy of one.
+        """
+        if self.storage != storage(p) or p.layout is not torch.strided:
+            return None
+        start = torch.tensor(self._start)
+        axes = [start + step * torch.arange(size) for size, step in zip(self.unexpanded, self._stride, strict=True)]
+        result = [self._index(axis, p) for axis in (start[None], *axes)]
+        first = result[0][0]
+        if not self._separate(p, first, result[1:]):
+            return None
+        return first, result[1:]
+
+    def _index(self, at: Tensor, p: Tensor) -> Tensor:
+        for copy in self._copies:
+            at = copy.source(at)
+        return torch.stack([*unravel(at - int(p.storage_offset()), p.shape, p.stride()), at * 0], dim=-1)[..., :-1]
+
+    def _separate(self, p: Tensor, first: Tensor, axes: Sequence[Tensor]) -> bool:
+        """Whether the index of a number is the sum of those along the axes, looked at for some numbers."""
+        generator = torch.Generator().manual_seed(0)
+        which = [torch.randint(max(size, 1), (32,), generator=generator) for size in self.unexpanded]
+        at = self._start + sum((i * s for i, s in zip(which, self._stride, strict=True)), torch.zeros(32).long())
+        expected = first + sum(
+            (axis[i] - first for i, axis in zip(which, axes, strict=True)), torch.zeros(32, 1).long()
+        )
+        result = self._index(at, p)
+        size = torch.tensor(p.shape)
+        return torch.equal(result, expected) and bool(((result >= 0) & (result < size)).all())
+
+    def leaves(self) -> set[int]:
+        """The ids of the parameters that it depends on."""
+        if isinstance(self.at, Tensor):
+            return {id(self.at)}
+        return {id(node.variable) for node in _below(self.at.node) if hasattr(node, "variable")}
+
+
+def _below(root: Any) -> Iterator[Any]:
+    visited, stack = {root}, [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        new = [child for child, _ in node.next_functions if child is not None and child not in visited]
+        visited.update(new)
+        stack += new
+
+
+# Uses.
+
+
+@final
+@dataclass(eq=False)
+class Operation:
+    """An operation z = W a + b on rows a [r c i], or, if ``entrywise``, z = w ⊙ a with a [r e 1] for e entries of w.
+
+    ``read``: a, without the 1 of a bias. ``write``: from a cotangent of the output to g [r c o].
+    """
+
+    name: str
+    write: Map
+    read: Callable[[], Tensor] | None = None  # None: ones
+    weight: Operand | None = None
+    roles: Roles = ()  # of the axes of the weight
+    bias: Operand | None = None
+    bias_roles: Roles = ()
+    scale: float = 1.0  # of the bias
+    entrywise: bool = False
+    groups: int = 1  # c, where an axis of the weight has two roles
+    index: Tensor | None = None  # [r] of a lookup: a is one-hot there, or zero where ``valid`` is
+    valid: Tensor | None = None
+    members: Callable[[], Tensor] | None = None  # [r c], one where a row belongs to a group; None: to all
+    data: Tensor | None = None  # what a is made of
+    version: int = 0
+    edge: GradientEdge | None = None
+    shape: tuple[int, ...] = ()
+    half: bool = False  # whether the output is in float16
+    extends: Operation | None = None  # a hint: this bias is added to what that product wrote
+    claims: list[tuple[Any, Operand]] = field(default_factory=list)  # nodes and the operands that they read
+
+    @property
+    def operands(self) -> list[Operand]:
+        return [operand for operand in (self.weight, self.bias) if operand is not None]
+
+    def inputs(self) -> Tensor:
+        """a [r c i], detached, as it was when the operation ran."""
+        if self.read is None:
+            raise NatgradError(f"an offset ({self.name}) has no inputs")  # never asked for
+        if self.data is not None and version(self.data) != self.version:
+            raise NatgradError(
+                f"the input of the operation {self.name} was changed in place after its use: write a copy instead, "
+                "x = x.clone(), before the operation that changes it"
+            )
+        return self.read().detach()
+
+    def cotangents(self, g: Tensor) -> Tensor:
+        """g [k r c o] from cotangents [k *output]."""
+        if g.shape[0] == 1:
+            return self.write(g[0]).unsqueeze(0)
+        try:
+            result: Tensor = torch.func.vmap(self.write)(g)
+        except RuntimeError:  # a view that vmap cannot follow
+            result = torch.stack([self.write(column) for column in g])
+        return result
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.reshape(-1, 1, t.shape[-1])
+
+
+def _last(t: Tensor) -> Tensor:
+    return t.movedim(1, -1)
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+Find: TypeAlias = Callable[[Any], Operand | None]  # the operand that an argument is, if it is one
+Form: TypeAlias = Callable[..., Operation | Sequence[Operation] | None]
+
+
+def _product(p: Find, x: Tensor, y: Tensor, b: Any = None, beta: float = 1, alpha: float = 1) -> Operation | None:
+    """x y + b, of matrices or of stacks [c r i] [c i o]; the stack is rows where one matrix was expanded to it."""
+    flip = p(x) is not None
+    weight, data, bias = (p(x), y, p(b)) if flip else (p(y), x, p(b))
+    shared = weight is not None and len(weight.shape) == 3 and weight.unexpanded[0] == 1
+    c = 1 if shared or x.ndim != 3 else len(x)
+    o = y.shape[-1] if y.ndim > 1 else 1
+    if (flip and (p(y) or bias)) or (bias is not None and prod(bias.unexpanded) not in (1, o * c)):
+        return None
+    if bias is not None and prod(bias.unexpanded) == 1 != o * c:  # one number for all outputs: no bias of a product
+        return None
+
+    def turn(t: Tensor) -> Tensor:  # W x is xᵀ Wᵀ
+        stack = t if t.ndim == 3 else t[None] if t.ndim == 2 else t[None, :, None]
+        return stack.mT if flip else stack
+
+    def rows(t: Tensor) -> Tensor:
+        return _flat(turn(t)) if shared or t.ndim < 3 else turn(t).transpose(0, 1)
+
+    def output(g: Tensor) -> Tensor:
+        return _vector(g, flip) if y.ndim == 1 else rows(g)
+
+    def inputs() -> Tensor:
+        a = data.reshape(1, 1, -1) if data.ndim == 1 else rows(data)
+        return a if alpha == 1 else alpha * a
+
+    names = {1: ("i",), 2: ("i", "o"), 3: ("" if shared else "c", "i", "o")}
+    roles: Roles = () if weight is None else names[len(weight.shape)]
+    if flip:
+        roles = tuple({"i": "o", "o": "i"}.get(role, role) for role in roles)
+    bias_roles = () if bias is None else _bias_roles(bias, c)
+    return Operation("product", output, inputs, weight, roles, bias, bias_roles, beta, data=data)
+
+
+def _vector(g: Tensor, flip: bool) -> Tensor:
+    """Cotangents of W x with a vector x: one row, or of X w with a vector of weights: one output a row."""
+    return g.reshape(1, 1, -1) if flip else g.reshape(-1, 1, 1)
+
+
+def _bias_roles(bias: Operand, c: int) -> Roles:
+    """Of a bias [o], [1 o] or [c 1 o], which is added along the last axis."""
+    roles = [""] * len(bias.shape)
+    roles[-1] = "o"
+    if c > 1:
+        roles[0] = "c"
+    return tuple(roles)
+
+
+def _grouped(p: Find, x: Tensor, w: Tensor, offs: Any = None, *_: Any) -> Operation | None:
+    """Rows sorted by expert, of which expert e has those up to ``offs[e]``."""
+    if x.ndim != 2 or w.ndim != 3 or p(x) or p(w) is None or offs is None:
+        return None
+
+    def rows(t: Tensor) -> Tensor:
+        group = torch.bucketize(torch.arange(len(t), device=t.device, dtype=offs.dtype), offs, right=True)
+        return (group[:, None] == torch.arange(len(offs), device=t.device)).to(t.dtype)[..., None] * t[:, None]
+
+    result = Operation("product", rows, lambda: rows(x), p(w), ("c", "i", "o"), data=x)
+    result.members = lambda: rows(x.new_ones(len(x), 1))[..., 0]
+    return result
+
+
+def _entries(
+    p: Find, lay: Map, read: Callable[[], Tensor] | None, w: Any, data: Tensor, name: str, scale: float = 1.0
+) -> Operation:
+    """Every entry of the operand w by itself. ``lay``: brings a tensor like the output to axes (*rows, *operand)."""
+    operand = p(w)
+    assert operand is not None
+    sizes = operand.unexpanded
+
+    def rows(t: Tensor) -> Tensor:
+        t = lay(t)
+        axes_of_operand = [t.ndim - len(sizes) + i for i, size in enumerate(sizes) if size != 1]
+        return t.permute([i for i in range(t.ndim) if i not in axes_of_operand] + axes_of_operand).reshape(
+            -1, prod(sizes), 1
+        )
+
+    a = None if read is None else (lambda: rows(read()))
+    return Operation(name, rows, a, operand, entrywise=True, data=data if read is not None else None, scale=scale)
+
+
+def _binary(p: Find, gain: bool, x: Any, y: Any, scale: float = 1) -> Operation | None:
+    """x y, or x + scale·y."""
+    if not isinstance(y, Tensor) or not isinstance(x, Tensor) or (p(x) and p(y)):
+        return None
+    w, d, scale = (x, y, 1) if p(x) else (y, x, scale)
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+
+    def lay(t: Tensor) -> Tensor:
+        return t.expand(shape)
+
+    if gain:
+        return _entries(p, lay, lambda: d, w, d, "gain")
+    result = _entries(p, lay, None, w, d, "offset", scale)
+    result.data = d  # whose memory may be that of a product
+    return result
+
+
+def _quotient(p: Find, x: Any, y: Any, rounding_mode: Any = None) -> Operation | None:
+    """x / w for a divisor w: its derivative is −x/w²."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or p(x) or p(y) is None or rounding_mode is not None:
+        return _binary(p, True, x, 1 / y) if isinstance(x, Tensor) and p(x) and isinstance(y, Tensor) else None
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    divisor = y.detach()
+    return _entries(p, lambda t: t.expand(shape), lambda: -x / divisor.square(), y, x, "quotient")
+
+
+def _choice(p: Find, mask: Tensor, x: Tensor, y: Tensor) -> list[Operation]:
+    """where(mask, x, y)."""
+    shape = torch.broadcast_shapes(mask.shape, x.shape, y.shape)
+
+    def chosen(operand: Tensor, where: Tensor) -> Operation:
+        return _entries(p, lambda t: t.expand(shape), lambda: where.to(operand.dtype), operand, mask, "choice")
+
+    return [chosen(t, where) for t, where in ((x, mask), (y, ~mask)) if p(t)]
+
+
+def _joined(p: Find, tensors: Sequence[Tensor], dim: int = 0) -> list[Operation]:
+    """cat: a class token, or learned positions, beside the data."""
+    result, start = [], 0
+    for t in tensors:
+        size = t.shape[dim] if t.ndim else 1
+        if p(t):
+            cut = lambda g, start=start, size=size: g.narrow(dim, start, size)  # noqa: E731
+            result.append(_entries(p, cut, None, t, t, "offset"))
+        start += size
+    return result
+
+
+def _patches(x: Tensor, kernel: Any, stride: Any, pad: Any, dilation: Any, groups: int) -> Tensor:
+    """[n C *space] → [(n *out) c (C/c *kernel)]."""
+    x = F.pad(x, [side for size in reversed(pad) for side in (size, size)])
+    for i, (k, s, h) in enumerate(zip(kernel, stride, dilation, strict=True)):
+        x = x.unfold(2 + i, h * (k - 1) + 1, s)[..., ::h]
+    return x.movedim(1, 1 + len(kernel)).flatten(0, len(kernel)).unflatten(1, (groups, -1)).flatten(2)
+
+
+def _convolution(
+    p: Find, x: Any, w: Any, b: Any, stride: Any, pad: Any, dilation: Any, mirrored: bool, _: Any, c: int
+) -> Any:
+    if p(x):
+        return None
+    k = w.ndim - 2
+    sizes = [list(v) * (k // len(v)) for v in (stride, pad, dilation)]
+
+    def cut(t: Tensor) -> Tensor:
+        return _patches(t, w.shape[2:], sizes[0], sizes[1], sizes[2], c)
+
+    def whole(t: Tensor) -> Tensor:
+        return _patches(t, [1] * k, [1] * k, [0] * k, [1] * k, c)
+
+    if not mirrored:
+        roles = ("co", *["i"] * (w.ndim - 1))
+        bias_roles = ("co",) if p(b) else ()
+        return Operation(
+            "product", whole, lambda: cut(x), p(w), roles if p(w) else (), p(b), bias_roles, groups=c, data=x
+        )
+    roles = ("ci", *["o"] * (w.ndim - 1))
+    result = [Operation("product", cut, lambda: whole(x), p(w), roles, groups=c, data=x)] if p(w) else []
+    return result + ([_entries(p, _last, None, b, x, "offset")] if p(b) else [])
+
+
+def _lookup(p: Find, w: Tensor, index: Tensor, padding: int = -1, scaled: bool = False, *_: Any) -> Operation | None:
+    if scaled or p(w) is None or w.ndim != 2:
+        return None
+    at = index.flatten() % len(w)  # a copy: the index may be overwritten
+    valid = (at != padding) if padding >= 0 else torch.ones_like(at, dtype=torch.bool)
+    d, size, dtype = w.shape[1], len(w), w.dtype
+
+    def one_hot() -> Tensor:
+        return (F.one_hot(at, size) * valid[:, None]).to(dtype)[:, None]
+
+    result = Operation("lookup", lambda g: g.reshape(-1, 1, d), one_hot, p(w), ("i", "o"))
+    result.index, result.valid = at, valid
+    return result
+
+
+def _indexed(p: Find, w: Tensor, at: Sequence[Tensor | None]) -> Operation | None:
+    """w[index] with an index from the data."""
+    if p(w) is None or len(at) != 1 or at[0] is None or at[0].dtype not in (torch.int64, torch.int32):
+        return None
+    return _lookup(p, w, at[0])
+
+
+def _normalised(p: Find, lay: Map, read: Callable[[], Tensor], w: Any, b: Any, x: Tensor) -> list[Operation]:
+    result = [_entries(p, lay, read, w, x, "gain")] if p(w) else []
+    return result + ([_entries(p, lay, None, b, x, "offset")] if p(b) else [])
+
+
+def _batch_norm(
+    p: Find, x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, _: Any, eps: float, *__: Any
+) -> Any:
+    mean, var = (None, None) if training else (mean.clone(), var.clone())
+    return _normalised(p, _last, lambda: F.batch_norm(x, mean, var, training=training, eps=eps), w, b, x)
+
+
+def _linear(p: Find, x: Tensor, w: Tensor, b: Any = None) -> Operation | None:
+    """On devices where torch does not take it apart."""
+    if p(x):
+        return None
+    bias_roles = ("o",) if p(b) else ()
+    return Operation("product", _flat, lambda: _flat(x), p(w), ("o", "i") if p(w) else (), p(b), bias_roles, data=x)
+
+
+FORMS: dict[str, Form] = {
+    "mm": _product,
+    "bmm": _product,
+    "mv": _product,
+    "dot": lambda p, x, y: (
+        _entries(p, lambda t: t.expand(x.shape), lambda: y, x, y, "gain")
+        if p(x) and not p(y)
+        else _entries(p, lambda t: t.expand(x.shape), lambda: x, y, x, "gain")
+        if not p(x)
+        else None
+    ),
+    "addmm": lambda p, b, x, y, **k: _product(p, x, y, b, **k),
+    "baddbmm": lambda p, b, x, y, **k: _product(p, x, y, b, **k),
+    "addmv": lambda p, b, x, y, **k: _product(p, x, y, **k) if not p(b) else None,
+    "linear": _linear,
+    "_grouped_mm": _grouped,
+    "convolution": _convolution,
+    "embedding": _lookup,
+    "index": _indexed,
+    "cat": _joined,
+    "add": lambda p, x, y, alpha=1: _binary(p, False, x, y, alpha),
+    "sub": lambda p, x, y, alpha=1: _binary(p, False, x, y, -alpha),
+    "mul": lambda p, x, y: _binary(p, True, x, y),
+    "div": _quotient,
+    "where": _choice,
+    "_prelu_kernel": lambda p, x, w: _entries(p, _same, lambda: x.clamp(max=0), w, x, "gain") if not p(x) else None,
+    "native_layer_norm": lambda p, x, s, w, b, eps: _normalised(p, _same, lambda: F.layer_norm(x, s, eps=eps), w, b, x),
+    "_fused_rms_norm": lambda p, x, s, w, eps: _normalised(p, _same, lambda: F.rms_norm(x, s, None, eps), w, None, x),
+    "native_group_norm": lambda p, x, w, b, n, c, hw, k, e: _normalised(
+        p, _last, lambda: F.group_norm(x, k, eps=e), w, b, x
+    ),
+    "native_batch_norm": _batch_norm,
+    "cudnn_batch_norm": _batch_norm,
+    "miopen_batch_norm": _batch_norm,
+}
+_COPIES = frozenset(("_to_copy", "clone"))
+
+
+@final
+class OperationRecorder(OperationMode):
+    """Collects uses while it is entered. ``inputs``: the tensors whose descendants are data."""
+
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._uses: list[Operation] = []
+        self._data = {storage(t): True for t in inputs}
+        self._copies: dict[int, tuple[int, tuple[Copy, ...]]] = {}
+        self._pending: list[tuple[Operation, Tensor, Tensor | None]] = []
+        self._products: dict[int, tuple[Operation, int]] = {}  # by the memory of the output, with its size
+
+    def uses(self) -> list[Operation]:
+        """All that was recorded, after the pass, in its order."""
+        self._settle()
+        return [use for use in self._uses if use.edge is not None]
+
+    def see(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._settle()  # autograd is through with the operation before
+        each = (t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,)))
+        given = {id(t): (t, storage(t)) for t in each if isinstance(t, Tensor)}
+        operands = [t for t, at in given.values() if t.requires_grad and not self._data.get(at)]
+        data = any(self._data.get(at) for _, at in given.values())
+        uses = []
+        if data and operands and name.rstrip("_") in FORMS and torch.is_grad_enabled():
+            uses = self._recognise(name, {id(t): Operand(t, self._copies) for t in operands}, args, kwargs)
+        out = run(*args, **kwargs)
+        outs = [t for t in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(t, Tensor)]
+        for t in outs:
+            self._written(name, t, data, given, args if operands else ())
+        if uses:
+            self._uses += uses
+            view = base(outs[0]) if outs[0] is args[0] else None
+            self._pending += [(use, outs[0], view) for use in uses]
+            products = (use for use in uses if use.name == "product")
+            self._products.update({storage(outs[0]): (use, outs[0].numel()) for use in products})
+        return out
+
+    def _written(
+        self, name: str, t: Tensor, data: bool, given: Mapping[int, tuple[Tensor, int]], args: tuple[Any, ...]
+    ) -> None:
+        at = storage(t)
+        self._data[at] = data
+        if any(at == other for _, other in given.values()):
+            if name.endswith("_"):
+                self._copies.pop(at, None)  # written to: a copy no longer
+            return
+        self._products.pop(at, None)  # new memory, or memory that is given out again
+        self._copies.pop(at, None)
+        if name in _COPIES and args and t.shape == args[0].shape and args[0].layout is torch.strided:
+            source, chain = self._copies.get(storage(args[0]), (storage(args[0]), ()))
+            copy = Copy(t.shape, t.stride(), int(t.storage_offset()), args[0].stride(), int(args[0].storage_offset()))
+            self._copies[at] = source, (copy, *chain)
+
+    def _recognise(self, name: str, operands: dict[int, Operand], args: Any, kwargs: Any) -> list[Operation]:
+        if name == "mul_" and id(args[0]) not in operands:
+            args = (args[0].clone(), *args[1:])  # about to be overwritten: autograd keeps a copy, too
+        try:
+            result = FORMS[name.rstrip("_")](lambda t: operands.get(id(t)), *args, **kwargs)
+        except Exception:  # arguments of another kind than the form knows: ``missed`` names the parameter
+            return []
+        uses = [
+            use for use in (result if isinstance(result, Sequence) else [result]) if use is not None and use.operands
+        ]
+        for use in uses:
+            if use.name == "offset" and use.data is not None and use.weight is not None:
+                of, size = self._products.get(storage(use.data), (None, 0))
+                row = max(use.weight.unexpanded, default=1) == prod(use.weight.unexpanded)
+                use.extends = of if row and use.data.numel() == size and use.scale == 1 else None
+            if use.read is None:
+                use.data = None
+            use.version = 0 if use.data is None else version(use.data)
+        return uses
+
+    def _settle(self) -> None:
+        for use, out, whole in self._pending:
+            # In place on a view, the node of the view is made anew each time: that of its base stays.
+            if whole is not None and whole.is_contiguous():
+                start = int(out.storage_offset()) - int(whole.storage_offset())
+                use.write, out = _within(use.write, out.shape, out.stride(), start), whole
+            use.shape, use.half = out.shape, out.dtype is torch.float16
+            if out.grad_fn is not None:
+                use.edge = get_gradient_edge(out)
+                use.claims = [(use.edge.node, operand) for operand in use.operands]
+        self._pending.clear()
+
+
+def _within(write: Map, shape: Sequence[int], stride: Sequence[int], start: int) -> Map:
+    return lambda g: write(g.contiguous().as_strided(shape, stride, start))
+
+
+def missed(y: Tensor, uses: Iterable[Operation], params: Mapping[str, Tensor]) -> dict[str, str]:
+    """Parameters with a use that was not recorded, and the node of the graph that leads to it."""
+    claimed = {(node, *tuple(operand.edge)[:2]) for use in uses for node, operand in use.claims}
+    names = {id(p): name for name, p in params.items()}
+    result: dict[str, str] = {}
+    visited: set[Any] = set()
+    stack: list[tuple[Any, str]] = [(y.grad_fn, "the output")]
+    while stack:
+        node, above = stack.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            result[name] = above
+        stack += [(to, node.name()) for to, nr in node.next_functions if to and (node, to, nr) not in claimed]
+    return result

@@ -1,0 +1,348 @@
+"""Uses of parameters found by operations: gradients from the uses alone, nothing missed, and factors by brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.pullback.operation_layers import EntriesRule, Owners, ProductRule, owners_of, probes
+from natgrad.pullback.operations import OperationRecorder, missed
+from tests.pulled import Rooted, close, normal, opaque, rows
+
+Run = Callable[..., Tensor]
+
+
+class Of(nn.Module):
+    """A function of modules, of parameters with these shapes, and of x."""
+
+    def __init__(self, run: Run, *shapes: tuple[int, ...], of: Sequence[nn.Module] = ()) -> None:
+        super().__init__()
+        self.of = nn.ModuleList(of)
+        self.w = nn.ParameterList(
+            torch.randn(shape, generator=torch.Generator().manual_seed(at)) for at, shape in enumerate(shapes)
+        )
+        self.run = run
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the test says."""
+        return self.run(*self.of, *self.w, x)
+
+
+class Sub(nn.Linear):
+    """A subclass, which inherits."""
+
+
+def lora(w: Tensor, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    return x @ w + x @ a @ b
+
+
+def merged(w: Tensor, a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    return x @ (w + a @ b)
+
+
+def dora(w: Tensor, a: Tensor, b: Tensor, m: Tensor, x: Tensor) -> Tensor:
+    v = w + a @ b
+    return x @ (m * v / v.norm(dim=0, keepdim=True))
+
+
+def experts(w: Tensor, x: Tensor) -> Tensor:
+    """Two of three experts of a stack, each for the rows that choose it."""
+    which = (x[:, 0, 0] > 0).long()
+    out = x.new_zeros(*x.shape[:2], w.shape[1])
+    for e in range(2):
+        at = (which == e).nonzero().squeeze(1)
+        out = out.index_add(0, at, F.linear(x[at], w[e]))
+    return out
+
+
+def neighbours(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    """A graph network with a table of neighbours: example n has the nodes x[n]."""
+    table = torch.tensor([[1, 2], [0, 3], [3, 0], [2, 1]])
+    h = torch.tanh(x.repeat(1, 2, 1) @ w + b)
+    return h[:, table].mean(2)
+
+
+def edges(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """A graph network with a list of edges (from, to, graph): rows are gathered from all graphs."""
+    nodes, n = x.flatten(0, 1), len(x)
+    source, to = torch.tensor([0, 3, 5, 9, 2, 4, 7]), torch.tensor([1, 2, 4, 8, 3, 5, 6])
+    h = torch.zeros(len(nodes), w.shape[0], dtype=x.dtype).index_add(0, to, torch.tanh(F.linear(nodes[source], w)))
+    return F.linear(h, v).view(n, -1, v.shape[0])
+
+
+def flattened(w: Tensor, x: Tensor) -> Tensor:
+    return (x.reshape(-1, x.shape[-1]) @ w).view(*x.shape[:2], -1)
+
+
+def time_major(w: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x.transpose(0, 1) @ w).transpose(0, 1)
+
+
+E, L = nn.Embedding(7, 4, 0), nn.Linear(4, 3)
+IDS = torch.randint(7, (5, 2), generator=torch.Generator().manual_seed(0))
+X = normal(5, 2, 4)
+IMAGE = normal(3, 4, 7, 7)
+# The model, its inputs, and the shape [c o i] of every layer.
+CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[tuple[int, int, int]]]] = {
+    "subclass": (lambda: nn.Sequential(Sub(4, 3), nn.ReLU(True)), X, [(1, 3, 5)]),
+    "x @ W": (lambda: Of(lambda w, x: x @ w, (4, 3)), X, [(1, 3, 4)]),
+    "W @ x and x @ W": (lambda: Of(lambda w, x: w @ (x @ w).mT, (4, 4)), X, [(1, 4, 4)]),
+    "F.linear": (lambda: Of(lambda w, b, x: F.linear(x, w, b), (3, 4), (3,)), X, [(1, 3, 5)]),
+    "F.linear in time": (
+        lambda: Of(lambda w, b, x: F.linear(x.mT.mT, w, b), (3, 4), (3,)),
+        X.mT.contiguous().mT,
+        [(1, 3, 5)],
+    ),
+    "Conv1D of transformers": (
+        lambda: Of(lambda b, w, x: torch.addmm(b, x.view(-1, 4), w).view(5, 2, 3), (3,), (4, 3)),
+        X,
+        [(1, 3, 5)],
+    ),
+    "beside the module": (
+        lambda: Of(lambda m, x: F.linear(m(x), m.weight.T), of=[nn.Linear(4, 3)]),
+        X,
+        [(1, 3, 4), (3, 1, 1)],
+    ),
+    "slices of W": (
+        lambda: Of(lambda w, x: F.linear(x, w[:2]) * F.linear(x, w[2:4]), (4, 4)),
+        X,
+        [(1, 4, 4)],
+    ),
+    "slices of the inputs": (
+        lambda: Of(lambda w, x: F.linear(x[..., :2], w[:, :2]) * F.linear(x[..., 2:], w[:, 2:]), (3, 4)),
+        X,
+        [(1, 3, 4)],
+    ),
+    "einsum": (lambda: Of(lambda w, x: torch.einsum("hdk,btd->bhtk", w, x), (3, 4, 2)), X, [(1, 6, 4)]),
+    "einsum by heads": (
+        lambda: Of(lambda w, x: torch.einsum("hdk,nhd->nhk", w, x), (2, 4, 3)),
+        X,
+        [(2, 3, 4)],
+    ),
+    "heads in one axis": (
+        lambda: Of(lambda w, x: torch.einsum("hkd,nhd->nhk", w.view(2, 3, 4), x), (6, 4)),
+        X,
+        [(2, 3, 4)],
+    ),
+    "baddbmm": (
+        lambda: Of(lambda b, w, x: torch.baddbmm(b, x.transpose(0, 1), w).transpose(0, 1), (2, 1, 3), (2, 4, 3)),
+        X,
+        [(2, 3, 5)],
+    ),
+    "experts": (lambda: Of(experts, (3, 3, 4)), X, [(3, 3, 4)]),
+    "LoRA": (lambda: Of(lora, (4, 3), (4, 2), (2, 3)), X, [(1, 3, 4), (1, 2, 4), (1, 3, 2)]),
+    "LoRA, merged": (lambda: Of(merged, (4, 3), (4, 2), (2, 3)), X, [(12, 1, 1), (8, 1, 1), (6, 1, 1)]),
+    "DoRA": (lambda: Of(dora, (4, 3), (4, 2), (2, 3), (1, 3)), X, [(12, 1, 1), (8, 1, 1), (6, 1, 1), (3, 1, 1)]),
+    "weight_norm": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)).double(),
+        X,
+        [(3, 1, 1), (3, 1, 1), (12, 1, 1)],
+    ),
+    "layer_scale": (lambda: Of(lambda g, x: x + g * torch.tanh(x), (4,)), X, [(4, 1, 1)]),
+    "offset in place": (lambda: Of(lambda m, b, x: m(x).add_(b).relu_(), (3,), of=[L]), X, [(1, 3, 5), (3, 1, 1)]),
+    "divisor": (lambda: Of(lambda w, x: x / w, (4,)), X, [(4, 1, 1)]),
+    "mask token": (lambda: Of(lambda w, x: torch.where(x > 0, w, x), (4,)), X, [(4, 1, 1)]),
+    "prelu": (lambda: Of(lambda w, x: F.prelu(x, w), (2,)), X, [(2, 1, 1)]),
+    "layer_norm": (lambda: Of(lambda w, b, x: F.layer_norm(x, (4,), w, b), (4,), (4,)), X, [(4, 1, 1), (4, 1, 1)]),
+    "class token and ties": (
+        lambda: Of(
+            lambda e, p, c, i: torch.cat([c.expand(5, 1, 4), e(i) + p], 1) @ e.weight.T, (2, 4), (1, 1, 4), of=[E]
+        ),
+        IDS,
+        [(1, 7, 4), (8, 1, 1), (4, 1, 1)],
+    ),
+    "F.embedding": (lambda: Of(lambda w, i: F.embedding(i, w), (7, 4)), IDS, [(1, 4, 7)]),
+    "indexed": (lambda: Of(lambda w, i: torch.tanh(w[i]), (7, 4)), IDS, [(1, 4, 7)]),
+    "conv2d": (
+        lambda: Of(lambda w, b, x: F.conv2d(x, w, b, 2, 1, 2, 2), (6, 2, 3, 3), (6,)),
+        IMAGE,
+        [(2, 3, 19)],
+    ),
+    "conv_transpose2d": (
+        lambda: Of(lambda w, x: F.conv_transpose2d(x, w, stride=2), (4, 6, 3, 3)),
+        IMAGE,
+        [(1, 54, 4)],
+    ),
+    "neighbour table": (lambda: Of(neighbours, (4, 3), (3,)), X, [(1, 3, 5)]),
+    "edge list": (lambda: Of(edges, (3, 4), (2, 3)), X, [(1, 3, 4), (1, 2, 3)]),
+    "flattened": (lambda: Of(flattened, (4, 3)), X, [(1, 3, 4)]),
+    "time major": (lambda: Of(time_major, (4, 3)), X, [(1, 3, 4)]),
+}
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def by_hand(model: nn.Module, x: Tensor, s: Tensor) -> Tensor:
+    """R [k n p] by one backward pass an example."""
+    y, params = model(x), [p for p in model.parameters() if p.requires_grad]
+    out = []
+    for column in s:
+        grads = [torch.autograd.grad(y[n], params, column[n], retain_graph=True) for n in range(len(y))]
+        out.append(torch.stack([torch.cat([g.reshape(-1) for g in one]) for one in grads]))
+    return torch.stack(out)
+
+
+@every_case
+def test_gradients_come_from_the_uses_alone_and_nothing_is_missed(name: str) -> None:
+    """Σ over uses of g aᵀ is autograd's gradient: the check of the tape itself, without layers."""
+    make, x, _ = CASES[name]
+    model = make().double()
+    with OperationRecorder([x]) as recorder:
+        y = model(x)
+    params = dict(model.named_parameters())
+    uses = recorder.uses()
+    assert not missed(y, uses, params)
+    s = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0))
+    cotangents = torch.autograd.grad(y, [use.edge for use in uses], s, retain_graph=True)
+    total = {key: torch.zeros_like(p) for key, p in params.items()}
+    for use, cotangent in zip(uses, cotangents, strict=True):
+        g = use.write(cotangent)
+        for operand in use.operands:
+            if operand is use.bias or use.read is None:
+                own = use.scale * g.sum(0)
+            elif use.entrywise:
+                own = (g * use.inputs()).sum(0)
+            else:
+                letters = dict.fromkeys("".join(use.roles))
+                order = "".join([*(c for c in "cio" if c not in letters), *letters])
+                own = torch.einsum(f"rco,rci->{order}", g, use.inputs())
+            own = own.reshape(operand.unexpanded) * (own.numel() / max(1, operand.shape.numel()))
+            grads = torch.autograd.grad(
+                operand.edge, list(params.values()), own.expand(operand.shape), retain_graph=True, allow_unused=True
+            )
+            for key, grad in zip(params, grads, strict=True):
+                total[key] += 0 if grad is None else grad
+    for key, grad in zip(params, torch.autograd.grad(y, list(params.values()), s), strict=True):
+        close(total[key], grad)
+
+
+@every_case
+def test_layers_are_packed_by_what_they_compute_and_rows_are_those_of_the_examples(name: str) -> None:
+    make, x, shapes = CASES[name]
+    model = make().double()
+    y = model(x)
+    s = torch.randn(2, *y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0))
+    pb = ng.pullback(model, x, Rooted(s))
+    assert [layer.shape for layer in pb.layers] == shapes
+    R = by_hand(model, x, s) / len(y) ** 0.5
+    close(rows(pb), R)
+    G = torch.einsum("knp,knq->pq", R, R)
+    for structure in (ng.Dense(), ng.Kernel()):
+        close(structure.estimate(pb).dense(), G)
+    close(ng.Diagonal().estimate(pb).diagonal(), G.diagonal())
+    ng.Kronecker(strict=True).estimate(pb)
+    ng.EigenKronecker(strict=True).estimate(pb)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(
+    ("run", "shapes", "module"),
+    [
+        (lambda w, b, x: F.linear(x, w, b), [(3, 4), (3,)], lambda: nn.Linear(4, 3)),
+        (lambda w, b, x: x @ w.T + b, [(3, 4), (3,)], lambda: nn.Linear(4, 3)),
+        (lambda w, b, x: torch.einsum("oi,nti->nto", w, x) + b, [(3, 4), (3,)], lambda: nn.Linear(4, 3)),
+        (lambda w, b, x: F.conv1d(x.mT, w, b), [(3, 4, 1), (3,)], lambda: nn.Conv1d(4, 3, 1)),
+    ],
+)
+def test_factors_of_an_operation_are_those_of_the_module(run: Run, shapes: Any, module: Any, sharing: Any) -> None:
+    model, layer = Of(run, *shapes), module().double()
+    layer.weight.data, layer.bias.data = model.w[0].data, model.w[1].data
+    images = isinstance(layer, nn.Conv1d)
+    found = ng.Kronecker(sharing, strict=True).estimate(ng.pullback(model, X, ng.Euclidean())).tensors()
+    expected = ng.Kronecker(sharing).estimate(ng.pullback(layer, X.mT if images else X, ng.Euclidean())).tensors()
+    for side in "SA":
+        close(found[f"w.0/{side}"], expected[f"weight/{side}"])
+
+
+def test_factors_of_stacked_experts_are_those_of_experts_as_modules() -> None:
+    model = Of(experts, (3, 3, 4))
+    apart = [nn.Linear(4, 3, bias=False).double() for _ in range(2)]
+    for layer, w in zip(apart, model.w[0], strict=False):
+        layer.weight.data = w.data
+    found = ng.Kronecker(strict=True).estimate(ng.pullback(model, X, ng.Euclidean())).tensors()
+    which = (X[:, 0, 0] > 0).long()
+    for e, layer in enumerate(apart):
+        own = X[which == e]
+        expected = ng.Kronecker().estimate(ng.pullback(layer, own, ng.Euclidean())).tensors()
+        close(found["w.0/A"][e], expected["weight/A"][0])
+        close(found["w.0/S"][e], expected["weight/S"][0] * len(own) / len(X))
+    assert not found["w.0/S"][2].any()  # nobody asked the third
+    assert not found["w.0/A"][2].any()
+
+
+def test_a_pure_function_has_the_layers_of_its_operations() -> None:
+    params = {"w": normal(3, 4), "b": normal(3), "g": normal(3)}
+    pb = ng.pullback(lambda p, x: F.linear(x, p["w"], p["b"]) * p["g"], X, ng.Euclidean(), params=params)
+    assert [(layer.names, type(layer.rule)) for layer in pb.layers] == [
+        (("w", "b"), ProductRule),
+        (("g",), EntriesRule),
+    ]
+    assert not any(p.requires_grad for p in params.values())
+    ng.Kronecker(strict=True).estimate(pb)
+
+
+def test_what_no_form_knows_is_missed_by_name() -> None:
+    model = Of(lambda w, v, x: opaque(x, w) * v.cumsum(0).sort().values, (3, 4), (3,))
+    with OperationRecorder([X]) as recorder:
+        y = model(X)
+    assert missed(y, recorder.uses(), dict(model.named_parameters())) == {"w.0": "OpaqueBackward"}
+    lstm = nn.LSTM(4, 3).double()
+    with OperationRecorder([X]) as recorder:
+        y = lstm(X)[0]
+    found = missed(y, recorder.uses(), dict(lstm.named_parameters()))
+    assert found.keys() <= dict(lstm.named_parameters()).keys()
+
+
+def test_an_input_that_is_overwritten_is_refused() -> None:
+    def run(w: Tensor, x: Tensor) -> Tensor:
+        h = x.clone()
+        y = h @ w
+        h.zero_()
+        return y
+
+    with pytest.raises(ng.errors.NatgradError, match=r"input of the operation product was changed in place.*clone"):
+        ng.Kronecker().estimate(ng.pullback(Of(run, (4, 3)), X, ng.Euclidean()))
+
+
+# The example of every row
+
+
+@pytest.mark.parametrize("n", [1, 3, 20, 300])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_probes_tell_examples_apart_in_every_precision(n: int, dtype: torch.dtype) -> None:
+    s = probes(torch.ones(n, 2, dtype=dtype)).float()
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    found = owners_of(s[:, order], n)
+    assert found is not None
+    assert torch.equal(found.rows(torch.arange(n)[order].float()).flatten(), torch.arange(n).float())
+
+
+def test_rows_that_mix_examples_have_no_owner() -> None:
+    s = probes(torch.ones(4, 2, dtype=torch.float64))
+    assert owners_of(s + s.roll(1, 1), 4) is None
+
+
+def test_rows_without_cotangents_may_be_of_any_example() -> None:
+    s = probes(torch.ones(4, 2, dtype=torch.float64))
+    s[:, 2] = 0
+    assert owners_of(s, 4) == Owners(4)
+
+
+@pytest.mark.parametrize("owners", [Owners(2, before=3), Owners(2, index=torch.tensor([0, 1, 0, 1, 0, 1]))])
+def test_rows_go_to_their_examples(owners: Owners) -> None:
+    assert owners.rows(torch.arange(6.0)).tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert owners.total(torch.arange(6.0)).tolist() == [6, 9]
+
+
+def test_ragged_rows_are_padded() -> None:
+    owners = Owners(3, index=torch.tensor([2, 0, 2]))
+    assert owners.rows(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[2, 0], [0, 0], [1, 3]]
+    assert owners.valid is not None
+    assert owners.valid.tolist() == [[True, False], [False, False], [True, True]]
+    assert owners.total(torch.tensor([1.0, 2.0, 3.0])).tolist() == [2, 0, 4]
