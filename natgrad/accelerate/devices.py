@@ -20,6 +20,11 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is running: a forward pass inside it is a recomputation (activation checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def in_export() -> bool:
     """Whether ``torch.export`` traces the model.
 
