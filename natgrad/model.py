@@ -90,14 +90,6 @@ def paths(module: nn.Module) -> dict[str, str]:
     return {plain_name(name): name for name in names}
 
 
-def compiling() -> bool:
-    """Whether the caller, which is not compiled itself, was called from compiled code."""
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
-    callback: Any = get_eval_frame_callback()
-    return callback is not None and callback is not False
-
-
 Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of keyword inputs, or None
 
 

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.devices import in_export
+from natgrad.accelerate.devices import compiling, in_export
 from natgrad.errors import BatchStatisticsError, DomainError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector, Vector
 from natgrad.isolation import put_back, random_stream, refuse_chance, untouched
 from natgrad.model import (
     Arguments,
     Inputs,
-    compiling,
     eager,
     evaluating,
     is_compiled,
