@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from natgrad.accelerate.devices import is_asynchronous, without_fused_recurrence
 from natgrad.accelerate.devices import put_back as put_back
 from natgrad.accelerate.devices import random_stream as random_stream
+from natgrad.accelerate.modules import buffers_in
 from natgrad.errors import BatchStatisticsError
 
 
@@ -51,15 +52,15 @@ def untouched(module: nn.Module) -> Iterator[None]:
     """
     saved = []
     for m in module.modules():
-        buffers = dict(m._buffers)
+        buffers = dict(buffers_in(m))
         saved.append((m, buffers, {key: value for key, value in vars(m).items() if key not in _TORCH}))
-        m._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
+        buffers_in(m).update({name: b.clone() for name, b in buffers.items() if b is not None})
     try:
         yield
     finally:
         for m, buffers, attributes in saved:
-            m._buffers.clear()
-            m._buffers.update(buffers)
+            buffers_in(m).clear()
+            buffers_in(m).update(buffers)
             for key in [key for key in vars(m) if key not in _TORCH and key not in attributes]:
                 del vars(m)[key]
             vars(m).update(attributes)

@@ -18,6 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from natgrad.accelerate.modules import children_in, compiles_calls
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 
@@ -38,7 +39,7 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
     True
     """
     chain = [module]
-    while isinstance(module, DistributedDataParallel) or _PREFIX in module._modules:
+    while isinstance(module, DistributedDataParallel) or _PREFIX in children_in(module):
         module = module.get_submodule("module" if isinstance(module, DistributedDataParallel) else _PREFIX)
         chain.append(module)
     return chain
@@ -60,12 +61,12 @@ def is_compiled(module: nn.Module) -> bool:
     """
     forward = module.forward
     by_forward = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
-    return by_forward or module._compiled_call_impl is not None
+    return by_forward or compiles_calls(module)
 
 
 def any_compiled(modules: Sequence[nn.Module]) -> bool:
     """Whether one of the modules is compiled. An optimizer asks before every estimate, so this must be fast."""
-    if [m for m in modules if m._compiled_call_impl is not None]:
+    if any(map(compiles_calls, modules)):
         return True
     # Modules of one type share a forward, except those with a forward of their own.
     of_types = {type(m): m for m in modules if "forward" not in m.__dict__}
@@ -234,6 +235,11 @@ def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
     if not params:
         raise ValueError(f"{where} has no trainable parameters: set requires_grad_(True) on those to train")
     first_name, first = next(iter(params.items()))
+    if meta := [name for name, p in params.items() if isinstance(p, Tensor) and p.is_meta]:
+        raise ValueError(
+            f"{where}: {', '.join(meta)} on the meta device, where a tensor has a shape but no numbers. Give them "
+            "memory and values first, model.to_empty(device=…) and load_state_dict, then make the optimizer"
+        )
     for name, p in params.items():
         if not isinstance(p, Tensor) or not p.is_floating_point():
             raise TypeError(f"{where}: parameter {name} must be a real floating-point tensor")

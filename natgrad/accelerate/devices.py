@@ -20,12 +20,9 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def compiling() -> bool:
-    """Whether the caller, which is not compiled itself, was called from compiled code."""
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
-    callback: Any = get_eval_frame_callback()
-    return callback is not None and callback is not False
+def in_backward() -> bool:
+    """Whether a backward pass is running: a forward pass inside it is a recomputation (activation checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def in_export() -> bool:
