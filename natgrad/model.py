@@ -158,7 +158,7 @@ class Model:
 
     def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
         """y [n *out] at ``params``; missing ones keep their values, and ``None`` keeps all."""
-        with unfused(self.function, self.example.device), ours(), deterministic(self.example.device):
+        with unfused(self.function, self.example.device), library_pass(), deterministic(self.example.device):
             if not isinstance(self.function, nn.Module):
                 return self.outputs(self.function({**self.params, **(params or {})}, x))
             args, kwargs = arguments(x)
@@ -235,11 +235,6 @@ def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
     if not params:
         raise ValueError(f"{where} has no trainable parameters: set requires_grad_(True) on those to train")
     first_name, first = next(iter(params.items()))
-    if meta := [name for name, p in params.items() if isinstance(p, Tensor) and p.is_meta]:
-        raise ValueError(
-            f"{where}: {', '.join(meta)} on the meta device, where a tensor has a shape but no numbers. Give them "
-            "memory and values first, model.to_empty(device=…) and load_state_dict, then make the optimizer"
-        )
     for name, p in params.items():
         if not isinstance(p, Tensor) or not p.is_floating_point():
             raise TypeError(f"{where}: parameter {name} must be a real floating-point tensor")
@@ -248,6 +243,11 @@ def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
                 raise ValueError(
                     f"{where} mixes {what}s: {first_name} is {its} and {name} is {mine}; move all with model.to(...)"
                 )
+    if first.is_meta:
+        raise ValueError(
+            f"{where}: {', '.join(params)} on the meta device, where a tensor has a shape but no numbers. Give them "
+            "memory and values first, model.to_empty(device=…) and load_state_dict, then make the optimizer"
+        )
 
 
 def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -312,7 +312,7 @@ _inside: ContextVar[bool] = ContextVar("natgrad evaluates a model", default=Fals
 
 
 @contextmanager
-def ours() -> Iterator[None]:
+def library_pass() -> Iterator[None]:
     """Forward passes inside the block belong to the library, not to training."""
     token = _inside.set(True)
     try:
@@ -321,13 +321,13 @@ def ours() -> Iterator[None]:
         _inside.reset(token)
 
 
-def is_ours() -> bool:
+def in_library_pass() -> bool:
     """Whether the current forward pass belongs to the library; optimizers ignore such passes."""
     return _inside.get()
 
 
 @contextmanager
-def without_chance(module: nn.Module) -> Iterator[None]:
+def without_randomness(module: nn.Module) -> Iterator[None]:
     """Modules that draw random numbers are in evaluation mode inside; batch statistics stay those of the batch."""
     drawing = [m for m in module.modules() if _draws(m)]
     for m in drawing:

@@ -14,7 +14,7 @@ from natgrad.accelerate.devices import can_read, is_asynchronous
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
 from natgrad.geometry import Covector, Vector, require_all
-from natgrad.isolation import put_back, random_stream, untouched
+from natgrad.isolation import get_rng_state, set_rng_state, untouched
 from natgrad.model import Inputs, Model, check_slots, unwrapped
 from natgrad.optim.checkpoint import check_plain, export, restore
 from natgrad.optim.distributed import world_of
@@ -199,7 +199,7 @@ class NaturalGradient(torch.optim.Optimizer):
         loss, loss_at = None, None
         try:
             if closure is not None:
-                rng_state = random_stream(self.tracker.model.example.device)
+                rng_state = get_rng_state(self.tracker.model.example.device)
                 with torch.enable_grad():
                     loss = closure()
                 loss_at = _loss_at(self.tracker, closure, loss, rng_state)
@@ -381,16 +381,16 @@ def _loss_at(tracker: MetricTracker, closure: Callable[[], Any], value: Any, rng
             return tracker.mean_over_ranks(_number(value))
         params, device = tracker.model.params, tracker.model.example.device
         saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
-        now = random_stream(device)
+        now = get_rng_state(device)
         try:
             for name, p in params.items():
                 p.copy_(landing[name])
                 p.grad = None
-            put_back(device, rng_state)
+            set_rng_state(device, rng_state)
             with torch.enable_grad(), tracker.suspended(), untouched(tracker.module):
                 return tracker.mean_over_ranks(_number(closure()))
         finally:
-            put_back(device, now)
+            set_rng_state(device, now)
             for name, p in params.items():
                 p.copy_(saved[name][0])
                 p.grad = saved[name][1]

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from natgrad.accelerate.devices import in_backward, in_export
 from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
 from natgrad.errors import NatgradError, NonFiniteError
-from natgrad.isolation import put_back, random_stream, refuse_chance, untouched
-from natgrad.model import Arguments, Inputs, eager, is_compiled, is_ours, ours
+from natgrad.isolation import get_rng_state, refuse_randomness, set_rng_state, untouched
+from natgrad.model import Arguments, Inputs, eager, in_library_pass, is_compiled, library_pass
 from natgrad.optim.distributed import Alone, World, refuse_strangers
 from natgrad.optim.frozen import ModelCheck
 from natgrad.output.fisher import Fisher
@@ -140,7 +140,7 @@ class MetricTracker:
         self._recorder: Recorder | None = None  # of the pass that is being recorded
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
-        self._rng_state = random_stream(self.model.example.device)
+        self._rng_state = get_rng_state(self.model.example.device)
         self._check = ModelCheck(self.model, self.module, view.blocks)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
@@ -260,7 +260,7 @@ class MetricTracker:
         A metric with targets sees the batches of ``refresh`` only, which have them. A pass inside a backward pass is
         the recomputation of an earlier one (activation checkpointing).
         """
-        if is_ours():
+        if in_library_pass():
             return
         if self._recorder is not None:  # the model calls itself
             self._depth += 1
@@ -282,7 +282,7 @@ class MetricTracker:
         self._recorder = self._recorders[eagerly]
         self._recorder.start(Arguments(args, kwargs), operations=self.view.operations)
         if eagerly or not self.structure.one_pass:
-            self._rng_state = random_stream(self.model.example.device)
+            self._rng_state = get_rng_state(self.model.example.device)
         if eagerly:
             self._run_eagerly(args, kwargs)
         else:
@@ -293,16 +293,16 @@ class MetricTracker:
         """Run the pass that begins ahead of it. The pass itself draws the same random numbers again."""
         raw = None
         try:
-            with ours(), untouched(self.module), eager(self.module):
+            with library_pass(), untouched(self.module), eager(self.module):
                 raw = self.module(*args, **kwargs)
         finally:
             try:
                 self._after_pass(self.module, args, kwargs, raw)
             finally:
-                put_back(self.model.example.device, self._rng_state)
+                set_rng_state(self.model.example.device, self._rng_state)
 
     def _after_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
-        if self._handle is not None and is_ours():
+        if self._handle is not None and in_library_pass():
             return  # another optimizer runs a pass of its own inside the one that is recorded
         if self._depth:  # a pass that the model makes itself, inside of the one that is recorded
             self._depth -= 1
@@ -312,9 +312,9 @@ class MetricTracker:
             if raw is None:  # the forward pass raised
                 return
             if not self.structure.one_pass and not torch.equal(
-                self._rng_state, random_stream(self.model.example.device)
+                self._rng_state, get_rng_state(self.model.example.device)
             ):
-                refuse_chance()
+                refuse_randomness()
             tape = recorder.tape(self.model.outputs(raw))
         finally:
             recorder.forget()
@@ -328,14 +328,14 @@ class MetricTracker:
 
     def _with_operations(self, batch: Batch) -> Pullback:
         """The pullback at a batch in another pass, whose operations are recorded. The random stream is put back."""
-        recorder, rng_state = self._recorders[True], random_stream(self.model.example.device)
+        recorder, rng_state = self._recorders[True], get_rng_state(self.model.example.device)
         recorder.start(batch.x, operations=True)
         try:
-            with torch.enable_grad(), ours(), untouched(self.module), eager(self.module):
+            with torch.enable_grad(), library_pass(), untouched(self.module), eager(self.module):
                 raw = self.module(*batch.x.args, **batch.x.kwargs)
         finally:
             recorder.stop()
-            put_back(self.model.example.device, rng_state)
+            set_rng_state(self.model.example.device, rng_state)
         tape = recorder.tape(self.model.outputs(raw))
         return self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
 

@@ -117,6 +117,11 @@ class StepRule(ABC):
         """Whether the rule evaluates the loss again, so that ``opt.step(closure)`` must be given one."""
         return False
 
+    @property
+    def schedule(self) -> tuple[int, int]:
+        """After how many steps the presets estimate the metric, and invert it, for this rule."""
+        return 10, 100
+
     @abstractmethod
     def take(self, context: StepContext) -> Step:
         """The step from here."""

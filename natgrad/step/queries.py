@@ -15,7 +15,7 @@ from natgrad.accelerate.devices import full_precision
 from natgrad.errors import BatchStatisticsError, DomainError, IncompatibleError
 from natgrad.geometry import Covector, Vector
 from natgrad.linearise import linearise
-from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of, without_chance
+from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of, without_randomness
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.chunks import separable
 from natgrad.pullback.pullback import Batch
@@ -60,7 +60,7 @@ class BatchQueries:
         Batch statistics move with the parameters: a model that has them is seen on the whole batch.
         """
         whole = any(m.training for m in self.batch.model.batch_norms.values())
-        with without_chance(self._module):
+        with without_randomness(self._module):
             forms = quadratic_forms(self.batch, self.metric, vectors, 1.0 if whole else fraction)
         return self.mean([forms], self._examples)[0]
 

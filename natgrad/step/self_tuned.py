@@ -79,6 +79,11 @@ class SelfTuned(StepRule):
     def needs_closure(self) -> bool:
         return True
 
+    @property
+    def schedule(self) -> tuple[int, int]:
+        # Steps that are as long as the metric of the batch allows need a recent metric and a recent inverse.
+        return 2, 5
+
     def take(self, context: StepContext) -> Step:
         λ = max(context.damping, self.smallest)
         Δ = -context.sharp(context.differential, λ)

@@ -13,7 +13,7 @@ import natgrad as ng
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
 from natgrad.optim import optimizer, update
-from natgrad.step import Step, StepContext, StepRule
+from natgrad.step import PlainRule, Step, StepContext, StepRule
 from tests.optim.tasks import seeded
 
 Make = Callable[[], tuple[nn.Module, ng.NaturalGradient]]
@@ -149,6 +149,25 @@ class Twice(StepRule):
 
 def test_a_rule_that_calls_a_plain_one_takes_its_steps_and_a_move_it_only_tried_leaves_no_momentum() -> None:
     alike(run(lambda: kfac(step=Twice())), run(lambda: kfac(step=ng.KLClip())))
+
+
+class Half(PlainRule):
+    """A rule of a user: half of the natural gradient."""
+
+    def scale(self, square: Tensor) -> Tensor:
+        return torch.full_like(square, 0.5)
+
+
+def test_a_plain_rule_of_a_user_is_one_method(gpu: Callable[[], list[bool]]) -> None:
+    """Momentum is linear: half of every natural gradient is half of the learning rate."""
+    expected = run(lambda: kfac(step=ng.Fixed(), lr=1e-3, metric_every=100))[0]
+    found = run(lambda: kfac(step=Half(), lr=2e-3, metric_every=100))[0]
+    inside = run(lambda: kfac(step=ng.Constrained(Half(), ng.Clipping({})), lr=2e-3, metric_every=100))[0]
+    gpu()
+    fused = run(lambda: kfac(step=Half(), lr=2e-3, metric_every=100))[0]
+    for right, *others in zip(expected, found, inside, fused, strict=True):
+        for p in others:
+            torch.testing.assert_close(p, right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
