@@ -99,7 +99,7 @@ class Independent(ng.OutputMetric):
         return self.sobolev.coupling(x, n)
 
 
-class Arm(ABC):
+class Config(ABC):
     """An optimizer with its settings."""
 
     name: str
@@ -142,7 +142,7 @@ class Constants:
 
 @final
 @dataclass(frozen=True)
-class KFAC(Arm):
+class KFAC(Config):
     """K-FAC of a metric with the constants of the paper; Amari's natural gradient has the Fisher metric."""
 
     name: str
@@ -176,7 +176,7 @@ class KFAC(Arm):
 
 @final
 @dataclass(frozen=True)
-class Momentum(Arm):
+class Momentum(Config):
     """SGD with momentum 0.9; the weight decay is added to the gradient."""
 
     lr: float
@@ -192,7 +192,7 @@ class Momentum(Arm):
 
 @final
 @dataclass(frozen=True)
-class AdamW(Arm):
+class AdamW(Config):
     """AdamW; the weight decay is decoupled."""
 
     lr: float
@@ -221,7 +221,7 @@ def independent() -> KFAC:
     return KFAC("independent", Independent(ng.Sobolev(_SAMPLED, nu=1.5, lengthscale=LENGTHSCALE)))
 
 
-def grid() -> dict[str, list[Arm]]:
+def grid() -> dict[str, list[Config]]:
     """The grids of SGD and AdamW.
 
     They surround the best settings of Wang's grid for SGD and of the usual one for AdamW, which were at the edge there.

@@ -126,10 +126,10 @@ class Scale:
 @final
 @dataclass(frozen=True)
 class Feed:
-    """Shuffled and augmented batches: a random crop of the image with four black pixels around it, or its mirror.
+    """Shuffled and augmented batches: random crops of the image with four black pixels around it, and mirror images.
 
-    All of a batch at once and on the device; every random number comes from ``generator``. Examples that do not fill
-    a batch wait for another epoch.
+    A batch is made at once on the device; every random number comes from ``generator``. An incomplete last batch is
+    dropped.
     """
 
     padded: Tensor  # uint8 [n (h + 8) (w + 8) 3]
@@ -140,14 +140,14 @@ class Feed:
 
     @staticmethod
     def of(split: Split, scale: Scale, batch: int, generator: torch.Generator) -> Feed:
-        """Of a split, on the device where it is."""
+        """The batches of a split, on its device."""
         if len(split.y) < batch:
             raise ValueError(f"{len(split.y)} training images do not fill one batch of {batch}: lower --batch")
         return Feed(F.pad(split.x, (0, 0) + 2 * (_PADDING, _PADDING)), split.y, scale, batch, generator)
 
     @property
     def steps(self) -> int:
-        """Of an epoch."""
+        """Steps per epoch."""
         return len(self.y) // self.batch
 
     def epoch(self) -> Iterator[tuple[Tensor, Tensor]]:

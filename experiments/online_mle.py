@@ -113,7 +113,7 @@ class Stream:
         return sorted({min(n, max(self.first + 1, k)) for k in even})
 
 
-class Arm(ABC):
+class Estimator(ABC):
     """An estimator that sees one datum at a time."""
 
     @abstractmethod
@@ -123,7 +123,7 @@ class Arm(ABC):
 
 @final
 @dataclass(frozen=True)
-class Mirror(Arm):
+class Mirror(Estimator):
     """``ng.MirrorDescent`` with lr = 1/(k + 1)."""
 
     def estimates(self, problem: Problem, stream: Stream) -> Iterator[Tensor]:
@@ -140,7 +140,7 @@ class Mirror(Arm):
 
 @final
 @dataclass(frozen=True)
-class Plain(Arm):
+class Plain(Estimator):
     """A torch optimizer in the coordinates u; its rate falls as k^−power."""
 
     optimizer: type[torch.optim.SGD] | type[torch.optim.Adam]
@@ -172,7 +172,7 @@ class Curve:
     error: list[float]
 
 
-def measure(problem: Problem, arm: Arm, stream: Stream) -> list[float]:
+def measure(problem: Problem, arm: Estimator, stream: Stream) -> list[float]:
     """The error over time; infinite once the estimator has left the family."""
     family, errors = problem.family, []
     xi, F = family.mean(problem.eta), family.fisher_mean(family.mean(problem.eta))

@@ -23,14 +23,14 @@ LENGTHSCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # over the median distance of 
 LOOKS = 24  # validation errors in a run
 
 
-class Arm(ABC):
+class Config(ABC):
     """An optimizer with its settings."""
 
     title: ClassVar[str]
 
     @staticmethod
     @abstractmethod
-    def drawn(trial: int) -> Arm:
+    def drawn(trial: int) -> Config:
         """The settings of a trial."""
 
     @property
@@ -53,7 +53,7 @@ class Arm(ABC):
 
 @final
 @dataclass(frozen=True)
-class AdamW(Arm):
+class AdamW(Config):
     """AdamW with a learning rate that falls linearly to zero."""
 
     title = "AdamW"
@@ -104,7 +104,7 @@ class Natural:
 
 @final
 @dataclass(frozen=True)
-class GaussNewton(Arm):
+class GaussNewton(Config):
     """The natural gradient without a kernel: K = 1."""
 
     title = "Gauss–Newton"
@@ -127,7 +127,7 @@ class GaussNewton(Arm):
 
 @final
 @dataclass(frozen=True)
-class Sobolev(Arm):
+class Sobolev(Config):
     """The natural gradient of functions in H_s, s = d + 2ν; ℓ is ``scale`` times the median distance."""
 
     title = "Sobolev"
@@ -154,7 +154,7 @@ class Sobolev(Arm):
         return {**asdict(self.shared), "nu": self.nu, "scale": self.scale}
 
 
-ARMS: tuple[type[Arm], ...] = (AdamW, GaussNewton, Sobolev)
+CONFIGS: tuple[type[Config], ...] = (AdamW, GaussNewton, Sobolev)
 
 
 @final
@@ -189,7 +189,7 @@ def network(inputs: int, width: int, seed: int) -> nn.Module:
         return nn.Sequential(*layers).double()
 
 
-def train(arm: Arm, split: Split, seed: int, seconds: float, width: int = 50) -> Result:
+def train(arm: Config, split: Split, seed: int, seconds: float, width: int = 50) -> Result:
     """Train on ½‖y − t‖² for so many CPU seconds, not counting measurements.
 
     Weights and batches depend on the seed alone. An error of the optimizer ends the run, and is part of the result.

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, final
 
 from experiments.regression_configs import (
-    ARMS,
+    CONFIGS,
     LENGTHSCALES,
     SMOOTHNESS,
     AdamW,
-    Arm,
+    Config,
     GaussNewton,
     Look,
     Result,
@@ -71,7 +71,7 @@ class Record:
             cells[key] = Result(looks, line["failure"])
         return Record(saved["seconds"], saved["machine"], cells)
 
-    def chosen(self, problem: str, arm: type[Arm]) -> int:
+    def chosen(self, problem: str, arm: type[Config]) -> int:
         """The trial with the smallest validation error."""
         trials = {key: r for key, r in self.cells.items() if _is(key, TUNE, problem, arm)}
         return min(trials, key=lambda key: trials[key].best().validation).trial
@@ -84,7 +84,7 @@ class Record:
                 errors.setdefault((key.nu, key.scale), []).append(result.best().validation)
         return min(errors, key=lambda at: statistics.mean(errors[at]))
 
-    def contest(self, problem: str, arm: type[Arm], stage: str = CONTEST) -> dict[int, Result]:
+    def contest(self, problem: str, arm: type[Config], stage: str = CONTEST) -> dict[int, Result]:
         """The runs that count, by split."""
         return {key.split: r for key, r in self.cells.items() if _is(key, stage, problem, arm)}
 
@@ -93,7 +93,7 @@ class Record:
         return list(dict.fromkeys(key.problem for key in self.cells if key.stage == stage))
 
 
-def _is(key: Key, stage: str, problem: str, arm: type[Arm]) -> bool:
+def _is(key: Key, stage: str, problem: str, arm: type[Config]) -> bool:
     return (key.stage, key.problem, key.arm) == (stage, problem, arm.title)
 
 
@@ -114,7 +114,7 @@ def summary(record: Record) -> dict[str, Any]:
 
 
 def _contest(record: Record, problem: str) -> dict[str, Any]:
-    runs = {arm: record.contest(problem, arm) for arm in ARMS}
+    runs = {arm: record.contest(problem, arm) for arm in CONFIGS}
     splits = sorted(set.intersection(*(set(found) for found in runs.values())))
     out: dict[str, Any] = {"splits": len(splits), "arms": {}}
     for arm, found in runs.items():
@@ -147,7 +147,7 @@ def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def _sweep(record: Record, problem: str) -> dict[str, Any]:
-    def mean(nu: float, scale: float, arm: type[Arm]) -> float:
+    def mean(nu: float, scale: float, arm: type[Config]) -> float:
         cells = (r for key, r in record.cells.items() if _is(key, SWEEP, problem, arm) and _at(key, nu, scale))
         return statistics.mean(r.best().test for r in cells)
 
@@ -181,7 +181,7 @@ def tables(found: dict[str, Any]) -> list[str]:
 
 
 def _errors(contest: dict[str, Any]) -> str:
-    head = ["problem", *(arm.title for arm in ARMS), "over AdamW", "over Gauss–Newton", "splits won"]
+    head = ["problem", *(arm.title for arm in CONFIGS), "over AdamW", "over Gauss–Newton", "splits won"]
     rows = []
     for problem, cell in contest.items():
         arms = [f"{a['mean']:.3g} ± {a['deviation']:.2g}" for a in cell["arms"].values()]
@@ -194,7 +194,7 @@ def _errors(contest: dict[str, Any]) -> str:
 
 def _steps(contest: dict[str, Any]) -> str:
     beside = ("as many steps", "same settings", "same settings, at the end")
-    head = ["problem", *(f"steps, {arm.title}" for arm in ARMS), *beside, "ν", "ℓ / median"]
+    head = ["problem", *(f"steps, {arm.title}" for arm in CONFIGS), *beside, "ν", "ℓ / median"]
     rows = []
     for problem, cell in contest.items():
         steps = [f"{a['steps']:.0f}" for a in cell["arms"].values()]

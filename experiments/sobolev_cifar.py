@@ -41,7 +41,7 @@ from experiments.configs import (
     FIFTHS,
     TENTHS,
     AdamW,
-    Arm,
+    Config,
     Cosine,
     Momentum,
     Schedule,
@@ -62,7 +62,7 @@ from experiments.tuning import Choices, Round, Tuning, TuningKey
 BENCHMARKS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 SCHEDULES: dict[str, Schedule] = {"tenths": TENTHS, "fifths": FIFTHS, "cosine": Cosine()}
 LAYOUTS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
-FIXED: dict[str, Callable[[], Arm]] = {
+FIXED: dict[str, Callable[[], Config]] = {
     "amari": amari,
     "sobolev": sobolev,
     "independent": independent,
@@ -87,7 +87,7 @@ COUNTS = {
 RESULTS = Path(__file__).resolve().parent / "results" / "sobolev_cifar"
 
 
-def arm(key: TuningKey, results: Path, setup: Setup) -> Arm:
+def arm(key: TuningKey, results: Path, setup: Setup) -> Config:
     """An optimizer by name; SGD and AdamW as tuned on these images with this schedule."""
     if key.arm in FIXED:
         return FIXED[key.arm]()
@@ -166,7 +166,7 @@ def clock(args: argparse.Namespace, setup: Setup, place: Place) -> None:
     for what in (BENCHMARKS[name] for name in args.datasets):
         found = measured(arms, replace(setup, pace=Pace()), place.images(what, setup), args.rounds)
         path = args.results / "timing.json"
-        Timing.load(path).beside(found).save(path)
+        Timing.load(path).with_measurement(found).save(path)
         print(lines(found))
 
 

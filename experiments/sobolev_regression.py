@@ -23,11 +23,11 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.regression_configs import (
-    ARMS,
+    CONFIGS,
     LENGTHSCALES,
     LOOKS,
     SMOOTHNESS,
-    Arm,
+    Config,
     GaussNewton,
     Result,
     Sobolev,
@@ -55,22 +55,22 @@ class Study:
     points: int
     width: int = 50
 
-    def tuning(self) -> Iterator[tuple[Problem, Key, Arm]]:
+    def tuning(self) -> Iterator[tuple[Problem, Key, Config]]:
         """Optimizers take turns, so that a slow phase of the machine affects all of them."""
         for problem in self.problems:
             for trial in range(self.trials):
-                for arm in ARMS:
+                for arm in CONFIGS:
                     yield problem, Key(TUNE, problem.name, arm.title, trial, 0), arm.drawn(trial)
 
-    def contest(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
+    def contest(self, record: Record) -> Iterator[tuple[Problem, Key, Config]]:
         """Every optimizer with its best settings."""
         for split in range(self.splits):
             for problem in self.problems:
-                for arm in ARMS:
+                for arm in CONFIGS:
                     trial = record.chosen(problem.name, arm)
                     yield problem, Key(CONTEST, problem.name, arm.title, trial, split), arm.drawn(trial)
 
-    def matched(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
+    def matched(self, record: Record) -> Iterator[tuple[Problem, Key, Config]]:
         """Gauss–Newton with the best settings of Sobolev: only the metric differs."""
         for split in range(self.splits):
             for problem in self.problems:
@@ -78,7 +78,7 @@ class Study:
                 key = Key(MATCHED, problem.name, GaussNewton.title, trial, split)
                 yield problem, key, GaussNewton(Sobolev.drawn(trial).shared)
 
-    def sweep(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
+    def sweep(self, record: Record) -> Iterator[tuple[Problem, Key, Config]]:
         """Sobolev with every ν and ℓ, and Gauss–Newton, with the other best settings of Sobolev."""
         for problem in (p for p in self.problems if p.name in self.swept):
             trial = record.chosen(problem.name, Sobolev)
@@ -91,7 +91,7 @@ class Study:
                         at = replace(key, arm=Sobolev.title, nu=nu, scale=scale)
                         yield problem, at, replace(best, nu=nu, scale=scale)
 
-    def confirm(self, record: Record) -> Iterator[tuple[Problem, Key, Arm]]:
+    def confirm(self, record: Record) -> Iterator[tuple[Problem, Key, Config]]:
         """The best ν and ℓ of the sweep, and Gauss–Newton, on fresh splits."""
         for split in range(self.points, self.points + self.splits):
             for problem in (p for p in self.problems if p.name in self.swept):
@@ -119,7 +119,7 @@ class Study:
         self._fill(record, self.confirm(record), path)
         return record
 
-    def _fill(self, record: Record, cells: Iterator[tuple[Problem, Key, Arm]], path: Path) -> None:
+    def _fill(self, record: Record, cells: Iterator[tuple[Problem, Key, Config]], path: Path) -> None:
         for problem, key, arm in cells:
             if key in record.cells:
                 continue
@@ -130,11 +130,11 @@ class Study:
 
     def _warm(self) -> None:
         """Warm up, so that one-time costs of the process are not measured."""
-        for arm in ARMS:
+        for arm in CONFIGS:
             train(arm.drawn(0), self.problems[0].split(0), 0, min(0.2, self.seconds), self.width)
 
 
-def _line(key: Key, arm: Arm, result: Result) -> str:
+def _line(key: Key, arm: Config, result: Result) -> str:
     best, last = result.best(), result.looks[-1]
     errors = f"validation {best.validation:.4g} test {best.test:.4g} at step {best.step} of {last.step}"
     return f"{key.stage:8}{key.problem:18} split {key.split} {errors} {arm} {result.failure}"
@@ -163,7 +163,7 @@ def _draw_contest(record: Record) -> Figure:
     figure = Figure(figsize=(2.6 * columns, 2 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for ax, problem in zip(axes, problems, strict=False):
-        for arm, colour in zip(ARMS, COLOURS, strict=True):
+        for arm, colour in zip(CONFIGS, COLOURS, strict=True):
             seconds, curves = _curves(record, problem, arm)
             at = list(zip(*curves, strict=True))
             ax.plot(seconds, [statistics.median(errors) for errors in at], color=colour, label=arm.title)
@@ -178,7 +178,7 @@ def _draw_contest(record: Record) -> Figure:
     return figure
 
 
-def _curves(record: Record, problem: str, arm: type[Arm]) -> tuple[list[float], list[list[float]]]:
+def _curves(record: Record, problem: str, arm: type[Config]) -> tuple[list[float], list[list[float]]]:
     """The test error at the best validation so far, at equidistant times, per split."""
     times = [record.seconds * (i + 1) / LOOKS for i in range(LOOKS)]
     curves = []

@@ -1,8 +1,8 @@
-"""Milliseconds of a step of every optimizer, alone on the device; they take turns in one process.
+"""Milliseconds per step of every optimizer on an idle device; they take turns in one process.
 
-``timing.json`` is a list: a measurement for every set of images, size of batches and network, layout, number of images
-and machine that there was one for. A new one takes the place of its own kind. The first file of this experiment has one
-measurement and no list; it is of CIFAR-10.
+``timing.json`` is a list with one measurement for each combination of images, batch size, width, layout, number of
+images and machine. A new measurement replaces the old one under the same conditions. The first file of this experiment
+has one measurement of CIFAR-10 and no list.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any, final
 import torch
 
 from benchmarks.harness import Spread, together
-from experiments.configs import TENTHS, Arm
+from experiments.configs import TENTHS, Config
 from experiments.files import write_json
 from experiments.images import Images
 from experiments.record import Record
 from experiments.training import Job, Setup, Training
 
-_EXAMPLES = 100  # batches of an epoch here: one period of inverses, ten of factors
+_BATCHES = 100  # of an epoch here: one refresh of the inverses, ten of the factors
 
 
-def measured(arms: Sequence[Arm], setup: Setup, images: Images, rounds: int = 3) -> dict[str, Any]:
-    """Medians and quartiles of rounds of a hundred steps, in time and as ratios to the first arm in the same round."""
+def measured(arms: Sequence[Config], setup: Setup, images: Images, rounds: int = 3) -> dict[str, Any]:
+    """Medians and quartiles over rounds of a hundred steps: times, and ratios to the first optimizer."""
     setup.prepare()
-    part = images.first(_EXAMPLES * setup.batch)
-    trainings = {arm.name: Training(Job(images.name, TENTHS, arm, 0), setup, part) for arm in arms}
+    subset = images.first(_BATCHES * setup.batch)
+    trainings = {arm.name: Training(Job(images.name, TENTHS, arm, 0), setup, subset) for arm in arms}
     steps = {name: training.feed.steps for name, training in trainings.items()}
     calls = {name: training.steps for name, training in trainings.items()}
-    found = together(calls, arms[0].name, rounds, torch.device(setup.device), warmup=2).each(steps)
+    race = together(calls, arms[0].name, rounds, torch.device(setup.device), warmup=2).each(steps)
     epoch = len(images.train.y) // setup.batch
     shape = {"batch": setup.batch, "width": setup.width, "layout": str(setup.layout), "limit": setup.part.limit}
     return {
         "dataset": images.name,
         "machine": setup.describe(),
         "setup": {**shape, "rounds": rounds},
-        "ms_a_step": {name: _scaled(found.time(name), 1e3) for name in calls},
-        f"over_{arms[0].name}": {name: _scaled(found.ratio(name, arms[0].name), 1.0) for name in calls},
-        "seconds_an_epoch": {name: float(f"{found.time(name).median * epoch:.4g}") for name in calls},
+        "ms_a_step": {name: _scaled(race.time(name), 1e3) for name in calls},
+        f"over_{arms[0].name}": {name: _scaled(race.ratio(name, arms[0].name), 1.0) for name in calls},
+        "seconds_an_epoch": {name: float(f"{race.time(name).median * epoch:.4g}") for name in calls},
     }
 
 
@@ -59,7 +59,7 @@ class Conditions:
 
     @staticmethod
     def of(dataset: str, settings: Mapping[str, Any], machine: Mapping[str, Any]) -> Conditions:
-        """Of a run or a measurement, as they were written down."""
+        """The conditions of a saved run or measurement."""
         batch, width, layout, limit = (settings.get(key) for key in ("batch", "width", "layout", "limit"))
         return Conditions(dataset, batch, width, layout, limit, machine.get("device"))
 
@@ -73,7 +73,7 @@ class Timing:
 
     @staticmethod
     def load(path: Path) -> Timing:
-        """None where there is no file."""
+        """The measurements of a file; none if it does not exist."""
         content = json.loads(path.read_text()) if path.exists() else []
         every = [{"dataset": "cifar10", **content}] if isinstance(content, dict) else content
         return Timing({Conditions.of(one["dataset"], one["setup"], one["machine"]): one for one in every})
@@ -82,16 +82,16 @@ class Timing:
         """The first measurement with these images."""
         return next(one for conditions, one in self.found.items() if conditions.dataset == dataset)
 
-    def beside(self, new: Mapping[str, Any]) -> Timing:
-        """With one more, in the place of what was measured under the same conditions."""
+    def with_measurement(self, new: Mapping[str, Any]) -> Timing:
+        """A copy with one more, which replaces a measurement under the same conditions."""
         return Timing({**self.found, Conditions.of(new["dataset"], new["setup"], new["machine"]): new})
 
     def save(self, path: Path) -> None:
-        """As a list."""
+        """Write a list."""
         write_json(path, list(self.found.values()))
 
     def seconds(self, runs: Sequence[Record]) -> float | None:
-        """Of an epoch of these runs of one optimizer, alone; None where it was not measured under their conditions."""
+        """Seconds per epoch of these runs of one optimizer on an idle device; None if not measured."""
         places = {Conditions.of(run.name.dataset, run.settings, run.machine) for run in runs}
         arms = {run.name.arm for run in runs}
         if len(places) != 1 or len(arms) != 1:
@@ -105,7 +105,7 @@ def _scaled(spread: Spread, unit: float) -> dict[str, float]:
 
 
 def lines(found: Mapping[str, Any]) -> str:
-    """To be read."""
+    """Lines of text."""
     (ratio,) = (name for name in found if name.startswith("over_"))
     unit = ratio.removeprefix("over_")
     return "\n".join(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.harness import machine
-from experiments.configs import Arm, Schedule
+from experiments.configs import Config, Schedule
 from experiments.files import replaced
 from experiments.images import Feed, Images, Part, Scale
 from experiments.record import Name, Point, Record
@@ -58,7 +58,7 @@ class Job:
 
     dataset: str
     schedule: Schedule
-    arm: Arm
+    arm: Config
     seed: int
 
     @property

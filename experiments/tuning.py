@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 from experiments.cifar import Benchmark
-from experiments.configs import Arm, Schedule
+from experiments.configs import Config, Schedule
 from experiments.files import write_json
 from experiments.record import Record, load_all, longest
 from experiments.scheduler import Place, Task, perform_all
@@ -154,7 +154,7 @@ class Search:
     images: str
     schedule: Schedule
     name: str
-    grid: Sequence[Arm]
+    grid: Sequence[Config]
 
     @property
     def key(self) -> TuningKey:
@@ -183,7 +183,7 @@ class Tuning:
     place: Place
     path: Path
 
-    def tune(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark], budget: Budget) -> None:
+    def tune(self, grids: Mapping[str, Sequence[Config]], benchmarks: Sequence[Benchmark], budget: Budget) -> None:
         """Tune every kind of optimizer on every benchmark with every schedule; a round runs all trials at once.
 
         Finished rounds are not repeated. Results that were found under other conditions are refused before the start.
@@ -199,7 +199,7 @@ class Tuning:
         for number in range(len(self.rounds)):
             self._round(number, searches, budget)
 
-    def set_aside(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark]) -> None:
+    def set_aside(self, grids: Mapping[str, Sequence[Config]], benchmarks: Sequence[Benchmark]) -> None:
         """Archive results that were found under other conditions, so that they can be tuned again."""
         choices = Choices.load(self.path)
         for search in self._searches(grids, benchmarks):
@@ -210,7 +210,7 @@ class Tuning:
                 choices = choices.with_choice(search.key, choice.archived())
                 choices.save(self.path)
 
-    def _searches(self, grids: Mapping[str, Sequence[Arm]], benchmarks: Sequence[Benchmark]) -> list[Search]:
+    def _searches(self, grids: Mapping[str, Sequence[Config]], benchmarks: Sequence[Benchmark]) -> list[Search]:
         # Decode once, before several processes need the images.
         images = {what: self.place.images(what, self.setup).digest for what in benchmarks}
         return [

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from natgrad.accelerate.devices import get_rng_state as get_rng_state
 from natgrad.accelerate.devices import is_asynchronous, without_fused_recurrence
-from natgrad.accelerate.devices import put_back as put_back
-from natgrad.accelerate.devices import random_stream as random_stream
+from natgrad.accelerate.devices import set_rng_state as set_rng_state
+from natgrad.accelerate.modules import buffers_in
 from natgrad.errors import BatchStatisticsError
 
 
@@ -51,15 +52,15 @@ def untouched(module: nn.Module) -> Iterator[None]:
     """
     saved = []
     for m in module.modules():
-        buffers = dict(m._buffers)
+        buffers = dict(buffers_in(m))
         saved.append((m, buffers, {key: value for key, value in vars(m).items() if key not in _TORCH}))
-        m._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
+        buffers_in(m).update({name: b.clone() for name, b in buffers.items() if b is not None})
     try:
         yield
     finally:
         for m, buffers, attributes in saved:
-            m._buffers.clear()
-            m._buffers.update(buffers)
+            buffers_in(m).clear()
+            buffers_in(m).update(buffers)
             for key in [key for key in vars(m) if key not in _TORCH and key not in attributes]:
                 del vars(m)[key]
             vars(m).update(attributes)
@@ -71,14 +72,14 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
     This also catches ``F.dropout(x, training=True)``, which has no module.
     """
-    before = random_stream(device)
+    before = get_rng_state(device)
     yield
-    if not torch.equal(before, random_stream(device)):
-        put_back(device, before)
-        refuse_chance()
+    if not torch.equal(before, get_rng_state(device)):
+        set_rng_state(device, before)
+        refuse_randomness()
 
 
-def refuse_chance() -> NoReturn:
+def refuse_randomness() -> NoReturn:
     """Raise the error for a forward pass that draws random numbers."""
     raise BatchStatisticsError(
         "the forward pass draws random numbers: two passes give two functions, and there is no Jacobian. Take the "

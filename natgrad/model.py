@@ -18,6 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from natgrad.accelerate.modules import children_in, compiles_calls
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 
@@ -38,7 +39,7 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
     True
     """
     chain = [module]
-    while isinstance(module, DistributedDataParallel) or _PREFIX in module._modules:
+    while isinstance(module, DistributedDataParallel) or _PREFIX in children_in(module):
         module = module.get_submodule("module" if isinstance(module, DistributedDataParallel) else _PREFIX)
         chain.append(module)
     return chain
@@ -60,12 +61,12 @@ def is_compiled(module: nn.Module) -> bool:
     """
     forward = module.forward
     by_forward = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
-    return by_forward or module._compiled_call_impl is not None
+    return by_forward or compiles_calls(module)
 
 
 def any_compiled(modules: Sequence[nn.Module]) -> bool:
     """Whether one of the modules is compiled. An optimizer asks before every estimate, so this must be fast."""
-    if [m for m in modules if m._compiled_call_impl is not None]:
+    if any(map(compiles_calls, modules)):
         return True
     # Modules of one type share a forward, except those with a forward of their own.
     of_types = {type(m): m for m in modules if "forward" not in m.__dict__}
@@ -88,14 +89,6 @@ def paths(module: nn.Module) -> dict[str, str]:
     """The full names of parameters whose plain name is shorter, by plain name."""
     names = [name for name, _ in module.named_parameters(remove_duplicate=False) if _PREFIX in name]
     return {plain_name(name): name for name in names}
-
-
-def compiling() -> bool:
-    """Whether the caller, which is not compiled itself, was called from compiled code."""
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
-    callback: Any = get_eval_frame_callback()
-    return callback is not None and callback is not False
 
 
 Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of keyword inputs, or None
@@ -170,7 +163,7 @@ class Model:
 
     def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
         """y [n *out] at ``params``; missing ones keep their values, and ``None`` keeps all."""
-        with unfused(self.function, self.example.device), ours(), deterministic(self.example.device):
+        with unfused(self.function, self.example.device), library_pass(), deterministic(self.example.device):
             if not isinstance(self.function, nn.Module):
                 return self.outputs(self.function({**self.params, **(params or {})}, x), x)
             args, kwargs = arguments(x)
@@ -266,6 +259,11 @@ def _check_parameters(params: Mapping[str, Tensor], where: str) -> None:
                 raise ValueError(
                     f"{where} mixes {what}s: {first_name} is {its} and {name} is {mine}; move all with model.to(...)"
                 )
+    if first.is_meta:
+        raise ValueError(
+            f"{where}: {', '.join(params)} on the meta device, where a tensor has a shape but no numbers. Give them "
+            "memory and values first, model.to_empty(device=…) and load_state_dict, then make the optimizer"
+        )
 
 
 def arguments(x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -330,7 +328,7 @@ _inside: ContextVar[bool] = ContextVar("natgrad evaluates a model", default=Fals
 
 
 @contextmanager
-def ours() -> Iterator[None]:
+def library_pass() -> Iterator[None]:
     """Forward passes inside the block belong to the library, not to training."""
     token = _inside.set(True)
     try:
@@ -339,13 +337,13 @@ def ours() -> Iterator[None]:
         _inside.reset(token)
 
 
-def is_ours() -> bool:
+def in_library_pass() -> bool:
     """Whether the current forward pass belongs to the library; optimizers ignore such passes."""
     return _inside.get()
 
 
 @contextmanager
-def without_chance(module: nn.Module) -> Iterator[None]:
+def without_randomness(module: nn.Module) -> Iterator[None]:
     """Modules that draw random numbers are in evaluation mode inside; batch statistics stay those of the batch."""
     drawing = [m for m in module.modules() if _draws(m)]
     for m in drawing:

@@ -88,3 +88,13 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 def test_the_figure_of_the_readme_is_drawn_and_small(tmp_path: Path) -> None:
     pages.draw(tmp_path / "training.svg")
     assert (tmp_path / "training.svg").stat().st_size < 100_000
+
+
+def test_the_architecture_page_names_what_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    paths = set(re.findall(r"`(natgrad/[\w/.]+\.py)`", text))
+    assert len(paths) > 14
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    for nouns, path in re.findall(r"^\| (`[^|]+`) \| `([^|`]+)` \|", text, re.MULTILINE):
+        for noun in re.findall(r"`(\w+)`", nouns):
+            assert re.search(rf"^class {noun}\b", (ROOT / path).read_text(), re.MULTILINE), f"{noun} in {path}"

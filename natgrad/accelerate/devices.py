@@ -20,6 +20,11 @@ def in_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def in_backward() -> bool:
+    """Whether a backward pass is running: a forward pass inside it is a recomputation (activation checkpointing)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def in_export() -> bool:
     """Whether ``torch.export`` traces the model.
 
@@ -59,12 +64,12 @@ def seeded_streams(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def random_stream(device: torch.device) -> Tensor:
+def get_rng_state(device: torch.device) -> Tensor:
     """The state of the random stream that a model on this device draws from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def put_back(device: torch.device, state: Tensor) -> None:
+def set_rng_state(device: torch.device, state: Tensor) -> None:
     """Restore the random stream that a model on this device draws from."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)

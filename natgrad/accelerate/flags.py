@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import is_asynchronous
-from natgrad.accelerate.fused import largest, nonfinite
+from natgrad.accelerate.fused import largest, nonfinite, total_norm
 from natgrad.errors import NonFiniteError
 
 _AHEAD = 8  # steps that the host may run ahead of what it has read
@@ -53,15 +53,14 @@ class Flag:
         self._readings: deque[_Reading] = deque()
         self._spare: list[tuple[Tensor, torch.cuda.Event]] = []  # creating them takes longer than using them
 
-    def check(self, tensors: Mapping[str, Tensor], what: str, step: int) -> None:
-        """Raise (CPU), or set the flag and send it to the host (GPU), if a tensor is not finite."""
+    def check(self, tensors: Mapping[str, Tensor], what: str) -> None:
+        """Raise (CPU), or set the flag (GPU), if a tensor is not finite."""
         values = list(tensors.values())
         if is_asynchronous(values[0].device):
             self.look(tensors)
-            self.send(what, step)
             return
-        # A sum is quick, and finite only if every number is; one that overflows is looked at again.
-        if bool(torch.isfinite(torch.stack([t.sum() for t in values])).all()):
+        # A norm is quick, and finite only if every number is; one that overflows is looked at again.
+        if math.isfinite(float(total_norm(values))):
             return
         finite = torch.isfinite(largest(values)).tolist()
         bad = [name for name, good in zip(tensors, finite, strict=True) if not good]
@@ -73,8 +72,9 @@ class Flag:
         self.value = nonfinite(list(tensors.values()))
 
     def send(self, what: str, step: int) -> None:
-        """Send the flag to the host, for ``raise_pending``."""
-        assert self.value is not None
+        """Send the flag to the host, for ``raise_pending``; on a CPU there is none, as ``check`` has raised."""
+        if self.value is None:
+            return
         host, arrived = self._spare.pop() if self._spare else (torch.empty((), pin_memory=True), torch.cuda.Event())
         host.copy_(self.value, non_blocking=True)
         arrived.record()

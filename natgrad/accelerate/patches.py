@@ -1,4 +1,8 @@
-"""The patches a convolution reads, in any number of dimensions, and sums of them that need no patch."""
+"""The patches that a convolution reads, in any number of dimensions, and their second moments.
+
+``patch_moment`` is the one entry point: on a processor it correlates the input with itself, on a GPU it copies patches
+or strips of them into rows for tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +108,7 @@ def patch_sum(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
 
 
 def _window_sums(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """[n (c ch) *kernel]: sums over the positions, of every place of a kernel."""
+    """[n (c ch) *kernel]: for every place of the kernel, the sum over all positions."""
     w = windows(padded(x, axes), axes)  # [n (c ch) *out *kernel]
     return w.sum(tuple(range(2, 2 + len(axes)))).contiguous()
 
@@ -115,13 +119,13 @@ def positions(x: Tensor, axes: Sequence[Axis]) -> int:
 
 
 def padded(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """x with its zeros around it."""
+    """x with its zero padding."""
     pads = [side for axis in reversed(axes) for side in (axis.before, axis.after)]
     return functional.pad(x, pads) if any(pads) else x
 
 
 def windows(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """A view [n ch *out *kernel] of x that is padded already."""
+    """All windows of x, which is padded already, as a view [n ch *out *kernel]."""
     for place, axis in enumerate(axes, start=2):
         x = x.unfold(place, axis.span + 1, axis.stride)[..., :: axis.dilation]
     return x
@@ -134,134 +138,6 @@ def _reads(axis: Axis, size: int, like: Tensor) -> Tensor:
     outputs = axis.outputs(size)
     hit = (steps >= 0) & (steps % axis.stride == 0) & (steps < outputs * axis.stride)
     return hit.to(like.dtype)
-
-
-# The second moment of the patches of a convolution from products of strips: few products, and large ones.
-#
-# A strip f(p) [m q] is what the outputs n, r' along all axes but the first read at place p of the first: m runs over
-# channels and places w of the kernel along the other axes, q over n and r'. The patch of output (r, r') is made of the
-# strips r + u, so with places u, v of the kernel along the first axis
-#
-#     A[u, v] = Σ_r f(r + u) f(r + v)ᵀ = Σ_p f(p) f(p + v − u)ᵀ,  start(u, v) ≤ p < stop(u, v).
-#
-# Places with one v − u differ by few p at the borders: one long product is enough for all of them, 3 instead of 9 for
-# a kernel of 3 × 3. Strips lie side by side in memory, [m p q], so that every such sum is one product of two matrices
-# whose rows are contiguous, which tensor cores read fastest, and only a third of the patches is copied.
-
-
-_STRIPS = 2**25  # numbers; of strips at a time
-_ROUND = 8  # times the span: so many strips, and cuBLAS is faster for one round number of them and some zeros
-
-
-@final
-@dataclass(frozen=True)
-class Span:
-    """The p, from ``start`` to before ``stop``, at which two places of the kernel, ``shift`` apart, both see input.
-
-    >>> Span.of(Axis(kernel=3, before=1, after=1), size=8, u=2, v=2)  # the last place sees all but the first input
-    Span(start=1, stop=8, shift=0)
-    """
-
-    start: int
-    stop: int
-    shift: int
-
-    @staticmethod
-    def of(axis: Axis, size: int, u: int, v: int) -> Span:
-        """Of places u ≤ v, on ``size`` inputs; the stride is 1."""
-        shift = (v - u) * axis.dilation
-        first, end = u * axis.dilation - axis.before, max(size - shift, 0)
-        return Span(min(max(first, 0), end), min(max(first + axis.outputs(size), 0), end), shift)
-
-    def beyond(self, other: Span) -> tuple[tuple[Span, float], ...]:
-        """What to add to a sum over ``other``, of the same shift, to have this one; or take away, where it is −1."""
-        differences = []
-        for mine, its, sign in ((self.start, other.start, 1.0), (self.stop, other.stop, -1.0)):
-            if mine != its:
-                differences.append((Span(min(mine, its), max(mine, its), self.shift), sign if mine < its else -sign))
-        return tuple(differences)
-
-    @property
-    def count(self) -> int:
-        """How many p."""
-        return self.stop - self.start
-
-
-def strip_product(x: Tensor, axes: Sequence[Axis], limit: int = _STRIPS) -> Tensor:
-    """Σ_nr a aᵀ as a view [ch *kernel ch *kernel] of what is in memory [u v (ch w) (ch w)]; the first stride is 1.
-
-    Examples are taken so few at a time that their strips are no more than ``limit`` numbers, if it can be.
-
-    >>> import torch
-    >>> strip_product(torch.arange(4.0).reshape(1, 1, 4), (Axis(kernel=2),)).squeeze()
-    tensor([[ 5.,  8.],
-            [ 8., 14.]])
-    """
-    first, *rest = axes
-    ch, kernels = x.shape[1], [axis.kernel for axis in rest]
-    numbers = ch * prod(kernels) * x.shape[2]
-    numbers *= prod(axis.outputs(size) for axis, size in zip(rest, x.shape[3:], strict=True))
-    head, *others = x.split(max(1, limit // max(1, numbers)))
-    A = _products(head, first, rest)
-    for chunk in others:
-        A += _products(chunk, first, rest)
-    d = len(axes)
-    A = A.unflatten(3, (ch, *kernels)).unflatten(2, (ch, *kernels))  # [u v ch *w ch *w]
-    return A.permute(2, 0, *range(3, 2 + d), 2 + d, 1, *range(3 + d, 2 + 2 * d))
-
-
-def strips(x: Tensor, rest: Sequence[Axis], zeros: int = 0) -> Tensor:
-    """f [(ch w) p (n r')] of x [n ch p *others], whose axes from the second on are read as ``rest`` says.
-
-    ``zeros`` strips of zeros come after the others.
-    """
-    d, size, axes = len(rest), x.shape[2], (Axis(1), *rest)
-    w = windows(padded(x, axes), axes)  # [n ch p *out 1 *kernel], a view
-    w = w.permute(1, *range(3 + d, 4 + 2 * d), 2, 0, *range(3, 3 + d))
-    f = x.new_empty(prod(w.shape[: 2 + d]), size + zeros, prod(w.shape[3 + d :]))
-    f[:, size:].zero_()
-    f[:, :size].unflatten(2, w.shape[3 + d :]).unflatten(0, w.shape[: 2 + d]).copy_(w)
-    return f
-
-
-def _products(x: Tensor, axis: Axis, rest: Sequence[Axis]) -> Tensor:
-    """A [u v m m] from the strips of all examples at once."""
-    size = x.shape[2]
-    zeros = axis.span if axis.span * _ROUND <= size else 0
-    f = strips(x, rest, zeros)
-    m, _, q = f.shape
-    rows = f.flatten(1)
-    A = f.new_empty(axis.kernel, axis.kernel, m, m, dtype=summed(f.dtype))
-    for shift in range(axis.kernel):
-        spans = [Span.of(axis, size, u, u + shift) for u in range(axis.kernel - shift)]
-        longest = max(range(len(spans)), key=lambda u: spans[u].count)
-        end = size if zeros and spans[longest].stop == size - shift * axis.dilation else spans[longest].stop
-        multiply(*_factors(rows, q, replace(spans[longest], stop=end)), A[longest, longest + shift])
-        for u in (*range(longest - 1, -1, -1), *range(longest + 1, len(spans))):
-            near = u + 1 if u < longest else u - 1
-            _moved(A[u, u + shift], A[near, near + shift], spans[u], spans[near], rows, q)
-        if shift:
-            A.diagonal(-shift).copy_(A.diagonal(shift).transpose(0, 1))
-    return A
-
-
-def _moved(out: Tensor, base: Tensor, span: Span, near: Span, rows: Tensor, q: int) -> None:
-    """Σ_p f(p) f(p + shift)ᵀ over a span, from the sum over one that is near where that is less work."""
-    spans = span.beyond(near)
-    if sum(chunk.count for chunk, _ in spans) > span.count:
-        multiply(*_factors(rows, q, span), out)
-        return
-    if not spans:
-        out.copy_(base)
-    for chunk, sign in spans:
-        multiply_add(base, *_factors(rows, q, chunk), out, sign)
-        base = out
-
-
-def _factors(rows: Tensor, q: int, span: Span) -> tuple[Tensor, Tensor]:
-    """f(p) [m (p q)] and f(p + shift)ᵀ [(p q) m] for the p of a span."""
-    start, stop, shift = span.start * q, span.stop * q, span.shift * q
-    return rows[:, start:stop], rows[:, start + shift : stop + shift].T
 
 
 # The second moment of the patches of a convolution, from correlations of its input with itself.
@@ -306,7 +182,7 @@ def patch_moment(x: Tensor, axes: Sequence[Axis], groups: int = 1, ones: bool | 
 
 
 def _moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
-    """A [c i i] by the way that is fastest for this input."""
+    """A [c i i] by the method that is fastest for this input."""
     x, axes = _thinned(x, axes)
     if prod(axis.kernel for axis in axes) == 1:
         return image_moment(x, groups)
@@ -316,7 +192,7 @@ def _moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:
 
 
 def _correlates(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
-    """Whether correlations beat patches: where their saving outweighs a fixed cost for M and for every border."""
+    """Whether correlation is faster than patches: its saving must outweigh a fixed cost for M and for every border."""
     if any(axis.stride > 1 for axis in axes):
         return False
     borders = sum((axis.before < axis.span) + (axis.after < axis.span) for axis in axes)
@@ -326,13 +202,13 @@ def _correlates(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
 
 
 def _stacks(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
-    """Whether all rows are few enough to be channels: then fewer and larger products make up for needless ones."""
+    """Whether rows can be treated as channels: few large products then beat many small ones, though some are unused."""
     few = x.shape[1] * x.shape[2] <= 28 * axes[-1].kernel
     return few and groups == 1 and len(axes) > 1 and x.device.type == "cpu"
 
 
 def _convolves(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
-    """Whether M is best taken from the weight gradient of a convolution, and not product by product.
+    """Whether M is computed as the weight gradient of a convolution, rather than product by product.
 
     Measured on one AVX-512 core: oneDNN has no double precision, and is behind in one dimension and for few or very
     many channels.
@@ -341,7 +217,7 @@ def _convolves(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
 
 
 def _thinned(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]]:
-    """Where the kernel is 1 wide, the inputs that are read, with no padding and no stride left."""
+    """Along axes with a kernel of 1, keep only the inputs that are read, so that no padding and no stride is left."""
     rest = []
     for place, axis in enumerate(axes, start=2):
         if axis.kernel > 1:
@@ -356,7 +232,7 @@ def _thinned(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]]:
 
 
 def moment_by_patches(x: Tensor, axes: Sequence[Axis], groups: int, limit: int = 2**26) -> Tensor:
-    """A [c i i] as the symmetric product of the patches, of no more numbers than ``limit`` at a time if it can be."""
+    """A [c i i] as the symmetric product of the patches, at most ``limit`` numbers (or one example) at a time."""
     i = x.shape[1] // groups * prod(axis.kernel for axis in axes)
     size = max(1, limit // (positions(x, axes) * groups * i))
     first, *others = x.split(size)
@@ -519,10 +395,10 @@ def convolve(x: Tensor, axes: Sequence[Axis], w: Tensor) -> Tensor:
     return torch.convolution(x, filters, None, stride, [0] * d, dilation, False, [0] * d, 1).flatten(2).mT
 
 
-# Second moments in few launches, for a GPU, where small kernels wait for the processor that starts them.
+# On a GPU: second moments in few launches.
 #
 # Tensor cores read single precision fastest where both factors are contiguous along the index that is summed, and where
-# rows start at multiples of a vector: factors are copied so where that pays, and products have rows of such a length.
+# rows start at multiples of a vector. Factors are copied into that layout where it pays, and products have such rows.
 
 
 _COPY = 2**24  # numbers; of patches at a time
@@ -551,7 +427,7 @@ def _size(x: Tensor, axes: Sequence[Axis]) -> tuple[int, int]:
 
 
 def _strips_pay(x: Tensor, axes: Sequence[Axis]) -> bool:
-    """Whether fewer products are worth passes over the moment, which few positions are not, and launches.
+    """Whether strips are faster than patches: fewer products, but more launches and more passes over the moment.
 
     The bounds were found on an H200; without tf32 products cost more, and the passes pay for less work.
     """
@@ -565,7 +441,7 @@ def _strips_pay(x: Tensor, axes: Sequence[Axis]) -> bool:
 
 
 def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
-    """The same where the first stride is 1: a third of the patches and of the products, but more passes over them."""
+    """The same by strips, where the first stride is 1: a third of the copies and of the products, but more passes."""
     A, (count, width) = strip_product(x, axes), _size(x, axes)
     side = A.shape[: A.ndim // 2]
     out = A.new_empty(width + bias, width + bias)
@@ -574,9 +450,9 @@ def product_by_strips(x: Tensor, axes: Sequence[Axis], bias: bool) -> Tensor:
 
 
 def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int = _COPY, work: int = _WORK) -> Tensor:
-    """The same from all patches, copied as rows, no more than ``limit`` numbers at a time if it can be.
+    """The same from all patches, copied as rows, at most ``limit`` numbers (or one example) at a time.
 
-    Up to so much ``work`` there are rows of ones among them, and nothing is left to do after the product.
+    Below this much ``work`` the copy has rows of ones, and the border of the bias is part of the product.
     """
     d, w = len(axes), windows(padded(x, axes), axes)  # [n ch *out *kernel], a view
     w = w.permute(1, *range(2 + d, 2 + 2 * d), 0, *range(2, 2 + d))  # [ch *kernel n *out]
@@ -596,3 +472,131 @@ def product_by_patches(x: Tensor, axes: Sequence[Axis], bias: bool, limit: int =
     if bias and alone:
         put_border(out, patch_sum(x, axes).squeeze(0), x.shape[0] * count)
     return out[: width + bias, : width + bias]
+
+
+# The second moment of the patches of a convolution from products of strips: few products, and large ones.
+#
+# A strip f(p) [m q] is what the outputs n, r' along all axes but the first read at place p of the first: m runs over
+# channels and places w of the kernel along the other axes, q over n and r'. The patch of output (r, r') is made of the
+# strips r + u, so with places u, v of the kernel along the first axis
+#
+#     A[u, v] = Σ_r f(r + u) f(r + v)ᵀ = Σ_p f(p) f(p + v − u)ᵀ,  start(u, v) ≤ p < stop(u, v).
+#
+# Places with one v − u differ by few p at the borders: one long product is enough for all of them, 3 instead of 9 for
+# a kernel of 3 × 3. Strips lie side by side in memory, [m p q], so that every such sum is one product of two matrices
+# whose rows are contiguous, which tensor cores read fastest, and only a third of the patches is copied.
+
+
+_STRIPS = 2**25  # numbers; of strips at a time
+_ROUND = 8  # times the span: so many strips, and cuBLAS is faster for one round number of them and some zeros
+
+
+@final
+@dataclass(frozen=True)
+class Span:
+    """The p, from ``start`` to before ``stop``, at which two places of the kernel, ``shift`` apart, both see input.
+
+    >>> Span.of(Axis(kernel=3, before=1, after=1), size=8, u=2, v=2)  # the last place sees all but the first input
+    Span(start=1, stop=8, shift=0)
+    """
+
+    start: int
+    stop: int
+    shift: int
+
+    @staticmethod
+    def of(axis: Axis, size: int, u: int, v: int) -> Span:
+        """Of places u ≤ v, on ``size`` inputs; the stride is 1."""
+        shift = (v - u) * axis.dilation
+        first, end = u * axis.dilation - axis.before, max(size - shift, 0)
+        return Span(min(max(first, 0), end), min(max(first + axis.outputs(size), 0), end), shift)
+
+    def beyond(self, other: Span) -> tuple[tuple[Span, float], ...]:
+        """The spans by which a sum over this span differs from one over ``other``, with the sign of each."""
+        differences = []
+        for mine, its, sign in ((self.start, other.start, 1.0), (self.stop, other.stop, -1.0)):
+            if mine != its:
+                differences.append((Span(min(mine, its), max(mine, its), self.shift), sign if mine < its else -sign))
+        return tuple(differences)
+
+    @property
+    def count(self) -> int:
+        """How many p."""
+        return self.stop - self.start
+
+
+def strip_product(x: Tensor, axes: Sequence[Axis], limit: int = _STRIPS) -> Tensor:
+    """Σ_nr a aᵀ as a view [ch *kernel ch *kernel] of what is in memory [u v (ch w) (ch w)]; the first stride is 1.
+
+    Examples are taken so few at a time that their strips are no more than ``limit`` numbers, if it can be.
+
+    >>> import torch
+    >>> strip_product(torch.arange(4.0).reshape(1, 1, 4), (Axis(kernel=2),)).squeeze()
+    tensor([[ 5.,  8.],
+            [ 8., 14.]])
+    """
+    first, *rest = axes
+    ch, kernels = x.shape[1], [axis.kernel for axis in rest]
+    numbers = ch * prod(kernels) * x.shape[2]
+    numbers *= prod(axis.outputs(size) for axis, size in zip(rest, x.shape[3:], strict=True))
+    head, *others = x.split(max(1, limit // max(1, numbers)))
+    A = _products(head, first, rest)
+    for chunk in others:
+        A += _products(chunk, first, rest)
+    d = len(axes)
+    A = A.unflatten(3, (ch, *kernels)).unflatten(2, (ch, *kernels))  # [u v ch *w ch *w]
+    return A.permute(2, 0, *range(3, 2 + d), 2 + d, 1, *range(3 + d, 2 + 2 * d))
+
+
+def strips(x: Tensor, rest: Sequence[Axis], zeros: int = 0) -> Tensor:
+    """f [(ch w) p (n r')] of x [n ch p *others], whose axes from the second on are read as ``rest`` says.
+
+    ``zeros`` strips of zeros come after the others.
+    """
+    d, size, axes = len(rest), x.shape[2], (Axis(1), *rest)
+    w = windows(padded(x, axes), axes)  # [n ch p *out 1 *kernel], a view
+    w = w.permute(1, *range(3 + d, 4 + 2 * d), 2, 0, *range(3, 3 + d))
+    f = x.new_empty(prod(w.shape[: 2 + d]), size + zeros, prod(w.shape[3 + d :]))
+    f[:, size:].zero_()
+    f[:, :size].unflatten(2, w.shape[3 + d :]).unflatten(0, w.shape[: 2 + d]).copy_(w)
+    return f
+
+
+def _products(x: Tensor, axis: Axis, rest: Sequence[Axis]) -> Tensor:
+    """A [u v m m] from the strips of all examples at once."""
+    size = x.shape[2]
+    zeros = axis.span if axis.span * _ROUND <= size else 0
+    f = strips(x, rest, zeros)
+    m, _, q = f.shape
+    rows = f.flatten(1)
+    A = f.new_empty(axis.kernel, axis.kernel, m, m, dtype=summed(f.dtype))
+    for shift in range(axis.kernel):
+        spans = [Span.of(axis, size, u, u + shift) for u in range(axis.kernel - shift)]
+        longest = max(range(len(spans)), key=lambda u: spans[u].count)
+        end = size if zeros and spans[longest].stop == size - shift * axis.dilation else spans[longest].stop
+        multiply(*_factors(rows, q, replace(spans[longest], stop=end)), A[longest, longest + shift])
+        for u in (*range(longest - 1, -1, -1), *range(longest + 1, len(spans))):
+            near = u + 1 if u < longest else u - 1
+            _moved(A[u, u + shift], A[near, near + shift], spans[u], spans[near], rows, q)
+        if shift:
+            A.diagonal(-shift).copy_(A.diagonal(shift).transpose(0, 1))
+    return A
+
+
+def _moved(out: Tensor, base: Tensor, span: Span, near: Span, rows: Tensor, q: int) -> None:
+    """Σ_p f(p) f(p + shift)ᵀ over a span, from the sum ``base`` over a span ``near`` it where that is less work."""
+    spans = span.beyond(near)
+    if sum(chunk.count for chunk, _ in spans) > span.count:
+        multiply(*_factors(rows, q, span), out)
+        return
+    if not spans:
+        out.copy_(base)
+    for chunk, sign in spans:
+        multiply_add(base, *_factors(rows, q, chunk), out, sign)
+        base = out
+
+
+def _factors(rows: Tensor, q: int, span: Span) -> tuple[Tensor, Tensor]:
+    """f(p) [m (p q)] and f(p + shift)ᵀ [(p q) m] for the p of a span."""
+    start, stop, shift = span.start * q, span.stop * q, span.shift * q
+    return rows[:, start:stop], rows[:, start + shift : stop + shift].T

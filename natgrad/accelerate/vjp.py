@@ -38,8 +38,8 @@ def vjp(ys: tuple[Tensor, ...], at: Sequence[Any], cotangents: tuple[Tensor, ...
 def _grad(
     ys: tuple[Tensor, ...], at: Sequence[Any], cotangents: tuple[Tensor, ...], batched: bool = False
 ) -> tuple[Tensor | None, ...]:
-    # For a GPU torch has a thread of its own, which starts the kernels while this one waits: to go there and back, and
-    # to any hook on the way, takes longer than to start many of them.
+    # For a GPU torch runs the backward pass in another thread. Switching to it, and back for every hook, takes longer
+    # than launching many kernels.
     with torch.autograd.set_multithreading_enabled(False):
         grads: tuple[Tensor | None, ...] = torch.autograd.grad(
             ys, at, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched

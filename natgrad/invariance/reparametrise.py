@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.modules import children_in, parameters_in
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Vector, unflatten
 from natgrad.invariance.affine import Bases, Random, Transformed, TransformedRecurrent
@@ -61,9 +62,9 @@ def reparametrise(model: nn.Module, seed: int | Bases = 0, *, keep: Collection[s
     if not moved:
         raise ValueError(f"there is nothing to transform in {type(model).__name__}: it has no {_names()} outside keep=")
     for parent in copied.modules():
-        for name, child in parent._modules.items():  # named_children() would skip the second use of a layer
+        for name, child in children_in(parent).items():  # named_children() would skip the second use of a layer
             if child in moved:
-                parent._modules[name] = moved[child]
+                children_in(parent)[name] = moved[child]
     return moved.get(copied, copied)
 
 
@@ -77,7 +78,7 @@ def _check(model: nn.Module, skipped: set[nn.Module]) -> None:
     others = []
     owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
-        for parameter in [p for p in module._parameters.values() if p is not None and p.requires_grad]:
+        for parameter in [p for p in parameters_in(module).values() if p is not None and p.requires_grad]:
             first, owner = owners.setdefault(parameter, (name, module))
             if owner is not module and not {owner, module} <= skipped:
                 raise IncompatibleError(
@@ -103,7 +104,7 @@ def _reason(module: nn.Module) -> str:
         return f"{type(module).__name__} with proj_size={module.proj_size}"
     if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
         return f"{type(module).__name__} with dropout={module.dropout}"
-    extra = set(module._parameters) - {"weight", "bias"}
+    extra = set(parameters_in(module)) - {"weight", "bias"}
     if extra and not isinstance(module, nn.RNNBase):
         return f"{type(module).__name__} with the parameter {', '.join(sorted(extra))}"
     return ""

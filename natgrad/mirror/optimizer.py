@@ -132,7 +132,7 @@ class MirrorDescent(torch.optim.Optimizer):
         x, ω = member.point.detach(), member.point.grad
         assert ω is not None
         if can_read(ω):  # on a GPU a bad gradient shows in the step
-            self._flag.check({name: ω}, "the gradient", self._steps)
+            self._flag.check({name: ω}, "the gradient")
         velocity = None
         if group["momentum"]:
             old = self.state.get(member.point, {}).get(_VELOCITY)
@@ -145,7 +145,8 @@ class MirrorDescent(torch.optim.Optimizer):
     def _apply(self, steps: list[_MemberStep]) -> None:
         """Move all members, or none."""
         targets = {p.name: p.move.point for p in steps}
-        self._flag.check(targets, "the step", self._steps)
+        self._flag.check(targets, "the step")
+        self._flag.send("the step", self._steps)
         copy_([p.member.point.detach() for p in steps], list(targets.values()), gate=self._flag.value)
         for p in steps:
             if p.velocity is not None:

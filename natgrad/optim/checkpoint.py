@@ -15,6 +15,7 @@ from torch import Tensor
 from natgrad.accelerate.inverses import Newton
 from natgrad.errors import NonFiniteError
 from natgrad.model import Model
+from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping
 from natgrad.output.metric import OutputMetric
@@ -43,7 +44,7 @@ def solver_in_words(solver: Solver) -> str:
     >>> solver_in_words(ng.Factored(ng.Newton()))
     'Factored()'
     """
-    return in_words(solver.whole)
+    return in_words(solver)
 
 
 def in_words(value: Any) -> str:
@@ -240,100 +241,75 @@ _log = logging.getLogger("natgrad")
 @final
 @dataclass(frozen=True)
 class Restored:
-    """What was read from a checkpoint and checked; nothing has been changed by reading it."""
+    """What was read from a checkpoint and checked; reading it has changed nothing."""
 
-    clock: Clock
-    mass: tuple[float, int]  # the weight of what is in the average, and the examples of a usual step, 0 if unknown
+    step: int  # steps so far
+    count: int  # those whose estimates are in the average
+    estimated: int  # the step in which the metric was last estimated
+    inverted: int  # and in which it was inverted
+    weight: tuple[float, int]  # of what is in the average, and the examples of a usual step, 0 if unknown
+    pending_params: frozenset[str]
     average: Operator | None
-    solved: Solved
-    stream: Stream
-    wanted: frozenset[str]  # parameters that wait for the metric to see them
-    layers: tuple[Block, ...] = ()  # that operations have shown
-
-    def put(self, tracker: MetricTracker) -> None:
-        """Give the tracker its part."""
-        tracker.view.known.operations.put(self.layers, tracker.view.blocks)
-        self.clock.put(tracker)
-        tracker.average, tracker.pending_params = self.average, self.wanted
-        tracker.mass.total, tracker.mass.usual = self.mass
-        self.stream.put(tracker)
-        tracker.discard()
-
-
-@final
-@dataclass(frozen=True)
-class Clock:
-    """The steps so far, those whose estimates are in the average, and in which the metric was last ``estimated``."""
-
-    step: int
-    count: int
-    estimated: int
-    inverted: int
-
-    def put(self, tracker: MetricTracker) -> None:
-        """Go on from here."""
-        tracker.step, tracker.count = self.step, self.count
-        tracker.estimated, tracker.inverted = self.estimated, self.inverted
-
-
-@final
-@dataclass(frozen=True)
-class Solved:
-    """The inverse, its damping, and whether the metric has changed since."""
-
     inverse: Inverse | None
+    warm: dict[str, Tensor] | None
     damping: float
     outdated: bool
+    generator: Tensor  # the state of the generator of a sampled metric
+    rank: int  # the process that it is from
+    layers: tuple[Block, ...] = ()  # that operations have shown
 
+    def put(self, tracker: MetricTracker, preconditioner: Preconditioner) -> None:
+        """Go on from here."""
+        tracker.view.known.operations.put(self.layers, tracker.view.blocks)
+        tracker.step, tracker.count, tracker.estimated = self.step, self.count, self.estimated
+        tracker.average, tracker.pending_params = self.average, self.pending_params
+        tracker.weight.total, tracker.weight.step_size = self.weight
+        tracker.discard()
+        preconditioner.inverse, preconditioner.warm = self.inverse, self.warm
+        preconditioner.inverted, preconditioner.damping = self.inverted, self.damping
+        preconditioner.outdated = self.outdated
+        self._seed(tracker.generator, tracker.world.rank)
 
-@final
-@dataclass(frozen=True)
-class Stream:
-    """The random numbers of a sampled metric: the state of a generator, and of which process it was."""
-
-    state: Tensor
-    rank: int
-
-    def put(self, tracker: MetricTracker) -> None:
-        """Go on with these numbers; other processes, or another kind of device, go on with their own from here."""
-        generator = tracker.generator
-        if self.rank == tracker.world.rank and self.state.shape == generator.get_state().shape:
-            generator.set_state(self.state)
+    def _seed(self, generator: torch.Generator, rank: int) -> None:
+        """Go on with the random numbers; another process or kind of device goes on with its own from here."""
+        if self.rank == rank and self.generator.shape == generator.get_state().shape:
+            generator.set_state(self.generator)
             return
-        digest = hashlib.sha256(bytes(self.state.tolist()) + tracker.world.rank.to_bytes(8, "big")).digest()
+        digest = hashlib.sha256(bytes(self.generator.tolist()) + rank.to_bytes(8, "big")).digest()
         generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
-def export(tracker: MetricTracker, solver: Solver, solved: Solved) -> dict[str, Any]:
+def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
     """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
     # One of several processes has seen a part of the examples: it says nothing of how many there were.
-    usual = tracker.mass.usual if tracker.world.size == 1 else 0
+    usual = tracker.weight.step_size if tracker.world.size == 1 else 0
+    inverse = preconditioner.inverse
     return {
         **_signature(tracker),
-        "solver": solver_in_words(solver),
+        "solver": solver_in_words(preconditioner.solver),
         "dtype": str(tracker.model.example.dtype),
         "step": tracker.step,
         "count": tracker.count,
-        "mass": (tracker.mass.total, usual),
+        "mass": (tracker.weight.total, usual),
         "estimated": tracker.estimated,
-        "inverted": tracker.inverted,
+        "inverted": preconditioner.inverted,
         "wanted": sorted(tracker.pending_params),
         "operations": tracker.view.known.operations.state(),
         "operator": {} if tracker.average is None else tracker.average.tensors(),
-        "inverse": {} if solved.inverse is None else solved.inverse.tensors(),
-        "inverse_damping": solved.damping,
-        "outdated": solved.outdated,
+        "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
+        "inverse_damping": preconditioner.damping,
+        "outdated": preconditioner.outdated,
         "generator": tracker.generator.get_state(),
         "rank": tracker.world.rank,
     }
 
 
-def restore(state: dict[str, Any], tracker: MetricTracker, solver: Solver) -> Restored:
+def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preconditioner) -> Restored:
     """Check that the state belongs to this model, structure and metric, whole, and build what it holds.
 
     The metric keeps the precision that it was saved in; where the model has another one than the model that was saved,
-    it takes that of the metrics of this model. An inverse that another solver has made is not kept: the next step makes
-    it anew. States of before metric and solver were saved are taken for those of this optimizer.
+    it takes that of the metrics of this model. The inverse of another solver is not used: the next step inverts anew.
+    States from before metric and solver were saved count as those of this optimizer.
     """
     check_entries(state, ENTRIES, 'the "natgrad" entry of the state')
     check_signature("optimizer", state, _signature(tracker))
@@ -346,37 +322,39 @@ def restore(state: dict[str, Any], tracker: MetricTracker, solver: Solver) -> Re
 
     def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Copies: the average and its inverse are changed in place.
-        kinds = {name: dtype if t.is_floating_point() else None for name, t in tensors.items()}
-        return {name: t.to(example.device, kinds[name], copy=True) for name, t in tensors.items()}
+        dtypes = {name: dtype if t.is_floating_point() else None for name, t in tensors.items()}
+        return {name: t.to(example.device, dtypes[name], copy=True) for name, t in tensors.items()}
 
     tensors = placed(state["operator"])
     structure = tracker.structure.structure
     layers = loaded(tracker.model, tracker.view.blocks, state.get("operations", ()))
     blocks = with_layers(tracker.view.blocks, layers)
     average = operator_of(structure, tracker.model, blocks, tensors) if tensors else None
-    inverse = None if _solved_otherwise(state, solver) else _inverse(state, average, solver, placed(state["inverse"]))
-    stream = Stream(state["generator"].cpu(), state["rank"])
-    # A state of before there was a mass has as much as its number of estimates says.
+    inverse, warm = None, None
+    if not _solved_otherwise(state, preconditioner.solver):
+        warm = placed(state["inverse"])
+        if average is not None:  # its inverse may be older than it, and is computed again only where it has no tensors
+            inverse = inverse_of(average, warm) if warm else None
+            λ = state["inverse_damping"]
+            inverse = inverse or preconditioner.world.inverse(preconditioner.solver, average, λ, warm=warm)
+    # A state from before there was a mass has as much as its number of estimates says.
     total, usual = state.get("mass", (0.0 if not state["count"] else 1 / tracker.structure.weight(state["count"]), 0))
     return Restored(
-        clock=Clock(state["step"], state["count"], state["estimated"], state["inverted"]),
-        mass=(total, usual),
+        step=state["step"],
+        count=state["count"],
+        estimated=state["estimated"],
+        inverted=state["inverted"],
+        weight=(total, usual),
+        pending_params=frozenset(state.get("wanted", ())),
         average=average,
-        solved=Solved(inverse, state["inverse_damping"], state["outdated"]),
-        stream=stream,
-        wanted=frozenset(state.get("wanted", ())),
+        inverse=inverse,
+        warm=warm if average is None else None,
+        damping=state["inverse_damping"],
+        outdated=state["outdated"],
+        generator=state["generator"].cpu(),
+        rank=state["rank"],
         layers=tuple(layers),
     )
-
-
-def _inverse(
-    state: Mapping[str, Any], average: Operator | None, solver: Solver, warm: dict[str, Tensor]
-) -> Inverse | None:
-    """An inverse may be older than the average: it is kept, where it has tensors, and made again where it has none."""
-    if average is None:
-        return _Warm(warm) if warm else None
-    kept = inverse_of(average, warm) if warm else None
-    return kept or solver.init(average, state["inverse_damping"], warm)
 
 
 def _solved_otherwise(state: Mapping[str, Any], solver: Solver) -> bool:
@@ -401,17 +379,3 @@ def _signature(tracker: MetricTracker) -> dict[str, Any]:
 def _declared(tracker: MetricTracker) -> Sequence[Block]:
     """The layers as the modules of the model declare them, whatever operations have shown since."""
     return tracker.view.known.operations.declared(tracker.view.blocks)
-
-
-@final
-class _Warm(Inverse):
-    """Only what an iterative solver can start from, until the metric is estimated again."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def solve(self, ω: Tensor) -> Tensor:
-        raise AssertionError("the metric is estimated before it is solved with")
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self._tensors

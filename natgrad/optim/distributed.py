@@ -1,11 +1,12 @@
-"""Several processes with one model (``DistributedDataParallel``): one metric, and its inverse made together.
+"""Several processes that train one model (``DistributedDataParallel``) share one metric, and the work to invert it.
 
-Every process estimates the metric on its shard, and the mean over all examples is everybody's:
+Every process estimates the metric on its shard of the batch. All of them use the mean over all examples,
 
-    G = Σ_r n_r G_r / Σ_r n_r          (so S, A and D, each by itself)
+    G = Σ_r n_r G_r / Σ_r n_r          (for S, A and D, each by itself).
 
-What is expensive, inverses of factors and their eigenvectors, is divided: a layer belongs to one process, which sends
-its result to the others. So every process holds the whole state, and any of them may save it for any number.
+The expensive part, inverses and eigenvectors of the factors, is divided: each layer belongs to one process, which sends
+its result to the others (Ba, Grosse and Martens 2017). So every process holds the whole state, and a checkpoint of any
+of them can be loaded with any number of processes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from natgrad.accelerate.fused import copy_
+from natgrad.accelerate.modules import active_ddp
 from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.pullback.layer import Block
 from natgrad.solve.solvers import Solver
@@ -44,15 +45,20 @@ class World(ABC):
 
     @abstractmethod
     def mean_of(self, values: Sequence[Tensor], n: int) -> list[Tensor]:
-        """The same of tensors, each by itself."""
+        """The mean of tensors over all processes, each by itself."""
 
     @abstractmethod
     def renewed(self, G: Operator) -> Operator:
-        """``G.renewed()``, of which everyone does a share."""
+        """``G.renewed()``; each process does its share."""
 
     @abstractmethod
-    def divided(self, solver: Solver) -> Solver:
-        """A solver that does its share of the work."""
+    def inverse(
+        self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
+    ) -> Inverse:
+        """(G + λ)⁻¹ by the solver. Each process inverts its share of the layers.
+
+        It starts from the ``last`` inverse, which may be overwritten, or from the tensors ``warm`` of one.
+        """
 
 
 @final
@@ -74,8 +80,10 @@ class Alone(World):
     def renewed(self, G: Operator) -> Operator:
         return G.renewed()
 
-    def divided(self, solver: Solver) -> Solver:
-        return solver
+    def inverse(
+        self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
+    ) -> Inverse:
+        return solver.init(G, damping, warm) if last is None else solver.again(last, G, damping)
 
 
 @final
@@ -87,7 +95,7 @@ class Group(World):
         self._group, self._device = group, device
 
     def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
-        """In the memory of the estimate, where the mean is one of numbers; else of all estimates, one by one."""
+        """In place, if an average is taken number by number; else estimates are exchanged and averaged one by one."""
         if operator.layers:
             self._used_alike(operator)
         averaged = operator.averaged()
@@ -111,9 +119,9 @@ class Group(World):
     def _used_alike(self, operator: Operator) -> None:
         """Raise, in every process, if some have used a layer that others have not."""
         flags = [float(block.names[0] not in operator.unseen) for block in operator.layers]
-        seen = torch.tensor(flags, device=self._device)
-        dist.all_reduce(seen, group=self._group)
-        names = [b.title for b, count in zip(operator.layers, seen.tolist(), strict=True) if 0 < count < self.size]
+        counts = torch.tensor(flags, device=self._device)
+        dist.all_reduce(counts, group=self._group)
+        names = [b.title for b, count in zip(operator.layers, counts.tolist(), strict=True) if 0 < count < self.size]
         if names:
             raise IncompatibleError(
                 f"some processes have used {', '.join(names)} in this step and others have not: choose the layers that "
@@ -133,23 +141,30 @@ class Group(World):
         return out
 
     def gathered(self, own: Callable[[], Tensors]) -> dict[str, Tensor]:
-        """What all processes computed, together. An error of one is raised by all."""
+        """The tensors that all processes computed. An error of one is raised by all."""
         tensors: Tensors = {}
         problem: NatgradError | None = None
         try:
             tensors = own()
         except NatgradError as error:
             problem = error
-        found: dict[str, Tensor] = {}
-        for theirs, part in self._exchanged(tensors, problem):
-            problem = problem or theirs
-            found.update(part)
+        union: dict[str, Tensor] = {}
+        for their_problem, theirs in self._exchanged(tensors, problem):
+            problem = problem or their_problem
+            union.update(theirs)
         if problem is not None:
             raise problem
-        return found
+        return union
 
-    def divided(self, solver: Solver) -> Solver:
-        return Divided(solver, self)
+    def inverse(
+        self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
+    ) -> Inverse:
+        start = warm if last is None else last.tensors()
+
+        def invert(share: Operator) -> Inverse:
+            return solver.init(share, damping, start)
+
+        return G.shared_inverse(invert, self, damping) if solver.by_layer else invert(G)
 
     def renewed(self, G: Operator) -> Operator:
         return G.renewed(self)
@@ -159,31 +174,31 @@ class Group(World):
         return [b for b, rank in enumerate(shares(blocks, self.size)) if rank == self.rank]
 
     def _exchanged(self, tensors: Tensors, note: Any) -> list[tuple[Any, dict[str, Tensor]]]:
-        """The tensors of every process, and what it has to say about them."""
+        """The tensors of every process, with a note of its own."""
         mine = note, {key: (tuple(t.shape), t.dtype) for key, t in tensors.items()}
         notes: list[Any] = [None] * self.size
         dist.all_gather_object(notes, mine, group=self._group)
-        return [(said, self._sent(shapes, tensors, rank)) for rank, (said, shapes) in enumerate(notes)]
+        return [(said, self._broadcast(shapes, tensors, rank)) for rank, (said, shapes) in enumerate(notes)]
 
-    def _sent(
-        self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], own: Tensors, rank: int
+    def _broadcast(
+        self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], mine: Tensors, rank: int
     ) -> dict[str, Tensor]:
         """The tensors of one process, which sends them to the others."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for dtype in sorted({dtype for _, dtype in shapes.values()}, key=str):
             keys = [key for key, (_, its) in shapes.items() if its == dtype]
             sizes = [torch.Size(shapes[key][0]) for key in keys]
             flat = torch.empty(sum(size.numel() for size in sizes), dtype=dtype, device=self._device)
             if rank == self.rank:
-                torch.cat([own[key].reshape(-1) for key in keys], out=flat)
+                torch.cat([mine[key].reshape(-1) for key in keys], out=flat)
             dist.broadcast(flat, dist.get_global_rank(self._group, rank), group=self._group)
-            parts = flat.split([size.numel() for size in sizes])
-            found.update({key: part.view(size) for key, part, size in zip(keys, parts, sizes, strict=True)})
-        return found
+            chunks = flat.split([size.numel() for size in sizes])
+            tensors.update({key: chunk.view(size) for key, chunk, size in zip(keys, chunks, sizes, strict=True)})
+        return tensors
 
 
 def world_of(wrapping: Sequence[nn.Module]) -> World:
-    """Of a model and what it wraps: the processes of its ``DistributedDataParallel``, if it is in one."""
+    """The processes of the ``DistributedDataParallel`` among a model and what it wraps, if there is one."""
     for module in wrapping:
         if isinstance(module, DistributedDataParallel):
             device = next(iter(module.parameters())).device
@@ -199,11 +214,11 @@ def world_of(wrapping: Sequence[nn.Module]) -> World:
 
 
 def refuse_strangers(world: World) -> None:
-    """Raise where a pass begins that is one of several processes, and the optimizer knows of its own only.
+    """Raise if a pass of ``DistributedDataParallel`` begins, and the optimizer does not know of the other processes.
 
-    Its model was wrapped after it was made, or it was given the module inside: every process would take other steps.
+    Its model was wrapped after the optimizer was made, or it was given the module inside: parameters would differ.
     """
-    active = DistributedDataParallel._active_ddp_module
+    active = active_ddp()
     if active is None or world.size > 1 or dist.get_world_size(active.process_group) == 1:
         return
     raise IncompatibleError(
@@ -213,49 +228,8 @@ def refuse_strangers(world: World) -> None:
     )
 
 
-@final
-@dataclass(frozen=True)
-class Divided(Solver):
-    """Another solver; layers that it inverts one by one are divided over the processes."""
-
-    solver: Solver
-    world: Group
-
-    def __repr__(self) -> str:
-        return repr(self.solver)
-
-    @property
-    def by_layer(self) -> bool:
-        return self.solver.by_layer
-
-    def init(self, G: Operator, damping: float = 0.0, warm: Tensors | None = None) -> Inverse:
-        def invert(share: Operator) -> Inverse:
-            return self.solver.init(share, damping, warm)
-
-        return G.shared_inverse(invert, self.world, damping) if self.by_layer else invert(G)
-
-    @property
-    def whole(self) -> Solver:
-        return self.solver
-
-    @property
-    def damps_factors(self) -> bool:
-        return self.solver.damps_factors
-
-    @property
-    def iterative(self) -> bool:
-        return self.solver.iterative
-
-    @property
-    def damping_note(self) -> str:
-        return self.solver.damping_note
-
-    def renewed(self, G: Operator) -> Operator:
-        return self.world.renewed(G)
-
-
 def shares(blocks: Sequence[Block], size: int) -> list[int]:
-    """Which process inverts which layer: the largest first, each to whom has least to do so far."""
+    """Which process inverts which layer: the largest first, each for the process with the least work so far."""
     costs = [c * (o**3 + i**3) for c, o, i in (block.shape for block in blocks)]
     load, owner = [0] * size, [0] * len(blocks)
     for b in sorted(range(len(blocks)), key=lambda b: -costs[b]):

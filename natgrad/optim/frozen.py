@@ -1,4 +1,4 @@
-"""The parameters that an optimizer was made with, and whether the model still has them."""
+"""Whether a model is still the one that an optimizer was made for."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
+from natgrad.accelerate.modules import children_in, parameters_in
 from natgrad.errors import NatgradError
 from natgrad.model import Model, any_compiled, plain_name
 from natgrad.pullback.layer import Block
 
 
 @final
-class Parameters:
-    """Where the module had its parameters. ``moved`` is for every pass, and looks in passing.
+class ModelCheck:
+    """Compares a module with what it was when the optimizer was made: its parameters, and the forward of its layers.
 
-    ``blocks``: the layers, of which those that have a rule must compute what they did when it was chosen.
+    ``moved`` and ``compiled`` are called in every pass, and are quick. ``blocks``: the layers. Those that have a rule
+    must compute what they did when the rule was chosen.
     """
 
     def __init__(self, model: Model, module: nn.Module, blocks: Sequence[Block] = ()) -> None:
         self._model, self._module = model, module
-        self._inside, self._children = self._found()
+        self._inside, self._children = self._tree()
         mine = {id(p) for p in model.params.values()}
         modules = [m for m in module.modules() if not isinstance(m, ScriptModule)]  # they stay what they are
-        self._parents = [(m, key, child) for m in modules for key, child in m._modules.items()]
-        self._owners = [(m, key, p) for m in modules for key, p in m._parameters.items() if id(p) in mine]
-        # What no module has under a key, only ``named_parameters`` of a class of the user's can tell.
+        self._parents = [(m, key, child) for m in modules for key, child in children_in(m).items()]
+        self._owners = [(m, key, p) for m in modules for key, p in parameters_in(m).items() if id(p) in mine]
+        # Parameters that no module holds under a key: only ``named_parameters`` of the user's class lists them.
         self._hidden = bool(mine - {id(p) for _, _, p in self._owners})
         self._elsewhere = False
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
-        self._made = [(p, *_kind(p)) for p in model.params.values()]
+        self._first_seen = [(p, *_kind(p)) for p in model.params.values()]
         self._first = next(iter(model.params))
         ruled = ((block, m) for block in blocks for kind in block.kinds if kind.rule for m in kind.modules)
         self._forwards = [(block.title, m, _own_forward(m), type(m).forward) for block, m in ruled]
@@ -41,31 +43,30 @@ class Parameters:
         """Whether the pass that begins is at other parameters.
 
         Either ``torch.func.functional_call`` put them there for a while, or a module was replaced. A parameter is
-        where it was while every module on the way to it has the same children, and its own module has it: names are
-        asked for only where that is not so. ``certain``: also where the module has parameters under no key.
+        where it was if every module above it has the same children, and its own module holds it: names are compared
+        only otherwise, or where the module has parameters under no key and the answer must be ``certain``.
         """
         self._elsewhere = (self._changed() or (certain and self._hidden)) and bool(self._missing())
         if certain and not self._elsewhere and self._other():
             self._refuse_frozen()
             self._refuse_cast()
-        # A layer with another forward: the step of this optimizer refuses it, but the pass may be that of a new one.
+        # A layer with another forward: the step of this optimizer refuses it, but the pass may belong to a new one.
         return self._elsewhere or (certain and bool(self._patched()))
 
     def compiled(self) -> bool:
-        """Whether the module, or one inside it, is compiled; for every pass."""
-        if [child for m in self._inside for child in m._modules.values()] != self._children:
-            self._inside, self._children = self._found()
+        """Whether the module, or one inside it, is compiled."""
+        if [child for m in self._inside for child in children_in(m).values()] != self._children:
+            self._inside, self._children = self._tree()
         return any_compiled(self._inside)
 
-    def _found(self) -> tuple[list[nn.Module], list[nn.Module | None]]:
+    def _tree(self) -> tuple[list[nn.Module], list[nn.Module | None]]:
         """All modules, and the children that they have."""
         inside = list(self._module.modules())
-        return inside, [child for m in inside for child in m._modules.values()]
+        return inside, [child for m in inside for child in children_in(m).values()]
 
     def check(self) -> None:
-        """Refuse a module that was replaced, or parameters that were frozen or cast, after the optimizer was made.
-
-        Of a layer that has a rule, also another forward.
+        """Refuse what happened after the optimizer was made: a module that was replaced, parameters that were frozen or
+        cast, and another forward of a layer that has a rule.
         """
         if _kind(self._model.params[self._first]) != self._kinds[self._first]:  # a model is cast or moved as a whole
             self._refuse_cast()
@@ -95,7 +96,7 @@ class Parameters:
             for at in self._forwards
             if at[1].__dict__.get("forward") is not at[2] or type(at[1]).forward is not at[3]
         ]
-        return [title for title, module, made, of_class in others if not _same_forward(module, made, of_class)]
+        return [title for title, module, given, of_class in others if not _same_forward(module, given, of_class)]
 
     def _refuse_frozen(self) -> None:
         frozen = [name for name, p in self._model.params.items() if not p.requires_grad]
@@ -116,14 +117,15 @@ class Parameters:
                 )
 
     def _other(self) -> bool:
-        """Whether a parameter is not what it was: in one look, for every pass."""
-        made = self._made
-        return bool([p for p, kind, at in made if not p.requires_grad or p.dtype is not kind or p.device != at])
+        """Whether a parameter was frozen, cast or moved."""
+        # Lists: generators take twice as long, in every pass.
+        return bool(
+            [p for p, dtype, at in self._first_seen if not p.requires_grad or p.dtype is not dtype or p.device != at]
+        )
 
     def _changed(self) -> bool:
-        # Lists, as generators take twice their time, in every pass.
-        replaced = [key for m, key, child in self._parents if m._modules.get(key) is not child]
-        return bool(replaced or [key for m, key, p in self._owners if m._parameters.get(key) is not p])
+        replaced = [key for m, key, child in self._parents if children_in(m).get(key) is not child]
+        return bool(replaced or [key for m, key, p in self._owners if parameters_in(m).get(key) is not p])
 
     def _missing(self) -> list[str]:
         now = {plain_name(name): p for name, p in self._module.named_parameters()}
@@ -135,18 +137,18 @@ def _kind(p: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _own_forward(module: nn.Module) -> Any:
-    """The forward that a module itself was given, in place of that of its class; else None."""
+    """The forward that was set on the module itself, in place of that of its class; else None."""
     return module.__dict__.get("forward")
 
 
-def _same_forward(module: nn.Module, made: Any, of_class: Any) -> bool:
+def _same_forward(module: nn.Module, given: Any, of_class: Any) -> bool:
     """Whether the forward that a module has now is the one that it had, compiled, or kept from being compiled."""
     if type(module).forward is not of_class:
         return False
     now = _own_forward(module)
     inner = getattr(now, "_torchdynamo_orig_callable", None)
-    # torch.compile wraps what comes out of a file of torch once more.
-    found = [now] if inner is None else [inner, getattr(inner, "__wrapped__", None)]
-    if made is not None:
-        return made in found
-    return any(getattr(f, "__func__", None) is of_class and f.__self__ is module for f in found)
+    # torch.compile wraps functions from torch's own files once more.
+    candidates = [now] if inner is None else [inner, getattr(inner, "__wrapped__", None)]
+    if given is not None:
+        return given in candidates
+    return any(getattr(f, "__func__", None) is of_class and f.__self__ is module for f in candidates)

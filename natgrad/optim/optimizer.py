@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.devices import can_read, is_asynchronous
 from natgrad.accelerate.flags import Flag
-from natgrad.geometry import Covector
-from natgrad.isolation import random_stream
+from natgrad.accelerate.replay import GraphCache
+from natgrad.geometry import Covector, Vector, require_all
+from natgrad.isolation import get_rng_state, set_rng_state, untouched
 from natgrad.model import Inputs, Model, check_slots, unwrapped
-from natgrad.optim.checkpoint import Solved, check_plain, export, restore
+from natgrad.optim.checkpoint import check_plain, export, restore
 from natgrad.optim.distributed import world_of
-from natgrad.optim.graphed import Graphed
-from natgrad.optim.preconditioner import Solves, hear
+from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
-from natgrad.optim.tracker import MetricTracker, Trial, load_compiler, watch
-from natgrad.optim.update import Moves, check_numbers, common_damping, complete
+from natgrad.optim.tracker import MetricTracker, attach, load_compiler
+from natgrad.optim.update import ParamUpdate, Rate, check_numbers, common_damping, complete, displacement, plain_step
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, View, layers_of
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.step.base import Look, Proposal, Step, StepRule
+from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
 from natgrad.step.rules import Fixed
-from natgrad.structures.base import Inverse, Structure
+from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
 from natgrad.structures.refresh import Refresh
 
@@ -36,21 +38,21 @@ _DENSE, _CHOLESKY, _FIXED = Dense(), Cholesky(), Fixed()
 
 @final
 class NaturalGradient(torch.optim.Optimizer):
-    """θ ← θ − lr·(G + λ)⁻¹∇L: one choice for each of metric, structure, solver and step rule (004 (17), 002 (4)).
+    """θ ← θ − lr·(G + λ)⁻¹∇L (Amari 1998): one choice for each of metric, structure, solver and step rule.
 
-    Drop-in: the loop stays as it is. When the metric is due (every step, or as ``Refresh(structure, every, decay)``
-    says), a hook on the model's forward pass estimates it from that pass; call the model under ``torch.no_grad()`` to
-    evaluate. Metrics made from the loss need ``opt.refresh(x, target)`` before the step.
+    Drop-in: the training loop stays as it is. When the metric is due (in every step, or as
+    ``Refresh(structure, every, decay)`` says), a hook on the model's forward pass estimates it from that pass. Call the
+    model under ``torch.no_grad()`` to evaluate it. Metrics of the loss need ``opt.refresh(x, target)`` before the step.
 
-    Momentum is kept in the space of vectors, m ← μm + v, θ ← θ − lr·m; weight decay is decoupled,
-    θ ← (1 − lr·wd)θ. Every number in a parameter group may be changed between steps; λ must be the same in all.
-    A parameter whose ``.grad`` is None is left alone in that step; for the others, its gradient is zero.
-    When a step raises, parameters and momentum are as they were. Kronecker factors and their inverses, which are made
-    in the memory of the last ones, may be newer, of some layers only; the inverses are then due again. A step that its
-    rule refuses (``opt.last.accepted``) changes no parameter, and starts the momentum anew: along a velocity that
-    ascends, every later step would be refused too. A rule that needs the loss again (``LevenbergMarquardt``) is told by
-    ``opt.needs_closure``, by ``repr(opt)`` and by a message of the logger "natgrad" at construction: then
-    ``opt.step(closure)``.
+    Momentum lives in the space of vectors, m ← μm + v, θ ← θ − lr·m. Weight decay is decoupled, θ ← (1 − lr·wd)θ.
+    Every number in a parameter group may change between steps; λ must be the same in all groups. A parameter whose
+    ``.grad`` is None does not move in that step; for the others, its gradient is zero.
+
+    When a step raises, parameters and momentum are as they were. Kronecker factors and their inverses are updated in
+    place: those of some layers may be newer, and the inverses are then due again. A step that its rule refuses
+    (``opt.last.accepted`` is False) changes no parameter and resets the momentum. A rule that evaluates the loss again
+    (``LevenbergMarquardt``) needs ``opt.step(closure)``: ``opt.needs_closure`` and ``repr(opt)`` say so, and the logger
+    "natgrad" does at construction.
 
     ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. ``rules``:
     layer rules for modules of your own. ``output`` takes what the model returns to its output tensor. With
@@ -95,34 +97,34 @@ class NaturalGradient(torch.optim.Optimizer):
         defaults = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(complete(wrapped, groups), defaults)
         common_damping(self.param_groups)
-        self.solver, self.rule = solver, step
         check_slots(
             metric=(metric, OutputMetric),
             structure=(structure, Structure),
-            solver=(self.solver, Solver),
-            step=(self.rule, StepRule),
+            solver=(solver, Solver),
+            step=(step, StepRule),
         )
-        generator = generator or _generator(wrapped.example.device, world.rank)
-        refresh = structure if isinstance(structure, Refresh) else Refresh(structure)
+        device = wrapped.example.device
+        generator = generator or _generator(device, world.rank)
+        schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, rules)
-        on_gpu = wrapped.example.device.type == "cuda"
-        view = View(wrapped, metric, blocks, generator, memory, deferred=on_gpu)
-        self.tracker = MetricTracker(view, refresh, generator, wrapping, world)
-        self.solver = world.divided(self.solver)
-        self.inverse: Inverse | None = None
-        self.inverse_damping = damping
-        self.outdated = False  # the metric has been estimated since it was inverted
-        self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
-        self.warned = False  # of a factorisation that failed
-        self.last: Step | None = None
-        self.moves, self._graphed = Moves(self, Flag()), Graphed(self)
-        self._stream = torch.empty(0)  # the random stream before the closure was called
-        watch(self.tracker, self)
+        view = View(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
+        self.rule = step
+        self.tracker = MetricTracker(view, schedule, generator, wrapping, world)
+        self.preconditioner = Preconditioner(
+            solver, every=schedule.inverse, damping=damping, device=device, world=world
+        )
+        self.flag = Flag()
+        self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=1)
+        names = {id(p): name for name, p in wrapped.params.items()}
+        self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
+        self._last: Step | _Plain | None = None
+        self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
+        attach(self.tracker, self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim while the optimizer is made; after that the metric is over the parameters it has."""
+        """As in torch.optim while the optimizer is constructed. Later the set of parameters is fixed."""
         if hasattr(self, "tracker"):
             raise ValueError("the metric is over the parameters that were trainable at first: make a new optimizer")
         check_numbers({**self.defaults, **param_group})
@@ -132,10 +134,10 @@ class NaturalGradient(torch.optim.Optimizer):
         raise TypeError("an optimizer is not copied: copy the model, make a new optimizer for it, and load_state_dict")
 
     def __repr__(self) -> str:
-        tracker = self.tracker
         first, rest = super().__repr__().split("\n", 1)
         closure = ", which evaluates the loss again: opt.step(closure)" if self.needs_closure else ""
-        slots = {"metric": tracker.metric, "structure": tracker.structure, "solver": self.solver, "step": self.rule}
+        tracker, solver = self.tracker, self.preconditioner.solver
+        slots = {"metric": tracker.metric, "structure": tracker.structure, "solver": solver, "step": self.rule}
         return "\n".join([first, *(f"{slot}: {value!r}" for slot, value in slots.items())]) + f"{closure}\n{rest}"
 
     @property
@@ -146,8 +148,8 @@ class NaturalGradient(torch.optim.Optimizer):
     def refresh(self, x: Inputs, target: Any = None) -> None:
         """Estimate the metric now, in a forward pass of its own (opaque models, metrics that need targets).
 
-        The forward passes until the next step are then not looked at. So a model with batch normalisation or dropout
-        trains in training mode, with its metric in evaluation mode:
+        The forward passes until the next step are then ignored. So a model with batch normalisation or dropout can
+        train in training mode with its metric in evaluation mode:
 
         >>> import natgrad as ng
         >>> model, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.1)), torch.randn(32, 4)
@@ -161,144 +163,255 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
-        return plan(self.tracker, solver=self.solver, rule=self.rule, groups=self.param_groups)
+        return plan(self.tracker, solver=self.preconditioner.solver, rule=self.rule, groups=self.param_groups)
 
     def diagnostics(self) -> Diagnostics:
         """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
+        inverse = self.preconditioner
         return diagnostics(
             self.tracker,
-            solver=self.solver,
-            inverse_damping=self.inverse_damping,
-            inverted=self.tracker.inverted,
+            solver=inverse.solver,
+            inverse_damping=inverse.damping,
+            inverted=inverse.inverted,
             last=self.last,
         )
+
+    @property
+    def last(self) -> Step | None:
+        """The last step. Its displacement is computed when it is read."""
+        if not isinstance(self._last, _Plain):
+            return self._last
+        params, velocity = self.tracker.model.params, dict(self._last.velocity)
+        for names, _ in self._last.rates:
+            velocity |= {name: self.state[params[name]]["momentum"] for name in names if name not in velocity}
+        return Step(displacement(self._last.rates, velocity, params), self._last.damping)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim. A forward pass that was interrupted (KeyboardInterrupt) is forgotten."""
+        self.tracker.abandon()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Returns the loss of the closure, if there is one."""
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
-        hear(self)
-        self.moves.flag.raise_pending()
-        value = None
+        self.preconditioner.handle_async_failure(self.tracker.average)
+        self.flag.raise_pending()
+        loss, loss_at = None, None
         try:
             if closure is not None:
-                self._stream = random_stream(self.tracker.model.example.device)
+                rng_state = get_rng_state(self.tracker.model.example.device)
                 with torch.enable_grad():
-                    value = closure()
+                    loss = closure()
+                loss_at = _loss_at(self.tracker, closure, loss, rng_state)
             with self.tracker.checked():
-                self._step(closure, value)
+                self._step(loss_at)
         finally:
-            self.outdated |= self.tracker.absorbed  # in a step that failed: the average has changed all the same
+            self.preconditioner.outdated |= self.tracker.absorbed  # a step that failed has changed the average
             self.tracker.discard()
-        return value
+        return loss
 
-    def _step(self, closure: Callable[[], Any] | None, value: Any) -> None:
-        if closure is None and self._replayed():
-            return
-        ω = self.moves.differential(self.tracker.model.params)
-        if self.tracker.model.example.device.type != "cuda":  # there, what is in the gradient shows in the step
-            self.moves.flag.check(ω, "the gradient", self.tracker.step)
-        operator, refreshed = self.tracker.average_with_new()
-        self.tracker.pending_params |= self.moves.waiting(operator.unseen)
+    def _step(self, loss_at: Loss | None) -> None:
+        ω, without_grad = self._differential()
+        G, estimated = self.tracker.average_with_new()
+        pending = self._pending(G.unseen - without_grad)
+        self.tracker.pending_params |= pending
         damping = common_damping(self.param_groups)
-        solve = Solves(self, operator, damping, refreshed)
-        step = None if closure is not None or self.moves.resting else self._graphed.step(solve, ω)
-        if step is None:
-            step = self.propose(solve, ω, closure, value)
-            self.moves.flag.check(step.numbers, "the step", self.tracker.step)
-            self.moves.apply(self, step, solve.left(step))
+        with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
+            if isinstance(self.rule, PlainRule):
+                self._last = self._plain_step(ω, without_grad | pending, damping)
+            else:
+                self._last = self._general_step(self.rule, ω, without_grad | pending, G, damping, loss_at)
+        self.flag.send("the step", self.tracker.step)
+        self.tracker.commit(G, estimated)
+
+    def _plain_step(self, ω: Covector, without_grad: frozenset[str], damping: float) -> _Plain:
+        """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again."""
+        names, rule, flag, state, groups = list(ω), self.rule, self.flag, self.state, self.param_groups
+        of_groups, inverse = self._names, self.preconditioner.prepare(damping)
+        assert isinstance(rule, PlainRule)
+
+        def run(gradients: Sequence[Tensor], rates: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
+            update = ParamUpdate(groups, of_groups, state, without_grad=without_grad, rates=rates)
+            of_step = Covector(dict(zip(names, gradients, strict=True)))
+            velocity = plain_step(of_step, update, sharp=self.preconditioner.sharp_with_pairing, rule=rule, flag=flag)
+            return velocity, flag.value
+
+        gradients, rates = list(ω.values()), [group["lr"] for group in groups]
+        if without_grad or inverse.remembers or not is_asynchronous(gradients[0].device):
+            velocity, _ = run(gradients, rates)
         else:
-            self.moves.flag.send("the step", self.tracker.step)
-        self._put(solve)
+            numbers = [float(rate) for rate in rates]
+            velocity, flag.value = self._graphs.run(run, gradients, numbers, self._graph_key(), copy=True)
+        update = ParamUpdate(groups, of_groups, state, without_grad=without_grad)
+        moved = [(of_rate, rate.clone() if isinstance(rate, Tensor) else rate) for of_rate, rate in update.rates]
+        return _Plain(moved, velocity, damping)
+
+    def _graph_key(self) -> Hashable:
+        """What a captured step depends on beside gradients and learning rates: options, and where tensors lie."""
+        state = self.state
+        addresses = tuple(
+            (p.data_ptr(), state[p]["momentum"].data_ptr() if "momentum" in state.get(p, {}) else 0)
+            for group in self.param_groups
+            for p in group["params"]
+        )
+        options = tuple((group["momentum"], group["weight_decay"]) for group in self.param_groups)
+        return self.preconditioner.version, options, addresses
+
+    def _general_step(
+        self,
+        rule: StepRule,
+        ω: Covector,
+        without_grad: frozenset[str],
+        G: Operator,
+        damping: float,
+        loss_at: Loss | None,
+    ) -> Step:
+        """Any rule: a displacement is formed, checked and applied."""
+        tracker, inverse = self.tracker, self.preconditioner
+        params = {name: p.detach() for name, p in tracker.model.params.items()}
+        update = ParamUpdate(self.param_groups, self._names, self.state, without_grad=without_grad)
+        velocity: Vector | None = None
+        if can_read(next(iter(ω.values()))):  # on a GPU a gradient that is not finite shows in the step
+            self.flag.check(ω, "the gradient")
+
+        def move(v: Vector) -> Vector:
+            nonlocal velocity
+            velocity = update.accelerate(v)
+            return displacement(update.rates, velocity, params)
+
+        context = StepContext(
+            step=tracker.step,
+            params=params,
+            differential=ω,
+            operator=G,
+            damping=damping,
+            rates=update.rates,
+            decay=lambda: update.decayed(params),
+            sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, λ)),
+            move=move,
+            velocity=lambda: update.velocity(tracker.model.params, self.state),
+            acceleration=lambda δ: -update.at_rest(inverse.sharp_apart(tracker.batch_queries.christoffel(δ))),
+            queries=lambda: tracker.batch_queries,
+            loss_at=loss_at,
+        )
+        step = rule.take(context)
+        if without_grad:  # a constraint may have moved them
+            landing = {name: t for name, t in step.landing.items() if name not in without_grad}
+            step = replace(step, displacement=update.at_rest(step.displacement), landing=landing)
+        self.flag.check(step.displacement, "the step")
+        update.apply(step, velocity, self.flag)
         for group in self.param_groups:
             group["damping"] = step.damping
-        self.tracker.commit(solve.operator, refreshed)
-        self.last = self.moves.kept(self, step).stamped()
+        return step
 
-    def _replayed(self) -> bool:
-        """Most steps on a GPU: neither the metric nor its inverse is due, and all the rest has been recorded."""
-        tracker = self.tracker
-        if not self._graphed.recorded or tracker.renewed or tracker.due or tracker.inverse_due:
-            return False
-        if self.solver.doubtful:
-            return False
-        step = self._graphed.quick(self, [p.grad for p in tracker.model.params.values()])
-        if step is None or tracker.average is None:
-            return False
-        self.moves.flag.send("the step", tracker.step)
-        tracker.commit(tracker.average, False)
-        self.last = step
-        return True
+    def _differential(self) -> tuple[Covector, frozenset[str]]:
+        """The gradient, with zeros where there is none, and the parameters that have none."""
+        params = self.tracker.model.params
+        without = [name for name, p in params.items() if p.grad is None]
+        if len(without) == len(params):
+            raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
+        self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+        return Covector(require_all(grads)), frozenset(without)
 
-    def propose(self, solve: Solves, ω: Covector, closure: Callable[[], Any] | None, value: Any) -> Step:
-        """What the rule makes of the gradient. Nothing is changed."""
-        look = Look(
-            step=self.tracker.step,
-            divergence=lambda δ: self.tracker.batch_queries.divergence(
-                self.moves.decayed(self) + δ
-            ),  # not proposal: a cycle
-            acceleration=solve.acceleration,
-            curvature=lambda vs, fraction: self.tracker.batch_queries.curvature(vs, fraction),
-            velocity=lambda: self.moves.velocity(self),
-            trial=None if closure is None else Trial(self.tracker, closure, value, self._stream),
+    def _pending(self, names: frozenset[str]) -> frozenset[str]:
+        """Parameters with a gradient that no estimate of the metric has seen: they do not move either.
+
+        In a metric that is zero their step would be that of the damping alone, ω/λ.
+        """
+        self._log_once(
+            sorted(names),
+            "a gradient, but no forward pass that the metric was estimated from has used them. They are left alone, "
+            "and the metric is estimated in every step, until one has",
         )
-        proposal = Proposal(
-            params={name: p.detach() for name, p in self.tracker.model.params.items()},
-            decay=lambda: self.moves.decayed(self),
-            differential=ω,
-            operator=solve.operator,
-            damping=common_damping(self.param_groups),
-            solve=solve,
-            model=look,
-        )
-        return self.moves.possible(self.rule.take(proposal))
+        return names
 
-    def _put(self, solve: Solves) -> None:
-        """The inverse of this step is that of the next ones; a recorded step finds it where the last one was."""
-        if self._graphed.recorded and self.inverse is not None and solve.inverse is not None:
-            solve.inverse = self.inverse.overwritten(solve.inverse)
-        if solve.inverted != self.tracker.inverted or self.inverse is None:
-            self.inverted_before = None if self.inverse is None else self.tracker.inverted
-        self.inverse, self.inverse_damping, self.outdated = solve.inverse, solve.damping, solve.outdated
-        self.tracker.inverted = solve.inverted
+    def _log_once(self, names: Sequence[str], what: str) -> None:
+        if news := [name for name in names if (name, what) not in self._logged]:
+            self._logged.update((name, what) for name in news)
+            _log.info("%s: %s", ", ".join(news), what)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of torch.optim, and under "natgrad" the metric, kept out of the way of its casts."""
+        """The state of torch.optim, and the metric under "natgrad", where torch.optim does not cast it."""
         state = super().state_dict()
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
         state["state"] = _copied(state["state"])
-        own = export(self.tracker, self.solver, Solved(self.inverse, self.inverse_damping, self.outdated))
-        state["natgrad"] = own | {
-            what: {k: t.clone() for k, t in own[what].items()} for what in ("operator", "inverse")
-        }
+        metric = export(self.tracker, self.preconditioner)
+        copies = {what: {k: t.clone() for k, t in metric[what].items()} for what in ("operator", "inverse")}
+        state["natgrad"] = metric | copies
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume exactly: the next steps are, bit for bit, those of the run that was saved.
 
-        What does not fit is refused with the difference, before anything is changed. With another solver than the one
-        that was saved, the metric is kept and inverted anew in the next step.
+        A state that does not fit is refused with the difference, before anything is changed. If it was saved with
+        another solver, the metric is loaded, and the next step inverts it anew.
         """
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
-        restored = restore(state_dict["natgrad"], self.tracker, self.solver)
+        restored = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
         check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.tracker.model.params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})
-        restored.put(self.tracker)
-        solved = restored.solved
-        self.inverse, self.inverse_damping, self.outdated = solved.inverse, solved.damping, solved.outdated
-        self._graphed.forget()
+        restored.put(self.tracker, self.preconditioner)
+        self._last = None
+        self._graphs.clear()
+
+
+@final
+@dataclass(frozen=True)
+class _Plain:
+    """A plain step. The velocities of groups with momentum are their momenta, until the next step."""
+
+    rates: Sequence[tuple[Sequence[str], Rate]]
+    velocity: Mapping[str, Tensor]  # of the other groups
+    damping: float
+
+
+def _loss_at(tracker: MetricTracker, closure: Callable[[], Any], value: Any, rng_state: Tensor) -> Loss:
+    """The closure's loss at other parameters, or, for None, the ``value`` that it had here. Nothing stays changed.
+
+    The closure draws the same random numbers again (dropout has the same masks), from the random state before its
+    first call. Buffers, such as running statistics, do not see the parameters that were only tried.
+    """
+
+    def loss_at(landing: Mapping[str, Tensor] | None) -> float:
+        if landing is None:
+            return tracker.mean_over_ranks(_number(value))
+        params, device = tracker.model.params, tracker.model.example.device
+        saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
+        now = get_rng_state(device)
+        try:
+            for name, p in params.items():
+                p.copy_(landing[name])
+                p.grad = None
+            set_rng_state(device, rng_state)
+            with torch.enable_grad(), tracker.suspended(), untouched(tracker.module):
+                return tracker.mean_over_ranks(_number(closure()))
+        finally:
+            set_rng_state(device, now)
+            for name, p in params.items():
+                p.copy_(saved[name][0])
+                p.grad = saved[name][1]
+
+    return loss_at
+
+
+def _number(loss: Any) -> float:
+    if loss is None:
+        raise TypeError("the closure must return the loss")
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
 
 def _copied(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    """What torch.optim knows of every parameter, in memory of its own."""
-    own = ((key, value.items()) for key, value in state.items())
-    return {key: {what: t.clone() if isinstance(t, Tensor) else t for what, t in items} for key, items in own}
+    """The state of every parameter in torch.optim, with copies of its tensors."""
+    items = ((key, value.items()) for key, value in state.items())
+    return {key: {what: t.clone() if isinstance(t, Tensor) else t for what, t in pairs} for key, pairs in items}
 
 
 def _generator(device: torch.device, rank: int) -> torch.Generator:
-    """For sampled metrics: every process draws targets of its own."""
+    """For sampled metrics: every process draws its own targets."""
     return torch.Generator(device=device).manual_seed((torch.initial_seed() + rank) % 2**63)

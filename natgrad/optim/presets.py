@@ -18,7 +18,7 @@ from natgrad.pullback.pullback import MEMORY
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Factored, Solver
 from natgrad.step.base import StepRule
-from natgrad.step.self_tuned import KLClip, SelfTuned
+from natgrad.step.self_tuned import KLClip
 from natgrad.structures.base import Structure
 from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.eigen_kronecker import EigenKronecker
@@ -237,10 +237,9 @@ def _newton(model: nn.Module) -> Newton | None:
 def _schedule(
     structure: Structure, step: StepRule, metric_every: int | None, inverse_every: int | None, decay: float
 ) -> Refresh:
-    # Steps that are as long as the metric of the batch allows need a recent metric and a recent inverse.
-    often = (2, 5) if isinstance(step, SelfTuned) else (10, 100)
-    every = often[0] if metric_every is None else metric_every
-    inverse = often[1] if inverse_every is None else inverse_every
+    usual = step.schedule if isinstance(step, StepRule) else (10, 100)  # NaturalGradient refuses what is no rule
+    every = usual[0] if metric_every is None else metric_every
+    inverse = usual[1] if inverse_every is None else inverse_every
     for name, count in (("metric_every", every), ("inverse_every", inverse)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1 step, got {count}")

@@ -1,10 +1,10 @@
-"""The tracker of the metric: it is told of the model's own forward passes and averages what it estimates."""
+"""The metric of an optimizer: when it is estimated, from which forward passes, and its moving average."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,95 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.devices import in_export
-from natgrad.errors import BatchStatisticsError, DomainError, NatgradError, NonFiniteError
-from natgrad.geometry import Covector, Vector
-from natgrad.isolation import put_back, random_stream, refuse_chance, untouched
-from natgrad.model import (
-    Arguments,
-    Inputs,
-    compiling,
-    eager,
-    evaluating,
-    is_compiled,
-    is_ours,
-    ours,
-    tensors_of,
-    without_chance,
-)
+from natgrad.accelerate.devices import in_backward, in_export
+from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
+from natgrad.errors import NatgradError, NonFiniteError
+from natgrad.isolation import get_rng_state, refuse_randomness, set_rng_state, untouched
+from natgrad.model import Arguments, Inputs, eager, in_library_pass, is_compiled, library_pass
 from natgrad.optim.distributed import Alone, World, refuse_strangers
-from natgrad.optim.frozen import Parameters
+from natgrad.optim.frozen import ModelCheck
 from natgrad.output.fisher import Fisher
-from natgrad.output.metric import OutputMetric
 from natgrad.pullback.chunks import check_inputs
 from natgrad.pullback.pullback import Batch, OperationsNeededError, Pullback, View
 from natgrad.pullback.tape import Recorder
-from natgrad.step.geodesic import christoffel_at
-from natgrad.step.self_tuned import quadratic_forms
+from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
 from natgrad.structures.refresh import Refresh
-
-# How much every estimate counts in a moving average to which they come one by one.
-
-
-@final
-@dataclass
-class EmaWeight:
-    """The weights of Ḡ = Σ_t β^{T−t} Σ_j m_tj G_tj / Σ_t β^{T−t} Σ_j m_tj, estimate by estimate (002 (32)).
-
-    G_tj is the estimate of the pass j of step t, and m_tj the number of its examples over that of the last whole step:
-    the average is over examples, and older steps count less. Where all steps have as many examples it is the usual
-    average, corrected for its start (ERRATA, section D).
-
-    >>> mass = EmaWeight(decay=0.5)
-    >>> mass.whole(8), mass.whole(8), mass.part(4), mass.part(4)
-    (1.0, 0.6666666666666666, 0.4, 0.2857142857142857)
-    """
-
-    decay: float
-    total: float = 0.0  # Σ_t β^{T−t} Σ_j m_tj
-    usual: int = 0  # examples of the last whole step, in which the total is counted; 0 where that is not known
-    seen: int = 0  # examples of this step, so far
-
-    def whole(self, n: int) -> float:
-        """The weight of all estimates of one step, averaged before."""
-        self.total, self.usual, self.seen = self.decay * self.total + 1.0, n, 0
-        return 1.0 / self.total
-
-    def part(self, n: int) -> float:
-        """The weight of an estimate from n examples, of which a step may have several."""
-        if not self.seen:
-            self.total *= self.decay
-        self.seen += n
-        self.usual = self.usual or n
-        own = n / self.usual
-        self.total += own
-        return own / self.total
-
-    def end(self) -> None:
-        """Of the step: what comes next is newer."""
-        if self.seen and self.usual:  # what was counted in steps of the old size is now in those of the new one
-            self.total *= self.usual / self.seen
-        self.usual, self.seen = self.seen or self.usual, 0
-
-
-# Models that call themselves.
-
-
-def nested(module: nn.Module) -> bool:
-    """Whether the call of a module, in whose hook this is asked, is inside another call of the same module.
-
-    Nothing else tells that from a call after one that was interrupted: of a KeyboardInterrupt no hook hears.
-    """
-    calls, frame = 0, sys._getframe()
-    while frame.f_back is not None and calls < 2:
-        frame = frame.f_back
-        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module
-    return calls == 2
-
-
-# What an optimizer says of passes: why a metric is missing and, in the log and once, what its author hardly meant.
-
 
 NOTHING_SEEN = (
     "the metric is due, and no forward pass with gradients was seen since the last step: call model(x) outside "
@@ -114,8 +39,7 @@ NOTHING_SEEN = (
     "its hooks were removed (make a new optimizer)"
 )
 NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
-_log = logging.getLogger("natgrad")
-_MODES = (
+_TWO_MODES = (
     "between two steps the metric saw a forward pass in evaluation mode beside one in training mode: call the model "
     "under torch.no_grad() to evaluate it, so that the metric is that of the training passes alone"
 )
@@ -124,121 +48,68 @@ _TERMS = (
     "a loss that is a sum over them. For a loss that is their mean give Fisher(family, reduction='mean'), or the steps "
     "are too short"
 )
+_NOT_COMPILED = (
+    "an optimizer of natgrad looks at the inputs of this call. With fullgraph=True compile the model by "
+    "torch.compile(model) and give the compiled model to the optimizer"
+)
+_log = logging.getLogger("natgrad")
 
 
 @final
-class Notices:
-    """Remembers what was said.
+@dataclass
+class EmaWeight:
+    """Weights of a bias-corrected moving average over examples (Grosse 2021), estimate by estimate.
 
-    >>> notices = Notices()
-    >>> notices.seen(0, True)
-    >>> notices.seen(1, False)  # another step: no warning
+    Ḡ = Σ_t β^{T−t} Σ_j m_tj G_tj / Σ_t β^{T−t} Σ_j m_tj, where G_tj is the estimate of pass j of step t, and m_tj is
+    the number of its examples over that of the last whole step. If all steps have equally many examples this is the
+    usual average with the correction for its start.
+
+    >>> weight = EmaWeight(decay=0.5)
+    >>> weight.next_step(8), weight.next_step(8), weight.next(4), weight.next(4)
+    (1.0, 0.6666666666666666, 0.4, 0.2857142857142857)
     """
 
-    def __init__(self) -> None:
-        self._modes: set[bool] = set()  # of the passes of this step
-        self._step = 0
-        self._warned = False
-        self._measured = False
+    decay: float
+    total: float = 0.0  # Σ_t β^{T−t} Σ_j m_tj
+    step_size: int = 0  # examples of the last whole step, the unit of ``total``; 0 if not known
+    examples: int = 0  # of this step, so far
 
-    def seen(self, step: int, training: bool) -> None:
-        """A pass whose metric is going to be averaged with those of the same step."""
-        if step != self._step:
-            self._step, self._modes = step, set()
-        self._modes.add(training)
-        if len(self._modes) == 2 and not self._warned:
-            self._warned = True
-            _log.warning(_MODES)
+    def next_step(self, n: int) -> float:
+        """The weight of all estimates of one step, which have been averaged before."""
+        self.total, self.step_size, self.examples = self.decay * self.total + 1.0, n, 0
+        return 1.0 / self.total
 
-    def outputs(self, metric: OutputMetric, y: Tensor) -> None:
-        """Outputs y [n *out], of which the first are looked at: how many terms an example they have."""
-        if self._measured or not isinstance(metric, Fisher) or metric.reduction != "sum":
-            return
-        self._measured = True
-        terms = metric.terms(y)
-        if terms > 1:
-            _log.info(_TERMS, terms)
+    def next(self, n: int) -> float:
+        """The weight of an estimate from n examples; a step may have several."""
+        if not self.examples:
+            self.total *= self.decay
+        self.examples += n
+        self.step_size = self.step_size or n
+        mass = n / self.step_size
+        self.total += mass
+        return mass / self.total
 
-
-# What a step rule may ask of the batch of its step.
-
-
-@final
-@dataclass(frozen=True)
-class BatchQueries:
-    """About the model and its metric on the batch of this step, the mean over the batches of all processes."""
-
-    batch: Batch
-    metric: OutputMetric
-    world: World
-
-    def christoffel(self, v: Vector) -> Covector:
-        """Γ♭(v, v) at the parameters and the batch of this step."""
-        with self._separable():
-            own = christoffel_at(self.batch, self.metric, v)
-        return Covector(dict(zip(own, self.world.mean_of(list(own.values()), self._examples), strict=True)))
-
-    def divergence(self, params: Mapping[str, Tensor]) -> float:
-        """Mean divergence of the outputs at other parameters from the outputs now; infinite outside their domain."""
-        model, x = self.batch.model, self.batch.x
-        with torch.no_grad(), self._separable():
-            y0, y = model(None, x), model(params, x)
-            try:
-                own = self.metric.divergence(y, y0, self.batch.target).mean()
-            except DomainError:  # the outputs have left the family: no distribution is there, and none is near
-                own = y0.new_tensor(math.inf)
-            return float(self._mean(own))
-
-    def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
-        """⟨v, G w⟩ [v w] with the exact metric, on a part of the batch.
-
-        Of the function that is trained: statistics of the batch move with the parameters, and need all of the batch.
-        """
-        whole = any(m.training for m in self.batch.model.batch_norms.values())
-        with without_chance(self._module):
-            return self._mean(quadratic_forms(self.batch, self.metric, vectors, 1.0 if whole else fraction))
-
-    def _mean(self, own: Tensor) -> Tensor:
-        return self.world.mean_of([own], self._examples)[0]
-
-    @property
-    def _module(self) -> nn.Module:
-        module = self.batch.model.module
-        assert module is not None
-        return module
-
-    @property
-    def _examples(self) -> int:
-        """How many the batch of this process has."""
-        sizes = [t.shape[0] for t in tensors_of(self.batch.x) if t.ndim]
-        return sizes[0] if sizes else 1
-
-    @contextmanager
-    def _separable(self) -> Iterator[None]:
-        """Evaluation mode where the examples would mix or dropout would draw: the metric was taken there, too."""
-        try:
-            self.batch.model.check_separable()
-        except BatchStatisticsError:
-            with evaluating(self._module):
-                yield
-        else:
-            yield
+    def end_step(self) -> None:
+        """What comes next belongs to the next step."""
+        if self.examples and self.step_size:  # the unit changes to the size of this step
+            self.total *= self.step_size / self.examples
+        self.step_size, self.examples = self.examples or self.step_size, 0
 
 
 @final
 class MetricTracker:
     """Estimates G in a hook on the model's forward pass when it is due, and holds its moving average.
 
-    Several forward passes between two steps (gradient accumulation) are averaged by their numbers of examples. After a
-    ``refresh`` the forward passes until the next step are not looked at, so they may be in training mode. One that is
-    never made (``GradScaler`` skips it) leaves the estimate to be averaged with the next, at the same parameters.
+    Several forward passes between two steps (gradient accumulation) are averaged, weighted by their numbers of
+    examples. After ``refresh`` the forward passes until the next step are ignored, so they may be in training mode. If
+    a step is never made (``GradScaler`` skips it), its estimate is averaged with the next, at the same parameters.
 
-    Kronecker factors are averaged in place, during the pass, so that an estimate is never held beside its average. Of
-    other structures an estimate is ``fresh`` until a step has succeeded with it: a step that fails leaves their average
-    as it was. The first estimate is fresh, too, and those of several processes, until they have been joined.
+    Kronecker factors are averaged in place during the pass: the estimate never exists beside the average. Estimates of
+    other structures, the first estimate, and those of several processes until they are joined, are held in ``fresh``
+    until a step has succeeded with them: if it fails, the average stays as it was.
 
     A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
-    ``wrapping``: the model as it was handed over and what it wraps, the last of which is the plain module.
+    ``wrapping``: the model as it was handed over and what it wraps, down to the plain module.
     """
 
     def __init__(
@@ -253,27 +124,27 @@ class MetricTracker:
         self.world = Alone() if world is None else world
         self.model, self.metric = view.model, view.metric
         self.average: Operator | None = None
-        self.count = 0  # steps whose estimates are in the average
-        self.mass = EmaWeight(structure.decay)
-        self.step = 0
-        self.estimated = self.inverted = 0  # the steps in which the metric last was
-        self.pending_params: frozenset[str] = (
-            frozenset()
-        )  # trained, and not in the metric yet: it is due until they are
-        self.fresh: Operator | None = None
-        self.batch: Batch | None = None  # the last one seen
-        self._examples = 0
+        self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
         self.absorbed = False  # an estimate of this step is in the average
-        self._told = False  # by refresh, what the metric of this step is
-        self._recorder: Recorder | None = None  # in the pass that is watched
-        self._recorders = {eagerly: Recorder(view.model, view.blocks, of_user=not eagerly) for eagerly in (False, True)}
-        self._handle: RemovableHandle | None = None
-        self._inner = 0  # calls of the model inside of that pass
-        self._stream = random_stream(self.model.example.device)
+        self.weight = EmaWeight(structure.decay)
+        self.count = 0  # steps whose estimates are in the average
+        self.step = 0
+        self.estimated = 0  # the step in which the metric was last estimated
+        self.pending_params: frozenset[str] = frozenset()  # trained but not in the metric: it is due until they are
+        self.batch: Batch | None = None  # of the last pass
+        self._examples = 0  # in ``fresh``
+        self._joined = False  # whether ``fresh`` is that of all processes
+        self._refreshed = False  # passes until the next step are ignored
         self._suspended = False
-        self._parameters, self._notices = Parameters(self.model, self.module, view.blocks), Notices()
-        self._joint = False  # whether ``fresh`` is that of all processes
-        # A hook on a compiled module itself runs outside of what is compiled.
+        self._recorders = {eagerly: Recorder(view.model, view.blocks, of_user=not eagerly) for eagerly in (False, True)}
+        self._recorder: Recorder | None = None  # of the pass that is being recorded
+        self._handle: RemovableHandle | None = None  # of the hook at its end
+        self._depth = 0  # calls of the model inside of that pass
+        self._rng_state = get_rng_state(self.model.example.device)
+        self._check = ModelCheck(self.model, self.module, view.blocks)
+        self._modes: set[bool] = set()  # of the passes of this step
+        self._warned_modes = self._measured_terms = False
+        # A hook on a compiled module itself runs outside of the compiled code.
         self.watched = next((module for module in wrapping if is_compiled(module)), self.module)
 
     @property
@@ -285,44 +156,70 @@ class MetricTracker:
 
     @property
     def due(self) -> bool:
+        """Whether the metric is estimated for this step."""
         return self.average is None or self.step % self.structure.every == 0 or bool(self.pending_params)
 
     @property
-    def inverse_due(self) -> bool:
-        """Whether an inverse that is out of date is made anew in this step."""
-        return self.step % self.structure.inverse == 0
-
-    @property
-    def renewed(self) -> bool:
+    def has_estimate(self) -> bool:
         """Whether the metric has been estimated for this step."""
         return self.fresh is not None or self.absorbed
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """The forward passes inside are not training passes, though the user's code runs them."""
-        before, self._suspended = self._suspended, True
-        try:
-            yield
-        finally:
-            self._suspended = before
+    @property
+    def batch_queries(self) -> BatchQueries:
+        """What a step rule may ask about the batch of this step."""
+        if self.batch is None:
+            raise NatgradError(NOTHING_SEEN)
+        return BatchQueries(self.batch, self.metric, self.world.mean_of)
 
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """The model has the parameters of the optimizer; NaN and infinity inside are reported with the step."""
-        self._parameters.check()
-        with self._numbered():
-            yield
+    def mean_over_ranks(self, loss: float) -> float:
+        """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
+        if self.world.size == 1:
+            return loss
+        value = torch.tensor([loss], dtype=torch.float64, device=self.model.example.device)
+        return float(self.world.mean_of([value], 1)[0])
 
-    @contextmanager
-    def _numbered(self) -> Iterator[None]:
-        """NaN and infinity inside are reported with the number of the step."""
-        try:
-            yield
-        except NonFiniteError as error:
-            raise NonFiniteError(f"at step {self.step}: {error}") from error
+    # The average.
+
+    def average_with_new(self) -> tuple[Operator, bool]:
+        """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
+        if self.due and not self.has_estimate:
+            raise NatgradError(NEEDS_TARGET if self.metric.needs_target else NOTHING_SEEN)
+        if self.fresh is None:
+            assert self.average is not None
+            return self.average, self.absorbed
+        if not self._joined:
+            joined = self.world.mean(self.fresh, self._examples, self._restored)
+            # Here all processes raise; one that raised alone would leave the others waiting.
+            self.fresh, self._joined = joined.finite() if self.world.size > 1 else joined, True
+        weight = replace(self.weight).next_step(self._examples)
+        if self.average is None or (self.structure.decay == 0 and not self.fresh.unseen):
+            return self.fresh, True
+        average, self.fresh = self.average.merged(self.fresh, weight), None  # memory is needed for the inverse
+        return average, True
+
+    def commit(self, operator: Operator, estimated: bool) -> None:
+        """A step has succeeded with this operator, which was ``estimated`` for it or not."""
+        self.average, self.pending_params = operator, self.pending_params & operator.unseen
+        self.count += estimated
+        if self.absorbed:
+            self.weight.end_step()
+        elif estimated:
+            self.weight.next_step(self._examples)
+        self.estimated = self.step if estimated else self.estimated
+        self.step += 1
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the estimate of this step; what is in the average stays."""
+        self.abandon()
+        self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
+        self.absorbed, self.weight.examples = False, 0
+        self._modes.clear()
+
+    # Where estimates come from.
 
     def refresh(self, x: Inputs, target: Any = None) -> None:
-        """Estimate in a forward pass of our own."""
+        """Estimate the metric in a forward pass of our own."""
         check_inputs(self.model, x)
         self.metric.check_target(target)
         if not self.structure.one_pass:
@@ -332,118 +229,92 @@ class MetricTracker:
             pb = self.view.of(batch)
             self.batch = batch
             self._add(pb)
-        self._told = True
+        self._refreshed = True
 
-    @property
-    def batch_queries(self) -> BatchQueries:
-        """What a step rule may ask of the batch of this step."""
-        if self.batch is None:
-            raise NatgradError(NOTHING_SEEN)
-        return BatchQueries(self.batch, self.metric, self.world)
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The forward passes inside are no training passes, though the user's code runs them."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
 
-    def mean_over_ranks(self, loss: float) -> float:
-        """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
-        if self.world.size == 1:
-            return loss
-        own = torch.tensor([loss], dtype=torch.float64, device=self.model.example.device)
-        return float(self.world.mean_of([own], 1)[0])
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """The model has the parameters of the optimizer; NaN and infinity inside are reported with the step."""
+        self._check.check()
+        with self._numbered():
+            yield
 
-    def average_with_new(self) -> tuple[Operator, bool]:
-        """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
-        if self.due and not self.renewed:
-            raise NatgradError(NEEDS_TARGET if self.metric.needs_target else NOTHING_SEEN)
-        if self.fresh is None:
-            assert self.average is not None
-            return self.average, self.absorbed
-        if not self._joint:
-            joint = self.world.mean(self.fresh, self._examples, self._restored)
-            # Here all processes raise; one that raised alone would leave the others waiting.
-            self.fresh, self._joint = joint.finite() if self.world.size > 1 else joint, True
-        weight = replace(self.mass).whole(self._examples)
-        if self.average is None or (self.structure.decay == 0 and not self.fresh.unseen):
-            return self.fresh, True
-        average, self.fresh = self.average.merged(self.fresh, weight), None  # not needed while the average is inverted
-        return average, True
+    @contextmanager
+    def _numbered(self) -> Iterator[None]:
+        try:
+            yield
+        except NonFiniteError as error:
+            raise NonFiniteError(f"at step {self.step}: {error}") from error
 
-    def _restored(self, tensors: Mapping[str, Tensor]) -> Operator | None:
-        return self.structure.restore(self.model, self.view.blocks, tensors)
-
-    def commit(self, operator: Operator, refreshed: bool) -> None:
-        """A step has succeeded with this operator."""
-        self.average, self.pending_params = operator, self.pending_params & operator.unseen
-        self.count += refreshed
-        if self.absorbed:
-            self.mass.end()
-        elif refreshed:
-            self.mass.whole(self._examples)
-        self.estimated = self.step if refreshed else self.estimated
-        self.step += 1
-        self.discard()
-
-    def discard(self) -> None:
-        """Forget the fresh estimate; what has been absorbed stays."""
-        self.fresh, self._examples, self._told, self._joint = None, 0, False, False
-        self.absorbed, self.mass.seen = False, 0
-
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
+    def before_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
         """A forward pass begins, ``compiled`` or not.
 
-        A metric with targets sees only the batches of ``refresh``, which have them. A pass inside a backward pass is
-        the recomputation of one that was seen (activation checkpointing).
+        A metric with targets sees the batches of ``refresh`` only, which have them. A pass inside a backward pass is
+        the recomputation of an earlier one (activation checkpointing).
         """
-        if self._recorder is not None and not is_ours():
-            if nested(self.module):
-                self._inner += 1
-                return
-            self._end().forget()  # a pass that was interrupted
-        if is_ours() or not torch.is_grad_enabled():
+        if in_library_pass():
+            return
+        if self._recorder is not None:  # the model calls itself
+            self._depth += 1
+            return
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
         refuse_strangers(self.world)
-        if self._told or self._suspended or self.metric.needs_target:
+        if self._refreshed or self._suspended or self.metric.needs_target:
             return
-        if torch._C._current_graph_task_id() != -1 or self._parameters.moved(certain=self.due):
+        if in_backward() or self._check.moved(certain=self.due):
             return
         self.batch = Batch(self.model, Arguments(args, kwargs))
         if not self.due:
             return
-        self._notices.seen(self.step, self.module.training)
+        self._note_mode()
         if not self.structure.one_pass:
             self.model.check_separable()
-        eagerly = compiled or self.watched is not self.module or self._parameters.compiled()
+        eagerly = compiled or self.watched is not self.module or self._check.compiled()
         self._recorder = self._recorders[eagerly]
         self._recorder.start(Arguments(args, kwargs), operations=self.view.operations)
         if eagerly or not self.structure.one_pass:
-            self._stream = random_stream(self.model.example.device)
+            self._rng_state = get_rng_state(self.model.example.device)
         if eagerly:
-            self._run(args, kwargs)
+            self._run_eagerly(args, kwargs)
         else:
             # Registered after the recorder's hooks, so that it runs after them, also where the model is one layer.
-            self._handle = self.module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            self._handle = self.module.register_forward_hook(self._after_pass, with_kwargs=True, always_call=True)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The pass that begins, run eagerly and ahead of it. What it draws is drawn again by the pass itself."""
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run the pass that begins ahead of it. The pass itself draws the same random numbers again."""
         raw = None
         try:
-            with ours(), untouched(self.module), eager(self.module):
+            with library_pass(), untouched(self.module), eager(self.module):
                 raw = self.module(*args, **kwargs)
         finally:
             try:
-                self._after(self.module, args, kwargs, raw)
+                self._after_pass(self.module, args, kwargs, raw)
             finally:
-                put_back(self.model.example.device, self._stream)
+                set_rng_state(self.model.example.device, self._rng_state)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
-        if self._handle is not None and is_ours():
-            return  # a pass that another optimizer makes, inside the one that is watched
-        if self._inner:  # one that the model makes itself, and a part of it
-            self._inner -= 1
+    def _after_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
+        if self._handle is not None and in_library_pass():
+            return  # another optimizer runs a pass of its own inside the one that is recorded
+        if self._depth:  # a pass that the model makes itself, inside of the one that is recorded
+            self._depth -= 1
             return
-        recorder = self._end()
+        recorder = self._stop()
         try:
-            if raw is None:  # always_call: the forward pass raised
+            if raw is None:  # the forward pass raised
                 return
-            if not self.structure.one_pass and not torch.equal(self._stream, random_stream(self.model.example.device)):
-                refuse_chance()
+            if not self.structure.one_pass and not torch.equal(
+                self._rng_state, get_rng_state(self.model.example.device)
+            ):
+                refuse_randomness()
             tape = recorder.tape(self.model.outputs(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
@@ -451,39 +322,43 @@ class MetricTracker:
             batch = Batch(self.model, Arguments(args, kwargs))
             try:
                 pb = self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
-            except OperationsNeededError:  # once for a model: its modules do not tell all
-                pb = self._again(batch)
+            except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
+                pb = self._with_operations(batch)
             self._add(pb)
 
-    def _again(self, batch: Batch) -> Pullback:
-        """The pullback at a batch, in another pass, whose operations are recorded; the random stream is put back."""
-        recorder, stream = self._recorders[True], random_stream(self.model.example.device)
+    def _with_operations(self, batch: Batch) -> Pullback:
+        """The pullback at a batch in another pass, whose operations are recorded. The random stream is put back."""
+        recorder, rng_state = self._recorders[True], get_rng_state(self.model.example.device)
         recorder.start(batch.x, operations=True)
         try:
-            with torch.enable_grad(), ours(), untouched(self.module), eager(self.module):
+            with torch.enable_grad(), library_pass(), untouched(self.module), eager(self.module):
                 raw = self.module(*batch.x.args, **batch.x.kwargs)
         finally:
             recorder.stop()
-            put_back(self.model.example.device, stream)
+            set_rng_state(self.model.example.device, rng_state)
         tape = recorder.tape(self.model.outputs(raw, batch.x))
         return self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
 
-    def _end(self) -> Recorder:
-        """The pass is not watched any longer."""
+    def abandon(self) -> None:
+        """Stop recording a pass that never ended: no hook hears of a KeyboardInterrupt."""
+        if self._recorder is not None:
+            self._stop().forget()
+
+    def _stop(self) -> Recorder:
         recorder, handle = self._recorder, self._handle
         assert recorder is not None
-        self._recorder, self._handle, self._inner = None, None, 0
+        self._recorder, self._handle, self._depth = None, None, 0
         if handle is not None:
             handle.remove()
         recorder.stop()
         return recorder
 
     def _add(self, pb: Pullback) -> None:
-        self._notices.outputs(self.metric, pb.y)
+        self._note_terms(pb.y)
         if self._absorbs():
             assert self.average is not None
-            self.average = self.structure.absorb(pb, self.average, replace(self.mass).part(pb.n))
-            self.mass.part(pb.n)  # not before: an estimate that is refused does not count
+            self.average = self.structure.absorb(pb, self.average, replace(self.weight).next(pb.n))
+            self.weight.next(pb.n)  # not before: an estimate that is refused does not count
             self.absorbed = True
         else:
             self._hold(pb)
@@ -491,7 +366,7 @@ class MetricTracker:
         pb.passes.tapes.clear()  # the graph belongs to the user's backward pass
 
     def _absorbs(self) -> bool:
-        """Whether estimates go into the average at once: several processes must join theirs before."""
+        """Whether estimates go into the average at once. Several processes must join theirs before."""
         alone = self.fresh is None and self.world.size == 1
         return alone and self.average is not None and self.structure.absorbs(self.average)
 
@@ -503,110 +378,117 @@ class MetricTracker:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             common = self.world.mean(estimate, pb.n, self._restored)
             estimate = self.structure.estimate_like(pb, self.world.renewed(common))
-        # The first one is looked at on a GPU, too: there is no average yet that it could be kept out of (``merged``).
+        # The first one is checked on a GPU, too: there is no average yet that it could be kept out of (``merged``).
         estimate = estimate.finite(wait=like is None) if self.world.size == 1 else estimate
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / (self._examples + pb.n))
 
+    def _restored(self, tensors: Mapping[str, Tensor]) -> Operator | None:
+        return self.structure.restore(self.model, self.view.blocks, tensors)
 
-# The hook on the model's forward pass. It is imported where an optimizer is made: torch's compiler loads slowly.
+    # What is said once, in the log.
+
+    def _note_mode(self) -> None:
+        self._modes.add(self.module.training)
+        if len(self._modes) == 2 and not self._warned_modes:
+            self._warned_modes = True
+            _log.warning(_TWO_MODES)
+
+    def _note_terms(self, y: Tensor) -> None:
+        """How many terms an example has in the first outputs y [n *out]."""
+        if self._measured_terms or not isinstance(self.metric, Fisher) or self.metric.reduction != "sum":
+            return
+        self._measured_terms = True
+        terms = self.metric.terms(y)
+        if terms > 1:
+            _log.info(_TERMS, terms)
 
 
-_WHY = (
-    "an optimizer of natgrad looks at the inputs of this call. With fullgraph=True compile the model by "
-    "torch.compile(model) and give the compiled model to the optimizer"
-)
+# The hook on the model. It holds the tracker weakly, and leaves no trace in copies of the model.
 
 
 @final
-class Watch:
-    """Tells a tracker of every call. It does not keep the tracker alive, and copies of the model are not watched."""
+class ForwardHook:
+    """Tells a tracker of every call of its module."""
 
-    def __init__(self, tracker: MetricTracker | None = None) -> None:
-        self._tracker = None if tracker is None else weakref.ref(tracker)
+    def __init__(self, tracker: MetricTracker) -> None:
+        self._tracker = weakref.ref(tracker)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # No training pass, and torch.export refuses what is not compiled: it is not reached there.
+        # torch.export refuses functions that are not compiled: ``_look`` is not reached there.
         if not in_export():
             self._look(args, kwargs)
 
     # The call itself is not compiled, and so sees whether its caller is.
-    @torch.compiler.disable(recursive=False, reason=_WHY)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(recursive=False, reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tracker = None if self._tracker is None else self._tracker()
+        tracker = self._tracker()
         if tracker is not None:
             _tell(tracker, args, kwargs, compiling())
 
-    def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
-        return Watch, ()
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _tell(tracker: MetricTracker, args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool) -> None:
-    tracker.before(args, kwargs, inside)
+def _tell(tracker: MetricTracker, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
+    tracker.before_pass(args, kwargs, compiled)
 
 
-# An optimizer watches its model for as long as it is held, and not until Python next looks for cycles.
+_GETSTATE, _PREPARE = "__getstate__", "__prepare_scriptable__"
+
+
+def attach(tracker: MetricTracker, owner: object) -> None:
+    """Tell the tracker of the model's forward passes until its owner, the optimizer, is freed.
+
+    Not until the tracker is freed: the traceback of an error in a pass holds it, and an interactive session holds its
+    last error. The optimizer that the message of the error advises must not find the old one at work.
+
+    ``pickle``, ``copy.deepcopy`` and ``torch.save`` ask a module for its state by ``__getstate__``, and
+    ``torch.jit.script`` for a module to compile by ``__prepare_scriptable__``. While the hook is there, the module has
+    its own versions of both, which leave the hook out: a saved model loads where natgrad is not installed.
+    """
+    module = tracker.watched
+    itself = weakref.ref(module)  # not the module: it would be in a reference cycle
+
+    def state() -> Any:
+        module = itself()
+        assert module is not None
+        return _state_without_hooks(module)
+
+    def scriptable() -> nn.Module | None:
+        return copy.copy(itself())
+
+    vars(module).update({_GETSTATE: state, _PREPARE: scriptable})
+    handle = module.register_forward_pre_hook(ForwardHook(tracker), with_kwargs=True)
+    weakref.finalize(owner, _detach, itself, handle)
+
+
+def _detach(itself: Callable[[], nn.Module | None], handle: RemovableHandle) -> None:
+    handle.remove()
+    module = itself()
+    if module is not None and not any(isinstance(hook, ForwardHook) for hook in forward_pre_hooks_in(module).values()):
+        vars(module).pop(_GETSTATE, None)
+        vars(module).pop(_PREPARE, None)
+
+
+def _state_without_hooks(module: nn.Module) -> Any:
+    """What the class of the module says its state is, without what ``attach`` has put there."""
+    state: Any = type(module).__getstate__(module)
+    if not isinstance(state, dict) or "_forward_pre_hooks" not in state:
+        return state
+    ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, ForwardHook)]
+    state = {key: value for key, value in state.items() if key not in (_GETSTATE, _PREPARE)}
+    for key in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        state[key] = copy.copy(state[key])
+        for at in ids:
+            state[key].pop(at, None)
+    return state
 
 
 def load_compiler() -> None:
-    """Load torch's compiler, as any optimizer of torch does when it is made, and leave nothing of that behind.
+    """Load torch's compiler, as every optimizer of torch does when it is made, and collect its garbage.
 
-    While it is loaded, ``torch.fx.wrap`` takes its own frame into a variable. That cycle, which is torch's own, holds
-    all frames that were active with their variables: the optimizer that is being made, and the user's own function, in
-    which it is. So the garbage of the import is collected at once, one time in a process.
+    While it is loaded, ``torch.fx.wrap`` stores its own frame in a variable. That reference cycle, which is torch's,
+    holds all active frames with their variables: the optimizer that is being made, and the function of the user. So
+    the garbage of the import is collected at once, one time in a process.
     """
     if "torch._dynamo" not in sys.modules:
         import_module("torch._dynamo")
         gc.collect()
-
-
-def watch(tracker: MetricTracker, owner: object) -> None:
-    """Tell the tracker of the model's forward passes until its owner, the optimizer, is let go.
-
-    Not until the tracker is: the traceback of an error in a pass holds it, and an interactive session holds its last
-    error. The optimizer that the message of the error advises must not find the old one at work.
-    """
-    from natgrad.optim.tracker import Watch
-
-    handle = tracker.watched.register_forward_pre_hook(Watch(tracker), with_kwargs=True)
-    weakref.finalize(owner, handle.remove)
-
-
-# The loss where a step would land.
-
-
-@final
-class Trial:
-    """The closure's loss where parameters land, or, for None, as it was computed here. Nothing stays changed.
-
-    The closure draws the same random numbers again (dropout has the same masks), from the ``stream`` as it was before
-    the first time; buffers, such as running statistics, do not see where the step was only tried.
-    """
-
-    def __init__(self, tracker: MetricTracker, closure: Callable[[], Any], value: Any, stream: Tensor) -> None:
-        self._tracker, self._closure, self._value, self._stream = tracker, closure, value, stream
-
-    def __call__(self, landing: Mapping[str, Tensor] | None) -> float:
-        if landing is None:
-            return self._tracker.mean_over_ranks(_number(self._value))
-        params, device = self._tracker.model.params, self._tracker.model.example.device
-        saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
-        now = random_stream(device)
-        try:
-            for name, p in params.items():
-                p.copy_(landing[name])
-                p.grad = None
-            put_back(device, self._stream)
-            with torch.enable_grad(), self._tracker.suspended(), untouched(self._tracker.module):
-                return self._tracker.mean_over_ranks(_number(self._closure()))
-        finally:
-            put_back(device, now)
-            for name, p in params.items():
-                p.copy_(saved[name][0])
-                p.grad = saved[name][1]
-
-
-def _number(loss: Any) -> float:
-    if loss is None:
-        raise TypeError("the closure must return the loss")
-    return float(loss.detach() if isinstance(loss, Tensor) else loss)

@@ -1,26 +1,24 @@
-"""From a step that was decided to parameters and momentum that have changed."""
+"""From a natural gradient to parameters and momentum that have changed."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+import math
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from natgrad.accelerate import fused
+from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import Flag
-from natgrad.geometry import Covector, Vector, require_all
+from natgrad.geometry import Covector, Vector
 from natgrad.model import Model
-from natgrad.step.base import Ahead, Along, Step
+from natgrad.step.base import PlainRule, Step
 
-if TYPE_CHECKING:
-    from natgrad.optim.optimizer import NaturalGradient
-
-
-# Parameter groups: what they may hold.
+Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
+Sharp: TypeAlias = Callable[[Covector], tuple[Vector, Tensor]]  # ω ↦ ω♯ and ⟨ω, ω♯⟩
 
 
 def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -58,169 +56,208 @@ def common_damping(groups: Iterable[Mapping[str, Any]]) -> float:
     return dampings.pop()
 
 
-Rate: TypeAlias = float | Tensor  # a number on the device where a recorded step must find it changed
-_log = logging.getLogger("natgrad")
-
-
 @final
 @dataclass(frozen=True)
-class Moving:
-    """The parameters of a group that move in this step, with their names and their learning rate."""
+class MovingGroup:
+    """The parameters of one group that move in a step."""
 
-    options: Mapping[str, Any]
     names: Sequence[str]
     params: Sequence[Tensor]
     rate: Rate
+    momentum: float
+    weight_decay: float
+    state: MutableMapping[Tensor, Any]  # of torch.optim
 
-    def without(self, names: frozenset[str]) -> Moving:
-        """All but these parameters."""
-        pairs = [(name, p) for name, p in zip(self.names, self.params, strict=True) if name not in names]
-        return replace(self, names=[name for name, _ in pairs], params=[p for _, p in pairs])
+    @property
+    def momenta(self) -> dict[str, Tensor]:
+        """The momentum of every parameter that has one: before its first step it has none."""
+        if not self.momentum:
+            return {}
+        states = ((name, self.state.get(p, {})) for name, p in zip(self.names, self.params, strict=True))
+        return {name: state["momentum"] for name, state in states if "momentum" in state}
+
+    def remember(self, velocity: Sequence[Tensor], gate: Tensor | None) -> None:
+        """m ← velocity, which is overwritten."""
+        for p in self.params:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        fused.move_([self.state[p]["momentum"] for p in self.params], velocity, gate=gate)
+
+    def decay(self, gate: Tensor | None) -> None:
+        """θ ← (1 − lr·wd)θ."""
+        if self.weight_decay:
+            fused.scale_(self.params, 1 - self.rate * self.weight_decay, gate=gate)
 
 
 @final
-class Moves:
-    """Learning rates, weight decay and momentum of the parameter groups. ``flag`` keeps what is not finite out.
+class ParamUpdate:
+    """Learning rates, weight decay and momentum in one step: m ← μm + v, θ ← (1 − lr·wd)θ − lr·m.
 
-    A parameter without a gradient is at rest: in this step it does not move, has no weight decay and keeps its
-    momentum, as in torch.optim. The optimizer, which holds this, is handed to every call: held here, it would stay on
-    the model, and watch it, until Python next looks for cycles.
+    A parameter ``without_grad`` does not move, has no weight decay and keeps its momentum, as in torch.optim.
+    ``names``: of the parameters of every group. ``rates`` take the place of the learning rates of the groups.
     """
 
-    def __init__(self, opt: NaturalGradient, flag: Flag) -> None:
-        self.flag = flag
-        names = {id(p): name for name, p in opt.tracker.model.params.items()}
-        self._names = [[names[id(p)] for p in group["params"]] for group in opt.param_groups]
-        self.recorded: list[Tensor] | None = None  # the learning rates on the device, while a step is recorded
-        self.resting: frozenset[str] = frozenset()
-        self._told: set[str] = set()
-        self._waited: set[str] = set()
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        names: Sequence[Sequence[str]],
+        state: MutableMapping[Tensor, Any],
+        *,
+        without_grad: frozenset[str] = frozenset(),
+        rates: Sequence[Rate] | None = None,
+    ) -> None:
+        self.without_grad, self.groups = without_grad, list[MovingGroup]()
+        for group, of_group, rate in zip(groups, names, rates or [group["lr"] for group in groups], strict=True):
+            params = group["params"]
+            if without_grad:
+                moving = [at for at, name in enumerate(of_group) if name not in without_grad]
+                of_group, params = [of_group[at] for at in moving], [params[at] for at in moving]
+            if of_group:
+                numbers = group["momentum"], group["weight_decay"]
+                self.groups.append(MovingGroup(of_group, params, rate, *numbers, state))
 
-    def differential(self, params: Mapping[str, Tensor]) -> Covector:
-        """The gradient of this step, zero where there is none; the parameters of which there is none rest."""
-        missing = [name for name, p in params.items() if p.grad is None]
-        if len(missing) == len(params):
-            raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
-        self.resting = frozenset(missing)
-        if news := [name for name in missing if name not in self._told]:
-            self._told.update(news)
-            _log.info("%s: no gradient. A parameter is left alone in a step in which it has none", ", ".join(news))
-        found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
-        return Covector(require_all(found))
-
-    def waiting(self, unseen: frozenset[str]) -> frozenset[str]:
-        """The parameters that have a gradient and no metric yet, as no estimate has seen them: they rest, too.
-
-        In a metric that is zero their step would be that of the damping alone, ω/λ.
-        """
-        found = unseen - self.resting
-        if news := sorted(found - self._waited):
-            self._waited.update(news)
-            _log.info(
-                "%s: a gradient, but no forward pass that the metric was estimated from has used them. They are left "
-                "alone, and the metric is estimated in every step, until one has",
-                ", ".join(news),
-            )
-        self.resting |= found
-        return found
-
-    def groups(self, opt: NaturalGradient) -> Iterator[Moving]:
-        """What moves of the parameter groups."""
-        rates: Sequence[Rate] = self.recorded or [group["lr"] for group in opt.param_groups]
-        for group, names, rate in zip(opt.param_groups, self._names, rates, strict=True):
-            moving = Moving(group, names, group["params"], rate).without(self.resting)
-            if moving.names:
-                yield moving
+    @property
+    def rates(self) -> list[tuple[Sequence[str], Rate]]:
+        """Names and learning rate of every group."""
+        return [(group.names, group.rate) for group in self.groups]
 
     def at_rest(self, v: Vector) -> Vector:
-        """v, with zeros for what rests: a metric that couples parameters would move it."""
-        if not self.resting:
+        """v, with zeros for parameters without a gradient: a metric that couples parameters would move them."""
+        if not self.without_grad:
             return v
-        return Vector({name: torch.zeros_like(t) if name in self.resting else t for name, t in v.items()})
+        return Vector({name: torch.zeros_like(t) if name in self.without_grad else t for name, t in v.items()})
 
-    def possible(self, step: Step) -> Step:
-        """The step, without what a rule (a constraint) would do to parameters that rest."""
-        if not self.resting:
-            return step
-        landing = {name: t for name, t in step.landing.items() if name not in self.resting}
-        way = self.at_rest(step.way) if isinstance(step.way, Vector) else step.way
-        return replace(step, way=way, landing=landing)
-
-    def rates(self, opt: NaturalGradient) -> list[tuple[Sequence[str], Rate]]:
-        """Names and learning rate of every group."""
-        return [(group.names, group.rate) for group in self.groups(opt)]
-
-    def decayed(self, opt: NaturalGradient) -> dict[str, Tensor]:
+    def decayed(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """(1 − lr·wd)θ."""
-        out = {name: p.detach() for name, p in opt.tracker.model.params.items()}
-        for group in self.groups(opt):
-            if group.options["weight_decay"]:
-                factor = 1 - group.rate * group.options["weight_decay"]
-                scaled = fused.scaled([out[name] for name in group.names], factor)
-                out.update(zip(group.names, scaled, strict=True))
+        out = {name: p.detach() for name, p in params.items()}
+        for group in self.groups:
+            if group.weight_decay:
+                factor = 1 - group.rate * group.weight_decay
+                out.update(zip(group.names, fused.scaled([out[name] for name in group.names], factor), strict=True))
         return out
 
-    def velocity(self, opt: NaturalGradient) -> Vector | None:
-        """What the last step left as momentum; zero where there is none, and for what rests."""
-        params, state = opt.tracker.model.params, opt.state
-        if not any("momentum" in state.get(p, {}) for p in params.values()):
+    def velocity(self, params: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> Vector | None:
+        """The momentum that the last step left: zero where there is none; None where there is none at all."""
+        momenta = {name: state.get(p, {}).get("momentum") for name, p in params.items()}
+        if all(m is None for m in momenta.values()):
             return None
-        own = {name: state.get(p, {}).get("momentum") for name, p in params.items()}
-        return self.at_rest(
-            Vector({name: torch.zeros_like(params[name]) if m is None else m for name, m in own.items()})
-        )
+        whole = {name: torch.zeros_like(params[name]) if m is None else m for name, m in momenta.items()}
+        return self.at_rest(Vector(whole))
 
-    def apply(self, opt: NaturalGradient, step: Step, velocity: Vector | None) -> None:
-        """Everything has been computed and checked: change parameters and momentum."""
-        kept = step.velocity if step.velocity is not None else velocity
-        if kept is step.way:
-            kept = kept.map(torch.clone)  # what is kept as momentum is used up
-        for group in self.groups(opt):
-            params, names, gate = group.params, group.names, self.flag.value
+    def accelerate(self, v: Vector) -> Vector:
+        """μm + v, in the memory of v."""
+        for group in self.groups:
+            momenta = group.momenta
+            if momenta:
+                fused.add_([v[name] for name in momenta], list(momenta.values()), alpha=group.momentum)
+        return v
+
+    def apply(self, step: Step, velocity: Vector | None, flag: Flag) -> None:
+        """Change parameters and momentum. Everything has been computed and checked.
+
+        A step that was refused starts the momentum anew: along a velocity that ascends every later step would be
+        refused too.
+        """
+        momentum = step.velocity if step.velocity is not None else velocity
+        if momentum is step.displacement:
+            momentum = momentum.map(torch.clone)  # it is overwritten
+        for group in self.groups:
             if not step.accepted:
-                for p in params:
-                    opt.state.pop(p, None)
+                for p in group.params:
+                    group.state.pop(p, None)
                 continue
-            if group.options["weight_decay"]:
-                fused.scale_(params, 1 - group.rate * group.options["weight_decay"], gate=gate)
-            if isinstance(step.way, Ahead):
-                v, m = ([side[name] for name in names] for side in (step.way.v, step.way.momentum))
-                fused.momentum_update_(
-                    params,
-                    v,
-                    m,
-                    rate=group.rate,
-                    momentum=group.options["momentum"],
-                    divisor=step.way.shrink.reciprocal(),
-                    gate=gate,
-                )
-            elif isinstance(step.way, Along):
-                fused.descend_(params, [step.way.velocity[name] for name in names], group.rate, gate=gate)
-            else:
-                fused.add_(params, [step.way[name] for name in names], gate=gate)
-            landed = [(p, step.landing[name]) for p, name in zip(params, names, strict=True) if name in step.landing]
+            group.decay(flag.value)
+            fused.add_(group.params, [step.displacement[name] for name in group.names], gate=flag.value)
+            pairs = zip(group.names, group.params, strict=True)
+            landed = [(p, step.landing[name]) for name, p in pairs if name in step.landing]
             if landed:
-                fused.copy_([p for p, _ in landed], [value for _, value in landed], gate=gate)
-            if kept is not None and (group.options["momentum"] or step.velocity is not None):
-                self._remember(opt.state, params, [kept[name] for name in names])
+                fused.copy_([p for p, _ in landed], [value for _, value in landed], gate=flag.value)
+            if momentum is not None and (group.momentum or step.velocity is not None):
+                group.remember([momentum[name] for name in group.names], flag.value)
 
-    def kept(self, opt: NaturalGradient, step: Step) -> Step:
-        """The step, after it was applied, without memory of its own: along the momentum, which is its velocity now."""
-        if isinstance(step.way, Ahead):
-            return replace(step, way=step.way.made())
-        if not isinstance(step.way, Along):
-            return step
-        velocity = dict(step.way.velocity)
-        for group in self.groups(opt):
-            for name, p in zip(group.names, group.params, strict=True):
-                if group.options["momentum"] and "momentum" in opt.state.get(p, {}):
-                    velocity[name] = opt.state[p]["momentum"]
-        return replace(step, way=replace(step.way, velocity=Vector(velocity)))
 
-    def _remember(
-        self, state: MutableMapping[Tensor, Any], params: Sequence[Tensor], velocity: Sequence[Tensor]
-    ) -> None:
-        for p in params:
-            if "momentum" not in state[p]:
-                state[p]["momentum"] = torch.zeros_like(p)
-        fused.move_([state[p]["momentum"] for p in params], velocity, gate=self.flag.value)
+def displacement(
+    rates: Sequence[tuple[Sequence[str], Rate]], velocity: Mapping[str, Tensor], like: Mapping[str, Tensor]
+) -> Vector:
+    """−lr·m of the names in ``rates``, each with its lr, in memory of its own; zero for the others.
+
+    >>> one = {"a": torch.ones(1), "b": torch.ones(1)}
+    >>> displacement([(["a"], 0.5)], one, one)["a"]
+    tensor([-0.5000])
+    """
+    moved: dict[str, Tensor] = {}
+    for names, rate in rates:
+        moved.update(zip(names, fused.scaled([velocity[name] for name in names], -rate), strict=True))
+    return Vector({name: moved[name] if name in moved else torch.zeros_like(t) for name, t in like.items()})
+
+
+def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRule, flag: Flag) -> dict[str, Tensor]:
+    """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the number c of the rule: everything in place.
+
+    On a CPU NaN and infinity raise before anything is changed. On a GPU nothing waits for the device: ``flag`` is set
+    there, the old values stay, and the kernels can be captured. Returns the velocities of groups without momentum,
+    which are kept nowhere else.
+    """
+    v, pairing = sharp(ω)
+    rates = update.rates
+    if len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
+        square = pairing * rates[0][1] ** 2 if rates else pairing
+    else:
+        terms = [fused.pairing([(ω[name], v[name]) for name in names]) * rate**2 for names, rate in rates]
+        square = torch.stack(terms).sum()
+    scale = rule.scale(square)
+    if is_asynchronous(pairing.device):
+        # ⟨ω, v⟩ is finite only if ω and v are.
+        flag.look({"": pairing})
+        if _roll(v, scale, update, flag):
+            return {}
+    elif not math.isfinite(float(pairing)):
+        flag.check(ω, "the gradient")
+        flag.check(v, "the step")  # else the sum has overflowed, and no number in it
+    if scale is not None and (is_asynchronous(scale.device) or float(scale) != 1.0):
+        fused.scale_(list(v.values()), scale)
+    update.accelerate(v)
+    moving = {name: v[name] for names, _ in rates for name in names}
+    if moving:
+        _check_velocity(moving, rates, flag)
+    for group in update.groups:
+        velocity = [v[name] for name in group.names]
+        group.decay(flag.value)
+        fused.descend_(group.params, velocity, group.rate, gate=flag.value)
+        if group.momentum:
+            group.remember(velocity, flag.value)
+    return {name: v[name] for group in update.groups if not group.momentum for name in group.names}
+
+
+def _roll(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> bool:
+    """m ← μm + c·v, θ ← θ − lr·m in one pass over all three, where the fused kernel can do that.
+
+    Not in float16, where μm + v may leave the range though v does not, nor in double precision, as c is in single.
+    """
+    momenta = [group.momenta for group in update.groups]
+    for group, of_group in zip(update.groups, momenta, strict=True):
+        dtypes = {v[name].dtype for name in group.names}
+        if len(of_group) < len(group.names) or not dtypes <= {torch.float32, torch.bfloat16}:
+            return False
+        if any(m.stride() != p.stride() for m, p in zip(of_group.values(), group.params, strict=True)):
+            return False
+    divisor = None if scale is None else scale.float().reciprocal()
+    for group, of_group in zip(update.groups, momenta, strict=True):
+        group.decay(flag.value)
+        fused.momentum_update_(
+            group.params,
+            [v[name] for name in group.names],
+            list(of_group.values()),
+            rate=group.rate,
+            momentum=group.momentum,
+            divisor=divisor,
+            gate=flag.value,
+        )
+    return True
+
+
+def _check_velocity(velocity: dict[str, Tensor], rates: Sequence[tuple[Sequence[str], Rate]], flag: Flag) -> None:
+    """Raise or set the flag if −lr·m is not finite. It may leave the range of its precision where m does not."""
+    longer = any(not isinstance(rate, Tensor) and abs(rate) > 1 for _, rate in rates)
+    half = any(t.dtype is torch.float16 for t in velocity.values())
+    flag.check(displacement(rates, velocity, velocity) if longer or half else velocity, "the step")

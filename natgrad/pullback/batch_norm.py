@@ -26,7 +26,7 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @final
 class Statistics:
-    """Two ways back from the outputs of every batch normalisation: the true one, and one with constant statistics.
+    """A backward pass of every batch normalisation that treats the batch statistics as constants, beside the true one.
 
     >>> layer, statistics = nn.BatchNorm1d(1), Statistics()
     >>> handles = statistics.watch({"norm": layer})
@@ -44,7 +44,7 @@ class Statistics:
 
     @contextmanager
     def constant(self) -> Iterator[None]:
-        """The backward passes inside see constants."""
+        """Backward passes inside treat the statistics as constants."""
         self.frozen = True
         try:
             yield
@@ -53,7 +53,7 @@ class Statistics:
 
     @staticmethod
     def covers(module: nn.Module) -> bool:
-        """Whether the module normalises with the statistics of its batch, in a way that is known here."""
+        """Whether the module normalises with the statistics of its batch, and is a type that we can take over."""
         kind = type(module)
         return kind in _KINDS and plain(module, kind, "weight", "bias") and _uses_batch(module) and not _syncs(module)
 
@@ -79,7 +79,7 @@ class Statistics:
         scale = (variance + layer.eps).rsqrt()
         if layer.weight is not None:
             scale = scale * layer.weight.detach()
-        # Only the way to x: scale and shift have their own rule.
+        # Only the path to x: scale and shift have their own rule.
         forked = Fork.apply(output, x, scale.view(-1, *[1] * (x.ndim - 2)), self)  # type: ignore[no-untyped-call]
         return cast(Tensor, forked)
 
@@ -106,7 +106,7 @@ class Fork(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Statistics], output: Tensor) -> None:
-        # Not a view: an activation in place follows most normalisations, and may not change a view of a function.
+        # Not a view: in-place activations follow most normalisations and may not modify a view of a Function.
         ctx.mark_dirty(inputs[0])
         ctx.dtype, ctx.scale, ctx.statistics = inputs[1].dtype, inputs[2], inputs[3]
 

@@ -1,4 +1,4 @@
-"""Factors: the per-example gradients of one block, kept as Σ_r g aᵀ for as long as possible."""
+"""The per-example gradients of one layer, as a sum of outer products Σ_r g aᵀ that is formed as late as possible."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Factors:
 
     @property
     def plain(self) -> bool:
-        """One position and one group: R is a single outer product an example."""
+        """One position and one group: R is one outer product per example."""
         return self.a.shape[1] == 1 and self.a.shape[2] == 1
 
     def rows(self) -> Tensor:
@@ -147,7 +147,7 @@ class Squares:
         self._a = self._g2 = None
 
     def accumulate(self, square: Tensor) -> None:
-        """Add another part [c o i] of the sum."""
+        """Add a term [c o i] of the sum."""
         self._total = square if self._total is None else self._total.add_(square)
 
 
@@ -185,7 +185,7 @@ def cross(left: Factors, right: Factors, limit: int) -> Tensor:
 #
 #     tr G_C = Σ_k Σ_nm C_nm ⟨R_kn, R_km⟩ = Σ_k ‖Lᵀ R_k‖²,   R_kn = Σ_r g aᵀ
 #
-# From products of pairs of positions, from the rows themselves, or, where both are many numbers, estimated.
+# They come from products of pairs of positions or from the rows. Where both are too many, ``coupling`` estimates them.
 
 
 _TRACE_ROWS = 2**23  # numbers, of explicit rows at a time: they stay in the cache of a large GPU
@@ -210,7 +210,7 @@ def traces(a: Features, g: Tensor, C: Tensor, L: Tensor) -> tuple[Tensor, Tensor
 
 
 def pairs_pay(r: int, o: int, i: int) -> bool:
-    """Whether products of pairs of positions, in double precision, cost less than rows; they need no rows."""
+    """Whether products of pairs of positions, in double precision, cost less than rows."""
     return r == 1 or 4 * r**2 * (o + i + 100) < o * i
 
 
@@ -233,7 +233,7 @@ def _by_pairs(a: Tensor, g: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
 @final
 @dataclass(frozen=True)
 class Sums:
-    """Squares [c] of rows, and of rows that are mixed: they do not cancel, as products with C do."""
+    """Sums of squares [c] of rows, and of rows mixed by L. Unlike products with C these do not cancel."""
 
     mix: Tensor
     plain: Tensor
@@ -245,7 +245,7 @@ class Sums:
         return Sums(mix, plain, coupled)
 
     def add(self, rows: Tensor) -> None:
-        """More of them [n c o i]."""
+        """Add rows [n c o i]."""
         self.plain.add_(_squares(rows, (0, 2, 3)))
         flat = rows.reshape(len(rows), -1).to(self.mix.dtype)
         self.coupled.add_(_squares((self.mix.T @ flat).view(rows.shape), (0, 2, 3)))

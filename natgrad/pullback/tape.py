@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.vjp import pulled
-from natgrad.model import Inputs, Model, is_ours, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, in_library_pass, map_tensors, tensors_of
 from natgrad.pullback.batch_norm import Statistics
 from natgrad.pullback.graph import Axis, leaf_uses, nodes
 from natgrad.pullback.layer import Block
@@ -244,7 +244,7 @@ class Recorder:
         return Tape(y, tuple(uses), self.statistics, operations=found, leaves=self._model.params)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._of_user and is_ours():
+        if self._of_user and in_library_pass():
             return None
         if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
             if output.requires_grad:  # the way of most layers, which is asked for many times in every estimate

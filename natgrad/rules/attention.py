@@ -1,4 +1,4 @@
-"""The rule of ``nn.MultiheadAttention``: projections, products and softmax again, in plain operations."""
+"""The rule of ``nn.MultiheadAttention``: the call is replayed with plain products and softmax."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _SPLIT = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 class AttentionRule(Replayed):
     """y = W̄_o ō, o = softmax(q kᵀ/√d + mask) v in every head, with (q, k, v) = W̄ (query, key, value).
 
-    The three projections are groups, W̄ [3 o i] on a [n r 3 i]: the same in self-attention; elsewhere the shorter ones
-    are padded, and the padding is masked. Keys that ``key_padding_mask`` leaves out have no cotangents, and are masked
-    as well. Where keys or values have another width there are three layers W_q, W_k, W_v [1 o i] and one of their
-    biases [3 o 1]. The last layer is W̄_o on the heads' outputs; the forward of ``out_proj`` is never called.
-    ``bias_k`` and ``bias_v`` are no layers and are left to the structure's fallback. A sequence without a batch is one
-    example. All masks and options of the module are covered, and so is the gradient of the attention weights.
+    The three projections are groups, W̄ [3 o i] on a [n r 3 i]. In self-attention they have the same input. Elsewhere
+    the shorter sequences are padded, and the padding is masked. Keys that ``key_padding_mask`` leaves out have no
+    cotangents, and are masked too. If keys or values have another width, there are three layers W_q, W_k, W_v [1 o i]
+    and one for their biases [3 o 1]. The last layer is W̄_o on the outputs of the heads; the module never calls the
+    forward of ``out_proj``. ``bias_k`` and ``bias_v`` are left to the structure's fallback. A sequence without a batch
+    is one example. All masks and options of the module are covered, and so is the gradient of the attention weights.
 
-    With dropout in training mode the replay is that of the weights before dropout, whose mean it keeps: inputs of
-    ``out_proj`` and cotangents inside the module are then those of mean attention (the mask of a fused call is not
-    known), while cotangents that pass through the module have seen the mask. In evaluation mode, and with dropout=0,
-    everything is exact.
+    The dropout mask of a fused call is not known. With dropout in training mode the replay therefore uses the attention
+    weights before dropout, which are its mean: the inputs of ``out_proj``, and cotangents inside the module, are those
+    of mean attention. Cotangents that pass through the module have seen the mask. In evaluation mode, and with
+    dropout=0, everything is exact.
 
     >>> AttentionRule().layers(nn.MultiheadAttention(4, 2))
     (('in_proj_weight', 'in_proj_bias'), ('out_proj.weight', 'out_proj.bias'))
@@ -168,7 +168,7 @@ class _Attention:
         if mask is None:
             weights = scores.softmax(-1)
         else:
-            # A query that sees no key at all has the output zero, and not the softmax of nothing.
+            # A query that sees no key has output zero; the softmax would be NaN.
             blind = (mask == -math.inf).all(-1, keepdim=True)
             weights = (scores + mask.masked_fill(blind, 0.0)).softmax(-1).masked_fill(blind, 0.0)
         mixed = (weights @ v).transpose(1, 2).flatten(2)
@@ -214,19 +214,19 @@ class _Attention:
         return torch.cat([t, *more], dim=1) if more else t
 
     def _padding(self) -> Tensor | None:
-        """The key_padding_mask [n s] as what is added to the scores."""
+        """The key_padding_mask [n s] as a term of the scores."""
         given = self.call.argument(3, "key_padding_mask")
         return None if given is None else _added(given, self.tokens[0]).reshape(self.tokens[1].shape[:2])
 
     def _mask(self, queries: int, keys: int, like: Tensor) -> Tensor | None:
-        """What is added to the scores [n h l s], or can be spread to that; added keys are seen by all."""
+        """The term of the scores, which broadcasts to [n h l s]; every query sees the keys that the module adds."""
         padding, given = self._padding(), self.call.argument(5, "attn_mask")
         if (
             self.call.argument(7, "is_causal", False)
             and padding is None
             and not self.call.argument(4, "need_weights", True)
         ):
-            # The fused kernel takes the flag at its word, and never looks at the mask.
+            # With is_causal the fused kernel ignores the mask.
             return like.new_full((queries, keys), -math.inf).triu(1)
         terms = []
         if given is not None:
@@ -243,7 +243,7 @@ def _groups(keys: Keys) -> int:
 
 
 def _longer(t: Tensor, rows: int) -> Tensor:
-    """[n s e] with zeros behind it, [n rows e]."""
+    """[n s e], padded with zeros to [n rows e]."""
     return F.pad(t, (0, 0, 0, rows - t.shape[1]))
 
 
@@ -255,5 +255,5 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, though each was detached by itself."""
+    """Whether two tensors share their memory; each was detached separately."""
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.modules import parameters_in
 from natgrad.accelerate.moments import single
 from natgrad.accelerate.vjp import vjp
 from natgrad.model import map_tensors
@@ -144,7 +145,7 @@ def check_packing(rule: Rule, names: Sequence[str], shape: tuple[int, int, int],
 def trainable(module: nn.Module) -> dict[str, Tensor]:
     """The trainable parameters that the module itself owns, by local name."""
     # named_parameters(recurse=False) is slow, and this is asked for every layer of every estimate.
-    return {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
+    return {name: p for name, p in parameters_in(module).items() if p is not None and p.requires_grad}
 
 
 def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
@@ -164,9 +165,9 @@ def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
     if not isinstance(module, kind) or "forward" in vars(module):
         return False
     # A parameter that is not where the class puts it is a property, or computed from others.
-    missing = any(name not in module._parameters and getattr(module, name, None) is not None for name in names)
+    missing = any(name not in parameters_in(module) and getattr(module, name, None) is not None for name in names)
     classes: tuple[Any, Any] = type(module), kind
-    return not missing and module._parameters.keys() <= set(names) and _inherits(*classes)
+    return not missing and parameters_in(module).keys() <= set(names) and _inherits(*classes)
 
 
 @cache
@@ -190,7 +191,7 @@ _HARMLESS = frozenset(
 def detached_parameter(module: nn.Module, key: str) -> Tensor | None:
     """A parameter by its local name, without its graph and in single precision at least; None where there is none."""
     parent, _, name = key.rpartition(".")
-    p = module.get_submodule(parent)._parameters.get(name)
+    p = parameters_in(module.get_submodule(parent)).get(name)
     return None if p is None else single(p.detach())
 
 

@@ -111,14 +111,14 @@ class RMSNormRule(TrailingNormRule):
 
     def normalise(self, module: nn.Module, x: Tensor) -> Tensor:
         layer = cast(nn.RMSNorm, module)
-        # torch too computes in single precision at least, so that its default ε is that of the wider type.
+        # As in torch, which computes in single precision at least, the default ε is that of the wider type.
         return F.rms_norm(x, layer.normalized_shape, None, layer.eps)
 
 
 @final
 @dataclass(frozen=True)
 class ChannelEntries(Features):
-    """x̂ = scale x + shift of x [n c r], with scale and shift [n c] or [1 c], formed only where its moments do not do.
+    """x̂ = scale x + shift of x [n c r], with scale and shift [n c] or [1 c]. Its moments do not need x̂ itself.
 
     ``mean`` and ``variance`` [n c] are those of x over the positions.
     """
@@ -258,7 +258,7 @@ def batch_statistics(layer: _BatchNorm, training: bool) -> bool:
 
 
 def pooled(mean: Tensor, variance: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the union of equally large sets, along an axis of theirs."""
+    """Mean and variance of the union of sets of equal size, which lie along an axis."""
     μ = mean.mean(axis, keepdim=True)
     return μ.squeeze(axis), (variance + (mean - μ).square()).mean(axis)
 

@@ -27,7 +27,7 @@ from natgrad.rules.base import (
 from natgrad.rules.features import DenseFeatures
 from natgrad.rules.units import Adjoint, Gru, LinearMap, State, UnitTrace, unit_of
 
-# Packed sequences as padded ones: where every entry of the data belongs.
+# Packed sequences, padded.
 
 
 @final
@@ -76,13 +76,13 @@ class PaddedIndex:
         return self.pad(data.new_ones(len(data), 1)).squeeze(-1)
 
 
-# A recurrence over time, with all its layers in sight: forwards, and back with their cotangents.
+# A recurrence over time, forwards, and backwards with the cotangents of its layers.
 
 
 @final
 @dataclass(frozen=True)
 class Direction:
-    """One layer of a module in one direction of time; ``suffix`` is how its parameters end: ``_l0_reverse``."""
+    """One layer of a module in one direction of time; its parameters end with ``suffix``, as ``_l0_reverse``."""
 
     module: nn.Module
     suffix: str
@@ -108,7 +108,7 @@ class Direction:
         return self._parameter("weight_hr")
 
     def start(self, n: int) -> State:
-        """Zeros: c is as wide as there are units, and h as W_hh takes it."""
+        """The zero state: h has the width of the input of W_hh, c has one entry per unit."""
         weight = self.hh.weight
         h = weight.new_zeros(n, weight.shape[1])
         if not isinstance(self.module, (nn.LSTM, nn.LSTMCell)):
@@ -120,7 +120,7 @@ class Direction:
         return range(steps)[:: -1 if self.backward else 1]
 
     def unroll(self, x: Tensor, state: State, mask: Tensor | None) -> Unrolled:
-        """Over x [n t i] from a state. Where ``mask`` [n t] is zero the state stays, and nothing is an input."""
+        """Run over x [n t i] from a state. Where ``mask`` [n t] is zero the state stays, and inputs are zero."""
         unit, hh, hr, steps = unit_of(self.module), self.hh, self.hr, x.shape[1]
         ih = self.ih.of(x)
         if hh.bias is not None and not isinstance(unit, Gru):  # the others add both biases
@@ -207,9 +207,9 @@ class RecurrentRule(Replayed):
     sequences are covered; times after the end of a sequence are masked, and count nowhere. A sequence without a batch
     is one example.
 
-    With dropout between the layers, in training mode, the replay is that of the network without: inputs and cotangents
-    inside the module are then those of the mean network (the mask of a fused call is not known), while cotangents that
-    pass through the module have seen the mask. In evaluation mode, and with dropout=0, everything is exact.
+    The dropout mask of a fused call is not known. With dropout between the layers, in training mode, the replay runs
+    without it: inputs and cotangents inside the module are those of the mean network. Cotangents that pass through the
+    module have seen the mask. In evaluation mode, and with dropout=0, everything is exact.
 
     >>> import natgrad as ng
     >>> lstm = nn.LSTM(2, 3, batch_first=True)
@@ -293,7 +293,7 @@ class CellRule(Replayed):
 @final
 @dataclass(frozen=True)
 class _Sequences:
-    """The input of a fused recurrence as x [n t i], in the user's order, and the way back to its own form."""
+    """The input of a fused recurrence as x [n t i], in the user's order, and the conversion back to its layout."""
 
     rnn: nn.RNNBase
     given: Any
@@ -403,7 +403,7 @@ def _directions(rnn: nn.RNNBase) -> tuple[Direction, ...]:
 
 
 def _trained(module: nn.Module, directions: tuple[Direction, ...]) -> tuple[Keys, ...]:
-    """The layers as far as they are trained."""
+    """The layers, without parameters that are frozen."""
     names = trainable(module)
     layers = [tuple(n for n in layer if n in names) for direction in directions for layer in direction.layers]
     return tuple(keys for keys in layers if keys)

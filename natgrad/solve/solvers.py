@@ -59,13 +59,9 @@ class Solver(ABC):
         return "exact, (G + λ·1)⁻¹"
 
     @property
-    def whole(self) -> Solver:
-        """The solver of which this one does a share, in one of several processes."""
-        return self
-
-    def renewed(self, G: Operator) -> Operator:
-        """The same metric, with what is amortised over many estimates computed anew, before ``init``."""
-        return G.renewed()
+    def overwrites(self) -> bool:
+        """Whether ``again`` makes the new inverse in the memory of the last one."""
+        return False
 
     def sharp(self, state: Inverse, ω: Covector) -> Vector:
         """ω♯ from what ``init`` returned."""
@@ -124,6 +120,10 @@ class Factored(Solver):
     @property
     def damping_note(self) -> str:
         return "factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1"
+
+    @property
+    def overwrites(self) -> bool:
+        return True
 
     @property
     def doubtful(self) -> bool:

@@ -1,8 +1,9 @@
 """Steps: how far and along which curve the parameters move."""
 
-from natgrad.step.base import Look as Look
-from natgrad.step.base import Proposal as Proposal
+from natgrad.step.base import PlainRule as PlainRule
 from natgrad.step.base import Step as Step
+from natgrad.step.base import StepContext as Proposal  # noqa: F401 - its earlier name
+from natgrad.step.base import StepContext as StepContext
 from natgrad.step.base import StepRule as StepRule
 from natgrad.step.constraints import BackProjection as BackProjection
 from natgrad.step.constraints import Clipping as Clipping
@@ -11,6 +12,8 @@ from natgrad.step.constraints import Constraint as Constraint
 from natgrad.step.constraints import Penalty as Penalty
 from natgrad.step.geodesic import christoffel as christoffel
 from natgrad.step.geodesic import exponential as exponential
+from natgrad.step.queries import BatchQueries as BatchQueries
+from natgrad.step.queries import BatchQueries as Look  # noqa: F401 - its earlier name
 from natgrad.step.rules import Backtracking as Backtracking
 from natgrad.step.rules import Fixed as Fixed
 from natgrad.step.rules import GeodesicCorrected as GeodesicCorrected

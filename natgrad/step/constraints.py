@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry import Vector, differential
-from natgrad.step.base import Proposal, Step, StepRule
+from natgrad.step.base import Step, StepContext, StepRule
 
 
 class Constraint(ABC):
-    """How a step is kept in the domain of the parameters (001 section 4)."""
+    """How a step is kept in the domain of the parameters (van Oostrum, Müller and Ay 2023)."""
 
     @abstractmethod
-    def before(self, proposal: Proposal) -> Proposal:
+    def before(self, context: StepContext) -> StepContext:
         """Change what the rule sees."""
 
     @abstractmethod
-    def after(self, proposal: Proposal, step: Step) -> Step:
+    def after(self, context: StepContext, step: Step) -> Step:
         """Change what the rule decided."""
 
 
@@ -46,9 +46,9 @@ class Constrained(StepRule):
     def needs_closure(self) -> bool:
         return self.rule.needs_closure
 
-    def take(self, proposal: Proposal) -> Step:
-        step = self.rule.take(self.constraint.before(proposal))
-        return self.constraint.after(proposal, step) if step.accepted else step
+    def take(self, context: StepContext) -> Step:
+        step = self.rule.take(self.constraint.before(context))
+        return self.constraint.after(context, step) if step.accepted else step
 
 
 @final
@@ -58,16 +58,16 @@ class BackProjection(Constraint):
 
     project: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
-    def before(self, proposal: Proposal) -> Proposal:
-        return proposal
+    def before(self, context: StepContext) -> StepContext:
+        return context
 
-    def after(self, proposal: Proposal, step: Step) -> Step:
-        moved = _arrival(proposal, step)
+    def after(self, context: StepContext, step: Step) -> Step:
+        moved = _arrival(context, step)
         with torch.no_grad():
             inside = self.project({name: t.clone() for name, t in moved.items()})  # it may work in place
         if set(inside) != set(moved):
             raise ValueError(f"BackProjection must return all parameters, {sorted(moved)}, got {sorted(inside)}")
-        return _moved(proposal, step, inside, moved, "projected back")
+        return _moved(context, step, inside, moved, "projected back")
 
 
 @final
@@ -82,16 +82,16 @@ class Clipping(Constraint):
             if not low < high:
                 raise ValueError(f"Clipping: the bounds of {name} must satisfy low < high, got ({low}, {high})")
 
-    def before(self, proposal: Proposal) -> Proposal:
-        unknown = sorted(set(self.bounds) - set(proposal.params))
+    def before(self, context: StepContext) -> StepContext:
+        unknown = sorted(set(self.bounds) - set(context.params))
         if unknown:
-            raise ValueError(f"Clipping names {', '.join(unknown)}, and the parameters are {list(proposal.params)}")
-        return proposal
+            raise ValueError(f"Clipping names {', '.join(unknown)}, and the parameters are {list(context.params)}")
+        return context
 
-    def after(self, proposal: Proposal, step: Step) -> Step:
-        moved = _arrival(proposal, step)
+    def after(self, context: StepContext, step: Step) -> Step:
+        moved = _arrival(context, step)
         inside = {n: t.clamp(*self.bounds[n]) if n in self.bounds else t for n, t in moved.items()}
-        return _moved(proposal, step, inside, moved, "clipped")
+        return _moved(context, step, inside, moved, "clipped")
 
 
 @final
@@ -102,36 +102,36 @@ class Penalty(Constraint):
     penalty: Callable[[Mapping[str, Tensor]], Tensor]
     weight: float = 1.0
 
-    def before(self, proposal: Proposal) -> Proposal:
-        leaves = {name: p.detach().clone().requires_grad_() for name, p in proposal.params.items()}
+    def before(self, context: StepContext) -> StepContext:
+        leaves = {name: p.detach().clone().requires_grad_() for name, p in context.params.items()}
         with torch.enable_grad():
             # Adding 0·θ gives every parameter a derivative, also those the penalty does not look at.
             value = self.penalty(leaves) + sum((0 * p).sum() for p in leaves.values())
             ω = differential(leaves, value) * self.weight
-        inner = proposal.model.trial
+        inner = context.loss_at
         if inner is None:
-            return proposal.with_differential(proposal.differential + ω)
+            return context.with_differential(context.differential + ω)
 
         def penalised(landing: Mapping[str, Tensor] | None) -> float:
-            return inner(landing) + self.weight * float(self.penalty(landing or dict(proposal.params)))
+            return inner(landing) + self.weight * float(self.penalty(landing or dict(context.params)))
 
-        return proposal.with_differential(proposal.differential + ω).with_trial(penalised)
+        return context.with_differential(context.differential + ω).with_loss(penalised)
 
-    def after(self, proposal: Proposal, step: Step) -> Step:
+    def after(self, context: StepContext, step: Step) -> Step:
         return step
 
 
-def _arrival(proposal: Proposal, step: Step) -> dict[str, Tensor]:
-    return {**(dict(proposal.decayed) + step.displacement), **step.landing}
+def _arrival(context: StepContext, step: Step) -> dict[str, Tensor]:
+    return {**context.landing(step.displacement), **step.landing}
 
 
 def _moved(
-    proposal: Proposal, step: Step, inside: Mapping[str, Tensor], moved: Mapping[str, Tensor], what: str
+    context: StepContext, step: Step, inside: Mapping[str, Tensor], moved: Mapping[str, Tensor], what: str
 ) -> Step:
     changed = [name for name, t in moved.items() if not torch.equal(inside[name], t)]
     if not changed:
         return step
-    δ = Vector({name: inside[name] - p for name, p in proposal.decayed.items()})
+    δ = Vector({name: inside[name] - p for name, p in context.decayed.items()})
     landing = {**step.landing, **{name: inside[name] for name in changed}}
     reason = "; ".join(filter(None, [step.reason, f"{what}: {', '.join(changed)}"]))
-    return replace(step, way=δ, reason=reason, landing=landing)
+    return replace(step, displacement=δ, reason=reason, landing=landing)

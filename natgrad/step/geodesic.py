@@ -28,7 +28,7 @@ def christoffel(pb: Pullback, v: Vector) -> Covector:
 
 
 def christoffel_at(batch: Batch, metric: OutputMetric, v: Vector) -> Covector:
-    """``christoffel`` without a pullback: nothing is drawn, where the root of the metric is sampled."""
+    """``christoffel`` without a pullback: a sampled metric draws no numbers."""
     model, x = batch.model, batch.x
     with torch.no_grad():
         n = model(None, x).shape[0]
@@ -63,10 +63,10 @@ def exponential(
     damping: float = 0.0,
     params: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Exp_θ(v): the end of the geodesic that leaves θ with velocity v, after unit time (003 (2.6), ERRATA 42).
+    """Exp_θ(v): the end of the geodesic that leaves θ with velocity v, after unit time (Luk and Grosse 2018).
 
-    θ″ = −G⁻¹Γ♭(θ′, θ′), integrated by the classical Runge–Kutta rule with ``steps`` steps; each solves with the dense
-    metric: for small models. The natural gradient step to first order is θ + v, to second ``GeodesicCorrected``.
+    θ″ = −G⁻¹Γ♭(θ′, θ′) is integrated by the classical Runge–Kutta rule with ``steps`` steps. Each step solves with the
+    dense metric, so the model must be small. To first order the end is θ + v, to second ``GeodesicCorrected``.
 
     >>> import natgrad as ng
     >>> f = lambda θ, x: torch.stack([θ["r"] * θ["a"].cos(), θ["r"] * θ["a"].sin()])[None]

@@ -7,22 +7,19 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch import Tensor
 
 from natgrad.geometry import Vector
-from natgrad.step.base import Proposal, Step, StepRule
+from natgrad.step.base import PlainRule, Step, StepContext, StepRule
 
 
 @final
 @dataclass(frozen=True)
-class Fixed(StepRule):
-    """δ = −lr·v: the natural gradient times the learning rate (004 (17))."""
+class Fixed(PlainRule):
+    """δ = −lr·v: the natural gradient times the learning rate (Amari 1998)."""
 
-    @property
-    def capturable(self) -> bool:
-        return True
-
-    def take(self, proposal: Proposal) -> Step:
-        return proposal.plain(proposal.sharp(proposal.differential, proposal.damping))
+    def scale(self, square: Tensor) -> None:
+        return None
 
 
 @final
@@ -41,12 +38,12 @@ class Backtracking:
 @final
 @dataclass(frozen=True)
 class TrustRegion(StepRule):
-    """Steepest descent in the ball ½ δᵀGδ ≤ ``radius`` (002 (6), 004 (14)–(15)): δ = −v·√(2 radius/vᵀGv).
+    """Steepest descent in the ball ½ δᵀGδ ≤ ``radius`` (Johnson 2017): δ = −v·√(2 radius/vᵀGv).
 
     The step reaches the boundary, whatever the learning rate; ``longest`` limits it to so many times lr·v (with
     ``longest=1`` the rule only clips). With ``backtracking`` the step is shortened until the *true* divergence of the
-    outputs, ρ(y(θ′), y(θ)), for Fisher the KL divergence, is within the radius too, where θ′ is where the step lands,
-    weight decay included; if it never is (the decay alone may be too much), the parameters stay.
+    outputs (for Fisher the KL divergence) between where the step lands, weight decay included, and the current point
+    is within the radius too. If it never is (the decay alone may be too much), the parameters stay.
 
     >>> TrustRegion(radius=0.01, backtracking=Backtracking())
     TrustRegion(radius=0.01, backtracking=Backtracking(shrink=0.5, tries=20), longest=inf)
@@ -60,21 +57,21 @@ class TrustRegion(StepRule):
         if not self.radius > 0 or not self.longest > 0:
             raise ValueError(f"TrustRegion needs a positive radius and longest, got {self.radius} and {self.longest}")
 
-    def take(self, proposal: Proposal) -> Step:
-        δ = proposal.natural()
-        half = 0.5 * float(proposal.operator.flat(δ) @ δ)
+    def take(self, context: StepContext) -> Step:
+        δ = context.natural()
+        half = 0.5 * float(context.operator.flat(δ) @ δ)
         # A null direction, or a zero gradient: the ball does not limit it.
         reason = "no length in the metric" if half <= 0 else ""
         scale = min(1.0 if half <= 0 else math.sqrt(self.radius / half), self.longest)
         if self.backtracking is None:
-            return Step(δ * scale, proposal.damping, reason=reason)
+            return Step(δ * scale, context.damping, reason=reason)
         for _ in range(self.backtracking.tries):
-            moved = proposal.model.divergence(δ * scale)
+            moved = context.divergence(δ * scale)
             if moved <= self.radius:
-                return Step(δ * scale, proposal.damping, reason=reason)
+                return Step(δ * scale, context.damping, reason=reason)
             scale *= self.backtracking.shrink
         reason = f"divergence {moved:.3g} over radius {self.radius:g} after {self.backtracking.tries} tries"
-        return Step(δ * 0.0, proposal.damping, accepted=False, reason=reason)
+        return Step(δ * 0.0, context.damping, accepted=False, reason=reason)
 
 
 @final
@@ -82,10 +79,10 @@ class TrustRegion(StepRule):
 class LevenbergMarquardt(StepRule):
     """Damping adapted from predicted against actual decrease (Moré 1978; Martens and Grosse 2015, section 6.5).
 
-    With the model m(u) = ⟨ω, u⟩ + ½ uᵀGu, ratio = (L(θ + u) − L(θ))/m(u), where u is the whole way to where the step
+    With the model m(u) = ⟨ω, u⟩ + ½ uᵀGu, ratio = (L(θ + u) − L(θ))/m(u), where u leads from θ to where the step
     lands, weight decay included: above ``good`` the damping is divided by ``factor``, below ``poor`` it is multiplied
     by it. A step that does not lower the loss is not taken; it is tried again with more damping, at most ``tries``
-    times. Where the promised decrease is below the rounding of the loss, the point is stationary and the parameters
+    times. Where the predicted decrease is below the rounding of the loss, the point is stationary and the parameters
     stay. Needs ``opt.step(closure)``.
     """
 
@@ -103,19 +100,19 @@ class LevenbergMarquardt(StepRule):
     def needs_closure(self) -> bool:
         return True
 
-    def take(self, proposal: Proposal) -> Step:
-        λ, start, ratio = max(proposal.damping, self.smallest), proposal.loss(None), 0.0
-        rounding = 8 * torch.finfo(next(iter(proposal.params.values())).dtype).eps * abs(start)
+    def take(self, context: StepContext) -> Step:
+        λ, start, ratio = max(context.damping, self.smallest), context.loss(None), 0.0
+        rounding = 8 * torch.finfo(next(iter(context.params.values())).dtype).eps * abs(start)
         for _ in range(self.tries):
-            δ = proposal.direction(proposal.differential, λ)
-            u = proposal.whole(δ)
-            predicted = float(proposal.differential @ u + 0.5 * (proposal.operator.flat(u) @ u))
-            actual = proposal.loss(δ) - start
+            δ = context.direction(context.differential, λ)
+            u = context.whole(δ)
+            predicted = float(context.differential @ u + 0.5 * (context.operator.flat(u) @ u))
+            actual = context.loss(δ) - start
             ratio = actual / predicted if predicted < 0 else 0.0
             if actual < 0 and math.isfinite(actual):
                 return Step(δ, self._adapted(λ, ratio), ratio=ratio)
             if abs(predicted) <= rounding:
-                return Step(-proposal.whole(δ * 0.0), λ, reason="stationary", landing=proposal.params)
+                return Step(-context.whole(δ * 0.0), λ, reason="stationary", landing=context.params)
             λ = min(λ * self.factor**2, 1 / self.smallest)  # never infinite, however often no step is found
         reason = f"no decrease in {self.tries} tries"
         return Step(δ * 0.0, λ, accepted=False, reason=reason, ratio=ratio)
@@ -129,11 +126,11 @@ class LevenbergMarquardt(StepRule):
 @final
 @dataclass(frozen=True)
 class GeodesicCorrected(StepRule):
-    """δ = w − ½ Γ(w, w), w = −lr·v: the exponential map to second order (003 (2.6), ERRATA 42).
+    """δ = w − ½ Γ(w, w), w = −lr·v: the exponential map to second order (Luk and Grosse 2018).
 
     The correction is the acceleration of the geodesic with velocity w. Where it is longer than ``limit`` times the
-    step (both in the metric), the expansion has no meaning: the step is taken uncorrected, and says so (Transtrum and
-    Sethna 2012).
+    step (both in the metric), the expansion has no meaning: the step is taken uncorrected, and ``reason`` says so
+    (Transtrum and Sethna 2012).
     """
 
     limit: float = 0.75
@@ -142,14 +139,14 @@ class GeodesicCorrected(StepRule):
         if not self.limit > 0:
             raise ValueError(f"GeodesicCorrected(limit=…) must be positive, got {self.limit}")
 
-    def take(self, proposal: Proposal) -> Step:
-        w = proposal.natural()
-        correction = proposal.model.acceleration(w) * 0.5
-        if _longer(correction, w, self.limit, proposal):
-            return Step(w, proposal.damping, reason=f"correction over {self.limit:g} of the step: not applied")
-        return Step(w + correction, proposal.damping)
+    def take(self, context: StepContext) -> Step:
+        w = context.natural()
+        correction = context.acceleration(w) * 0.5
+        if _longer(correction, w, self.limit, context):
+            return Step(w, context.damping, reason=f"correction over {self.limit:g} of the step: not applied")
+        return Step(w + correction, context.damping)
 
 
-def _longer(correction: Vector, step: Vector, limit: float, proposal: Proposal) -> bool:
-    lengths = [float(proposal.operator.flat(u) @ u) for u in (correction, step)]
+def _longer(correction: Vector, step: Vector, limit: float, context: StepContext) -> bool:
+    lengths = [float(context.operator.flat(u) @ u) for u in (correction, step)]
     return not lengths[0] <= limit**2 * lengths[1]

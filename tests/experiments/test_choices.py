@@ -12,7 +12,7 @@ import pytest
 
 from experiments import configs
 from experiments.cifar import CIFAR10
-from experiments.configs import FIFTHS, TENTHS, Arm, Momentum
+from experiments.configs import FIFTHS, TENTHS, Config, Momentum
 from experiments.images import Part
 from experiments.record import Name, Point, Record, load_all
 from experiments.scheduler import Place
@@ -22,8 +22,8 @@ from experiments.tuning import Choice, Choices, Round, Search, Tuning, TuningKey
 from tests.experiments.tiny import MACHINE, SIZES, TINY, Ample
 
 SGD = TuningKey("cifar10", "sgd", "tenths")
-GRID: dict[str, list[Arm]] = {"sgd": [Momentum(0.01, 1e-3), Momentum(0.03, 1e-3)]}
-WIDER: dict[str, list[Arm]] = {"sgd": [*GRID["sgd"], Momentum(0.003, 1e-3)]}
+GRID: dict[str, list[Config]] = {"sgd": [Momentum(0.01, 1e-3), Momentum(0.03, 1e-3)]}
+WIDER: dict[str, list[Config]] = {"sgd": [*GRID["sgd"], Momentum(0.003, 1e-3)]}
 
 
 def tuning(folder: Path, *schedules: configs.Schedule) -> Tuning:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from experiments.cifar import CIFAR10
-from experiments.configs import TENTHS, Arm, Momentum
+from experiments.configs import TENTHS, Config, Momentum
 from experiments.record import load_all
 from experiments.scheduler import Place, Task, perform_all
 from experiments.training import Job, Setup
@@ -20,7 +20,7 @@ from tests.experiments.tiny import Ample
 
 @final
 @dataclass(frozen=True)
-class Broken(Arm):
+class Broken(Config):
     """An optimizer that there is not."""
 
     name: str = "broken"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from experiments.regression_configs import (
-    ARMS,
+    CONFIGS,
     AdamW,
-    Arm,
     Batches,
+    Config,
     GaussNewton,
     Look,
     Natural,
@@ -45,7 +45,7 @@ def study(problems: tuple[Problem, ...], seconds: float = 0.01) -> Study:
     return Study(problems, ("rows",), seconds, trials=2, splits=2, points=1, width=6)
 
 
-def weights_after(arm: Arm, steps: int) -> torch.Tensor:
+def weights_after(arm: Config, steps: int) -> torch.Tensor:
     """The weights of a network after so many steps of an arm, all on one batch."""
     x, y = rows().split(0).train
     model = network(3, 6, seed=0)
@@ -134,8 +134,8 @@ def test_early_stopping_looks_at_validation_only() -> None:
     assert Result(looks).best(steps=4) == looks[0]
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.title)
-def test_every_arm_learns_the_sines(arm: type[Arm]) -> None:
+@pytest.mark.parametrize("arm", CONFIGS, ids=lambda arm: arm.title)
+def test_every_arm_learns_the_sines(arm: type[Config]) -> None:
     result = train(arm.drawn(1), Sampled(Sines(), 0.0, n=64).split(0), 0, seconds=0.8, width=16)
     assert not result.failure
     assert result.best().test < 0.7 * result.looks[0].test

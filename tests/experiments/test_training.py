@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 import natgrad as ng
 from experiments import configs
-from experiments.configs import FIFTHS, TENTHS, Arm, Momentum, Schedule
+from experiments.configs import FIFTHS, TENTHS, Config, Momentum, Schedule
 from experiments.images import Images
 from experiments.training import Job, Training
 from tests.experiments.tiny import SETUP
@@ -50,7 +50,7 @@ class Watched(SGD):
 
 @final
 @dataclass(frozen=True)
-class Watching(Arm):
+class Watching(Config):
     """Steps of rate 0.5, if nobody changes it."""
 
     name: str = "watching"

@@ -86,7 +86,9 @@ def test_ages_count_the_steps_since_the_metric_was_estimated_and_inverted() -> N
     resumed = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=4)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert (
-        (resumed.tracker.estimated, resumed.tracker.inverted) == (opt.tracker.estimated, opt.tracker.inverted) == (4, 4)
+        (resumed.tracker.estimated, resumed.preconditioner.inverted)
+        == (opt.tracker.estimated, opt.preconditioner.inverted)
+        == (4, 4)
     )
 
 

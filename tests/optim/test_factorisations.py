@@ -15,7 +15,6 @@ import natgrad as ng
 from natgrad.accelerate.inverses import spectrum
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators import KroneckerOperator
-from natgrad.optim.preconditioner import hear
 from natgrad.solve import Solver
 from natgrad.structures.base import Inverse, Operator
 from natgrad.structures.kronecker import ProductInverse
@@ -51,8 +50,8 @@ def test_a_factorisation_that_fails_keeps_the_last_inverse_and_says_so_once(capl
     with caplog.at_level(logging.WARNING, "natgrad"):
         for _ in range(5):
             of.step(opt)
-            assert opt.inverse is not None
-            inverses.append(opt.inverse.tensors()["0.weight/S"].clone())
+            assert opt.preconditioner.inverse is not None
+            inverses.append(opt.preconditioner.inverse.tensors()["0.weight/S"].clone())
     assert [torch.equal(a, b) for a, b in pairwise(inverses)] == [False, True, True, False]
     (said,) = [record.getMessage() for record in caplog.records]
     assert "The last good inverse is used until the next one is due" in said
@@ -136,11 +135,11 @@ def test_a_factor_that_cholesky_cannot_invert_keeps_its_last_inverse_and_the_oth
     of = task("coins")
     opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=1)
     of.step(opt)
-    assert opt.inverse is not None
-    before = {key: t.clone() for key, t in opt.inverse.tensors().items()}
+    assert opt.preconditioner.inverse is not None
+    before = {key: t.clone() for key, t in opt.preconditioner.inverse.tensors().items()}
     _indefinite(opt)
     of.step(opt)
-    kept = {key for key, t in opt.inverse.tensors().items() if torch.equal(t, before[key])}
+    kept = {key for key, t in opt.preconditioner.inverse.tensors().items() if torch.equal(t, before[key])}
     assert kept == {"0.weight/S"}
     assert bool(of.theta().isfinite().all())
     assert opt.diagnostics().inverse_age == 1
@@ -152,8 +151,8 @@ def test_a_factor_that_cholesky_cannot_invert_keeps_its_last_inverse_and_the_oth
 
 def _flagged(opt: ng.NaturalGradient) -> None:
     """As a GPU says that it could not invert a factor."""
-    assert isinstance(opt.inverse, ProductInverse)
-    opt.inverse.batch.failures = [torch.ones(())]
+    assert isinstance(opt.preconditioner.inverse, ProductInverse)
+    opt.preconditioner.inverse.batch.failures = [torch.ones(())]
 
 
 def test_what_a_gpu_could_not_invert_is_inverted_with_more_care_in_the_next_step(
@@ -162,18 +161,18 @@ def test_what_a_gpu_could_not_invert_is_inverted_with_more_care_in_the_next_step
     of = task("coins")
     opt = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=2)
     of.step(opt)
-    assert opt.inverse is not None
-    for t in opt.inverse.tensors().values():
+    assert opt.preconditioner.inverse is not None
+    for t in opt.preconditioner.inverse.tensors().values():
         t.fill_(torch.nan)
     _flagged(opt)
     of.step(opt)
     assert opt.tracker.average is not None
-    expected = opt.solver.init(opt.tracker.average, opt.inverse_damping).tensors()
-    for key, t in opt.inverse.tensors().items():
+    expected = opt.preconditioner.solver.init(opt.tracker.average, opt.preconditioner.damping).tensors()
+    for key, t in opt.preconditioner.inverse.tensors().items():
         torch.testing.assert_close(t, expected[key])
     assert bool(of.theta().isfinite().all())
     assert not caplog.messages
-    assert not opt.inverse.failed()
+    assert not opt.preconditioner.inverse.failed()
 
 
 def test_what_a_gpu_could_not_invert_and_care_cannot_either_stays_and_is_told_once(
@@ -214,8 +213,8 @@ def test_processes_that_share_their_inverses_keep_the_last_one(caplog: pytest.Lo
     of.step(opt)
     of.step(opt)
     _flagged(opt)
-    opt.tracker.world = SimpleNamespace(size=2)  # type: ignore[assignment]
-    hear(opt)
+    opt.preconditioner.world = SimpleNamespace(size=2)  # type: ignore[assignment]
+    opt.preconditioner.handle_async_failure(opt.tracker.average)
     (said,) = caplog.messages
     assert "a factor of the metric was not positive after damping: raise the damping, or use a larger batch. Th" in said
 
@@ -233,7 +232,7 @@ def test_a_factor_that_cholesky_cannot_invert_at_first_raises() -> None:
     opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=1)
     of.step(opt)
     _indefinite(opt)
-    opt.inverse = None
+    opt.preconditioner.inverse = None
     before = of.theta()
     with pytest.raises(
         SingularMetricError, match=r"the factor S of 0\.weight \+ 0\.bias is not positive after damping, in double"

@@ -89,6 +89,8 @@ def test_a_pass_that_raises_leaves_nothing_of_its_graph_behind() -> None:
 def test_after_a_pass_that_was_interrupted_the_run_goes_on_as_if_it_had_not_been(
     error: BaseException, evaluates: bool
 ) -> None:
+    """No hook hears of a KeyboardInterrupt: ``zero_grad`` forgets the pass."""
+
     def run(error: BaseException | None) -> Tensor:
         model, x = Net(), normal(8, 4)
         opt = ng.KFAC(model, ng.Euclidean(), metric_every=1)
@@ -98,6 +100,7 @@ def test_after_a_pass_that_was_interrupted_the_run_goes_on_as_if_it_had_not_been
                 if evaluates:
                     with torch.no_grad():
                         model(x)
+                    opt.zero_grad()
                     assert not any(m._forward_hooks for m in model.modules())
             step(model, opt, normal(8, 4, seed=at))
         return flat(model)
@@ -153,9 +156,9 @@ def test_after_a_step_that_failed_the_inverse_is_that_of_the_average_which_has_i
         opt.step()
     step(model, opt, x)
     assert opt.tracker.average is not None
-    assert opt.inverse is not None
-    for key, t in ng.Factored().init(opt.tracker.average, opt.inverse_damping).tensors().items():
-        close(opt.inverse.tensors()[key], t, 1e-12)
+    assert opt.preconditioner.inverse is not None
+    for key, t in ng.Factored().init(opt.tracker.average, opt.preconditioner.damping).tensors().items():
+        close(opt.preconditioner.inverse.tensors()[key], t, 1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

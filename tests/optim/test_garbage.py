@@ -95,17 +95,17 @@ def _fails(*given: object) -> None:
 
 
 def _never_factored(of: Task, opt: ng.NaturalGradient) -> None:
-    for what in ("init", "renewed"):
+    for owner, what in ((type(opt.preconditioner.solver), "init"), (ng.operators.KroneckerOperator, "renewed")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(opt.solver), what, _fails)
+            patch.setattr(owner, what, _fails)
             with pytest.raises(FactorisationError, match="it did not converge"):
                 of.step(opt)
 
 
 def _not_inverted_by_a_gpu(of: Task, opt: ng.NaturalGradient) -> None:
     of.step(opt)
-    assert isinstance(opt.inverse, ProductInverse)
-    opt.inverse.batch.failures, opt.tracker.average = [torch.ones(())], None
+    assert isinstance(opt.preconditioner.inverse, ProductInverse)
+    opt.preconditioner.inverse.batch.failures, opt.tracker.average = [torch.ones(())], None
     with pytest.raises(SingularMetricError, match="was not positive after damping"):
         opt.step()
 

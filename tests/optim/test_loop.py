@@ -151,7 +151,7 @@ def test_backward_and_its_graph_are_the_user_s_own() -> None:
     of, plain = task(), task()
     opt = of.optimizer()
     loss = of.loss()
-    assert opt.tracker.renewed
+    assert opt.tracker.has_estimate
     assert all(p.grad is None for p in of.model.parameters())
     loss.backward()
     plain.loss().backward()

@@ -137,7 +137,7 @@ def test_the_last_step_and_the_report_of_the_solver_can_be_read() -> None:
     of.step(opt)
     assert opt.last is not None
     torch.testing.assert_close(of.theta() - before, opt.last.displacement.flatten(), rtol=0, atol=1e-14)
-    report: Any = opt.inverse
+    report: Any = opt.preconditioner.inverse
     assert report.report.converged
     assert 0 < report.report.steps <= 17
     assert report.report.residual <= 1e-7
@@ -179,6 +179,6 @@ def test_what_a_step_does_with_the_vector_does_not_reach_the_solver() -> None:
     expected = of.theta()
     v = oracle.damped(of.metric(), of.gradient(), 0.1)
     of.step(opt)
-    assert opt.inverse is not None
-    torch.testing.assert_close(opt.inverse.tensors()["guess"], v, rtol=1e-6, atol=1e-9)
+    assert opt.preconditioner.inverse is not None
+    torch.testing.assert_close(opt.preconditioner.inverse.tensors()["guess"], v, rtol=1e-6, atol=1e-9)
     assert not torch.equal(of.theta(), expected)

@@ -61,8 +61,11 @@ def test_the_bytes_of_the_plan_are_those_of_the_metric_and_its_inverse_after_a_s
             model(torch.randn(8, 5)).square().sum().backward()
             opt.step()
             assert opt.tracker.average is not None
-            assert opt.inverse is not None
-            kept = {**opt.tracker.average.tensors(), **{f"inverse {k}": t for k, t in opt.inverse.tensors().items()}}
+            assert opt.preconditioner.inverse is not None
+            kept = {
+                **opt.tracker.average.tensors(),
+                **{f"inverse {k}": t for k, t in opt.preconditioner.inverse.tensors().items()},
+            }
             # The inverse of EK-FAC is in the same eigenvectors: they are there once.
             storage = {t.data_ptr(): t.numel() * t.element_size() for t in kept.values()}
             assert planned == sum(storage.values())
@@ -102,9 +105,9 @@ def test_the_operations_of_a_solve_in_the_plan_are_those_that_torch_counts(
     assert costs is not None
     model(normal(30, 9)).square().sum().backward()
     opt.step()
-    assert opt.inverse is not None
+    assert opt.preconditioner.inverse is not None
     with FlopCounterMode(display=False) as counted:
-        opt.inverse.solve(normal(55))
+        opt.preconditioner.inverse.solve(normal(55))
     assert sum(cost.solve for cost in costs) == counted.get_total_flops()
 
 

@@ -1,5 +1,6 @@
 """What the optimizer refuses when it is made, or at its first batch, and what works instead."""
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -157,3 +158,17 @@ def test_a_structure_over_the_memory_bound_says_how_much_it_needs_and_what_fits(
     with pytest.raises(MemoryBoundError, match=f"{name} of 17 parameters needs .* These fit"):
         structure.estimate(pb)
     assert opt.state_dict()["natgrad"]["step"] == 0
+
+
+@pytest.mark.parametrize("make", [ng.NaturalGradient, ng.KFAC, ng.EKFAC, ng.SobolevKFAC], ids=lambda f: f.__name__)
+def test_every_option_is_a_keyword_with_a_visible_default(make: Callable[..., ng.NaturalGradient]) -> None:
+    model, metric, *options = inspect.signature(make).parameters.values()
+    assert (model.name, metric.name) == ("model", "metric")
+    assert all(option.kind is option.KEYWORD_ONLY for option in options)
+    assert all(option.default is not option.empty for option in options)
+    names = {option.name for option in options}
+    assert {"lr", "damping", "momentum", "weight_decay", "step", "solver", "groups", "rules", "output"} <= names
+    if make is not ng.NaturalGradient:
+        assert {"metric_every", "inverse_every", "decay", "sharing", "fallback", "strict"} <= names
+    with pytest.raises(TypeError, match="positional argument"):
+        make(nn.Linear(2, 2), ng.Euclidean(), 0.1)

@@ -72,7 +72,7 @@ def test_another_solver_keeps_the_metric_and_inverts_anew_which_is_said_once(cap
         model.load_state_dict(saved.tracker.module.state_dict())
         with caplog.at_level(logging.INFO, "natgrad"):
             opt.load_state_dict(state)
-        assert opt.inverse is None
+        assert opt.preconditioner.inverse is None
         thetas.append(train(model, opt, 1))
     told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("the state was saved with the solver")]
     assert (
@@ -82,9 +82,9 @@ def test_another_solver_keeps_the_metric_and_inverts_anew_which_is_said_once(cap
     average = saved.tracker.average
     assert average is not None
     expected = ng.Cholesky().init(average, 1e-2)
-    assert opt.inverse is not None
+    assert opt.preconditioner.inverse is not None
     ω = normal(average.layout.size)
-    torch.testing.assert_close(opt.inverse.solve(ω), expected.solve(ω))
+    torch.testing.assert_close(opt.preconditioner.inverse.solve(ω), expected.solve(ω))
     assert torch.equal(*thetas)
     assert not torch.allclose(thetas[0], train(saved.tracker.module, saved, 1))
 
@@ -124,7 +124,7 @@ def test_states_of_layers_of_all_kinds_are_whole(model: str, name: str) -> None:
     other.load_state_dict(state)
     assert alike(other.state_dict(), state)
     ω, averages = normal(opt.tracker.model.size), [own.tracker.average for own in (opt, other)]
-    solved = [opt.solver.init(G, 0.1).solve(ω) for G in averages if G is not None]
+    solved = [opt.preconditioner.solver.init(G, 0.1).solve(ω) for G in averages if G is not None]
     torch.testing.assert_close(solved[0], solved[1])
 
 
@@ -152,12 +152,12 @@ def test_the_first_inverse_after_another_solver_has_none_before_it() -> None:
     model = net()
     opt = ng.KFAC(model, EXACT, metric_every=1, inverse_every=1)
     train(model, opt, 3)
-    assert opt.inverted_before == 1
+    assert opt.preconditioner.inverted_before == 1
     other = ng.KFAC(net(), EXACT, solver=ng.Cholesky(), metric_every=1, inverse_every=1)
     other.load_state_dict(opt.state_dict())
-    assert other.inverse is None
+    assert other.preconditioner.inverse is None
     train(other.tracker.module, other, 1)
-    assert other.inverted_before is None
+    assert other.preconditioner.inverted_before is None
 
 
 # A state that is damaged is refused with what is wrong with it, and nothing of it is loaded.

@@ -108,6 +108,6 @@ def test_the_next_gradient_is_solved_from_the_last_natural_gradient_and_not_from
     of.step(opt)
     assert opt.last is not None
     assert opt.last.reason == ""
-    assert isinstance(opt.inverse, ng.operators.Inverse)
-    torch.testing.assert_close(opt.inverse.tensors()["guess"], v, rtol=1e-9, atol=1e-11)
+    assert isinstance(opt.preconditioner.inverse, ng.operators.Inverse)
+    torch.testing.assert_close(opt.preconditioner.inverse.tensors()["guess"], v, rtol=1e-9, atol=1e-11)
     assert not torch.allclose(opt.last.displacement.flatten(), -0.5 * v, rtol=1e-4)  # it was corrected

@@ -136,7 +136,7 @@ def test_nodes_with_others_below_them_are_found_on_every_path() -> None:
 def test_whole_steps_have_the_weights_of_the_corrected_average() -> None:
     mass, structure = EmaWeight(0.9), ng.Refresh(ng.Kronecker(), decay=0.9)
     for step in range(1, 6):
-        assert mass.whole(32) == pytest.approx(structure.weight(step), rel=1e-12)
+        assert mass.next_step(32) == pytest.approx(structure.weight(step), rel=1e-12)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
@@ -145,13 +145,13 @@ def test_parts_of_a_step_weigh_as_the_whole(decay: float) -> None:
     parts, whole = EmaWeight(decay), EmaWeight(decay)
     values, of_parts, of_whole = normal(6), 0.0, 0.0
     for mass in (parts, whole):
-        mass.whole(32)
+        mass.next_step(32)
     for x, y in zip(values[0::2].tolist(), values[1::2].tolist(), strict=True):
         for value, n in ((x, 8), (y, 24)):
-            w = parts.part(n)
+            w = parts.next(n)
             of_parts = (1 - w) * of_parts + w * value
-        parts.end()
-        w = whole.whole(32)
+        parts.end_step()
+        w = whole.next_step(32)
         of_whole = (1 - w) * of_whole + w * (8 * x + 24 * y) / 32
     assert of_parts == pytest.approx(of_whole, rel=1e-12)
 
@@ -169,9 +169,9 @@ def test_the_average_is_over_examples_whatever_the_sizes_of_the_steps(decay: flo
     for step, parts in enumerate(sizes):
         total, weights = decay * total, decay * weights
         for n in parts:
-            value, w = next(values), mass.part(n) if step else mass.whole(n)
+            value, w = next(values), mass.next(n) if step else mass.next_step(n)
             found = (1 - w) * found + w * value
             total, weights = total + n * value, weights + n
         if step:
-            mass.end()
+            mass.end_step()
         assert found == pytest.approx(total / weights, rel=1e-12)

@@ -1,0 +1,47 @@
+"""The dictionaries inside of a module, read directly: public methods walk the whole tree, too slow for every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters by key, without those of its children. It is the module's dictionary, not a copy."""
+    return module._parameters
+
+
+def buffers_in(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by key. It is the module's dictionary, not a copy."""
+    return module._buffers
+
+
+def children_in(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's children by key; a child that is there twice is there twice. It is not a copy."""
+    return module._modules
+
+
+def forward_pre_hooks_in(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The hooks that run before a call of the module, by their number. It is not a copy."""
+    return module._forward_pre_hooks
+
+
+def compiles_calls(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def compiling() -> bool:
+    """Whether the caller, which is not compiled itself, was called from compiled code."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    callback: Any = get_eval_frame_callback()
+    return callback is not None and callback is not False
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The ``DistributedDataParallel`` whose forward pass is running."""
+    return DistributedDataParallel._active_ddp_module

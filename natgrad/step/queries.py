@@ -1,0 +1,159 @@
+"""Quantities of the current batch that step rules need: divergence, curvature and Christoffel force."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.accelerate.devices import full_precision
+from natgrad.errors import BatchStatisticsError, DomainError, IncompatibleError
+from natgrad.geometry import Covector, Vector
+from natgrad.linearise import linearise
+from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of, without_randomness
+from natgrad.output.metric import OutputMetric
+from natgrad.pullback.chunks import separable
+from natgrad.pullback.pullback import Batch
+from natgrad.step.geodesic import christoffel_at
+
+_FEWEST = 256  # examples in a part of a batch, where the batch has them
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@final
+@dataclass(frozen=True)
+class BatchQueries:
+    """Of the model and its metric on one batch.
+
+    ``mean(values, n)``: the mean of tensors over all processes, weighted by their numbers of examples n.
+    """
+
+    batch: Batch
+    metric: OutputMetric
+    mean: Callable[[Sequence[Tensor], int], list[Tensor]]
+
+    def christoffel(self, v: Vector) -> Covector:
+        """Γ♭(v, v) at the current parameters."""
+        with self._separable():
+            force = christoffel_at(self.batch, self.metric, v)
+        return Covector(dict(zip(force, self.mean(list(force.values()), self._examples), strict=True)))
+
+    def divergence(self, params: Mapping[str, Tensor]) -> float:
+        """Mean divergence of the outputs at ``params`` from the outputs now; infinite outside of their domain."""
+        model, x = self.batch.model, self.batch.x
+        with torch.no_grad(), self._separable():
+            y0, y = model(None, x), model(params, x)
+            try:
+                mean = self.metric.divergence(y, y0, self.batch.target).mean()
+            except DomainError:  # the outputs have left the family: no distribution is there, and none is near
+                mean = y0.new_tensor(math.inf)
+            return float(self.mean([mean], self._examples)[0])
+
+    def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
+        """⟨v, G w⟩ [v w] with the exact metric of the function that is trained, on a fraction of the batch.
+
+        Batch statistics move with the parameters: a model that has them is seen on the whole batch.
+        """
+        whole = any(m.training for m in self.batch.model.batch_norms.values())
+        with without_randomness(self._module):
+            forms = quadratic_forms(self.batch, self.metric, vectors, 1.0 if whole else fraction)
+        return self.mean([forms], self._examples)[0]
+
+    @property
+    def _module(self) -> nn.Module:
+        module = self.batch.model.module
+        assert module is not None
+        return module
+
+    @property
+    def _examples(self) -> int:
+        """The number of examples in the batch of this process."""
+        sizes = [t.shape[0] for t in tensors_of(self.batch.x) if t.ndim]
+        return sizes[0] if sizes else 1
+
+    @contextmanager
+    def _separable(self) -> Iterator[None]:
+        """Evaluation mode where the examples would mix or dropout would draw: the metric was taken there, too."""
+        try:
+            self.batch.model.check_separable()
+        except BatchStatisticsError:
+            with evaluating(self._module):
+                yield
+        else:
+            yield
+
+
+def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector], fraction: float = 1.0) -> Tensor:
+    """⟨v, G w⟩ [v w] of all pairs of ``vectors``, on a ``fraction`` of the batch, but on 256 examples at least.
+
+    ⟨v, Gw⟩ = (1/N) Σ_n ⟨J_n v, h J_n w⟩ takes products with J only; G is never formed. The examples are spread over
+    the whole batch, which may be sorted. A sampled metric stands here for the one that it samples, ``metric.flat``.
+
+    >>> import natgrad as ng
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> at = Batch(Model.of(model), torch.tensor([[3.0, 4.0]]))
+    >>> quadratic_forms(at, ng.Euclidean(), [Vector({"weight": torch.tensor([[1.0, 0.0]])})])
+    tensor([[9.]])
+    """
+    n = _examples(batch.x)
+    m = max(min(n, _FEWEST), round(fraction * n))
+    x, target = batch.x, batch.target
+    subset = 0 < m < n and separable(x, n) and (target is None or separable(target, n))
+    if subset:
+        x, target = _spread(x, m, n), _spread(target, m, n)
+    y, pushed = _pushed(batch.model, x, vectors)
+    if subset and y.shape[0] != m:  # the first axis was not that of the examples
+        target = batch.target
+        y, pushed = _pushed(batch.model, batch.x, vectors)
+    with torch.no_grad(), full_precision(y.device):
+        wide = torch.promote_types(y.dtype, torch.float32)
+        y, pushed = y.to(wide), [u.to(wide) for u in pushed]
+        lowered = torch.stack([metric.flat(y, u, target).flatten() for u in pushed])
+        return torch.stack([u.flatten() for u in pushed]) @ lowered.T / y.shape[0]
+
+
+def _spread(x: Inputs, m: int, n: int) -> Inputs:
+    """m of n examples, number i·p mod n for i < m: all different, and evenly spread.
+
+    p is near n over the golden ratio, so that a sorted batch is met evenly, and has no divisor in common with n, so
+    that one whose classes take turns is, too.
+    """
+    p = next(p for p in range(round(_GOLDEN * n), n) if math.gcd(p, n) == 1)
+    return map_tensors(x, lambda t: t.index_select(0, torch.arange(m, device=t.device) * p % n))
+
+
+def _examples(x: Inputs) -> int:
+    tensors = tensors_of(x)
+    return tensors[0].shape[0] if tensors and tensors[0].ndim else 0
+
+
+def _pushed(model: Model, x: Inputs, vectors: Sequence[Vector]) -> tuple[Tensor, list[Tensor]]:
+    """The outputs, and J v of every vector: in forward mode, or by two backward passes for a model that has none."""
+    params = {name: p.detach() for name, p in model.params.items()}
+    tangents = {name: torch.stack([v[name].to(p.dtype) for v in vectors]) for name, p in params.items()}
+
+    def push(t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        y, jv = torch.func.jvp(lambda θ: model(θ, x), (params,), (t,))[:2]
+        return y, jv
+
+    try:
+        with torch.no_grad():
+            ys, jvs = torch.func.vmap(push, out_dims=(None, 0))(tangents)  # type: ignore[arg-type]
+        return ys, list(jvs)
+    except (RuntimeError, ValueError):  # no rule for forward mode, or for vmap
+        try:
+            linear = linearise(model, x)
+            return linear.y, [linear.push(v).detach() for v in vectors]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise IncompatibleError(
+                "the step rule needs products J v with the Jacobian of the outputs, and the model has an operation "
+                f"without a derivative in forward mode and without a second derivative ({error}): use step=KLClip() or "
+                "step=Fixed(), which do without, in place of SelfTuned()"
+            ) from error
