@@ -73,12 +73,7 @@ def test_only_accelerate_looks_at_a_device_or_at_private_torch() -> None:
     check(offences, DEVICES, "Only natgrad/accelerate may do this: ask accelerate/devices.py.")
 
 
-PRIVATE = {
-    "families": 1,
-    "invariance": 1,
-    "pullback": 24,
-    "rules": 1,
-}
+PRIVATE = {"families": 1, "pullback": 19}
 
 
 def test_only_accelerate_reads_private_attributes_of_torch() -> None:
@@ -101,7 +96,7 @@ def test_only_accelerate_reads_private_attributes_of_torch() -> None:
     check(offences, PRIVATE, "Only natgrad/accelerate reads private attributes of torch.")
 
 
-TWICE = {"Axis", "Report", "Step"}
+TWICE = {"Axis", "Step"}
 
 
 def test_a_class_name_exists_once() -> None:
@@ -136,7 +131,7 @@ def test_arguments_are_visible() -> None:
 
 
 BANNED = {"found", "own", "kept", "made", "told", "way", "places", "part", "parts", "seen", "known"}
-NAMES = {"natgrad": 120}
+NAMES = {"natgrad": 97}
 
 
 def test_names_are_nouns_and_verbs_of_the_field() -> None:
@@ -164,7 +159,7 @@ CITATION = re.compile(
 )
 # Folders of the machine that this was written on.
 ELSEWHERE = re.compile(r"(?<![\w.])/work/|\.\./shared")
-CITATIONS = {"natgrad": 10}
+CITATIONS = {"natgrad": 1}
 
 
 def test_papers_are_cited_by_author_and_year() -> None:
