@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from natgrad.rules.conv import padding
 from natgrad.rules.units import HiddenMap, State, Unit, unit_of
 
 AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -262,7 +263,7 @@ def _zeros_around(layer: AffineLayer) -> list[int]:
     """The zero padding as F.pad takes it. The other modes repeat activations, which commutes with Ω· + γ."""
     if isinstance(layer, nn.Linear) or layer.padding_mode != "zeros":
         return []
-    return list(layer._reversed_padding_repeated_twice)
+    return padding(layer)
 
 
 # Fused recurrent modules as linear layers that are called once per time step, so that their bases can be changed.

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import is_asynchronous
-from natgrad.pullback.factors import pairs_pay, traces
 from natgrad.pullback.layer import Block, trace
 from natgrad.pullback.sharing import Sharing
 from natgrad.rules.features import Features, Moment
 
 _PROBED = 2**21  # numbers of rows, or of the inputs that they are made of, from which their squares are estimated
 _PROBES = 64
+_TRACE_ROWS = 2**23  # numbers, of explicit rows at a time: they stay in the cache of a large GPU
+_PAIRS = 2**23  # numbers, of products of pairs of positions at a time
 
 
 @final
@@ -136,6 +137,48 @@ class Mixing:
             bits = torch.randint(2, (size, _PROBES), generator=generator, device=self.L.device)
             self.memo[key] = (2 * bits - 1).to(self.dtype)
         return self.memo[key]
+
+
+def traces(a: Features, g: Tensor, C: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
+    """The traces [c] of G at C = 1 and at C = L Lᵀ, in double precision, from inputs and g [k n r c o].
+
+        tr G_C = Σ_k Σ_nm C_nm ⟨R_kn, R_km⟩ = Σ_k ‖Lᵀ R_k‖²,   R_kn = Σ_r g aᵀ
+
+    >>> from natgrad.rules.features import DenseFeatures
+    >>> a, g = DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1, 1)
+    >>> traces(a, g, torch.ones(2, 2).double(), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))  # 1² + 6² and (1 + 6)²
+    (tensor([37.], dtype=torch.float64), tensor([49.], dtype=torch.float64))
+    """
+    _, _, r, c, o = g.shape
+    if c == 1 and pairs_pay(r, o, a.shape[-1]):
+        return _by_pairs(a.dense(), g, C)
+    plain, coupled = torch.zeros(2, c, dtype=torch.float64, device=L.device)
+    for rows in a.gradients(g, _TRACE_ROWS):  # [n c o i]
+        mixed = L.mT @ rows.reshape(len(rows), -1).to(L.dtype)  # its squares do not cancel, as products with C do
+        plain += torch.linalg.vector_norm(rows, dim=(0, 2, 3)).square()
+        coupled += torch.linalg.vector_norm(mixed.view(rows.shape), dim=(0, 2, 3)).square()
+    return plain, coupled
+
+
+def pairs_pay(r: int, o: int, i: int) -> bool:
+    """Whether products of pairs of positions, in double precision, cost less than rows."""
+    return r == 1 or 4 * r**2 * (o + i + 100) < o * i
+
+
+def _by_pairs(a: Tensor, g: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """From ⟨R_n, R_m⟩ = Σ_rs ⟨a_nr, a_ms⟩⟨g_nr, g_ms⟩, whose sum with C cancels: in double precision."""
+    n, r = a.shape[:2]
+    a = a[:, :, 0].double().flatten(0, 1)  # [(n r) i]
+    g = g[:, :, :, 0].double().permute(1, 2, 0, 3).flatten(2).flatten(0, 1)  # [(n r) (k o)]
+    plain, coupled = C.new_zeros(1), C.new_zeros(1)
+    step = max(1, _PAIRS // (n * r * r))
+    for start in range(0, n, step):
+        rows = slice(start * r, (start + step) * r)
+        products = (a @ a[rows].T).mul_(g @ g[rows].T)
+        gram = products.view(n, r, -1, r).sum((1, 3))  # [n m]
+        plain += gram.diagonal(-start).sum()
+        coupled += (gram * C[:, start : start + step]).sum()
+    return plain, coupled.clamp_(min=0)  # a sum of squares; below zero it is rounding
 
 
 def _at_fixed_address(memo: dict[Hashable, Any], key: str, t: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from natgrad.rules.features import Features
-
 _LINE = 16  # numbers
 _ROWS = 2**24  # numbers, of explicit rows at a time
 _GRAM = 2**22  # elements of a temporary
@@ -179,78 +177,3 @@ def cross(left: Factors, right: Factors, limit: int) -> Tensor:
         a = (left.a[examples, 0, 0, :, None] * right.a[examples, 0, 0, None, :]).flatten(1)  # [n (i j)]
         total.addmm_(s.T, a)
     return total.view(o, p, i, j).transpose(1, 2).reshape(o * i, p * j)
-
-
-# The traces of a layer's metric with and without a coupling C = L Lᵀ of the examples.
-#
-#     tr G_C = Σ_k Σ_nm C_nm ⟨R_kn, R_km⟩ = Σ_k ‖Lᵀ R_k‖²,   R_kn = Σ_r g aᵀ
-#
-# They come from products of pairs of positions or from the rows. Where both are too many, ``coupling`` estimates them.
-
-
-_TRACE_ROWS = 2**23  # numbers, of explicit rows at a time: they stay in the cache of a large GPU
-_PAIRS = 2**23  # numbers, of products of pairs of positions at a time
-
-
-def traces(a: Features, g: Tensor, C: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
-    """The traces [c] of G at C = 1 and at C = L Lᵀ, in double precision, from inputs and g [k n r c o].
-
-    >>> from natgrad.rules.features import DenseFeatures
-    >>> a, g = DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)), torch.tensor([1.0, 3.0]).view(1, 2, 1, 1, 1)
-    >>> traces(a, g, torch.ones(2, 2).double(), torch.tensor([[1.0, 0.0], [1.0, 0.0]]))  # 1² + 6² and (1 + 6)²
-    (tensor([37.], dtype=torch.float64), tensor([49.], dtype=torch.float64))
-    """
-    _, _, r, c, o = g.shape
-    if c == 1 and pairs_pay(r, o, a.shape[-1]):
-        return _by_pairs(a.dense(), g, C)
-    sums = Sums.zero(L, c)
-    for rows in a.gradients(g, _TRACE_ROWS):
-        sums.add(rows)
-    return sums.plain, sums.coupled
-
-
-def pairs_pay(r: int, o: int, i: int) -> bool:
-    """Whether products of pairs of positions, in double precision, cost less than rows."""
-    return r == 1 or 4 * r**2 * (o + i + 100) < o * i
-
-
-def _by_pairs(a: Tensor, g: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """From ⟨R_n, R_m⟩ = Σ_rs ⟨a_nr, a_ms⟩⟨g_nr, g_ms⟩, whose sum with C cancels: in double precision."""
-    n, r = a.shape[:2]
-    a = a[:, :, 0].double().flatten(0, 1)  # [(n r) i]
-    g = g[:, :, :, 0].double().permute(1, 2, 0, 3).flatten(2).flatten(0, 1)  # [(n r) (k o)]
-    plain, coupled = C.new_zeros(1), C.new_zeros(1)
-    step = max(1, _PAIRS // (n * r * r))
-    for start in range(0, n, step):
-        rows = slice(start * r, (start + step) * r)
-        products = (a @ a[rows].T).mul_(g @ g[rows].T)
-        gram = products.view(n, r, -1, r).sum((1, 3))  # [n m]
-        plain += gram.diagonal(-start).sum()
-        coupled += (gram * C[:, start : start + step]).sum()
-    return plain, coupled.clamp_(min=0)  # a sum of squares; below zero it is rounding
-
-
-@final
-@dataclass(frozen=True)
-class Sums:
-    """Sums of squares [c] of rows, and of rows mixed by L. Unlike products with C these do not cancel."""
-
-    mix: Tensor
-    plain: Tensor
-    coupled: Tensor
-
-    @staticmethod
-    def zero(mix: Tensor, c: int) -> Sums:
-        plain, coupled = torch.zeros(2, c, dtype=torch.float64, device=mix.device)
-        return Sums(mix, plain, coupled)
-
-    def add(self, rows: Tensor) -> None:
-        """Add rows [n c o i]."""
-        self.plain.add_(_squares(rows, (0, 2, 3)))
-        flat = rows.reshape(len(rows), -1).to(self.mix.dtype)
-        self.coupled.add_(_squares((self.mix.T @ flat).view(rows.shape), (0, 2, 3)))
-
-
-def _squares(t: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Σ t² over these axes."""
-    return torch.linalg.vector_norm(t, dim=axes).square()

@@ -1,4 +1,4 @@
-"""Blocks: the partition of a model's parameters into layers, and how each layer's coordinates are packed."""
+"""Blocks: partition the parameters of a model into layers, and pack the parameters of each layer as W [c o i]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from natgrad.rules.base import Keys, Rule, check_packing, trainable
 @final
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies: its local name in the layer, its first position in the flattening order, its shape."""
+    """The position of a parameter: its local name in the layer, its start in the flattening order, its shape."""
 
     key: str
     start: int
@@ -36,8 +36,8 @@ class Place:
 class Block:
     """The parameters of one layer. With a rule they are packed as W [c o i]; without, they are one column [1 p 1].
 
-    A weight that modules of several kinds have (an embedding and the head of a language model) has ``facets``: it is
-    packed as the first of them packs it, whose rule and modules are the block's.
+    A weight that is tied between modules of different kinds (an embedding and the head of a language model) has one
+    facet for each kind. It is packed as in the first facet, whose rule and modules are also those of the block.
     """
 
     names: tuple[str, ...]
@@ -50,17 +50,17 @@ class Block:
 
     @cached_property
     def kinds(self) -> tuple[Block, ...]:
-        """The block, as every kind of module has it: itself, where there is one kind."""
+        """One block for each kind of module; the block itself, if there is only one kind."""
         return tuple(facet.block for facet in self.facets) or (self,)
 
     @cached_property
     def owners(self) -> tuple[nn.Module, ...]:
-        """The modules of every kind."""
+        """The modules of all kinds."""
         return tuple(module for kind in self.kinds for module in kind.modules)
 
     @property
     def sparse(self) -> bool:
-        """Whether the second moment on the side of i is diagonal, whatever the inputs."""
+        """Whether the factor A is diagonal for all inputs (one-hot inputs)."""
         if not self.facets:
             return self.rule is not None and self.rule.one_hot
         return all(facet.block.sparse and not facet.transposed for facet in self.facets)
@@ -71,24 +71,24 @@ class Block:
 
     @property
     def title(self) -> str:
-        """The names of the parameters, for people."""
+        """The names of the parameters, for messages and tables."""
         return " + ".join(self.names)
 
     @cached_property
     def keys(self) -> Keys:
-        """The local names, in the order of the places."""
+        """The local names, in the order of ``places``."""
         return tuple(place.key for place in self.places)
 
     @property
     def named_places(self) -> dict[str, Place]:
-        """The places by the names of the parameters."""
+        """The positions by the names of the parameters."""
         return dict(zip(self.names, sorted(self.places, key=lambda place: place.start), strict=True))
 
     @cached_property
     def index(self) -> Tensor:
-        """[p], the position in the flattening order of every packed coordinate, row-major over [c o i].
+        """[p]: the index in the flattening order of each packed coordinate, row-major over [c o i].
 
-        Made when asked for: beside one backward pass, as many integers as there are parameters are not cheap.
+        Computed lazily, because it has as many integers as there are parameters.
         """
         spans = (torch.arange(place.span.start, place.span.stop, device=self.device) for place in self.places)
         if self.rule is None:
@@ -127,7 +127,7 @@ class Block:
         return self.rule.pack(self.modules[0], local).reshape(self.shape)
 
     def columns(self, named: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """The parts [c o j] that lie side by side in W, by their names; None where a rule packs in its own way."""
+        """The blocks of columns [c o j] of W, by the names of the parameters; None if the rule has its own packing."""
         if self.rule is None:
             return None
         local = {key: named[name] for key, name in self._named.items()}
@@ -154,7 +154,7 @@ class Block:
         return {name: local[place.key] for name, place in zip(self.names, by_start, strict=True)}
 
     def separated(self) -> list[Block]:
-        """Every parameter of the layer as a layer of its own: a weight, and its bias."""
+        """One block for each parameter: the weight, and the bias."""
         if self.rule is None or len(self.places) < 2:
             return [self]
         shape, module = self.rule.shape, self.modules[0]
@@ -162,7 +162,7 @@ class Block:
         return [replace(self, names=(name,), places=(at,), shape=shape(module, (at.key,))) for name, at in named]
 
     def without_rule(self) -> Block:
-        """The same parameters, to be differentiated by ``torch.func`` instead of by the rule."""
+        """The same parameters without the rule; ``torch.func`` differentiates them."""
         ordered = tuple(sorted(self.places, key=lambda place: place.start))
         return replace(self, places=ordered, shape=(1, self.size, 1), rule=None, modules=(), facets=())
 
@@ -170,20 +170,20 @@ class Block:
 @final
 @dataclass(frozen=True)
 class Facet:
-    """A tied weight as the modules of one kind have it: packed as the block's W [c o i], or transposed [c i o]."""
+    """A tied weight in the modules of one kind: packed like the block's W [c o i], or transposed [c i o]."""
 
     block: Block
     transposed: bool = False
 
     def oriented(self, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """What is on the side of o, and what is on that of i, from the two factors of this kind."""
+        """The factors on the sides of o and i of the block, from the factors S and A of this kind."""
         return (a, s) if self.transposed else (s, a)
 
 
 @final
 @dataclass(frozen=True)
 class _Claim:
-    """A parameter as one module has it: under which name, and in which of the module's layers."""
+    """One module's claim on a parameter: its local name, and in which of the module's layers it is."""
 
     module: nn.Module
     rule: Rule | None
@@ -199,13 +199,12 @@ _Claims: TypeAlias = dict[str, list[_Claim]]
 
 
 def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
-    """Blocks of all trainable parameters, in flattening order: one a layer, with its rule where there is one.
+    """Blocks of all trainable parameters, in flattening order: one for each layer, with its rule if it has one.
 
-    Parameters that are together in a layer of every module that has them are one block, with several uses where there
-    are several modules. A weight that one kind of module packs as the transpose of what another does (an embedding and
-    a linear layer) has a facet for each. A parameter that also belongs to a module without a rule is seen only in part,
-    and one that two modules pack in other different ways has no common packing: both go without a rule, together with
-    the others whose names agree up to the last dot.
+    Parameters that share a layer in every module that has them form one block; with several modules it has several
+    uses. A weight that one kind of module packs as the transpose of another kind (an embedding and a linear layer) has
+    a facet for each. A parameter has no rule if one of its modules has none, or if two modules pack it in ways that do
+    not fit together; such parameters form blocks with those whose names agree up to the last dot.
     """
     places, start = {}, 0
     for name, p in model.params.items():
@@ -226,17 +225,17 @@ def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
 
 
 def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
-    """Every module's claims on the trainable parameters."""
+    """The claims of all modules on the trainable parameters, by parameter."""
     claims: _Claims = defaultdict(list)
     if model.module is None:
         return claims
     names = {id(p): name for name, p in model.params.items()}
-    spoken_for: set[nn.Module] = set()  # submodules whose parameters the rule of a module above speaks for
+    spoken_for: set[nn.Module] = set()  # submodules whose parameters belong to the rule of a parent
     for module in model.module.modules():
         if module in spoken_for:
             continue
         rule = next((rule for rule in rules if rule.covers(module)), None)
-        # What the rule does not speak for is the module's own all the same.
+        # Parameters of the module that its rule does not cover are claimed without a rule.
         own = trainable(module) if rule is None else trainable(module) | rule.parameters(module)
         layers = () if rule is None else rule.layers(module)
         spoken_for |= {module.get_submodule(key.rpartition(".")[0]) for key in own if "." in key}
@@ -247,7 +246,7 @@ def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
 
 
 def _with_rule(block: Block, claims: _Claims) -> Block:
-    """The block with the rules of its modules; without one where they have no common packing."""
+    """The block with the rules of its modules, or without a rule if they have no common packing."""
     kinds: dict[object, list[tuple[_Claim, ...]]] = defaultdict(list)
     for own in zip(*(claims[name] for name in block.names), strict=True):
         kinds[type(own[0].rule), tuple(claim.key for claim in own)].append(own)
@@ -255,12 +254,12 @@ def _with_rule(block: Block, claims: _Claims) -> Block:
     if len(found) == 1 or any(kind.rule is None for kind in found):
         return found[0] if len(found) == 1 else block
     modules = [module for kind in found for module in kind.modules]
-    # A module that has a parameter under two names enters it into the graph twice in one call.
+    # A module with one parameter under two names puts it into the graph twice in one call.
     return block if len(set(modules)) < len(modules) else _tied(block, found)
 
 
 def _of_kind(block: Block, owners: Sequence[tuple[_Claim, ...]]) -> Block:
-    """The block with the rule of modules of one kind; without one where their shapes differ."""
+    """The block with the rule of modules of one kind, or without a rule if their shapes differ."""
     rule, modules = owners[0][0].rule, tuple(own[0].module for own in owners)
     assert rule is not None
     order = rule.layers(modules[0])[owners[0][0].layer]
@@ -275,9 +274,9 @@ def _of_kind(block: Block, owners: Sequence[tuple[_Claim, ...]]) -> Block:
 
 
 def _tied(block: Block, kinds: Sequence[Block]) -> Block:
-    """The kinds as facets of one block, if every one packs it like the first, or transposed.
+    """The kinds as facets of one block, if each packs it like the first or transposed.
 
-    First is one whose inputs are not one-hot: W [1 V d] of the linear layer where an embedding has W [1 d V].
+    The first is one without one-hot inputs: the linear layer with W [1 V d], not the embedding with W [1 d V].
     """
     first = next((kind for kind in kinds if not kind.sparse), kinds[0])
     facets = [_facet(first, kind) for kind in (first, *(kind for kind in kinds if kind is not first))]
@@ -299,7 +298,7 @@ def _facet(first: Block, kind: Block) -> Facet | None:
 
 
 def _packed_view(kind: Block) -> Tensor | None:
-    """W as a view of its one parameter, whose strides tell its order; no numbers are looked at. None if it is none."""
+    """W as a view of its only parameter, on the meta device, for its strides; None if W is not a view."""
     if len(kind.places) > 1 or kind.rule is None:
         return None
     flat = torch.empty(kind.places[0].shape, device="meta")
@@ -307,24 +306,24 @@ def _packed_view(kind: Block) -> Tensor | None:
     return packed if packed is flat or packed._base is flat else None
 
 
-# A weight that two kinds of modules have: the embedding of a language model, and its head.
+# Weights tied between two kinds of modules: the embedding of a language model and its head.
 #
 # The head is z = W a with W [V d]; the embedding is z = Wᵀ e with e one-hot. The row of example n is the sum of both,
 #
 #     R_kn = Σ_r g_knr a_nrᵀ + Σ_r e_nr h_knrᵀ          (g, h the cotangents of head and embedding)
 #
-# and rows are exact. In a Kronecker product each kind u has its own factors S_u on the side of V and A_u on that of d
-# (for the embedding these are the counts of the words, a diagonal, and the second moment of h). Between kinds a and g
-# count as independent and centred, as they do between the layers, and the sum of the products is replaced by one,
+# exactly. For a Kronecker product each kind u has factors S_u on the side of V and A_u on the side of d (for the
+# embedding: the diagonal of word counts, and the second moment of h). As between layers, cross terms between kinds are
+# neglected, and the sum of products is replaced by one product,
 #
 #     Σ_u S_u ⊗ A_u ≈ S ⊗ A,   S = Σ_u tr(A_u) S_u,   A = Σ_u tr(S_u) A_u / Σ_u tr(S_u) tr(A_u),
 #
-# which has the same trace and the same two partial traces. It is the sum itself where only one kind has a gradient, or
-# where all S_u, or all A_u, are multiples of one another; else it is an approximation.
+# with the same trace and the same two partial traces. It equals the sum if only one kind has a gradient, or if all S_u
+# or all A_u are multiples of each other; otherwise it is an approximation.
 
 
 def joined(block: Block, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """S and A of a block from those of its kinds, in their own packing: the ones above, or the only pair.
+    """S and A of a block from the pairs of its kinds, each in its own packing (the formula above).
 
     >>> import natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
@@ -340,22 +339,22 @@ def joined(block: Block, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor
     total = sum((x * y for x, y in weights[1:]), start=weights[0][0] * weights[0][1])
     S = _sum([_times(s, of_a) for (s, _), (of_a, _) in zip(sides, weights, strict=True)])
     A = _sum([_times(a, of_s) for (_, a), (_, of_s) in zip(sides, weights, strict=True)])
-    # Without any gradient S or A is zero, and the other may be anything.
+    # If all gradients are zero, S or A is zero, and the other is arbitrary.
     return S, _times(A, torch.where(total > 0, total, 1.0).reciprocal())
 
 
 def trace(factor: Tensor) -> Tensor:
-    """[c] of [c d d], or of a diagonal [c d]."""
+    """The trace [c] of a factor [c d d], or of a diagonal [c d]."""
     return factor.sum(-1) if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def _times(factor: Tensor, weight: Tensor) -> Tensor:
-    """A factor times a number a group, [c]."""
+    """A factor times one number [c] for each group."""
     return factor * weight.view(-1, *[1] * (factor.ndim - 1))
 
 
 def _sum(factors: Sequence[Tensor]) -> Tensor:
-    """Of matrices [c d d] and diagonals [c d], in place: a diagonal only where all are."""
+    """The sum of matrices [c d d] and diagonals [c d], in place; a diagonal only if all are."""
     first, *others = sorted(factors, key=lambda factor: factor.ndim, reverse=True)
     for other in others:
         (first if first.ndim == other.ndim else first.diagonal(dim1=-2, dim2=-1)).add_(other)
@@ -365,9 +364,10 @@ def _sum(factors: Sequence[Tensor]) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Tied:
-    """The gradients of the examples with respect to a tied weight, from the a [n r c i] and g [k n r c o] of its kinds.
+    """Per-example gradients of a tied weight, from a [n r c i] and g [k n r c o] of each kind.
 
-    They are no factors of one kind: on the side of o, the roots k are in g for the one and not in e for the other.
+    They have no common factors: on the side of o, the columns k of the root are in g for one kind and absent for the
+    other.
     """
 
     block: Block
@@ -376,23 +376,23 @@ class Tied:
 
     @staticmethod
     def of(block: Block, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tied:
-        """From (a, g) of every kind, in this precision."""
+        """From (a, g) of each kind, in this dtype."""
         return Tied(block, [a.to(dtype) for a, _ in pairs], [g.to(dtype) for _, g in pairs])
 
     def at(self, part: slice) -> Factors:
-        """Explicit rows of some of the examples, in flattening order."""
+        """Explicit rows of a slice of the examples, in flattening order."""
         block = self.block
         assert block.rule is not None
         local = block.rule.unpack(block.modules[0], block.keys, self._rows(part))
         return Factors.of_rows(local[block.keys[0]].flatten(2))
 
     def rows(self, limit: int) -> Iterator[Tensor]:
-        """R [k n c o i], packed as the block is, some examples at a time: up to ``limit`` numbers, or one example."""
+        """R [k n c o i], packed like the block, in chunks of up to ``limit`` numbers (at least one example)."""
         return map(self._rows, _slices(self.a[0].shape[0], limit // self.numbers))
 
     @property
     def numbers(self) -> int:
-        """How many the rows of one example are."""
+        """The size of the rows of one example."""
         return self.g[0].shape[0] * self.block.size
 
     def _rows(self, part: slice) -> Tensor:
@@ -406,9 +406,9 @@ class Tied:
 
 
 def formed(found: Sequence[Factors | Tied], limit: int) -> Iterator[list[Factors]]:
-    """Factors of all blocks; with a tied weight some examples at a time, so that its rows are up to ``limit`` numbers.
+    """Factors of all blocks. With a tied weight, in chunks of examples whose rows have up to ``limit`` numbers.
 
-    The forward pass is not run again for that.
+    All chunks use the same forward pass.
     """
     tied = [f for f in found if isinstance(f, Tied)]
     if not tied:
@@ -420,6 +420,6 @@ def formed(found: Sequence[Factors | Tied], limit: int) -> Iterator[list[Factors
 
 
 def _slices(n: int, step: int) -> list[slice]:
-    """Of n examples, ``step`` of them, or one, at a time."""
+    """Slices of n examples, ``step`` (at least one) at a time."""
     size = max(1, step)
     return [slice(None)] if size >= n else [slice(start, start + size) for start in range(0, n, size)]

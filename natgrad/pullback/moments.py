@@ -62,12 +62,7 @@ def _with_inner(tape: Tape, outer: dict[int, tuple[Tensor, ...]]) -> Cotangents:
 # All layers at once, chunk by chunk over examples and roots.
 
 
-class Watcher(ABC):
-    """Something else that is made of the same cotangents, in the same backward passes."""
-
-    @abstractmethod
-    def add(self, tape: Tape, g: Cotangents) -> None:
-        """Another chunk of examples and roots."""
+Watch: TypeAlias = Callable[[Tape, Cotangents], None]  # sees the cotangents of every chunk of examples and roots
 
 
 def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
@@ -78,18 +73,18 @@ def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
 
 
 def second_moments(
-    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watcher: Watcher | None = None
+    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watch: Watch | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """S and A of every layer in ``layers``, which have rules. A ``watcher`` sees the cotangents too."""
+    """S and A of every layer in ``layers``, which have rules. ``watch`` is called with the cotangents too."""
     if not layers:
         return []
     kinds = [kind for block in layers for kind in block.kinds]
-    pairs = iter(_coupled(pb, kinds, sharing) if pb.coupling is not None else _summed(pb, kinds, sharing, watcher))
+    pairs = iter(_coupled(pb, kinds, sharing) if pb.coupling is not None else _summed(pb, kinds, sharing, watch))
     return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
 
 
 def _summed(
-    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watcher: Watcher | None
+    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watch: Watch | None
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of layers that are each of one kind."""
     left: list[list[Tensor]] = [[] for _ in layers]  # the sum so far
@@ -98,8 +93,8 @@ def _summed(
         for g in chunks:
             for s, block in zip(left, layers, strict=True):
                 s[:] = [sum_of([*s, sharing.output_moment(sharing.outputs(g.of(tape, block)), block).total])]
-            if watcher is not None:
-                watcher.add(tape, g)
+            if watch is not None:
+                watch(tape, g)
         for a, block in zip(right, layers, strict=True):
             a.append(sharing.input_moment(sharing.inputs(tape.inputs(block)), block))
             a[:] = [Moment(sum_of([m.total for m in a]), sum_of([m.count for m in a]))]

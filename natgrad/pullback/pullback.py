@@ -528,7 +528,7 @@ def pullback(
     memory: int = MEMORY,
     rules: Sequence[Rule] = (),
 ) -> Pullback:
-    """Pull the metric on the outputs of a model back to its parameters (paper 002, (29); paper 004, (42), (53)).
+    """Pull the metric on the outputs of a model back to its parameters (Grosse 2021, section 5).
 
     ``x``: a tensor, a tuple of positional or a dict of keyword inputs, examples on every first axis. ``params``: the
     parameters of a pure function ``f(params, x)``. ``output``: takes what the model returns to y [n *out]. ``memory``:

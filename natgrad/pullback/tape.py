@@ -1,7 +1,7 @@
-"""The tape: one forward pass that remembers, for every layer with a rule, its inputs and its gradient edge.
+"""The tape: a forward pass that records the inputs and the gradient edge of every layer with a rule.
 
-Per-layer cotangents then come from ``torch.autograd.grad(y, edges, s)``: no weight gradient is formed, ``.grad`` is
-not touched, and in-place activations after a layer do no harm, since the edge is taken inside the hook.
+The cotangents of all layers are one ``torch.autograd.grad(y, edges, s)``. This forms no weight gradients and does not
+touch ``.grad``. In-place activations after a layer are harmless, because the edge is taken inside the forward hook.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from natgrad.pullback.operations import Operation, OperationRecorder
 from natgrad.rules.base import Call, Replay, Replayed, Rule, cotangent_features, input_features, replaying
 from natgrad.rules.features import DenseFeatures, Features, Joined
 
-# Edges of the autograd graph: where cotangents of a module's outputs, and of its input, are found.
+# Edges of the autograd graph, at which cotangents are read.
 
 
 def edge_of(output: Tensor) -> GradientEdge:
-    """As ``get_gradient_edge``, which takes longer: a node of torch's own keeps the graph alive, as the edge must."""
+    """``get_gradient_edge``, faster for nodes of torch itself, which keep the graph alive as the edge must."""
     node: Any = output.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):
         return get_gradient_edge(output)
@@ -39,7 +39,7 @@ def edge_of(output: Tensor) -> GradientEdge:
 
 
 def source_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdge | None:
-    """The edge of the first argument, if nothing else that is computed is given."""
+    """The edge of the first argument, if no other argument has another edge."""
     if not args or not isinstance(args[0], Tensor) or args[0].grad_fn is None:
         return None
     others = (t for t in tensors_of((args, dict(kwargs))) if t.grad_fn is not None)
@@ -48,9 +48,9 @@ def source_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdge 
 
 
 def apart(output: Any, given: Collection[Any]) -> Any:
-    """The outputs of a module, with a node of its own for one that another was computed from.
+    """The outputs of a module, cloned if another output was computed from them, so that each has its own node.
 
-    An LSTM cell returns c and h = o tanh c: the cotangent of c holds that of h, which the replay would add again.
+    An LSTM cell returns c and h = o tanh c. The cotangent of c would contain that of h, which the replay adds again.
     """
     tops = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
     if len(tops) < 2:
@@ -61,7 +61,7 @@ def apart(output: Any, given: Collection[Any]) -> Any:
     return map_tensors(output, lambda t: t.clone() if t.grad_fn in below else t)
 
 
-# One forward hook on many modules.
+# Forward hooks.
 
 
 Hook: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
@@ -69,10 +69,10 @@ Hook: TypeAlias = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], An
 
 @final
 class Hooks:
-    """Forward hooks, with keyword arguments, that are put on modules before every estimate and taken off after it.
+    """Forward hooks with keyword arguments, added before every estimate and removed after it.
 
-    As ``register_forward_hook(hook, with_kwargs=True)``, which makes a handle with three weak references for every
-    module. Here they all have the number of one handle, which torch gives to no other hook: one a module.
+    Like ``register_forward_hook(hook, with_kwargs=True)``, which creates a handle with three weak references for each
+    module. Here all modules share the id of one handle, which torch gives to no other hook.
 
     >>> calls, layer = [], nn.Identity()
     >>> hooks = Hooks()
@@ -89,7 +89,7 @@ class Hooks:
         self._modules: list[nn.Module] = []
 
     def put(self, module: nn.Module, hook: Hook, first: bool) -> None:
-        """``first``: before the hooks that the module has now."""
+        """Add a hook; ``first``: before the existing hooks of the module."""
         module._forward_hooks[self._number] = hook
         module._forward_hooks_with_kwargs[self._number] = True
         if first:
@@ -97,20 +97,20 @@ class Hooks:
         self._modules.append(module)
 
     def remove(self) -> None:
-        """From all modules."""
+        """Remove the hook from all modules."""
         for module in self._modules:
             module._forward_hooks.pop(self._number, None)
             module._forward_hooks_with_kwargs.pop(self._number, None)
         self._modules.clear()
 
 
-# One call of a layer in a forward pass, and how it looks with its examples on the first axis.
+# One call of a layer in a forward pass.
 
 
 @final
 @dataclass(frozen=True)
 class Ruled:
-    """A module and its rule; ``entries``: by the id of a parameter, how often a call puts it into the graph."""
+    """A module and its rule; ``entries``: how often one call puts each parameter (by id) into the graph."""
 
     module: nn.Module
     rule: Rule
@@ -120,19 +120,19 @@ class Ruled:
 @final
 @dataclass(frozen=True)
 class Use:
-    """One call of a module with a rule: its arguments, and for every output its shape and its edge in the graph."""
+    """One call of a module with a rule: its arguments, and the shape and gradient edge of each output."""
 
     of: Ruled
     call: Call
-    edges: tuple[GradientEdge | None, ...]  # None for an output that has no gradient
+    edges: tuple[GradientEdge | None, ...]  # None for an output without a gradient
     shapes: tuple[torch.Size, ...]
     half: bool  # whether an output is in float16
-    source: GradientEdge | None = None  # of a replayed module whose first argument is all that it has of the graph
-    axis: Axis | None = None  # of the examples in the graph, where call and shapes are those of a view: see ``turned``
+    source: GradientEdge | None = None  # of the first argument of a replayed module, if only that has a gradient
+    axis: Axis | None = None  # the batch axis in the graph, if call and shapes are of a view (see ``turned``)
 
     @property
     def module(self) -> nn.Module:
-        """The one that was called."""
+        """The called module."""
         return self.of.module
 
     @property
@@ -142,54 +142,54 @@ class Use:
 
     @property
     def entries(self) -> Mapping[int, int]:
-        """What this call has put into the graph."""
+        """How often this call put each parameter into the graph."""
         return self.of.entries
 
     @property
     def shape(self) -> torch.Size:
-        """Of the first output, for most layers the only one."""
+        """The shape of the first output; most layers have only one."""
         return self.shapes[0]
 
     @cached_property
     def replay(self) -> Replay:
-        """The call again, in terms of its layers."""
+        """The call, run again layer by layer."""
         assert isinstance(self.rule, Replayed)
         with torch.enable_grad():
             return self.rule.replay(self.module, self.call)
 
     def turns(self, axis: Axis, n: int) -> bool:
-        """Whether the rule can have n examples on this axis of the output: it must be like the first."""
+        """Whether the rule allows n examples on this axis of the output: it must treat it like the first axis."""
         return axis.index < self.rule.leading(self.module, self.shape) and axis.fits(tuple(self.shape), n)
 
     def turned(self, axis: Axis, n: int) -> Use:
-        """The same call of a layer that treats leading axes alike, with its examples, which are there, on the first.
+        """The same call with the batch axis moved to the front, for a layer that treats leading axes alike.
 
-        Inputs and outputs are views. Row n of an output is made of row n of the input, wherever the rows are.
+        Inputs and outputs are views. Row n of an output depends on row n of the input only, on whatever axis.
         """
         call = self.call.map(lambda t: axis.first(t, n))
         return replace(self, call=call, shapes=tuple(torch.Size(axis.split(s, n)) for s in self.shapes), axis=axis)
 
     def first(self, g: Tensor) -> Tensor:
-        """Cotangents [k *output] as the graph has them, with the examples where the rule has them."""
+        """Cotangents [k *output] from the graph, with the batch axis moved to the front."""
         return g if self.axis is None else self.axis.first(g, self.shape[0], 1)
 
 
 @final
 class TapeOverflow(Exception):  # noqa: N818 - control flow, not an error: the caller retries with fewer examples
-    """The activations of this many examples exceed the bound."""
+    """The activations of the examples exceed the bound."""
 
 
 @final
 class Recorder:
-    """Hooks on the layers that have a rule, from ``start`` to ``stop``; it collects their uses.
+    """Collects the uses of all layers with a rule between ``start`` and ``stop``, by forward hooks.
 
-    ``bound`` (bytes) limits the activations: what leaf modules return stays alive for the backward pass, and a
-    forward pass that exceeds it is cut short by ``TapeOverflow``.
+    ``bound`` (bytes) limits the activations, that is, the outputs of leaf modules, which stay alive for the backward
+    pass. A forward pass that exceeds it raises ``TapeOverflow``.
     """
 
     def __init__(self, model: Model, blocks: Sequence[Block], bound: int | None = None, of_user: bool = False) -> None:
         self.uses: list[Use] = []
-        self._of_user = of_user  # a pass of the user's, inside which the library may make passes of its own
+        self._of_user = of_user  # a pass of the user, inside which the library may run its own passes
         self.blocks = list(blocks)
         self.statistics = Statistics()
         self._model, self._bound = model, bound
@@ -205,15 +205,16 @@ class Recorder:
         self._stopped = True
 
     def start(self, x: Inputs = None, *, operations: bool = False) -> None:
-        """A pass begins on inputs x; ``operations``: those that it makes are recorded, too."""
+        """Start recording a pass on inputs x; ``operations``: also record its operations."""
         module = self._model.module
         self.uses, self.statistics, self.bytes, self._stopped = [], Statistics(), 0, False
         if module is not None:
-            # Before the layers' own hooks, so that the edge of a normalisation is that of the output made constant.
+            # Before the hooks of the layers, so that the edge of a normalisation is that of the output with constant
+            # statistics.
             self._handles += self.statistics.watch(self._model.batch_norms)
         norms, watch = set(self._model.batch_norms.values()), self._watch
         for layer in self._rules:
-            # First in line: another forward hook may return something else than what the layer computed.
+            # First, because another forward hook may replace the output of the layer.
             self._hooks.put(layer, watch, first=layer not in norms or not self.statistics.covers(layer))
         if self._bound is not None and module is not None:
             leaves = (m for m in module.modules() if next(m.children(), None) is None)
@@ -233,11 +234,11 @@ class Recorder:
         self._handles.clear()
 
     def forget(self) -> None:
-        """What was recorded, which holds the graph."""
+        """Drop what was recorded, which keeps the graph alive."""
         self.uses, self._operations = [], None
 
     def tape(self, y: Tensor) -> Tape:
-        """What was recorded, with the outputs of the pass. It is not held here any longer."""
+        """The tape of the pass with outputs y. The recorder drops its references."""
         uses, self.uses = self.uses, []
         operations, self._operations = self._operations, None
         found = None if operations is None else tuple(operations.uses())
@@ -247,7 +248,7 @@ class Recorder:
         if self._of_user and in_library_pass():
             return None
         if len(args) == 1 and not kwargs and isinstance(output, Tensor) and module not in self._replayed:
-            if output.requires_grad:  # the way of most layers, which is asked for many times in every estimate
+            if output.requires_grad:  # the fast path of most layers
                 x = args[0].detach() if isinstance(args[0], Tensor) else map_tensors(args[0], Tensor.detach)
                 call, half = Call((x,), {}, module.training), output.dtype is torch.float16
                 self.uses.append(Use(self._ruled(module), call, (edge_of(output),), (output.shape,), half))
@@ -268,7 +269,7 @@ class Recorder:
         return output if module in self._replayed else None
 
     def _ruled(self, module: nn.Module) -> Ruled:
-        """A layer whose parameters enter once in every call: most do, and every estimate asks for all of them."""
+        """A layer whose parameters enter the graph once in each call; cached."""
         found = self._once.get(module)
         if found is None:
             rule = self._rules[module]
@@ -285,9 +286,9 @@ class Recorder:
 def record(
     model: Model, blocks: Sequence[Block], x: Inputs, bound: int | None = None, operations: bool = False
 ) -> Tape:
-    """Run the model on x and record it; with its ``operations``, where modules do not tell all.
+    """Run the model on x and record the pass, and its ``operations`` if parameters are used outside their modules.
 
-    Where no block has a rule, and operations are not asked for, there is nothing to record but the outputs.
+    If no block has a rule and no operations are wanted, only the outputs are recorded.
     """
     if not operations and not any(block.rule for block in blocks):
         with torch.no_grad():
@@ -306,7 +307,7 @@ def record(
 
 
 def activations(model: Model, x: Inputs) -> int:
-    """Bytes of the activations that a pass over x would keep."""
+    """The bytes of the activations that a pass over x keeps alive."""
     recorder = Recorder(model, (), sys.maxsize)
     recorder.start()
     try:
@@ -320,17 +321,17 @@ def activations(model: Model, x: Inputs) -> int:
 @final
 @dataclass(frozen=True)
 class Tape:
-    """The outputs y [n *out] of one forward pass, with their graph, and the recorded uses of its layers."""
+    """The outputs y [n *out] of a forward pass with their graph, and the recorded uses of its layers."""
 
     y: Tensor
     uses: tuple[Use, ...]
     statistics: Statistics = field(default_factory=Statistics)
-    memo: dict[Hashable, Any] = field(default_factory=dict)  # what was found about passes with a graph like this one
-    operations: tuple[Operation, ...] | None = None  # that read parameters, where they were recorded
+    memo: dict[Hashable, Any] = field(default_factory=dict)  # cache shared by passes with the same graph
+    operations: tuple[Operation, ...] | None = None  # operations that read parameters, if they were recorded
     leaves: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters of the pass
 
     def turned(self, axes: Mapping[int, Axis]) -> Tape:
-        """The same pass; uses at these positions have their examples on another axis, and are seen as if first."""
+        """The same pass, with the batch axis of the uses at these positions moved to the front."""
         if not axes:
             return self
         n = self.y.shape[0]
@@ -338,11 +339,11 @@ class Tape:
         return replace(self, uses=tuple(changed))
 
     def complete(self, block: Block, counts: Counter[int], misplaced: Collection[int]) -> bool:
-        """Whether the recorded uses are all there is of a block, with the examples in their places.
+        """Whether the recorded uses are all uses of a block, each with a usable batch axis.
 
-        A weight used past its module's forward (``F.linear(x, layer.weight)``) shows as more entries of its leaf into
-        the graph (``leaf_uses``) than the recorded uses make. ``misplaced``: positions in ``uses`` of those a rule
-        cannot speak for.
+        A weight that is used outside its module's forward (``F.linear(x, layer.weight)``) enters the graph more often
+        (``leaf_uses``) than the recorded uses explain. ``misplaced``: positions in ``uses`` without a usable batch
+        axis.
         """
         uses = self.places(block)
         if not uses or any(at in misplaced for at in uses):
@@ -358,11 +359,11 @@ class Tape:
             for key in kind.keys
         }
         replayed = any(isinstance(kind.rule, Replayed) for kind in block.kinds)
-        # A call that entered other parameters than the module's own (``functional_call``) says nothing of those.
+        # ``functional_call`` may put other parameters into the graph than the module's own.
         return all(counts[p] == expected[p] and (replayed or expected[p]) for p in params)
 
     def positions(self, block: Block) -> int:
-        """How many r·c of one example share the weight of a block, over all its uses; 1 for explicit rows."""
+        """The number of positions r·c of an example that share the weight of a block; 1 without a rule."""
         if block.rule is None:
             return 1
         if block.facets:
@@ -377,7 +378,7 @@ class Tape:
         return [self.uses[at] for at in self.places(block)]
 
     def places(self, block: Block) -> list[int]:
-        """Their positions in ``uses``."""
+        """The positions in ``uses`` of the uses of a block."""
         owners = block.owners
         if len(owners) == 1:
             return self._by_module.get(owners[0], [])
@@ -391,7 +392,7 @@ class Tape:
         return found
 
     def inputs(self, block: Block) -> Features:
-        """a of a block with a rule, the uses one after the other along r; of one kind, if it is tied."""
+        """a of a block with a rule, its uses concatenated along r (for a tied weight, of one kind)."""
         rule = block.rule
         assert rule is not None
         if isinstance(rule, Replayed):
@@ -401,11 +402,11 @@ class Tape:
 
     @cached_property
     def half(self) -> bool:
-        """Whether a cotangent comes in float16; bfloat16 has the range of single precision."""
+        """Whether a cotangent is in float16, which needs loss scaling; bfloat16 has the range of single precision."""
         return self.y.dtype is torch.float16 or any(use.half for use in self.uses)
 
     def outer(self, s: Tensor, places: Iterable[int] | None = None) -> dict[int, tuple[Tensor, ...]]:
-        """Cotangents [k *output] of the outputs of uses (``places``: some), by position, for s [k n *out]: one pass."""
+        """Cotangents [k *output] of the outputs of the uses at ``places`` (default: all): one backward pass from s."""
         places = range(len(self.uses)) if places is None else list(places)
         slots = [(at, j) for at in places for j, edge in enumerate(self.uses[at].edges) if edge is not None]
         if not slots:
@@ -423,13 +424,13 @@ class Tape:
         return {at: tuple(cotangent(at, j) for j in range(len(self.uses[at].edges))) for at in places}
 
     def inner(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Features]:
-        """Cotangents [k n r c o] of the layers of a replayed use, by the names of their parameters."""
+        """Cotangents [k n r c o] of the layers of a replayed use, by local parameter name."""
         pulled = self.uses[at].replay.pull(outer)
-        distinct: dict[int, Features] = {id(g): DenseFeatures(g) for g in pulled.values()}  # layers may have one g
+        distinct: dict[int, Features] = {id(g): DenseFeatures(g) for g in pulled.values()}  # layers may share one g
         return {key: distinct[id(g)] for key, g in pulled.items()}
 
     def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Features]:
-        """g of every block with a rule, for output cotangents s [k n *out]; of one kind, if it is tied."""
+        """g of every block with a rule, for output cotangents s [k n *out] (for a tied weight, of one kind)."""
         if not blocks:
             return []
         outer = self.outer(s)
@@ -446,7 +447,7 @@ class Tape:
         outer: Mapping[int, tuple[Tensor, ...]],
         replayed: Mapping[int, Mapping[str, Features]],
     ) -> Features:
-        """g of one layer of one use."""
+        """g of one layer in one use."""
         use = self.uses[at]
         if isinstance(use.rule, Replayed):
             return replayed[at][keys[0]]

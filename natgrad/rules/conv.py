@@ -123,10 +123,26 @@ def _batched(layer: _Conv | _Transposed, x: Tensor) -> Tensor:
     return x if x.ndim == layer.weight.ndim else x.unsqueeze(0)
 
 
+def padding(layer: _Conv) -> list[int]:
+    """The numbers of zeros before and after the last axis, then the axis before it, …, as ``F.pad`` takes them.
+
+    >>> padding(nn.Conv2d(1, 1, (3, 4), padding="same"))
+    [1, 2, 1, 1]
+    """
+    if layer.padding == "valid":
+        around = [(0, 0) for _ in layer.kernel_size]
+    elif layer.padding == "same":
+        total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        around = [(n // 2, n - n // 2) for n in total]
+    else:
+        around = [(int(n), int(n)) for n in layer.padding]
+    return [n for pair in reversed(around) for n in pair]
+
+
 def _padded(layer: _Conv, x: Tensor) -> tuple[Tensor, tuple[Axis, ...]]:
     """The input, padded where that is not with zeros, and how the axes are read."""
     x = _batched(layer, x)
-    given = layer._reversed_padding_repeated_twice  # (before, after) of the last axis, of the one before it, …
+    given = padding(layer)
     pairs = [(given[at], given[at + 1]) for at in range(len(given) - 2, -1, -2)]
     if layer.padding_mode != "zeros":
         x = F.pad(x, given, mode=layer.padding_mode)

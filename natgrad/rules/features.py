@@ -34,7 +34,7 @@ _GRADIENTS = 2**24  # numbers, of per-example gradients at a time
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Moment:
     """Σ x xᵀ [c d d], or its diagonal [c d], and how many positions were summed (a tensor [c] where some are masked).
 
@@ -45,6 +45,9 @@ class Moment:
     formed: Tensor | None
     count: int | Tensor
     rows: Rows | None = None
+
+    def __repr__(self) -> str:
+        return f"Moment(total={self.total}, count={self.count})"
 
     @cached_property
     def total(self) -> Tensor:
@@ -164,9 +167,8 @@ class Features(ABC):
 class DenseFeatures(Features):
     """x [*k n r c d] as a tensor; ``valid`` [n r c] is zero at masked positions, where x is zero too.
 
-    >>> moment = DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
-    >>> moment.total, moment.count
-    (tensor([[[5.]]]), 2)
+    >>> DenseFeatures(torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)).moment()
+    Moment(total=tensor([[[5.]]]), count=2)
     """
 
     x: Tensor

@@ -19,7 +19,7 @@ from natgrad.structures.base import Inverse, Layout, Operator, Structure
 
 @final
 @dataclass(frozen=True)
-class Report:
+class CGReport:
     """How a solve ended: ``residual`` is ‖ω − (G + λ)v‖/‖ω‖ after ``steps`` products; ``reason``: why it stopped.
 
     The residual is the true one, computed at the end; the one that stops the loop follows a recursion and drifts from
@@ -100,7 +100,7 @@ class CGInverse(Inverse):
     damping: float
     preconditioner: Inverse | None
     guess: Tensor | None
-    report: Report | None = field(default=None)
+    report: CGReport | None = field(default=None)
 
     @property
     def remembers(self) -> bool:
@@ -112,7 +112,7 @@ class CGInverse(Inverse):
     def solve(self, ω: Tensor) -> Tensor:
         largest = float(ω.abs().max()) if ω.numel() else 0.0
         if largest == 0.0:
-            self.report = Report(0, 0.0, True, "ω is zero")
+            self.report = CGReport(0, 0.0, True, "ω is zero")
             return torch.zeros_like(ω)
         # The squares of a tiny ω would underflow. A power of two changes no digit.
         unit = math.ldexp(1.0, math.frexp(largest)[1])
@@ -222,5 +222,5 @@ class CGInverse(Inverse):
             reason = f"stopped after max_steps={self.solver.max_steps}"
         else:
             reason = "no further progress: ω is not in the range of the metric, or tol is below rounding"
-        self.report = Report(steps, residual, converged, reason)
+        self.report = CGReport(steps, residual, converged, reason)
         return v

@@ -17,7 +17,7 @@ from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.layer import Block, Tied
-from natgrad.pullback.moments import Cotangents, Watcher, passes, second_moments
+from natgrad.pullback.moments import Cotangents, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Tape
 from natgrad.rules.features import Features
@@ -87,7 +87,7 @@ class EigenKronecker(Layered):
             scales = rotated_squares(pullback, split.used, split.of_used(basis.sides))
         else:
             squares = RotatedSquares(split.used, split.of_used(basis.sides), dtype)
-            estimates = second_moments(pullback, split.used, self.sharing_rule, squares)
+            estimates = second_moments(pullback, split.used, self.sharing_rule, squares.add)
             scales = squares.totals()
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         fallback = None if not isinstance(like, EigenKroneckerOperator) else like.fallback
@@ -234,7 +234,7 @@ _ROWS = 2**24  # numbers, of explicit rows at a time
 
 
 @final
-class RotatedSquares(Watcher):
+class RotatedSquares:
     """D [c o i] of every layer, summed over chunks of examples and roots.
 
     With one position D is (g Q)²ᵀ(a P)², and no row is formed. With several the rows Σ_r g aᵀ come first, a chunk at a

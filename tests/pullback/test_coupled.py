@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.output.metric import Coupling
-from natgrad.pullback.coupling import Mixing, root_of
-from natgrad.pullback.factors import Factors, traces
+from natgrad.pullback.coupling import Mixing, root_of, traces
+from natgrad.pullback.factors import Factors
 from natgrad.pullback.moments import cotangents
 from natgrad.pullback.sharing import Sharing
 from natgrad.rules.features import DenseFeatures, mix_examples
