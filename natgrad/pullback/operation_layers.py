@@ -499,7 +499,7 @@ class Pulled:
         sizes = torch.tensor([prod(self.leaf.shape[d + 1 :]) for d in range(self.leaf.ndim)], dtype=torch.long)
         flat = (at * sizes).sum(-1).reshape(-1).to(t.device)
         out = t.new_zeros(*t.shape[:2], self.leaf.numel())
-        return out.index_add_(2, flat, t.flatten(2)) if t.ndim > 2 else out + t[..., None]
+        return out.index_add_(2, flat, t.reshape(*t.shape[:2], -1))
 
     def _of_operand(self, g: Tensor) -> Tensor:
         """Σ_r g a of every example, for g [k r c o], as the operand has it."""

@@ -672,8 +672,8 @@ class View:
             by_reason.setdefault(reason, []).append(name)
         for reason, which in by_reason.items():
             message = _WITHOUT.format(", ".join(sorted(which)), reason)
-            if self.known.verdicts.news(message):
-                _log.warning(message)
+            if self.known.verdicts.news(message):  # a function has no modules that could be written otherwise
+                _log.log(logging.INFO if self.model.module is None else logging.WARNING, message)
         if not blocks:
             return
         names = ", ".join(name for block in blocks for name in block.names)
