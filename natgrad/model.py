@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -102,19 +102,24 @@ class Model:
     ``Model.of(module)`` removes wrappers (``torch.compile``, ``DistributedDataParallel``) and reads the trainable
     parameters of an ``nn.Module``, each tied parameter once. ``Model.of(f, params)`` wraps a pure function
     ``f(params, x)``. ``output`` extracts the output tensor y [n *out] if the model returns something else, such as a
-    dict.
+    dict. With ``examples="inputs"`` the outputs are flattened over positions, [n·t *out], for the n examples that the
+    first input has on its first axis: y is [n t *out].
     """
 
     function: Callable[..., Any]
     params: dict[str, Tensor]
     output: Callable[[Any], Tensor] | None = None
+    examples: Literal["inputs"] | None = None
 
     @staticmethod
     def of(
         model: nn.Module | Callable[..., Any] | Model,
         params: Mapping[str, Tensor] | None = None,
         output: Callable[[Any], Tensor] | None = None,
+        examples: Literal["inputs"] | None = None,
     ) -> Model:
+        if examples not in (None, "inputs"):
+            raise ValueError(f'examples= is None or "inputs", not {examples!r}')
         if isinstance(model, Model):
             return model
         if isinstance(model, nn.Module):
@@ -124,11 +129,11 @@ class Model:
             _check_eager(model)
             named: dict[str, Tensor] = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
             _check_parameters(named, f"the module {type(model).__name__}")
-            return Model(model, named, output)
+            return Model(model, named, output, examples)
         if params is None:
             raise TypeError("a pure function f(params, x) needs params=, a mapping from names to tensors")
         _check_parameters(params, "params=")
-        return Model(model, dict(params), output)
+        return Model(model, dict(params), output, examples)
 
     @property
     def module(self) -> nn.Module | None:
@@ -160,17 +165,17 @@ class Model:
         """y [n *out] at ``params``; missing ones keep their values, and ``None`` keeps all."""
         with unfused(self.function, self.example.device), library_pass(), deterministic(self.example.device):
             if not isinstance(self.function, nn.Module):
-                return self.outputs(self.function({**self.params, **(params or {})}, x))
+                return self.outputs(self.function({**self.params, **(params or {})}, x), x)
             args, kwargs = arguments(x)
             with untouched(self.function), eager(self.function):
                 if params is None:
-                    return self.outputs(self.function(*args, **kwargs))
+                    return self.outputs(self.function(*args, **kwargs), x)
                 where = paths(self.function)
                 placed = {where.get(name, name): p for name, p in params.items()}
-                return self.outputs(torch.func.functional_call(self.function, placed, args, kwargs))
+                return self.outputs(torch.func.functional_call(self.function, placed, args, kwargs), x)
 
-    def outputs(self, raw: Any) -> Tensor:
-        """Extract the output tensor y from what the model returned, and check it."""
+    def outputs(self, raw: Any, x: Inputs) -> Tensor:
+        """Extract the output tensor y from what the model returned for x, and check it."""
         y = raw if self.output is None else self.output(raw)
         if not isinstance(y, Tensor):
             raise TypeError(
@@ -182,7 +187,18 @@ class Model:
             raise ValueError("the batch is empty: the outputs have no example on their first axis")
         if not y.is_floating_point():
             raise TypeError(f"the outputs are {y.dtype}: a metric needs real, differentiable outputs")
-        return y
+        return y if self.examples is None else self.by_example(y, x)
+
+    def by_example(self, t: Tensor, x: Inputs) -> Tensor:
+        """[n t *rest] of a tensor [n·t *rest] that is flattened over the positions of the n examples of x."""
+        first = next((t for t in tensors_of(x) if t.ndim), None)
+        if first is None or t.shape[0] % first.shape[0]:
+            given = "no input has a first axis" if first is None else f"the first input has {first.shape[0]} examples"
+            raise ValueError(
+                f'examples="inputs": outputs of {t.shape[0]} rows cannot be given to examples, {given}. Return '
+                "outputs [n t *out] with the examples first"
+            )
+        return t.unflatten(0, (first.shape[0], -1))
 
     def check_separable(self) -> None:
         """Refuse, by name, modules that mix the examples of a batch or are random."""

@@ -201,7 +201,7 @@ class _Run:
             def closure() -> Tensor:
                 optimizer.zero_grad()
                 args, kwargs = arguments(x)
-                value = self.loss(model.outputs(network(*args, **kwargs)), target)
+                value = self.loss(model.outputs(network(*args, **kwargs), x), target)
                 value.backward()
                 return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -176,8 +176,8 @@ class PulledBack(RiemannianMetric):
     def _moved(self, params: Mapping[str, Tensor]) -> Model:
         """The model at other parameters: a copy, since layer rules read the parameters of the module."""
         if self._model.module is None:
-            return Model(self._model.function, dict(params), self._model.output)
-        moved = Model.of(copy.deepcopy(self._model.module), output=self._model.output)
+            return replace(self._model, params=dict(params))
+        moved = Model.of(copy.deepcopy(self._model.module), None, self._model.output, self._model.examples)
         with torch.no_grad():
             for name, p in moved.params.items():
                 p.copy_(params[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,10 @@ class NaturalGradient(torch.optim.Optimizer):
     "natgrad" does at construction.
 
     ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. ``rules``:
-    layer rules for modules of your own. ``output`` takes what the model returns to its output tensor. ``generator`` is
-    for sampled metrics; by default the optimizer has its own, so the random stream of the user does not move.
-    ``memory`` bounds, in bytes, what the structure may occupy.
+    layer rules for modules of your own. ``output`` takes what the model returns to its output tensor. With
+    ``examples="inputs"`` outputs that the model flattens over positions, [n·t *out], belong to the n examples that its
+    first input has on its first axis. ``generator`` is for sampled metrics; by default the optimizer has its own, so
+    the random stream of the user does not move. ``memory`` bounds, in bytes, what the structure may occupy.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
@@ -84,13 +85,14 @@ class NaturalGradient(torch.optim.Optimizer):
         groups: Iterable[dict[str, Any]] = (),
         rules: Sequence[Rule] = (),
         output: Callable[[Any], Tensor] | None = None,
+        examples: Literal["inputs"] | None = None,
         generator: torch.Generator | None = None,
         memory: int = MEMORY,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        wrapped, wrapping = Model.of(model, output=output), unwrapped(model)
+        wrapped, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
         world = world_of(wrapping)
         defaults = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(complete(wrapped, groups), defaults)
@@ -248,12 +250,10 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _graph_key(self) -> Hashable:
         """What a captured step depends on beside gradients and learning rates: options, and where tensors lie."""
-        state = self.state
-        addresses = tuple(
-            (p.data_ptr(), state[p]["momentum"].data_ptr() if "momentum" in state.get(p, {}) else 0)
-            for group in self.param_groups
-            for p in group["params"]
-        )
+        params = [p for group in self.param_groups for p in group["params"]]
+        # Not state[p]: torch hashes a tensor in Python, and this is asked in every step.
+        momenta = [of_param["momentum"] for of_param in self.state.values() if "momentum" in of_param]
+        addresses = tuple(t.data_ptr() for t in (*params, *momenta))
         options = tuple((group["momentum"], group["weight_decay"]) for group in self.param_groups)
         return self.preconditioner.version, options, addresses
 

@@ -47,6 +47,7 @@ def KFAC(
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
     output: Callable[[Any], Tensor] | None = None,
+    examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
     memory: int = MEMORY,
 ) -> NaturalGradient:
@@ -90,6 +91,7 @@ def KFAC(
         groups=groups,
         rules=rules,
         output=output,
+        examples=examples,
         generator=generator,
         memory=memory,
     )
@@ -114,6 +116,7 @@ def EKFAC(
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
     output: Callable[[Any], Tensor] | None = None,
+    examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
     memory: int = MEMORY,
 ) -> NaturalGradient:
@@ -139,6 +142,7 @@ def EKFAC(
         groups=groups,
         rules=rules,
         output=output,
+        examples=examples,
         generator=generator,
         memory=memory,
     )
@@ -167,6 +171,7 @@ def SobolevKFAC(
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
     output: Callable[[Any], Tensor] | None = None,
+    examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
     memory: int = MEMORY,
 ) -> NaturalGradient:
@@ -217,6 +222,7 @@ def SobolevKFAC(
         groups=groups,
         rules=rules,
         output=output,
+        examples=examples,
         generator=generator,
         memory=memory,
     )

@@ -325,7 +325,7 @@ class MetricTracker:
                 self._rng_state, get_rng_state(self.model.example.device)
             ):
                 refuse_randomness()
-            tape = recorder.tape(self.model.outputs(raw))
+            tape = recorder.tape(self.model.outputs(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
         with AtStep(self.step):  # the parameters have been checked before the pass
@@ -346,7 +346,7 @@ class MetricTracker:
         finally:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
-        tape = recorder.tape(self.model.outputs(raw))
+        tape = recorder.tape(self.model.outputs(raw, batch.x))
         return self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
 
     def abandon(self) -> None:
@@ -480,7 +480,8 @@ def _detach(itself: Callable[[], nn.Module | None], handle: RemovableHandle) -> 
 
 def _state_without_hooks(module: nn.Module) -> Any:
     """What the class of the module says its state is, without what ``attach`` has put there."""
-    state: Any = type(module).__getstate__(module)
+    of_class = getattr(type(module), _GETSTATE, None)  # before Python 3.11 a class may have none
+    state: Any = vars(module) if of_class is None else of_class(module)
     if not isinstance(state, dict) or "_forward_pre_hooks" not in state:
         return state
     ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, ForwardHook)]

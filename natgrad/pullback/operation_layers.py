@@ -697,11 +697,14 @@ class OperationLayers:
             for name, node in missed(tape.y, operations, leaves).items()
             if name in wanted
         }
-        owners = _owners(tape, operations)
-        _merge_biases(operations, owners)
+        ids = {id(leaves[name]) for name in wanted}
+        operations = [op for op in operations if any(ids & operand.leaves() for operand in op.operands)]
+        probed = _probed(tape, operations)
+        owners: Owned = dict(zip(operations, probed.owners, strict=True))
+        operations = _merged(operations, probed.biases)
         uses = _by_parameter(operations, {name: leaves[name] for name in wanted})
         for name, entry in uses.items():
-            if any(owners[use.operation][0] is None for use in entry):
+            if any(owners[use.operation] is None for use in entry):
                 reasons.setdefault(name, _MIXED)
         rest = [name for name in model.params if name in wanted and name in uses and name not in reasons]
         self._decide(model, by_name, rest, uses, owners, leaves)
@@ -727,7 +730,7 @@ class OperationLayers:
         new = [name for name in names if name not in self._blocks]
         packings: dict[str, tuple[Packing, list[bool]]] = {}
         for name in new:
-            whole = (use for use in uses[name] if not owners[use.operation][0].by_group)  # type: ignore[union-attr]
+            whole = (use for use in uses[name] if not owners[use.operation].by_group)  # type: ignore[union-attr]
             entry = [use.indices for use in whole if use.indices is not None]
             if len(entry) == len(uses[name]):
                 result = packing_of(leaves[name].shape, entry)
@@ -772,42 +775,67 @@ def _by_parameter(operations: Sequence[Operation], leaves: Mapping[str, Tensor])
     return result
 
 
-Owned: TypeAlias = dict[Operation, tuple["Owners | None", Tensor]]
+Owned: TypeAlias = "dict[Operation, Owners | None]"
 
 
-def _owners(tape: Tape, operations: Sequence[Operation]) -> Owned:
-    """The examples of the rows of every operation, and the cotangents of its outputs that told."""
-    edges = [operation.edge for operation in operations]
-    if not edges:
-        return {}
-    s = probes(tape.y.detach())
+@final
+@dataclass(frozen=True)
+class Probed:
+    """What two backward passes have shown of operations, in their order.
+
+    ``owners``: the examples of their rows. ``biases``: numbers of a product and of the operation that adds its bias,
+    whose cotangents agree. ``certain``: every operation had cotangents, and no order of rows depends on the data.
+    """
+
+    owners: tuple[Owners | None, ...]
+    biases: tuple[tuple[int, int], ...]
+    certain: bool
+
+
+def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
+    """Probe the graph of a pass; what is certain is remembered for passes with the same graph."""
+    key = ("operations", tuple((operation.name, tuple(operation.shape)) for operation in operations))
+    result: Probed | None = tape.memo.get(key)
+    if result is not None or not operations:
+        return result or Probed((), (), True)
+    s, n = probes(tape.y.detach()), tape.y.shape[0]
     with tape.statistics.constant():
-        grads = pulled(tape.y, edges, s, tape.half)
-    out: Owned = {}
-    for operation, g in zip(operations, grads, strict=True):
-        g = s.new_zeros(len(s), *operation.shape) if g is None else g
-        rows, n = operation.cotangents(g), tape.y.shape[0]
-        result = owners_of(rows.flatten(2), n)
-        if result is None and rows.shape[2] > 1:
-            result = owners_of(rows.flatten(1, 2), n)
-            result = None if result is None else replace(result, by_group=True)
-        out[operation] = result, g
-    return out
+        grads = pulled(tape.y, [operation.edge for operation in operations], s, tape.half)
+    pairs = zip(operations, grads, strict=True)
+    outer = [s.new_zeros(len(s), *operation.shape) if g is None else g for operation, g in pairs]
+    owners = [_owners(operation.cotangents(g), n) for operation, g in zip(operations, outer, strict=True)]
+    numbers = {operation: at for at, operation in enumerate(operations)}
+    biases = []
+    for at, operation in enumerate(operations):
+        product = numbers.get(operation.extends) if operation.extends is not None else None
+        if product is not None and operation.weight is not None and operations[product].bias is None:
+            g, h = outer[product], outer[at]
+            if g.shape[-1] == max(operation.weight.unexpanded, default=0) and torch.equal(g.flatten(), h.flatten()):
+                biases.append((product, at))
+    certain = all(bool(g[0].any()) for g in outer) and all(o is not None and o.index is None for o in owners)
+    result = Probed(tuple(owners), tuple(biases), certain)
+    if certain:
+        tape.memo[key] = result
+    return result
 
 
-def _merge_biases(operations: list[Operation], owners: Owned) -> None:
-    """Products whose bias is added by an operation of its own (mm, view, add) become one use, where their g agree."""
-    for operation in list(operations):
-        product = operation.extends
-        if product is None or product not in owners or product.bias is not None or operation.weight is None:
-            continue
-        g, h = owners[product][1], owners[operation][1]
-        if g.shape[-1] != max(operation.weight.unexpanded, default=0) or not torch.equal(g.reshape(-1), h.reshape(-1)):
-            continue
-        product.bias = operation.weight
-        product.bias_roles = (*[""] * (len(operation.weight.shape) - 1), "o")
-        product.claims += operation.claims
-        operations.remove(operation)
+def _owners(rows: Tensor, n: int) -> Owners | None:
+    """The examples of rows from their cotangents [d r c o]; where groups have different ones, of rows and groups."""
+    result = owners_of(rows.flatten(2), n)
+    if result is None and rows.shape[2] > 1:
+        result = owners_of(rows.flatten(1, 2), n)
+        return None if result is None else replace(result, by_group=True)
+    return result
+
+
+def _merged(operations: Sequence[Operation], biases: Sequence[tuple[int, int]]) -> list[Operation]:
+    """Products whose bias is added by an operation of its own (mm, view, add) become one use."""
+    for product, at in biases:
+        bias = operations[at].weight
+        assert bias is not None
+        operations[product].bias = bias
+        operations[product].bias_roles = (*[""] * (len(bias.shape) - 1), "o")
+    return [operation for at, operation in enumerate(operations) if at not in {added for _, added in biases}]
 
 
 def _biases(
@@ -925,7 +953,7 @@ def _uses(
     if bias and not _accompanies(uses.get(bias[0], ()), uses[name], block, leaves[bias[0]]):
         return None
     for use in uses[name]:
-        entry = owners[use.operation][0]
+        entry = owners[use.operation]
         assert entry is not None
         if isinstance(block.rule, EntriesRule):
             rule: Rule = EntriesRule(Pulled(use.operation, entry, use.operand, leaves[name]))

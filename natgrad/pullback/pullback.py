@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -525,13 +525,16 @@ def pullback(
     *,
     params: Mapping[str, Tensor] | None = None,
     output: Callable[[Any], Tensor] | None = None,
+    examples: Literal["inputs"] | None = None,
     memory: int = MEMORY,
     rules: Sequence[Rule] = (),
 ) -> Pullback:
     """Pull the metric on the outputs of a model back to its parameters (Grosse 2021, section 5).
 
     ``x``: a tensor, a tuple of positional or a dict of keyword inputs, examples on every first axis. ``params``: the
-    parameters of a pure function ``f(params, x)``. ``output``: takes what the model returns to y [n *out]. ``memory``:
+    parameters of a pure function ``f(params, x)``. ``output``: takes what the model returns to y [n *out].
+    ``examples="inputs"``: the model flattens its outputs over positions (``logits.view(-1, V)``), and so are targets;
+    y is [n t *out] for the n examples that the first input has on its first axis. ``memory``:
     bytes that a structure may occupy; work is chunked over roots and examples within an eighth of it. ``rules``: for
     layers of one's own; they are asked before those of the library.
 
@@ -541,7 +544,7 @@ def pullback(
     >>> ng.Dense().estimate(pb).dense().shape
     torch.Size([9, 9])
     """
-    wrapped = Model.of(model, params, output)
+    wrapped = Model.of(model, params, output, examples)
     check_slots(metric=(metric, OutputMetric))
     return View(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
@@ -612,6 +615,12 @@ class View:
         if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
             with torch.no_grad():
                 y = torch.cat([self.model(None, examples(batch.x, part, parts[-1][1])) for part in parts]).to(y.dtype)
+        if self.model.examples is not None and y.ndim > 1:
+            flat = y.shape[0] * y.shape[1]
+            unflattened = map_tensors(
+                batch.target, lambda t: self.model.by_example(t, batch.x) if t.ndim and t.shape[0] == flat else t
+            )
+            batch = replace(batch, target=unflattened)
         if not self.deferred:
             check_outputs(self.model, batch.x, y)
         tape = over_examples(tape)
@@ -624,6 +633,10 @@ class View:
         if bare and tape.operations is not None:
             blocks, tape, reasons = self.known.operations.resolve(self.model, blocks, tape, bare)
             self.known.operations.remember(self.blocks)
+            first = next((t.shape[0] for t in tensors_of(batch.x) if t.ndim), 0)
+            if first and y.shape[0] > first and y.shape[0] % first == 0:
+                hint = f'; the outputs have {y.shape[0]} rows for {first} examples: pass examples="inputs"'
+                reasons = {name: reason + hint for name, reason in reasons.items()}
         elif bare:
             self.known.operations.expect()
             raise OperationsNeededError

@@ -188,7 +188,7 @@ class Layered(Structure):
             return split, None
         uncovered = [block for block in blocks if block not in covered]
         params = {name: p for name, p in model.params.items() if name not in names}
-        smaller = Model(model.function, params, model.output)
+        smaller = replace(model, params=params)
         return split, self.fallback.restore(smaller, _repositioned(uncovered, params), below)
 
     def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
@@ -268,7 +268,7 @@ def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
     """The same pullback, to some of the parameters only, and without rules."""
     names = {name for block in blocks for name in block.names}
     params = {name: p for name, p in pullback.model.params.items() if name in names}
-    model = Model(pullback.model.function, params, pullback.model.output)
+    model = replace(pullback.model, params=params)
     layers = replace(pullback.seen, layers=_repositioned(blocks, params))
     return replace(pullback, batch=replace(pullback.batch, model=model), seen=layers)
 

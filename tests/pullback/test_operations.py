@@ -346,3 +346,149 @@ def test_ragged_rows_are_padded() -> None:
     assert owners.valid is not None
     assert owners.valid.tolist() == [[True, False], [False, False], [True, True]]
     assert owners.total(torch.tensor([1.0, 2.0, 3.0])).tolist() == [2, 0, 4]
+
+
+# Outputs that are flattened over positions
+
+
+class Talker(nn.Module):
+    """A language model with attention; its logits are [n t V], or flattened [n·t V]."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+        self.flat = flat
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Every position sees those before it."""
+        h = self.table(tokens)
+        h = h + (h @ self.mix(h).mT).tril().softmax(-1) @ h
+        logits = self.head(torch.tanh(h.view(-1, 4))).view(*tokens.shape, 7)
+        return logits.view(-1, 7) if self.flat else logits
+
+
+def talkers() -> tuple[Talker, Talker]:
+    torch.manual_seed(0)
+    whole, flat = Talker(False), Talker(True)
+    flat.load_state_dict(whole.state_dict())
+    return whole, flat
+
+
+@pytest.mark.parametrize(
+    "structure", [ng.Dense(), ng.Diagonal(), ng.Kronecker(strict=True)], ids=lambda s: type(s).__name__
+)
+def test_outputs_that_are_flattened_are_those_of_their_examples(structure: Any) -> None:
+    whole, flat = talkers()
+    metric = ng.Fisher(ng.Categorical())
+    expected = structure.estimate(ng.pullback(whole, IDS, metric))
+    pb = ng.pullback(flat, IDS, metric, examples="inputs")
+    assert pb.y.shape == (5, 2, 7)
+    close(structure.estimate(pb).dense(), expected.dense())
+
+
+def test_targets_are_flattened_as_outputs_are() -> None:
+    whole, flat = talkers()
+    target = torch.randint(7, (5, 2), generator=torch.Generator().manual_seed(1))
+    metric = ng.GradientCovariance(lambda y, t: F.cross_entropy(y.transpose(-1, -2) if y.ndim > 2 else y, t))
+    expected = ng.Diagonal().estimate(ng.pullback(whole, IDS, metric, target=target)).diagonal()
+    found = ng.Diagonal().estimate(ng.pullback(flat, IDS, metric, target=target.view(-1), examples="inputs"))
+    close(found.diagonal(), expected)
+
+
+def test_an_optimizer_takes_flattened_outputs() -> None:
+    whole, flat = talkers()
+    examples: Any
+    for model, examples in ((whole, None), (flat, "inputs")):
+        opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), strict=True, lr=0.1, examples=examples)
+        for _ in range(2):
+            opt.zero_grad()
+            model(IDS).square().mean().backward()
+            opt.step()
+    for p, q in zip(whole.parameters(), flat.parameters(), strict=True):
+        close(q.detach(), p.detach())
+
+
+def test_rows_that_mix_examples_say_that_outputs_may_be_flattened() -> None:
+    _, flat = talkers()
+    with pytest.raises(ng.errors.UncoveredError, match=r'10 rows for 5 examples: pass examples="inputs"'):
+        ng.Kronecker(strict=True).estimate(ng.pullback(flat, IDS, ng.Euclidean()))
+
+
+def test_outputs_that_no_example_can_have_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'examples="inputs": outputs of 9 rows cannot be given to examples'):
+        ng.pullback(Of(lambda w, x: (x @ w).flatten(0, 1)[:9], (4, 3)), X, ng.Euclidean(), examples="inputs")
+
+
+# Blocks of vision models
+
+
+class ConvNeXt(nn.Module):
+    """A depthwise convolution, channels last, and a scale for every channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise, self.norm = nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.layer_scale = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 4 h w] to [n 4 h w]."""
+        h = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return x + (self.layer_scale * self.down(F.gelu(self.up(h)))).permute(0, 3, 1, 2)
+
+
+class Swin(nn.Module):
+    """Attention in shifted windows with a table of relative positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.norm = nn.Linear(4, 12), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.table = nn.Parameter(normal(9, 2))
+        at = torch.stack(torch.meshgrid(torch.arange(2), torch.arange(2), indexing="ij")).flatten(1)
+        self.index = ((at[:, :, None] - at[:, None] + 1) * torch.tensor([3, 1])[:, None, None]).sum(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 4 4 4] to [n 4 4 4], windows of 2 × 2."""
+        n = len(x)
+        h = torch.roll(self.norm(x.permute(0, 2, 3, 1)), (-1, -1), (1, 2))
+        windows = h.view(n, 2, 2, 2, 2, 4).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 4)
+        q, k, v = self.qkv(windows).view(-1, 4, 3, 2, 2).permute(2, 0, 3, 1, 4)
+        bias = self.table[self.index.view(-1)].view(4, 4, 2).permute(2, 0, 1)
+        out = self.proj(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).reshape(-1, 4, 4))
+        out = out.view(n, 2, 2, 2, 2, 4).permute(0, 1, 3, 2, 4, 5).reshape(n, 4, 4, 4)
+        return x + torch.roll(out, (1, 1), (1, 2)).permute(0, 3, 1, 2)
+
+
+class BEiT(nn.Module):
+    """Biases of q and v put together with zeros for k, a mask token, and a scale of the residual branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(4, 12, bias=False), nn.Linear(4, 4)
+        self.q_bias, self.v_bias, self.gamma = (nn.Parameter(normal(4, seed=seed)) for seed in range(3))
+        self.mask_token, self.cls_token = nn.Parameter(normal(1, 1, 4)), nn.Parameter(normal(1, 1, 4, seed=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 4 h w] to [n 1 + h·w 4]."""
+        x = x.flatten(2).mT
+        mask = (x[..., :1] > 0.5).to(x.dtype)
+        x = x * (1 - mask) + self.mask_token * mask
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.v_bias), self.v_bias])
+        q, k, v = F.linear(x, self.qkv.weight, bias).chunk(3, -1)
+        return x + self.gamma * self.proj((q @ k.mT).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("block", [ConvNeXt, Swin, BEiT])
+def test_blocks_of_vision_models_are_covered_whole(block: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = block().double(), normal(3, 4, 4, 4)
+    y = model(x)
+    s = torch.randn(2, *y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0))
+    pb = ng.pullback(model, x, Rooted(s))
+    R = by_hand(model, x, s) / len(y) ** 0.5
+    close(rows(pb), R)
+    ng.Kronecker(strict=True).estimate(pb)
+    G = ng.EigenKronecker(strict=True).estimate(pb)
+    close(G.trace(), R.square().sum())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
@@ -118,12 +118,21 @@ def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
     torch.testing.assert_close(S.double().flatten(), 64 * wide.square().sum((0, 2)), rtol=1e-5, atol=0)
 
 
+class _Named(nn.PReLU):
+    """A subclass, which inherits."""
+
+
 class _Steeper(nn.PReLU):
-    """A subclass, which may have another forward."""
+    """A subclass with another forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Twice as steep."""
+        return super().forward(2 * input)
 
 
-def test_the_rule_speaks_for_the_very_type_only() -> None:
+def test_a_subclass_inherits_the_rule_unless_it_has_another_forward() -> None:
     assert RULE.covers(nn.PReLU())
+    assert RULE.covers(_Named())
     assert not RULE.covers(_Steeper())
 
 
