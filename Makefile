@@ -32,7 +32,7 @@ lint: $(VENV)/.dev  ## ruff, the order of imports, mypy
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-check: lint  ## the quick gate: lint, the laws of the house, golden values, product table, mission theorems
+check: lint  ## the quick gate: lint, the laws of the house, golden values, product table, theorems
 	$(PYTEST) $(CORE)
 
 test: lint  ## the whole gate: lint, doctests and all tests, JOBS files at a time

@@ -250,12 +250,10 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _graph_key(self) -> Hashable:
         """What a captured step depends on beside gradients and learning rates: options, and where tensors lie."""
-        state = self.state
-        addresses = tuple(
-            (p.data_ptr(), state[p]["momentum"].data_ptr() if "momentum" in state.get(p, {}) else 0)
-            for group in self.param_groups
-            for p in group["params"]
-        )
+        params = [p for group in self.param_groups for p in group["params"]]
+        # Not state[p]: torch hashes a tensor in Python, and this is asked in every step.
+        momenta = [of_param["momentum"] for of_param in self.state.values() if "momentum" in of_param]
+        addresses = tuple(t.data_ptr() for t in (*params, *momenta))
         options = tuple((group["momentum"], group["weight_decay"]) for group in self.param_groups)
         return self.preconditioner.version, options, addresses
 

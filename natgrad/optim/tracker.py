@@ -97,6 +97,25 @@ class EmaWeight:
 
 
 @final
+class AtStep:
+    """Reports NaN and infinity inside with the number of the step.
+
+    Not a generator: from Python 3.12 on, an error that leaves ``contextlib.contextmanager`` as another one keeps all
+    frames it passed in a reference cycle, and with them the optimizer.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, NonFiniteError):
+            raise NonFiniteError(f"at step {self._step}: {error}") from error
+
+
+@final
 class MetricTracker:
     """Estimates G in a hook on the model's forward pass when it is due, and holds its moving average.
 
@@ -240,19 +259,10 @@ class MetricTracker:
         finally:
             self._suspended = before
 
-    @contextmanager
-    def checked(self) -> Iterator[None]:
+    def checked(self) -> AtStep:
         """The model has the parameters of the optimizer; NaN and infinity inside are reported with the step."""
         self._check.check()
-        with self._numbered():
-            yield
-
-    @contextmanager
-    def _numbered(self) -> Iterator[None]:
-        try:
-            yield
-        except NonFiniteError as error:
-            raise NonFiniteError(f"at step {self.step}: {error}") from error
+        return AtStep(self.step)
 
     def before_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
         """A forward pass begins, ``compiled`` or not.
@@ -318,7 +328,7 @@ class MetricTracker:
             tape = recorder.tape(self.model.outputs(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
-        with self._numbered():  # the parameters have been checked before the pass
+        with AtStep(self.step):  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
             try:
                 pb = self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())

@@ -28,7 +28,7 @@ from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import Tape
 from natgrad.rules.base import Replayed
-from natgrad.rules.features import Features, Joined, Moment, sum_of
+from natgrad.rules.features import Features, Joined, Moment
 
 
 @final
@@ -87,18 +87,20 @@ def _summed(
     pb: Pullback, layers: Sequence[Block], sharing: Sharing, watch: Watch | None
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of layers that are each of one kind."""
-    left: list[list[Tensor]] = [[] for _ in layers]  # the sum so far
-    right: list[list[Moment]] = [[] for _ in layers]
+    left: dict[int, Moment] = {}
+    right: dict[int, Moment] = {}
     for tape, chunks in passes(pb):
         for g in chunks:
-            for s, block in zip(left, layers, strict=True):
-                s[:] = [sum_of([*s, sharing.output_moment(sharing.outputs(g.of(tape, block)), block).total])]
+            for b, block in enumerate(layers):
+                s = sharing.output_moment(sharing.outputs(g.of(tape, block)), block)
+                left[b] = left[b] + s if b in left else s
             if watch is not None:
                 watch(tape, g)
-        for a, block in zip(right, layers, strict=True):
-            a.append(sharing.input_moment(sharing.inputs(tape.inputs(block)), block))
-            a[:] = [Moment(sum_of([m.total for m in a]), sum_of([m.count for m in a]))]
-    return [(s.to(pb.y.dtype), a.mean().to(pb.y.dtype)) for (s,), (a,) in zip(left, right, strict=True)]
+        for b, block in enumerate(layers):
+            a = sharing.input_moment(sharing.inputs(tape.inputs(block)), block)
+            right[b] = right[b] + a if b in right else a
+    dtype = pb.y.dtype
+    return [(left[b].total.to(dtype), right[b].mean().to(dtype)) for b in range(len(layers))]
 
 
 def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:

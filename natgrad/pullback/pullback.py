@@ -48,7 +48,7 @@ from natgrad.rules.base import Rule
 @final
 @dataclass(frozen=True)
 class Batch:
-    """A model with inputs and, where a metric needs them, targets."""
+    """A model with inputs, and targets if the metric needs them."""
 
     model: Model
     x: Inputs
@@ -58,11 +58,11 @@ class Batch:
 @final
 @dataclass(frozen=True)
 class Seen:
-    """The layers, with their rules, and what a pass has shown of them, by their first name.
+    """The layers with their rules, and what a forward pass showed about them, by the first name of each.
 
-    ``positions``: how many r·c of one example share the weight. ``unused``: the layers that the pass did not use, as
-    they are where they are used; in ``layers`` they have no rule, and their rows are zero. ``reasons``: why parameters
-    that were used have no rule, by their names.
+    ``positions``: the number of positions r·c of an example that share the weight. ``unused``: layers that the pass did
+    not use, with their rule; in ``layers`` they have no rule, and their rows are zero. ``reasons``: why parameters that
+    were used have no rule, by name.
     """
 
     layers: list[Block]
@@ -74,10 +74,10 @@ class Seen:
 @final
 @dataclass(frozen=True)
 class Passes:
-    """How the examples are gone through: in ranges that are processed together, each with its tape.
+    """Ranges of examples that are processed together, each with its tape.
 
-    ``memory``: bytes that a structure may occupy. A tape that is missing is recorded when it is needed. ``recordings``:
-    of second moments, where the same model is seen again and again.
+    ``memory``: bytes that a structure may occupy. A missing tape is recorded when it is needed. ``recordings``: the
+    CUDA graphs of second moments, for a model that is used repeatedly.
     """
 
     memory: int
@@ -88,7 +88,7 @@ class Passes:
     operations: OperationLayers = field(default_factory=OperationLayers)
 
 
-# The root of the output metric at the outputs, made when and where it is needed, and checked.
+# The root of the output metric, computed where it is needed, and checked.
 
 
 @final
@@ -109,14 +109,14 @@ class Root:
 
     @staticmethod
     def of(view: View, target: Any, y: Tensor, coupled: bool) -> Root:
-        """Nothing is computed for an exact metric, unless it is ``coupled`` and all examples will be needed at once."""
+        """Draw samples now. Compute an exact root now only if it is ``coupled``, which needs all examples at once."""
         metric, check = view.metric, not view.deferred
         kept = root_at(metric, y, target, view.generator, check) if coupled or not metric.exact else None
         return Root(metric, y, target, view.memory, check, kept)
 
     @property
     def columns(self) -> int:
-        """K, from one example where the root is not kept."""
+        """K, from the stored root, or from the root at one example."""
         kept = self._kept()
         return kept.shape[0] if kept is not None else self._alone or 0
 
@@ -130,7 +130,7 @@ class Root:
         return root_at(self.metric, self.y[part[0] : part[1]], examples(self.target, part, n), None, self.check)
 
     def cut(self, part: Part, limit: int) -> list[Part]:
-        """A range in pieces, so that the root of each has no more than ``limit`` numbers."""
+        """Split a range into pieces whose roots have at most ``limit`` numbers each."""
         n, d = part[1] - part[0], self.y.shape[1:].numel()
         if n * d**2 <= limit or self._kept() is not None:
             return [part]
@@ -248,7 +248,7 @@ class Pullback:
 
     @property
     def layers(self) -> list[Block]:
-        """With their rules."""
+        """The layers with their rules."""
         return self.seen.layers
 
     @property
@@ -283,12 +283,12 @@ class Pullback:
 
     @property
     def blocks(self) -> list[Block]:
-        """The layers as ``factors`` packs them: rows of a coupled metric, or a tied weight, are in flattening order."""
+        """The layers as ``factors`` packs them; coupled metrics and tied weights have rows in flattening order."""
         coupled = self.coupling is not None
         return [layer.without_rule() if coupled or layer.facets else layer for layer in self.layers]
 
     def separated(self) -> Pullback:
-        """The same pullback with weights and biases as layers of their own."""
+        """The same pullback with weights and biases as separate layers."""
         layers: list[Block] = []
         unused: dict[str, Block] = {}
         for layer in self.layers:
@@ -298,12 +298,12 @@ class Pullback:
         return replace(self, seen=replace(self.seen, layers=layers, unused=unused))
 
     def unmixed(self) -> Pullback:
-        """The same examples, each by itself: the rows before a coupling mixes them."""
+        """The same pullback without the coupling."""
         return replace(self, coupled=None)
 
     @property
     def chunk(self) -> int:
-        """Elements that a temporary may have."""
+        """The largest number of elements of a temporary."""
         return max(1, chunk_bytes(self.memory) // self.y.element_size())
 
     @property
@@ -323,8 +323,8 @@ class Pullback:
         return torch.einsum("knd,kn->nd", s, t).view_as(u) / self.n
 
     def check_metric(self) -> None:
-        """Raise if the metric is not finite at the outputs, for a structure that makes products with it only."""
-        if self.roots.kept is None:  # what is kept has been checked
+        """Raise if the metric is not finite at the outputs, for structures that only compute products."""
+        if self.roots.kept is None:  # a stored root has been checked already
             flat_at(self.metric, self.y, torch.ones_like(self.y), self.batch.target)
 
     def factors(self, limit: int | None = None) -> Iterator[list[Factors]]:
@@ -341,7 +341,7 @@ class Pullback:
                 yield from formed(found, self.chunk)
 
     def ranges(self) -> list[Part]:
-        """The parts, cut further where an exact root of all their examples would be too large."""
+        """The ranges of examples, split further if their exact roots would be too large."""
         if not separable(self.batch.x, self.n):
             return self.parts
         pieces = [piece for part in self.parts for piece in self.roots.cut(part, self.chunk)]
@@ -373,7 +373,7 @@ class Pullback:
     def square(self) -> Tensor:
         """The diagonal of G [p] = Σ_kn R², from the factors."""
         sums = [Squares() for _ in self.blocks]
-        # Nothing is gained from many roots at once, as they are summed: chunks that stay in the cache are faster.
+        # The roots are summed, so small chunks that stay in the cache are fastest.
         for factors in self.factors(_CACHE if self.y.device.type == "cpu" else self.chunk):
             for total, f in zip(sums, factors, strict=True):
                 total.add(f)
@@ -383,7 +383,7 @@ class Pullback:
         return out
 
     def tape(self, part: Part) -> Tape:
-        """The tape of a range of examples, recorded now unless it is there."""
+        """The tape of a range of examples, recorded now if it is missing."""
         if part in self.passes.tapes:
             return self.passes.tapes[part]
         shown = [layer for layer in self.layers if is_operation(layer)]
@@ -400,7 +400,7 @@ class Pullback:
         return [None if block is None else tape.inputs(block).dense().to(self.y.dtype) for block in factored]
 
     def roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, limit: int | None) -> int:
-        """How many roots k fit into a chunk, with the rows that layers with several positions will form."""
+        """How many columns k of the root fit into a chunk, including the rows of layers with several positions."""
         cost = sum(shape.numel() for use in tape.uses for shape in use.shapes)
         for block, a in zip(self.layers, inputs, strict=True):
             if a is None or a.shape[1] > 1:
@@ -513,7 +513,7 @@ _WITHOUT = "{} have no layer rule and are differentiated example by example, whi
 
 
 class OperationsNeededError(Exception):
-    """Control flow: modules do not tell all that the pass computed, and it must be run again with its operations."""
+    """Control flow: parameters are used outside modules with a rule; run the pass again and record its operations."""
 
 
 def pullback(
@@ -531,12 +531,13 @@ def pullback(
 ) -> Pullback:
     """Pull the metric on the outputs of a model back to its parameters (Grosse 2021, section 5).
 
-    ``x``: a tensor, a tuple of positional or a dict of keyword inputs, examples on every first axis. ``params``: the
-    parameters of a pure function ``f(params, x)``. ``output``: takes what the model returns to y [n *out].
-    ``examples="inputs"``: the model flattens its outputs over positions (``logits.view(-1, V)``), and so are targets;
-    y is [n t *out] for the n examples that the first input has on its first axis. ``memory``:
-    bytes that a structure may occupy; work is chunked over roots and examples within an eighth of it. ``rules``: for
-    layers of one's own; they are asked before those of the library.
+    ``x``: a tensor, a tuple of positional inputs or a dict of keyword inputs, with the examples on the first axis of
+    each. ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the
+    model
+    returns. ``examples="inputs"``: the model flattens positions into the first axis of its outputs
+    (``logits.view(-1, V)``), and the targets are flattened, too; the first input has the n examples on its first axis,
+    and y becomes [n t *out]. ``memory``: bytes that a structure may occupy; temporaries are chunked to an eighth of
+    it. ``rules``: your own layer rules, which take precedence over those of the library.
 
     >>> import natgrad as ng
     >>> model = nn.Linear(2, 3)
@@ -552,7 +553,7 @@ def pullback(
 @final
 @dataclass(frozen=True)
 class Known:
-    """What is remembered of a model that is looked at again and again."""
+    """Caches for a model that is used repeatedly."""
 
     verdicts: Verdicts = field(default_factory=Verdicts)
     judgements: Judgements = field(default_factory=Judgements)
@@ -563,10 +564,9 @@ class Known:
 @final
 @dataclass(frozen=True)
 class View:
-    """How a model is looked at: the metric on its outputs, its layers, and what is known about its graphs.
+    """Makes pullbacks of one model: its metric, its layers, and caches of what was learned about its graphs.
 
-    ``deferred``: numbers are not looked at while they are computed, which would make a GPU wait; whether they are
-    finite is found out by those who average them.
+    ``deferred``: do not check that numbers are finite, because a GPU would have to wait; the moving average does.
     """
 
     model: Model
@@ -578,14 +578,14 @@ class View:
     deferred: bool = False
 
     def checked(self, x: Inputs, target: Any = None) -> Pullback:
-        """The pullback at inputs, and targets, that are looked at first."""
+        """The pullback at inputs and targets, which are checked first."""
         check_inputs(self.model, x)
         self.metric.check_target(target)
         self.model.check_separable()
         return self.of(Batch(self.model, x, target))
 
     def of(self, batch: Batch) -> Pullback:
-        """The pullback at a batch, in a forward pass of our own; ``deferred`` ones are never cut into parts."""
+        """The pullback at a batch, by a forward pass of the library; a ``deferred`` one is not split into ranges."""
         while True:
             asked = self.operations
             if self.deferred:
@@ -601,16 +601,16 @@ class View:
 
     @property
     def operations(self) -> bool:
-        """Whether a pass must record its operations: modules do not tell all that it computes with parameters."""
+        """Whether a pass must record its operations, because parameters are used outside modules with a rule."""
         return self.known.operations.needed(self.blocks)
 
     def assemble(self, batch: Batch, tape: Tape, parts: list[Part], fleeting: bool = False) -> Pullback:
-        """The pullback from a forward pass that has been run already, as by an optimizer's hook.
+        """The pullback from a forward pass that has already run, such as one seen by an optimizer's hook.
 
-        ``fleeting``: it is used up at once.
+        ``fleeting``: the pullback is used at once, so y need not be copied.
         """
-        # Under autocast outputs and cotangents come in half precision: what is made of them is kept in single, at
-        # least. A copy: the outputs are the user's, who may go on to change them in place.
+        # Under autocast, outputs and cotangents are in half precision; factors are in single precision or better. A
+        # copy, because the user may change the outputs in place.
         y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32), copy=not fleeting)
         if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
             with torch.no_grad():
@@ -697,7 +697,7 @@ def _placed(coupled: Coupling, y: Tensor) -> Coupling:
 
 
 def layers_of(model: Model, rules: Sequence[Rule] = ()) -> list[Block]:
-    """The model's layers, with the user's rules and those that ship with the library."""
+    """The layers of the model, by the user's rules and those of the library."""
     check_slots(**{f"rules[{at}]": (rule, Rule) for at, rule in enumerate(rules)})
     return partition(model, (*rules, *RULES))
 

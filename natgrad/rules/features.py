@@ -11,10 +11,11 @@ This module is part of ``rules`` because rules return features, and nothing belo
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Literal, TypeAlias, final
 
 import torch
@@ -48,6 +49,10 @@ class Moment:
 
     def __repr__(self) -> str:
         return f"Moment(total={self.total}, count={self.count})"
+
+    def __add__(self, other: Moment) -> Moment:
+        """Over the positions of both."""
+        return Moment(self.total + other.total, self.count + other.count)
 
     @cached_property
     def total(self) -> Tensor:
@@ -159,7 +164,8 @@ class Features(ABC):
         a, (k, _, _, c, o) = self.dense().to(g.dtype), g.shape
         step = max(1, _GRADIENTS // (k * c * o * a.shape[-1]))
         pieces = zip(a.split(step), g.split(step, dim=1), strict=True)
-        return sum_of([torch.einsum("knrco,nrci->kncoi", h, x).square().sum((0, 1)) for x, h in pieces])
+        squares = (torch.einsum("knrco,nrci->kncoi", h, x).square().sum((0, 1)) for x, h in pieces)
+        return reduce(torch.add, squares)
 
 
 @final
@@ -437,17 +443,17 @@ class Joined(Features):
         return torch.cat([use.dense() for use in self.uses], dim=-3)
 
     def count(self, weights: Tensor | None = None) -> int | Tensor:
-        return sum_of([use.count(weights) for use in self.uses])
+        return reduce(operator.add, [use.count(weights) for use in self.uses])
 
     def moment(self) -> Moment:
-        return Moment(sum_of([use.moment().total for use in self.uses]), self.count())
+        return reduce(operator.add, [use.moment() for use in self.uses])
 
     def squares(self) -> Moment:
-        return Moment(sum_of([use.squares().total for use in self.uses]), self.count())
+        return reduce(operator.add, [use.squares() for use in self.uses])
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         """Every use counts alike in a mean, however many positions it has."""
-        total = sum_of([use.reduced(how).dense() for use in self.uses])
+        total = reduce(torch.add, [use.reduced(how).dense() for use in self.uses])
         return DenseFeatures(total / len(self.uses) if how == "mean" else total)
 
     def project(self, w: Tensor) -> Tensor:
@@ -483,14 +489,6 @@ def border_entries(squares: Tensor, sums: Tensor, corner: int | Tensor) -> Tenso
     """Σ (x, 1)(x, 1)ᵀ [c 2 2] from Σ x² [c], Σ x [c] and the number of terms."""
     last = torch.full_like(sums, corner) if isinstance(corner, int) else corner.to(sums.dtype).expand_as(sums)
     return torch.stack([squares, sums, sums, last], dim=-1).view(-1, 2, 2)
-
-
-def sum_of(terms: Sequence[Tensor] | Sequence[int | Tensor]) -> Tensor:
-    """Their sum, in a new tensor where there are several."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total  # type: ignore[return-value] # integers give an integer
 
 
 def _product(x: Tensor) -> Tensor:
