@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -42,6 +43,16 @@ def can_read(t: Tensor) -> bool:
     tensor([[2., 2.]])
     """
     return not is_asynchronous(t.device) and not in_transform()
+
+
+def replays_graphs(device: torch.device) -> bool:
+    """Whether kernels can be captured into a CUDA graph."""
+    return device.type == "cuda"
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Inside, tensors that the mode converts have shapes and no values: an operation costs no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def rng_devices(device: torch.device) -> list[torch.device]:

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.devices import full_precision
 from natgrad.errors import MemoryBoundError
 from natgrad.geometry import unflatten
 from natgrad.linalg import check_finite
@@ -21,7 +22,7 @@ from natgrad.output.metric import Euclidean
 from natgrad.pullback.chunks import check_apart, examples, separable
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.layer import Block
-from natgrad.pullback.pullback import MEMORY, pullback, unrounded
+from natgrad.pullback.pullback import MEMORY, pullback
 from natgrad.structures.base import Inverse, Layout
 from natgrad.structures.dense import index_of, name_of
 from natgrad.structures.kernel import Kernel, KernelOperator
@@ -105,7 +106,7 @@ def _assemble(
                 check_size((len(titles) + 1) * math.prod(shape) * like.element_size(), (rows, columns), memory)
                 totals = {name: like.new_zeros(shape) for name in titles}
             top, start = one[0] if one else 0, two[0] if two else 0
-            with torch.no_grad(), unrounded(left.factors[0].g.device):
+            with torch.no_grad(), full_precision(left.factors[0].g.device):
                 for name, layer in layers.items():
                     block = layer.gram(None if diagonal else others[name]).view(k, n, l, m) * math.sqrt(n * m)
                     total = totals[title(layer)]
@@ -148,7 +149,7 @@ def jacobian_rows(model: Model, x: Inputs, memory: int, chosen: Range | None = N
             f"{needed:,} bytes, over the bound memory={memory:,}: take fewer points at a time (ntk has batch= "
             "for it), or products only with functionspace.NTKOperator"
         )
-    with torch.no_grad(), unrounded(pb.y.device):
+    with torch.no_grad(), full_precision(pb.y.device):
         return KernelOperator(Layout(pb.model.like, pb.y.dtype), tuple(pb.blocks), tuple(pb.collect()))
 
 

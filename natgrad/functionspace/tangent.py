@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.devices import full_precision
 from natgrad.errors import MemoryBoundError
 from natgrad.functionspace.ntk import check_size, gram, jacobian_rows, ntk
 from natgrad.functionspace.rkhs import differentiated
@@ -20,7 +21,7 @@ from natgrad.kernels.sobolev import ReproducingKernel
 from natgrad.linalg import check_damping, check_finite
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import Euclidean
-from natgrad.pullback.pullback import MEMORY, Pullback, pullback, unrounded
+from natgrad.pullback.pullback import MEMORY, Pullback, pullback
 from natgrad.structures.kernel import Kernel, KernelOperator, PushThrough
 
 
@@ -222,7 +223,7 @@ class TangentFrame:
         d, m = rows.factors[0].g.shape[:2]
         k, n = self.root.shape[:2]
         check_size(d * m * k * n * 8, (m, n), self.memory)
-        with torch.no_grad(), unrounded(self.root.device):
+        with torch.no_grad(), full_precision(self.root.device):
             inner = gram(rows.to(torch.float64), self.exact) * math.sqrt(m)  # J_x Uᵀ
             return (inner @ self.spectrum.directions).view(d, m, -1).transpose(0, 1)
 

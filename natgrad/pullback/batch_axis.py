@@ -1,36 +1,38 @@
-"""Where the examples are in every layer's output: on one axis, in their order, or the rule cannot speak for it.
+"""Find the batch axis of every layer call; without one the layer's rule does not apply.
 
-A shape cannot say so. A model may swap its axes (t positions where t happens to be n), sort its examples and put them
-back, or apply a layer to a table with n rows. For most layers the graph proves it
-# (``natgrad.pullback.batch_axis``). For
-the others cotangents tell: scaling example n by c_n must scale row n of every g by c_n, and nothing else.
+A shape does not show the batch axis: a model may swap its axes (t positions, and t happens to be n), sort its examples
+and put them back, or apply a layer to a table with n rows. For most layers the operations of the graph prove it
+(``prove_batch_axes``). For the others cotangents show it: scaling example n by c_n must scale row n of every g by c_n,
+and nothing else.
 
-Most rules want them on the first axis. To a rule that treats leading axes alike (``Rule.leading``) a layer is shown
-with its examples there, wherever they are (``Use.turned``): torch's transformers and recurrences have them second.
+Most rules want the batch on the first axis. A rule that treats leading axes alike (``Rule.leading``) gets a view with
+the batch axis moved there (``Use.with_batch_first``): torch's transformers and recurrences have it second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.autograd_nodes import output_shape
 from natgrad.errors import BatchStatisticsError, NonFiniteError, UncoveredError
+from natgrad.lru import LRU
 from natgrad.model import Inputs, Model, tensors_of
 from natgrad.pullback.graph import Axis, Step, Survey, below, leaf_below, nodes, survey
 from natgrad.pullback.layer import Block
 from natgrad.pullback.tape import Tape, Use
 from natgrad.rules.base import Replayed, cotangent_features, replaying
 
-# Where the tensors of a graph hold their examples, proven from the operations alone.
+# The batch axis, proven from the operations alone.
 #
-# Outputs y [n *out] have their examples on the first axis. Going down from y, every operation tells on which axis of
-# its arguments they lie (``natgrad.pullback.graph``): an entry of example n there changes nothing but the output of
-# example n. A node is proven if all ways from y to it agree. A module that hides its layers (a fused recurrence,
-# attention) is passed over, from its output to its input: its rule says that it keeps the examples apart.
+# Outputs y [n *out] have their batch axis first. Going down from y, every operation says on which axis of its arguments
+# the batch lies (``natgrad.pullback.graph``): an entry of example n there changes the output of example n only. A node
+# is proven if all paths from y to it agree. A module that hides its layers (a fused recurrence, attention) is passed
+# over, from its output to its input: its rule says that it does not mix examples.
 
 
 FORK = "ForkBackward"
@@ -48,11 +50,11 @@ DATA_DEPENDENT = frozenset(
 
 @final
 @dataclass(frozen=True)
-class Order:
-    """What is known about the nodes below y.
+class ProvenAxes:
+    """The nodes below y, and the batch axes that the graph proves.
 
-    ``axes``: of the proven ones, where their outputs have the examples. ``reached``: all nodes. ``passed``: proven
-    outputs of modules that were passed over. ``inside``: the nodes of those modules.
+    ``axes``: the batch axis of each proven node. ``reached``: all nodes. ``passed``: proven outputs of modules that
+    were passed over. ``inside``: the nodes of those modules.
     """
 
     axes: Mapping[Any, Axis]
@@ -61,27 +63,27 @@ class Order:
     inside: frozenset[Any]
 
     def reaches(self, use: Use) -> bool:
-        """Whether a way leads from y to an output of a use."""
+        """Whether y depends on an output of a use."""
         return any(edge is not None and edge.node in self.reached for edge in use.edges)
 
     def axis(self, use: Use) -> Axis | None:
-        """Where the output of a use is proven to have its examples.
+        """The proven batch axis of the output of a use.
 
-        Nothing is said of modules with several outputs in use: a recurrence has its last state another way round.
+        None for modules with several outputs in use: a recurrence has its last state on other axes.
         """
-        found = [edge is not None and edge.node in self.reached for edge in use.edges]
+        reached = [edge is not None and edge.node in self.reached for edge in use.edges]
         first = use.edges[0]
-        return None if first is None or any(found[1:]) else self.axes.get(first.node)
+        return None if first is None or any(reached[1:]) else self.axes.get(first.node)
 
 
-def ordered(y: Tensor, uses: Sequence[Use] = ()) -> Order:
-    """Where the nodes below y have their examples."""
+def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
+    """Follow the batch axis from y [n *out] down the graph."""
     n = y.shape[0]
     hiding = {(use.edges[0].node, use.edges[0].output_nr): use for use in uses if use.edges[0] and use.source}
     axes: dict[Any, Axis] = {}
     passed: dict[Any, Any] = {}
     doubtful: list[Any] = []
-    seen: set[tuple[Any, int]] = set()
+    visited: set[tuple[Any, int]] = set()
     stack: list[tuple[Any, int, Axis]] = [(y.grad_fn, y.output_nr, Axis(0))]
     while stack:
         node, output, axis = stack.pop()
@@ -89,31 +91,31 @@ def ordered(y: Tensor, uses: Sequence[Use] = ()) -> Order:
             continue
         if axes.setdefault(node, axis) != axis:
             doubtful.append(node)
-        if (node, output) in seen:
+        if (node, output) in visited:
             continue
-        seen.add((node, output))
+        visited.add((node, output))
         use = hiding.get((node, output))
-        if use is not None and use.source is not None and _kept(use, axis, n):
+        if use is not None and use.source is not None and _passes_batch(use, axis, n):
             passed[node] = use.source.node
             stack.append((use.source.node, use.source.output_nr, axis))
             continue
         for at, (child, number) in enumerate(node.next_functions):
-            if child is None or (node.name() == FORK and at == 0):  # the user's gradient, a way the metric never goes
+            if child is None or (node.name() == FORK and at == 0):  # the user's gradient
                 continue
-            found = below(Step(node, at, axis, n, _shape(node, output), _shape(child, number)))
-            if found is None:
+            argument = below(Step(node, at, axis, n, output_shape(node, output), output_shape(child, number)))
+            if argument is None:
                 doubtful.append(child)
             else:
-                stack.append((child, number, found))
+                stack.append((child, number, argument))
     inside = _inside(passed)
     wrong = set(nodes([*doubtful, *(node for node in inside if node in axes)]))
     proven = {node: axis for node, axis in axes.items() if node not in wrong}
-    kept = frozenset(node for node in passed if node in proven)
-    return Order(proven, frozenset(nodes([y.grad_fn])), kept, inside)
+    outputs = frozenset(node for node in passed if node in proven)
+    return ProvenAxes(proven, frozenset(nodes([y.grad_fn])), outputs, inside)
 
 
-def _kept(use: Use, axis: Axis, n: int) -> bool:
-    """Whether a module that hides its layers has n examples there in its output, and so in its input."""
+def _passes_batch(use: Use, axis: Axis, n: int) -> bool:
+    """Whether a module that hides its layers has the batch on this axis of its output and of its input."""
     given = use.call.x.shape
     return (
         axis == Axis(axis.index)
@@ -131,82 +133,38 @@ def _inside(passed: Mapping[Any, Any]) -> frozenset[Any]:
     )
 
 
-def _shape(node: Any, output: int) -> tuple[int, ...]:
-    return tuple(node._input_metadata[output].shape)
-
-
-_Signature: TypeAlias = tuple[object, ...]
-_KEPT = 256  # graphs; the lengths of sequences make many
-
-
 @final
 @dataclass(frozen=True)
-class Seating:
-    """Where the uses of a tape have their examples, by their positions in ``Tape.uses``.
+class BatchAxes:
+    """The batch axes of the uses of a tape, by their positions in ``Tape.uses``.
 
-    ``elsewhere``: those that a rule cannot speak for. ``idle``: those whose output never reaches y, so neither.
-    ``axes``: those that it can, once they are turned. All others are as the rule has them. ``certain``: whether
-    another pass with the same graph need not be looked at; without any cotangents there was nothing to see.
+    ``missing``: uses without a batch axis. ``idle``: uses on whose output y does not depend. ``axes``: uses whose batch
+    axis must be moved to the front. All others have it where their rule expects it. ``certain``: whether the result
+    holds for every pass with the same graph; without cotangents it does not.
     """
 
-    elsewhere: frozenset[int] = frozenset()
+    missing: frozenset[int] = frozenset()
     idle: frozenset[int] = frozenset()
     axes: Mapping[int, Axis] = field(default_factory=dict)
     certain: bool = True
 
     @property
-    def wrong(self) -> frozenset[int]:
-        """All that a rule cannot speak for."""
-        return self.elsewhere | self.idle
+    def without_rule(self) -> frozenset[int]:
+        """The uses to which no rule applies."""
+        return self.missing | self.idle
 
 
-@final
-class Verdicts:
-    """What was found about graphs that have been looked at before, for a model that is called again and again.
-
-    A graph is known again by its operations with their axes, and by its layers with their shapes. One that moves
-    examples by an index that depends on the data is looked at every time.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[_Signature, Seating] = {}
-        self._told: set[str] = set()
-
-    def news(self, message: str) -> bool:
-        """Whether this has not been said yet."""
-        new = message not in self._told
-        self._told.add(message)
-        return new
-
-    def seated(self, tape: Tape, seen: Survey) -> Seating:
-        """As the function of this name, for a graph of these kinds of nodes."""
-        if not tape.uses or not tape.y.requires_grad:
-            return Seating()
-        if not DATA_DEPENDENT.isdisjoint(seen.names):
-            return seated(tape)
-        uses = tuple((id(use.module), use.shapes) for use in tape.uses)
-        signature = (tape.y.shape, uses, seen.kinds, seen.form)
-        found = self._known.get(signature)
-        if found is None:
-            found = seated(tape)
-            if found.certain:
-                self._known[signature] = found
-            if len(self._known) > _KEPT:
-                del self._known[next(iter(self._known))]
-        return found
-
-
-def seated(tape: Tape) -> Seating:
-    """Where every layer call of a tape has its examples."""
+def find_batch_axes(tape: Tape) -> BatchAxes:
+    """The batch axis of every layer call of a tape."""
     if not tape.uses or not tape.y.requires_grad:
-        return Seating()
-    n, order = tape.y.shape[0], ordered(tape.y, tape.uses)
+        return BatchAxes()
+    n, graph = tape.y.shape[0], prove_batch_axes(tape.y, tape.uses)
     axes: dict[int, Axis] = {}
     unsure: dict[int, list[Axis | None]] = {}
-    elsewhere, idle = set(), set()
+    missing, idle = set(), set()
     for at, use in enumerate(tape.uses):
-        home, proven = use.rule.batch_axis(use.module, use.call), order.axis(use)
-        if not order.reaches(use):
+        home, proven = use.rule.batch_axis(use.module, use.call), graph.axis(use)
+        if not graph.reaches(use):
             idle.add(at)
         elif _at_home(use, n) and (n == 1 or (proven is not None and proven.index == home)):
             continue
@@ -215,60 +173,61 @@ def seated(tape: Tape) -> Seating:
         elif options := _options(use, n):
             unsure[at] = options
         else:
-            elsewhere.add(at)
+            missing.add(at)
     if not unsure:
-        return Seating(frozenset(elsewhere), frozenset(idle), axes)
-    found, certain = _looked_for(tape, unsure)
-    axes |= {at: axis for at, axis in found.items() if axis is not None}
-    return Seating(frozenset(elsewhere | unsure.keys() - found.keys()), frozenset(idle), axes, certain)
+        return BatchAxes(frozenset(missing), frozenset(idle), axes)
+    probed, certain = _probe_axes(tape, unsure)
+    axes |= {at: axis for at, axis in probed.items() if axis is not None}
+    return BatchAxes(frozenset(missing | unsure.keys() - probed.keys()), frozenset(idle), axes, certain)
 
 
 def _at_home(use: Use, n: int) -> bool:
-    """Whether n examples may be where the rule has them."""
+    """Whether the batch may be where the rule expects it."""
     home = use.rule.batch_axis(use.module, use.call)
     return home is None or (len(use.shape) > max(home, 1) and use.shape[home] == n)
 
 
 def _options(use: Use, n: int) -> list[Axis | None]:
-    """Where n examples may be: None is where the rule has them."""
+    """The possible batch axes; None is the one that the rule expects."""
     home = use.rule.batch_axis(use.module, use.call)
     others = [Axis(at) for at, size in enumerate(use.shape) if size == n and at != home and use.turns(Axis(at), n)]
     return [*([None] if _at_home(use, n) else []), *others]
 
 
-def check_alike(tape: Tape, layers: Sequence[Block], part: tuple[int, int]) -> Seating:
-    """Where the examples are. Raise if a layer that has its rule from another part of the batch cannot have it here.
+def check_alike(tape: Tape, layers: Sequence[Block], chunk: tuple[int, int]) -> BatchAxes:
+    """The batch axes of a chunk. Raise if a rule that applies to another chunk of the batch does not apply to this one.
 
-    A model may sort its examples: the first part was in order, and this one is not.
+    A model may sort its examples: the first chunk was in order, and this one is not.
     """
-    counts, found = survey(tape.y).counts, seated(tape)
-    names = [layer.names[0] for layer in layers if layer.rule and not tape.complete(layer, counts, found.wrong)]
+    counts, batch_axes = survey(tape.y).counts, find_batch_axes(tape)
+    wrong = batch_axes.without_rule
+    names = [layer.names[0] for layer in layers if layer.rule and not tape.complete(layer, counts, wrong)]
     if names:
         raise BatchStatisticsError(
-            f"the layers of {', '.join(names)} see examples {part[0]} to {part[1]} in another order, or are used in "
+            f"the layers of {', '.join(names)} see examples {chunk[0]} to {chunk[1]} in another order, or are used in "
             "another way, than those before: the batch cannot be processed in parts. Raise memory= so that it fits "
             "whole"
         )
-    return found
+    return batch_axes
 
 
-def check_unused(tape: Tape, leaves: Mapping[str, Tensor], part: tuple[int, int]) -> None:
-    """Raise if a parameter that the whole batch did not use is used by a part of it."""
+def check_unused(tape: Tape, leaves: Mapping[str, Tensor], chunk: tuple[int, int]) -> None:
+    """Raise if a parameter that the whole batch did not use is used by a chunk of it."""
     if not leaves or tape.y.grad_fn is None:
         return
     names = sorted(set(leaves) - survey(tape.y).unreached(leaves))
     if names:
         raise BatchStatisticsError(
-            f"examples {part[0]} to {part[1]} use {', '.join(names)}, and the whole batch did not: what the model uses "
-            "is decided anew in every pass, and the batch cannot be processed in parts. Raise memory= so that it fits "
-            "whole"
+            f"examples {chunk[0]} to {chunk[1]} use {', '.join(names)}, and the whole batch did not: what the model "
+            "uses is decided anew in every pass, and the batch cannot be processed in parts. Raise memory= so that it "
+            "fits whole"
         )
 
 
-def _looked_for(tape: Tape, unsure: Mapping[int, Sequence[Axis | None]]) -> tuple[dict[int, Axis | None], bool]:
-    """The first axis of each use on which cotangents show its examples, if one does, and whether that is certain.
+def _probe_axes(tape: Tape, unsure: Mapping[int, Sequence[Axis | None]]) -> tuple[dict[int, Axis | None], bool]:
+    """The first axis of each use on which cotangents show the batch, if any, and whether that is certain.
 
-    It is not where cotangents were zero, or so many of them that they show the examples on more than one axis.
+    It is not certain if cotangents are zero, or if they show the batch on more than one axis.
     """
     generator = torch.Generator().manual_seed(0)
     s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64).to(tape.y)
@@ -278,8 +237,8 @@ def _looked_for(tape: Tape, unsure: Mapping[int, Sequence[Axis | None]]) -> tupl
         for at, options in left.items():
             left[at] = [axis for axis in options if _shown(tape, at, axis, once[at], scaled[at], c)]
     alive = {at: [_alive(tape, at, axis, once[at]) for axis in options] for at, options in left.items()}
-    seen = all(any(bool(g.any()) for g in once[at]) for at in unsure)
-    certain = seen and all(len(each) < 2 or each[0] for each in alive.values())
+    nonzero = all(any(bool(g.any()) for g in once[at]) for at in unsure)
+    certain = nonzero and all(len(each) < 2 or each[0] for each in alive.values())
     return {at: options[0] for at, options in left.items() if options}, certain
 
 
@@ -325,13 +284,10 @@ def _rows(tape: Tape, at: int, axis: Axis | None, outer: tuple[Tensor, ...]) -> 
     return [cotangent_features(use.rule, use.module, keys, g).dense()[0].flatten(1) for keys in layers]
 
 
-# Layers that a forward pass hides from its graph.
-
-
 _REENTRANT = "CheckpointFunctionBackward"
 
 
-def refuse_hidden(model: Model, names: Collection[str], counts: Mapping[int, int]) -> None:
+def check_reentrant_checkpoint(model: Model, names: Collection[str], counts: Mapping[int, int]) -> None:
     """Refuse layers inside a reentrant checkpoint, which runs them without a graph.
 
     ``names`` of the nodes of the graph, and ``counts`` of the entries of each parameter into it, by its id.
@@ -346,20 +302,17 @@ def refuse_hidden(model: Model, names: Collection[str], counts: Mapping[int, int
         )
 
 
-# Which layers have their rule in a pass. It is found once for every kind of graph, and remembered.
-
-
-_KEPT_GRAPHS = 64  # graphs
+# Which layers can use their rule in a pass, cached by graph signature.
 
 
 @final
 @dataclass(frozen=True)
-class Judged:
-    """What a pass shows of the layers ``given``.
+class LayerStatus:
+    """Which of the layers ``given`` can use their rule in a pass.
 
-    ``blocks``: the layers, without their rule where it does not apply. ``unused``: the layers that the pass did not
-    use, by their first name. ``positions``: how many r·c of one example share the weight, by the first name, of layers
-    whose shapes tell. ``axes``: of uses that are to be turned (``Tape.turned``).
+    ``blocks``: the layers, without their rule if it does not apply. ``unused``: the layers that the pass did not use,
+    by their first name. ``positions``: the number r·c of positions of one example that share the weight, by the first
+    name, for layers whose shapes show it. ``axes``: the batch axes to move to the front (``Tape.with_batch_first``).
     """
 
     given: list[Block]
@@ -367,59 +320,70 @@ class Judged:
     unused: Mapping[str, Block]
     positions: Mapping[str, int]
     axes: Mapping[int, Axis]
-    memo: dict[Hashable, Any] = field(default_factory=dict)  # what others have found about such passes
+    memo: dict[Hashable, Any] = field(default_factory=dict)  # a cache for others, shared by passes with the same graph
 
     def positions_of(self, blocks: Sequence[Block], tape: Tape) -> dict[str, int]:
-        """Of all blocks of a pass that looks like this one."""
-        known = self.positions
-        if len(known) == len(blocks):
-            return dict(known)
-        return {b.names[0]: known[b.names[0]] if b.names[0] in known else tape.positions(b) for b in blocks}
+        """The positions of all blocks of a pass with the same graph."""
+        if len(self.positions) == len(blocks):
+            return dict(self.positions)
+        return {b.names[0]: self.positions.get(b.names[0]) or tape.positions(b) for b in blocks}
 
 
 @final
-class Judgements:
-    """What was found about passes that have been looked at before, for a model that is called again and again.
+class StatusCache:
+    """The status of layers, cached by graph signature, for a model that is called repeatedly.
 
-    A pass is known again by all that decides: the kinds of the nodes of its graph, how they are joined and along which
-    axes they work, the parameters that enter it, in order, and the calls of its layers. One that moves examples by an
-    index that depends on the data is judged anew.
+    The signature is all that decides: the kinds of the nodes, how they are joined and along which axes they work, the
+    parameters that enter, in order, and the calls of the layers. A graph that moves examples by an index that depends
+    on the data is never cached.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Judged] = {}
+        self._statuses: LRU[Hashable, LayerStatus] = LRU(capacity=64)
+        self._axes: LRU[Hashable, BatchAxes] = LRU(capacity=256)  # many, because every sequence length is an entry
 
-    def of(self, model: Model, blocks: list[Block], tape: Tape, whole: bool, verdicts: Verdicts) -> Judged:
-        """``whole``: all examples are in this pass, so that what it does not use is not used."""
-        seen = survey(tape.y)
-        key = (seen.kinds, seen.form, seen.entries, seen.top, whole, tape.y.shape, _signature(tape.uses))
-        found = self._known.get(key)
-        if found is not None and found.given == blocks:
-            return found
-        refuse_hidden(model, seen.names, seen.counts)
-        seating = verdicts.seated(tape, seen)
-        found = _judged(model, blocks, tape, seen, whole, seating)
-        if seating.certain and DATA_DEPENDENT.isdisjoint(seen.names):
-            self._known[key] = found
-            if len(self._known) > _KEPT_GRAPHS:
-                del self._known[next(iter(self._known))]
-        return found
+    def of(self, model: Model, blocks: list[Block], tape: Tape, whole: bool) -> LayerStatus:
+        """``whole``: all examples are in this pass, so that a layer that it does not use is unused."""
+        graph = survey(tape.y)
+        key = (graph.kinds, graph.form, graph.entries, graph.top, whole, tape.y.shape, _signature(tape.uses))
+        status = self._statuses.get(key)
+        if status is not None and status.given == blocks:
+            return status
+        check_reentrant_checkpoint(model, graph.names, graph.counts)
+        batch_axes = self._batch_axes(tape, graph)
+        status = _status(model, blocks, tape, graph, whole, batch_axes)
+        if batch_axes.certain and DATA_DEPENDENT.isdisjoint(graph.names):
+            self._statuses[key] = status
+        return status
+
+    def _batch_axes(self, tape: Tape, graph: Survey) -> BatchAxes:
+        if not DATA_DEPENDENT.isdisjoint(graph.names):
+            return find_batch_axes(tape)
+        key = (tape.y.shape, tuple((id(use.module), use.shapes) for use in tape.uses), graph.kinds, graph.form)
+        batch_axes = self._axes.get(key)
+        if batch_axes is None:
+            batch_axes = find_batch_axes(tape)
+            if batch_axes.certain:
+                self._axes[key] = batch_axes
+        return batch_axes
 
 
-def _judged(model: Model, given: list[Block], tape: Tape, seen: Survey, whole: bool, seating: Seating) -> Judged:
-    wrong = seating.wrong
-    blocks = [b if b.rule is None or tape.complete(b, seen.counts, wrong) else b.without_rule() for b in given]
-    out = seen.unreached(tape.leaves or model.params) if whole else frozenset()
+def _status(
+    model: Model, given: list[Block], tape: Tape, graph: Survey, whole: bool, batch_axes: BatchAxes
+) -> LayerStatus:
+    wrong = batch_axes.without_rule
+    blocks = [b if b.rule is None or tape.complete(b, graph.counts, wrong) else b.without_rule() for b in given]
+    unreached = graph.unreached(tape.leaves or model.params) if whole else frozenset()
     # Nothing that the pass returned depends on them, whether or not the layer was called.
-    unused = {b.names[0]: b for b in given if out.issuperset(b.names)}
+    unused = {b.names[0]: b for b in given if unreached.issuperset(b.names)}
     blocks = [b.without_rule() if b.names[0] in unused else b for b in blocks]
-    told = [b for b in blocks if b.rule is not None and not any(isinstance(kind.rule, Replayed) for kind in b.kinds)]
-    positions = {b.names[0]: tape.positions(b) for b in told}
-    return Judged(list(given), blocks, unused, positions, seating.axes)
+    static = [b for b in blocks if b.rule is not None and not any(isinstance(kind.rule, Replayed) for kind in b.kinds)]
+    positions = {b.names[0]: tape.positions(b) for b in static}
+    return LayerStatus(list(given), blocks, unused, positions, batch_axes.axes)
 
 
 def _signature(uses: Sequence[Use]) -> tuple[Hashable, ...]:
-    """All of the calls that a judgement depends on, in one flat tuple, which is soon compared."""
+    """All that the status depends on in the calls, in one flat tuple, which is fast to compare."""
     hiding = replaying([type(use.rule) for use in uses])
     out: list[Hashable] = []
     for use in uses:
@@ -433,7 +397,7 @@ def _signature(uses: Sequence[Use]) -> tuple[Hashable, ...]:
     return tuple(out)
 
 
-# Where a NaN or an infinity comes from. Looking is slow and happens only after one was seen.
+# The origin of a NaN or an infinity. The search is slow and runs only after one has appeared.
 
 
 def check_outputs(model: Model, x: Inputs, y: Tensor) -> None:
@@ -456,13 +420,13 @@ def _origin(model: Model, x: Inputs) -> str:
 def _first_module(model: Model, x: Inputs) -> str:
     if model.module is None:
         return "the function itself"
-    found: list[str] = []
+    broken: list[str] = []
     handles = []
     for name, module in model.module.named_modules():
 
         def look(_m: nn.Module, _x: Any, out: Any, name: str = name, kind: str = type(module).__name__) -> None:
             if not all(bool(torch.isfinite(t).all()) for t in tensors_of(out) if t.is_floating_point()):
-                found.append(f"{name or 'the model'} ({kind})")
+                broken.append(f"{name or 'the model'} ({kind})")
 
         handles.append(module.register_forward_hook(look))
     try:
@@ -471,4 +435,4 @@ def _first_module(model: Model, x: Inputs) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "outside every module"
+    return broken[0] if broken else "outside every module"

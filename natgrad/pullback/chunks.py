@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import is_asynchronous
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.pullback.layer import Block
@@ -53,7 +54,7 @@ def pass_bytes(memory: int, device: torch.device) -> int:
     >>> pass_bytes(2**32, torch.device("cpu")) == 2**28, pass_bytes(2**32, torch.device("cuda")) == 2**31
     (True, True)
     """
-    return chunk_bytes(memory) if device.type == "cpu" else max(1, memory // 2)
+    return max(1, memory // 2) if is_asynchronous(device) else chunk_bytes(memory)
 
 
 def separable(x: Inputs, n: int) -> bool:

@@ -1,7 +1,7 @@
-"""On which axis of its arguments an operation has the examples that are on an axis of its result.
+"""The autograd graph: its nodes, its leaves, and how the batch axis moves through its operations.
 
-An operation is followed from its result to an argument if an entry of the argument that belongs to an example can
-change entries of the result of that example only. What is not listed here is not followed, and proves nothing.
+The batch axis is followed from the result of an operation to an argument if an entry of example n in the argument can
+change the result of example n only. Operations that are not listed here prove nothing.
 """
 
 from __future__ import annotations
@@ -10,42 +10,30 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, TypeAlias, final
 
-import torch
 from torch import Tensor
 
-# The autograd graph below the outputs: its nodes, and the parameters that enter it.
-
-
-_nodes: Any = torch._C._functions  # the types of nodes, which torch's stubs do not list
-_LEAF = _nodes.AccumulateGrad
-_VIEWS = frozenset({_nodes.TBackward0, _nodes.TransposeBackward0, _nodes.ToCopyBackward0})
-_NAMELESS = "CppFunction"  # the type of all nodes that torch has no type of their own for
-_RESHAPES = frozenset(
-    {_nodes.ViewBackward0, _nodes.UnsafeViewBackward0, _nodes.ReshapeAliasBackward0, _nodes.ExpandBackward0}
-)
-# What a node says of itself, in numbers: the axes that it works along, and whether statistics are those of the batch.
-# No tensors, which are not looked at.
-_SAVED = frozenset(
-    f"_saved_{name}"
-    for name in (
-        *("dim", "dims", "dim0", "dim1", "dim2", "dimension", "keepdim", "normalized_shape", "pad", "training"),
-        *("start", "end", "step", "shifts", "repeats", "offset", "diagonal", "split_size", "split_sizes"),
-        *("size", "stride", "storage_offset", "self_sym_sizes"),
-    )
+from natgrad.accelerate.autograd_nodes import (
+    LEAF,
+    RESHAPES,
+    TRANSPOSES_AND_CASTS,
+    UNTYPED,
+    argument,
+    numbers,
+    output_shape,
 )
 
 
 def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
     """All nodes below the roots, the roots included, down to those in ``stop``, which are left out."""
-    seen: set[Any] = set(stop)
+    visited: set[Any] = set(stop)
     stack = list(roots)
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             yield node
             stack.extend(child for child, _ in node.next_functions)
 
@@ -91,27 +79,27 @@ def survey(y: Tensor) -> Survey:
     if top is not None:
         return Survey((root.name(),), (), id(top))
     order: list[Any] = [root]
-    places: dict[Any, int] = {root: 0, None: -1}
+    index: dict[Any, int] = {root: 0, None: -1}
     entries: list[int] = []
     joined: list[object] = []
     for node in order:  # which grows
         for child, number in node.next_functions:
             kind = type(child)
-            if kind is _LEAF:
+            if kind is LEAF:
                 entries.append(id(child.variable))
                 joined.append("leaf")
                 continue
-            if kind in _VIEWS:
+            if kind in TRANSPOSES_AND_CASTS:
                 leaf = leaf_below(child)
                 if leaf is not None:
                     entries.append(id(leaf))
                     joined.append("leaf")
                     continue
-            place = places.get(child)
-            if place is None:
-                place = places[child] = len(order)
+            at = index.get(child)
+            if at is None:
+                at = index[child] = len(order)
                 order.append(child)
-            joined.append((place, number) if number else place)
+            joined.append((at, number) if number else at)
         joined.append("end")
     return Survey(_kinds(order), tuple(entries), None, (*joined, *_saved(order)))
 
@@ -119,22 +107,15 @@ def survey(y: Tensor) -> Survey:
 def _kinds(order: Sequence[Any]) -> tuple[object, ...]:
     """The types of nodes, or their names."""
     kinds = tuple(map(type, order))
-    if any(kind.__name__ == _NAMELESS for kind in set(kinds)):
+    if any(kind.__name__ == UNTYPED for kind in set(kinds)):
         return tuple(node.name() for node in order)
     return kinds
 
 
 def _saved(order: Sequence[Any]) -> list[object]:
-    """What the nodes say of themselves; of reshapes, which say only what they had, also what they give."""
-    keys = {kind: _keys(kind) for kind in set(map(type, order))}
-    found: list[object] = [getattr(node, key) for node in order for key in keys[type(node)]]
-    return found + [tuple(node._input_metadata[0].shape) for node in order if type(node) in _RESHAPES]
-
-
-@cache
-def _keys(kind: type) -> tuple[str, ...]:
-    """What nodes of a type say of themselves; there are few types, and every estimate asks."""
-    return tuple(sorted(_SAVED.intersection(vars(kind))))
+    """The numbers that nodes saved; for reshapes, which save their input shape only, also the output shape."""
+    saved = [number for node in order for number in numbers(node)]
+    return saved + [output_shape(node) for node in order if type(node) in RESHAPES]
 
 
 def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:
@@ -152,16 +133,16 @@ def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:
 
 
 def _above_leaf(node: Any) -> bool:
-    return type(node) is _LEAF or (type(node) in _VIEWS and leaf_below(node) is not None)
+    return type(node) is LEAF or (type(node) in TRANSPOSES_AND_CASTS and leaf_below(node) is not None)
 
 
 def leaf_below(node: Any) -> Any:
     """The leaf that a chain of transposes and casts starts from, or None."""
     kind = type(node)
-    while kind in _VIEWS:
+    while kind in TRANSPOSES_AND_CASTS:
         node = node.next_functions[0][0]
         kind = type(node)
-    return node.variable if kind is _LEAF else None
+    return node.variable if kind is LEAF else None
 
 
 @final
@@ -188,14 +169,14 @@ class Axis:
         of its own, then one that ends with it.
         """
         ahead = math.prod(result[: self.index]) * self.before
-        found = []
+        candidates = []
         for index in range(len(argument)):
             before, rest = divmod(ahead, max(1, math.prod(argument[:index])))
             axis = Axis(index, before)
             if before and not rest and axis.fits(argument, n):
-                found.append(axis)
-        goes_on = {axis: argument[axis.index] > axis.before * n for axis in found}
-        return min(found, key=lambda axis: (goes_on[axis], axis.before > 1), default=None)
+                candidates.append(axis)
+        goes_on = {axis: argument[axis.index] > axis.before * n for axis in candidates}
+        return min(candidates, key=lambda axis: (goes_on[axis], axis.before > 1), default=None)
 
     def first(self, t: Tensor, n: int, lead: int = 0) -> Tensor:
         """A view with the n examples on an axis of their own, in front; ``lead`` axes before them stay.
@@ -268,19 +249,19 @@ def _weighted(step: Step) -> Axis | None:
 
 def _standardized(step: Step) -> Axis | None:
     """With statistics that the batch has no part in."""
-    return None if getattr(step.node, "_saved_training", True) else _weighted(step)
+    return None if argument(step.node, "training", default=True) else _weighted(step)
 
 
 def _normalized(step: Step) -> Axis | None:
-    free = len(step.result) - len(step.node._saved_normalized_shape)
+    free = len(step.result) - len(argument(step.node, "normalized_shape"))
     return step.moved(step.axis.index) if step.at == 0 and step.axis.index < free else None
 
 
 def _padded(step: Step) -> Axis | None:
     """Padding by 1 and −1 keeps the length, and moves every entry."""
-    pad = step.node._saved_pad
-    own = pad[2 * (len(step.result) - 1 - step.axis.index) :][:2]
-    return step.moved(step.axis.index) if not any(own) else None
+    pad = argument(step.node, "pad")
+    along_batch = pad[2 * (len(step.result) - 1 - step.axis.index) :][:2]
+    return step.moved(step.axis.index) if not any(along_batch) else None
 
 
 def _attended(step: Step) -> Axis | None:
@@ -306,12 +287,12 @@ def _product(step: Step, factor: int) -> Axis | None:
 
 
 def _permuted(step: Step) -> Axis | None:
-    return step.moved(_signed(step.node._saved_dims[step.axis.index]) % len(step.result))
+    return step.moved(_signed(argument(step.node, "dims")[step.axis.index]) % len(step.result))
 
 
 def _transposed(step: Step) -> Axis | None:
     d = len(step.result)
-    dims = [_signed(getattr(step.node, key, at)) % d for at, key in enumerate(("_saved_dim0", "_saved_dim1"))]
+    dims = [_signed(argument(step.node, key, default=at)) % d for at, key in enumerate(("dim0", "dim1"))]
     at = step.axis.index
     return step.moved(dims[1 - dims.index(at)] if at in dims else at) if d > 1 else step.moved(at)
 
@@ -330,10 +311,10 @@ def _cut(step: Step) -> Axis | None:
 def _reduced(step: Step) -> Axis | None:
     axes = _axes(step.node, len(step.argument))
     if len(step.result) == len(step.argument):
-        kept = list(range(len(step.argument)))
+        axes_left = list(range(len(step.argument)))
     else:
-        kept = [axis for axis in range(len(step.argument)) if axis not in axes]
-    index = kept[step.axis.index] if len(kept) == len(step.result) else None
+        axes_left = [axis for axis in range(len(step.argument)) if axis not in axes]
+    index = axes_left[step.axis.index] if len(axes_left) == len(step.result) else None
     return None if index in axes else step.moved(index)
 
 
@@ -349,8 +330,8 @@ def _stacked(step: Step) -> Axis | None:
 
 def _axes(node: Any, d: int) -> set[int]:
     """The axes that an operation works along, counted from the front; all where it does not say."""
-    found = next((getattr(node, key) for key in ("_saved_dim", "_saved_dims") if hasattr(node, key)), None)
-    flat = tuple(found) if isinstance(found, (tuple, list)) else () if found is None else (found,)
+    dims = argument(node, "dim", "dims")
+    flat = tuple(dims) if isinstance(dims, (tuple, list)) else () if dims is None else (dims,)
     return {_signed(axis) % d for axis in flat} or set(range(d))
 
 

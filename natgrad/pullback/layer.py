@@ -12,6 +12,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.autograd_nodes import is_view_of
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors
 from natgrad.rules.base import Keys, Rule, check_packing, trainable
@@ -303,7 +304,7 @@ def _packed_view(kind: Block) -> Tensor | None:
         return None
     flat = torch.empty(kind.places[0].shape, device="meta")
     packed = kind.rule.pack(kind.modules[0], {kind.keys[0]: flat})
-    return packed if packed is flat or packed._base is flat else None
+    return packed if is_view_of(packed, flat) else None
 
 
 # Weights tied between two kinds of modules: the embedding of a language model and its head.

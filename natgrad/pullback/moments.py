@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.modules import buffers_in
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import NatgradError
@@ -342,7 +343,7 @@ class CapturedKernels:
     def _key(self, side: Side, numbers: Sequence[int], at_uses: Sequence[int]) -> Hashable:
         """All that the kernels depend on, beside what they read."""
         uses = [self.tape.uses[at] for at in at_uses]
-        buffers = [t for use in uses for t in use.module._buffers.values() if t is not None]
+        buffers = [t for use in uses for t in buffers_in(use.module).values() if t is not None]
         return (
             side,
             self.layers.sharing,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from natgrad.accelerate.autograd_nodes import argument, output_shape
 from natgrad.pullback.graph import nodes
 from natgrad.pullback.tape import Tape, Use
 from natgrad.rules.embedding import EmbeddingRule
@@ -38,7 +39,7 @@ def over_examples(tape: Tape) -> Tape:
         for at, (child, output) in enumerate(node.next_functions):
             below = _reshaped(child)
             if below in sums and node.name() not in _SAME:
-                u = torch.Size(child._input_metadata[output].shape)
+                u = torch.Size(output_shape(child, output))
                 sums[below].append((node, u) if _adds(node, at, u, n) else None)
     moved = {id(use): _moved(use, sums[node]) for node, use in tables.items()}
     return replace(tape, uses=tuple(new for use in tape.uses for new in moved.get(id(use), [use])))
@@ -58,11 +59,11 @@ def _without(index: tuple[int, ...], n: int) -> bool:
 
 def _adds(node: Any, at: int, u: torch.Size, n: int) -> bool:
     """Whether a node adds its argument u to n examples, or expands it over them, on some axis."""
-    z, name = torch.Size(node._input_metadata[0].shape), node.name()
+    z, name = torch.Size(output_shape(node)), node.name()
     axes = [axis for axis in range(len(z) - 1) if z[axis] == n and ((1,) * (len(z) - len(u)) + tuple(u))[axis] == 1]
     if name == "RepeatBackward0":
-        axes = [axis for axis in axes if all(k == 1 for at, k in enumerate(node._saved_repeats) if at != axis)]
-    plain = at == 0 or node._saved_alpha == 1 if name == "AddBackward0" else at == 0
+        axes = [axis for axis in axes if all(k == 1 for at, k in enumerate(argument(node, "repeats")) if at != axis)]
+    plain = at == 0 or argument(node, "alpha") == 1 if name == "AddBackward0" else at == 0
     spreads = name in ("AddBackward0", "SubBackward0", "ExpandBackward0", "RepeatBackward0")
     return spreads and plain and len(u) <= len(z) and bool(axes)
 
@@ -74,7 +75,7 @@ def _moved(use: Use, sums: Sequence[tuple[Any, torch.Size] | None]) -> list[Use]
         if addition is None:
             return [use]
         node, u = addition
-        z = torch.Size(node._input_metadata[0].shape)
+        z = torch.Size(output_shape(node))
         if not z[-1] == u[-1] == use.shape[-1]:
             return [use]
         index = use.call.x.reshape(u[:-1]).expand(z[:-1])

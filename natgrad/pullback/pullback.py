@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from natgrad.accelerate.autograd_nodes import version_of
+from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
+from natgrad.log import OnceLogger
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
 from natgrad.output.metric import Coupling, OutputMetric
-from natgrad.pullback.batch_axis import Judgements, Verdicts, check_alike, check_outputs, check_unused
+from natgrad.pullback.batch_axis import StatusCache, check_alike, check_outputs, check_unused
 from natgrad.pullback.chunks import (
     Part,
     check_apart,
@@ -84,7 +85,7 @@ class Passes:
     parts: list[Part]
     tapes: dict[Part, Tape]
     recordings: GraphCache[None] | None = None
-    verdicts: Verdicts = field(default_factory=Verdicts)
+    logger: OnceLogger = field(default_factory=OnceLogger)
     operations: OperationLayers = field(default_factory=OperationLayers)
 
 
@@ -171,31 +172,24 @@ class Root:
 
     def _shape(self, y: Tensor, target: Any) -> tuple[int, ...]:
         """The shape of the root at one example; a large root is not made to learn it."""
-        with torch.no_grad(), unrounded(y.device):
+        with torch.no_grad(), full_precision(y.device):
             if y.numel() ** 2 * y.element_size() <= chunk_bytes(self.memory):
                 return tuple(self.metric.root(y, target).shape)
             try:
-                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                with fake_tensors() as mode:
                     return tuple(self.metric.root(mode.from_tensor(y), map_tensors(target, mode.from_tensor)).shape)
             except Exception:  # the metric looks at values, which are not there: Hessians do, and have D columns
                 return (y.numel(), *y.shape)
-
-
-def unrounded(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, nothing is cast to half precision. To switch autocast off takes time, so only where it is on."""
-    if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def root_at(
     metric: OutputMetric, y: Tensor, target: Any, generator: torch.Generator | None, check: bool = True
 ) -> Tensor:
     """s [k n *out] at y [n *out], of the right shape and, where that may be looked at, finite."""
-    before = 0 if y.is_inference() else y._version
-    with torch.no_grad(), unrounded(y.device):
+    before = version_of(y)
+    with torch.no_grad(), full_precision(y.device):
         root = metric.root(y, target, generator).detach()
-    if not y.is_inference() and y._version != before:
+    if version_of(y) != before:
         raise ValueError(f"{metric!r}.root has changed the outputs of the model in place: let it work on y.clone()")
     if root.shape[1:] != y.shape:
         raise ValueError(
@@ -208,7 +202,7 @@ def root_at(
 
 def flat_at(metric: OutputMetric, y: Tensor, u: Tensor, target: Any) -> Tensor:
     """h u [n *out], of the right shape and finite: what stands for the root's checks where no root is made."""
-    with torch.no_grad(), unrounded(y.device):
+    with torch.no_grad(), full_precision(y.device):
         hu = metric.flat(y, u, target)
     if hu.shape != y.shape:
         raise ValueError(f"{metric!r}.flat must be [n *out] = {tuple(y.shape)}, got {tuple(hu.shape)}")
@@ -374,7 +368,7 @@ class Pullback:
         """The diagonal of G [p] = Σ_kn R², from the factors."""
         sums = [Squares() for _ in self.blocks]
         # The roots are summed, so small chunks that stay in the cache are fastest.
-        for factors in self.factors(_CACHE if self.y.device.type == "cpu" else self.chunk):
+        for factors in self.factors(self.chunk if is_asynchronous(self.y.device) else _CACHE):
             for total, f in zip(sums, factors, strict=True):
                 total.add(f)
         out = self.y.new_empty(self.model.size)
@@ -389,10 +383,10 @@ class Pullback:
         shown = [layer for layer in self.layers if is_operation(layer)]
         x = examples(self.batch.x, part, self.n)
         tape = over_examples(record(self.model, self.layers, x, operations=bool(shown)))
-        seating = check_alike(tape, [layer for layer in self.layers if layer not in shown], part)
+        batch_axes = check_alike(tape, [layer for layer in self.layers if layer not in shown], part)
         names = [name for block in self.seen.unused.values() for name in block.names]
         check_unused(tape, {name: p for name, p in tape.leaves.items() if name in names}, part)
-        tape = tape.turned(seating.axes)
+        tape = tape.turned(batch_axes.axes)
         return self.passes.operations.again(self.model, shown, tape, part) if shown else tape
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
@@ -416,7 +410,7 @@ class Pullback:
         ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
         bare = [name for block in ruleless for name in block.names]
         x, y = examples(self.batch.x, part, self.n), self.y[part[0] : part[1]]
-        explicit = rows(self.model, bare, x, y, s, self.passes.verdicts) if bare else s.new_empty(0)
+        explicit = rows(self.model, bare, x, y, s, self.passes.logger) if bare else s.new_empty(0)
         out: list[Factors | Tied] = []
         start = 0
         for block, a, nothing in zip(self.layers, inputs, unused, strict=True):
@@ -499,7 +493,7 @@ def without_autocast(
 
     @wraps(estimate)
     def wrapped(self: Self, pullback: Pullback, /, *args: Others.args, **kwargs: Others.kwargs) -> Result:
-        with torch.no_grad(), unrounded(pullback.y.device):
+        with torch.no_grad(), full_precision(pullback.y.device):
             return estimate(self, pullback, *args, **kwargs)
 
     return wrapped
@@ -508,7 +502,6 @@ def without_autocast(
 # From a model and a batch to a pullback: the forward pass, the layers that have a rule in it, and the root.
 
 
-_log = logging.getLogger("natgrad")
 _WITHOUT = "{} have no layer rule and are differentiated example by example, which is slow: {}."
 
 
@@ -555,8 +548,8 @@ def pullback(
 class Known:
     """Caches for a model that is used repeatedly."""
 
-    verdicts: Verdicts = field(default_factory=Verdicts)
-    judgements: Judgements = field(default_factory=Judgements)
+    logger: OnceLogger = field(default_factory=OnceLogger)
+    statuses: StatusCache = field(default_factory=StatusCache)
     recordings: GraphCache[None] = field(default_factory=GraphCache)
     operations: OperationLayers = field(default_factory=OperationLayers)
 
@@ -626,9 +619,9 @@ class View:
         tape = over_examples(tape)
         # What the first part of a batch does not use, another may.
         whole = parts[-1][1] == y.shape[0] == tape.y.shape[0]
-        judged = self.known.judgements.of(self.model, self.blocks, tape, whole, self.known.verdicts)
-        tape, blocks = replace(tape.turned(judged.axes), memo=judged.memo), judged.blocks
-        bare = [block for block in blocks if block.rule is None and block.names[0] not in judged.unused]
+        status = self.known.statuses.of(self.model, self.blocks, tape, whole)
+        tape, blocks = replace(tape.turned(status.axes), memo=status.memo), status.blocks
+        bare = [block for block in blocks if block.rule is None and block.names[0] not in status.unused]
         reasons: dict[str, str] = {}
         if bare and tape.operations is not None:
             blocks, tape, reasons = self.known.operations.resolve(self.model, blocks, tape, bare)
@@ -641,7 +634,7 @@ class View:
             self.known.operations.expect()
             raise OperationsNeededError
         bare = [block for block in blocks if block.rule is None]
-        self._tell([block for block in bare if block.names[0] not in judged.unused], reasons)
+        self._tell([block for block in bare if block.names[0] not in status.unused], reasons)
         coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             parts = [(0, y.shape[0])]
@@ -650,13 +643,13 @@ class View:
             metric=self.metric,
             y=y,
             roots=Root.of(self, batch.target, y, coupled is not None),
-            seen=Seen(blocks, judged.positions_of(blocks, tape), judged.unused, reasons),
+            seen=Seen(blocks, status.positions_of(blocks, tape), status.unused, reasons),
             passes=Passes(
                 memory=self.memory,
                 parts=parts,
                 tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
-                recordings=self.known.recordings if y.device.type == "cuda" else None,
-                verdicts=self.known.verdicts,
+                recordings=self.known.recordings if replays_graphs(y.device) else None,
+                logger=self.known.logger,
                 operations=self.known.operations,
             ),
             coupled=None if coupled is None else _placed(coupled, y),
@@ -672,8 +665,8 @@ class View:
             by_reason.setdefault(reason, []).append(name)
         for reason, which in by_reason.items():
             message = _WITHOUT.format(", ".join(sorted(which)), reason)
-            if self.known.verdicts.news(message):  # a function has no modules that could be written otherwise
-                _log.log(logging.INFO if self.model.module is None else logging.WARNING, message)
+            # A function has no modules that could be written otherwise.
+            self.known.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
         if not blocks:
             return
         names = ", ".join(name for block in blocks for name in block.names)
@@ -681,8 +674,7 @@ class View:
             self.model.check_separable()
         except BatchStatisticsError:
             message = f"no layer rule covers {names}: in training mode they are seen in evaluation mode"
-            if self.known.verdicts.news(message):
-                _log.info(message)
+            self.known.logger.log_once(logging.INFO, message)
 
 
 def _placed(coupled: Coupling, y: Tensor) -> Coupling:

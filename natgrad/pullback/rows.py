@@ -8,16 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import is_asynchronous
 from natgrad.errors import BatchStatisticsError
+from natgrad.log import OnceLogger
 from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of
-from natgrad.pullback.batch_axis import Verdicts
 
 # Whether examples give the same outputs in batches of different sizes, to rounding.
 
 
 # Relative to the largest output of an example, by the bytes of a number. On a GPU products are done in tf32, in an
 # order that depends on the batch.
-_TOLERANCE = {"cpu": {8: 1e-8, 4: 1e-4, 2: 5e-2}, "cuda": {8: 1e-8, 4: 5e-3, 2: 5e-2}}
+_TOLERANCE = {8: 1e-8, 4: 1e-4, 2: 5e-2}
+_TOLERANCE_GPU = {8: 1e-8, 4: 5e-3, 2: 5e-2}
 
 
 def agree(here: Tensor, there: Tensor) -> bool:
@@ -29,12 +31,11 @@ def agree(here: Tensor, there: Tensor) -> bool:
     """
     if here.shape != there.shape:
         return False
-    tolerance = _TOLERANCE.get(there.device.type, _TOLERANCE["cuda"])[here.element_size()]
+    tolerance = (_TOLERANCE_GPU if is_asynchronous(there.device) else _TOLERANCE)[here.element_size()]
     gap, size = ((t.reshape(len(there), -1).norm(dim=1)).amax() for t in (here - there, there))
     return bool(gap <= tolerance * size)
 
 
-_log = logging.getLogger("natgrad")
 _MIXED = (
     "an example alone has other outputs than in its batch: the outputs of one example depend on the others (z @ z.T, "
     "F.batch_norm(…, training=True)), or the examples are not on the first axis of the inputs. One backward pass an "
@@ -46,7 +47,7 @@ _UNMAPPED = (
 )
 
 
-def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, verdicts: Verdicts) -> Tensor:
+def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, logger: OnceLogger) -> Tensor:
     """R [k n p] for the named parameters, flattened in that order; s [k n *out] are cotangents of the outputs y.
 
     Every example is evaluated as a batch of one under ``vmap``. Inputs without examples on their first axis (then an
@@ -55,22 +56,22 @@ def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, ve
 
     A model whose examples mix, or that draws random numbers, in training mode is differentiated in evaluation mode: it
     runs here once more, and batch statistics and masks cannot be those of the pass that y is from.
-    ``verdicts`` remember what has been said in the log.
+    ``logger`` says once why it is slow.
     """
     module = model.module
     if module is None or not any(m.training for m in module.modules()):
-        return _rows(model, names, x, y, s, verdicts)
+        return _rows(model, names, x, y, s, logger)
     try:
         model.check_separable()
-        return _rows(model, names, x, y, s, verdicts)
+        return _rows(model, names, x, y, s, logger)
     except BatchStatisticsError:
         with evaluating(module):
             with torch.no_grad():
                 y = model(None, x)
-            return _rows(model, names, x, y, s, verdicts)
+            return _rows(model, names, x, y, s, logger)
 
 
-def _rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, verdicts: Verdicts) -> Tensor:
+def _rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, logger: OnceLogger) -> Tensor:
     n = s.shape[1]
     inputs = tensors_of(x)
     if inputs and all(t.ndim > 0 and t.shape[0] == n for t in inputs):
@@ -78,11 +79,9 @@ def _rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, v
             alone, mapped = _rows_by_example(model, names, x, s)
             if agree(alone, y):
                 return mapped.to(s.dtype)
-            if verdicts.news(_MIXED):
-                _log.info(_MIXED)
+            logger.log_once(logging.INFO, _MIXED)
         except (RuntimeError, ValueError) as error:  # a genuine mistake in the model is raised again below
-            if verdicts.news(_UNMAPPED):
-                _log.info(_UNMAPPED, error)
+            logger.log_once(logging.INFO, _UNMAPPED, error)
     return _rows_by_batch(model, names, x, s).to(s.dtype)
 
 

@@ -15,9 +15,10 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_forward_hook
 from natgrad.accelerate.vjp import pulled
 from natgrad.model import Inputs, Model, in_library_pass, map_tensors, tensors_of
 from natgrad.pullback.batch_norm import Statistics
@@ -28,14 +29,6 @@ from natgrad.rules.base import Call, Replay, Replayed, Rule, cotangent_features,
 from natgrad.rules.features import DenseFeatures, Features, Joined
 
 # Edges of the autograd graph, at which cotangents are read.
-
-
-def edge_of(output: Tensor) -> GradientEdge:
-    """``get_gradient_edge``, faster for nodes of torch itself, which keep the graph alive as the edge must."""
-    node: Any = output.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(output)
-    return GradientEdge(node, output.output_nr)
 
 
 def source_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> GradientEdge | None:
@@ -90,17 +83,13 @@ class Hooks:
 
     def put(self, module: nn.Module, hook: Hook, first: bool) -> None:
         """Add a hook; ``first``: before the existing hooks of the module."""
-        module._forward_hooks[self._number] = hook
-        module._forward_hooks_with_kwargs[self._number] = True
-        if first:
-            module._forward_hooks.move_to_end(self._number, last=False)  # type: ignore[attr-defined]
+        put_forward_hook(module, self._number, hook, first=first)
         self._modules.append(module)
 
     def remove(self) -> None:
         """Remove the hook from all modules."""
         for module in self._modules:
-            module._forward_hooks.pop(self._number, None)
-            module._forward_hooks_with_kwargs.pop(self._number, None)
+            remove_forward_hook(module, self._number)
         self._modules.clear()
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.batch_axis import Judgements, Verdicts
+from natgrad.pullback.batch_axis import StatusCache
 from natgrad.pullback.graph import leaf_uses, survey
 from natgrad.pullback.pullback import Batch, View, layers_of
 from natgrad.pullback.tape import record
@@ -145,8 +145,8 @@ def test_statistics_of_the_batch_are_noticed_after_a_pass_without() -> None:
 def test_a_pass_that_looks_like_one_before_is_not_judged_again() -> None:
     m = Written()
     model, blocks = Model.of(m), layers_of(Model.of(m))
-    judgements, verdicts = Judgements(), Verdicts()
-    found = [judgements.of(model, blocks, record(model, blocks, inputs(n)), True, verdicts) for n in (4, 4, 5)]
+    cache = StatusCache()
+    found = [cache.of(model, blocks, record(model, blocks, inputs(n)), True) for n in (4, 4, 5)]
     assert found[0] is found[1]
     assert found[0] is not found[2]
 

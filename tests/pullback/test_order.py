@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from natgrad.pullback.batch_axis import ordered
+from natgrad.pullback.batch_axis import prove_batch_axes
 from natgrad.pullback.graph import Axis
 from tests.pulled import normal
 
@@ -21,7 +21,7 @@ def axis_of(run: Run, x: Tensor) -> tuple[Axis | None, Tensor, Tensor]:
     """Where the input of a function is proven to have its examples; its input, in the graph, and its output."""
     middle = x.requires_grad_() * 1
     y = run(middle)
-    return ordered(y).axes.get(middle.grad_fn), middle, y
+    return prove_batch_axes(y).axes.get(middle.grad_fn), middle, y
 
 
 def separates(axis: Axis, x: Tensor, y: Tensor) -> bool:
@@ -134,4 +134,4 @@ def test_a_weight_that_is_computed_is_no_tensor_of_examples() -> None:
     """A convolution with as many channels as there are examples."""
     weight = torch.randn(N, 1, 1, requires_grad=True, dtype=torch.float64) * 1
     y = F.conv1d(normal(N, 1, T), weight)
-    assert weight.grad_fn not in ordered(y).axes
+    assert weight.grad_fn not in prove_batch_axes(y).axes

@@ -1,0 +1,94 @@
+"""Private attributes of autograd nodes, tensors and modules' hooks, read under plain names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+_nodes: Any = torch._C._functions  # the types of nodes, which torch's stubs do not list
+LEAF = _nodes.AccumulateGrad
+TRANSPOSES_AND_CASTS = frozenset({_nodes.TBackward0, _nodes.TransposeBackward0, _nodes.ToCopyBackward0})
+RESHAPES = frozenset(
+    {_nodes.ViewBackward0, _nodes.UnsafeViewBackward0, _nodes.ReshapeAliasBackward0, _nodes.ExpandBackward0}
+)
+UNTYPED = "CppFunction"  # the type of all nodes that have no type of their own
+
+# Arguments of an operation that are numbers: the axes that it works along, and whether it uses batch statistics.
+_NUMBERS = frozenset(
+    f"_saved_{name}"
+    for name in (
+        *("dim", "dims", "dim0", "dim1", "dim2", "dimension", "keepdim", "normalized_shape", "pad", "training"),
+        *("start", "end", "step", "shifts", "repeats", "offset", "diagonal", "split_size", "split_sizes"),
+        *("size", "stride", "storage_offset", "self_sym_sizes"),
+    )
+)
+
+
+def output_shape(node: Any, output: int = 0) -> tuple[int, ...]:
+    """The shape of an output of a node.
+
+    >>> output_shape((torch.ones(2, 3, requires_grad=True) * 2).grad_fn)
+    (2, 3)
+    """
+    return tuple(node._input_metadata[output].shape)
+
+
+def argument(node: Any, *names: str, default: Any = None) -> Any:
+    """The first of these arguments of its operation that a node saved.
+
+    >>> argument(torch.ones(2, 3, requires_grad=True).softmax(1).grad_fn, "dim")
+    1
+    """
+    for name in names:
+        key = f"_saved_{name}"
+        if hasattr(node, key):
+            return getattr(node, key)
+    return default
+
+
+def numbers(node: Any) -> list[object]:
+    """All arguments of its operation that a node saved and that are numbers. No tensors, which may be freed."""
+    return [getattr(node, key) for key in _keys(type(node))]  # type: ignore[arg-type]
+
+
+@cache
+def _keys(kind: type) -> tuple[str, ...]:
+    """There are few types of nodes, and every estimate asks."""
+    return tuple(sorted(_NUMBERS.intersection(vars(kind))))
+
+
+def edge_of(output: Tensor) -> GradientEdge:
+    """``get_gradient_edge``, faster for nodes of torch itself, which keep the graph alive as the edge must."""
+    node: Any = output.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
+
+
+def version_of(t: Tensor) -> int:
+    """How often a tensor was changed in place; 0 for an inference tensor, which does not count."""
+    return 0 if t.is_inference() else t._version
+
+
+def is_view_of(t: Tensor, base: Tensor) -> bool:
+    """Whether a tensor is another one, or a view of it."""
+    return t is base or t._base is base
+
+
+def put_forward_hook(module: nn.Module, number: int, hook: Callable[..., Any], *, first: bool) -> None:
+    """Add a forward hook with keyword arguments under the id of a handle; ``first``: before all others."""
+    module._forward_hooks[number] = hook
+    module._forward_hooks_with_kwargs[number] = True
+    if first:
+        module._forward_hooks.move_to_end(number, last=False)  # type: ignore[attr-defined]
+
+
+def remove_forward_hook(module: nn.Module, number: int) -> None:
+    """Remove that hook, if it is there."""
+    module._forward_hooks.pop(number, None)
+    module._forward_hooks_with_kwargs.pop(number, None)
