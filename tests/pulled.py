@@ -69,7 +69,7 @@ def random_roots(problem: zoo.Problem, k: int = 3) -> Rooted:
 
 def without_rules(pb: ng.Pullback) -> ng.Pullback:
     """The same pullback with every parameter on the path of `torch.func`."""
-    return replace(pb, seen=replace(pb.seen, layers=[layer.without_rule() for layer in pb.layers]))
+    return replace(pb, layers=[layer.without_rule() for layer in pb.layers])
 
 
 def rows(pb: ng.Pullback, factors: Iterable[Factors] | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from natgrad.linalg import check_finite
 from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Inputs, Model, check_slots, tensors_of
 from natgrad.output.metric import Euclidean
-from natgrad.pullback.chunks import check_apart, examples, separable
+from natgrad.pullback.chunks import check_independent, examples, separable
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import MEMORY, pullback
@@ -133,7 +133,7 @@ def _ranges(model: Model, x: Inputs, batch: int | None) -> list[Range | None]:
             "their first axis: leave batch= out, or give inputs that have"
         )
     if batch < n:
-        check_apart(model, x, batch, n)
+        check_independent(model, x, batch, n)
     return [(start, min(start + batch, n)) for start in range(0, n, batch)]
 
 

@@ -260,7 +260,7 @@ class Restored:
 
     def put(self, tracker: MetricTracker, preconditioner: Preconditioner) -> None:
         """Go on from here."""
-        tracker.view.known.operations.put(self.layers, tracker.view.blocks)
+        tracker.view.cache.operations.put(self.layers, tracker.view.blocks)
         tracker.step, tracker.count, tracker.estimated = self.step, self.count, self.estimated
         tracker.average, tracker.pending_params = self.average, self.pending_params
         tracker.weight.total, tracker.weight.step_size = self.weight
@@ -294,7 +294,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "estimated": tracker.estimated,
         "inverted": preconditioner.inverted,
         "wanted": sorted(tracker.pending_params),
-        "operations": tracker.view.known.operations.state(),
+        "operations": tracker.view.cache.operations.state(),
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": preconditioner.damping,
@@ -378,4 +378,4 @@ def _signature(tracker: MetricTracker) -> dict[str, Any]:
 
 def _declared(tracker: MetricTracker) -> Sequence[Block]:
     """The layers as the modules of the model declare them, whatever operations have shown since."""
-    return tracker.view.known.operations.declared(tracker.view.blocks)
+    return tracker.view.cache.operations.declared(tracker.view.blocks)

@@ -23,7 +23,7 @@ from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.tracker import MetricTracker, attach, load_compiler
 from natgrad.optim.update import ParamUpdate, Rate, check_numbers, common_damping, complete, displacement, plain_step
 from natgrad.output.metric import OutputMetric
-from natgrad.pullback.pullback import MEMORY, View, layers_of
+from natgrad.pullback.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
@@ -107,7 +107,7 @@ class NaturalGradient(torch.optim.Optimizer):
         generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, rules)
-        view = View(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
+        view = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule = step
         self.tracker = MetricTracker(view, schedule, generator, wrapping, world)
         self.preconditioner = Preconditioner(

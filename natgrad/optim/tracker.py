@@ -26,7 +26,7 @@ from natgrad.optim.distributed import Alone, World, refuse_strangers
 from natgrad.optim.frozen import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
-from natgrad.pullback.pullback import Batch, OperationsNeededError, Pullback, View
+from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pullback
 from natgrad.pullback.tape import Recorder
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
@@ -133,7 +133,7 @@ class MetricTracker:
 
     def __init__(
         self,
-        view: View,
+        view: Observer,
         structure: Refresh,
         generator: torch.Generator,
         wrapping: Sequence[nn.Module] = (),
@@ -373,7 +373,7 @@ class MetricTracker:
         else:
             self._hold(pb)
         self._examples += pb.n
-        pb.passes.tapes.clear()  # the graph belongs to the user's backward pass
+        pb.tapes.clear()  # the graph belongs to the user's backward pass
 
     def _absorbs(self) -> bool:
         """Whether estimates go into the average at once. Several processes must join theirs before."""

@@ -168,7 +168,7 @@ def find_batch_axes(tape: Tape) -> BatchAxes:
             idle.add(at)
         elif _at_home(use, n) and (n == 1 or (proven is not None and proven.index == home)):
             continue
-        elif proven is not None and use.turns(proven, n):
+        elif proven is not None and use.supports_axis(proven, n):
             axes[at] = proven
         elif options := _options(use, n):
             unsure[at] = options
@@ -190,8 +190,10 @@ def _at_home(use: Use, n: int) -> bool:
 def _options(use: Use, n: int) -> list[Axis | None]:
     """The possible batch axes; None is the one that the rule expects."""
     home = use.rule.batch_axis(use.module, use.call)
-    others = [Axis(at) for at, size in enumerate(use.shape) if size == n and at != home and use.turns(Axis(at), n)]
-    return [*([None] if _at_home(use, n) else []), *others]
+    others = [
+        Axis(at) for at, size in enumerate(use.shape) if size == n and at != home and use.supports_axis(Axis(at), n)
+    ]
+    return [*([None] if _at_home(use, n) else []), *(axis for axis in others if use.supports_axis(axis, n))]
 
 
 def check_alike(tape: Tape, layers: Sequence[Block], chunk: tuple[int, int]) -> BatchAxes:
@@ -231,9 +233,9 @@ def _probe_axes(tape: Tape, unsure: Mapping[int, Sequence[Axis | None]]) -> tupl
     """
     generator = torch.Generator().manual_seed(0)
     s = torch.rand(tape.y.shape, generator=generator, dtype=torch.float64).to(tape.y)
-    once, left = tape.outer(s.unsqueeze(0)), {at: list(options) for at, options in unsure.items()}
+    once, left = tape.output_cotangents(s.unsqueeze(0)), {at: list(options) for at, options in unsure.items()}
     for c in _codes(tape.y):
-        scaled = tape.outer((s * c.view(-1, *[1] * (s.ndim - 1))).unsqueeze(0))
+        scaled = tape.output_cotangents((s * c.view(-1, *[1] * (s.ndim - 1))).unsqueeze(0))
         for at, options in left.items():
             left[at] = [axis for axis in options if _shown(tape, at, axis, once[at], scaled[at], c)]
     alive = {at: [_alive(tape, at, axis, once[at]) for axis in options] for at, options in left.items()}
@@ -278,8 +280,8 @@ def _rows(tape: Tape, at: int, axis: Axis | None, outer: tuple[Tensor, ...]) -> 
     """g [n ·] of every layer of a use, a row an example, if these are on the axis."""
     use = tape.uses[at]
     if isinstance(use.rule, Replayed):
-        return [g.dense()[0].flatten(1) for g in tape.inner(at, outer).values()]
-    g = outer[0] if axis is None else axis.first(outer[0], tape.y.shape[0], 1)
+        return [g.dense()[0].flatten(1) for g in tape.inner_cotangents(at, outer).values()]
+    g = outer[0] if axis is None else axis.move_to_front(outer[0], tape.y.shape[0], 1)
     layers = use.rule.layers(use.module)
     return [cotangent_features(use.rule, use.module, keys, g).dense()[0].flatten(1) for keys in layers]
 

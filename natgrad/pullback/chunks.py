@@ -15,15 +15,15 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.rows import agree
 from natgrad.pullback.tape import Tape, TapeOverflow, activations, record
 
-Part: TypeAlias = tuple[int, int]  # a range of examples
+ExampleRange: TypeAlias = tuple[int, int]  # examples start to stop
 _EXPANSION = 64  # outputs of a layer over inputs of the model, at the most, before memory is looked after
 
 
-def examples(x: Inputs, part: Part, n: int) -> Inputs:
+def examples(x: Inputs, chunk: ExampleRange, n: int) -> Inputs:
     """The inputs of a range of examples."""
-    if part == (0, n):
+    if chunk == (0, n):
         return x
-    return map_tensors(x, lambda t: t[part[0] : part[1]])
+    return map_tensors(x, lambda t: t[chunk[0] : chunk[1]])
 
 
 def check_inputs(model: Model, x: Inputs) -> None:
@@ -38,7 +38,7 @@ def check_inputs(model: Model, x: Inputs) -> None:
             )
 
 
-def ranges(start: int, stop: int, step: int) -> list[Part]:
+def ranges(start: int, stop: int, step: int) -> list[ExampleRange]:
     """From start to stop in steps."""
     return [(a, min(a + step, stop)) for a in range(start, stop, step)]
 
@@ -63,10 +63,10 @@ def separable(x: Inputs, n: int) -> bool:
     return bool(tensors) and all(t.ndim and t.shape[0] == n for t in tensors)
 
 
-def check_apart(model: Model, x: Inputs, step: int, n: int, y: Tensor | None = None) -> None:
+def check_independent(model: Model, x: Inputs, step: int, n: int, y: Tensor | None = None) -> None:
     """Raise if the first examples have other outputs in a batch of ``step`` (y, if known) than in one of another size.
 
-    A batch that is cut into parts must give the outputs of the whole one.
+    A batch that is cut into ranges must give the outputs of the whole one.
     """
     few = 2 if step > 2 else min(step + 1, n)
     with torch.no_grad():
@@ -84,8 +84,8 @@ def check_apart(model: Model, x: Inputs, step: int, n: int, y: Tensor | None = N
 
 def forward(
     model: Model, blocks: Sequence[Block], x: Inputs, bound: int, operations: bool = False
-) -> tuple[Tape, list[Part]]:
-    """The tape of the batch, or, if that is too large, of its first part, with all the parts.
+) -> tuple[Tape, list[ExampleRange]]:
+    """The tape of the batch, or, if that is too large, of its first range, with all ranges.
 
     A batch can be cut where every input has the same number of examples on its first axis and the outputs follow.
     """
@@ -105,7 +105,7 @@ def forward(
         if step == n:
             return tape, [(0, tape.y.shape[0])]  # outputs may have more examples than inputs: tokens, for one
         if tape.y.shape[0] == step:
-            check_apart(model, x, step, n, tape.y)
+            check_independent(model, x, step, n, tape.y)
             return tape, ranges(0, n, step)
         break
     tape = record(model, blocks, x, operations=operations)

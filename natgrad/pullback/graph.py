@@ -178,11 +178,11 @@ class Axis:
         goes_on = {axis: argument[axis.index] > axis.before * n for axis in candidates}
         return min(candidates, key=lambda axis: (goes_on[axis], axis.before > 1), default=None)
 
-    def first(self, t: Tensor, n: int, lead: int = 0) -> Tensor:
+    def move_to_front(self, t: Tensor, n: int, lead: int = 0) -> Tensor:
         """A view with the n examples on an axis of their own, in front; ``lead`` axes before them stay.
 
         >>> import torch
-        >>> Axis(0, before=2).first(torch.arange(6), 3).flatten(1)
+        >>> Axis(0, before=2).move_to_front(torch.arange(6), 3).flatten(1)
         tensor([[0, 3],
                 [1, 4],
                 [2, 5]])

@@ -47,16 +47,16 @@ class Cotangents:
 
     def of(self, tape: Tape, block: Block) -> Features:
         """g of a block, its uses one after the other along r."""
-        return Joined.of([tape.canonical(at, block.keys, self.outer, self.inner) for at in tape.places(block)])
+        return Joined.of([tape.layer_cotangents(at, block.keys, self.outer, self.inner) for at in tape.use_ids(block)])
 
 
 def cotangents(tape: Tape, s: Tensor) -> Cotangents:
     """Those of all uses, from s [k n *out]."""
-    return _with_inner(tape, tape.outer(s))
+    return _with_inner(tape, tape.output_cotangents(s))
 
 
 def _with_inner(tape: Tape, outer: dict[int, tuple[Tensor, ...]]) -> Cotangents:
-    inner = {at: tape.inner(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
+    inner = {at: tape.inner_cotangents(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
     return Cotangents(outer, inner)
 
 
@@ -68,7 +68,7 @@ Watch: TypeAlias = Callable[[Tape, Cotangents], None]  # sees the cotangents of 
 
 def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
     """For every part of the batch its tape, and the cotangents s J/√N chunk by chunk over the roots."""
-    for examples in pb.ranges():
+    for examples in pb.split_ranges():
         tape = pb.tape(examples)
         yield tape, (cotangents(tape, s / math.sqrt(pb.n)) for s in pb.roots.at(examples).split(_columns(pb, tape)))
 
@@ -125,8 +125,8 @@ def coupled_by(pb: Pullback, tape: Tape) -> Mixing | Weights | None:
 
 def whole(pb: Pullback) -> bool:
     """Whether all examples and roots are seen at once."""
-    one = len(pb.ranges()) == 1
-    return one and (pb.columns == 1 or pb.columns <= _columns(pb, pb.tape(pb.parts[0])))
+    one = len(pb.split_ranges()) == 1
+    return one and (pb.columns == 1 or pb.columns <= _columns(pb, pb.tape(pb.ranges[0])))
 
 
 def _columns(pb: Pullback, tape: Tape) -> int:
@@ -201,9 +201,9 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Factor
             sink.put(b, "A", Moment(a, 1))
         sink.flush()
         return
-    tape = pb.tape(pb.parts[0])
+    tape = pb.tape(pb.ranges[0])
     layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape))
-    graphs = None if sink.address_key is None else pb.passes.recordings
+    graphs = None if sink.address_key is None else pb.graph_cache
     kernels = CapturedKernels(graphs, layers, tape, sink)
     kernels.inputs(range(len(blocks)))
     stream_cotangents(tape, blocks, pb.root, kernels.outputs)
@@ -324,7 +324,7 @@ class CapturedKernels:
 
     def _uses_of(self, numbers: Sequence[int]) -> list[int]:
         """The positions of the uses of these layers."""
-        return list(dict.fromkeys(at for b in numbers for at in self.tape.places(self.layers.blocks[b])))
+        return list(dict.fromkeys(at for b in numbers for at in self.tape.use_ids(self.layers.blocks[b])))
 
     def _called(self, at_uses: Sequence[int]) -> list[Tensor]:
         """What these uses were called with."""
@@ -358,10 +358,10 @@ class CapturedKernels:
 
 def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Iterable[int]) -> Iterator[int]:
     """The numbers of these layers; cotangents that no later layer asks for are forgotten on the way."""
-    left = Counter(at for b in numbers for at in tape.places(blocks[b]))
+    left = Counter(at for b in numbers for at in tape.use_ids(blocks[b]))
     for b in numbers:
         yield b
-        for at in tape.places(blocks[b]):
+        for at in tape.use_ids(blocks[b]):
             left[at] -= 1
             if not left[at]:
                 g.forget(at)
@@ -388,7 +388,7 @@ def stream_cotangents(
     room = waiting_bytes(tape.y.device, total) if room is None else room
     layers_of: dict[int, list[int]] = {}  # numbers of layers, by the position of a use
     for b, block in enumerate(blocks):
-        for at in tape.places(block):
+        for at in tape.use_ids(block):
             layers_of.setdefault(at, []).append(b)
     early: Sequence[int] = ()
     last: frozenset[int] = frozenset()
@@ -414,7 +414,7 @@ def stream_cotangents(
             assert edge is not None
             g = box.pop()[edge.output_nr]
             if g is not None:
-                cotangents_of[at] = (use.first(g.unsqueeze(0)),)
+                cotangents_of[at] = (use.batch_first(g.unsqueeze(0)),)
         return cotangents_of
 
     def hook(at: int) -> RemovableHandle:
@@ -436,7 +436,7 @@ def stream_cotangents(
 
     handles = [hook(at) for at in early]
     try:
-        outer = tape.outer(s, sorted(layers_of.keys() - set(early)))
+        outer = tape.output_cotangents(s, sorted(layers_of.keys() - set(early)))
     finally:
         for handle in handles:
             handle.remove()
@@ -468,7 +468,7 @@ def _uses_above_others(tape: Tape, blocks: Sequence[Block]) -> Sequence[int]:
     used: set[int] = set()
     several: set[int] = set()
     for block in blocks:
-        at_uses = tape.places(block)
+        at_uses = tape.use_ids(block)
         used.update(at_uses)
         if len(at_uses) != 1 or block.facets:
             several.update(at_uses)

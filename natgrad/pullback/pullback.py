@@ -23,8 +23,8 @@ from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullback.batch_axis import StatusCache, check_alike, check_outputs, check_unused
 from natgrad.pullback.chunks import (
-    Part,
-    check_apart,
+    ExampleRange,
+    check_independent,
     check_inputs,
     chunk_bytes,
     examples,
@@ -43,8 +43,6 @@ from natgrad.pullback.tape import Tape, record
 from natgrad.rules import RULES
 from natgrad.rules.base import Rule
 
-# What a pullback is made of: a batch, what a pass over it has shown of the layers, and how it is gone through.
-
 
 @final
 @dataclass(frozen=True)
@@ -54,39 +52,6 @@ class Batch:
     model: Model
     x: Inputs
     target: Any = None
-
-
-@final
-@dataclass(frozen=True)
-class Seen:
-    """The layers with their rules, and what a forward pass showed about them, by the first name of each.
-
-    ``positions``: the number of positions r·c of an example that share the weight. ``unused``: layers that the pass did
-    not use, with their rule; in ``layers`` they have no rule, and their rows are zero. ``reasons``: why parameters that
-    were used have no rule, by name.
-    """
-
-    layers: list[Block]
-    positions: Mapping[str, int]
-    unused: Mapping[str, Block] = field(default_factory=dict)
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-
-@final
-@dataclass(frozen=True)
-class Passes:
-    """Ranges of examples that are processed together, each with its tape.
-
-    ``memory``: bytes that a structure may occupy. A missing tape is recorded when it is needed. ``recordings``: the
-    CUDA graphs of second moments, for a model that is used repeatedly.
-    """
-
-    memory: int
-    parts: list[Part]
-    tapes: dict[Part, Tape]
-    recordings: GraphCache[None] | None = None
-    logger: OnceLogger = field(default_factory=OnceLogger)
-    operations: OperationLayers = field(default_factory=OperationLayers)
 
 
 # The root of the output metric, computed where it is needed, and checked.
@@ -106,43 +71,43 @@ class Root:
     target: Any
     memory: int  # bytes that the root of one range may occupy
     check: bool = True  # whether it is finite
-    kept: Tensor | None = None
+    stored: Tensor | None = None
 
     @staticmethod
-    def of(view: View, target: Any, y: Tensor, coupled: bool) -> Root:
+    def of(observer: Observer, target: Any, y: Tensor, coupled: bool) -> Root:
         """Draw samples now. Compute an exact root now only if it is ``coupled``, which needs all examples at once."""
-        metric, check = view.metric, not view.deferred
-        kept = root_at(metric, y, target, view.generator, check) if coupled or not metric.exact else None
-        return Root(metric, y, target, view.memory, check, kept)
+        metric, check = observer.metric, not observer.deferred
+        whole = root_at(metric, y, target, observer.generator, check) if coupled or not metric.exact else None
+        return Root(metric, y, target, observer.memory, check, whole)
 
     @property
     def columns(self) -> int:
         """K, from the stored root, or from the root at one example."""
-        kept = self._kept()
-        return kept.shape[0] if kept is not None else self._alone or 0
+        whole = self._whole_root()
+        return whole.shape[0] if whole is not None else self._alone or 0
 
-    def at(self, part: Part) -> Tensor:
+    def at(self, chunk: ExampleRange) -> Tensor:
         """s [k n *out] of a range of examples."""
         n = self.y.shape[0]
-        kept = self.kept if part == (0, n) else self._kept()
-        if kept is not None:
-            return kept[:, part[0] : part[1]]
-        self._admit(part[1] - part[0])
-        return root_at(self.metric, self.y[part[0] : part[1]], examples(self.target, part, n), None, self.check)
+        whole = self.stored if chunk == (0, n) else self._whole_root()
+        if whole is not None:
+            return whole[:, chunk[0] : chunk[1]]
+        self._admit(chunk[1] - chunk[0])
+        return root_at(self.metric, self.y[chunk[0] : chunk[1]], examples(self.target, chunk, n), None, self.check)
 
-    def cut(self, part: Part, limit: int) -> list[Part]:
+    def cut(self, chunk: ExampleRange, limit: int) -> list[ExampleRange]:
         """Split a range into pieces whose roots have at most ``limit`` numbers each."""
-        n, d = part[1] - part[0], self.y.shape[1:].numel()
-        if n * d**2 <= limit or self._kept() is not None:
-            return [part]
+        n, d = chunk[1] - chunk[0], self.y.shape[1:].numel()
+        if n * d**2 <= limit or self._whole_root() is not None:
+            return [chunk]
         self._admit(1)
-        return ranges(*part, max(1, limit // (self.columns * d)))
+        return ranges(*chunk, max(1, limit // (self.columns * d)))
 
-    def _kept(self) -> Tensor | None:
+    def _whole_root(self) -> Tensor | None:
         """The root of all examples, where they have one only together."""
-        if self.kept is None and self._alone is None:
-            self.kept = root_at(self.metric, self.y, self.target, None, self.check)
-        return self.kept
+        if self.stored is None and self._alone is None:
+            self.stored = root_at(self.metric, self.y, self.target, None, self.check)
+        return self.stored
 
     def _admit(self, n: int) -> None:
         """Refuse, before it is made, a root that exceeds the memory bound."""
@@ -226,34 +191,31 @@ class Pullback:
 
     ``root`` [k n *out] satisfies Σ_k s_k s_kᵀ = h (exactly, or in expectation); all structures estimated from one
     pullback see the same samples. G is the mean over the examples and never depends on how a loss is reduced.
+
+    The forward pass has shown, by the first name of each layer: ``positions``, the number of positions r·c of an
+    example that share the weight, and ``unused``, the layers that the pass did not use, with their rule; in ``layers``
+    they have no rule, and their rows are zero. ``reasons``: why parameters that were used have no rule, by name.
     """
 
     batch: Batch
     metric: OutputMetric
     y: Tensor  # [n *out]
     roots: Root
-    seen: Seen
-    passes: Passes
+    layers: list[Block]  # with their rules
+    positions: Mapping[str, int]
+    unused: Mapping[str, Block]
+    reasons: Mapping[str, str]
+    memory: int  # bytes that a structure may occupy
+    ranges: list[ExampleRange]  # examples that are processed together
+    tapes: dict[ExampleRange, Tape]  # a missing tape is recorded when it is needed
+    operations: OperationLayers
+    logger: OnceLogger
+    graph_cache: GraphCache[None] | None = None  # CUDA graphs of second moments, for a model that is used repeatedly
     coupled: Coupling | None = None  # C [n m] and K in float64: C may be large, and what it multiplies nearly cancel
 
     @property
     def model(self) -> Model:
         return self.batch.model
-
-    @property
-    def layers(self) -> list[Block]:
-        """The layers with their rules."""
-        return self.seen.layers
-
-    @property
-    def memory(self) -> int:
-        """Bytes that a structure may occupy."""
-        return self.passes.memory
-
-    @property
-    def parts(self) -> list[Part]:
-        """Ranges of examples that are processed together."""
-        return self.passes.parts
 
     @property
     def coupling(self) -> Tensor | None:
@@ -286,10 +248,10 @@ class Pullback:
         layers: list[Block] = []
         unused: dict[str, Block] = {}
         for layer in self.layers:
-            whole = self.seen.unused.get(layer.names[0], layer)
+            whole = self.unused.get(layer.names[0], layer)
             layers += [piece if whole is layer else piece.without_rule() for piece in whole.separated()]
             unused |= {piece.names[0]: piece for piece in whole.separated() if whole is not layer}
-        return replace(self, seen=replace(self.seen, layers=layers, unused=unused))
+        return replace(self, layers=layers, unused=unused)
 
     def unmixed(self) -> Pullback:
         """The same pullback without the coupling."""
@@ -318,7 +280,7 @@ class Pullback:
 
     def check_metric(self) -> None:
         """Raise if the metric is not finite at the outputs, for structures that only compute products."""
-        if self.roots.kept is None:  # a stored root has been checked already
+        if self.roots.stored is None:  # a stored root has been checked already
             flat_at(self.metric, self.y, torch.ones_like(self.y), self.batch.target)
 
     def factors(self, limit: int | None = None) -> Iterator[list[Factors]]:
@@ -330,34 +292,34 @@ class Pullback:
         if self.coupling is not None:
             yield from self._coupled()
             return
-        for part in self.ranges():
-            for found in self._of_part(part, limit):
-                yield from formed(found, self.chunk)
+        for each in self.split_ranges():
+            for factors in self._factors_of(each, limit):
+                yield from formed(factors, self.chunk)
 
-    def ranges(self) -> list[Part]:
+    def split_ranges(self) -> list[ExampleRange]:
         """The ranges of examples, split further if their exact roots would be too large."""
         if not separable(self.batch.x, self.n):
-            return self.parts
-        pieces = [piece for part in self.parts for piece in self.roots.cut(part, self.chunk)]
-        if len(pieces) > len(self.parts) == 1:  # several parts have been checked already
-            check_apart(self.model, self.batch.x, pieces[0][1], self.n)
+            return self.ranges
+        pieces = [piece for each in self.ranges for piece in self.roots.cut(each, self.chunk)]
+        if len(pieces) > len(self.ranges) == 1:  # several ranges have been checked already
+            check_independent(self.model, self.batch.x, pieces[0][1], self.n)
         return pieces
 
-    def _of_part(self, part: Part, limit: int | None = None) -> Iterator[list[Factors | Tied]]:
-        tape = self.tape(part)
+    def _factors_of(self, chunk: ExampleRange, limit: int | None = None) -> Iterator[list[Factors | Tied]]:
+        tape = self.tape(chunk)
         inputs = self._inputs(tape)
-        for s in self.roots.at(part).split(self.roots_at_once(tape, inputs, part, limit)):
-            yield self._factors(tape, inputs, part, s / math.sqrt(self.n))
+        for s in self.roots.at(chunk).split(self.roots_at_once(tape, inputs, chunk, limit)):
+            yield self._factors(tape, inputs, chunk, s / math.sqrt(self.n))
 
-    def _whole(self, part: Part) -> Iterator[list[Factors]]:
-        """Factors of all examples of a part, chunk by chunk over the roots."""
-        return ([f.at(slice(None)) for f in found] for found in self._of_part(part))
+    def _whole(self, chunk: ExampleRange) -> Iterator[list[Factors]]:
+        """Factors of all examples of a range, chunk by chunk over the roots."""
+        return ([f.at(slice(None)) for f in factors] for factors in self._factors_of(chunk))
 
     def collect(self) -> list[Factors]:
         """The factors of all examples and roots at once, for the kernel."""
-        parts = [self._coupled()] if self.coupling is not None else map(self._whole, self.ranges())
+        by_range = [self._coupled()] if self.coupling is not None else map(self._whole, self.split_ranges())
         by_example = [
-            [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*chunks, strict=True)] for chunks in parts
+            [Factors(fs[0].a, torch.cat([f.g for f in fs])) for fs in zip(*chunks, strict=True)] for chunks in by_range
         ]
         return [
             Factors(torch.cat([f.a for f in fs]), _side_by_side([f.g for f in fs]))
@@ -376,41 +338,43 @@ class Pullback:
             block.unpack(total.total(), out)
         return out
 
-    def tape(self, part: Part) -> Tape:
+    def tape(self, chunk: ExampleRange) -> Tape:
         """The tape of a range of examples, recorded now if it is missing."""
-        if part in self.passes.tapes:
-            return self.passes.tapes[part]
+        if chunk in self.tapes:
+            return self.tapes[chunk]
         shown = [layer for layer in self.layers if is_operation(layer)]
-        x = examples(self.batch.x, part, self.n)
+        x = examples(self.batch.x, chunk, self.n)
         tape = over_examples(record(self.model, self.layers, x, operations=bool(shown)))
-        batch_axes = check_alike(tape, [layer for layer in self.layers if layer not in shown], part)
-        names = [name for block in self.seen.unused.values() for name in block.names]
-        check_unused(tape, {name: p for name, p in tape.leaves.items() if name in names}, part)
-        tape = tape.turned(batch_axes.axes)
-        return self.passes.operations.again(self.model, shown, tape, part) if shown else tape
+        batch_axes = check_alike(tape, [layer for layer in self.layers if layer not in shown], chunk)
+        names = [name for block in self.unused.values() for name in block.names]
+        check_unused(tape, {name: p for name, p in tape.leaves.items() if name in names}, chunk)
+        tape = tape.with_batch_first(batch_axes.axes)
+        return self.operations.again(self.model, shown, tape, chunk) if shown else tape
 
     def _inputs(self, tape: Tape) -> list[Tensor | None]:
         factored = (block if block.rule and not block.facets else None for block in self.layers)
         return [None if block is None else tape.inputs(block).dense().to(self.y.dtype) for block in factored]
 
-    def roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, limit: int | None) -> int:
+    def roots_at_once(self, tape: Tape, inputs: Sequence[Tensor | None], chunk: ExampleRange, limit: int | None) -> int:
         """How many columns k of the root fit into a chunk, including the rows of layers with several positions."""
         cost = sum(shape.numel() for use in tape.uses for shape in use.shapes)
         for block, a in zip(self.layers, inputs, strict=True):
             if a is None or a.shape[1] > 1:
-                cost += block.size * (part[1] - part[0])
+                cost += block.size * (chunk[1] - chunk[0])
         if any(a is None for a in inputs) and not separable(self.batch.x, self.n):
             cost += self.n * self.y.numel()  # every example has a cotangent of the whole batch
         return max(1, min(self.chunk, limit or self.chunk) // max(cost, 1))
 
-    def _factors(self, tape: Tape, inputs: Sequence[Tensor | None], part: Part, s: Tensor) -> list[Factors | Tied]:
+    def _factors(
+        self, tape: Tape, inputs: Sequence[Tensor | None], chunk: ExampleRange, s: Tensor
+    ) -> list[Factors | Tied]:
         kinds = [kind for block in self.layers if block.rule for kind in block.kinds]
         cotangents = iter(tape.cotangents(s, kinds))
-        unused = [block.names[0] in self.seen.unused for block in self.layers]
+        unused = [block.names[0] in self.unused for block in self.layers]
         ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
         bare = [name for block in ruleless for name in block.names]
-        x, y = examples(self.batch.x, part, self.n), self.y[part[0] : part[1]]
-        explicit = rows(self.model, bare, x, y, s, self.passes.logger) if bare else s.new_empty(0)
+        x, y = examples(self.batch.x, chunk, self.n), self.y[chunk[0] : chunk[1]]
+        explicit = rows(self.model, bare, x, y, s, self.logger) if bare else s.new_empty(0)
         out: list[Factors | Tied] = []
         start = 0
         for block, a, nothing in zip(self.layers, inputs, unused, strict=True):
@@ -469,10 +433,10 @@ def _mixed(f: Factors | Tied, layer: Block, mix: Tensor) -> Factors:
     return Factors.of_rows(torch.einsum("nm,knp->kmp", mix, rows).to(dtype))
 
 
-def _side_by_side(parts: list[Tensor]) -> Tensor:
+def _side_by_side(gs: list[Tensor]) -> Tensor:
     """g [k n r c o] of all examples; a range whose root has fewer columns than another's gets columns of zeros."""
-    k = max(g.shape[0] for g in parts)
-    return torch.cat([g if g.shape[0] == k else F.pad(g, (*[0, 0] * 4, 0, k - g.shape[0])) for g in parts], dim=1)
+    k = max(g.shape[0] for g in gs)
+    return torch.cat([g if g.shape[0] == k else F.pad(g, (*[0, 0] * 4, 0, k - g.shape[0])) for g in gs], dim=1)
 
 
 # Metrics are computed in the precision that their numbers have, also inside a forward pass under autocast.
@@ -540,23 +504,23 @@ def pullback(
     """
     wrapped = Model.of(model, params, output, examples)
     check_slots(metric=(metric, OutputMetric))
-    return View(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
+    return Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
 
 @final
 @dataclass(frozen=True)
-class Known:
+class ObserverCache:
     """Caches for a model that is used repeatedly."""
 
     logger: OnceLogger = field(default_factory=OnceLogger)
     statuses: StatusCache = field(default_factory=StatusCache)
-    recordings: GraphCache[None] = field(default_factory=GraphCache)
+    graphs: GraphCache[None] = field(default_factory=GraphCache)
     operations: OperationLayers = field(default_factory=OperationLayers)
 
 
 @final
 @dataclass(frozen=True)
-class View:
+class Observer:
     """Makes pullbacks of one model: its metric, its layers, and caches of what was learned about its graphs.
 
     ``deferred``: do not check that numbers are finite, because a GPU would have to wait; the moving average does.
@@ -567,7 +531,7 @@ class View:
     blocks: list[Block]
     generator: torch.Generator | None
     memory: int = MEMORY
-    known: Known = field(default_factory=Known)
+    cache: ObserverCache = field(default_factory=ObserverCache)
     deferred: bool = False
 
     def checked(self, x: Inputs, target: Any = None) -> Pullback:
@@ -583,21 +547,21 @@ class View:
             asked = self.operations
             if self.deferred:
                 tape = record(self.model, self.blocks, batch.x, operations=asked)
-                parts = [(0, tape.y.shape[0])]
+                ranges = [(0, tape.y.shape[0])]
             else:
                 bound = pass_bytes(self.memory, self.model.example.device)
-                tape, parts = forward(self.model, self.blocks, batch.x, bound, asked)
+                tape, ranges = forward(self.model, self.blocks, batch.x, bound, asked)
             try:
-                return self.assemble(batch, tape, parts)
+                return self.assemble(batch, tape, ranges)
             except OperationsNeededError:  # once
                 assert not asked
 
     @property
     def operations(self) -> bool:
         """Whether a pass must record its operations, because parameters are used outside modules with a rule."""
-        return self.known.operations.needed(self.blocks)
+        return self.cache.operations.needed(self.blocks)
 
-    def assemble(self, batch: Batch, tape: Tape, parts: list[Part], fleeting: bool = False) -> Pullback:
+    def assemble(self, batch: Batch, tape: Tape, ranges: list[ExampleRange], fleeting: bool = False) -> Pullback:
         """The pullback from a forward pass that has already run, such as one seen by an optimizer's hook.
 
         ``fleeting``: the pullback is used at once, so y need not be copied.
@@ -605,9 +569,9 @@ class View:
         # Under autocast, outputs and cotangents are in half precision; factors are in single precision or better. A
         # copy, because the user may change the outputs in place.
         y = tape.y.detach().to(torch.promote_types(tape.y.dtype, torch.float32), copy=not fleeting)
-        if parts[-1][1] > y.shape[0]:  # the tape is of the first part only
+        if ranges[-1][1] > y.shape[0]:  # the tape is of the first range only
             with torch.no_grad():
-                y = torch.cat([self.model(None, examples(batch.x, part, parts[-1][1])) for part in parts]).to(y.dtype)
+                y = torch.cat([self.model(None, examples(batch.x, each, ranges[-1][1])) for each in ranges]).to(y.dtype)
         if self.model.examples is not None and y.ndim > 1:
             flat = y.shape[0] * y.shape[1]
             unflattened = map_tensors(
@@ -617,64 +581,62 @@ class View:
         if not self.deferred:
             check_outputs(self.model, batch.x, y)
         tape = over_examples(tape)
-        # What the first part of a batch does not use, another may.
-        whole = parts[-1][1] == y.shape[0] == tape.y.shape[0]
-        status = self.known.statuses.of(self.model, self.blocks, tape, whole)
-        tape, blocks = replace(tape.turned(status.axes), memo=status.memo), status.blocks
+        # What the first range does not use, another may.
+        whole = ranges[-1][1] == y.shape[0] == tape.y.shape[0]
+        status = self.cache.statuses.of(self.model, self.blocks, tape, whole)
+        tape, blocks = replace(tape.with_batch_first(status.axes), memo=status.memo), status.blocks
         bare = [block for block in blocks if block.rule is None and block.names[0] not in status.unused]
         reasons: dict[str, str] = {}
         if bare and tape.operations is not None:
-            blocks, tape, reasons = self.known.operations.resolve(self.model, blocks, tape, bare)
-            self.known.operations.remember(self.blocks)
+            blocks, tape, reasons = self.cache.operations.resolve(self.model, blocks, tape, bare)
+            self.cache.operations.remember(self.blocks)
             first = next((t.shape[0] for t in tensors_of(batch.x) if t.ndim), 0)
             if first and y.shape[0] > first and y.shape[0] % first == 0:
                 hint = f'; the outputs have {y.shape[0]} rows for {first} examples: pass examples="inputs"'
                 reasons = {name: reason + hint for name, reason in reasons.items()}
         elif bare:
-            self.known.operations.expect()
+            self.cache.operations.expect()
             raise OperationsNeededError
         bare = [block for block in blocks if block.rule is None]
-        self._tell([block for block in bare if block.names[0] not in status.unused], reasons)
+        self._log_uncovered([block for block in bare if block.names[0] not in status.unused], reasons)
         coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
-            parts = [(0, y.shape[0])]
+            ranges = [(0, y.shape[0])]
         return Pullback(
             batch=replace(batch, model=self.model),
             metric=self.metric,
             y=y,
             roots=Root.of(self, batch.target, y, coupled is not None),
-            seen=Seen(blocks, status.positions_of(blocks, tape), status.unused, reasons),
-            passes=Passes(
-                memory=self.memory,
-                parts=parts,
-                tapes={parts[0]: tape} if parts == [(0, tape.y.shape[0])] else {},
-                recordings=self.known.recordings if replays_graphs(y.device) else None,
-                logger=self.known.logger,
-                operations=self.known.operations,
-            ),
+            layers=blocks,
+            positions=status.positions_of(blocks, tape),
+            unused=status.unused,
+            reasons=reasons,
+            memory=self.memory,
+            ranges=ranges,
+            tapes={ranges[0]: tape} if ranges == [(0, tape.y.shape[0])] else {},
+            operations=self.cache.operations,
+            logger=self.cache.logger,
+            graph_cache=self.cache.graphs if replays_graphs(y.device) else None,
             coupled=None if coupled is None else _placed(coupled, y),
         )
 
-    def _tell(self, blocks: Sequence[Block], reasons: Mapping[str, str]) -> None:
-        """Say once which parameters have no rule, those of ``blocks``, or are seen in another mode than the others.
-
-        ``reasons``: why no operation gives them one.
-        """
+    def _log_uncovered(self, blocks: Sequence[Block], reasons: Mapping[str, str]) -> None:
+        """Log once which parameters, those of ``blocks``, have no rule, and for what ``reasons``, by name."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in reasons.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, which in by_reason.items():
             message = _WITHOUT.format(", ".join(sorted(which)), reason)
             # A function has no modules that could be written otherwise.
-            self.known.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
+            self.cache.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
         if not blocks:
             return
         names = ", ".join(name for block in blocks for name in block.names)
         try:
             self.model.check_separable()
         except BatchStatisticsError:
-            message = f"no layer rule covers {names}: in training mode they are seen in evaluation mode"
-            self.known.logger.log_once(logging.INFO, message)
+            message = f"no layer rule covers {names}: their metric is computed in evaluation mode"
+            self.cache.logger.log_once(logging.INFO, message)
 
 
 def _placed(coupled: Coupling, y: Tensor) -> Coupling:

@@ -117,7 +117,7 @@ class Use:
     shapes: tuple[torch.Size, ...]
     half: bool  # whether an output is in float16
     source: GradientEdge | None = None  # of the first argument of a replayed module, if only that has a gradient
-    axis: Axis | None = None  # the batch axis in the graph, if call and shapes are of a view (see ``turned``)
+    axis: Axis | None = None  # the batch axis in the graph, if call and shapes are of a view (see ``with_batch_first``)
 
     @property
     def module(self) -> nn.Module:
@@ -146,21 +146,21 @@ class Use:
         with torch.enable_grad():
             return self.rule.replay(self.module, self.call)
 
-    def turns(self, axis: Axis, n: int) -> bool:
+    def supports_axis(self, axis: Axis, n: int) -> bool:
         """Whether the rule allows n examples on this axis of the output: it must treat it like the first axis."""
         return axis.index < self.rule.leading(self.module, self.shape) and axis.fits(tuple(self.shape), n)
 
-    def turned(self, axis: Axis, n: int) -> Use:
+    def with_batch_first(self, axis: Axis, n: int) -> Use:
         """The same call with the batch axis moved to the front, for a layer that treats leading axes alike.
 
         Inputs and outputs are views. Row n of an output depends on row n of the input only, on whatever axis.
         """
-        call = self.call.map(lambda t: axis.first(t, n))
+        call = self.call.map(lambda t: axis.move_to_front(t, n))
         return replace(self, call=call, shapes=tuple(torch.Size(axis.split(s, n)) for s in self.shapes), axis=axis)
 
-    def first(self, g: Tensor) -> Tensor:
+    def batch_first(self, g: Tensor) -> Tensor:
         """Cotangents [k *output] from the graph, with the batch axis moved to the front."""
-        return g if self.axis is None else self.axis.first(g, self.shape[0], 1)
+        return g if self.axis is None else self.axis.move_to_front(g, self.shape[0], 1)
 
 
 @final
@@ -230,8 +230,8 @@ class Recorder:
         """The tape of the pass with outputs y. The recorder drops its references."""
         uses, self.uses = self.uses, []
         operations, self._operations = self._operations, None
-        found = None if operations is None else tuple(operations.uses())
-        return Tape(y, tuple(uses), self.statistics, operations=found, leaves=self._model.params)
+        recorded = None if operations is None else tuple(operations.uses())
+        return Tape(y, tuple(uses), self.statistics, operations=recorded, leaves=self._model.params)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._of_user and in_library_pass():
@@ -259,12 +259,12 @@ class Recorder:
 
     def _ruled(self, module: nn.Module) -> Ruled:
         """A layer whose parameters enter the graph once in each call; cached."""
-        found = self._once.get(module)
-        if found is None:
+        ruled = self._once.get(module)
+        if ruled is None:
             rule = self._rules[module]
             entries = dict.fromkeys(map(id, rule.parameters(module).values()), 1)
-            found = self._once[module] = Ruled(module, rule, entries)
-        return found
+            ruled = self._once[module] = Ruled(module, rule, entries)
+        return ruled
 
     def _meter(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.bytes += sum(t.numel() * t.element_size() for t in tensors_of(output))
@@ -319,12 +319,12 @@ class Tape:
     operations: tuple[Operation, ...] | None = None  # operations that read parameters, if they were recorded
     leaves: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters of the pass
 
-    def turned(self, axes: Mapping[int, Axis]) -> Tape:
+    def with_batch_first(self, axes: Mapping[int, Axis]) -> Tape:
         """The same pass, with the batch axis of the uses at these positions moved to the front."""
         if not axes:
             return self
         n = self.y.shape[0]
-        changed = (use.turned(axes[at], n) if at in axes else use for at, use in enumerate(self.uses))
+        changed = (use.with_batch_first(axes[at], n) if at in axes else use for at, use in enumerate(self.uses))
         return replace(self, uses=tuple(changed))
 
     def complete(self, block: Block, counts: Counter[int], misplaced: Collection[int]) -> bool:
@@ -334,7 +334,7 @@ class Tape:
         (``leaf_uses``) than the recorded uses explain. ``misplaced``: positions in ``uses`` without a usable batch
         axis.
         """
-        uses = self.places(block)
+        uses = self.use_ids(block)
         if not uses or any(at in misplaced for at in uses):
             return False
         expected: Counter[int] = Counter()
@@ -364,9 +364,9 @@ class Tape:
 
     def of(self, block: Block) -> list[Use]:
         """The uses of a block, in the order of the calls."""
-        return [self.uses[at] for at in self.places(block)]
+        return [self.uses[at] for at in self.use_ids(block)]
 
-    def places(self, block: Block) -> list[int]:
+    def use_ids(self, block: Block) -> list[int]:
         """The positions in ``uses`` of the uses of a block."""
         owners = block.owners
         if len(owners) == 1:
@@ -375,10 +375,10 @@ class Tape:
 
     @cached_property
     def _by_module(self) -> dict[nn.Module, list[int]]:
-        found: dict[nn.Module, list[int]] = {}
+        by_module: dict[nn.Module, list[int]] = {}
         for at, use in enumerate(self.uses):
-            found.setdefault(use.module, []).append(at)
-        return found
+            by_module.setdefault(use.module, []).append(at)
+        return by_module
 
     def inputs(self, block: Block) -> Features:
         """a of a block with a rule, its uses concatenated along r (for a tied weight, of one kind)."""
@@ -394,25 +394,25 @@ class Tape:
         """Whether a cotangent is in float16, which needs loss scaling; bfloat16 has the range of single precision."""
         return self.y.dtype is torch.float16 or any(use.half for use in self.uses)
 
-    def outer(self, s: Tensor, places: Iterable[int] | None = None) -> dict[int, tuple[Tensor, ...]]:
-        """Cotangents [k *output] of the outputs of the uses at ``places`` (default: all): one backward pass from s."""
-        places = range(len(self.uses)) if places is None else list(places)
-        slots = [(at, j) for at in places for j, edge in enumerate(self.uses[at].edges) if edge is not None]
+    def output_cotangents(self, s: Tensor, use_ids: Iterable[int] | None = None) -> dict[int, tuple[Tensor, ...]]:
+        """Cotangents [k *output] of the outputs of these uses (default: all): one backward pass from s."""
+        ids = range(len(self.uses)) if use_ids is None else list(use_ids)
+        slots = [(at, j) for at in ids for j, edge in enumerate(self.uses[at].edges) if edge is not None]
         if not slots:
             return {}
         edges = [self.uses[at].edges[j] for at, j in slots]
         with self.statistics.constant():
             grads = pulled(self.y, edges, s, self.half)
-        found = dict(zip(slots, grads, strict=True))
+        by_slot = dict(zip(slots, grads, strict=True))
 
         def cotangent(at: int, j: int) -> Tensor:
-            g = found.get((at, j))
+            g = by_slot.get((at, j))
             use = self.uses[at]
-            return s.new_zeros(s.shape[0], *use.shapes[j]) if g is None else use.first(g)
+            return s.new_zeros(s.shape[0], *use.shapes[j]) if g is None else use.batch_first(g)
 
-        return {at: tuple(cotangent(at, j) for j in range(len(self.uses[at].edges))) for at in places}
+        return {at: tuple(cotangent(at, j) for j in range(len(self.uses[at].edges))) for at in ids}
 
-    def inner(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Features]:
+    def inner_cotangents(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Features]:
         """Cotangents [k n r c o] of the layers of a replayed use, by local parameter name."""
         pulled = self.uses[at].replay.pull(outer)
         distinct: dict[int, Features] = {id(g): DenseFeatures(g) for g in pulled.values()}  # layers may share one g
@@ -422,14 +422,16 @@ class Tape:
         """g of every block with a rule, for output cotangents s [k n *out] (for a tied weight, of one kind)."""
         if not blocks:
             return []
-        outer = self.outer(s)
-        replayed = {at: self.inner(at, g) for at, g in outer.items() if isinstance(self.uses[at].rule, Replayed)}
+        outer = self.output_cotangents(s)
+        replayed = {
+            at: self.inner_cotangents(at, g) for at, g in outer.items() if isinstance(self.uses[at].rule, Replayed)
+        }
         return [
-            Joined.of([self.canonical(at, block.keys, outer, replayed) for at in self.places(block)])
+            Joined.of([self.layer_cotangents(at, block.keys, outer, replayed) for at in self.use_ids(block)])
             for block in blocks
         ]
 
-    def canonical(
+    def layer_cotangents(
         self,
         at: int,
         keys: tuple[str, ...],

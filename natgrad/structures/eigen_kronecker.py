@@ -310,7 +310,7 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sides: Sequence[Sides]) -> l
     """The rows of a coupled metric come mixed, and in flattening order."""
     totals = [Squares() for _ in layers]
     orders = [block.index.argsort().argsort() for block in layers]
-    for factors in replace(pb, seen=replace(pb.seen, layers=list(layers))).factors():
+    for factors in replace(pb, layers=list(layers)).factors():
         for total, f, block, order, (q, p) in zip(totals, factors, layers, orders, sides, strict=True):
             total.accumulate(_squares(f.rows()[..., order].unflatten(-1, block.shape), q, p))
     return [total.total() for total in totals]

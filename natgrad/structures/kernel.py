@@ -51,7 +51,7 @@ class Kernel(Structure):
         numbers = 0
         for block in pullback.blocks:
             _, o, i = block.shape
-            shared = 1 if block.rule is None else pullback.seen.positions[block.names[0]]
+            shared = 1 if block.rule is None else pullback.positions[block.names[0]]
             numbers += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
         return numbers + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 

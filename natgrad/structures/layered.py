@@ -157,8 +157,8 @@ class Layered(Structure):
             self.admit(pullback)
         pullback = self._arranged(pullback)
         blocks, uncovered = split_layers(pullback, like)
-        unused = {name for block in pullback.seen.unused.values() for name in block.names}
-        self._check_strict([block for block in uncovered if block.names[0] not in unused], pullback.seen.reasons)
+        unused = {name for block in pullback.unused.values() for name in block.names}
+        self._check_strict([block for block in uncovered if block.names[0] not in unused], pullback.reasons)
         unseen = frozenset(name for block in blocks for name in block.names if name in unused)
         return LayerSplit(tuple(blocks), unseen, restricted(pullback, uncovered) if uncovered else None)
 
@@ -257,8 +257,8 @@ def split_layers(pullback: Pullback, like: Operator | None) -> tuple[list[Block]
     uncovered: list[Block] = []
     for layer in pullback.layers:
         pieces, fell_back = [layer], any(name in below for name in layer.names)
-        if layer.names[0] in pullback.seen.unused:
-            unused = layers.get(layer.names, pullback.seen.unused[layer.names[0]])
+        if layer.names[0] in pullback.unused:
+            unused = layers.get(layer.names, pullback.unused[layer.names[0]])
             pieces = [layer] if fell_back or unused.rule is None else [unused]
         elif fell_back and is_operation(layer):
             pieces = [layer.without_rule()]
@@ -272,8 +272,8 @@ def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
     names = {name for block in blocks for name in block.names}
     params = {name: p for name, p in pullback.model.params.items() if name in names}
     model = replace(pullback.model, params=params)
-    layers = replace(pullback.seen, layers=_repositioned(blocks, params))
-    return replace(pullback, batch=replace(pullback.batch, model=model), seen=layers)
+    layers = _repositioned(blocks, params)
+    return replace(pullback, batch=replace(pullback.batch, model=model), layers=layers)
 
 
 def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:

@@ -17,7 +17,7 @@ from natgrad.geometry import Vector
 from natgrad.model import Inputs, Model, check_slots, map_tensors
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import examples
-from natgrad.pullback.pullback import View, layers_of
+from natgrad.pullback.pullback import Observer, layers_of
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Operator, Structure
@@ -181,7 +181,7 @@ class Laplace:
             y = self.model(None, x)
         n, d = y.shape[0], y[0].numel()
         step = max(1, _ELEMENTS // (d * self.model.size))
-        view = View(self.model, Euclidean(), layers_of(self.model), None)
+        view = Observer(self.model, Euclidean(), layers_of(self.model), None)
         for start in range(0, n, step):
             pb = view.checked(examples(x, (start, min(start + step, n)), n) if step < n else x)
             yield pb.y, Kernel().estimate(pb).rows().view(d, pb.n, -1) * pb.n**0.5
@@ -206,7 +206,7 @@ def _mean_metric(
 ) -> tuple[Operator, int]:
     """G and N; G of a loader is the mean over its batches, weighted by their examples."""
     operator, n = None, 0
-    view = View(model, metric, layers_of(model), generator)
+    view = Observer(model, metric, layers_of(model), generator)
     for batch_x, batch_target in _batches(model, x, target):
         pb = view.checked(batch_x, batch_target)
         if pb.coupling is not None:

@@ -24,7 +24,7 @@ from natgrad.optim.checkpoint import (
     operator_of,
 )
 from natgrad.output.metric import OutputMetric, fresh_generator
-from natgrad.pullback.pullback import View, layers_of
+from natgrad.pullback.pullback import Observer, layers_of
 from natgrad.solve.solvers import Cholesky
 from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.vi.posterior import check_rate
@@ -109,7 +109,7 @@ class VariationalNetwork:
         self.rates, self.pairs = rates or Rates(), pairs
         self.generator = generator or fresh_generator(self.model.example.device)
         # One for all steps: it caches what it learns about the model, and logs it once.
-        self._view = View(self.model, metric, layers_of(self.model), self.generator)
+        self._view = Observer(self.model, metric, layers_of(self.model), self.generator)
         self._posterior: tuple[Operator, Inverse] | None = None
 
     @property

@@ -156,7 +156,7 @@ def test_structures_that_are_exact_stay_so(kind: str, structure: Any) -> None:
 def test_a_batch_in_parts_has_the_same_rows() -> None:
     of = problem("residual scale", 12)
     whole, cut = (ng.Diagonal().estimate(pull(of, ng.Euclidean(), memory=m)).diagonal() for m in (2**32, 2**13))
-    assert len(pull(of, ng.Euclidean(), memory=2**13).parts) > 1
+    assert len(pull(of, ng.Euclidean(), memory=2**13).ranges) > 1
     close(cut, whole)
 
 

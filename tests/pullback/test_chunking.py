@@ -42,14 +42,14 @@ def test_chunks_of_any_size_sum_to_the_same_metric(name: str, memory: int, monke
 def test_tiny_bounds_cut_the_roots_one_by_one(name: str) -> None:
     problem = zoo.case(name).make()
     cut = pull(problem, random_roots(problem, k=5), memory=8)
-    assert [k for k, _ in chunks(cut)] == [1] * 5 * len(cut.parts)
+    assert [k for k, _ in chunks(cut)] == [1] * 5 * len(cut.ranges)
 
 
 @pytest.mark.parametrize("name", ["mlp_tanh", "sequence", "layer_norm", "called_twice", "two_inputs", "pure_function"])
 def test_tiny_bounds_cut_the_examples_one_by_one(name: str) -> None:
     problem = zoo.case(name).make()
     cut = pull(problem, random_roots(problem, k=5), memory=8)
-    assert cut.parts == [(n, n + 1) for n in range(problem.n_examples)]
+    assert cut.ranges == [(n, n + 1) for n in range(problem.n_examples)]
     assert chunks(cut) == [(1, 1)] * 5 * problem.n_examples
 
 
@@ -61,7 +61,7 @@ def test_roots_and_examples_are_cut_into_unequal_chunks() -> None:
     seen = set()
     for memory in range(500, 8000, 100):
         cut = pull(problem, metric, memory=memory)
-        seen.add((len(cut.parts), len({k for k, _ in chunks(cut)}), len({n for _, n in chunks(cut)})))
+        seen.add((len(cut.ranges), len({k for k, _ in chunks(cut)}), len({n for _, n in chunks(cut)})))
         close(cut.square(), pull(problem, metric).square())
     assert any(parts > 1 for parts, _, _ in seen)
     assert any(roots > 1 for _, roots, _ in seen)

@@ -26,7 +26,7 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
     pb = pull(problem, random_roots(problem, k=1))
     blocks = [block for block in pb.layers if block.rule is not None]
     expected = factors_of(pb, blocks, Sharing())
-    layers, sink, tape = LayerFactors(tuple(blocks), Sharing(), pb.y.dtype, pb.n), FactorList(), pb.tape(pb.parts[0])
+    layers, sink, tape = LayerFactors(tuple(blocks), Sharing(), pb.y.dtype, pb.n), FactorList(), pb.tape(pb.ranges[0])
     calls: list[list[int]] = []
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
@@ -58,7 +58,7 @@ def test_layers_are_served_from_the_last_on_when_there_is_no_more_room(
     chain = nn.Sequential(*(nn.Linear(i, o) for i, o in pairwise(widths))).double()
     problem = zoo.Problem(chain, normal(4, widths[0]))
     pb = pull(problem, random_roots(problem, k=1))
-    tape = pb.tape(pb.parts[0])
+    tape = pb.tape(pb.ranges[0])
     calls: list[list[int]] = []
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
@@ -104,7 +104,7 @@ def test_a_layer_that_no_cotangent_comes_to_has_zeros(room: int) -> None:
     found: dict[int, Tensor] = {}
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:
-        found.update({b: g.outer[at][0] for b in numbers for at in tape.places(blocks[b])})
+        found.update({b: g.outer[at][0] for b in numbers for at in tape.use_ids(blocks[b])})
 
     stream_cotangents(tape, blocks, torch.ones(1, 4, 4, dtype=torch.float64), serve, room)
     zero = [not bool(found[b].any()) for b in range(4)]
@@ -139,7 +139,7 @@ def test_a_pass_inside_the_pass_is_refused_by_name() -> None:
 def test_what_has_been_used_is_forgotten_before_the_rest_is_made() -> None:
     problem = zoo.Problem(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).double(), normal(4, 8))
     pb = pull(problem, random_roots(problem, k=1))
-    tape = pb.tape(pb.parts[0])
+    tape = pb.tape(pb.ranges[0])
     most = 0
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:

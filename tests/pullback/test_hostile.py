@@ -123,7 +123,7 @@ def test_a_part_of_the_batch_that_is_in_order_teaches_nothing_about_the_next() -
     x = inputs().repeat(8, 1)
     x[:10] = x[:10][x[:10, 0].argsort(stable=True)]
     pb = ng.pullback(model, x, ng.Euclidean(), memory=3456)
-    assert 1 < pb.parts[0][1] <= 10
+    assert 1 < pb.ranges[0][1] <= 10
     with pytest.raises(BatchStatisticsError, match=r"layers of l.weight see examples .* in another order.*memory="):
         ng.Diagonal().estimate(pb)
 

@@ -13,7 +13,7 @@ import natgrad as ng
 from natgrad.model import Model
 from natgrad.pullback.batch_axis import StatusCache
 from natgrad.pullback.graph import leaf_uses, survey
-from natgrad.pullback.pullback import Batch, View, layers_of
+from natgrad.pullback.pullback import Batch, Observer, layers_of
 from natgrad.pullback.tape import record
 
 
@@ -100,17 +100,17 @@ def inputs(n: int = 4) -> Tensor:
     return torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def view_of(m: Written) -> View:
+def view_of(m: Written) -> Observer:
     model = Model.of(m)
-    return View(model, ng.Euclidean(), layers_of(model), None)
+    return Observer(model, ng.Euclidean(), layers_of(model), None)
 
 
-def shown(view: View, m: Written, written: Callable[[Written, Tensor], Tensor], n: int = 4) -> object:
+def shown(view: Observer, m: Written, written: Callable[[Written, Tensor], Tensor], n: int = 4) -> object:
     m.written = written
     pb = view.of(Batch(view.model, inputs(n)))
     covered = {name for block in pb.layers if block.rule is not None for name in block.names}
-    unused = {name for block in pb.seen.unused.values() for name in block.names}
-    return covered, set(pb.seen.reasons), unused
+    unused = {name for block in pb.unused.values() for name in block.names}
+    return covered, set(pb.reasons), unused
 
 
 @pytest.mark.parametrize("first", PASSES)
@@ -139,7 +139,7 @@ def test_statistics_of_the_batch_are_noticed_after_a_pass_without() -> None:
     view = view_of(m)
     shown(view, m, with_running_statistics)
     m.written = with_those_of_the_batch
-    assert {"a.weight", "b.weight"} <= view.of(Batch(view.model, inputs())).seen.reasons.keys()
+    assert {"a.weight", "b.weight"} <= view.of(Batch(view.model, inputs())).reasons.keys()
 
 
 def test_a_pass_that_looks_like_one_before_is_not_judged_again() -> None:

@@ -15,7 +15,7 @@ from natgrad.accelerate.moments import rows as leading_rows
 from natgrad.model import Model
 from natgrad.operators import Operator
 from natgrad.pullback.graph import Axis
-from natgrad.pullback.pullback import Batch, View, layers_of
+from natgrad.pullback.pullback import Batch, Observer, layers_of
 from natgrad.pullback.tape import record
 from natgrad.rules import EmbeddingRule
 from natgrad.structures import Structure
@@ -219,7 +219,7 @@ def test_a_batch_that_is_cut_has_the_same_metric_wherever_the_examples_are(kind:
     of = LAYOUTS[kind].problem(False, 8)
     whole = pull(of, ng.Euclidean())
     cut = pull(of, ng.Euclidean(), memory=60_000)
-    assert len(cut.parts) > 1
+    assert len(cut.ranges) > 1
     assert covered(cut) == covered(whole) == set(whole.model.params)
     close(cut.square(), whole.square())
 
@@ -261,12 +261,12 @@ def test_a_layer_that_is_turned_is_a_view() -> None:
     model = Model.of(of.module)
     tape = record(model, layers_of(model), of.x)
     at = next(at for at, use in enumerate(tape.uses) if use.module is of.module.head)
-    use, turned = tape.uses[at], tape.turned({at: Axis(1)}).uses[at]
+    use, turned = tape.uses[at], tape.with_batch_first({at: Axis(1)}).uses[at]
     assert turned.call.x.shape[0] == turned.shape[0] == N
     assert turned.call.x.data_ptr() == use.call.x.data_ptr() == leading_rows(turned.call.x).data_ptr()
     g = normal(2, *use.shape)
-    assert turned.first(g).shape == (2, *turned.shape)
-    assert turned.first(g).data_ptr() == g.data_ptr()
+    assert turned.batch_first(g).shape == (2, *turned.shape)
+    assert turned.batch_first(g).data_ptr() == g.data_ptr()
 
 
 def test_sums_over_rows_do_not_depend_on_the_order_of_the_axes() -> None:
@@ -285,7 +285,7 @@ def test_a_pass_without_cotangents_teaches_nothing_about_the_next() -> None:
     head = of.module.head
     assert isinstance(head, nn.Linear)
     start, metric, model = head.weight.detach().clone(), random_roots(of), Model.of(of.module)
-    view = View(model, metric, layers_of(model), None)
+    view = Observer(model, metric, layers_of(model), None)
     for scale in (0.0, 1.0):
         with torch.no_grad():
             head.weight.copy_(scale * start)

@@ -142,7 +142,7 @@ def test_the_optimizer_cuts_a_root_that_is_too_large_for_its_hook() -> None:
 def test_ranges_may_have_different_numbers_of_columns() -> None:
     model, x = zoo.mlp(3, 4, 12).double(), normal(20, 3)
     pb = ng.pullback(model, x, Ragged(), memory=8 * 8 * 1000)
-    assert len(pb.ranges()) > 1
+    assert len(pb.split_ranges()) > 1
     factors = pb.collect()
     assert {f.g.shape[1] for f in factors} == {20}
     close(pb.square(), ng.pullback(model, x, ng.Euclidean()).square())
@@ -187,7 +187,7 @@ def test_a_root_is_not_cut_where_examples_influence_each_other() -> None:
     """The forward pass fits whole, and the root does not."""
     model, x = nn.Sequential(Centred(), nn.Linear(2, 40)).double(), normal(50, 3)
     pb = ng.pullback(model, x, ng.Euclidean(), memory=8 * 8 * 50 * 60)
-    assert len(pb.parts) == 1
+    assert len(pb.ranges) == 1
     with pytest.raises(BatchStatisticsError, match="influence each other"):
         pb.square()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.model import Model
 from natgrad.pullback.batch_axis import _codes
-from natgrad.pullback.pullback import Batch, View, layers_of
+from natgrad.pullback.pullback import Batch, Observer, layers_of
 from tests.oracle import flatten
 from tests.pulled import close, normal
 
@@ -73,7 +73,7 @@ def test_a_pass_that_shows_the_examples_on_two_axes_teaches_nothing_about_the_ne
         model.a.weight.copy_(torch.eye(3))
         model.a.bias.zero_()
     wrapped = Model.of(model)
-    view = View(wrapped, ng.Euclidean(), layers_of(wrapped), None)
+    view = Observer(wrapped, ng.Euclidean(), layers_of(wrapped), None)
     first, second = -torch.ones(3, 3, 3, dtype=torch.float64), normal(3, 3, 3).abs()
     first[0, 0] = 1.0
     view.of(Batch(wrapped, first))

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
-from natgrad.pullback.pullback import Batch, View, layers_of
+from natgrad.pullback.pullback import Batch, Observer, layers_of
 from natgrad.pullback.tape import Recorder
 from tests import zoo
 from tests.pulled import Rooted, close, covered, normal, oracle_rows, rows
@@ -124,7 +124,7 @@ class _Calls:
 def recorded(of: zoo.Problem, metric: ng.OutputMetric) -> ng.Pullback:
     """The pullback at the user's own forward pass, as in an optimizer's hook."""
     model = Model.of(of.module)
-    view = View(model, metric, layers_of(model), None)
+    view = Observer(model, metric, layers_of(model), None)
     recorder = Recorder(model, view.blocks)
     recorder.start()
     try:

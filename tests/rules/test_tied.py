@@ -48,7 +48,7 @@ def test_exact_structures_are_exact_whatever_the_memory(structure: Structure, me
         ng.BlockDense: oracle.block_diagonal(G, [list(b) for b in _spans(problem)]),
     }[type(structure)]
     pb = pull(problem, metric, memory=memory)
-    close(structure.estimate(replace(pb, passes=replace(pb.passes, memory=2**32))).dense(), expected)
+    close(structure.estimate(replace(pb, memory=2**32)).dense(), expected)
     limited = pull(problem, metric, memory=memory)
     close(limited.square(), G.diagonal())
 
@@ -64,7 +64,7 @@ def test_rows_of_a_tied_weight_come_some_examples_at_a_time() -> None:
     problem = problem_of(Language, n=8)
     metric = random_roots(problem, K)
     pb = pull(problem, metric, memory=8 * 8 * (2 * V * D))
-    pb = replace(pb, passes=replace(pb.passes, tapes=pull(problem, metric).passes.tapes, parts=[(0, 8)]))
+    pb = replace(pb, tapes=pull(problem, metric).tapes, ranges=[(0, 8)])
     chunks = list(pb.factors())
     assert {f.g.shape[:2] for factors in chunks for f in factors} == {(1, 2)}
     assert len(chunks) == 4 * K
@@ -104,8 +104,8 @@ def test_of_a_large_vocabulary_the_diagonal_is_kept_on_its_side_only() -> None:
 def test_parts_of_a_batch_make_one_product() -> None:
     problem = problem_of(Language, n=9)
     whole, cut = (pull(problem, random_roots(problem, K), memory=memory) for memory in (2**32, 12_000))
-    assert len(cut.parts) > 1
-    roomy = replace(cut, passes=replace(cut.passes, memory=2**32))
+    assert len(cut.ranges) > 1
+    roomy = replace(cut, memory=2**32)
     close(ng.Kronecker().estimate(roomy).dense(), ng.Kronecker().estimate(whole).dense())
 
 

@@ -50,7 +50,7 @@ def test_inputs_and_cotangents_can_be_absorbed_apart(name: str, k: int) -> None:
     """As the kernels of a GPU are recorded; here none is, and they run one by one."""
     (before, now), structure, recordings = _two(zoo.case(name).make(), k), ng.Kronecker(), GraphCache[None]()
     expected = _average(structure, before).lerp(structure.estimate(now), 0.3)
-    recorded = replace(now, passes=replace(now.passes, recordings=recordings))
+    recorded = replace(now, graph_cache=recordings)
     found = structure.absorb(recorded, _average(structure, before), 0.3)
     close(found.dense(), expected.dense())
 

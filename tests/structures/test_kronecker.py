@@ -134,7 +134,7 @@ def test_each_sharing_is_exact_only_in_its_own_setting() -> None:
 def test_reduce_is_expand_for_one_position(name: str) -> None:
     problem = zoo.case(name).make()
     pb = pull(problem, random_roots(problem))
-    if any(positions > 1 for positions in pb.seen.positions.values()):
+    if any(positions > 1 for positions in pb.positions.values()):
         assert name in ("called_twice", "tied_weights")
         return
     expand, reduce = (structure.estimate(pb).dense() for structure in SHARINGS)

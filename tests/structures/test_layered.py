@@ -278,7 +278,7 @@ def test_averages_of_different_layers_are_refused_by_name(kind: Any) -> None:
     problem = zoo.case("mlp_tanh").make()
     pb = pull(problem, ng.Euclidean())
     bare = [layer.without_rule() if "2.weight" in layer.names else layer for layer in pb.layers]
-    old, new = kind().estimate(pb), kind().estimate(replace(pb, seen=replace(pb.seen, layers=bare)))
+    old, new = kind().estimate(pb), kind().estimate(replace(pb, layers=bare))
     with pytest.raises(IncompatibleError, match=r"the layers of 2.bias, 2.weight were seen by their rule in one batch"):
         old.lerp(new, 0.5)
 
