@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Covector, Vector
+from natgrad.model import check_slots
 from natgrad.pullback.pullback import Pullback, at
 from natgrad.structures.base import Layout
 from natgrad.structures.dense import Dense
@@ -82,6 +83,7 @@ def diagnose(
     >>> print(ng.diagnose(ng.pullback(model, x, ng.Fisher(ng.Categorical()))).rank)  # 9, less one constant a column
     6
     """
+    check_slots(pullback=(pullback, Pullback))
     basis, spectrum, rank = _range(pullback, rtol)
     layout = Layout.of(pullback.model.params, pullback.y.dtype)
     visible = basis.square().sum(1)  # the diagonal of the projection onto the range

@@ -295,6 +295,8 @@ class NaturalGradient(torch.optim.Optimizer):
             loss_at=loss_at,
         )
         step = rule.take(context)
+        if not isinstance(step, Step):
+            raise TypeError(f"{type(rule).__name__}.take must return a Step, got {type(step).__name__}")
         if without_grad:  # a constraint may have moved them
             landing = {name: t for name, t in step.landing.items() if name not in without_grad}
             step = replace(step, displacement=update.at_rest(step.displacement), landing=landing)

@@ -109,7 +109,7 @@ class Plan:
                 f"and {self.position_flops:.2g} a position and column",
             ]
         else:
-            total.append("memory and cost depend on the batch")
+            total.append("memory and cost depend on the batch, or the structure does not state them")
         return "\n".join([*lines, ", ".join(total), *self.notes])
 
     def _cells(self, row: Row) -> tuple[str, ...]:

@@ -37,6 +37,15 @@ class Step:
     landing: Mapping[str, Tensor] = field(default_factory=dict)
     velocity: Vector | None = None
 
+    def __post_init__(self) -> None:
+        """A covector is no displacement: a metric has to turn it into a vector."""
+        for name, value in (("displacement", self.displacement), ("velocity", self.velocity)):
+            if not isinstance(value, Vector) and not (name == "velocity" and value is None):
+                raise TypeError(
+                    f"the {name} of a step must be a Vector, got {type(value).__name__}: context.sharp(ω, damping) "
+                    "turns a Covector into a Vector, and context.move makes a displacement of it"
+                )
+
 
 @final
 @dataclass(frozen=True)
@@ -83,7 +92,11 @@ class StepContext:
 
     def loss(self, δ: Vector | None) -> float:
         """The loss of the closure where the step δ lands (None: here)."""
-        assert self.loss_at is not None
+        if self.loss_at is None:
+            raise TypeError(
+                "the step rule asks for the loss, and opt.step() was called without a closure: call opt.step(closure), "
+                "and let needs_closure of the rule be True"
+            )
         return self.loss_at(None if δ is None else self.landing(δ))
 
     def divergence(self, δ: Vector) -> float:

@@ -106,11 +106,14 @@ class Layered(Structure):
     def title(self, block: Block) -> str:
         if block.rule is not None:
             return type(self).__name__
-        return "refused (strict=True)" if self.strict else f"{type(self.fallback).__name__} (fallback)"
+        return "known after a pass" if self.strict else f"{type(self.fallback).__name__} (fallback)"
 
     def uncovered(self) -> str | None:
         if self.strict:
-            return f"strict=True refuses them in the first pass that uses them (strict=False: {self.fallback!r})"
+            return (
+                "strict=True refuses them in the first pass that uses them by an operation without a rule "
+                f"(strict=False: {self.fallback!r})"
+            )
         return f"{super().uncovered()}, and their metric is {self.fallback!r}"
 
     @property
