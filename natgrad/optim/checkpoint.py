@@ -53,8 +53,8 @@ def in_words(value: Any) -> str:
     A default is left out so that one that is added later does not make another thing of what was saved before.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        parts = [(f.name, in_words(getattr(value, f.name))) for f in fields(value) if _tells(f, value)]
-        return f"{type(value).__name__}({', '.join(f'{name}={words}' for name, words in parts)})"
+        entries = [(f.name, in_words(getattr(value, f.name))) for f in fields(value) if _tells(f, value)]
+        return f"{type(value).__name__}({', '.join(f'{name}={words}' for name, words in entries)})"
     if value is None or isinstance(value, bool | str):
         return repr(value)
     if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
@@ -69,11 +69,11 @@ def in_words(value: Any) -> str:
 
 def _tells(field: Field[Any], value: Any) -> bool:
     """Whether this field of a dataclass says something about it."""
-    own = getattr(value, field.name)
-    if isinstance(own, Newton):
+    entry = getattr(value, field.name)
+    if isinstance(entry, Newton):
         return False
     default = field.default if field.default_factory is MISSING else field.default_factory()
-    return default is MISSING or in_words(own) != in_words(default)
+    return default is MISSING or in_words(entry) != in_words(default)
 
 
 # Whether what a checkpoint holds fits the model: every message names the tensor, and nothing has been changed.
@@ -167,8 +167,8 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
             raise ValueError(f"parameter group {at} of the state has no {', '.join(missing)}. {_NOTHING}")
         check_numbers(group)
     common_damping(saved)
-    keys, own = ([p for group in side for p in group["params"]] for side in (saved, groups))
-    params = dict(zip(keys, own, strict=True))
+    keys, values = ([p for group in side for p in group["params"]] for side in (saved, groups))
+    params = dict(zip(keys, values, strict=True))
     for key, entry in state["state"].items():
         if key not in params:
             raise ValueError(f"the state has momentum of a parameter number {key}, which no group has. {_NOTHING}")

@@ -140,12 +140,12 @@ class Group(World):
                 out[at] = mean.view(values[at].shape)
         return out
 
-    def gathered(self, own: Callable[[], Tensors]) -> dict[str, Tensor]:
+    def gathered(self, compute: Callable[[], Tensors]) -> dict[str, Tensor]:
         """The tensors that all processes computed. An error of one is raised by all."""
         tensors: Tensors = {}
         problem: NatgradError | None = None
         try:
-            tensors = own()
+            tensors = compute()
         except NatgradError as error:
             problem = error
         union: dict[str, Tensor] = {}

@@ -159,11 +159,11 @@ def _blocks(tracker: MetricTracker) -> list[Block]:
 def _left(block: Block, covered: Collection[str]) -> list[Block]:
     """What is left of a block without the parameters that a rule covers."""
     bare = block.without_rule()
-    pairs = [pair for pair in zip(bare.names, bare.places, strict=True) if pair[0] not in covered]
+    pairs = [pair for pair in zip(bare.names, bare.slices, strict=True) if pair[0] not in covered]
     if not pairs:
         return []
-    names, places = zip(*pairs, strict=True)
-    return [replace(bare, names=names, places=places, shape=(1, sum(place.shape.numel() for place in places), 1))]
+    names, slices = zip(*pairs, strict=True)
+    return [replace(bare, names=names, slices=slices, shape=(1, sum(place.shape.numel() for place in slices), 1))]
 
 
 def _row(structure: Structure, block: Block, solver: Solver, damped: bool) -> Row:

@@ -20,7 +20,7 @@ from natgrad.rules.base import Keys, Rule, check_packing, trainable
 
 @final
 @dataclass(frozen=True)
-class Place:
+class ParameterSlice:
     """The position of a parameter: its local name in the layer, its start in the flattening order, its shape."""
 
     key: str
@@ -42,7 +42,7 @@ class Block:
     """
 
     names: tuple[str, ...]
-    places: tuple[Place, ...]
+    slices: tuple[ParameterSlice, ...]
     shape: tuple[int, int, int]
     device: torch.device
     rule: Rule | None = None
@@ -77,13 +77,13 @@ class Block:
 
     @cached_property
     def keys(self) -> Keys:
-        """The local names, in the order of ``places``."""
-        return tuple(place.key for place in self.places)
+        """The local names, in the order of ``slices``."""
+        return tuple(place.key for place in self.slices)
 
     @property
-    def named_places(self) -> dict[str, Place]:
+    def named_slices(self) -> dict[str, ParameterSlice]:
         """The positions by the names of the parameters."""
-        return dict(zip(self.names, sorted(self.places, key=lambda place: place.start), strict=True))
+        return dict(zip(self.names, sorted(self.slices, key=lambda place: place.start), strict=True))
 
     @cached_property
     def index(self) -> Tensor:
@@ -91,20 +91,20 @@ class Block:
 
         Computed lazily, because it has as many integers as there are parameters.
         """
-        spans = (torch.arange(place.span.start, place.span.stop, device=self.device) for place in self.places)
+        spans = (torch.arange(place.span.start, place.span.stop, device=self.device) for place in self.slices)
         if self.rule is None:
             return torch.cat(list(spans))
-        local = {place.key: span.view(place.shape) for place, span in zip(self.places, spans, strict=True)}
+        local = {place.key: span.view(place.shape) for place, span in zip(self.slices, spans, strict=True)}
         return self.rule.pack(self.modules[0], local).reshape(-1)
 
     def pack(self, flat: Tensor) -> Tensor:
         """W [*batch c o i] from flattened parameters [*batch p]."""
         if self.rule is None:
-            packed = torch.cat([flat[..., place.span] for place in self.places], dim=-1)
+            packed = torch.cat([flat[..., place.span] for place in self.slices], dim=-1)
         elif flat.ndim > 1:
             packed = flat[..., self.index]
         else:
-            local = {place.key: flat[place.span].view(place.shape) for place in self.places}
+            local = {place.key: flat[place.span].view(place.shape) for place in self.slices}
             packed = self.rule.pack(self.modules[0], local)
         return packed.reshape(*flat.shape[:-1], *self.shape)
 
@@ -112,12 +112,12 @@ class Block:
         """Write W [*batch c o i] into flattened parameters [*batch p]."""
         batch = flat.shape[:-1]
         if self.rule is None:
-            sizes = [place.shape.numel() for place in self.places]
-            for place, piece in zip(self.places, packed.reshape(*batch, -1).split(sizes, dim=-1), strict=True):
+            sizes = [place.shape.numel() for place in self.slices]
+            for place, piece in zip(self.slices, packed.reshape(*batch, -1).split(sizes, dim=-1), strict=True):
                 flat[..., place.span] = piece
             return
         local = self.rule.unpack(self.modules[0], self.keys, packed.reshape(*batch, *self.shape))
-        for place in self.places:
+        for place in self.slices:
             flat[..., place.span].view(batch + place.shape).copy_(local[place.key])
 
     def packed(self, named: Mapping[str, Tensor]) -> Tensor:
@@ -140,13 +140,13 @@ class Block:
     @cached_property
     def _named(self) -> dict[str, str]:
         """The names of the parameters by their keys, in the order of W."""
-        by_start = sorted(self.places, key=lambda place: place.start)
+        by_start = sorted(self.slices, key=lambda place: place.start)
         names = {place.key: name for name, place in zip(self.names, by_start, strict=True)}
         return {key: names[key] for key in self.keys}
 
     def unpacked(self, packed: Tensor) -> dict[str, Tensor]:
         """The inverse of ``packed``."""
-        by_start = sorted(self.places, key=lambda place: place.start)
+        by_start = sorted(self.slices, key=lambda place: place.start)
         if self.rule is None:
             pieces = packed.reshape(-1).split([place.shape.numel() for place in by_start])
             pairs = zip(self.names, by_start, pieces, strict=True)
@@ -156,16 +156,16 @@ class Block:
 
     def separated(self) -> list[Block]:
         """One block for each parameter: the weight, and the bias."""
-        if self.rule is None or len(self.places) < 2:
+        if self.rule is None or len(self.slices) < 2:
             return [self]
         shape, module = self.rule.shape, self.modules[0]
-        named = self.named_places.items()
-        return [replace(self, names=(name,), places=(at,), shape=shape(module, (at.key,))) for name, at in named]
+        named = self.named_slices.items()
+        return [replace(self, names=(name,), slices=(at,), shape=shape(module, (at.key,))) for name, at in named]
 
     def without_rule(self) -> Block:
         """The same parameters without the rule; ``torch.func`` differentiates them."""
-        ordered = tuple(sorted(self.places, key=lambda place: place.start))
-        return replace(self, places=ordered, shape=(1, self.size, 1), rule=None, modules=(), facets=())
+        ordered = tuple(sorted(self.slices, key=lambda place: place.start))
+        return replace(self, slices=ordered, shape=(1, self.size, 1), rule=None, modules=(), facets=())
 
 
 @final
@@ -207,9 +207,9 @@ def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
     a facet for each. A parameter has no rule if one of its modules has none, or if two modules pack it in ways that do
     not fit together; such parameters form blocks with those whose names agree up to the last dot.
     """
-    places, start = {}, 0
+    slices, start = {}, 0
     for name, p in model.params.items():
-        places[name] = Place(name, start, p.shape)
+        slices[name] = ParameterSlice(name, start, p.shape)
         start += p.numel()
     claims = _claims(model, rules)
     grouped: dict[object, list[str]] = defaultdict(list)
@@ -219,8 +219,8 @@ def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
         grouped[tuple(c.where for c in of_name) if ruled else name.rpartition(".")[0]].append(name)
     blocks = []
     for group, names in grouped.items():
-        size = sum(places[name].shape.numel() for name in names)
-        block = Block(tuple(names), tuple(places[name] for name in names), (1, size, 1), model.example.device)
+        size = sum(slices[name].shape.numel() for name in names)
+        block = Block(tuple(names), tuple(slices[name] for name in names), (1, size, 1), model.example.device)
         blocks.append(_with_rule(block, claims) if isinstance(group, tuple) else block)
     return blocks
 
@@ -264,14 +264,14 @@ def _of_kind(block: Block, owners: Sequence[tuple[_Claim, ...]]) -> Block:
     rule, modules = owners[0][0].rule, tuple(owner[0].module for owner in owners)
     assert rule is not None
     order = rule.layers(modules[0])[owners[0][0].layer]
-    named = (replace(place, key=claim.key) for place, claim in zip(block.places, owners[0], strict=True))
-    places = tuple(sorted(named, key=lambda place: order.index(place.key)))
-    shapes = {rule.shape(m, tuple(place.key for place in places)) for m in modules}
+    named = (replace(place, key=claim.key) for place, claim in zip(block.slices, owners[0], strict=True))
+    slices = tuple(sorted(named, key=lambda place: order.index(place.key)))
+    shapes = {rule.shape(m, tuple(place.key for place in slices)) for m in modules}
     if len(shapes) > 1:
         return block
     shape = shapes.pop()
     check_packing(rule, block.names, shape, block.size)
-    return replace(block, places=places, shape=shape, rule=rule, modules=modules)
+    return replace(block, slices=slices, shape=shape, rule=rule, modules=modules)
 
 
 def _tied(block: Block, kinds: Sequence[Block]) -> Block:
@@ -300,9 +300,9 @@ def _facet(first: Block, kind: Block) -> Facet | None:
 
 def _packed_view(kind: Block) -> Tensor | None:
     """W as a view of its only parameter, on the meta device, for its strides; None if W is not a view."""
-    if len(kind.places) > 1 or kind.rule is None:
+    if len(kind.slices) > 1 or kind.rule is None:
         return None
-    flat = torch.empty(kind.places[0].shape, device="meta")
+    flat = torch.empty(kind.slices[0].shape, device="meta")
     packed = kind.rule.pack(kind.modules[0], {kind.keys[0]: flat})
     return packed if is_view_of(packed, flat) else None
 

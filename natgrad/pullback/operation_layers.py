@@ -26,7 +26,7 @@ from natgrad.accelerate.moments import single
 from natgrad.accelerate.vjp import pulled
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
-from natgrad.pullback.layer import Block, Facet, Place
+from natgrad.pullback.layer import Block, Facet, ParameterSlice
 from natgrad.pullback.operations import Operand, Operation, missed
 from natgrad.pullback.tape import Ruled, Tape, Use
 from natgrad.rules.base import Call, Keys, Rule
@@ -615,11 +615,11 @@ def with_layers(blocks: Iterable[Block], layers: Iterable[Block]) -> list[Block]
         if len(left) == len(block.names):
             out.append(block)
         elif left:
-            by_name = block.named_places
+            by_name = block.named_slices
             entry = tuple(by_name[name] for name in left)
             size = sum(place.shape.numel() for place in entry)
-            out.append(replace(block.without_rule(), names=tuple(left), places=entry, shape=(1, size, 1)))
-    return sorted(out, key=lambda block: min(place.start for place in block.places))
+            out.append(replace(block.without_rule(), names=tuple(left), slices=entry, shape=(1, size, 1)))
+    return sorted(out, key=lambda block: min(place.start for place in block.slices))
 
 
 _MIXED = (
@@ -675,14 +675,14 @@ class OperationLayers:
     ) -> tuple[list[Block], Tape, dict[str, str]]:
         """The blocks and the tape with layers for the ``bare`` blocks, and why some parameters have none."""
         wanted = {name for block in bare for name in block.names}
-        by_name = {name: place for block in blocks for name, place in block.named_places.items()}
+        by_name = {name: place for block in blocks for name, place in block.named_slices.items()}
         layers, uses, reasons = self.of(model, by_name, tape, wanted)
         return with_layers(blocks, layers), replace(tape, uses=(*tape.uses, *uses)), reasons
 
     def again(self, model: Model, layers: Sequence[Block], tape: Tape, piece: tuple[int, int]) -> Tape:
         """The tape of another part of the batch, with the uses of the same layers."""
         wanted = {name for block in layers for name in block.names}
-        by_name = {name: place for block in layers for name, place in block.named_places.items()}
+        by_name = {name: place for block in layers for name, place in block.named_slices.items()}
         blocks, uses, _ = self.of(model, by_name, tape, wanted)
         if len(blocks) < len(layers):
             names = ", ".join(block.title for block in layers if block not in blocks)
@@ -693,7 +693,7 @@ class OperationLayers:
         return replace(tape, uses=(*tape.uses, *uses))
 
     def of(
-        self, model: Model, by_name: Mapping[str, Place], tape: Tape, wanted: Collection[str]
+        self, model: Model, by_name: Mapping[str, ParameterSlice], tape: Tape, wanted: Collection[str]
     ) -> tuple[list[Block], list[Use], dict[str, str]]:
         """Layers of the ``wanted`` parameters, the uses of them in this pass, and why others have none."""
         operations, leaves = list(tape.operations or ()), tape.leaves
@@ -727,7 +727,7 @@ class OperationLayers:
     def _decide(
         self,
         model: Model,
-        by_name: Mapping[str, Place],
+        by_name: Mapping[str, ParameterSlice],
         names: Sequence[str],
         uses: Mapping[str, Sequence[_Used]],
         owners: Owned,
@@ -907,7 +907,7 @@ def _block(
     names: Sequence[str],
     packing: Packing | None,
     kinds: Iterable[tuple[bool, bool]],
-    by_name: Mapping[str, Place],
+    by_name: Mapping[str, ParameterSlice],
     device: torch.device,
 ) -> Block:
     """A layer of these parameters: a weight, its bias; with facets where the weight is used in several ways.
@@ -945,7 +945,7 @@ def _saved(block: Block) -> dict[str, Any]:
 
 def loaded(model: Model, blocks: Iterable[Block], state: Iterable[Mapping[str, Any]]) -> list[Block]:
     """The layers of a checkpoint, for a model with these blocks."""
-    by_name = {name: place for block in blocks for name, place in block.named_places.items()}
+    by_name = {name: place for block in blocks for name, place in block.named_slices.items()}
     out = []
     for saved in state:
         packing, kinds = None, []

@@ -171,9 +171,9 @@ def plain(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:
 
 
 @cache
-def _inherits(own: Any, kind: Any) -> bool:
+def _inherits(subclass: Any, kind: Any) -> bool:
     """Whether a subclass leaves all that ``kind`` computes with as it is."""
-    between = own.__mro__[: own.__mro__.index(kind)]
+    between = subclass.__mro__[: subclass.__mro__.index(kind)]
     return all(name in _HARMLESS or not hasattr(kind, name) for cls in between for name in vars(cls))
 
 

@@ -381,7 +381,7 @@ def name_of(group: Sequence[Block]) -> str:
     """The names of the blocks' parameters, in flattening order."""
     starts: dict[str, int] = {}
     for block in group:
-        starts.update(zip(block.names, sorted(place.start for place in block.places), strict=True))
+        starts.update(zip(block.names, sorted(place.start for place in block.slices), strict=True))
     return " + ".join(sorted(starts, key=lambda name: starts[name]))
 
 

@@ -209,7 +209,7 @@ class Layered(Structure):
     def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
         """S and A of a layer: both, and of its size, or of the size of parameters that are a layer by themselves."""
         whole = (block.size, 1, 1)
-        for name, place in zip(block.names, block.places, strict=True):
+        for name, place in zip(block.names, block.slices, strict=True):
             factors = {side: tensors[f"{name}/{side}"] for side in "SA" if f"{name}/{side}" in tensors}
             if not factors:
                 continue
@@ -296,8 +296,8 @@ def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list
         at += p.numel()
     out = []
     for block in (block.without_rule() for block in blocks):
-        slices = (replace(place, start=starts[name]) for name, place in zip(block.names, block.places, strict=True))
-        out.append(replace(block, places=tuple(slices)))
+        slices = (replace(place, start=starts[name]) for name, place in zip(block.names, block.slices, strict=True))
+        out.append(replace(block, slices=tuple(slices)))
     return out
 
 

@@ -10,7 +10,7 @@ from natgrad.errors import NonFiniteError, SingularMetricError
 from natgrad.kernels.gram import KernelMatrix
 from natgrad.operators import KernelOperator, Layout
 from natgrad.pullback.factors import Factors
-from natgrad.pullback.layer import Block, Place
+from natgrad.pullback.layer import Block, ParameterSlice
 from natgrad.structures.kernel import PushThrough
 from tests.pulled import close, normal
 
@@ -35,7 +35,7 @@ every_case = pytest.mark.parametrize("K", CASES.values(), ids=CASES)
 def operator(rows: Tensor, K: Tensor | None = None) -> KernelOperator:
     """Rows [k n p] of one block without a rule."""
     p = rows.shape[2]
-    block = Block(("w",), (Place("w", 0, torch.Size([p])),), (1, p, 1), torch.device("cpu"))
+    block = Block(("w",), (ParameterSlice("w", 0, torch.Size([p])),), (1, p, 1), torch.device("cpu"))
     layout = Layout.of({"w": rows[0, 0]}, rows.dtype)
     return KernelOperator(layout, (block,), (Factors.of_rows(rows),), None if K is None else KernelMatrix.of(K))
 
