@@ -136,7 +136,7 @@ def test_arguments_are_visible() -> None:
 
 
 BANNED = {"found", "own", "kept", "made", "told", "way", "places", "part", "parts", "seen", "known"}
-NAMES = {"natgrad": 25}
+NAMES = {"natgrad": 9}
 
 
 def test_names_are_nouns_and_verbs_of_the_field() -> None:

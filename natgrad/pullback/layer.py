@@ -113,8 +113,8 @@ class Block:
         batch = flat.shape[:-1]
         if self.rule is None:
             sizes = [place.shape.numel() for place in self.places]
-            for place, part in zip(self.places, packed.reshape(*batch, -1).split(sizes, dim=-1), strict=True):
-                flat[..., place.span] = part
+            for place, piece in zip(self.places, packed.reshape(*batch, -1).split(sizes, dim=-1), strict=True):
+                flat[..., place.span] = piece
             return
         local = self.rule.unpack(self.modules[0], self.keys, packed.reshape(*batch, *self.shape))
         for place in self.places:
@@ -132,10 +132,10 @@ class Block:
         if self.rule is None:
             return None
         local = {key: named[name] for key, name in self._named.items()}
-        found = self.rule.columns(self.modules[0], local)
-        if found is None or any(part.shape[:2] != self.shape[:2] for part in found.values()):
+        columns = self.rule.columns(self.modules[0], local)
+        if columns is None or any(block.shape[:2] != self.shape[:2] for block in columns.values()):
             return None
-        return {self._named[key]: part for key, part in found.items()}
+        return {self._named[key]: block for key, block in columns.items()}
 
     @cached_property
     def _named(self) -> dict[str, str]:
@@ -148,9 +148,9 @@ class Block:
         """The inverse of ``packed``."""
         by_start = sorted(self.places, key=lambda place: place.start)
         if self.rule is None:
-            parts = packed.reshape(-1).split([place.shape.numel() for place in by_start])
-            pairs = zip(self.names, by_start, parts, strict=True)
-            return {name: part.view(place.shape) for name, place, part in pairs}
+            pieces = packed.reshape(-1).split([place.shape.numel() for place in by_start])
+            pairs = zip(self.names, by_start, pieces, strict=True)
+            return {name: piece.view(place.shape) for name, place, piece in pairs}
         local = self.rule.unpack(self.modules[0], self.keys, packed)
         return {name: local[place.key] for name, place in zip(self.names, by_start, strict=True)}
 
@@ -214,9 +214,9 @@ def partition(model: Model, rules: Sequence[Rule]) -> list[Block]:
     claims = _claims(model, rules)
     grouped: dict[object, list[str]] = defaultdict(list)
     for name in model.params:
-        own = claims.get(name, [])
-        ruled = bool(own) and all(claim.rule for claim in own)
-        grouped[tuple(c.where for c in own) if ruled else name.rpartition(".")[0]].append(name)
+        of_name = claims.get(name, [])
+        ruled = bool(of_name) and all(claim.rule for claim in of_name)
+        grouped[tuple(c.where for c in of_name) if ruled else name.rpartition(".")[0]].append(name)
     blocks = []
     for group, names in grouped.items():
         size = sum(places[name].shape.numel() for name in names)
@@ -237,10 +237,10 @@ def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
             continue
         rule = next((rule for rule in rules if rule.covers(module)), None)
         # Parameters of the module that its rule does not cover are claimed without a rule.
-        own = trainable(module) if rule is None else trainable(module) | rule.parameters(module)
+        params = trainable(module) if rule is None else trainable(module) | rule.parameters(module)
         layers = () if rule is None else rule.layers(module)
-        spoken_for |= {module.get_submodule(key.rpartition(".")[0]) for key in own if "." in key}
-        for key, p in own.items():
+        spoken_for |= {module.get_submodule(key.rpartition(".")[0]) for key in params if "." in key}
+        for key, p in params.items():
             layer = next((at for at, keys in enumerate(layers) if key in keys), -1)
             claims[names[id(p)]].append(_Claim(module, rule if layer >= 0 else None, key, layer))
     return claims
@@ -249,19 +249,19 @@ def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
 def _with_rule(block: Block, claims: _Claims) -> Block:
     """The block with the rules of its modules, or without a rule if they have no common packing."""
     kinds: dict[object, list[tuple[_Claim, ...]]] = defaultdict(list)
-    for own in zip(*(claims[name] for name in block.names), strict=True):
-        kinds[type(own[0].rule), tuple(claim.key for claim in own)].append(own)
-    found = [_of_kind(block, owners) for owners in kinds.values()]
-    if len(found) == 1 or any(kind.rule is None for kind in found):
-        return found[0] if len(found) == 1 else block
-    modules = [module for kind in found for module in kind.modules]
+    for owner in zip(*(claims[name] for name in block.names), strict=True):
+        kinds[type(owner[0].rule), tuple(claim.key for claim in owner)].append(owner)
+    blocks = [_of_kind(block, owners) for owners in kinds.values()]
+    if len(blocks) == 1 or any(kind.rule is None for kind in blocks):
+        return blocks[0] if len(blocks) == 1 else block
+    modules = [module for kind in blocks for module in kind.modules]
     # A module with one parameter under two names puts it into the graph twice in one call.
-    return block if len(set(modules)) < len(modules) else _tied(block, found)
+    return block if len(set(modules)) < len(modules) else _tied(block, blocks)
 
 
 def _of_kind(block: Block, owners: Sequence[tuple[_Claim, ...]]) -> Block:
     """The block with the rule of modules of one kind, or without a rule if their shapes differ."""
-    rule, modules = owners[0][0].rule, tuple(own[0].module for own in owners)
+    rule, modules = owners[0][0].rule, tuple(owner[0].module for owner in owners)
     assert rule is not None
     order = rule.layers(modules[0])[owners[0][0].layer]
     named = (replace(place, key=claim.key) for place, claim in zip(block.places, owners[0], strict=True))
@@ -281,8 +281,8 @@ def _tied(block: Block, kinds: Sequence[Block]) -> Block:
     """
     first = next((kind for kind in kinds if not kind.sparse), kinds[0])
     facets = [_facet(first, kind) for kind in (first, *(kind for kind in kinds if kind is not first))]
-    known = tuple(facet for facet in facets if facet is not None)
-    return replace(first, facets=known) if len(known) == len(facets) else block
+    valid = tuple(facet for facet in facets if facet is not None)
+    return replace(first, facets=valid) if len(valid) == len(facets) else block
 
 
 def _facet(first: Block, kind: Block) -> Facet | None:
@@ -380,11 +380,11 @@ class Tied:
         """From (a, g) of each kind, in this dtype."""
         return Tied(block, [a.to(dtype) for a, _ in pairs], [g.to(dtype) for _, g in pairs])
 
-    def at(self, part: slice) -> Factors:
+    def at(self, examples: slice) -> Factors:
         """Explicit rows of a slice of the examples, in flattening order."""
         block = self.block
         assert block.rule is not None
-        local = block.rule.unpack(block.modules[0], block.keys, self._rows(part))
+        local = block.rule.unpack(block.modules[0], block.keys, self._rows(examples))
         return Factors.of_rows(local[block.keys[0]].flatten(2))
 
     def rows(self, limit: int) -> Iterator[Tensor]:
@@ -396,28 +396,28 @@ class Tied:
         """The size of the rows of one example."""
         return self.g[0].shape[0] * self.block.size
 
-    def _rows(self, part: slice) -> Tensor:
+    def _rows(self, examples: slice) -> Tensor:
         out: Tensor | None = None
         for facet, a, g in zip(self.block.facets, self.a, self.g, strict=True):
-            rows = Factors(a[part], g[:, part]).rows().unflatten(-1, facet.block.shape)
+            rows = Factors(a[examples], g[:, examples]).rows().unflatten(-1, facet.block.shape)
             rows = rows.mT if facet.transposed else rows
             out = rows if out is None else out.add_(rows)
         assert out is not None
         return out
 
 
-def formed(found: Sequence[Factors | Tied], limit: int) -> Iterator[list[Factors]]:
+def formed(factors: Sequence[Factors | Tied], limit: int) -> Iterator[list[Factors]]:
     """Factors of all blocks. With a tied weight, in chunks of examples whose rows have up to ``limit`` numbers.
 
     All chunks use the same forward pass.
     """
-    tied = [f for f in found if isinstance(f, Tied)]
+    tied = [f for f in factors if isinstance(f, Tied)]
     if not tied:
-        yield [f for f in found if isinstance(f, Factors)]
+        yield [f for f in factors if isinstance(f, Factors)]
         return
     n = tied[0].a[0].shape[0]
-    for part in _slices(n, limit // sum(f.numbers for f in tied)):
-        yield [f.at(part) for f in found]
+    for examples in _slices(n, limit // sum(f.numbers for f in tied)):
+        yield [f.at(examples) for f in factors]
 
 
 def _slices(n: int, step: int) -> list[slice]:

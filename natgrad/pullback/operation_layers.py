@@ -4,6 +4,10 @@ A parameter all of whose uses are products with views of it (whole, transposed, 
 packed as W [c o i], one way for all of them, and has K-FAC's two factors; so is the bias of such products, in the same
 layer. Any other parameter has its rows R_kn = (∂u/∂θ)ᵀ Σ_r g aᵀ, pulled through whatever function u of it the
 operations used, and every entry is a group of its own. Dense, diagonal and kernel metrics are exact either way.
+
+So a weight that is a function of parameters (weight_norm, spectral_norm, a merged LoRA) has no Kronecker factors:
+Kronecker has the diagonal of G there, and logs it once. ``strict=True`` accepts it, because the diagonal comes from the
+same pass and no parameter is left without a rule.
 """
 
 from __future__ import annotations
@@ -636,6 +640,7 @@ class OperationLayers:
         self._blocks: dict[str, Block] = {}  # by the name of every parameter
         self._needed = False
         self._declared: tuple[Block, ...] = ()
+        self.behind_functions: set[str] = set()  # parameters of which a weight of a product is a function, not a view
 
     def needed(self, blocks: Sequence[Block]) -> bool:
         """Whether a pass must record its operations: modules do not tell all that is computed with these parameters."""
@@ -707,6 +712,7 @@ class OperationLayers:
             if any(owners[use.operation] is None for use in entry):
                 reasons.setdefault(name, _MIXED)
         rest = [name for name in model.params if name in wanted and name in uses and name not in reasons]
+        self.behind_functions.update(name for name in rest if any(use.through_function for use in uses[name]))
         self._decide(model, by_name, rest, uses, owners, leaves)
         blocks = list(dict.fromkeys(self._blocks[name] for name in rest))
         result: list[Use] = []
@@ -757,6 +763,12 @@ class _Used:
     operation: Operation
     operand: Operand
     indices: Indices | None  # of a product with a view of it
+
+    @property
+    def through_function(self) -> bool:
+        """Whether a product has a function of the parameter as its weight, and no view."""
+        product = self.operand is self.operation.weight and not self.operation.entrywise
+        return product and self.indices is None
 
 
 def _by_parameter(operations: Sequence[Operation], leaves: Mapping[str, Tensor]) -> dict[str, list[_Used]]:

@@ -69,7 +69,7 @@ class Kronecker(Layered):
     A parameter that no module tells of has the factors of the operations that use it: products, convolutions, lookups.
     Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact diagonal of
     G. So have parameters that a function stands before (``weight_norm``, a merged LoRA): W = f(θ) has a product S ⊗ A,
-    and its pullback (∂f/∂θ)ᵀ(S ⊗ A)(∂f/∂θ) has none.
+    and its pullback (∂f/∂θ)ᵀ(S ⊗ A)(∂f/∂θ) has none. This is logged once; ``strict`` accepts it.
 
     An embedding that is also the weight of a linear head is one layer, W [V d], with one product for both uses, whose
     trace and partial traces are those of the sum of the two (``natgrad.pullback.layer``).

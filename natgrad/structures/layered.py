@@ -7,6 +7,7 @@ another structure, the *fallback*.
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections import defaultdict
@@ -159,8 +160,19 @@ class Layered(Structure):
         blocks, uncovered = split_layers(pullback, like)
         unused = {name for block in pullback.unused.values() for name in block.names}
         self._check_strict([block for block in uncovered if block.names[0] not in unused], pullback.reasons)
+        self._log_diagonal(blocks, pullback)
         unseen = frozenset(name for block in blocks for name in block.names if name in unused)
         return LayerSplit(tuple(blocks), unseen, restricted(pullback, uncovered) if uncovered else None)
+
+    def _log_diagonal(self, blocks: Sequence[Block], pullback: Pullback) -> None:
+        """Log once which parameters have only a diagonal, because a weight is a function of them."""
+        functions = pullback.operations.behind_functions
+        if functions and (names := [name for block in blocks for name in block.names if name in functions]):
+            message = (
+                f"{', '.join(names)} are behind a function (weight_norm, spectral_norm, a merged LoRA): they have the "
+                "diagonal of the metric, not Kronecker factors. Multiply by the parameters themselves to have them."
+            )
+            pullback.logger.log_once(logging.WARNING, message)
 
     def _check_strict(self, uncovered: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """With ``strict``, refuse parameters that no rule covers, with the ``reasons``, by name."""

@@ -93,6 +93,29 @@ def test_a_fallback_is_one_short_sentence_once_with_the_names_and_the_reason(
     assert len(message) < 300
 
 
+def _merged(m: Written, x: Tensor) -> Tensor:
+    return m.head(torch.tanh(nn.functional.linear(x, m.body.weight + m.bare @ m.bare, m.body.bias)))
+
+
+def test_parameters_behind_a_function_have_a_diagonal_which_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    (message,) = told(_merged, caplog)
+    assert re.match(r"bare, body\.weight are behind a function .*the diagonal of the metric, .*Multiply by", message)
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_weight_norm_is_logged_for_kronecker_factors_only(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """``strict`` accepts it: the parameters have a rule, though not K-FAC's."""
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)).double()
+    pb = ng.pullback(model, normal(5, 4), ng.Euclidean())
+    ng.Diagonal().estimate(pb)
+    assert not caplog.records
+    for _ in range(2):
+        ng.Kronecker(strict=strict).estimate(pb)
+    (record,) = caplog.records
+    assert "parametrizations.weight.original0, parametrizations.weight.original1 are behind" in record.getMessage()
+
+
 @pytest.mark.parametrize(
     "forward", [_plain, _second, _idle, _concatenated, _gathered, _sorted], ids=lambda f: f.__name__
 )
