@@ -148,17 +148,29 @@ def save(report: Report, path: Path, seconds: float, before: Mapping[str, Any] |
 
 
 def _merged(old: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The new content, and the rows and targets of the old one that it does not replace."""
+    """The new content, and what the old one has beside it: other sections, and contestants that are not installed now.
+
+    A claim about the fastest peer whose rows are older than ours is computed again from the ratios in the file.
+    """
     other = [key for key in old["machine"] | new["machine"] if old["machine"].get(key) != new["machine"].get(key)]
     if other:
         was, now = ({key: content["machine"].get(key) for key in other} for content in (old, new))
         raise ValueError(f"the file is of another machine, {was} and not {now}: run all sections, or --output")
-    for field_name, key in (("rows", "section"), ("targets", "claim")):
-        groups: dict[str, list[Any]] = {item[key]: [] for item in old[field_name] + new[field_name]}
-        again = {item[key] for item in new[field_name]}
-        for item in [item for item in old[field_name] if item[key] not in again] + new[field_name]:
-            groups[item[key]].append(item)
-        new[field_name] = [item for group in groups.values() for item in group]
+    for field_name, group_key, keys in (
+        ("rows", "section", ("section", "contestant")),
+        ("targets", "claim", ("claim",)),
+    ):
+        merged: dict[str, dict[Any, Any]] = {}
+        for item in old[field_name] + new[field_name]:
+            merged.setdefault(item[group_key], {})[tuple(item[key] for key in keys)] = item
+        new[field_name] = [item for group in merged.values() for item in group.values()]
+    ratios = {(row["section"], row["contestant"]): row["ratio"]["median"] for row in new["rows"]}
+    for target in new["targets"]:
+        before, claims, name = target["claim"].partition("the fastest peer's factors over natgrad's, ")
+        section = f"K-FAC factors, one sample: {name}"
+        if claims and not before and {(section, target["note"]), (section, "natgrad")} <= ratios.keys():
+            target["measured"] = ratios[section, target["note"]] / ratios[section, "natgrad"]
+            target["met"] = target["measured"] >= target["bound"]
     for field_name in ("peers", "disagreement", "failures", "microseconds_a_launch"):
         new[field_name] = {**old.get(field_name, {}), **new[field_name]}
     return {**new, "seconds": old["seconds"] + new["seconds"]}
