@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import natgrad as ng
+from benchmarks.census import Operations
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
 from natgrad.optim import optimizer, update
@@ -18,18 +18,6 @@ from tests.optim.tasks import seeded
 
 Make = Callable[[], tuple[nn.Module, ng.NaturalGradient]]
 T = TypeVar("T")
-
-
-class Operations(TorchDispatchMode):
-    """Counts them."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def operations(widths: Sequence[int], **options: Any) -> int:
