@@ -22,7 +22,7 @@ from natgrad.accelerate.autograd_nodes import output_shape
 from natgrad.errors import BatchStatisticsError, NonFiniteError, UncoveredError
 from natgrad.lru import LRU
 from natgrad.model import Inputs, Model, tensors_of
-from natgrad.pullback.graph import Axis, Step, Survey, below, leaf_below, nodes, survey
+from natgrad.pullback.graph import BatchAxis, GraphStep, Survey, below, leaf_below, nodes, survey
 from natgrad.pullback.layer import Block
 from natgrad.pullback.tape import Tape, Use
 from natgrad.rules.base import Replayed, cotangent_features, replaying
@@ -57,7 +57,7 @@ class ProvenAxes:
     were passed over. ``inside``: the nodes of those modules.
     """
 
-    axes: Mapping[Any, Axis]
+    axes: Mapping[Any, BatchAxis]
     reached: frozenset[Any]
     passed: frozenset[Any]
     inside: frozenset[Any]
@@ -66,7 +66,7 @@ class ProvenAxes:
         """Whether y depends on an output of a use."""
         return any(edge is not None and edge.node in self.reached for edge in use.edges)
 
-    def axis(self, use: Use) -> Axis | None:
+    def axis(self, use: Use) -> BatchAxis | None:
         """The proven batch axis of the output of a use.
 
         None for modules with several outputs in use: a recurrence has its last state on other axes.
@@ -80,11 +80,11 @@ def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
     """Follow the batch axis from y [n *out] down the graph."""
     n = y.shape[0]
     hiding = {(use.edges[0].node, use.edges[0].output_nr): use for use in uses if use.edges[0] and use.source}
-    axes: dict[Any, Axis] = {}
+    axes: dict[Any, BatchAxis] = {}
     passed: dict[Any, Any] = {}
     doubtful: list[Any] = []
     visited: set[tuple[Any, int]] = set()
-    stack: list[tuple[Any, int, Axis]] = [(y.grad_fn, y.output_nr, Axis(0))]
+    stack: list[tuple[Any, int, BatchAxis]] = [(y.grad_fn, y.output_nr, BatchAxis(0))]
     while stack:
         node, output, axis = stack.pop()
         if node is None or leaf_below(node) is not None:
@@ -102,7 +102,7 @@ def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
         for at, (child, number) in enumerate(node.next_functions):
             if child is None or (node.name() == FORK and at == 0):  # the user's gradient
                 continue
-            argument = below(Step(node, at, axis, n, output_shape(node, output), output_shape(child, number)))
+            argument = below(GraphStep(node, at, axis, n, output_shape(node, output), output_shape(child, number)))
             if argument is None:
                 doubtful.append(child)
             else:
@@ -114,11 +114,11 @@ def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
     return ProvenAxes(proven, frozenset(nodes([y.grad_fn])), outputs, inside)
 
 
-def _passes_batch(use: Use, axis: Axis, n: int) -> bool:
+def _passes_batch(use: Use, axis: BatchAxis, n: int) -> bool:
     """Whether a module that hides its layers has the batch on this axis of its output and of its input."""
     given = use.call.x.shape
     return (
-        axis == Axis(axis.index)
+        axis == BatchAxis(axis.index)
         and use.rule.batch_axis(use.module, use.call) == axis.index < min(len(use.shape), len(given))
         and use.shape[axis.index] == given[axis.index] == n
     )
@@ -145,7 +145,7 @@ class BatchAxes:
 
     missing: frozenset[int] = frozenset()
     idle: frozenset[int] = frozenset()
-    axes: Mapping[int, Axis] = field(default_factory=dict)
+    axes: Mapping[int, BatchAxis] = field(default_factory=dict)
     certain: bool = True
 
     @property
@@ -159,8 +159,8 @@ def find_batch_axes(tape: Tape) -> BatchAxes:
     if not tape.uses or not tape.y.requires_grad:
         return BatchAxes()
     n, graph = tape.y.shape[0], prove_batch_axes(tape.y, tape.uses)
-    axes: dict[int, Axis] = {}
-    unsure: dict[int, list[Axis | None]] = {}
+    axes: dict[int, BatchAxis] = {}
+    unsure: dict[int, list[BatchAxis | None]] = {}
     missing, idle = set(), set()
     for at, use in enumerate(tape.uses):
         home, proven = use.rule.batch_axis(use.module, use.call), graph.axis(use)
@@ -187,11 +187,13 @@ def _at_home(use: Use, n: int) -> bool:
     return home is None or (len(use.shape) > max(home, 1) and use.shape[home] == n)
 
 
-def _options(use: Use, n: int) -> list[Axis | None]:
+def _options(use: Use, n: int) -> list[BatchAxis | None]:
     """The possible batch axes; None is the one that the rule expects."""
     home = use.rule.batch_axis(use.module, use.call)
     others = [
-        Axis(at) for at, size in enumerate(use.shape) if size == n and at != home and use.supports_axis(Axis(at), n)
+        BatchAxis(at)
+        for at, size in enumerate(use.shape)
+        if size == n and at != home and use.supports_axis(BatchAxis(at), n)
     ]
     return [*([None] if _at_home(use, n) else []), *(axis for axis in others if use.supports_axis(axis, n))]
 
@@ -226,7 +228,9 @@ def check_unused(tape: Tape, leaves: Mapping[str, Tensor], chunk: tuple[int, int
         )
 
 
-def _probe_axes(tape: Tape, unsure: Mapping[int, Sequence[Axis | None]]) -> tuple[dict[int, Axis | None], bool]:
+def _probe_axes(
+    tape: Tape, unsure: Mapping[int, Sequence[BatchAxis | None]]
+) -> tuple[dict[int, BatchAxis | None], bool]:
     """The first axis of each use on which cotangents show the batch, if any, and whether that is certain.
 
     It is not certain if cotangents are zero, or if they show the batch on more than one axis.
@@ -255,7 +259,7 @@ def _codes(y: Tensor) -> Iterator[Tensor]:
 
 
 def _shown(
-    tape: Tape, at: int, axis: Axis | None, once: tuple[Tensor, ...], scaled: tuple[Tensor, ...], c: Tensor
+    tape: Tape, at: int, axis: BatchAxis | None, once: tuple[Tensor, ...], scaled: tuple[Tensor, ...], c: Tensor
 ) -> bool:
     """Whether the cotangents of a use are scaled by c along an axis, as its examples are."""
     return all(
@@ -263,7 +267,7 @@ def _shown(
     )
 
 
-def _alive(tape: Tape, at: int, axis: Axis | None, outer: tuple[Tensor, ...]) -> bool:
+def _alive(tape: Tape, at: int, axis: BatchAxis | None, outer: tuple[Tensor, ...]) -> bool:
     """Whether every example has cotangents there."""
     return all(bool(g.any(1).all()) for g in _rows(tape, at, axis, outer))
 
@@ -276,7 +280,7 @@ def _scales(g: Tensor, h: Tensor, c: Tensor) -> bool:
     return not bool(((h - expected).norm(dim=1) > torch.finfo(c.dtype).eps ** 0.5 * expected.norm(dim=1)).any())
 
 
-def _rows(tape: Tape, at: int, axis: Axis | None, outer: tuple[Tensor, ...]) -> list[Tensor]:
+def _rows(tape: Tape, at: int, axis: BatchAxis | None, outer: tuple[Tensor, ...]) -> list[Tensor]:
     """g [n ·] of every layer of a use, a row an example, if these are on the axis."""
     use = tape.uses[at]
     if isinstance(use.rule, Replayed):
@@ -321,7 +325,7 @@ class LayerStatus:
     blocks: list[Block]
     unused: Mapping[str, Block]
     positions: Mapping[str, int]
-    axes: Mapping[int, Axis]
+    axes: Mapping[int, BatchAxis]
     memo: dict[Hashable, Any] = field(default_factory=dict)  # a cache for others, shared by passes with the same graph
 
     def positions_of(self, blocks: Sequence[Block], tape: Tape) -> dict[str, int]:

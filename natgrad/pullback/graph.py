@@ -147,11 +147,11 @@ def leaf_below(node: Any) -> Any:
 
 @final
 @dataclass(frozen=True)
-class Axis:
+class BatchAxis:
     """Where a tensor has its n examples: on one axis, whose entries are numbered [before n after], row-major.
 
-    >>> Axis(1).of((7, 5, 24), (35, 24), 5)
-    Axis(index=0, before=7)
+    >>> BatchAxis(1).of((7, 5, 24), (35, 24), 5)
+    BatchAxis(index=0, before=7)
     """
 
     index: int
@@ -162,7 +162,7 @@ class Axis:
         size = shape[self.index] if 0 <= self.index < len(shape) else 0
         return size > 0 and size % (self.before * n) == 0
 
-    def of(self, result: Shape, argument: Shape, n: int) -> Axis | None:
+    def of(self, result: Shape, argument: Shape, n: int) -> BatchAxis | None:
         """The axis in a tensor that was reshaped to ``result``: elements keep their row-major order.
 
         None where a reshape cut the examples themselves in two. For one example there may be several: best is an axis
@@ -172,7 +172,7 @@ class Axis:
         candidates = []
         for index in range(len(argument)):
             before, rest = divmod(ahead, max(1, math.prod(argument[:index])))
-            axis = Axis(index, before)
+            axis = BatchAxis(index, before)
             if before and not rest and axis.fits(argument, n):
                 candidates.append(axis)
         goes_on = {axis: argument[axis.index] > axis.before * n for axis in candidates}
@@ -182,7 +182,7 @@ class Axis:
         """A view with the n examples on an axis of their own, in front; ``lead`` axes before them stay.
 
         >>> import torch
-        >>> Axis(0, before=2).move_to_front(torch.arange(6), 3).flatten(1)
+        >>> BatchAxis(0, before=2).move_to_front(torch.arange(6), 3).flatten(1)
         tensor([[0, 3],
                 [1, 4],
                 [2, 5]])
@@ -201,17 +201,17 @@ Shape: TypeAlias = tuple[int, ...]
 
 @final
 @dataclass(frozen=True)
-class Step:
+class GraphStep:
     """One operation, and the one of its arguments that is looked at: number ``at`` of those that have gradients."""
 
     node: Any
     at: int
-    axis: Axis
+    axis: BatchAxis
     n: int
     result: Shape
     argument: Shape
 
-    def moved(self, index: int | None) -> Axis | None:
+    def moved(self, index: int | None) -> BatchAxis | None:
         """The examples on this axis of the argument, if it is as long there as the result is."""
         if index is None or not 0 <= index < len(self.argument):
             return None
@@ -219,96 +219,96 @@ class Step:
         return replace(self.axis, index=index) if same else None
 
 
-Follow: TypeAlias = Callable[[Step], Axis | None]
+Follow: TypeAlias = Callable[[GraphStep], BatchAxis | None]
 
 
-def below(step: Step) -> Axis | None:
+def below(step: GraphStep) -> BatchAxis | None:
     """The axis of the examples in the argument, or None where the operation does not tell."""
     follow = _FOLLOWED.get(step.node.name())
     return None if follow is None or 0 in step.argument else follow(step)
 
 
-def _aligned(step: Step) -> Axis | None:
+def _aligned(step: GraphStep) -> BatchAxis | None:
     """Broadcasting: axes are counted from the back. None for an argument that is spread over the examples."""
     return step.moved(step.axis.index - len(step.result) + len(step.argument))
 
 
-def _reshaped(step: Step) -> Axis | None:
+def _reshaped(step: GraphStep) -> BatchAxis | None:
     return step.axis.of(step.result, step.argument, step.n)
 
 
-def _first(step: Step) -> Axis | None:
+def _first(step: GraphStep) -> BatchAxis | None:
     """Of every entry of the first axis by itself; the other arguments are weights."""
     return step.moved(0) if step.at == 0 and step.axis.index == 0 else None
 
 
-def _weighted(step: Step) -> Axis | None:
+def _weighted(step: GraphStep) -> BatchAxis | None:
     """Of every number by itself; the other arguments are weights."""
     return step.moved(step.axis.index) if step.at == 0 and step.argument == step.result else None
 
 
-def _standardized(step: Step) -> Axis | None:
+def _standardized(step: GraphStep) -> BatchAxis | None:
     """With statistics that the batch has no part in."""
     return None if argument(step.node, "training", default=True) else _weighted(step)
 
 
-def _normalized(step: Step) -> Axis | None:
+def _normalized(step: GraphStep) -> BatchAxis | None:
     free = len(step.result) - len(argument(step.node, "normalized_shape"))
     return step.moved(step.axis.index) if step.at == 0 and step.axis.index < free else None
 
 
-def _padded(step: Step) -> Axis | None:
+def _padded(step: GraphStep) -> BatchAxis | None:
     """Padding by 1 and −1 keeps the length, and moves every entry."""
     pad = argument(step.node, "pad")
     along_batch = pad[2 * (len(step.result) - 1 - step.axis.index) :][:2]
     return step.moved(step.axis.index) if not any(along_batch) else None
 
 
-def _attended(step: Step) -> Axis | None:
+def _attended(step: GraphStep) -> BatchAxis | None:
     """q, k, v [*batch t d] and a mask: the batch axes are those of the result."""
     same = len(step.argument) == len(step.result)
     return step.moved(step.axis.index) if same and step.axis.index < len(step.result) - 2 else None
 
 
-def _multiplied(step: Step) -> Axis | None:
+def _multiplied(step: GraphStep) -> BatchAxis | None:
     """[*batch i j] times [*batch j k]: examples on i are those of the first, on k those of the second."""
     return _product(step, step.at)
 
 
-def _multiplied_and_added(step: Step) -> Axis | None:
+def _multiplied_and_added(step: GraphStep) -> BatchAxis | None:
     return _aligned(step) if step.at == 0 else _product(step, step.at - 1)
 
 
-def _product(step: Step, factor: int) -> Axis | None:
+def _product(step: GraphStep, factor: int) -> BatchAxis | None:
     row = len(step.result) - 2
     if step.axis.index < row or step.axis.index == row + factor:
         return step.moved(step.axis.index)
     return None
 
 
-def _permuted(step: Step) -> Axis | None:
+def _permuted(step: GraphStep) -> BatchAxis | None:
     return step.moved(_signed(argument(step.node, "dims")[step.axis.index]) % len(step.result))
 
 
-def _transposed(step: Step) -> Axis | None:
+def _transposed(step: GraphStep) -> BatchAxis | None:
     d = len(step.result)
     dims = [_signed(argument(step.node, key, default=at)) % d for at, key in enumerate(("dim0", "dim1"))]
     at = step.axis.index
     return step.moved(dims[1 - dims.index(at)] if at in dims else at) if d > 1 else step.moved(at)
 
 
-def _along(step: Step) -> Axis | None:
+def _along(step: GraphStep) -> BatchAxis | None:
     """Along other axes, which stay."""
     return None if step.axis.index in _axes(step.node, len(step.result)) else step.moved(step.axis.index)
 
 
-def _cut(step: Step) -> Axis | None:
+def _cut(step: GraphStep) -> BatchAxis | None:
     """A part of the argument, or one of the parts of the result: all of it, on the axis of the examples."""
     same = len(step.argument) == len(step.result)
     return step.moved(step.axis.index) if same else None
 
 
-def _reduced(step: Step) -> Axis | None:
+def _reduced(step: GraphStep) -> BatchAxis | None:
     axes = _axes(step.node, len(step.argument))
     if len(step.result) == len(step.argument):
         axes_left = list(range(len(step.argument)))
@@ -318,12 +318,12 @@ def _reduced(step: Step) -> Axis | None:
     return None if index in axes else step.moved(index)
 
 
-def _selected(step: Step) -> Axis | None:
+def _selected(step: GraphStep) -> BatchAxis | None:
     (dim,) = _axes(step.node, len(step.argument))
     return step.moved(step.axis.index + (step.axis.index >= dim))
 
 
-def _stacked(step: Step) -> Axis | None:
+def _stacked(step: GraphStep) -> BatchAxis | None:
     (dim,) = _axes(step.node, len(step.result))
     return None if step.axis.index == dim else step.moved(step.axis.index - (step.axis.index > dim))
 

@@ -22,7 +22,7 @@ from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_
 from natgrad.accelerate.vjp import pulled
 from natgrad.model import Inputs, Model, in_library_pass, map_tensors, tensors_of
 from natgrad.pullback.batch_norm import Statistics
-from natgrad.pullback.graph import Axis, leaf_uses, nodes
+from natgrad.pullback.graph import BatchAxis, leaf_uses, nodes
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operations import Operation, OperationRecorder
 from natgrad.rules.base import Call, Replay, Replayed, Rule, cotangent_features, input_features, replaying
@@ -117,7 +117,7 @@ class Use:
     shapes: tuple[torch.Size, ...]
     half: bool  # whether an output is in float16
     source: GradientEdge | None = None  # of the first argument of a replayed module, if only that has a gradient
-    axis: Axis | None = None  # the batch axis in the graph, if call and shapes are of a view (see ``with_batch_first``)
+    axis: BatchAxis | None = None  # in the graph, if call and shapes are of a view (see ``with_batch_first``)
 
     @property
     def module(self) -> nn.Module:
@@ -146,11 +146,11 @@ class Use:
         with torch.enable_grad():
             return self.rule.replay(self.module, self.call)
 
-    def supports_axis(self, axis: Axis, n: int) -> bool:
+    def supports_axis(self, axis: BatchAxis, n: int) -> bool:
         """Whether the rule allows n examples on this axis of the output: it must treat it like the first axis."""
         return axis.index < self.rule.leading(self.module, self.shape) and axis.fits(tuple(self.shape), n)
 
-    def with_batch_first(self, axis: Axis, n: int) -> Use:
+    def with_batch_first(self, axis: BatchAxis, n: int) -> Use:
         """The same call with the batch axis moved to the front, for a layer that treats leading axes alike.
 
         Inputs and outputs are views. Row n of an output depends on row n of the input only, on whatever axis.
@@ -319,7 +319,7 @@ class Tape:
     operations: tuple[Operation, ...] | None = None  # operations that read parameters, if they were recorded
     leaves: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters of the pass
 
-    def with_batch_first(self, axes: Mapping[int, Axis]) -> Tape:
+    def with_batch_first(self, axes: Mapping[int, BatchAxis]) -> Tape:
         """The same pass, with the batch axis of the uses at these positions moved to the front."""
         if not axes:
             return self

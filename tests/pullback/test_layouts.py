@@ -14,7 +14,7 @@ import natgrad as ng
 from natgrad.accelerate.moments import rows as leading_rows
 from natgrad.model import Model
 from natgrad.operators import Operator
-from natgrad.pullback.graph import Axis
+from natgrad.pullback.graph import BatchAxis
 from natgrad.pullback.pullback import Batch, Observer, layers_of
 from natgrad.pullback.tape import record
 from natgrad.rules import EmbeddingRule
@@ -261,7 +261,7 @@ def test_a_layer_that_is_turned_is_a_view() -> None:
     model = Model.of(of.module)
     tape = record(model, layers_of(model), of.x)
     at = next(at for at, use in enumerate(tape.uses) if use.module is of.module.head)
-    use, turned = tape.uses[at], tape.with_batch_first({at: Axis(1)}).uses[at]
+    use, turned = tape.uses[at], tape.with_batch_first({at: BatchAxis(1)}).uses[at]
     assert turned.call.x.shape[0] == turned.shape[0] == N
     assert turned.call.x.data_ptr() == use.call.x.data_ptr() == leading_rows(turned.call.x).data_ptr()
     g = normal(2, *use.shape)

@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from natgrad.pullback.batch_axis import prove_batch_axes
-from natgrad.pullback.graph import Axis
+from natgrad.pullback.graph import BatchAxis
 from tests.pulled import normal
 
 N, T, D, H = 5, 4, 6, 2
 Run = Callable[[Tensor], Tensor]
 
 
-def axis_of(run: Run, x: Tensor) -> tuple[Axis | None, Tensor, Tensor]:
+def axis_of(run: Run, x: Tensor) -> tuple[BatchAxis | None, Tensor, Tensor]:
     """Where the input of a function is proven to have its examples; its input, in the graph, and its output."""
     middle = x.requires_grad_() * 1
     y = run(middle)
     return prove_batch_axes(y).axes.get(middle.grad_fn), middle, y
 
 
-def separates(axis: Axis, x: Tensor, y: Tensor) -> bool:
+def separates(axis: BatchAxis, x: Tensor, y: Tensor) -> bool:
     """Whether output n depends on the entries of example n alone."""
     n = y.shape[0]
     size = x.shape[axis.index]
@@ -56,25 +56,25 @@ def _layer(x: Tensor) -> Tensor:
 
 
 # Of x [N T D]: every one is followed, and the examples of x are on this axis.
-FOLLOWED: dict[str, tuple[Axis, Run]] = {
-    "attention": (Axis(0), _heads),
-    "attention by hand": (Axis(0), _by_hand),
-    "einsum": (Axis(0), _einsum),
-    "a layer on (position, example)": (Axis(0), lambda x: _layer(x.transpose(0, 1)).transpose(0, 1)),
-    "stack, sum, select": (Axis(0), lambda x: torch.stack([x, x.square()]).sum(0, keepdim=True)[0].mean(-1)),
-    "cat, split, slice": (Axis(0), lambda x: torch.cat([x, x.flip(1)], 1).split(3, 1)[1][:, 1:]),
-    "roll of positions": (Axis(0), lambda x: x.roll(1, 1)),
-    "token shift": (Axis(0), lambda x: F.pad(x, (0, 0, 1, -1))),
-    "norm": (Axis(0), lambda x: F.layer_norm(x, (D,)) / x.norm(dim=-1, keepdim=True)),
-    "norm of positions": (Axis(0), lambda x: F.layer_norm(x, (T, D))),
-    "largest": (Axis(0), lambda x: x.max(1)[0] + x.amax(1) - x.logsumexp((1,))),
-    "squeezed": (Axis(0), lambda x: x.unsqueeze(0).unsqueeze(-1).squeeze(0).squeeze()),
-    "pixels": (Axis(0), lambda x: F.unfold(x.unsqueeze(1), 2).transpose(1, 2)),
-    "product on the right": (Axis(0), lambda x: (normal(2, D) @ x[:, 0].T).T),
-    "second axis": (Axis(1), lambda x: x.transpose(0, 1)[:4].softmax(1)),
-    "last axis": (Axis(2), lambda x: x.permute(2, 0, 1).cumsum(1)),
-    "half of the second axis": (Axis(1), lambda x: (x.flatten(0, 1) * 2).view(N, 2, 2 * D).transpose(0, 1)),
-    "every second of an axis": (Axis(1, 2), lambda x: (x.flatten(0, 1) * 2).view(N, 2, 2, D).permute(2, 0, 1, 3)),
+FOLLOWED: dict[str, tuple[BatchAxis, Run]] = {
+    "attention": (BatchAxis(0), _heads),
+    "attention by hand": (BatchAxis(0), _by_hand),
+    "einsum": (BatchAxis(0), _einsum),
+    "a layer on (position, example)": (BatchAxis(0), lambda x: _layer(x.transpose(0, 1)).transpose(0, 1)),
+    "stack, sum, select": (BatchAxis(0), lambda x: torch.stack([x, x.square()]).sum(0, keepdim=True)[0].mean(-1)),
+    "cat, split, slice": (BatchAxis(0), lambda x: torch.cat([x, x.flip(1)], 1).split(3, 1)[1][:, 1:]),
+    "roll of positions": (BatchAxis(0), lambda x: x.roll(1, 1)),
+    "token shift": (BatchAxis(0), lambda x: F.pad(x, (0, 0, 1, -1))),
+    "norm": (BatchAxis(0), lambda x: F.layer_norm(x, (D,)) / x.norm(dim=-1, keepdim=True)),
+    "norm of positions": (BatchAxis(0), lambda x: F.layer_norm(x, (T, D))),
+    "largest": (BatchAxis(0), lambda x: x.max(1)[0] + x.amax(1) - x.logsumexp((1,))),
+    "squeezed": (BatchAxis(0), lambda x: x.unsqueeze(0).unsqueeze(-1).squeeze(0).squeeze()),
+    "pixels": (BatchAxis(0), lambda x: F.unfold(x.unsqueeze(1), 2).transpose(1, 2)),
+    "product on the right": (BatchAxis(0), lambda x: (normal(2, D) @ x[:, 0].T).T),
+    "second axis": (BatchAxis(1), lambda x: x.transpose(0, 1)[:4].softmax(1)),
+    "last axis": (BatchAxis(2), lambda x: x.permute(2, 0, 1).cumsum(1)),
+    "half of the second axis": (BatchAxis(1), lambda x: (x.flatten(0, 1) * 2).view(N, 2, 2 * D).transpose(0, 1)),
+    "every second of an axis": (BatchAxis(1, 2), lambda x: (x.flatten(0, 1) * 2).view(N, 2, 2, D).permute(2, 0, 1, 3)),
 }
 # Examples that change places, influence each other, or cannot be told: nothing is claimed of x.
 NOT_FOLLOWED: dict[str, Run] = {
@@ -116,7 +116,7 @@ def test_a_reshape_keeps_the_number_of_entries_before_the_examples(n: int) -> No
     shapes = [(a, b, c) for a in sizes for b in sizes for c in sizes if a * b * c == 36]
     for result in shapes[::3]:
         for before in (1, 2, 3):
-            axis = Axis(1, before)
+            axis = BatchAxis(1, before)
             if not axis.fits(result, n):
                 continue
             label = torch.arange(result[1]).div(result[1] // (before * n), rounding_mode="floor") % n
