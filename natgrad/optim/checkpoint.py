@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from numbers import Real
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -257,9 +257,12 @@ class Restored:
     generator: Tensor  # the state of the generator of a sampled metric
     rank: int  # the process that it is from
     layers: tuple[Block, ...] = ()  # that operations have shown
+    examples: Literal["inputs"] | None = None  # of outputs that were found to be flattened
 
     def put(self, tracker: MetricTracker, preconditioner: Preconditioner) -> None:
         """Go on from here."""
+        if self.examples is not None:
+            tracker.use_model(replace(tracker.model, examples=self.examples))
         tracker.view.cache.operations.put(self.layers, tracker.view.blocks)
         tracker.step, tracker.count, tracker.estimated = self.step, self.count, self.estimated
         tracker.average, tracker.pending_params = self.average, self.pending_params
@@ -295,6 +298,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "inverted": preconditioner.inverted,
         "wanted": sorted(tracker.pending_params),
         "operations": tracker.view.cache.operations.state(),
+        "examples": tracker.model.examples,
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": preconditioner.damping,
@@ -354,6 +358,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         generator=state["generator"].cpu(),
         rank=state["rank"],
         layers=tuple(layers),
+        examples="inputs" if state.get("examples") == "inputs" else None,
     )
 
 

@@ -385,9 +385,10 @@ def test_outputs_that_are_flattened_are_those_of_their_examples(structure: Any) 
     whole, flat = talkers()
     metric = ng.Fisher(ng.Categorical())
     expected = structure.estimate(ng.pullback(whole, IDS, metric))
-    pb = ng.pullback(flat, IDS, metric, examples="inputs")
-    assert pb.y.shape == (5, 2, 7)
-    close(structure.estimate(pb).dense(), expected.dense())
+    for examples in (None, "inputs"):
+        pb = ng.pullback(flat, IDS, metric, examples=examples)
+        assert pb.y.shape == (5, 2, 7)
+        close(structure.estimate(pb).dense(), expected.dense())
 
 
 def test_targets_are_flattened_as_outputs_are() -> None:
@@ -395,27 +396,67 @@ def test_targets_are_flattened_as_outputs_are() -> None:
     target = torch.randint(7, (5, 2), generator=torch.Generator().manual_seed(1))
     metric = ng.GradientCovariance(lambda y, t: F.cross_entropy(y.transpose(-1, -2) if y.ndim > 2 else y, t))
     expected = ng.Diagonal().estimate(ng.pullback(whole, IDS, metric, target=target)).diagonal()
-    found = ng.Diagonal().estimate(ng.pullback(flat, IDS, metric, target=target.view(-1), examples="inputs"))
-    close(found.diagonal(), expected)
+    for examples in (None, "inputs"):
+        pb = ng.pullback(flat, IDS, metric, target=target.view(-1), examples=examples)
+        close(ng.Diagonal().estimate(pb).diagonal(), expected)
 
 
-def test_an_optimizer_takes_flattened_outputs() -> None:
+@pytest.mark.parametrize("examples", [None, "inputs"])
+def test_an_optimizer_takes_flattened_outputs(examples: Any) -> None:
     whole, flat = talkers()
-    examples: Any
-    for model, examples in ((whole, None), (flat, "inputs")):
-        opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), strict=True, lr=0.1, examples=examples)
-        for _ in range(2):
+    options: Any = {"strict": True, "lr": 0.1, "step": ng.SelfTuned(), "metric_every": 2}
+    first = ng.KFAC(whole, ng.Fisher(ng.Categorical()), **options)
+    second = ng.KFAC(flat, ng.Fisher(ng.Categorical()), **options, examples=examples)
+
+    def train(opt: Any, model: nn.Module) -> None:
+        def closure() -> Tensor:
             opt.zero_grad()
-            model(IDS).square().mean().backward()
-            opt.step()
+            loss = model(IDS).square().mean()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+    for _ in range(3):
+        train(first, whole)
+        train(second, flat)
+    resumed = ng.KFAC(flat, ng.Fisher(ng.Categorical()), **options, examples=examples)
+    resumed.load_state_dict(second.state_dict())
+    train(first, whole)
+    train(resumed, flat)  # the metric is not due: what the outputs are is known from the state
     for p, q in zip(whole.parameters(), flat.parameters(), strict=True):
         close(q.detach(), p.detach())
 
 
-def test_rows_that_mix_examples_say_that_outputs_may_be_flattened() -> None:
+def test_rows_that_are_examples_stay_so() -> None:
+    model = Of(lambda w, x: torch.tanh(x @ w).flatten(0, 1), (4, 3))
+    for structure in (ng.Dense(), ng.Kronecker(strict=True)):
+        pb = ng.pullback(model, X, ng.Euclidean())
+        assert pb.y.ndim == 2
+        assert structure.estimate(pb).dense().isfinite().all()
+
+
+class TimeMajor(Talker):
+    """Row t n + r of the outputs is of example r."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Positions first."""
+        return super().forward(tokens).transpose(0, 1).reshape(-1, 7)
+
+
+def test_rows_in_another_order_say_how_to_return_them() -> None:
+    torch.manual_seed(0)
+    fix = r"10 rows for 5 examples; return outputs \[n t \*out\] with the examples first"
+    with pytest.raises(ng.errors.UncoveredError, match=fix):
+        ng.Kronecker(strict=True).estimate(ng.pullback(TimeMajor(False), IDS, ng.Euclidean()))
+
+
+def test_inputs_without_examples_say_what_to_pass() -> None:
     _, flat = talkers()
-    with pytest.raises(ng.errors.UncoveredError, match=r'10 rows for 5 examples: pass examples="inputs"'):
-        ng.Kronecker(strict=True).estimate(ng.pullback(flat, IDS, ng.Euclidean()))
+    scale = torch.ones(2, dtype=torch.float64)  # an input that has no examples
+    model = Of(lambda m, x: m(x[0]) * x[1][0], of=[flat])
+    with pytest.raises(ng.errors.UncoveredError, match=r'10 rows for 5 examples; pass examples="inputs"'):
+        ng.Kronecker(strict=True).estimate(ng.pullback(model, ([IDS, scale],), ng.Euclidean()))
 
 
 def test_outputs_that_no_example_can_have_are_refused() -> None:
