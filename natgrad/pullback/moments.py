@@ -146,7 +146,7 @@ class FactorSink(ABC):
 
     @abstractmethod
     def put(self, b: int, side: Side, moment: Moment) -> None:
-        """S or A of layer number b."""
+        """S or A of layer number b; A comes first."""
 
     def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
         """Nothing is held back any longer."""
@@ -197,8 +197,8 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Factor
         return
     if pb.coupling is None and not whole(pb):
         for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
-            sink.put(b, "S", Moment(s, 1))
             sink.put(b, "A", Moment(a, 1))
+            sink.put(b, "S", Moment(s, 1))
         sink.flush()
         return
     tape = pb.tape(pb.ranges[0])
@@ -245,8 +245,8 @@ class LayerFactors:
             s, moment, n = S, Moment(A, 1), 1
         else:
             ((s, moment),), n = pairs, self.n
-        sink.put(b, "S", Moment(s, n))
         sink.put(b, "A", moment)
+        sink.put(b, "S", Moment(s, n))
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""

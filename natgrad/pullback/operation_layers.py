@@ -429,6 +429,10 @@ class ProductRule(Rule):
     def one_hot(self) -> bool:  # type: ignore[override]
         return self.lookup
 
+    @property
+    def stacked(self) -> bool:  # type: ignore[override]
+        return self.packing.shape[0] > 1
+
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         c, o, i = self.packing.shape
         weight = _weight(module) in keys

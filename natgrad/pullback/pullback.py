@@ -524,7 +524,7 @@ class ObserverCache:
 @final
 @dataclass(frozen=True)
 class PassLayers:
-    """The layers of a pass. ``bare``: those without a module's rule. ``reasons``: why parameters have no rule at all."""
+    """The layers of a pass. ``bare``: those without a module's rule. ``reasons``: why parameters have no rule."""
 
     tape: Tape
     blocks: list[Block]

@@ -279,6 +279,48 @@ def test_factors_of_stacked_experts_are_those_of_experts_as_modules() -> None:
     assert not found["w.0/A"][2].any()
 
 
+class Experts(nn.Module):
+    """Every example goes to the expert that its first number names; experts are a stack, or modules of their own."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        stack = normal(3, 3, 4)
+        if stacked:
+            self.stack = nn.Parameter(stack)
+        else:
+            self.each = nn.ModuleList(nn.Linear(4, 3, bias=False).double() for _ in range(3))
+            for layer, w in zip(self.each, stack, strict=True):
+                layer.weight.data = w.clone()
+        self.stacked = stacked
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Experts that nobody asks are not called."""
+        which, x = x[:, 0].long(), x[:, 1:]
+        out = x.new_zeros(len(x), 3)
+        for e in which.unique().tolist():
+            at = (which == e).nonzero().squeeze(1)
+            out = out.index_add(0, at, F.linear(x[at], self.stack[e]) if self.stacked else self.each[e](x[at]))
+        return out
+
+
+@pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC])
+def test_an_expert_that_sees_no_token_keeps_its_average(preset: Any) -> None:
+    """The averages of a stack are those of modules: unused ones do not decay, and the first estimate counts whole."""
+    states = []
+    for stacked in (True, False):
+        model = Experts(stacked)
+        opt = preset(model, ng.Fisher(ng.Gaussian()), lr=0.0, metric_every=1, decay=0.5, damping=0.1)
+        for step, experts in enumerate(([0, 2], [1, 1], [0, 1], [2, 2])):
+            x = torch.cat([torch.tensor(experts * 3, dtype=torch.float64)[:, None], normal(6, 4) * (1 + step)], dim=1)
+            opt.zero_grad()
+            model(x).square().sum().backward()
+            opt.step()
+        states.append(opt.tracker.average.tensors())
+    for e in range(3):
+        for side in "SA":
+            close(states[0][f"stack/{side}"][e], states[1][f"each.{e}.weight/{side}"][0])
+
+
 def test_a_pure_function_has_the_layers_of_its_operations() -> None:
     params = {"w": normal(3, 4), "b": normal(3), "g": normal(3)}
     pb = ng.pullback(lambda p, x: F.linear(x, p["w"], p["b"]) * p["g"], X, ng.Euclidean(), params=params)
