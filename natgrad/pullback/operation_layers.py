@@ -40,23 +40,28 @@ from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, One
 class Owners:
     """Which of n examples the rows of an operation belong to: row-major [before n after], or any ``index`` [rows].
 
-    ``by_group``: rows and groups [r c] are numbered, as the examples of one row are on its groups c.
+    ``pairs``: the groups c of a row belong to different examples (experts with a capacity); these are the owners of
+    rows and groups (r c) among all pairs (n c).
     """
 
     n: int
     before: int = 1
     index: Tensor | None = None
-    by_group: bool = False
+    pairs: Owners | None = None
 
-    def grouped(self, rows: int, c: int, device: torch.device) -> Owners:
-        """The owners of rows and groups (r c) among all pairs (n c)."""
+    def by_group(self, rows: int, c: int, device: torch.device) -> Owners:
+        """These owners are those of rows and groups (r c)."""
         index = self.index
         if index is None:
             index = torch.arange(rows * c, device=device) // (rows * c // self.n // self.before) % self.n
-        return Owners(self.n * c, index=index * c + torch.arange(c, device=device).repeat(rows))
+        pairs = Owners(self.n * c, index=index * c + torch.arange(c, device=device).repeat(rows))
+        return replace(self, pairs=pairs)
 
     def rows(self, t: Tensor, axis: int = 0) -> Tensor:
         """The rows of every example on axes [n r] of their own, zeros where an example has fewer than another."""
+        if self.pairs is not None:
+            by_pair = self.pairs.rows(t.flatten(axis, axis + 1), axis)
+            return by_pair.unflatten(axis, (self.n, -1)).transpose(axis + 1, axis + 2)
         if self.index is None:
             return t.unflatten(axis, (self.before, self.n, -1)).movedim(axis + 1, axis).flatten(axis + 1, axis + 2)
         slots = self._slots.to(t.device)
@@ -65,14 +70,14 @@ class Owners:
 
     def total(self, t: Tensor, axis: int = 0) -> Tensor:
         """The sum over the rows of every example."""
-        if self.index is None:
+        if self.index is None or self.pairs is not None:
             return self.rows(t, axis).sum(axis + 1)
         return t.new_zeros(*t.shape[:axis], self.n, *t.shape[axis + 1 :]).index_add(axis, self.index, t)
 
-    @cached_property
-    def valid(self) -> Tensor | None:
-        """[n r], whether there is a row; None where all examples have as many."""
-        return None if self.index is None else self._slots < len(self.index)
+    @property
+    def ragged(self) -> bool:
+        """Whether examples may have different numbers of rows."""
+        return self.index is not None or self.pairs is not None
 
     @cached_property
     def _slots(self) -> Tensor:
@@ -373,10 +378,10 @@ class Placed:
         a = single(operation.inputs())
         a = a if self.i is None else a[..., : len(self.i)]  # none, for a bias alone
         x, biased = owners.rows(a), ones and operation.bias is not None
-        if self.c is None and self.i is None and a.shape[1] == 1 and owners.valid is None and biased == ones:
+        if self.c is None and self.i is None and a.shape[1] == 1 and not owners.ragged and biased == ones:
             return Rows(x.squeeze(2), ones)
         valid = None
-        if operation.members is not None or operation.valid is not None or owners.valid is not None:
+        if operation.members is not None or operation.valid is not None or owners.ragged:
             valid = owners.rows(self._members(a))
         if not ones:
             return Slice(x, size, self.c, self.i, valid)
@@ -512,13 +517,6 @@ class Pulled:
     def _of_operand(self, g: Tensor) -> Tensor:
         """Σ_r g a of every example, for g [k r c o], as the operand has it."""
         operation, owners = self.operation, self.owners
-        if owners.by_group:
-            r, c = g.shape[1:3]
-            a = g.new_ones(()) * operation.scale if operation.read is None else single(operation.inputs()).flatten(0, 1)
-            per = owners.grouped(r, c, g.device)
-            g = per.rows(g.flatten(1, 2), 1)  # [k (n c) r o]
-            a = per.rows(a) if operation.read is not None else a.expand(*g.shape[1:3], 1)
-            return torch.einsum("kmro,mri->kmio", g, a).unflatten(1, (owners.n, c))
         if operation.entrywise:
             if operation.read is None:
                 return owners.total(g, 1) * operation.scale
@@ -630,6 +628,14 @@ _MIXED = (
     "behind them the outputs of one example depend on the others (z @ z.T, statistics of the batch), or their rows "
     "belong to no example"
 )
+_FUNCTION = (
+    "are behind a function (weight_norm, spectral_norm, a merged LoRA): they have the diagonal of the metric, not "
+    "Kronecker factors. Multiply by the parameters themselves to have them."
+)
+_LAYOUTS = (
+    "are used by products and entry by entry, or by products in different layouts: they have the diagonal of the "
+    "metric, not Kronecker factors. Use a parameter of its own for each to have them."
+)
 _OTHERWISE = "they are used in another way than in the pass that first used them"
 
 
@@ -644,7 +650,7 @@ class OperationLayers:
         self._blocks: dict[str, Block] = {}  # by the name of every parameter
         self._needed = False
         self._declared: tuple[Block, ...] = ()
-        self.behind_functions: set[str] = set()  # parameters of which a weight of a product is a function, not a view
+        self.diagonals: dict[str, str] = {}  # parameters of products without Kronecker factors: why, and what to do
 
     def needed(self, blocks: Sequence[Block]) -> bool:
         """Whether a pass must record its operations: modules do not tell all that is computed with these parameters."""
@@ -716,8 +722,10 @@ class OperationLayers:
             if any(owners[use.operation] is None for use in entry):
                 reasons.setdefault(name, _MIXED)
         rest = [name for name in model.params if name in wanted and name in uses and name not in reasons]
-        self.behind_functions.update(name for name in rest if any(use.through_function for use in uses[name]))
-        self._decide(model, by_name, rest, uses, owners, leaves)
+        self._decide(model, by_name, rest, uses, leaves)
+        for name in rest:
+            if isinstance(self._blocks[name].rule, EntriesRule) and any(use.in_product for use in uses[name]):
+                self.diagonals[name] = _FUNCTION if any(use.through_function for use in uses[name]) else _LAYOUTS
         blocks = list(dict.fromkeys(self._blocks[name] for name in rest))
         result: list[Use] = []
         for block in blocks:
@@ -734,14 +742,12 @@ class OperationLayers:
         by_name: Mapping[str, ParameterSlice],
         names: Sequence[str],
         uses: Mapping[str, Sequence[_Used]],
-        owners: Owned,
         leaves: Mapping[str, Tensor],
     ) -> None:
         new = [name for name in names if name not in self._blocks]
         packings: dict[str, tuple[Packing, list[bool]]] = {}
         for name in new:
-            whole = (use for use in uses[name] if not owners[use.operation].by_group)  # type: ignore[union-attr]
-            entry = [use.indices for use in whole if use.indices is not None]
+            entry = [use.indices for use in uses[name] if use.indices is not None]
             if len(entry) == len(uses[name]):
                 result = packing_of(leaves[name].shape, entry)
                 if result is not None:
@@ -769,10 +775,14 @@ class _Used:
     indices: Indices | None  # of a product with a view of it
 
     @property
+    def in_product(self) -> bool:
+        """Whether a product has the parameter, or a function of it, as its weight."""
+        return self.operand is self.operation.weight and not self.operation.entrywise
+
+    @property
     def through_function(self) -> bool:
         """Whether a product has a function of the parameter as its weight, and no view."""
-        product = self.operand is self.operation.weight and not self.operation.entrywise
-        return product and self.indices is None
+        return self.in_product and self.indices is None
 
 
 def _by_parameter(operations: Sequence[Operation], leaves: Mapping[str, Tensor]) -> dict[str, list[_Used]]:
@@ -840,7 +850,7 @@ def _owners(rows: Tensor, n: int) -> Owners | None:
     result = owners_of(rows.flatten(2), n)
     if result is None and rows.shape[2] > 1:
         result = owners_of(rows.flatten(1, 2), n)
-        return None if result is None else replace(result, by_group=True)
+        return None if result is None else result.by_group(rows.shape[1], rows.shape[2], rows.device)
     return result
 
 
@@ -993,7 +1003,7 @@ def _placed(kind: Block, use: _Used, owners: Owners) -> Placed | None:
     """A use as a part of the packing of a kind of block, if it is one."""
     rule = kind.rule
     assert isinstance(rule, ProductRule)
-    if use.indices is None or owners.by_group or rule.lookup != (use.operation.index is not None):
+    if use.indices is None or rule.lookup != (use.operation.index is not None):
         return None
     packing = rule.packing
     at = {role: packing.index(role, entry) for role, entry in use.indices.items()}

@@ -166,14 +166,13 @@ class Layered(Structure):
         return LayerSplit(tuple(blocks), unseen, restricted(pullback, uncovered) if uncovered else None)
 
     def _log_diagonal(self, blocks: Sequence[Block], pullback: Pullback) -> None:
-        """Log once which parameters have only a diagonal, because a weight is a function of them."""
-        functions = pullback.operations.behind_functions
-        if functions and (names := [name for block in blocks for name in block.names if name in functions]):
-            message = (
-                f"{', '.join(names)} are behind a function (weight_norm, spectral_norm, a merged LoRA): they have the "
-                "diagonal of the metric, not Kronecker factors. Multiply by the parameters themselves to have them."
-            )
-            pullback.logger.log_once(logging.WARNING, message)
+        """Log once which parameters of products have only a diagonal, why, and what to do about it."""
+        by_reason: dict[str, list[str]] = {}
+        for name in (name for block in blocks for name in block.names):
+            if name in pullback.operations.diagonals:
+                by_reason.setdefault(pullback.operations.diagonals[name], []).append(name)
+        for reason, names in by_reason.items():
+            pullback.logger.log_once(logging.WARNING, f"{', '.join(names)} {reason}")
 
     def _check_strict(self, uncovered: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """With ``strict``, refuse parameters that no rule covers, with the ``reasons``, by name."""

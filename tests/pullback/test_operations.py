@@ -62,6 +62,15 @@ def experts(w: Tensor, x: Tensor) -> Tensor:
     return out
 
 
+SLOTS = torch.tensor([[3, 0, 4, 1, 2], [1, 1, 3, 2, 0]])  # [expert slot], of which token
+
+
+def dispatched(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    """Every expert has as many slots, each for the token of some example."""
+    out = torch.baddbmm(b, x[:, 0][SLOTS], w)  # [expert slot o]
+    return x.new_zeros(len(x), 3).index_add(0, SLOTS.flatten(), torch.tanh(out).flatten(0, 1))
+
+
 def neighbours(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
     """A graph network with a table of neighbours: example n has the nodes x[n]."""
     table = torch.tensor([[1, 2], [0, 3], [3, 0], [2, 1]])
@@ -137,6 +146,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[tuple[int, int, int
         [(2, 3, 5)],
     ),
     "experts": (lambda: Of(experts, (3, 3, 4)), X, [(3, 3, 4)]),
+    "experts with a capacity": (lambda: Of(dispatched, (2, 4, 3), (2, 1, 3)), X, [(2, 3, 5)]),
+    "a matrix an example": (lambda: Of(lambda w, x: torch.bmm(x, w), (5, 4, 3)), X, [(5, 3, 4)]),
     "LoRA": (lambda: Of(lora, (4, 3), (4, 2), (2, 3)), X, [(1, 3, 4), (1, 2, 4), (1, 3, 2)]),
     "LoRA, merged": (lambda: Of(merged, (4, 3), (4, 2), (2, 3)), X, [(12, 1, 1), (8, 1, 1), (6, 1, 1)]),
     "DoRA": (lambda: Of(dora, (4, 3), (4, 2), (2, 3), (1, 3)), X, [(12, 1, 1), (8, 1, 1), (6, 1, 1), (3, 1, 1)]),
@@ -388,8 +399,7 @@ def test_rows_go_to_their_examples(owners: Owners) -> None:
 def test_ragged_rows_are_padded() -> None:
     owners = Owners(3, index=torch.tensor([2, 0, 2]))
     assert owners.rows(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[2, 0], [0, 0], [1, 3]]
-    assert owners.valid is not None
-    assert owners.valid.tolist() == [[True, False], [False, False], [True, True]]
+    assert owners.rows(torch.ones(3)).tolist() == [[1, 0], [0, 0], [1, 1]]
     assert owners.total(torch.tensor([1.0, 2.0, 3.0])).tolist() == [2, 0, 4]
 
 
