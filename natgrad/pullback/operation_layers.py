@@ -330,6 +330,9 @@ class Slice(Features):
         entry = valid.sum((0, 1)) if weights is None else torch.einsum("n,nrc->c", weights, valid.to(weights))
         return _into(entry, self.groups, self.size[0], 0)
 
+    def groups_used(self) -> int | Tensor:
+        return 1 if self.groups is None else _into(self.x.new_ones(len(self.groups)), self.groups, self.size[0], 0)
+
     def moment(self) -> Moment:
         c, d = self.size
         total = DenseFeatures(self.x).moment().total
