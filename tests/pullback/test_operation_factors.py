@@ -1,8 +1,8 @@
 """S and A of weights that products use more than once, in part, transposed or in stacks, by brute force in float64.
 
-A case is a function of ``use``, the weight and the inputs. It calls ``use(z, a, …)`` for every product z = W a, with the
-groups c, outputs o and inputs i of W [c o i] that it has. The brute force takes a and z from there, and one gradient an
-example. The library is given the function without ``use``, and sees nothing but operations of torch.
+A case is a function of ``use``, the weight and the inputs. It calls ``use(z, a, …)`` for every product z = W a, with
+the groups c, outputs o and inputs i of W [c o i] that it has. The brute force takes a and z from there, and one
+gradient an example. The library is given the function without ``use``, and sees nothing but operations of torch.
 """
 
 from __future__ import annotations
