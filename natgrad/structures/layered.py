@@ -107,7 +107,7 @@ class Layered(Structure):
     def title(self, block: Block) -> str:
         if block.rule is not None:
             return type(self).__name__
-        return "known after a pass" if self.strict else f"{type(self.fallback).__name__} (fallback)"
+        return f"{type(self.fallback).__name__} (fallback)"
 
     def uncovered(self) -> str | None:
         if self.strict:
