@@ -290,6 +290,49 @@ def test_factors_of_stacked_experts_are_those_of_experts_as_modules() -> None:
     assert not found["w.0/A"][2].any()
 
 
+MADE: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval(),
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 3)),
+    "LoRA, merged": CASES["LoRA, merged"][0],
+    "DoRA": CASES["DoRA"][0],
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_weights_that_are_functions_of_parameters_are_exact_and_diagonal_under_kronecker(name: str) -> None:
+    model = MADE[name]().double()
+    with torch.no_grad():
+        y = model(X)
+    s = torch.randn(2, *y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0))
+    pb = ng.pullback(model, X, Rooted(s))
+    R = by_hand(model, X, s) / len(y) ** 0.5
+    G = torch.einsum("knp,knq->pq", R, R)
+    for structure in (ng.Dense(), ng.Kernel(), ng.Implicit()):
+        close(structure.estimate(pb).dense(), G)
+    close(ng.Diagonal().estimate(pb).diagonal(), G.diagonal())
+    sizes = [p.numel() for p in model.parameters()]
+    blocks = zip(ng.BlockDense().estimate(pb).dense().split(sizes), G.split(sizes), strict=True)
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    for (found, expected), start, size in zip(blocks, starts, sizes, strict=True):
+        close(found[:, start : start + size], expected[:, start : start + size])
+    for factored in (ng.Kronecker(strict=True), ng.EigenKronecker(strict=True)):
+        close(factored.estimate(pb).dense(), G.diagonal().diag())
+
+
+def test_lora_that_is_written_as_products_has_the_factors_of_the_merged_weight() -> None:
+    """S ⊗ A of W = W₀ + BC is that of W₀; B has S ⊗ CACᵀ, and C has BᵀSB ⊗ A."""
+    model = Of(lora, (4, 3), (4, 2), (2, 3))
+    _, a, b = (p.detach() for p in model.w)
+    plain = Of(lambda w, x: x @ w, (4, 3))
+    whole = ng.Kronecker(strict=True).estimate(ng.pullback(plain, X, ng.Euclidean())).tensors()
+    found = ng.Kronecker(strict=True).estimate(ng.pullback(model, X, ng.Euclidean())).tensors()
+    S, A = whole["w.0/S"][0], whole["w.0/A"][0]
+    expected = {"w.0/S": S, "w.0/A": A, "w.1/S": b @ S @ b.T, "w.1/A": A, "w.2/S": S, "w.2/A": a.T @ A @ a}
+    for key, factor in expected.items():
+        close(found[key][0], factor)
+
+
 class Experts(nn.Module):
     """Every example goes to the expert that its first number names; experts are a stack, or modules of their own."""
 
