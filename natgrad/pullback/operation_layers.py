@@ -663,6 +663,11 @@ class OperationLayers:
         """A pass has shown a parameter that modules do not tell of: from now on operations are recorded."""
         self._needed = True
 
+    def forget(self) -> None:
+        """The last pass was read with other examples than those of its outputs: nothing of it is remembered."""
+        if not self._declared:
+            self._blocks, self._needed, self.diagonals = {}, False, {}
+
     def remember(self, blocks: list[Block]) -> None:
         """Put the layers that operations have shown in the place of those parameters."""
         self._needed = True

@@ -532,10 +532,6 @@ class PassLayers:
     bare: list[Block]
     reasons: dict[str, str]
 
-    @property
-    def needs_operations(self) -> bool:
-        return bool(self.bare) and self.tape.operations is None
-
 
 @final
 @dataclass(frozen=True)
@@ -610,25 +606,22 @@ class Observer:
         # What the first range does not use, another may.
         whole = ranges[-1][1] == y.shape[0] == tape.y.shape[0]
         layers = self._layers(tape, whole)
-        if layers.needs_operations or layers.reasons:
-            first, rows = next((t.shape[0] for t in tensors_of(batch.x) if t.ndim), 0), y.shape[0]
-            several = whole and self.model.examples is None and 0 < first < rows and rows % first == 0
-            if several and not averaged and separable(batch.x, first):
+        if layers.bare and tape.operations is None:
+            self.cache.operations.expect()
+            raise OperationsNeededError
+        first, rows = next((t.shape[0] for t in tensors_of(batch.x) if t.ndim), 0), y.shape[0]
+        if layers.reasons and whole and self.model.examples is None and 0 < first < rows and rows % first == 0:
+            hint = 'pass examples="inputs"'
+            if not averaged and separable(batch.x, first):
                 observer = replace(self, model=replace(self.model, examples="inputs"))
                 by_example = replace(tape, y=self.model.by_example(tape.y, batch.x))
-                other = observer._layers(by_example, whole)
-                if not other.needs_operations and not other.reasons:
+                if not observer._layers(by_example, whole).reasons:
+                    self.cache.operations.forget()
                     self.cache.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
                     return observer.assemble(batch, by_example, [(0, first)], fleeting)
-                hint = "; return outputs [n t *out] with the examples first"
-            else:
-                hint = '; pass examples="inputs"'
-            if layers.needs_operations:
-                self.cache.operations.expect()
-                raise OperationsNeededError
-            if several:
-                hint = f", and the outputs have {rows} rows for {first} examples{hint}"
-                layers.reasons.update({name: reason + hint for name, reason in layers.reasons.items()})
+                hint = "return outputs [n t *out] with the examples first"
+            hint = f", and the outputs have {rows} rows for {first} examples; {hint}"
+            layers.reasons.update({name: reason + hint for name, reason in layers.reasons.items()})
         if tape.operations is not None and layers.bare:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
