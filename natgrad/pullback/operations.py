@@ -156,8 +156,7 @@ class Operation:
     scale: float = 1.0  # of the bias
     entrywise: bool = False
     groups: int = 1  # c, where an axis of the weight has two roles
-    index: Tensor | None = None  # [r] of a lookup: a is one-hot there, or zero where ``valid`` is
-    valid: Tensor | None = None
+    index: Tensor | None = None  # [r] of a lookup: a is one-hot there, or zero where the row has no member
     members: Callable[[], Tensor] | None = None  # [r c], one where a row belongs to a group; None: to all
     data: Tensor | None = None  # what a is made of
     version: int = 0
@@ -375,14 +374,14 @@ def _lookup(p: Find, w: Tensor, index: Tensor, padding: int = -1, scaled: bool =
     if scaled or p(w) is None or w.ndim != 2:
         return None
     at = index.flatten() % len(w)  # a copy: the index may be overwritten
-    valid = (at != padding) if padding >= 0 else torch.ones_like(at, dtype=torch.bool)
-    d, size, dtype = w.shape[1], len(w), w.dtype
+    valid = ((at != padding) if padding >= 0 else torch.ones_like(at, dtype=torch.bool))[:, None].to(w.dtype)
+    d, size = w.shape[1], len(w)
 
     def one_hot() -> Tensor:
-        return (F.one_hot(at, size) * valid[:, None]).to(dtype)[:, None]
+        return (F.one_hot(at, size) * valid)[:, None]
 
     result = Operation("lookup", lambda g: g.reshape(-1, 1, d), one_hot, p(w), ("i", "o"))
-    result.index, result.valid = at, valid
+    result.index, result.members = at, lambda: valid
     return result
 
 

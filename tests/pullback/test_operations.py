@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,6 +159,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[tuple[int, int, int
     ),
     "layer_scale": (lambda: Of(lambda g, x: x + g * torch.tanh(x), (4,)), X, [(4, 1, 1)]),
     "offset in place": (lambda: Of(lambda m, b, x: m(x).add_(b).relu_(), (3,), of=[L]), X, [(1, 3, 5), (3, 1, 1)]),
+    "two offsets in place": (
+        lambda: Of(lambda w, b, c, x: (x @ w).add_(b).add_(c), (4, 3), (3,), (3,)),
+        X,
+        [(1, 3, 5), (3, 1, 1)],
+    ),
     "numbers of a vector": (lambda: Of(lambda w, x: x @ w[:4] * w[4] + w[5], (6,)), X, [(6, 1, 1)]),
     "one number": (lambda: Of(lambda w, x: w * x, ()), X, [(1, 1, 1)]),
     "row of a matrix": (lambda: Of(lambda w, x: (x @ w) * w[1] + w[2, 0], (4, 4)), X, [(16, 1, 1)]),
@@ -529,6 +535,21 @@ def test_rows_that_are_examples_stay_so() -> None:
         pb = ng.pullback(model, X, ng.Euclidean())
         assert pb.y.ndim == 2
         assert structure.estimate(pb).dense().isfinite().all()
+
+
+@pytest.mark.parametrize("spelling", ["x @ W + b", "x @ W"])
+def test_operations_that_are_flattened_are_those_of_their_examples(spelling: str) -> None:
+    def run(w: Tensor, b: Tensor, x: Tensor, flat: bool) -> Tensor:
+        h = x @ w + b if spelling == "x @ W + b" else x @ w * b
+        y = torch.softmax(h @ h.mT, -1) @ h
+        return y.flatten(0, 1) if flat else y
+
+    for structure in (ng.Dense(), ng.Kronecker(strict=True)):
+        whole, flat = (
+            structure.estimate(ng.pullback(Of(partial(run, flat=flat), (4, 3), (3,)), X, ng.Euclidean())).dense()
+            for flat in (False, True)
+        )
+        close(flat, whole)
 
 
 class TimeMajor(Talker):
