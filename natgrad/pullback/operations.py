@@ -228,7 +228,9 @@ def _product(p: Find, x: Tensor, y: Tensor, b: Any = None, beta: float = 1, alph
         return _flat(turn(t)) if shared or t.ndim < 3 else turn(t).transpose(0, 1)
 
     def output(g: Tensor) -> Tensor:
-        return _vector(g, flip) if y.ndim == 1 else rows(g)
+        if y.ndim > 1:
+            return rows(g)
+        return g.reshape(1, 1, -1) if flip else g.reshape(-1, 1, 1)  # one row of W x, or one output a row of X w
 
     def inputs() -> Tensor:
         a = data.reshape(1, 1, -1) if data.ndim == 1 else rows(data)
@@ -240,11 +242,6 @@ def _product(p: Find, x: Tensor, y: Tensor, b: Any = None, beta: float = 1, alph
         roles = tuple({"i": "o", "o": "i"}.get(role, role) for role in roles)
     bias_roles = () if bias is None else _bias_roles(bias, c)
     return Operation("product", output, inputs, weight, roles, bias, bias_roles, beta, data=data)
-
-
-def _vector(g: Tensor, flip: bool) -> Tensor:
-    """Cotangents of W x with a vector x: one row, or of X w with a vector of weights: one output a row."""
-    return g.reshape(1, 1, -1) if flip else g.reshape(-1, 1, 1)
 
 
 def _bias_roles(bias: Operand, c: int) -> Roles:
@@ -416,13 +413,7 @@ FORMS: dict[str, Form] = {
     "mm": _product,
     "bmm": _product,
     "mv": _product,
-    "dot": lambda p, x, y: (
-        _entries(p, lambda t: t.expand(x.shape), lambda: y, x, y, "gain")
-        if p(x) and not p(y)
-        else _entries(p, lambda t: t.expand(x.shape), lambda: x, y, x, "gain")
-        if not p(x)
-        else None
-    ),
+    "dot": lambda p, x, y: _binary(p, True, x, y),
     "addmm": lambda p, b, x, y, **k: _product(p, x, y, b, **k),
     "baddbmm": lambda p, b, x, y, **k: _product(p, x, y, b, **k),
     "addmv": lambda p, b, x, y, **k: _product(p, x, y, **k) if not p(b) else None,

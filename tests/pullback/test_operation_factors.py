@@ -116,10 +116,9 @@ def brute_force(run: Callable[..., Tensor], w: Tensor, x: Tensor, s: Tensor, sha
     if len(present) == 1:
         return present[0]
     # One product with the partial traces of Σ S_u ⊗ A_u.
-    S = sum(S * A.diagonal(0, 1, 2).sum(-1).view(-1, 1, 1) for S, A in present)
-    A = sum(A * S.diagonal(0, 1, 2).sum(-1).view(-1, 1, 1) for S, A in present)
-    total = sum(S.diagonal(0, 1, 2).sum(-1) * A.diagonal(0, 1, 2).sum(-1) for S, A in present)
-    return S, A / total.view(-1, 1, 1)
+    (S, A), (T, B) = present
+    trace_S, trace_A, trace_T, trace_B = (factor.diagonal(0, 1, 2).sum(-1).view(-1, 1, 1) for factor in (S, A, T, B))
+    return S * trace_A + T * trace_B, (A * trace_S + B * trace_T) / (trace_S * trace_A + trace_T * trace_B)
 
 
 def _pair(products: list[Product], y: Tensor, s: Tensor, shape: Any, sharing: str, flip: bool) -> Pair:
