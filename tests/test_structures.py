@@ -208,4 +208,3 @@ def test_refresh_estimates_as_what_it_wraps(structure: Structure) -> None:
     wrapped = ng.Refresh(structure)
     close(wrapped.estimate(pb).dense(), structure.estimate(pb).dense(), 0.0)
     assert wrapped.elements(pb) == structure.elements(pb)
-    assert wrapped.bounded == structure.bounded

@@ -260,7 +260,7 @@ class Restored:
 
     def put(self, tracker: MetricTracker, preconditioner: Preconditioner) -> None:
         """Go on from here."""
-        tracker.view.cache.operations.put(self.layers, tracker.view.blocks)
+        tracker.observer.cache.operations.put(self.layers, tracker.observer.blocks)
         tracker.step, tracker.count, tracker.estimated = self.step, self.count, self.estimated
         tracker.average, tracker.pending_params = self.average, self.pending_params
         tracker.weight.total, tracker.weight.step_size = self.weight
@@ -294,7 +294,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "estimated": tracker.estimated,
         "inverted": preconditioner.inverted,
         "wanted": sorted(tracker.pending_params),
-        "operations": tracker.view.cache.operations.state(),
+        "operations": tracker.observer.cache.operations.state(),
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": preconditioner.damping,
@@ -326,9 +326,9 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         return {name: t.to(example.device, dtypes[name], copy=True) for name, t in tensors.items()}
 
     tensors = placed(state["operator"])
-    structure = tracker.structure.structure
-    layers = loaded(tracker.model, tracker.view.blocks, state.get("operations", ()))
-    blocks = with_layers(tracker.view.blocks, layers)
+    structure = tracker.structure
+    layers = loaded(tracker.model, tracker.observer.blocks, state.get("operations", ()))
+    blocks = with_layers(tracker.observer.blocks, layers)
     average = operator_of(structure, tracker.model, blocks, tensors) if tensors else None
     inverse, warm = None, None
     if not _solved_otherwise(state, preconditioner.solver):
@@ -338,7 +338,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
             λ = state["inverse_damping"]
             inverse = inverse or preconditioner.world.inverse(preconditioner.solver, average, λ, warm=warm)
     # A state from before there was a mass has as much as its number of estimates says.
-    total, usual = state.get("mass", (0.0 if not state["count"] else 1 / tracker.structure.weight(state["count"]), 0))
+    total, usual = state.get("mass", (0.0 if not state["count"] else 1 / tracker.schedule.weight(state["count"]), 0))
     return Restored(
         step=state["step"],
         count=state["count"],
@@ -370,7 +370,7 @@ def _signature(tracker: MetricTracker) -> dict[str, Any]:
     """What must be the same for a state to mean the same."""
     return {
         "metric": metric_in_words(tracker.metric),
-        "structure": repr(tracker.structure.structure),
+        "structure": repr(tracker.structure),
         "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
         "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in _declared(tracker)},
     }
@@ -378,4 +378,4 @@ def _signature(tracker: MetricTracker) -> dict[str, Any]:
 
 def _declared(tracker: MetricTracker) -> Sequence[Block]:
     """The layers as the modules of the model declare them, whatever operations have shown since."""
-    return tracker.view.cache.operations.declared(tracker.view.blocks)
+    return tracker.observer.cache.operations.declared(tracker.observer.blocks)

@@ -107,9 +107,9 @@ class NaturalGradient(torch.optim.Optimizer):
         generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, rules)
-        view = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
+        observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule = step
-        self.tracker = MetricTracker(view, schedule, generator, wrapping, world)
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world)
         self.preconditioner = Preconditioner(
             solver, every=schedule.inverse, damping=damping, device=device, world=world
         )
@@ -137,7 +137,7 @@ class NaturalGradient(torch.optim.Optimizer):
         first, rest = super().__repr__().split("\n", 1)
         closure = ", which evaluates the loss again: opt.step(closure)" if self.needs_closure else ""
         tracker, solver = self.tracker, self.preconditioner.solver
-        slots = {"metric": tracker.metric, "structure": tracker.structure, "solver": solver, "step": self.rule}
+        slots = {"metric": tracker.metric, "structure": tracker.schedule, "solver": solver, "step": self.rule}
         return "\n".join([first, *(f"{slot}: {value!r}" for slot, value in slots.items())]) + f"{closure}\n{rest}"
 
     @property

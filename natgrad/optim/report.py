@@ -135,10 +135,10 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
     >>> found.bytes  # 2 (20² + 65² + 10² + 21²) numbers of 4 bytes
     41328
     """
-    schedule, blocks = tracker.structure, _blocks(tracker)
+    schedule, blocks = tracker.schedule, _blocks(tracker)
     damping = float(groups[0]["damping"])
-    rows = tuple(_row(schedule.structure, block, solver, damping > 0) for block in blocks)
-    together = schedule.structure.cost(blocks, iterative=solver.iterative)
+    rows = tuple(_row(tracker.structure, block, solver, damping > 0) for block in blocks)
+    together = tracker.structure.cost(blocks, iterative=solver.iterative)
     dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
     result = Plan(rows, together, schedule, dtype.itemsize, ())
     notes = (_schedule(tracker), _damping(solver, damping), _movement(rule, groups), *_exceptions(tracker, result))
@@ -147,8 +147,8 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
 
 def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
-    blocks, G = tracker.structure.structure.arrange(tracker.view.blocks), tracker.average
-    if G is None or not tracker.structure.structure.covers_by_rule:
+    blocks, G = tracker.structure.arrange(tracker.observer.blocks), tracker.average
+    if G is None or not tracker.structure.by_layer:
         return blocks
     covered = {name for block in G.layers for name in block.names}
     layers = [*G.layers, *(left for block in blocks for left in _left(block, covered))]
@@ -174,7 +174,7 @@ def _row(structure: Structure, block: Block, solver: Solver, damped: bool) -> Ro
 
 
 def _schedule(tracker: MetricTracker) -> str:
-    schedule, metric = tracker.structure, tracker.metric
+    schedule, metric = tracker.schedule, tracker.metric
     average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
     inverse = f"inverted every {schedule.inverse} steps" if schedule.inverse > 1 else "inverted when it has changed"
     return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {inverse}"
@@ -195,12 +195,12 @@ def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
-    structure, fresh = tracker.structure.structure, tracker.average is None
+    structure, fresh = tracker.structure, tracker.average is None
     lines = []
     then = structure.uncovered()
     if result.uncovered and then is not None:
         first = "the operations of the first pass may give them one; if not, " if fresh else ""
-        if structure.covers_by_rule:
+        if structure.by_layer:
             then = f"{then}: {_way_out(tracker, result)}"
         lines.append(f"no layer rule covers {', '.join(result.uncovered)}: {first}{then}")
     if result.diagonals:
@@ -212,7 +212,7 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
 
 def _way_out(tracker: MetricTracker, result: Plan) -> str:
     """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
-    ruled = {name for block in tracker.view.blocks if block.rule for name in block.names}
+    ruled = {name for block in tracker.observer.blocks if block.rule for name in block.names}
     lost = [name for name in result.uncovered if name in ruled]
     if not lost:
         return "pass rules=[…] with a rule for their module"
@@ -333,7 +333,7 @@ def diagnostics(
         spectra = G.layer_spectra()
         layers = [_layer(layer, λ, solver.damps_factors, _norm(δ, ω, layer.names)) for layer in spectra]
         covered = {name for layer in layers for name in layer.names}
-        others = [tuple(n for n in block.names if n not in covered) for block in tracker.view.blocks]
+        others = [tuple(n for n in block.names if n not in covered) for block in tracker.observer.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])

@@ -37,15 +37,11 @@ class Dense(Structure):
 
     suggested: ClassVar[bool] = True
 
-    @property
-    def bounded(self) -> bool:
-        return True
-
     def elements(self, pullback: Pullback) -> int:
         return pullback.model.size**2
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> DenseOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> DenseOperator:
         self.admit(pullback)
         p = pullback.model.size
         packed = pullback.y.new_zeros(p, p)
@@ -81,15 +77,11 @@ class BlockDense(Structure):
 
     suggested: ClassVar[bool] = True
 
-    @property
-    def bounded(self) -> bool:
-        return True
-
     def elements(self, pullback: Pullback) -> int:
         return sum(sum(block.size for block in group) ** 2 for group in layers_in(pullback.blocks).values())
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> BlockDenseOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> BlockDenseOperator:
         self.admit(pullback)
         blocks = pullback.blocks
         groups = layers_in(blocks)

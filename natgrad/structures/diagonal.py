@@ -33,15 +33,11 @@ class Diagonal(Structure):
 
     suggested: ClassVar[bool] = True
 
-    @property
-    def bounded(self) -> bool:
-        return True
-
     def elements(self, pullback: Pullback) -> int:
         return pullback.model.size
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> DiagonalOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> DiagonalOperator:
         self.admit(pullback)
         return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square())
 

@@ -45,7 +45,7 @@ class EigenKronecker(Layered):
     ``Kronecker`` is, in the Frobenius norm, and its trace is that of G, whatever the ``sharing`` of positions, which
     here chooses the basis only. ``fallback``, ``strict`` and ``largest`` are those of ``Kronecker``.
 
-    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate_like``).
+    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``).
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 2, bias=False)
@@ -70,11 +70,8 @@ class EigenKronecker(Layered):
             factors={"S": sides.left, "A": sides.right, "D": block.shape},
         )
 
-    def estimate(self, pullback: Pullback) -> EigenKroneckerOperator:
-        return self.estimate_like(pullback, None)
-
     @without_autocast
-    def estimate_like(self, pullback: Pullback, like: Operator | None) -> EigenKroneckerOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> EigenKroneckerOperator:
         """In the basis of ``like`` where it is one of these layers: no eigenvectors, and one backward pass a root."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
         basis = self._basis_of(like, split.blocks)
@@ -98,7 +95,7 @@ class EigenKronecker(Layered):
             tuple(a for _, a in factors),
             basis,
             tuple(split.of_all(scales, lambda block: _zeros(block, dtype))),
-            None if split.uncovered is None else self.fallback.estimate_like(split.uncovered, fallback),
+            None if split.uncovered is None else self.fallback.estimate(split.uncovered, fallback),
             split.unseen,
         )
 

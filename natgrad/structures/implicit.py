@@ -31,15 +31,9 @@ class Implicit(Structure):
     tensor([1., 2., 1.])
     """
 
+    bounded: ClassVar[bool] = False
+    stored: ClassVar[bool] = False
     suggested: ClassVar[bool] = True
-
-    @property
-    def bounded(self) -> bool:
-        return False
-
-    @property
-    def stored(self) -> bool:
-        return False
 
     def uncovered(self) -> None:
         return None
@@ -48,7 +42,7 @@ class Implicit(Structure):
         return pullback.model.size
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> ImplicitOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> ImplicitOperator:
         self.admit(pullback)
         linear = linearise(pullback.model, pullback.batch.x)
         return ImplicitOperator(Layout(pullback.model.like, pullback.y.dtype), ((1.0, pullback, linear),))
@@ -65,6 +59,7 @@ class ImplicitOperator(Operator):
     A moving average is a weighted sum of such terms.
     """
 
+    products_only: ClassVar[bool] = True
     layout: Layout
     terms: tuple[tuple[float, Pullback, Linearisation], ...]
 
@@ -81,10 +76,6 @@ class ImplicitOperator(Operator):
             pulled = linear.pull((pullback.output_flat(pushed) * weight).to(linear.y.dtype))
             terms.append(torch.cat([t.reshape(-1) for t in pulled.values()]).to(v.dtype))
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
-
-    @property
-    def products_only(self) -> bool:
-        return True
 
     @property
     def pullback(self) -> Pullback | None:

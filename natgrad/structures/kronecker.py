@@ -93,6 +93,8 @@ class Kronecker(Layered):
             [1., 2., 1.]])
     """
 
+    in_place: ClassVar[bool] = True
+
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
 
@@ -105,11 +107,8 @@ class Kronecker(Layered):
         numbers = sides.numbers + sides.rotations + block.size
         return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
 
-    def estimate(self, pullback: Pullback) -> KroneckerOperator:
-        return self.estimate_like(pullback, None)
-
     @without_autocast
-    def estimate_like(self, pullback: Pullback, like: Operator | None) -> KroneckerOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
         estimates = factors_of(pullback, split.used, self.sharing_rule)
@@ -122,9 +121,6 @@ class Kronecker(Layered):
             None if split.uncovered is None else self.fallback.estimate(split.uncovered),
             split.unseen,
         )
-
-    def absorbs(self, average: Operator) -> bool:
-        return isinstance(average, KroneckerOperator)
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:

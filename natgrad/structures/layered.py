@@ -63,6 +63,8 @@ EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golu
 class Layered(Structure):
     """Two factors for every layer, and another structure for the parameters that no layer rule covers."""
 
+    one_pass: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = True
     sharing: Literal["expand", "reduce"] = "expand"
     fallback: Structure = field(default_factory=Diagonal)
     strict: bool = False
@@ -115,18 +117,6 @@ class Layered(Structure):
                 f"(strict=False: {self.fallback!r})"
             )
         return f"{super().uncovered()}, and their metric is {self.fallback!r}"
-
-    @property
-    def covers_by_rule(self) -> bool:
-        return True
-
-    @property
-    def bounded(self) -> bool:
-        return True
-
-    @property
-    def one_pass(self) -> bool:
-        return True
 
     def elements(self, pullback: Pullback) -> int:
         blocks, uncovered = split_layers(self._arranged(pullback), None)

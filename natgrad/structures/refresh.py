@@ -55,28 +55,11 @@ class Refresh(Structure):
                 "by keeping it, and its graph would be held. Use every=1"
             )
 
-    @property
-    def bounded(self) -> bool:
-        return self.structure.bounded
-
-    @property
-    def one_pass(self) -> bool:
-        return self.structure.one_pass
-
     def elements(self, pullback: Pullback) -> int:
         return self.structure.elements(pullback)
 
-    def estimate(self, pullback: Pullback) -> Operator:
-        return self.structure.estimate(pullback)
-
-    def estimate_like(self, pullback: Pullback, like: Operator | None) -> Operator:
-        return self.structure.estimate_like(pullback, like)
-
-    def absorbs(self, average: Operator) -> bool:
-        return self.structure.absorbs(average)
-
-    def absorb(self, pullback: Pullback, average: Operator, weight: float) -> Operator:
-        return self.structure.absorb(pullback, average, weight)
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> Operator:
+        return self.structure.estimate(pullback, like)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(model, blocks, tensors)

@@ -128,7 +128,7 @@ class VariationalNetwork:
         for k, ε in enumerate(self._noise()):
             with self._at(ε):
                 pb = self._view.checked(x, target)
-                G = self.structure.estimate_like(pb, new or self._last)
+                G = self.structure.estimate(pb, new or self._last)
                 new = G if new is None else new.lerp(G, 1 / (k + 1))
                 value, slope = self._differential(x, target, loss)
             slopes.append(slope)
