@@ -351,12 +351,12 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
-        restored = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
+        go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
         check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.tracker.model.params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})
-        restored.put(self.tracker, self.preconditioner)
+        go_on()
         self._last = None
         self._graphs.clear()
 

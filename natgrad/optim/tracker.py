@@ -22,7 +22,7 @@ from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.isolation import get_rng_state, refuse_randomness, set_rng_state, untouched
 from natgrad.model import Arguments, Inputs, eager, in_library_pass, is_compiled, library_pass
-from natgrad.optim.distributed import Alone, World, refuse_strangers
+from natgrad.optim.distributed import World, refuse_strangers
 from natgrad.optim.frozen import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
@@ -141,13 +141,12 @@ class MetricTracker:
     ) -> None:
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
-        self.world = Alone() if world is None else world
+        self.world = World() if world is None else world
         self.model, self.metric = observer.model, observer.metric
         self.average: Operator | None = None
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
         self.absorbed = False  # an estimate of this step is in the average
         self.weight = EmaWeight(schedule.decay)
-        self.count = 0  # steps whose estimates are in the average
         self.step = 0
         self.estimated = 0  # the step in which the metric was last estimated
         self.pending_params: frozenset[str] = frozenset()  # trained but not in the metric: it is due until they are
@@ -222,7 +221,6 @@ class MetricTracker:
     def commit(self, operator: Operator, estimated: bool) -> None:
         """A step has succeeded with this operator, which was ``estimated`` for it or not."""
         self.average, self.pending_params = operator, self.pending_params & operator.unseen
-        self.count += estimated
         if self.absorbed:
             self.weight.end_step()
         elif estimated:

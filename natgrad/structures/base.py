@@ -353,10 +353,6 @@ class Operator(ABC):
         """The inverse with these ``tensors()``, of this metric or an earlier one; None if it must be computed again."""
         return None
 
-    def inverse_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes that tensors of an inverse must have, as far as they are known."""
-        return {}
-
     # Reports.
 
     @property
@@ -428,9 +424,6 @@ class Inverse(ABC):
     def failed(self) -> bool:
         """Whether a GPU could not compute a part of it, as far as the host has read; that part is an older one."""
         return False
-
-    def inherit(self, other: Inverse) -> None:  # noqa: B027 - what never fails has nothing to inherit
-        """Take over the failures of an inverse that this one was built from."""
 
     def forgive(self) -> None:  # noqa: B027 - what never fails has nothing to forget
         """Forget failures that have been handled."""

@@ -6,9 +6,9 @@ G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ,   S = Q · Qᵀ,  A = P · Pᵀ,   D = Σ_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeAlias, cast, final
+from typing import TypeAlias, cast, final
 
 import torch
 from torch import Tensor
@@ -134,7 +134,6 @@ class EigenKroneckerOperator(LayerOperator):
     parameters that no layer rule covers.
     """
 
-    letters: ClassVar[tuple[str, ...]] = ("S", "A", "Q", "P", "D")
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o], or its diagonal [c o], for the next basis
@@ -143,6 +142,10 @@ class EigenKroneckerOperator(LayerOperator):
     scales: tuple[Tensor, ...]  # D [c o i]
     fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
+
+    @property
+    def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
+        return {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right, "D": self.scales}
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]
@@ -153,11 +156,6 @@ class EigenKroneckerOperator(LayerOperator):
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         return self.scales[b].double().clamp(min=0)
-
-    def layer_dense(self, b: int) -> Iterable[Tensor]:
-        c, o, i = self.blocks[b].shape
-        unit = torch.eye(o * i, dtype=self.layout.dtype, device=self.blocks[b].device).view(-1, 1, o, i)
-        return self.applied(b, unit.expand(-1, c, o, i)).movedim(1, 0).flatten(2)
 
     def spectrum(self) -> tuple[list[Tensor], Basis]:
         return list(self.scales), self.basis
@@ -195,16 +193,6 @@ class EigenKroneckerOperator(LayerOperator):
 
         tensors = sharing.gathered(decompose)
         return Basis(*(tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP"))
-
-    def tensors(self) -> dict[str, Tensor]:
-        sides = {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right}
-        return self.seen_tensors({**sides, "D": self.scales})
-
-    def averaged(self) -> dict[str, Tensor] | None:
-        """All but the basis, in which both are."""
-        if self.fallback is not None and self.fallback.averaged() is None:
-            return None
-        return self.all_tensors({"S": self.left, "A": self.right, "D": self.scales})
 
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ = Q (QᵀWP / (D + λ)) Pᵀ, exactly, and with nothing to be factored."""

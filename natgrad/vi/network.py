@@ -20,7 +20,7 @@ from natgrad.optim.checkpoint import (
     check_finite,
     check_generator,
     check_signature,
-    metric_in_words,
+    in_words,
     operator_of,
 )
 from natgrad.output.metric import OutputMetric, fresh_generator
@@ -202,7 +202,7 @@ class VariationalNetwork:
     def _signature(self) -> dict[str, Any]:
         """What a saved state must agree with."""
         return {
-            "metric": metric_in_words(self.metric),
+            "metric": in_words(self.metric.unsampled()),
             "structure": repr(self.structure),
             "dtype": str(self.model.example.dtype),
             "parameters": {name: list(p.shape) for name, p in self.model.params.items()},
