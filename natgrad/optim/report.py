@@ -98,8 +98,7 @@ class Plan:
     def __str__(self) -> str:
         heads = ("parameters", "rule", "structure", "W [c o i]", "kept", "bytes", "inverse", "solve", "position")
         cells = [self._cells(row) for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        lines = [_line(row, widths) for row in (heads, *cells)]
+        lines = _table(heads, cells, left=5)
         size = sum(row.size for row in self.rows)
         total = [f"{len(self.rows)} layers, {size:,} parameters"]
         if self.bytes is not None and self.flops is not None and self.position_flops is not None:
@@ -138,7 +137,8 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
     schedule, blocks = tracker.schedule, _blocks(tracker)
     damping = float(groups[0]["damping"])
     rows = tuple(_row(tracker.structure, block, solver, damping > 0) for block in blocks)
-    together = tracker.structure.cost(blocks, iterative=solver.iterative)
+    by_layer = tracker.structure.by_layer
+    together = None if by_layer else tracker.structure.cost(blocks, iterative=solver.iterative)
     dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
     result = Plan(rows, together, schedule, dtype.itemsize, ())
     notes = (_schedule(tracker), _damping(solver, damping), _movement(rule, groups), *_exceptions(tracker, result))
@@ -169,7 +169,7 @@ def _left(block: Block, covered: Collection[str]) -> list[Block]:
 def _row(structure: Structure, block: Block, solver: Solver, damped: bool) -> Row:
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
     exact = damped and not solver.damps_factors
-    cost = structure.layer_cost(block, exact=exact, iterative=solver.iterative)
+    cost = structure.cost([block], exact=exact, iterative=solver.iterative) if structure.by_layer else None
     return Row(block.names, rule, structure.title(block), block.shape, cost)
 
 
@@ -235,11 +235,14 @@ def _shape(shape: Sequence[int]) -> str:
     return f"{groups}{d}²" if shape[2] == d else f"{groups}{d}·{shape[2]}"
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [
-        cell.ljust(w) if at < 5 else cell.rjust(w) for at, (cell, w) in enumerate(zip(cells, widths, strict=True))
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Lines of cells; the first ``left`` columns begin at the left, the others end at the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    aligned = [
+        [cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        for row in (heads, *rows)
     ]
-    return "  ".join(padded).rstrip()
+    return ["  ".join(row).rstrip() for row in aligned]
 
 
 # How the metric of an optimizer stands after some steps: conditions, damping, staleness, and the last step.
@@ -297,8 +300,7 @@ class Diagnostics:
     def __str__(self) -> str:
         heads = ("parameters", "cond S", "cond A", "damped", "damping", "rank S", "rank A", "dead units", "step")
         cells = [_cells(layer) for layer in self.layers]
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        lines = [_diagnostic_line(row, widths) for row in (heads, *cells)]
+        lines = _table(heads, cells, left=1)
         refused = "" if self.accepted else ", which was refused"
         lines.append(f"last step{refused}: √(δᵀGδ) = {self.step:.3g}; damping λ = {self.damping:.3g}")
         lines.append(f"the metric was estimated {_ago(self.metric_age)}, and inverted {_ago(self.inverse_age)}")
@@ -397,8 +399,3 @@ def _cells(layer: Health) -> tuple[str, ...]:
 
 def _ago(age: int) -> str:
     return "in the last step" if age == 0 else f"{age} step{'s' if age > 1 else ''} before it"
-
-
-def _diagnostic_line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = zip(cells, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()

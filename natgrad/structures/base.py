@@ -141,15 +141,12 @@ class Structure(ABC):
         """The layers as this structure keeps them."""
         return list(blocks)
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost | None:
-        """Of all parameters together; None where it depends on the batch, or layers are kept apart.
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost | None:
+        """Of these layers together; None where it depends on the batch.
 
-        ``iterative``: the metric is not inverted, but solved with products.
+        ``exact``: a damping is added to G, and not to its factors. ``iterative``: the metric is not inverted, but
+        solved with products.
         """
-        return None
-
-    def layer_cost(self, block: Block, *, exact: bool, iterative: bool = False) -> Cost | None:
-        """Of one layer, where layers are kept apart. ``exact``: the damping is added to G and not to its factors."""
         return None
 
     def title(self, block: Block) -> str:

@@ -49,7 +49,7 @@ class Dense(Structure):
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DenseOperator:
         return DenseOperator(Layout.of(model.params, tensors["matrix"].dtype), tensors["matrix"])
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
         return Cost(p**2, 0, 2 * p**2, p**2, {"G": (1, p, p)}) if iterative else _cost(p)
 
@@ -88,7 +88,7 @@ class BlockDense(Structure):
         layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
         return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()))
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         return Cost.total([_cost(sum(block.size for block in group)) for group in layers_in(blocks).values()])
 
 

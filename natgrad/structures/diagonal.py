@@ -47,7 +47,7 @@ class Diagonal(Structure):
     def extracted(self, G: Operator) -> DiagonalOperator:
         return DiagonalOperator(G.layout, G.diagonal())
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
         return Cost(2 * p, p, p, p, {"G": (1, p)})
 

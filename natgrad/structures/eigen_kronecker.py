@@ -59,7 +59,7 @@ class EigenKronecker(Layered):
         sides = self.shapes(block)
         return block.size + sum(math.prod(shape) * (2 if len(shape) == 3 else 1) for shape in sides)
 
-    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+    def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         sides = SidesCost.of(block, self.shapes(block))
         rotate = 2 * sides.rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
         return Cost(

@@ -99,7 +99,7 @@ class Kronecker(Layered):
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
 
-    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+    def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """A product of inverses or, with exact damping, a scaling between two rotations."""
         sides = SidesCost.of(block, self.shapes(block))
         factors = {"S": sides.left, "A": sides.right}

@@ -97,13 +97,16 @@ class Layered(Structure):
         """How many numbers are kept of a layer."""
 
     @abstractmethod
-    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+    def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """Of a layer that has a rule."""
 
-    def layer_cost(self, block: Block, *, exact: bool, iterative: bool = False) -> Cost | None:
-        if block.rule is None:
-            return self.fallback.cost([block], iterative=iterative)
-        return self.product_cost(block, exact=exact)
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost | None:
+        costs = [self.layer_cost(block, exact=exact) for block in blocks if block.rule is not None]
+        uncovered = [block for block in blocks if block.rule is None]
+        below = self.fallback.cost(uncovered, exact=exact, iterative=iterative) if uncovered else None
+        if uncovered and below is None:
+            return None
+        return Cost.total(costs if below is None else [*costs, below])
 
     def title(self, block: Block) -> str:
         if block.rule is not None:
@@ -197,23 +200,14 @@ class Layered(Structure):
         return split, self.fallback.restore(smaller, _repositioned(uncovered, params), below)
 
     def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
-        """S and A of a layer: both, and of its size, or of the size of parameters that are a layer by themselves."""
-        whole = (block.size, 1, 1)
-        for name, place in zip(block.names, block.slices, strict=True):
-            factors = {side: tensors[f"{name}/{side}"] for side in "SA" if f"{name}/{side}" in tensors}
-            if not factors:
-                continue
-            for side in "SA":
-                if side not in factors:
-                    raise StateError(f"{name}/{side} of the metric is missing in the state")
-            alone = (place.shape.numel(), 1, 1)
-            choices: list[tuple[tuple[int, ...], tuple[int, ...]]] = [(alone, alone)]
-            if name == block.names[0]:
-                choices = [self.shapes(block), (whole, whole), (alone, alone)]
-            if tuple(tuple(t.shape) for t in factors.values()) in choices:
-                continue
-            for (side, t), shape in zip(factors.items(), choices[0], strict=True):
-                check_shape(f"{name}/{side} of the metric", t, shape)
+        """S and A of a layer are there both or not at all, and have their shapes."""
+        keys = [f"{block.names[0]}/{side}" for side in "SA"]
+        missing = [key for key in keys if key not in tensors]
+        if len(missing) == 1:
+            raise StateError(f"{missing[0]} of the metric is missing in the state")
+        for key, shape in zip(keys, self.shapes(block), strict=True):
+            if not missing:
+                check_shape(f"{key} of the metric", tensors[key], shape)
 
 
 @final
@@ -611,21 +605,19 @@ class LayerInverse(Inverse):
         """ω♯ on the layers, in the precision of the metric; ``pairings`` receives numbers whose sum is ⟨ω, ω♯⟩."""
         v: dict[str, Tensor] = {}
         for k, batch in enumerate(self.batches):
-            columns, (c, o, _), dtype = self._columns[k], self.blocks[batch[0]].shape, self.layout.dtype
+            columns, (c, o, _), count = self._columns[k], self.blocks[batch[0]].shape, len(batch)
             if columns is None:
-                given = [stacked([self.blocks[b].packed(ω).to(dtype) for b in batch])]
+                given = [stacked([self.blocks[b].packed(ω).to(self.layout.dtype) for b in batch])]
                 solved = self.apply(k, given)
                 for b, w in zip(batch, solved[0].split(c), strict=True):
                     v.update(self.blocks[b].unpacked(w))
             else:
-                count = len(batch)
-                stacks = [ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names]) for names in columns]
-                given = [w.reshape(count * c, o, -1).to(dtype) for w in stacks]
-                solved = self.apply(k, given)
-                for names, w in zip(columns, solved, strict=True):
-                    shape = self.layout.like[names[0]].shape
-                    pieces = [w.reshape(shape)] if count == 1 else w.reshape(count, *shape).unbind()
-                    v.update(zip(names, pieces, strict=True))
+                given = [ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names]) for names in columns]
+                given = [w.to(self.layout.dtype) for w in given]
+                solved = self.apply(k, [w.reshape(count * c, o, -1) for w in given])
+                solved = [u.reshape(w.shape) for w, u in zip(given, solved, strict=True)]
+                for names, u in zip(columns, solved, strict=True):
+                    v.update(zip(names, [u] if count == 1 else u.unbind(), strict=True))
             if pairings is not None:
                 pairings += [torch.dot(w.flatten(), u.flatten()) for w, u in zip(given, solved, strict=True)]
         return v

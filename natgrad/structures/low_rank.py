@@ -66,7 +66,7 @@ class LowRank(Structure):
         layout = Layout.of(model.params, tensors["values"].dtype)
         return LowRankOperator(layout, tensors["vectors"], tensors["values"], tensors["floor"], self.rank)
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p, r = sum(block.size for block in blocks), self.rank
         return Cost((r + 1) * p, r**2 * p, 4 * r * p, p, {"U": (1, p, r)})
 
