@@ -65,7 +65,8 @@ def citations() -> dict[tuple[str, int], str]:
     """A file for every first author and year that a document or a docstring cites."""
     cited = {}
     for folder in ("docs", "natgrad", "examples", "experiments", "benchmarks", "tests"):
-        for path in sorted(p for kind in ("*.md", "*.py") for p in (ROOT / folder).rglob(kind) if p.stem != "references"):
+        paths = [*(ROOT / folder).rglob("*.md"), *(ROOT / folder).rglob("*.py")]
+        for path in sorted(p for p in paths if p.stem != "references"):
             prose = " ".join(line.strip().lstrip("#").strip() for line in path.read_text().splitlines())
             for match in CITATION.finditer(prose):
                 cited[match[1].split()[0].strip(","), int(match[2])] = path.relative_to(ROOT).as_posix()
