@@ -163,18 +163,11 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
-        return plan(self.tracker, solver=self.preconditioner.solver, rule=self.rule, groups=self.param_groups)
+        return plan(self.tracker, self.preconditioner.solver, self.rule, self.param_groups)
 
     def diagnostics(self) -> Diagnostics:
         """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
-        inverse = self.preconditioner
-        return diagnostics(
-            self.tracker,
-            solver=inverse.solver,
-            inverse_damping=inverse.damping,
-            inverted=inverse.inverted,
-            last=self.last,
-        )
+        return diagnostics(self.tracker, self.preconditioner, self.last)
 
     @property
     def last(self) -> Step | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.accelerate.inverses import balance
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
+from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.pullback.layer import Block
 from natgrad.solve.solvers import Solver
@@ -121,7 +122,7 @@ class Plan:
         return (*front, factors, f"{self.element * row.cost.numbers:,}", *counts)
 
 
-def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> Plan:
+def plan(tracker: MetricTracker, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> Plan:
     """The plan of an optimizer: nothing is run, and nothing changes. After a step it knows what the pass has shown.
 
     ``groups``: the parameter groups, with their numbers.
@@ -307,12 +308,8 @@ class Diagnostics:
         return "\n".join(lines)
 
 
-def diagnostics(
-    tracker: MetricTracker, *, solver: Solver, inverse_damping: float, inverted: int, last: Step | None
-) -> Diagnostics:
+def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: Step | None) -> Diagnostics:
     """Look at the metric and the last step. It waits for the device and computes eigenvalues: call it now and then.
-
-    ``inverse_damping`` and ``inverted``: the damping of the inverse that the last step used, and the step it is from.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
@@ -328,18 +325,17 @@ def diagnostics(
         raise NatgradError(
             "there is nothing to diagnose before the first step: opt.plan() says what the optimizer is going to do"
         )
-    λ = inverse_damping
-    δ = last.displacement
+    λ, factored, δ = preconditioner.damping, preconditioner.solver.damps_factors, last.displacement
     ω = G.flat(δ)
     with torch.no_grad():
         spectra = G.layer_spectra()
-        layers = [_layer(layer, λ, solver.damps_factors, _norm(δ, ω, layer.names)) for layer in spectra]
+        layers = [_layer(layer, λ, factored, _norm(δ, ω, layer.names)) for layer in spectra]
         covered = {name for layer in layers for name in layer.names}
         others = [tuple(n for n in block.names if n not in covered) for block in tracker.observer.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
-    ages = (tracker.step - 1 - tracker.estimated, tracker.step - 1 - inverted)
+    ages = (tracker.step - 1 - tracker.estimated, tracker.step - 1 - preconditioner.inverted)
     return Diagnostics(tuple(ordered), last.damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
 
 

@@ -60,14 +60,15 @@ class EigenKronecker(Layered):
         return block.size + sum(math.prod(shape) * (2 if len(shape) == 3 else 1) for shape in sides)
 
     def layer_cost(self, block: Block, *, exact: bool) -> Cost:
-        sides = SidesCost.of(block, self.shapes(block))
+        s, a = self.shapes(block)
+        sides = SidesCost.of(block, (s, a))
         rotate = 2 * sides.rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
         return Cost(
             numbers=sides.numbers + sides.rotations + 2 * block.size,
             invert=EIGENVECTORS * sides.cubes,
             solve=2 * sides.solve,
             position=sides.numbers + rotate,
-            factors={"S": sides.left, "A": sides.right, "D": block.shape},
+            factors={"S": s, "A": a, "D": block.shape},
         )
 
     @without_autocast

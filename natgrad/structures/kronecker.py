@@ -101,8 +101,8 @@ class Kronecker(Layered):
 
     def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """A product of inverses or, with exact damping, a scaling between two rotations."""
-        sides = SidesCost.of(block, self.shapes(block))
-        factors = {"S": sides.left, "A": sides.right}
+        shapes = self.shapes(block)
+        sides, factors = SidesCost.of(block, shapes), dict(zip("SA", shapes, strict=True))
         if not exact:
             return Cost(2 * sides.numbers, sides.cubes, sides.solve, sides.numbers, factors)
         numbers = sides.numbers + sides.rotations + block.size

@@ -202,12 +202,12 @@ class Layered(Structure):
     def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
         """S and A of a layer are there both or not at all, and have their shapes."""
         keys = [f"{block.names[0]}/{side}" for side in "SA"]
-        missing = [key for key in keys if key not in tensors]
-        if len(missing) == 1:
-            raise StateError(f"{missing[0]} of the metric is missing in the state")
+        if not any(key in tensors for key in keys):
+            return
         for key, shape in zip(keys, self.shapes(block), strict=True):
-            if not missing:
-                check_shape(f"{key} of the metric", tensors[key], shape)
+            if key not in tensors:
+                raise StateError(f"{key} of the metric is missing in the state")
+            check_shape(f"{key} of the metric", tensors[key], shape)
 
 
 @final
@@ -252,14 +252,13 @@ def split_layers(pullback: Pullback, like: Operator | None) -> tuple[list[Block]
     covered: list[Block] = []
     uncovered: list[Block] = []
     for layer in pullback.layers:
-        pieces, fell_back = [layer], any(name in below for name in layer.names)
+        fell_back = any(name in below for name in layer.names)
         if layer.names[0] in pullback.unused:
             unused = layers.get(layer.names, pullback.unused[layer.names[0]])
-            pieces = [layer] if fell_back or unused.rule is None else [unused]
+            layer = layer if fell_back or unused.rule is None else unused
         elif fell_back and is_operation(layer):
-            pieces = [layer.without_rule()]
-        covered += [piece for piece in pieces if piece.rule is not None]
-        uncovered += [piece for piece in pieces if piece.rule is None]
+            layer = layer.without_rule()
+        (uncovered if layer.rule is None else covered).append(layer)
     return covered, uncovered
 
 
@@ -290,8 +289,6 @@ def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list
 class SidesCost:
     """What the two factors of a layer cost; d³/3 for a Cholesky factor and 2d³/3 for the inverse from it."""
 
-    left: tuple[int, ...]  # the shape of S
-    right: tuple[int, ...]  # the shape of A
     numbers: int  # of both: also the operations of a symmetric product, for every row
     rotations: int  # numbers of the eigenvectors
     cubes: int  # Σ d³ of the matrices
@@ -301,7 +298,6 @@ class SidesCost:
     def of(block: Block, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> SidesCost:
         matrices = [shape for shape in shapes if len(shape) == 3]
         return SidesCost(
-            *shapes,
             numbers=sum(map(math.prod, shapes)),
             rotations=sum(map(math.prod, matrices)),
             cubes=sum(c * d**3 for c, d, _ in matrices),
