@@ -178,7 +178,7 @@ class MetricTracker:
     @property
     def due(self) -> bool:
         """Whether the metric is estimated for this step."""
-        return self.average is None or self.step % self.schedule.every == 0 or bool(self.pending_params)
+        return self.average is None or self.schedule.metric_due(self.step) or bool(self.pending_params)
 
     @property
     def has_estimate(self) -> bool:
@@ -385,7 +385,7 @@ class MetricTracker:
         """Average with the other estimates of this step."""
         like = self.fresh or self.average
         estimate = self.structure.estimate(pb, like)
-        if like is None and self.world.size > 1 and type(estimate).renewed is not Operator.renewed:
+        if like is None and self.world.size > 1 and estimate.has_basis:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             common = self.world.mean(estimate, pb.n, self._restored)
             estimate = self.structure.estimate(pb, self.world.renewed(common))

@@ -210,6 +210,7 @@ class Operator(ABC):
     """
 
     products_only: ClassVar[bool] = False  # it has no direct inverse, and must be solved by ``CG``
+    has_basis: ClassVar[bool] = False  # it has a basis that ``renewed`` computes anew; estimates are made in it
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
 

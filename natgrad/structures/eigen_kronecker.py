@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast, final
+from typing import ClassVar, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
@@ -135,6 +135,7 @@ class EigenKroneckerOperator(LayerOperator):
     parameters that no layer rule covers.
     """
 
+    has_basis: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o], or its diagonal [c o], for the next basis

@@ -64,6 +64,14 @@ class Refresh(Structure):
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(model, blocks, tensors)
 
+    def metric_due(self, step: int) -> bool:
+        """Whether the metric is estimated for the step number 0, 1, …"""
+        return step % self.every == 0
+
+    def inverse_due(self, step: int) -> bool:
+        """Whether a metric that has changed is inverted for the step number 0, 1, …"""
+        return step % self.inverse == 0
+
     def weight(self, step: int) -> float:
         """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""
         return (1 - self.decay) / (1 - self.decay**step)
