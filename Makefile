@@ -38,8 +38,11 @@ check: lint  ## the quick gate: lint, the laws of the house, golden values, prod
 test: lint  ## the whole gate: lint, doctests and all tests, JOBS files at a time
 	$(PYTEST)
 
-cuda: $(VENV)/.dev  ## the tests that need a GPU
-	$(BIN)/python -m pytest tests/cuda
+# No virtual environment: PYTHON has a torch with CUDA and pytest, and nothing is installed. Without a GPU the tests
+# would all be skipped, so that is an error.
+cuda:  ## the tests that need a GPU, run by PYTHON
+	@$(PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch of $(PYTHON) sees no GPU: make cuda PYTHON=...")'
+	$(PYTHON) -m pytest tests/cuda
 
 docs: $(VENV)/.dev  ## write README and the pages that quote measurements from the result files
 	$(BIN)/python -m benchmarks.pages --figures

@@ -1,5 +1,5 @@
-"""Every test of this folder needs a GPU. They run with ``make cuda``, or without installing anything but pytest and
-torch with ``python -m pytest tests/cuda`` in the root of the repository."""
+"""Every test of this folder needs a GPU. ``make cuda PYTHON=…`` runs them with an interpreter that has torch with CUDA
+and pytest; it installs nothing."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ from natgrad.errors import BatchStatisticsError
 from natgrad.operators import KroneckerOperator
 from tests import oracle, zoo
 from tests.optim.tasks import seeded
-from tests.pullback.test_statistics import optimizer, recorded
+from tests.pullback.test_batch_statistics import optimizer, recorded
 from tests.pulled import Rooted, close, normal, opaque, rows
 
 

@@ -1,4 +1,4 @@
-"""Steps of any length, in any family, chart and precision: every iterate is a member, and the next step can be made."""
+"""Steps of any length, in any family, chart and precision: every iterate is a member, and the next step works."""
 
 import pytest
 import torch

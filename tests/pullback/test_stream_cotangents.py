@@ -1,4 +1,4 @@
-"""Cotangents that are used on the way, together or one by one, are those of a whole backward pass."""
+"""Cotangents consumed during the backward pass, one by one or together, are those of a whole pass."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Tables of positions: looked up once without examples, and added to all of them."""
+"""Position embeddings: looked up once without a batch axis, and added to every example."""
 
 from collections.abc import Callable
 

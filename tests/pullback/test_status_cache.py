@@ -1,4 +1,4 @@
-"""What is remembered of one forward pass is not said of another."""
+"""What is cached about one forward pass is not applied to a different one."""
 
 from __future__ import annotations
 

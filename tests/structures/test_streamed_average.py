@@ -1,4 +1,4 @@
-"""An estimate that goes into the average piece by piece is the same as one that is whole first."""
+"""A moving average updated layer by layer equals one updated by a whole estimate."""
 
 from dataclasses import replace
 

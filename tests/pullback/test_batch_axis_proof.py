@@ -1,4 +1,4 @@
-"""On which axis the examples lie is read off the graph: what is proven is so."""
+"""The batch axis is read off the autograd graph: what is proven is true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a model still has the parameters that an optimizer was made with."""
+"""A model whose parameters changed after the optimizer was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training mode: to the metric batch statistics and dropout masks are constants; to the user nothing has changed."""
+"""Training mode: to the metric batch statistics are constants; to the user nothing has changed."""
 
 import copy
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What an optimizer says to someone who uses it otherwise than it was meant: every message names the way out."""
+"""Misuse of an optimizer: every message names the fix."""
 
 import copy
 import logging

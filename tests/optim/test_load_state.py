@@ -1,4 +1,4 @@
-"""The state of another metric is refused with what differs; that of another solver, or of before, is gone on with."""
+"""Loading a state: one of another metric is refused with the difference; one of another solver is accepted."""
 
 from __future__ import annotations
 

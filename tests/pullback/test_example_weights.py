@@ -1,4 +1,4 @@
-"""Examples with weights: the factors of K-FAC are those of the measure, as if examples were repeated."""
+"""Weighted examples: the factors of K-FAC are those of a batch in which examples are repeated."""
 
 from __future__ import annotations
 

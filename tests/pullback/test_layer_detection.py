@@ -1,4 +1,4 @@
-"""Models that move, share, skip or replace what a layer computes: the numbers are right, whichever path finds them."""
+"""Models that move, share, skip or replace the output of a layer: the numbers are right on every path."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Moments as a GPU takes them, on the CPU, against the patches written out."""
+"""The kernels that a GPU uses for second moments, run on the CPU, against patches written out."""
 
 from __future__ import annotations
 

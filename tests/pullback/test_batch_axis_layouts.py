@@ -1,4 +1,4 @@
-"""Models whose examples are not on the first axis inside: torch's own transformers and recurrences have them second."""
+"""Models whose batch axis is not the first one inside, such as torch's own transformers and recurrent layers."""
 
 from __future__ import annotations
 

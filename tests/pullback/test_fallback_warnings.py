@@ -1,4 +1,4 @@
-"""What is said of layers whose rule cannot be used: once, by name, and with what can be done."""
+"""A layer that cannot use its rule is reported once, by name, with the reason and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model is exported while its optimizer lives: the program is that of the model, and the optimizer sees nothing."""
+"""A model exported while its optimizer lives: the program is that of the model alone."""
 
 from collections.abc import Callable
 

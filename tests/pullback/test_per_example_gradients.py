@@ -1,4 +1,4 @@
-"""Factors are the per-example gradients, on both paths, for every way of using a parameter."""
+"""Factors are the per-example gradients, with and without layer rules, for every use of a parameter in the zoo."""
 
 import pytest
 import torch

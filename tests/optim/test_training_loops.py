@@ -1,4 +1,4 @@
-"""K-FAC in the user's loop: clipping, schedules, accumulation, mixed precision, checkpointing, and what goes wrong."""
+"""K-FAC in the user's loop: clipping, schedules, accumulation, mixed precision, and what goes wrong."""
 
 import copy
 from collections.abc import Callable

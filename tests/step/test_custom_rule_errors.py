@@ -1,4 +1,4 @@
-"""A step rule of one's own that returns or asks for what it must not: the message names the fix."""
+"""A custom step rule that returns or asks for something invalid: the message names the fix."""
 
 from __future__ import annotations
 

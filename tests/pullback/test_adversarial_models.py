@@ -1,4 +1,4 @@
-"""Models written to be misunderstood: what G is must not depend on how the forward pass is written."""
+"""Unusual forward passes: G does not depend on how the model is written."""
 
 from __future__ import annotations
 

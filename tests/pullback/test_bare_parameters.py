@@ -1,4 +1,4 @@
-"""Parameters that belong to no layer and are spread over the examples: their rows come with those of the layers."""
+"""Parameters outside every layer that are broadcast over the batch: their per-example gradients are exact."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""K-FAC with activation checkpointing: what is computed again in the backward pass changes no step."""
+"""K-FAC with activation checkpointing: recomputation in the backward pass changes no step."""
 
 from collections.abc import Callable
 from functools import partial

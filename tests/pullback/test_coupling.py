@@ -1,4 +1,4 @@
-"""Factors of coupled examples: what is mixed before the moments of a layer is what its patches, mixed, would give."""
+"""Factors of coupled examples: mixing inputs before taking moments equals mixing their patches."""
 
 from __future__ import annotations
 

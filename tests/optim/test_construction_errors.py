@@ -1,4 +1,4 @@
-"""What the optimizer refuses when it is made, or at its first batch, and what works instead."""
+"""What the optimizer refuses at construction or at its first batch, and what works instead."""
 
 import inspect
 import logging

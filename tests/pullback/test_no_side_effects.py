@@ -1,4 +1,4 @@
-"""A pullback only looks: nothing of the user's is changed by it."""
+"""A pullback changes nothing of the user's: gradients, parameters, buffers, hooks, random state."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What an optimizer says of a model that it cannot see, or does not see any longer: the cause and the way out."""
+"""A model that the optimizer cannot observe, or no longer observes: the error names the cause and the fix."""
 
 import warnings
 from collections.abc import Callable
