@@ -110,9 +110,7 @@ class NaturalGradient(torch.optim.Optimizer):
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule = step
         self.tracker = MetricTracker(observer, schedule, generator, wrapping, world)
-        self.preconditioner = Preconditioner(
-            solver, every=schedule.inverse, damping=damping, device=device, world=world
-        )
+        self.preconditioner = Preconditioner(solver, schedule, damping=damping, device=device, world=world)
         self.flag = Flag()
         # The gradients of a loop lie in few places: those of passes with and without an estimate.
         self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=4)
@@ -283,7 +281,7 @@ class NaturalGradient(torch.optim.Optimizer):
             decay=lambda: update.decayed(params),
             sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, λ)),
             move=move,
-            velocity=lambda: update.velocity(tracker.model.params, self.state),
+            velocity=lambda: update.velocity(tracker.model.params),
             acceleration=lambda δ: -update.at_rest(inverse.sharp_apart(tracker.batch_queries.christoffel(δ))),
             queries=lambda: tracker.batch_queries,
             loss_at=loss_at,
