@@ -23,7 +23,7 @@ from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.isolation import get_rng_state, refuse_randomness, set_rng_state, untouched
 from natgrad.model import Arguments, Inputs, eager, in_library_pass, is_compiled, library_pass
 from natgrad.optim.distributed import World, refuse_strangers
-from natgrad.optim.frozen import ModelCheck
+from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
 from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pullback
