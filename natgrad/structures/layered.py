@@ -50,6 +50,7 @@ from natgrad.structures.base import (
     check_shape,
 )
 from natgrad.structures.diagonal import Diagonal
+from natgrad.structures.refresh import Refresh
 
 T = TypeVar("T")
 UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no pass has used
@@ -78,6 +79,9 @@ class Layered(Structure):
         if self.sharing not in ("expand", "reduce"):
             raise ValueError(f'{name}(sharing=…) is "expand" or "reduce", not {self.sharing!r}')
         check_slots(fallback=(self.fallback, Structure))
+        if isinstance(self.fallback, Refresh):
+            inner = self.fallback.structure
+            raise ValueError(f"{name}(fallback={self.fallback!r}) has the schedule of the layers: give it {inner!r}")
         if not self.fallback.bounded:
             raise ValueError(
                 f"{name}(fallback={self.fallback!r}) cannot be averaged over time: use Diagonal() or BlockDense()"

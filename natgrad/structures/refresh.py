@@ -38,6 +38,8 @@ class Refresh(Structure):
 
     def __post_init__(self) -> None:
         check_slots(structure=(self.structure, Structure))
+        if isinstance(self.structure, Refresh):
+            raise ValueError(f"Refresh({self.structure!r}) has two schedules: give it {self.structure.structure!r}")
         if self.every < 1 or self.inverse < 1:
             which, got = ("every", self.every) if self.every < 1 else ("inverse", self.inverse)
             raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
