@@ -46,9 +46,7 @@ class Median(Lengthscale):
     divisor: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_number("Median(divisor=…)", self.divisor, "the median distance is divided by it")
-        if not (math.isfinite(self.divisor) and self.divisor > 0):
-            raise ValueError(f"Median(divisor={self.divisor}): the median distance is divided by a positive number")
+        _check_positive("Median(divisor", self.divisor, "the median distance is divided by a positive number")
 
     def of(self, points: Tensor) -> Tensor:
         u = _pairs(self, points)
@@ -80,12 +78,8 @@ class Alike(Lengthscale):
     nu: float = 1.5
 
     def __post_init__(self) -> None:
-        _check_number("Alike(value=…)", self.value, "it is the mean of the kernel")
-        _check_number("Alike(nu=…)", self.nu, "it is the smoothness of the kernel")
-        if not 0 < self.value < 1:
-            raise ValueError(f"Alike(value={self.value}): the mean of a kernel between 0 and 1 lies between 0 and 1")
-        if not (math.isfinite(self.nu) and self.nu > 0):
-            raise ValueError(f"Alike(nu={self.nu}): the smoothness of the kernel is a positive number")
+        _check_positive("Alike(value", self.value, "the mean of a kernel between 0 and 1 lies between 0 and 1", 1.0)
+        _check_positive("Alike(nu", self.nu, "the smoothness of the kernel is a positive number")
 
     def of(self, points: Tensor) -> Tensor:
         u = _pairs(self, points)
@@ -123,17 +117,6 @@ class Alike(Lengthscale):
         return float(matern(float(self.nu), torch.tensor([r * r], dtype=torch.float64)))
 
 
-@final
-@dataclass(frozen=True)
-class FixedLengthscale(Lengthscale):
-    """ℓ that was measured on some points, to be used on others."""
-
-    value: Tensor
-
-    def of(self, points: Tensor) -> Tensor:
-        return self.value
-
-
 def check_lengthscale(lengthscale: float | Tensor | Lengthscale) -> None:
     """Refuse what is neither a positive number nor a rule."""
     if isinstance(lengthscale, Lengthscale):
@@ -160,9 +143,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _check_number(where: str, value: object, why: str) -> None:
+def _check_positive(where: str, value: Any, why: str, below: float = math.inf) -> None:
     if not is_number(value):
-        raise TypeError(f"{where} got {value!r}: give a real number, {why}")
+        raise TypeError(f"{where}=…) got {value!r}: give a real number, {why}")
+    if not 0 < value < below:
+        raise ValueError(f"{where}={value}): {why}")
 
 
 def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
@@ -301,16 +286,15 @@ class SobolevKernel(ReproducingKernel):
         >>> kernel(torch.tensor([0.0]), torch.tensor([2.0]))  # exp(−2/2)
         tensor([[0.3679]])
         """
-        if not isinstance(self.lengthscale, Lengthscale) or isinstance(self.lengthscale, FixedLengthscale):
+        if not isinstance(self.lengthscale, Lengthscale):
             return self
         z = points(x, self.features)
-        ℓ = self.lengthscale.of(z)
         if not bool((z != z[:1]).any()):
             raise ValueError(
                 f"lengthscale={self.lengthscale!r} cannot be told from {len(z)} equal point(s), and is for others "
                 "too: give a number as the lengthscale, or points that differ (to fit, or to the first partial_fit)"
             )
-        return replace(self, lengthscale=FixedLengthscale(ℓ))
+        return replace(self, lengthscale=float(self.lengthscale.of(z)))
 
     def log_constant(self, dimension: int) -> float:
         """log K(x, x) without normalisation: log Γ(ν) − (d/2) log 4π − log Γ(ν + d/2), for x in R^d.
@@ -355,7 +339,7 @@ class SobolevKernel(ReproducingKernel):
             return self.lengthscale
         if not isinstance(self.lengthscale, Lengthscale):
             return float(self.lengthscale)
-        if other and not isinstance(self.lengthscale, FixedLengthscale):
+        if other:
             raise ValueError(
                 f"lengthscale={self.lengthscale!r} is measured on data, and two sets of points were given: say which "
                 "by kernel = kernel.at(x), and use that"
