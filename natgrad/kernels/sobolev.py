@@ -60,13 +60,12 @@ class Median(Lengthscale):
 class Alike(Lengthscale):
     """ℓ for which the mean of k(‖x_n − x_m‖/ℓ) over all pairs of distinct points is ``value``, k of smoothness ``nu``.
 
-    It is measured on every batch, so it adapts: however the inputs are scaled, or features change during training, the
-    kernel matrix keeps its mean. λ_max(K) is then at least 1 + (N − 1)·value, and about that if the points are spread
-    evenly. CIFAR images with ℓ = 20 and ν = 3/2 have a mean of about 0.1.
+    However the inputs are scaled, or features change during training, the kernel matrix keeps its mean. λ_max(K) is at
+    least 1 + (N − 1)·value, and about that if the points are spread evenly. CIFAR images with ℓ = 20 and ν = 3/2 have a
+    mean of about 0.1. Pairs of equal points are left out; if all points are equal, ℓ = 1.
 
-    Pairs of equal points are left out; if all points are equal, ℓ = 1. The mean reaches ``value`` between ℓ = min d/r
-    and max d/r, where k(r) = value. Nested grids find it there to a relative accuracy of 1e-6, without reading
-    anything back from the device.
+    The mean reaches ``value`` between ℓ = min d/r and max d/r, where k(r) = value. Nested grids find it there to a
+    relative accuracy of 1e-6, without reading anything back from the device.
 
     >>> x = torch.tensor([[0.0], [1.0], [3.0]])
     >>> ℓ = Alike(0.3, nu=0.5).of(x)
@@ -204,14 +203,12 @@ class SobolevKernel(ReproducingKernel):
 
         K(x, y) = k(‖x − y‖/ℓ),   k(r) = 2^{1−ν}/Γ(ν) r^ν K_ν(r),   k(0) = 1
 
-    For ν = ½, 3/2, 5/2 it is e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3). There is no factor √(2ν), unlike in many
-    other Matérn kernels. Bai, Rosenberg and Xu (2022) use ν = 3/2 and ℓ = 20. They write the space as H_s with s = d +
-    2ν; in the standard convention its order is s/2 = ν + d/2. For every ν > 0 it consists of continuous functions, in
-    any dimension.
+    For ν = ½, 3/2, 5/2 it is e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3), without the factor √(2ν) of many other Matérn
+    kernels. Bai, Rosenberg and Xu (2022) use ν = 3/2 and ℓ = 20, and write the space as H_s with s = d + 2ν. For every
+    ν > 0 it consists of continuous functions, in any dimension.
 
-    ``normalised=False`` multiplies by the constant of the space, ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for functions of x/ℓ.
-    (The values printed in the paper are wrong.) The constant underflows in high dimension; ``log_constant`` does not.
-
+    ``normalised=False`` multiplies by the constant of the space, ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for functions of x/ℓ (the
+    paper prints other values, which are wrong). It underflows in high dimension; ``log_constant`` does not.
     ``lengthscale``: a positive number, or a rule such as ``Median()`` that ``at(x)`` measures. ``features`` maps inputs
     that are not points (tokens) to points. Inputs [n *shape] are flattened; n numbers are points on a line.
 
