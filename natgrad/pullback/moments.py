@@ -451,16 +451,16 @@ def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequenc
 
     Cached by the kind of graph, as the search is long. A backward pass comes to the layers from the last one on.
     """
-    key = ("early", room, tuple(block.names for block in blocks))
+    key = ("early", tuple(block.names for block in blocks))
     if key not in tape.memo:
-        early, held, last = _uses_above_others(tape, blocks), 0, set()
-        for at in reversed(early):
-            held += tape.uses[at].shape.numel() * tape.y.element_size()
-            if held > room:
-                last.add(at)
-                held = 0
-        tape.memo[key] = early, frozenset(last)
-    return tape.memo[key]
+        tape.memo[key] = _uses_above_others(tape, blocks)
+    early, held, last = tape.memo[key], 0, set()
+    for at in reversed(early):
+        held += tape.uses[at].shape.numel() * tape.y.element_size()
+        if held > room:
+            last.add(at)
+            held = 0
+    return early, frozenset(last)
 
 
 def _uses_above_others(tape: Tape, blocks: Sequence[Block]) -> Sequence[int]:
