@@ -192,8 +192,9 @@ class Pullback:
     ``root`` [k n *out] satisfies Σ_k s_k s_kᵀ = h (exactly, or in expectation); all structures estimated from one
     pullback see the same samples. G is the mean over the examples and never depends on how a loss is reduced.
 
-    ``unused``: the layers that the forward pass did not use, with their rule, by their first name; in ``layers`` they
-    have no rule, and their rows are zero. ``reasons``: why parameters that were used have no rule, by name.
+    The forward pass has shown, by the first name of each layer: ``positions``, the number of positions r·c of an
+    example that share the weight, and ``unused``, the layers that the pass did not use, with their rule; in ``layers``
+    they have no rule, and their rows are zero. ``reasons``: why parameters that were used have no rule, by name.
     """
 
     batch: Batch
@@ -201,6 +202,7 @@ class Pullback:
     y: Tensor  # [n *out]
     roots: Root
     layers: list[Block]  # with their rules
+    positions: Mapping[str, int]
     unused: Mapping[str, Block]
     reasons: Mapping[str, str]
     memory: int  # bytes that a structure may occupy
@@ -234,12 +236,6 @@ class Pullback:
     def n(self) -> int:
         """N, the number of examples."""
         return self.y.shape[0]
-
-    @property
-    def positions(self) -> dict[str, int]:
-        """The number of positions r·c of an example that share the weight, by the first name of each layer."""
-        tape = self.tape(self.ranges[0])
-        return {layer.names[0]: tape.positions(layer) for layer in self.layers}
 
     @property
     def blocks(self) -> list[Block]:
@@ -612,6 +608,7 @@ class Observer:
             y=y,
             roots=Root.of(self, batch.target, y, coupled is not None),
             layers=blocks,
+            positions={block.names[0]: tape.positions(block) for block in blocks},
             unused=status.unused,
             reasons=reasons,
             memory=self.memory,

@@ -258,8 +258,8 @@ class Patches(Features):
     groups: int = 1
     ones: Ones = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:
+    @cached_property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         width = self.x.shape[self._examples + 1] // self.groups * math.prod(axis.kernel for axis in self.axes)
         lead = self.x.shape[: self._examples + 1]
         return (*lead, positions(self._images, self.axes), self.groups, width + (self.ones is not False))

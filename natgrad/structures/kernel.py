@@ -48,10 +48,10 @@ class Kernel(Structure):
         if coupled is not None and coupled.K is not None:  # the factors again in double, and two matrices in double
             return self.elements(pullback.unmixed()) * (1 + 8 // pullback.y.element_size())
         rows = pullback.columns * pullback.n
-        numbers, positions = 0, pullback.positions
+        numbers = 0
         for block in pullback.blocks:
             _, o, i = block.shape
-            shared = 1 if block.rule is None else positions[block.names[0]]
+            shared = 1 if block.rule is None else pullback.positions[block.names[0]]
             numbers += rows * shared * o + pullback.n * shared * i  # g [k n r c o] and a [n r c i]
         return numbers + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 
