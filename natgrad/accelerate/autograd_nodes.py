@@ -56,12 +56,12 @@ def argument(node: Any, *names: str, default: Any = None) -> Any:
 
 def axis_arguments(node: Any) -> list[object]:
     """The axes that an operation works along, as its node saved them, and other switches."""
-    return [getattr(node, key) for key in _keys(type(node))[0]]
+    return [getattr(node, key) for key in _keys(type(node))[0]]  # type: ignore[arg-type]
 
 
 def size_arguments(node: Any) -> list[object]:
     """The sizes and places that a node saved. No tensors, which may be freed."""
-    return [getattr(node, key) for key in _keys(type(node))[1]]
+    return [getattr(node, key) for key in _keys(type(node))[1]]  # type: ignore[arg-type]
 
 
 @cache

@@ -259,7 +259,7 @@ class Patches(Features):
     ones: Ones = False
 
     @cached_property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+    def shape(self) -> tuple[int, ...]:
         width = self.x.shape[self._examples + 1] // self.groups * math.prod(axis.kernel for axis in self.axes)
         lead = self.x.shape[: self._examples + 1]
         return (*lead, positions(self._images, self.axes), self.groups, width + (self.ones is not False))
