@@ -302,9 +302,8 @@ def _by_products(M: Tensor, power: Fraction, condition: float, precision: Precis
             Y, Z = _square_roots(Y, square, schedule, product, last=j == depth)
             if power == 1 or digits >> (depth - j) & 1:
                 roots[j] = Z
-        first, *others = [*roots.values(), *(roots.values() if power == 1 else ())]
-        X = first
-        for Z in others:
+        X, *others = roots.values()
+        for Z in [X] if power == 1 else others:
             X = product(X, Z)
         X = X * bound.pow(-float(power))
     with _products_in("single", M.device) as product:

@@ -229,7 +229,7 @@ def test_the_users_precision_is_set_back(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(roots, "is_asynchronous", lambda device: True)
     inside = {}
     for precision in ("single", "split", "tf32"):
-        with roots._products_in(precision, torch.device("cpu")):  # type: ignore[arg-type]
+        with roots._products_in(precision, torch.device("cpu")):
             inside[precision] = settings.fp32_precision
         assert settings.fp32_precision == before
     assert inside == {"single": "ieee", "split": "tf32", "tf32": "tf32"}
@@ -255,7 +255,7 @@ def test_nothing_waits_for_the_device(precision: roots.Precision) -> None:
         polar(A)
 
     both()  # the coefficients are computed once, on the host
-    with _NoReading():
+    with _NoReading():  # type: ignore[no-untyped-call]
         both()
         with pytest.raises(AssertionError):
             float(A.sum())
