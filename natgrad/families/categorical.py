@@ -92,8 +92,8 @@ class Categorical(ExponentialFamily):
             return super().log_prob(eta, x)
         return super().log_prob(eta, _one_hot(x, eta.shape[-1] + self.minimal).to(eta.dtype))
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        return D.OneHotCategorical(logits=self._full(self._inside(eta, self.natural_domain, "eta")))
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        return D.OneHotCategorical(logits=self._full(eta))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         expect(self, d, D.OneHotCategorical, D.Categorical)

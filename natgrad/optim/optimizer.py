@@ -114,7 +114,8 @@ class NaturalGradient(torch.optim.Optimizer):
             solver, every=schedule.inverse, damping=damping, device=device, world=world
         )
         self.flag = Flag()
-        self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=1)
+        # The gradients of a loop lie in few places: those of passes with and without an estimate.
+        self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=4)
         names = {id(p): name for name, p in wrapped.params.items()}
         self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
         self._last: Step | _Plain | None = None
@@ -243,7 +244,7 @@ class NaturalGradient(torch.optim.Optimizer):
             velocity, _ = run(gradients, rates)
         else:
             numbers = [float(rate) for rate in rates]
-            velocity, flag.value = self._graphs.run(run, gradients, numbers, self._graph_key(), copy=True)
+            velocity, flag.value = self._graphs.run(run, gradients, numbers, self._graph_key(), may_copy=True)
         update = ParamUpdate(groups, of_groups, state, without_grad=without_grad)
         moved = [(of_rate, rate.clone() if isinstance(rate, Tensor) else rate) for of_rate, rate in update.rates]
         return _Plain(moved, velocity, damping)

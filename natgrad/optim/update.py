@@ -15,7 +15,7 @@ from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector, Vector
 from natgrad.model import Model
-from natgrad.step.base import PlainRule, Step
+from natgrad.step.base import PlainRule, Step, rescale_, squared_length
 
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
 Sharp: TypeAlias = Callable[[Covector], tuple[Vector, Tensor]]  # ω ↦ ω♯ and ⟨ω, ω♯⟩
@@ -192,7 +192,7 @@ def displacement(
 
 
 def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRule, flag: Flag) -> dict[str, Tensor]:
-    """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the number c of the rule: everything in place.
+    """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the numbers c of the rule: everything in place.
 
     On a CPU NaN and infinity raise before anything is changed. On a GPU nothing waits for the device: ``flag`` is set
     there, the old values stay, and the kernels can be captured. Returns the velocities of groups without momentum,
@@ -203,9 +203,11 @@ def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRu
     if len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
         square = pairing * rates[0][1] ** 2 if rates else pairing
     else:
-        terms = [fused.pairing([(ω[name], v[name]) for name in names]) * rate**2 for names, rate in rates]
-        square = torch.stack(terms).sum()
-    scale = rule.scale(square)
+        square = squared_length(ω, v, rates)
+    scale = rule.scale(v, square)
+    if scale is not None and not isinstance(scale, Tensor):
+        rescale_(v, scale)  # a number for each parameter
+        scale = None
     if is_asynchronous(pairing.device):
         # ⟨ω, v⟩ is finite only if ω and v are.
         flag.look({"": pairing})

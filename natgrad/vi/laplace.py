@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from natgrad.errors import IncompatibleError, NatgradError, SingularMetricError
 from natgrad.geometry import Vector
+from natgrad.linalg import check_positive
 from natgrad.model import Inputs, Model, check_slots, map_tensors
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import examples
@@ -278,11 +279,8 @@ def most_evident(evidence: Callable[[float], float], square: float, trace: float
 
 
 def _check_precision(prior_precision: float) -> None:
-    if not (prior_precision > 0 and math.isfinite(prior_precision)):
-        raise ValueError(
-            f"prior_precision must be positive and finite, got {prior_precision}: it is 1/variance of the prior of "
-            "every parameter (N times the weight decay of a mean loss)"
-        )
+    advice = ": it is 1/variance of the prior of every parameter (N times the weight decay of a mean loss)"
+    check_positive(prior_precision, "prior_precision", advice)
 
 
 def _solver(G: Operator) -> Solver:

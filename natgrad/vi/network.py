@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import can_read
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.geometry import Covector
+from natgrad.linalg import check_positive
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.optim.checkpoint import (
     check_entries,
@@ -42,8 +43,7 @@ class Prior:
     examples: int
 
     def __post_init__(self) -> None:
-        if not (self.precision > 0 and math.isfinite(self.precision)):
-            raise ValueError(f"Prior(precision=…) must be positive and finite, got {self.precision}")
+        check_positive(self.precision, "Prior(precision=…)")
         if self.examples < 1:
             raise ValueError(f"Prior(examples=…) is the number of all training examples, got {self.examples}")
 
