@@ -77,8 +77,8 @@ def _best_quintic(low: float, high: float) -> tuple[float, float, float, float]:
     while True:
         points = (low, *inner, high)
         rows = [[x, x**3, x**5, sign] for x, sign in zip(points, (1.0, -1.0, 1.0, -1.0), strict=True)]
-        system = torch.tensor(rows, dtype=torch.float64)
-        a, b, c, deviation = torch.linalg.solve(system, torch.ones(4, dtype=torch.float64)).tolist()
+        system = torch.tensor(rows, dtype=torch.float64, device="cpu")
+        a, b, c, deviation = torch.linalg.solve(system, torch.ones(4, dtype=torch.float64, device="cpu")).tolist()
         root = math.sqrt(9 * b * b - 20 * a * c)
         before, inner = inner, [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
         if max(abs(x - y) for x, y in zip(before, inner, strict=True)) < 1e-9 * high:
