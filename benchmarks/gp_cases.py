@@ -119,12 +119,12 @@ class _AdamSteps(Steps):
         return bounds
 
     def _bound(self) -> Tensor:
-        at = self.projection or self.gp.project(self.case.x)
+        a, r = self.projection or self.gp.project(self.case.x)
         L = self.L.tril()
-        half = at.a @ L
+        half = a @ L
         kl = 0.5 * (L.square().sum() + self.μ.square().sum() - len(L)) - L.diagonal().abs().log().sum()
-        v = at.r + half.square().sum(1)
-        return self.gp.likelihood.expected(self.case.y, at.a @ self.μ, v).sum() - kl
+        v = r + half.square().sum(1)
+        return self.gp.likelihood.expected(self.case.y, a @ self.μ, v).sum() - kl
 
 
 @final

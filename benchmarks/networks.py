@@ -114,7 +114,7 @@ def deep(widths: tuple[int, ...]) -> nn.Sequential:
 
 
 def autoencoder(n: int, device: torch.device, widths: tuple[int, ...] = DEEP) -> Problem:
-    """Hinton and Salakhutdinov's deep auto-encoder, ½‖y − x‖²."""
+    """The deep auto-encoder of Hinton and Salakhutdinov (2006), ½‖y − x‖²."""
     torch.manual_seed(0)
     model = deep(widths).to(device)
     x = torch.rand(n, widths[0]).to(device)

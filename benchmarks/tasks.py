@@ -63,7 +63,7 @@ def squared_error(y: Tensor, t: Tensor) -> Tensor:
 
 
 def mnist(path: Path, device: torch.device, widths: tuple[int, ...] = DEEP) -> TrainingTask:
-    """Hinton and Salakhutdinov's auto-encoder with tanh units and cross-entropy, as in Martens and Grosse (2015)."""
+    """The auto-encoder of Hinton and Salakhutdinov (2006) with tanh and cross-entropy, as Martens and Grosse (2015)."""
     train, test = (images.to(device) for images in load_mnist(path))
     task = Task(
         name="MNIST auto-encoder " + "-".join(map(str, widths)) + "-…",

@@ -125,11 +125,11 @@ def _descents() -> list[tuple[str, str, list[tuple[float, float]]]]:
         return NORMAL.natural(move.point)
 
     def plain(eta: Tensor, ω: Tensor) -> Tensor:
-        return Shorten().take(NORMAL.natural_domain, eta, -0.3 * ω, "η").point
+        return eta - 0.3 * Shorten().share(NORMAL.natural_domain, eta, -0.3 * ω, "η") * ω
 
     def plain_mean(eta: Tensor, ω: Tensor) -> Tensor:
         xi, v = NORMAL.mean(eta), -0.1 * NORMAL.fisher(eta).sharp(ω)
-        return NORMAL.natural(Shorten().take(NORMAL.mean_domain, xi, v, "ξ").point)
+        return NORMAL.natural(xi + Shorten().share(NORMAL.mean_domain, xi, v, "ξ") * v)
 
     steps: list[tuple[str, str, Callable[[Tensor, Tensor], Tensor]]] = [
         ("(20): ∇ in η, step in ξ", RED, mirrored),

@@ -127,6 +127,12 @@ def check_finite(tensor: Tensor, what: str) -> None:
         raise NonFiniteError(f"{what} holds NaN or infinity. Nothing was changed")
 
 
+def check_positive(value: float | Tensor, what: str, advice: str = "") -> None:
+    """Raise if the number, or an entry of the tensor, is not positive and finite."""
+    if not bool(torch.as_tensor((value > 0) & (value < torch.inf)).all()):
+        raise ValueError(f"{what} must be positive and finite, got {value}{advice}")
+
+
 def newton(
     x: Tensor,
     *,

@@ -70,9 +70,7 @@ def any_compiled(modules: Sequence[nn.Module]) -> bool:
         return True
     # Modules of one type share a forward, except those with a forward of their own.
     of_types = {type(m): m for m in modules if "forward" not in m.__dict__}
-    return any(map(is_compiled, of_types.values())) or any(
-        is_compiled(m) for m in [m for m in modules if "forward" in m.__dict__]
-    )
+    return any(is_compiled(m) for m in (*of_types.values(), *(m for m in modules if "forward" in m.__dict__)))
 
 
 @contextmanager
@@ -294,19 +292,10 @@ def tensors_of(x: Inputs) -> list[Tensor]:
 def _walk(x: Inputs) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
-    elif type(x) in (tuple, list):
-        for value in x:
-            yield from _walk(value)
-    elif type(x) is dict:
-        for value in x.values():
-            yield from _walk(value)
     elif isinstance(x, Arguments):
         yield from _walk((x.args, x.kwargs))
-    elif isinstance(x, Mapping):
-        for value in x.values():
-            yield from _walk(value)
-    elif isinstance(x, Sequence) and not isinstance(x, str):
-        for value in x:
+    elif isinstance(x, (Mapping, Sequence)) and not isinstance(x, str):
+        for value in x.values() if isinstance(x, Mapping) else x:
             yield from _walk(value)
 
 

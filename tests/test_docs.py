@@ -61,17 +61,26 @@ NAME = r"(?:van |Van )?[A-Z][a-zà-ÿ]\w*"
 CITATION = re.compile(rf"({NAME}(?:(?:, | and | & |, and ){NAME})*(?: et al\.)?),? \(?((?:1[89]|20)\d\d)\b(?!,\d)")
 
 
-@pytest.mark.parametrize("folder", ["docs", "natgrad", "examples", "experiments", "benchmarks", "tests"])
-def test_every_citation_is_in_the_bibliography(folder: str) -> None:
+def citations() -> dict[tuple[str, int], str]:
+    """A file for every first author and year that a document or a docstring cites."""
+    cited = {}
+    for folder in ("docs", "natgrad", "examples", "experiments", "benchmarks", "tests"):
+        paths = [*(ROOT / folder).rglob("*.md"), *(ROOT / folder).rglob("*.py")]
+        for path in sorted(p for p in paths if p.stem != "references"):
+            prose = " ".join(line.strip().lstrip("#").strip() for line in path.read_text().splitlines())
+            for match in CITATION.finditer(prose):
+                cited[match[1].split()[0].strip(","), int(match[2])] = path.relative_to(ROOT).as_posix()
+    return cited
+
+
+def test_the_bibliography_has_what_is_cited_and_nothing_else() -> None:
     bibliography = (ROOT / "docs" / "references.md").read_text()
-    listed = {(m[1].split()[0].strip(","), m[2]) for m in re.finditer(r"\*\*([^*]+?) \((\d{4})\)\*\*", bibliography)}
-    missing = {}
-    for path in sorted(p for kind in ("*.md", "*.py") for p in (ROOT / folder).rglob(kind) if p.stem != "references"):
-        prose = " ".join(line.strip().lstrip("#").strip() for line in path.read_text().splitlines())
-        for match in CITATION.finditer(prose):
-            if (match[1].split()[0].strip(","), match[2]) not in listed:
-                missing[f"{match[1]} ({match[2]})"] = path.relative_to(ROOT).as_posix()
+    entries = re.findall(r"^- \*\*([^*]+?) \((\d{4})\)\*\*\.", bibliography, re.MULTILINE)
+    listed = {(authors.split()[0].strip(","), int(year)) for authors, year in entries}
+    cited = citations()
+    missing = {f"{author} ({year}) in {path}" for (author, year), path in cited.items() if (author, year) not in listed}
     assert not missing, f"Add these to docs/references.md: {missing}"
+    assert not listed - cited.keys(), f"Nobody cites these entries of docs/references.md: {listed - cited.keys()}"
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)

@@ -91,9 +91,13 @@ def move_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor |
         add_(tensors, values, gate=gate)
 
 
-def scale_(tensors: Sequence[Tensor], factor: float | Tensor, *, gate: Tensor | None = None) -> None:
-    """x ← factor·x."""
-    torch._foreach_mul_(list(tensors), factor if gate is None else torch.where(gate > 0, 1.0, factor))
+def scale_(tensors: Sequence[Tensor], factor: float | Tensor | Sequence[Tensor], *, gate: Tensor | None = None) -> None:
+    """x ← factor·x, with one factor or, without a gate, one for each tensor."""
+    if isinstance(factor, (float, int, Tensor)):
+        torch._foreach_mul_(list(tensors), factor if gate is None else torch.where(gate > 0, 1.0, factor))
+    else:
+        assert gate is None
+        torch._foreach_mul_(list(tensors), list(factor))
 
 
 def scaled(tensors: Sequence[Tensor], factor: float | Tensor) -> list[Tensor]:

@@ -27,6 +27,7 @@ _log = logging.getLogger("natgrad")
 _CAPACITY = 64  # entries of every table; a loop has few address patterns, or never the same one twice
 _CAPTURE_COST = 4  # runs that take as long as one capture
 _COPY_BYTES = 2**22  # inputs up to this size are copied to a fixed address rather than recognised by their own
+_PATIENCE = 16  # runs without a graph, after which larger inputs are copied too if they may be
 
 
 class Capture(Protocol):
@@ -97,11 +98,17 @@ class ReplayStats:
 
     captures: int = 0
     replays: int = 0
+    misses: int = 0  # runs for which there was no graph
 
     @property
     def worthwhile(self) -> bool:
         """Whether its captures have saved as much time as they took."""
         return self.replays >= _CAPTURE_COST * self.captures
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether its tensors keep coming at new addresses."""
+        return self.misses > max(_PATIENCE, self.replays)
 
 
 @final
@@ -135,23 +142,24 @@ class GraphCache(Generic[T]):
         scalars: Sequence[float],
         key: Hashable,
         *,
-        copy: bool | None = None,
+        may_copy: bool = False,
     ) -> T:
         """``fn(tensors, scalars)``. ``fn`` writes in place and must depend on nothing but its arguments and ``key``.
 
         ``key`` stands for all else that ``fn`` reads or writes: shapes, options, addresses of what it holds.
-        ``copy``: whether the tensors are copied to where the graph reads them, so that they may lie anywhere; by
-        default where they are small. In a graph the scalars are tensors [] of single precision, so that they may change
-        between replays. What comes back from a replay is the result of the capture, with new numbers in its tensors.
+        Small tensors are copied to where the graph reads them, so that they may lie anywhere. With ``may_copy`` large
+        ones are too, if they keep coming at new addresses. In a graph the scalars are tensors [] of single precision,
+        so that they may change between replays. What comes back from a replay is the result of the capture, with new
+        numbers in its tensors.
         """
         if not self.possible(tensors):
             return fn(tensors, scalars)
-        if copy is None:
-            copy = sum(t.numel() * t.element_size() for t in tensors) <= _COPY_BYTES
         computation = (key, len(scalars), switches())
         stats = self.stats.get(computation)
         if stats is None:
             stats = self.stats[computation] = ReplayStats()
+        small = sum(t.numel() * t.element_size() for t in tensors) <= _COPY_BYTES
+        copy = small or (may_copy and stats.unsettled)
         # A copy goes to where it is read, whatever its strides.
         pattern = computation, *[t.shape if copy else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
         graph = self._graphs.get(pattern)
@@ -161,6 +169,7 @@ class GraphCache(Generic[T]):
                 graph = self._captured(fn, tensors, len(scalars), copy)
             if graph is None:
                 self._sightings[pattern] = sightings + 1
+                stats.misses += 1
                 return fn(tensors, scalars)
             del self._sightings[pattern]
             stats.captures += 1

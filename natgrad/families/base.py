@@ -122,9 +122,9 @@ class ExponentialFamily(Family):
         """log h(x) [*batch], the base measure; 0 by default."""
         return x.new_zeros(x.shape[: x.ndim - self.support.event_dim])
 
-    @abstractmethod
     def distribution(self, eta: Tensor) -> Distribution:
         """The same distribution as a ``torch.distributions`` object."""
+        return self._distribution(self._inside(eta, self.natural_domain, "eta"))
 
     @abstractmethod
     def from_distribution(self, d: Distribution) -> Tensor:
@@ -137,6 +137,9 @@ class ExponentialFamily(Family):
     def _wrong_size(self, p: int) -> str:
         """What the last axis of a point must hold, if p entries are wrong; "" if they are right."""
         return ""
+
+    @abstractmethod
+    def _distribution(self, eta: Tensor) -> Distribution: ...
 
     @abstractmethod
     def _log_partition(self, eta: Tensor) -> Tensor: ...

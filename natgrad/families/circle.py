@@ -37,8 +37,7 @@ class VonMises(ExponentialFamily):
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x.cos(), x.sin()], -1)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        eta = self._inside(eta, self.natural_domain, "eta")
+    def _distribution(self, eta: Tensor) -> D.Distribution:
         # torch requires κ > 0; the smallest positive number is as uniform as 0.
         κ = eta.norm(dim=-1).clamp(min=torch.finfo(eta.dtype).tiny)
         return D.VonMises(torch.atan2(eta[..., 1], eta[..., 0]), κ)

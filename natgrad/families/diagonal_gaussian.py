@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import ClassVar, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ def _mean_slacks(xi: Tensor) -> Tensor:
     return torch.cat([square, 1 - μ.square() / square], -1)
 
 
-@final
 @dataclass(frozen=True)
 class DiagonalGaussian(ExponentialFamily):
     """d independent N(μ, σ²): t = (x, −½x²), η = (h, λ) = (μ/σ², 1/σ²), points [*batch 2d], data [*batch d].
@@ -47,7 +46,7 @@ class DiagonalGaussian(ExponentialFamily):
 
     natural_domain = OpenBox((-math.inf, 0.0))
     mean_domain = Concave(_mean_slacks, ("E x² = −2ξ₂ above 0", "variances −2ξ₂ − ξ₁² above 0, in units of E x²"))
-    support = C.real_vector
+    support: ClassVar[C.Constraint] = C.real_vector
 
     def statistics(self, x: Tensor) -> Tensor:
         return torch.cat([x, -0.5 * x.square()], -1)
@@ -74,7 +73,7 @@ class DiagonalGaussian(ExponentialFamily):
         h, λ = self._inside(eta, self.natural_domain, "eta").chunk(2, -1)
         return h, λ
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
+    def _distribution(self, eta: Tensor) -> D.Distribution:
         μ, variance = self.covariance_form(eta)
         return D.Independent(D.Normal(μ, variance.sqrt()), 1)
 
@@ -121,48 +120,28 @@ class DiagonalGaussian(ExponentialFamily):
 
 @final
 @dataclass(frozen=True)
-class LogNormal(ExponentialFamily):
+class LogNormal(DiagonalGaussian):
     """x = exp of d independent N(μ, σ²): t = (log x, −½ log²x), h = Π 1/x; otherwise the Gaussian of log x.
 
     >>> LogNormal().mean(torch.tensor([1.0, 2.0]))
     tensor([ 0.5000, -0.3750])
     """
 
-    natural_domain = DiagonalGaussian.natural_domain
-    mean_domain = DiagonalGaussian.mean_domain
     support = C.independent(C.positive, 1)
 
     def statistics(self, x: Tensor) -> Tensor:
-        return DiagonalGaussian().statistics(x.log())
+        return super().statistics(x.log())
 
     def log_base(self, x: Tensor) -> Tensor:
         return -x.log().sum(-1)
 
-    def event_shape(self, p: int) -> tuple[int, ...]:
-        return (p // 2,)
-
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        h, λ = self._inside(eta, self.natural_domain, "eta").chunk(2, -1)
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        h, λ = eta.chunk(2, -1)
         return D.Independent(D.LogNormal(h / λ, λ.rsqrt()), 1)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         base = _independent(self, d, D.LogNormal)
-        return DiagonalGaussian().from_covariance(base.loc, base.scale.square())
-
-    def _wrong_size(self, p: int) -> str:
-        return DiagonalGaussian()._wrong_size(p)
-
-    def _log_partition(self, eta: Tensor) -> Tensor:
-        return DiagonalGaussian()._log_partition(eta)
-
-    def _mean(self, eta: Tensor) -> Tensor:
-        return DiagonalGaussian()._mean(eta)
-
-    def _natural(self, xi: Tensor) -> Tensor:
-        return DiagonalGaussian()._natural(xi)
-
-    def _fisher(self, eta: Tensor) -> Information:
-        return DiagonalGaussian()._fisher(eta)
+        return self.from_covariance(base.loc, base.scale.square())
 
     def _expected_log_base(self, eta: Tensor) -> Tensor:
         h, λ = eta.chunk(2, -1)
@@ -194,8 +173,7 @@ class DiagonalGaussianKnownMean(ExponentialFamily):
     def event_shape(self, p: int) -> tuple[int, ...]:
         return (p,)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        eta = self._inside(eta, self.natural_domain, "eta")
+    def _distribution(self, eta: Tensor) -> D.Distribution:
         return D.Independent(D.Normal(self.m.to(eta).expand_as(eta), eta.rsqrt()), 1)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
@@ -283,7 +261,7 @@ class Gaussian(Family):
         (μ, log_σ), (μ2, log_σ2) = self._split(y), self._split(y2)
         gap = log_σ - log_σ2
         moved = (μ - μ2) * (-log_σ2).exp()
-        return over_terms(0.5 * ((2 * gap).exp() - 1 + moved.square()) - gap)
+        return over_terms(0.5 * (torch.expm1(2 * gap) + moved.square()) - gap)
 
     def _split(self, y: Tensor) -> tuple[Tensor, Tensor]:
         if self.scale is not None:

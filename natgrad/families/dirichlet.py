@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -16,14 +16,35 @@ from natgrad.families.information import Information
 from natgrad.families.special import trigamma
 
 
-class LogProportions(ExponentialFamily):
-    """t are the logarithms of proportions, η = α − 1, log Z = Σ log Γ(α_c) − log Γ(Σ α_c), h = 1."""
+@dataclass(frozen=True)
+class Dirichlet(ExponentialFamily):
+    """x on the simplex [*batch c]: t = log x, η = α − 1, log Z = Σ log Γ(α_c) − log Γ(Σ α_c).
+
+    >>> Dirichlet().mean(torch.zeros(2))
+    tensor([-1.0000, -1.0000])
+    """
 
     natural_domain = OpenBox(-1.0)
     mean_domain = Concave(
         lambda xi: -xi.logsumexp(-1, keepdim=True),
         ("Σ exp E log x below 1 (Jensen; equal if all data are the same)",),
     )
+    support: ClassVar[C.Constraint] = C.simplex
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return x.log()
+
+    def event_shape(self, p: int) -> tuple[int, ...]:
+        return (p,)
+
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        return D.Dirichlet(eta + 1)
+
+    def from_distribution(self, d: D.Distribution) -> Tensor:
+        return expect(self, d, D.Dirichlet).concentration - 1
+
+    def _wrong_size(self, p: int) -> str:
+        return "" if p >= 2 else "α − 1 of the classes, 2 entries or more,"
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         α = eta + 1
@@ -53,34 +74,7 @@ class LogProportions(ExponentialFamily):
 
 @final
 @dataclass(frozen=True)
-class Dirichlet(LogProportions):
-    """x on the simplex [*batch c]: t = log x, η = α − 1.
-
-    >>> Dirichlet().mean(torch.zeros(2))
-    tensor([-1.0000, -1.0000])
-    """
-
-    support = C.simplex
-
-    def statistics(self, x: Tensor) -> Tensor:
-        return x.log()
-
-    def event_shape(self, p: int) -> tuple[int, ...]:
-        return (p,)
-
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        return D.Dirichlet(self._inside(eta, self.natural_domain, "eta") + 1)
-
-    def from_distribution(self, d: D.Distribution) -> Tensor:
-        return expect(self, d, D.Dirichlet).concentration - 1
-
-    def _wrong_size(self, p: int) -> str:
-        return "" if p >= 2 else "α − 1 of the classes, 2 entries or more,"
-
-
-@final
-@dataclass(frozen=True)
-class Beta(LogProportions):
+class Beta(Dirichlet):
     """x in (0, 1): t = (log x, log(1 − x)), η = (a − 1, b − 1); the Dirichlet family of (x, 1 − x), points [*batch 2].
 
     >>> Beta().mean(torch.zeros(2))
@@ -92,8 +86,11 @@ class Beta(LogProportions):
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x.log(), torch.log1p(-x)], -1)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        α = self._inside(eta, self.natural_domain, "eta") + 1
+    def event_shape(self, p: int) -> tuple[int, ...]:
+        return ()
+
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        α = eta + 1
         return D.Beta(α[..., 0], α[..., 1])
 
     def from_distribution(self, d: D.Distribution) -> Tensor:

@@ -24,6 +24,7 @@ from natgrad.families.base import (
 from natgrad.families.domains import OpenBox, Space
 from natgrad.families.information import Information
 from natgrad.families.special import expected_log, expected_log_factorial, log1mexp
+from natgrad.linalg import check_positive
 
 _LARGE = math.log(1e4)
 
@@ -79,8 +80,8 @@ class Bernoulli(ScalarOutput):
         p = y.sigmoid()
         return torch.bernoulli(p.expand(samples, *p.shape), generator=generator) - p
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        return D.Bernoulli(logits=self._inside(eta, self.natural_domain, "eta"))
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        return D.Bernoulli(logits=eta)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         return expect(self, d, D.Bernoulli).logits
@@ -119,8 +120,8 @@ class Poisson(ScalarOutput):
     def log_base(self, x: Tensor) -> Tensor:
         return -torch.lgamma(x + 1)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        return D.Poisson(self._inside(eta, self.natural_domain, "eta").exp())
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        return D.Poisson(eta.exp())
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         return expect(self, d, D.Poisson).rate.log()
@@ -179,8 +180,8 @@ class Binomial(ExponentialFamily):
     def log_base(self, x: Tensor) -> Tensor:
         return math.lgamma(self.total_count + 1) - torch.lgamma(x + 1) - torch.lgamma(self.total_count - x + 1)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        return D.Binomial(self.total_count, logits=self._inside(eta, self.natural_domain, "eta"))
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        return D.Binomial(self.total_count, logits=eta)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         d = expect(self, d, D.Binomial)
@@ -226,14 +227,12 @@ class NegativeBinomial(ExponentialFamily):
     support = C.nonnegative_integer
 
     def __post_init__(self) -> None:
-        if not 0 < self.total_count < math.inf:
-            raise ValueError(f"NegativeBinomial(total_count=…) must be positive and finite, got {self.total_count}")
+        check_positive(self.total_count, "NegativeBinomial(total_count=…)")
 
     def log_base(self, x: Tensor) -> Tensor:
         return torch.lgamma(x + self.total_count) - torch.lgamma(x + 1) - math.lgamma(self.total_count)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        eta = self._inside(eta, self.natural_domain, "eta")
+    def _distribution(self, eta: Tensor) -> D.Distribution:
         return D.NegativeBinomial(eta.new_tensor(self.total_count), logits=eta - log1mexp(eta))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
@@ -276,8 +275,8 @@ class Geometric(ExponentialFamily):
     mean_domain = OpenBox(0.0, axes=0)
     support = C.nonnegative_integer
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        return D.Geometric(probs=-torch.expm1(self._inside(eta, self.natural_domain, "eta")))
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        return D.Geometric(probs=-torch.expm1(eta))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
         return torch.log1p(-expect(self, d, D.Geometric).probs)

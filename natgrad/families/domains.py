@@ -329,14 +329,8 @@ class Cone(Domain):
         return self.slacks(x)[..., 0] / self.stretch
 
     def reach(self, x: Tensor, v: Tensor) -> Tensor:
-        """A + tV first becomes singular at t = −1/λ_min(L⁻¹VL⁻ᵀ), A = LLᵀ."""
         A = self.matrix(x)
-        V = self.matrix(x + v) - A
-        L, _ = torch.linalg.cholesky_ex(A)
-        half = torch.linalg.solve_triangular(L, V, upper=False)
-        whitened = torch.linalg.solve_triangular(L, half.mT, upper=False)
-        least = torch.linalg.eigvalsh(0.5 * (whitened + whitened.mT))[..., 0]
-        return torch.where(least < 0, -1 / least, math.inf)
+        return time_to_singular(torch.linalg.cholesky_ex(A)[0], self.matrix(x + v) - A)
 
     def check(self, x: Tensor, what: str) -> None:
         refuse_non_finite(x, what)
@@ -450,6 +444,14 @@ def _refuse_entry(x: Tensor, wrong: Tensor, what: str, side: str, bounds: Tensor
             f"{what}{entry(at)} = {float(x[at].detach()):.6g} must be {side} {float(bounds.expand_as(x)[at]):g}: "
             f"{_ADVICE}"
         )
+
+
+def time_to_singular(L: Tensor, V: Tensor) -> Tensor:
+    """The first t > 0 [*batch] at which LLᵀ + tV is singular, −1/λ_min(L⁻¹VL⁻ᵀ); infinite if there is none."""
+    half = torch.linalg.solve_triangular(L, V, upper=False)
+    whitened = torch.linalg.solve_triangular(L, half.mT, upper=False)
+    least = torch.linalg.eigvalsh(0.5 * (whitened + whitened.mT))[..., 0]
+    return torch.where(least < 0, -1 / least, math.inf)
 
 
 def _time_to_bound(x: Tensor, v: Tensor, lower: Tensor, upper: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class FullGaussian(ExponentialFamily):
         """(h, Λ), with a symmetric Λ."""
         return _unpack(self._inside(eta, self.natural_domain, "eta"))
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
+    def _distribution(self, eta: Tensor) -> D.Distribution:
         μ, Σ = self.covariance_form(eta)
         return D.MultivariateNormal(μ, covariance_matrix=Σ)
 
@@ -208,8 +208,8 @@ class GaussianKnownMean(ExponentialFamily):
     def event_shape(self, p: int) -> tuple[int, ...]:
         return (side(p, 0),)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        Σ = torch.cholesky_inverse(self._factor(self._inside(eta, self.natural_domain, "eta")))
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        Σ = torch.cholesky_inverse(self._factor(eta))
         return D.MultivariateNormal(self.m.to(Σ).expand(Σ.shape[:-1]), covariance_matrix=Σ)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
@@ -290,7 +290,7 @@ class GaussianKnownCovariance(ExponentialFamily):
     def event_shape(self, p: int) -> tuple[int, ...]:
         return (p,)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
+    def _distribution(self, eta: Tensor) -> D.Distribution:
         return D.MultivariateNormal(self.mean(eta), scale_tril=self._L.to(eta))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -15,16 +15,29 @@ from natgrad.families.base import ExponentialFamily, expect, expect_constant, na
 from natgrad.families.domains import Concave, OpenBox
 from natgrad.families.information import Information
 from natgrad.families.special import expected_log, trigamma
+from natgrad.linalg import check_positive
 
 _EULER = 0.5772156649015329
 
 
-class ExponentialStatistic(ExponentialFamily):
-    """t(x) is exponentially distributed: log Z = −log(−η) up to a constant, ξ = −1/η, F = 1/η², η < 0."""
+@dataclass(frozen=True)
+class Exponential(ExponentialFamily):
+    """−η e^{ηx}, x > 0: t = x, log Z = −log(−η), ξ = −1/η, F = 1/η², η = −rate.
+
+    >>> Exponential().mean(torch.tensor(-2.0))
+    tensor(0.5000)
+    """
 
     axes = 0
     natural_domain = OpenBox(upper=0.0, axes=0)
     mean_domain = OpenBox(0.0, axes=0)
+    support: ClassVar[C.Constraint] = C.nonnegative
+
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        return D.Exponential(-eta)
+
+    def from_distribution(self, d: D.Distribution) -> Tensor:
+        return -expect(self, d, D.Exponential).rate
 
     def _log_partition(self, eta: Tensor) -> Tensor:
         return -(-eta).log()
@@ -38,26 +51,8 @@ class ExponentialStatistic(ExponentialFamily):
 
 @final
 @dataclass(frozen=True)
-class Exponential(ExponentialStatistic):
-    """−η e^{ηx}, x > 0: t = x, log Z = −log(−η), η = −rate.
-
-    >>> Exponential().mean(torch.tensor(-2.0))
-    tensor(0.5000)
-    """
-
-    support = C.nonnegative
-
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        return D.Exponential(-self._inside(eta, self.natural_domain, "eta"))
-
-    def from_distribution(self, d: D.Distribution) -> Tensor:
-        return -expect(self, d, D.Exponential).rate
-
-
-@final
-@dataclass(frozen=True)
-class Laplace(ExponentialStatistic):
-    """½(−η) e^{η|x − c|} with known ``centre`` c: t = |x − c|, log Z = log 2 − log(−η), η = −1/scale.
+class Laplace(Exponential):
+    """½(−η) e^{η|x − c|} with known ``centre`` c: t = |x − c| is exponential, log Z = log 2 − log(−η), η = −1/scale.
 
     >>> Laplace(1.0).log_prob(torch.tensor(-2.0), torch.tensor(1.0))
     tensor(0.)
@@ -74,8 +69,7 @@ class Laplace(ExponentialStatistic):
     def statistics(self, x: Tensor) -> Tensor:
         return (x - self.centre).abs()
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        eta = self._inside(eta, self.natural_domain, "eta")
+    def _distribution(self, eta: Tensor) -> D.Distribution:
         return D.Laplace(torch.full_like(eta, self.centre), -1 / eta)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
@@ -89,7 +83,7 @@ class Laplace(ExponentialStatistic):
 
 @final
 @dataclass(frozen=True)
-class Weibull(ExponentialStatistic):
+class Weibull(Exponential):
     """Known ``shape`` k: t = xᵏ is exponential, h = k xᵏ⁻¹, log Z = −log(−η), η = −scale⁻ᵏ.
 
     >>> Weibull(2.0).mean(torch.tensor(-0.25))
@@ -101,8 +95,7 @@ class Weibull(ExponentialStatistic):
     support = C.positive
 
     def __post_init__(self) -> None:
-        if not 0 < self.shape < math.inf:
-            raise ValueError(f"Weibull(shape=…) must be positive and finite, got {self.shape}")
+        check_positive(self.shape, "Weibull(shape=…)")
 
     def statistics(self, x: Tensor) -> Tensor:
         return x.pow(self.shape)
@@ -110,8 +103,8 @@ class Weibull(ExponentialStatistic):
     def log_base(self, x: Tensor) -> Tensor:
         return math.log(self.shape) + (self.shape - 1) * x.log()
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        scale = (-self._inside(eta, self.natural_domain, "eta")).pow(-1 / self.shape)
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        scale = (-eta).pow(-1 / self.shape)
         return D.Weibull(scale, torch.full_like(scale, self.shape))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
@@ -145,8 +138,8 @@ class Gamma(ExponentialFamily):
     def statistics(self, x: Tensor) -> Tensor:
         return torch.stack([x.log(), x], -1)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        α, β = _shape_and_rate(self._inside(eta, self.natural_domain, "eta"))
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        α, β = _shape_and_rate(eta)
         return D.Gamma(α, β)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:
@@ -254,8 +247,8 @@ class InverseGaussian(ExponentialFamily):
     def log_base(self, x: Tensor) -> Tensor:
         return -1.5 * x.log() - 0.5 * math.log(2 * math.pi)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        μ, λ = _mean_and_shape(self._inside(eta, self.natural_domain, "eta"))
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        μ, λ = _mean_and_shape(eta)
         return InverseGaussianDistribution(μ, λ)
 
     def from_distribution(self, d: D.Distribution) -> Tensor:

@@ -97,8 +97,8 @@ class Product(ExponentialFamily):
     def event_shape(self, p: int) -> tuple[int, ...]:
         return (sum(prod(event) for event in self._events()),)
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        blocks = self._blocks(self._inside(eta, self.natural_domain, "eta"))
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        blocks = self._blocks(eta)
         each = [(family, family.distribution(block)) for family, block in blocks]
         return ProductDistribution([D.Independent(d, 1) if family.axes == 0 else d for family, d in each])
 

@@ -49,8 +49,8 @@ class Wishart(ExponentialFamily):
     def event_shape(self, p: int) -> tuple[int, ...]:
         return (side(p - 1, 0), side(p - 1, 0))
 
-    def distribution(self, eta: Tensor) -> D.Distribution:
-        ν, _, L = self._split(self._inside(eta, self.natural_domain, "eta"))
+    def _distribution(self, eta: Tensor) -> D.Distribution:
+        ν, _, L = self._split(eta)
         return D.Wishart(ν, covariance_matrix=torch.cholesky_inverse(L))
 
     def from_distribution(self, d: D.Distribution) -> Tensor:

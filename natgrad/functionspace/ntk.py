@@ -27,7 +27,6 @@ from natgrad.structures.base import Inverse, Layout
 from natgrad.structures.dense import index_of, name_of
 from natgrad.structures.kernel import Kernel, KernelOperator
 
-_LIMIT = 2**22  # elements of a temporary
 Range = tuple[int, int]  # of examples
 
 
@@ -57,7 +56,7 @@ def ntk(
     tensor([[6., 3.],
             [3., 2.]])
     """
-    (kernel,) = _assemble(Model.of(model, params, output), x, y, batch, memory, title=lambda layer: "").values()
+    (kernel,) = _assemble(Model.of(model, params, output), x, y, batch, memory, by_layer=False).values()
     return kernel
 
 
@@ -77,13 +76,13 @@ def layer_ntks(
     >>> {name: tuple(t.shape) for name, t in layer_ntks(model, torch.randn(3, 2)).items()}
     {'0.weight + 0.bias': (3, 3, 1, 1), '2.weight + 2.bias': (3, 3, 1, 1)}
     """
-    return _assemble(Model.of(model, params, output), x, y, batch, memory, title=lambda layer: layer.title)
+    return _assemble(Model.of(model, params, output), x, y, batch, memory, by_layer=True)
 
 
 def _assemble(
-    model: Model, x: Inputs, y: Inputs, batch: int | None, memory: int, title: Callable[[LayerRows], str]
+    model: Model, x: Inputs, y: Inputs, batch: int | None, memory: int, *, by_layer: bool
 ) -> dict[str, Tensor]:
-    """The kernels [n m k l] of the layers, summed by title, block by block over ranges of examples.
+    """The kernels [n m k l] of the layers, or their sum under the title "", block by block over ranges of examples.
 
     Between points and themselves only the blocks below the diagonal are computed.
     """
@@ -91,7 +90,8 @@ def _assemble(
     right_x = x if symmetric else y
     left_ranges = _ranges(model, x, batch)
     right_ranges = left_ranges if symmetric else _ranges(model, y, batch)
-    totals: dict[str, Tensor] = {}  # [k n l m]
+    titles: dict[str, str] = {}
+    totals: dict[str, Tensor] = {}  # [k n l m], by title
     for one in left_ranges:
         left = jacobian_rows(model, x, memory, one)
         for two in right_ranges:
@@ -101,15 +101,17 @@ def _assemble(
             layers, others = layers_of(left), layers_of(right)
             if not totals:
                 (_, rows), (_, columns) = left_ranges[-1] or (0, n), right_ranges[-1] or (0, m)
-                titles = dict.fromkeys(map(title, layers.values()))
+                titles = {name: name_of([b for b, _ in layer]) if by_layer else "" for name, layer in layers.items()}
                 like, shape = left.factors[0].g, (k, rows, l, columns)
-                check_size((len(titles) + 1) * math.prod(shape) * like.element_size(), (rows, columns), memory)
-                totals = {name: like.new_zeros(shape) for name in titles}
+                check_size(
+                    (len(set(titles.values())) + 1) * math.prod(shape) * like.element_size(), (rows, columns), memory
+                )
+                totals = {title: like.new_zeros(shape) for title in dict.fromkeys(titles.values())}
             top, start = one[0] if one else 0, two[0] if two else 0
             with torch.no_grad(), full_precision(left.factors[0].g.device):
                 for name, layer in layers.items():
-                    block = layer.gram(None if diagonal else others[name]).view(k, n, l, m) * math.sqrt(n * m)
-                    total = totals[title(layer)]
+                    block = layer_gram(layer, None if diagonal else others[name]).view(k, n, l, m) * math.sqrt(n * m)
+                    total = totals[titles[name]]
                     total[:, top : top + n, :, start : start + m] += block
                     if symmetric and not diagonal:
                         total[:, start : start + m, :, top : top + n] += block.permute(2, 3, 0, 1)
@@ -162,103 +164,41 @@ def check_size(needed: int, sizes: tuple[int, int], memory: int) -> None:
         )
 
 
-# Gram matrices of the rows of two sets of examples, from the factors of their layers: J is not formed.
+Layer = list[tuple[Block, Factors]]  # the rows of one layer, R [(k n) p], in factors
 
 
-@final
-@dataclass(frozen=True)
-class LayerRows:
-    """The rows of one layer, R [(k n) p], in factors: all blocks whose names agree up to the last dot.
+def layers_of(rows: KernelOperator) -> dict[str, Layer]:
+    """The layers of J/√N: all blocks whose names agree up to the last dot.
 
     The blocks of a layer may depend on the batch (with one example a bias looks like any other axis of size one); the
     layer does not.
     """
-
-    blocks: tuple[Block, ...]
-    factors: tuple[Factors, ...]
-
-    @property
-    def title(self) -> str:
-        """The names of its parameters, in flattening order."""
-        return name_of(self.blocks)
-
-    def gram(self, other: LayerRows | None = None) -> Tensor:
-        """R R'ᵀ [(k n) (l m)] with the rows of the same layer at other examples; None: at the same ones."""
-        if other is None:
-            return reduce(torch.add, (f.gram() for f in self.factors))
-        if self._packing() != other._packing():
-            return self._rows() @ other._rows().T
-        return reduce(torch.add, map(cross_gram, self.factors, other.factors))
-
-    def _packing(self) -> list[Any]:
-        return [(b.names, b.shape, b.keys, type(b.rule)) for b in self.blocks]
-
-    def _rows(self) -> Tensor:
-        """R [(k n) p] in flattening order."""
-        packed = torch.cat([f.rows().flatten(0, 1) for f in self.factors], dim=1)
-        return packed[:, index_of(self.blocks).argsort()]
-
-
-def layers_of(rows: KernelOperator) -> dict[str, LayerRows]:
-    """The layers of J/√N, by the prefix of their names before the last dot."""
-    grouped: dict[str, list[tuple[Block, Factors]]] = defaultdict(list)
+    layers: dict[str, Layer] = defaultdict(list)
     for block, factors in zip(rows.blocks, rows.factors, strict=True):
-        grouped[block.names[0].rpartition(".")[0]].append((block, factors))
-    return {name: LayerRows(*(tuple(column) for column in zip(*pairs, strict=True))) for name, pairs in grouped.items()}
+        layers[block.names[0].rpartition(".")[0]].append((block, factors))
+    return layers
+
+
+def layer_gram(left: Layer, right: Layer | None = None) -> Tensor:
+    """R R'ᵀ [(k n) (l m)] of one layer at two sets of examples (None: the same); J is not formed."""
+    if right is None:
+        return reduce(torch.add, (f.gram() for _, f in left))
+    packed, other = ([(b.names, b.shape, b.keys, type(b.rule)) for b, _ in layer] for layer in (left, right))
+    if packed != other:
+        return _rows(left) @ _rows(right).T
+    return reduce(torch.add, (f.gram(h) for (_, f), (_, h) in zip(left, right, strict=True)))
+
+
+def _rows(layer: Layer) -> Tensor:
+    """R [(k n) p] in flattening order."""
+    packed = torch.cat([f.rows().flatten(0, 1) for _, f in layer], dim=1)
+    return packed[:, index_of([block for block, _ in layer]).argsort()]
 
 
 def gram(left: KernelOperator, right: KernelOperator) -> Tensor:
     """R R'ᵀ [(k n) (l m)] of two sets of examples, summed over the layers."""
     others = layers_of(right)
-    return reduce(torch.add, (layer.gram(others[name]) for name, layer in layers_of(left).items()))
-
-
-def cross_gram(left: Factors, right: Factors, limit: int = _LIMIT) -> Tensor:
-    """R R'ᵀ [(k n) (l m)], R = Σ_r g aᵀ and R' = Σ_s h bᵀ: with one position it is ⟨g_kn, h_lm⟩⟨a_n, b_m⟩.
-
-    With several positions it is that product summed over pairs of positions, or the product of the rows, whichever is
-    less work (``Factors.gram`` is this for equal factors). Temporaries stay within ``limit`` elements, as far as one
-    pair of examples allows.
-
-    >>> from natgrad.pullback import Factors
-    >>> f = Factors(torch.randn(3, 1, 1, 4), torch.randn(2, 3, 1, 1, 5))
-    >>> torch.allclose(cross_gram(f, f), f.gram())
-    True
-    """
-    (k, n, r, c, o), (l, m, s) = left.g.shape, right.g.shape[:3]
-    i = left.a.shape[3]
-    if left.plain and right.plain:
-        inner = left.g[:, :, 0, 0].flatten(0, 1) @ right.g[:, :, 0, 0].flatten(0, 1).T
-        return (inner.view(k, n, l, m) * (left.a[:, 0, 0] @ right.a[:, 0, 0].T)[None, :, None, :]).view(k * n, l * m)
-    # An elementwise multiply-add takes as long as about a hundred inside a matrix product.
-    if c == 1 and r * s * (o + i / (k * l) + 100) < o * i:
-        return _by_positions(left, right, limit)
-    return _by_rows(left, right, limit)
-
-
-def _by_rows(left: Factors, right: Factors, limit: int) -> Tensor:
-    """R R'ᵀ summed over slices of the parameters: outputs o, and all of c and i."""
-    (k, n, _, c, _), (l, m) = left.g.shape, right.g.shape[:2]
-    total = left.g.new_zeros(k * n, l * m)
-    step = max(1, limit // (max(k * n, l * m) * c * left.a.shape[3]))
-    for g, h in zip(left.g.split(step, dim=4), right.g.split(step, dim=4), strict=True):
-        total.addmm_(Factors(left.a, g).rows().flatten(0, 1), Factors(right.a, h).rows().flatten(0, 1).T)
-    return total
-
-
-def _by_positions(left: Factors, right: Factors, limit: int) -> Tensor:
-    """Σ_rs ⟨g_knr, h_lms⟩⟨a_nr, b_ms⟩, for blocks of pairs of examples (n, m)."""
-    (k, n, r, _, o), (l, m, s) = left.g.shape, right.g.shape[:3]
-    total = left.g.new_empty(k, n, l, m)
-    step = max(1, math.isqrt(limit // (k * r * l * s)))
-    for top in range(0, n, step):
-        g, a = left.g[:, top : top + step, :, 0].reshape(-1, o), left.a[top : top + step, :, 0].flatten(0, 1)
-        for start in range(0, m, step):
-            h, b = right.g[:, start : start + step, :, 0].reshape(-1, o), right.a[start : start + step, :, 0]
-            inner = (g @ h.T).view(k, -1, r, l, b.shape[0], s)
-            inner *= (a @ b.flatten(0, 1).T).view(-1, r, 1, b.shape[0], s)
-            total[:, top : top + step, :, start : start + step] = inner.sum((2, 5))
-    return total.view(k * n, l * m)
+    return reduce(torch.add, (layer_gram(layer, others[name]) for name, layer in layers_of(left).items()))
 
 
 @final

@@ -158,7 +158,7 @@ class TangentFrame:
         _admit(pb)
         mixing = None
         if pb.coupled is not None and pb.coupled.K is not None:
-            mixing = _whitening(KernelMatrix.of(pb.coupled.K))
+            mixing = KernelMatrix.of(pb.coupled.K).inverse_root()
         elif pb.coupling is not None:
             mixing = pb.mixing().double()
         root = pb.root.reshape(*pb.root.shape[:2], -1).double()
@@ -180,11 +180,7 @@ class TangentFrame:
         >>> TangentFrame.within(nn.Linear(2, 1), torch.randn(5, 2), SobolevKernel(1.5)).spectrum.values.shape
         torch.Size([3])
         """
-        check_slots(kernel=(kernel, ReproducingKernel))
-        pb = pullback(Model.of(model, params, output), x, Euclidean())
-        K = _gram_of_kernel(kernel, x, pb.n)
-        matrix = KernelMatrix.of(K, max(torch.finfo(t.dtype).eps for t in (K, pb.y)))
-        return replace(TangentFrame.of(pb), mixing=_whitening(matrix) * math.sqrt(pb.n))  # the rows have 1/√n
+        return _in_hilbert_space(model, x, kernel, params, output)[0]
 
     @cached_property
     def spectrum(self) -> Spectrum:
@@ -201,11 +197,15 @@ class TangentFrame:
 
     def coordinates(self, v: Tensor) -> Tensor:
         """ξ(v) [(k t)], of a function with the values v [n *out] at the points."""
+        self.check(v)
+        ξ = torch.einsum("knd,nd->kn", self.root, v.detach().reshape(self.shape[0], -1).double())
+        return (ξ if self.mixing is None else ξ @ self.mixing).reshape(-1) / math.sqrt(self.shape[0])
+
+    def check(self, v: Tensor) -> None:
+        """Refuse values that are not those of a function at the points."""
         if v.shape != self.shape:
             raise ValueError(f"v has the shape {tuple(v.shape)}, and the outputs at the points {tuple(self.shape)}")
         check_finite(v, "the function")
-        ξ = torch.einsum("knd,nd->kn", self.root, v.detach().reshape(self.shape[0], -1).double())
-        return (ξ if self.mixing is None else ξ @ self.mixing).reshape(-1) / math.sqrt(self.shape[0])
 
     def pull(self, ξ: Tensor) -> Vector:
         """Rᵀξ, a vector of the parameters, for coordinates ξ [(k t)]."""
@@ -240,19 +240,24 @@ def _admit(pb: Pullback) -> None:
         )
 
 
-def _gram_of_kernel(kernel: ReproducingKernel, x: Inputs, n: int) -> Tensor:
-    """K [n n] between the inputs of n outputs."""
+def _in_hilbert_space(
+    model: nn.Module | Callable[..., Any],
+    x: Inputs,
+    kernel: ReproducingKernel,
+    params: Mapping[str, Tensor] | None,
+    output: Callable[[Any], Tensor] | None,
+) -> tuple[TangentFrame, Tensor, Tensor]:
+    """The frame of the Hilbert space of a kernel, K [n n] and the outputs y [n *out] at the points x."""
+    check_slots(kernel=(kernel, ReproducingKernel))
+    pb = pullback(Model.of(model, params, output), x, Euclidean())
     with torch.no_grad():
         K = kernel(x)
-    if K.shape[0] != n:
-        raise ValueError(f"the kernel sees {K.shape[0]} inputs and the model has {n} outputs: one each is needed")
+    if K.shape[0] != pb.n:
+        raise ValueError(f"the kernel sees {K.shape[0]} inputs and the model has {pb.n} outputs: one each is needed")
     check_finite(K, "the Gram matrix of the kernel")
-    return K
-
-
-def _whitening(K: KernelMatrix) -> Tensor:
-    """M [n t] with M Mᵀ = K⁺."""
-    return K.unwhiten(torch.eye(len(K.whole), dtype=K.whole.dtype, device=K.whole.device)).T
+    matrix = KernelMatrix.of(K, max(torch.finfo(t.dtype).eps for t in (K, pb.y)))
+    mixing = matrix.inverse_root() * math.sqrt(pb.n)  # the rows have 1/√n
+    return replace(TangentFrame.of(pb), mixing=mixing), K, pb.y.detach()
 
 
 @final
@@ -368,13 +373,11 @@ class TangentSpace:
 
         w = (JᵀK⁻¹J + λ)⁻¹JᵀK⁻¹v = Jᵀ(λK + JJᵀ)⁻¹v.
 
-    The second form is used: K is not inverted, and equal points count once. Sums run over the examples; a mean loss
-    with a mean metric has the same projection, and n times less damping.
-
-    JJᵀ [(k n) (l m)] is formed, J is not. Construct it with ``TangentSpace.of``.
+    With damping the second form is used: K is not inverted. Equal points count once. Sums run over the examples; a mean
+    loss with a mean metric has the same projection, and n times less damping. Construct it with ``TangentSpace.of``.
     """
 
-    rows: KernelOperator  # J/√n, in factors
+    frame: TangentFrame
     K: Tensor  # [n n]
     y: Tensor  # φ(x) [n *out]
 
@@ -393,9 +396,7 @@ class TangentSpace:
         >>> TangentSpace.of(model, x, SobolevKernel(1.5)).natural_gradient(lambda y: y.square().sum())
         Vector(weight: (1, 2), bias: (1,))
         """
-        check_slots(kernel=(kernel, ReproducingKernel))
-        pb = pullback(Model.of(model, params, output), x, Euclidean())
-        return TangentSpace(Kernel().estimate(pb), _gram_of_kernel(kernel, x, pb.n), pb.y.detach())
+        return TangentSpace(*_in_hilbert_space(model, x, kernel, params, output))
 
     def natural_gradient(self, loss: Callable[[Tensor], Tensor], damping: float = 0.0) -> Vector:
         """w of the projection of ∇ℓ, for a loss of the outputs; subtract it to descend.
@@ -408,41 +409,11 @@ class TangentSpace:
 
     def project(self, v: Tensor, damping: float = 0.0) -> Vector:
         """w of the projection J w of a function with the values v [n *out] at the points."""
-        check_damping(damping)
-        if v.shape != self.y.shape:
-            raise ValueError(f"v has the shape {tuple(v.shape)}, and the outputs at the points {tuple(self.y.shape)}")
-        n = self.K.shape[0]
-        check_finite(v, "the function to project")
-        values = v.reshape(n, -1).T.double()  # [k n]
-        dual = self._damped(values, damping) if damping > 0 else self._undamped(values)
-        return self.rows.layout.vector((self._exact.pull(dual) * math.sqrt(n)).to(self.rows.layout.dtype))
-
-    @cached_property
-    def _exact(self) -> KernelOperator:
-        """The rows in double precision: products in single precision would lose everything below √eps."""
-        return self.rows.to(torch.float64)
-
-    def _damped(self, v: Tensor, damping: float) -> Tensor:
-        """z [k n] with w = Jᵀz; the rows are J/√n."""
-        n = self.K.shape[0]
-        return PushThrough.of(self._exact, KernelMatrix.of(self.K, self._eps), damping / n).solve(v) / n
-
-    def _undamped(self, v: Tensor) -> Tensor:
-        """z [k n] with w = Jᵀz, for v [k n]."""
-        k, n = v.shape
-        K, gram = self.K.double(), self._exact.gram() * n
-        values, vectors = torch.linalg.eigh(gram)
-        if bool(values[0] > max((k * n * self._eps) ** 2, k * n * torch.finfo(gram.dtype).eps) * values[-1]):
-            # J w = v has a solution, at distance zero in any norm.
-            return (vectors @ (vectors.T @ v.reshape(-1) / values)).view(k, n)
-        # In coordinates in which the norm is Euclidean: v = L t, K = L Lᵀ, without the kernel of K.
-        values, vectors = torch.linalg.eigh(K)
-        nonzero = values > n * self._eps * values[-1]
-        back = vectors[:, nonzero] / values[nonzero].sqrt()  # L⁺ᵀ [n t]
-        spectrum = Spectrum.of(gram, back, self._eps)
-        inside = spectrum.images.T @ (v @ back).reshape(-1)
-        return (spectrum.directions @ (inside / spectrum.values.sqrt())).view(k, n)
-
-    @property
-    def _eps(self) -> float:
-        return max(torch.finfo(t.dtype).eps for t in (self.K, self.y))
+        projection = TangentKernel(self.frame, damping)
+        if damping == 0:
+            return projection.project(v)
+        self.frame.check(v)
+        n = len(self.K)
+        K = KernelMatrix.of(self.K, max(torch.finfo(t.dtype).eps for t in (self.K, self.y)))
+        dual = PushThrough.of(self.frame.exact, K, damping / n).solve(v.reshape(n, -1).T.double())
+        return self.frame.combine(dual / math.sqrt(n))

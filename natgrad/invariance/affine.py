@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad.rules.conv import padding
-from natgrad.rules.units import HiddenMap, State, Unit, unit_of
+from natgrad.rules.units import HiddenMap, State, unit_of
 
 AffineLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -284,23 +284,6 @@ class LayerMap(HiddenMap):
 
 
 @final
-class RecurrentLayer(nn.Module):
-    """One layer of a recurrent network in one direction of time."""
-
-    def __init__(self, unit: Unit, inputs: Transformed, recurrent: Transformed) -> None:
-        super().__init__()
-        self.unit, self.inputs, self.recurrent = unit, inputs, recurrent
-
-    def forward(self, x: list[Tensor], state: State) -> tuple[list[Tensor], State]:
-        """From x_1 … x_T [n i] and the first state to h_1 … h_T [n h] and the last state."""
-        outputs, hidden = [], LayerMap(self.recurrent)
-        for x_t in x:
-            _, state = self.unit.step(self.inputs(x_t), hidden, state)
-            outputs.append(state[0])
-        return outputs, state
-
-
-@final
 class TransformedRecurrent(nn.Module):
     """An ``nn.RNN``, ``nn.LSTM`` or ``nn.GRU`` with the same arguments and outputs, in other bases.
 
@@ -321,14 +304,10 @@ class TransformedRecurrent(nn.Module):
         self.directions = 2 if rnn.bidirectional else 1
         suffixes = [f"{layer}{end}" for layer in range(rnn.num_layers) for end in ("", "_reverse")[: self.directions]]
         prefix = f"{name}." if name else ""
-        unit = unit_of(rnn)
-        self.layers = nn.ModuleList(
-            RecurrentLayer(
-                unit,
-                Transformed(f"{prefix}inputs_{s}", _linear(rnn, f"ih_l{s}"), bases),
-                Transformed(f"{prefix}recurrent_{s}", _linear(rnn, f"hh_l{s}"), bases),
-            )
-            for s in suffixes
+        self.unit = unit_of(rnn)
+        self.inputs, self.recurrent = (
+            nn.ModuleList(Transformed(f"{prefix}{side}_{s}", _linear(rnn, f"{key}_l{s}"), bases) for s in suffixes)
+            for side, key in (("inputs", "ih"), ("recurrent", "hh"))
         )
 
     def forward(
@@ -338,17 +317,20 @@ class TransformedRecurrent(nn.Module):
             raise TypeError("a recurrent network in other bases takes sequences of one length as a tensor, 3 axes")
         time = 1 if self.batch_first else 0
         sequence, last = list(x.unbind(time)), []
-        for first in range(0, len(self.layers), self.directions):
+        for first in range(0, len(self.inputs), self.directions):
             runs = []
             for reverse in range(self.directions):
-                start = self._start(first + reverse, sequence[0], hx)
-                outputs, state = self.layers[first + reverse](sequence[::-1] if reverse else sequence, start)
+                layer = first + reverse
+                inputs, hidden = self.inputs[layer], LayerMap(cast(Transformed, self.recurrent[layer]))
+                state, outputs = self._start(layer, sequence[0], hx), []
+                for x_t in reversed(sequence) if reverse else sequence:
+                    _, state = self.unit.step(inputs(x_t), hidden, state)
+                    outputs.append(state[0])
                 runs.append(outputs[::-1] if reverse else outputs)
                 last.append(state)
             sequence = [torch.cat(at_t, dim=-1) for at_t in zip(*runs, strict=True)]
-        h = torch.stack([state[0] for state in last])
-        y = torch.stack(sequence, dim=time)
-        return (y, (h, torch.stack([state[1] for state in last]))) if self.has_cell else (y, h)
+        h, y = torch.stack([h for h, _ in last]), torch.stack(sequence, dim=time)
+        return (y, (h, torch.stack([c for _, c in last if c is not None]))) if self.has_cell else (y, h)
 
     def _start(self, index: int, x: Tensor, hx: Tensor | tuple[Tensor, Tensor] | None) -> State:
         if hx is None:

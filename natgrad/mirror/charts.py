@@ -14,8 +14,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import final
+from dataclasses import dataclass
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -32,10 +32,7 @@ from natgrad.families.information import Information
 class Chart(ABC):
     """Coordinates x of the members of an exponential family, in the shape of the points of that family."""
 
-    @property
-    @abstractmethod
-    def symbol(self) -> str:
-        """The letter of the chart, for messages."""
+    symbol: ClassVar[str]  # for messages
 
     @property
     @abstractmethod
@@ -68,9 +65,7 @@ class Chart(ABC):
 class NaturalChart(Chart):
     """x = η, with ξ = ∇log Z(η) across and F_η = ∇²log Z."""
 
-    @property
-    def symbol(self) -> str:
-        return "η"
+    symbol = "η"
 
     @property
     def other(self) -> Chart:
@@ -82,8 +77,7 @@ class NaturalChart(Chart):
     def mean(self, family: ExponentialFamily, x: Tensor) -> Tensor:
         return family.mean(x)
 
-    def across(self, family: ExponentialFamily, x: Tensor) -> Tensor:
-        return family.mean(x)
+    across = mean
 
     def domain(self, family: ExponentialFamily) -> Domain:
         return family.natural_domain
@@ -97,9 +91,7 @@ class NaturalChart(Chart):
 class MeanChart(Chart):
     """x = ξ = E t, with η across and F_ξ = F_η⁻¹."""
 
-    @property
-    def symbol(self) -> str:
-        return "ξ"
+    symbol = "ξ"
 
     @property
     def other(self) -> Chart:
@@ -111,8 +103,7 @@ class MeanChart(Chart):
     def mean(self, family: ExponentialFamily, x: Tensor) -> Tensor:
         return x
 
-    def across(self, family: ExponentialFamily, x: Tensor) -> Tensor:
-        return family.natural(x)
+    across = natural
 
     def domain(self, family: ExponentialFamily) -> Domain:
         return family.mean_domain
@@ -140,32 +131,16 @@ def in_other_chart(
 _DOUBLINGS, _BISECTIONS = 11, 10  # of the exponent e of 2⁻ᵉ: e up to 2048, to a precision of 1
 
 
-@final
-@dataclass(frozen=True)
-class BoundaryResult:
-    """The end point of a step, the share of the step that was taken [*batch], and the end point of the whole step."""
-
-    point: Tensor
-    share: Tensor
-    aim: Tensor
-
-
 class Boundary(ABC):
     """What to do with a step v from x when x + v may lie outside the domain."""
 
     @abstractmethod
-    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> BoundaryResult:
-        """x + t v inside the domain, with 0 ≤ t ≤ 1 for every member of the batch."""
+    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
+        """t [*batch] with x + t v inside the domain, 0 ≤ t ≤ 1 for every member of the batch."""
 
     @abstractmethod
-    def retreat(
-        self, taken: BoundaryResult, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str
-    ) -> BoundaryResult:
-        """A shorter step, for members whose end point has no image in the other chart (``valid`` is False) [*batch]."""
-
-    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
-        """t [*batch] alone."""
-        return self.take(domain, x, v, what).share
+    def retreat(self, t: Tensor, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str) -> Tensor:
+        """A smaller t, for members whose end point has no image in the other chart (``valid`` is False) [*batch]."""
 
 
 @final
@@ -178,7 +153,7 @@ class Shorten(Boundary):
 
     >>> from natgrad.families.domains import OpenBox
     >>> x, v = torch.tensor([1.0, 1.0]), torch.tensor([-4.0, -0.5])
-    >>> Shorten(0.5).take(OpenBox(0.0, axes=0), x, v, "x").share  # ½ of ¼, and the whole step
+    >>> Shorten(0.5).share(OpenBox(0.0, axes=0), x, v, "x")  # ½ of ¼, and the whole step
     tensor([0.1250, 1.0000])
     """
 
@@ -191,30 +166,23 @@ class Shorten(Boundary):
                 "where no distribution exists"
             )
 
-    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> BoundaryResult:
-        aim = x + v
-        whole = domain.contains(aim)
+    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
+        whole = domain.contains(x + v)
         t = torch.ones_like(whole, dtype=x.dtype)
         if bool(whole.all()):
-            return BoundaryResult(aim, t, aim)
+            return t
         t = torch.where(whole, t, (self.of_the_way * domain.reach(x, v)).clamp(max=1.0))
         # If the sum still rounds onto the boundary, stay, and report a share of 0.
-        t = torch.where(domain.contains(x + per_member(t, x) * v), t, 0.0)
-        return BoundaryResult(x + per_member(t, x) * v, t, aim)
+        return torch.where(domain.contains(along(x, t, v)), t, 0.0)
 
-    def retreat(
-        self, taken: BoundaryResult, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str
-    ) -> BoundaryResult:
+    def retreat(self, t: Tensor, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str) -> Tensor:
         """The largest share, up to a factor of 2, with a valid point; where there is none, the member stays."""
 
-        def shrunk(e: Tensor) -> Tensor:
-            return taken.share * torch.exp2(-e)
-
         def fine(e: Tensor) -> Tensor:
-            return valid(x + per_member(shrunk(e), x) * v) | (shrunk(e) == 0)
+            return valid(along(x, t * torch.exp2(-e), v)) | (t * torch.exp2(-e) == 0)
 
-        unchanged = valid(taken.point)
-        low, high = torch.zeros_like(taken.share), torch.ones_like(taken.share)
+        unchanged = valid(along(x, t, v))
+        low, high = torch.zeros_like(t), torch.ones_like(t)
         for _ in range(_DOUBLINGS):
             good = fine(high) | unchanged
             low, high = torch.where(good, low, high), torch.where(good, high, 2 * high)
@@ -222,8 +190,7 @@ class Shorten(Boundary):
             middle = 0.5 * (low + high)
             good = fine(middle)
             low, high = torch.where(good, low, middle), torch.where(good, middle, high)
-        t = torch.where(unchanged, taken.share, shrunk(high))
-        return replace(taken, point=x + per_member(t, x) * v, share=t)
+        return torch.where(unchanged, t, t * torch.exp2(-high))
 
 
 @final
@@ -231,20 +198,22 @@ class Shorten(Boundary):
 class Forbid(Boundary):
     """Raise a DomainError that names the entry and the bound."""
 
-    def take(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> BoundaryResult:
-        aim = x + v
-        domain.check(aim, what)
-        return BoundaryResult(aim, torch.ones_like(domain.contains(aim), dtype=x.dtype), aim)
+    def share(self, domain: Domain, x: Tensor, v: Tensor, what: str) -> Tensor:
+        domain.check(x + v, what)
+        return torch.ones_like(domain.contains(x), dtype=x.dtype)
 
-    def retreat(
-        self, taken: BoundaryResult, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str
-    ) -> BoundaryResult:
+    def retreat(self, t: Tensor, x: Tensor, v: Tensor, valid: Callable[[Tensor], Tensor], what: str) -> Tensor:
         raise DomainError(f"{what}: take shorter steps (a smaller lr), or let Shorten() do it")
 
 
 def per_member(t: Tensor, x: Tensor) -> Tensor:
     """One number a member, t [*batch], with axes appended to multiply points x [*batch *point]."""
     return t.reshape(t.shape + (1,) * (x.ndim - t.ndim))
+
+
+def along(x: Tensor, t: Tensor, v: Tensor) -> Tensor:
+    """x + t v, with one t [*batch] a member."""
+    return x + per_member(t, x) * v
 
 
 _WHOLE = Shorten()
@@ -309,9 +278,10 @@ def mirror_step(
     tensor(0.3679)
     """
     _check_gradient(x, ω, chart)
-    taken, point = _take_step(family, chart.other, chart.across(family, x), -lr * ω, boundary, x)
-    stays = (per_member(taken.share, x) == 0) & taken.point.isfinite()
-    return Move(family, chart.other, torch.where(stays, x, point), taken.share, taken.aim)
+    z, v = chart.across(family, x), -lr * ω
+    t, point = _take_step(family, chart.other, z, v, boundary, x)
+    stays = (per_member(t, x) == 0) & along(z, t, v).isfinite()
+    return Move(family, chart.other, torch.where(stays, x, point), t, z + v)
 
 
 def natural_step(
@@ -325,8 +295,12 @@ def natural_step(
     F = chart.fisher(family, x)
     v = -lr * F.sharp(ω)
     # If F⁻¹ divides, F must stay away from 0, which the other chart tells. Products alone need no such check.
-    taken = _take_step(family, chart, x, v, boundary, None)[0] if F.divides else _inside(family, chart, x, v, boundary)
-    return Move(family, chart, taken.point, taken.share, taken.aim)
+    if F.divides:
+        t, _ = _take_step(family, chart, x, v, boundary, None)
+    else:
+        _check_step(family, chart, v)
+        t = boundary.share(chart.domain(family), x, v, _label(family, chart))
+    return Move(family, chart, along(x, t, v), t, x + v)
 
 
 class Descent(ABC):
@@ -344,10 +318,7 @@ class Descent(ABC):
 class Mirror(Descent):
     """Move the other chart along the plain gradient of this one; no metric is inverted (``mirror_step``)."""
 
-    def move(
-        self, family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary
-    ) -> Move:
-        return mirror_step(family, x, ω, lr, chart, boundary)
+    move = staticmethod(mirror_step)
 
 
 @final
@@ -355,16 +326,13 @@ class Mirror(Descent):
 class Natural(Descent):
     """Move this chart along its natural gradient (``natural_step``)."""
 
-    def move(
-        self, family: ExponentialFamily, x: Tensor, ω: Tensor, lr: float | Tensor, chart: Chart, boundary: Boundary
-    ) -> Move:
-        return natural_step(family, x, ω, lr, chart, boundary)
+    move = staticmethod(natural_step)
 
 
 def _take_step(
     family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary, stored: Tensor | None
-) -> tuple[BoundaryResult, Tensor]:
-    """Take a step in a chart, and map its end point to the other chart, such that the way back exists.
+) -> tuple[Tensor, Tensor]:
+    """The share t of a step in a chart, and the image of x + t v in the other chart, such that the way back exists.
 
     A large η lies inside its domain where ξ rounds onto the boundary of its own (a probability of 1), and no later step
     could return. End points near either boundary are therefore mapped across and back as a test. Reads two booleans
@@ -377,7 +345,7 @@ def _take_step(
         with suppress(UnsolvedError):
             point = moved.across(family, aim)
             if bool(there.clear_of_boundary(point, _FAR).all()):
-                return BoundaryResult(aim, x.new_ones(x.shape[: x.ndim - family.axes]), aim), point
+                return x.new_ones(x.shape[: x.ndim - family.axes]), point
 
     def returns(y: Tensor) -> Tensor:
         across, solved = _map_across(family, moved, y, here.clear_of_boundary(y, _NEAR))
@@ -387,12 +355,13 @@ def _take_step(
     # A member that already starts without a way back is only kept in the domain.
     start = _map_across(family, moved, x, here.contains(x))[0] if stored is None else stored
     lost = ~(here.contains(x) & there.contains(start))
-    taken = boundary.take(here, x, v, _label(family, moved))
-    wrong = ~returns(taken.point) & ~lost
+    t = boundary.share(here, x, v, _label(family, moved))
+    end = along(x, t, v)
+    wrong = ~returns(end) & ~lost
     if bool(wrong.any()):
-        why = _broken_bound(family, moved, taken.point[first(wrong)], entry(first(wrong)))
-        taken = boundary.retreat(taken, x, v, lambda y: returns(y) | (lost & here.contains(y)), why)
-    return taken, _map_across(family, moved, taken.point, taken.share > 0)[0]
+        why = _broken_bound(family, moved, end[first(wrong)], entry(first(wrong)))
+        t = boundary.retreat(t, x, v, lambda y: returns(y) | (lost & here.contains(y)), why)
+    return t, _map_across(family, moved, along(x, t, v), t > 0)[0]
 
 
 def _map_across(family: ExponentialFamily, chart: Chart, x: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,11 +375,6 @@ def _map_across(family: ExponentialFamily, chart: Chart, x: Tensor, inside: Tens
         solved = inside.clone()
         solved[inside] = error.solved
     return _map_across(family, chart, x, solved)
-
-
-def _inside(family: ExponentialFamily, moved: Chart, x: Tensor, v: Tensor, boundary: Boundary) -> BoundaryResult:
-    _check_step(family, moved, v)
-    return boundary.take(moved.domain(family), x, v, _label(family, moved))
 
 
 def _check_step(family: ExponentialFamily, moved: Chart, v: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -14,24 +13,13 @@ from torch import Tensor
 from natgrad.accelerate.devices import can_read
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.fused import copy_
-from natgrad.mirror.charts import Boundary, Descent, Mirror, Move, Shorten
+from natgrad.mirror.charts import Boundary, Descent, Mirror, Move, Shorten, per_member
 from natgrad.mirror.member import Member
 from natgrad.model import check_slots
 
 _log = logging.getLogger("natgrad")
 _VELOCITY = "velocity"
 _MIRROR, _SHORTEN = Mirror(), Shorten()
-
-
-@final
-@dataclass(frozen=True)
-class _MemberStep:
-    """The next step of one member."""
-
-    name: str
-    member: Member
-    move: Move
-    velocity: Tensor | None
 
 
 @final
@@ -106,10 +94,21 @@ class MirrorDescent(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        steps = self._next_steps()
-        if steps:
-            self._apply(steps)
-        self.last = tuple((p.name, p.move) for p in steps)
+        moves: dict[str, Move] = {}
+        points: list[Tensor] = []
+        velocities: list[tuple[Tensor, Tensor]] = []
+        for g, group in enumerate(self.param_groups):
+            _check_numbers(group)
+            for i, x in enumerate(group["params"]):
+                if x.grad is not None:
+                    member = self._members[id(x)]
+                    name = f"member {i} of group {g} ({type(member.family).__name__})"
+                    moves[name], velocity = self._move(name, member, group)
+                    points.append(x.detach())
+                    velocities += [] if velocity is None else [(x, velocity)]
+        if moves:
+            self._apply(moves, points, velocities)
+        self.last = tuple(moves.items())
         self._steps += 1
         return value
 
@@ -117,49 +116,30 @@ class MirrorDescent(torch.optim.Optimizer):
         """Why steps of the last call were shortened; empty if all were whole. Waits for the device."""
         return tuple(f"{name}: {reason}" for name, move in self.last for reason in move.reasons)
 
-    def _next_steps(self) -> list[_MemberStep]:
-        steps = []
-        for g, group in enumerate(self.param_groups):
-            _check_numbers(group)
-            for i, x in enumerate(group["params"]):
-                if x.grad is not None:
-                    member = self._members[id(x)]
-                    name = f"member {i} of group {g} ({type(member.family).__name__})"
-                    steps.append(self._next_step(name, member, group))
-        return steps
-
-    def _next_step(self, name: str, member: Member, group: Mapping[str, Any]) -> _MemberStep:
+    def _move(self, name: str, member: Member, group: Mapping[str, Any]) -> tuple[Move, Tensor | None]:
+        """The next step of a member, and its velocity after it."""
         x, ω = member.point.detach(), member.point.grad
         assert ω is not None
         if can_read(ω):  # on a GPU a bad gradient shows in the step
             self._flag.check({name: ω}, "the gradient")
-        velocity = None
-        if group["momentum"]:
-            old = self.state.get(member.point, {}).get(_VELOCITY)
-            velocity = ω = ω.clone() if old is None else group["momentum"] * old + ω
+        if group["momentum"] and _VELOCITY in self.state.get(member.point, {}):
+            ω = group["momentum"] * self.state[member.point][_VELOCITY] + ω
         move = self.descent.move(member.family, x, ω, group["lr"], member.chart, self.boundary)
-        if velocity is not None:
-            velocity = velocity * move.share.reshape(move.share.shape + (1,) * (x.ndim - move.share.ndim))
-        return _MemberStep(name, member, move, velocity)
+        return move, per_member(move.share, x) * ω if group["momentum"] else None
 
-    def _apply(self, steps: list[_MemberStep]) -> None:
+    def _apply(self, moves: dict[str, Move], points: list[Tensor], velocities: list[tuple[Tensor, Tensor]]) -> None:
         """Move all members, or none."""
-        targets = {p.name: p.move.point for p in steps}
+        targets = {name: move.point for name, move in moves.items()}
         self._flag.check(targets, "the step")
         self._flag.send("the step", self._steps)
-        copy_([p.member.point.detach() for p in steps], list(targets.values()), gate=self._flag.value)
-        for p in steps:
-            if p.velocity is not None:
-                state = self.state[p.member.point]
-                old = state.setdefault(_VELOCITY, torch.zeros_like(p.velocity))
-                copy_([old], [p.velocity], gate=self._flag.value)
-            self._warn(p)
-
-    def _warn(self, p: _MemberStep) -> None:
-        """Warn of the first shortened step of a member. On a GPU that would wait: there, only ``reasons`` tells."""
-        if p.name not in self._warned and can_read(p.move.share) and bool(p.move.shortened.any()):
-            self._warned.add(p.name)
-            _log.warning("%s: %s (later ones: opt.reasons())", p.name, p.move.reasons[0])
+        copy_(points, list(targets.values()), gate=self._flag.value)
+        for x, velocity in velocities:
+            old = self.state[x].setdefault(_VELOCITY, torch.zeros_like(velocity))
+            copy_([old], [velocity], gate=self._flag.value)
+        for name, move in moves.items():  # on a GPU this would wait: there, only ``reasons`` tells
+            if name not in self._warned and can_read(move.share) and bool(move.shortened.any()):
+                self._warned.add(name)
+                _log.warning("%s: %s (later ones: opt.reasons())", name, move.reasons[0])
 
 
 def _check_numbers(group: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from natgrad.pullback.pullback import MEMORY
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Factored, Solver
 from natgrad.step.base import StepRule
-from natgrad.step.self_tuned import KLClip
+from natgrad.step.rules import KLClip
 from natgrad.structures.base import Structure
 from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.eigen_kronecker import EigenKronecker

@@ -15,7 +15,7 @@ from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector, Vector
 from natgrad.model import Model
-from natgrad.step.base import PlainRule, Step
+from natgrad.step.base import PlainRule, Step, rescale_, squared_length
 
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
 Sharp: TypeAlias = Callable[[Covector], tuple[Vector, Tensor]]  # ω ↦ ω♯ and ⟨ω, ω♯⟩
@@ -106,7 +106,7 @@ class ParamUpdate:
         without_grad: frozenset[str] = frozenset(),
         rates: Sequence[Rate] | None = None,
     ) -> None:
-        self.without_grad, self.groups = without_grad, list[MovingGroup]()
+        self.without_grad, self.state, self.groups = without_grad, state, list[MovingGroup]()
         for group, of_group, rate in zip(groups, names, rates or [group["lr"] for group in groups], strict=True):
             params = group["params"]
             if without_grad:
@@ -136,9 +136,9 @@ class ParamUpdate:
                 out.update(zip(group.names, fused.scaled([out[name] for name in group.names], factor), strict=True))
         return out
 
-    def velocity(self, params: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> Vector | None:
+    def velocity(self, params: Mapping[str, Tensor]) -> Vector | None:
         """The momentum that the last step left: zero where there is none; None where there is none at all."""
-        momenta = {name: state.get(p, {}).get("momentum") for name, p in params.items()}
+        momenta = {name: self.state.get(p, {}).get("momentum") for name, p in params.items()}
         if all(m is None for m in momenta.values()):
             return None
         whole = {name: torch.zeros_like(params[name]) if m is None else m for name, m in momenta.items()}
@@ -192,7 +192,7 @@ def displacement(
 
 
 def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRule, flag: Flag) -> dict[str, Tensor]:
-    """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the number c of the rule: everything in place.
+    """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the numbers c of the rule: everything in place.
 
     On a CPU NaN and infinity raise before anything is changed. On a GPU nothing waits for the device: ``flag`` is set
     there, the old values stay, and the kernels can be captured. Returns the velocities of groups without momentum,
@@ -203,9 +203,11 @@ def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRu
     if len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
         square = pairing * rates[0][1] ** 2 if rates else pairing
     else:
-        terms = [fused.pairing([(ω[name], v[name]) for name in names]) * rate**2 for names, rate in rates]
-        square = torch.stack(terms).sum()
-    scale = rule.scale(square)
+        square = squared_length(ω, v, rates)
+    scale = rule.scale(v, square)
+    if scale is not None and not isinstance(scale, Tensor):
+        rescale_(v, scale)  # a number for each parameter
+        scale = None
     if is_asynchronous(pairing.device):
         # ⟨ω, v⟩ is finite only if ω and v are.
         flag.look({"": pairing})

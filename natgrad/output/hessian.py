@@ -12,9 +12,44 @@ from torch import Tensor
 from natgrad.families.base import over_terms
 from natgrad.linalg import symmetric_root
 from natgrad.model import Inputs, map_tensors
-from natgrad.output.metric import OutputMetric
+from natgrad.output.metric import OutputMetric, one_hot_columns
 
 Scalar = Callable[..., Tensor]
+Field = Callable[[Tensor], Tensor]  # y [n *out] ↦ one number for each example [n]
+
+
+def per_example(function: Scalar, argument: Any = None) -> Field:
+    """y [n *out] ↦ f(y_n, t_n) [n], by ``vmap`` over batches of one, whatever reduction the function has."""
+
+    def of_one(a: Tensor, t: Any = None) -> Tensor:
+        return (function(a[None]) if t is None else function(a[None], map_tensors(t, lambda s: s[None]))).sum()
+
+    return torch.func.vmap(of_one) if argument is None else lambda y: torch.func.vmap(of_one)(y, argument)
+
+
+def gradient(f: Field, y: Tensor) -> Tensor:
+    """∇f(y_n) [n *out]."""
+    grad: Tensor = torch.func.grad(lambda a: f(a).sum())(y)
+    return grad
+
+
+def hessian_product(f: Field, y: Tensor, u: Tensor) -> Tensor:
+    """∇²f(y_n) u_n = ∇⟨∇f(y_n), u_n⟩ [n *out], differentiable in y."""
+    product: Tensor = torch.func.grad(lambda a: (gradient(f, a) * u).sum())(y)
+    return product
+
+
+def hessian_root(f: Field, y: Tensor, failure: str) -> Tensor:
+    """The symmetric root (∇²f)^½ as columns s [d n *out]; column d belongs to output d in every example."""
+    d = y[0].numel()
+    columns: Tensor = torch.func.vmap(lambda e: hessian_product(f, y, e))(one_hot_columns(y))
+    hessian = columns.reshape(d, y.shape[0], d).transpose(0, 1)  # [n d e]
+    return symmetric_root(hessian, failure).transpose(0, 1).reshape(-1, *y.shape)
+
+
+def bregman_divergence(f: Field, y: Tensor, y0: Tensor) -> Tensor:
+    """f(y) − f(y0) − ⟨∇f(y0), y − y0⟩ [n], with the gradient at the second argument."""
+    return f(y) - f(y0) - over_terms(gradient(f, y0) * (y - y0))
 
 
 @final
@@ -33,16 +68,13 @@ class Bregman(OutputMetric):
     phi: Scalar
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        return hessian_product(self._of(), y, u)
+        return hessian_product(per_example(self.phi), y, u)
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        return hessian_root(self._of(), y, "Bregman(phi): phi is not convex")
+        return hessian_root(per_example(self.phi), y, "Bregman(phi): phi is not convex")
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        return bregman_divergence(self._of(), y, y0)
-
-    def _of(self) -> PerExample:
-        return PerExample(self.phi)
+        return bregman_divergence(per_example(self.phi), y, y0)
 
 
 @final
@@ -62,18 +94,37 @@ class Divergence(OutputMetric):
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         # y0 = y is not detached, because geodesics differentiate h(y).
-        return hessian_product(PerExample(self.rho, y), y, u)
+        return hessian_product(per_example(self.rho, y), y, u)
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        return hessian_root(PerExample(self.rho, y.detach()), y, "Divergence(rho): rho has no minimum at y = y0")
+        return hessian_root(per_example(self.rho, y.detach()), y, "Divergence(rho): rho has no minimum at y = y0")
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        return PerExample(self.rho, y0)(y)
+        return per_example(self.rho, y0)(y)
+
+
+class LossMetric(OutputMetric):
+    """A metric made from the training loss ``loss(y, t)`` at the training targets."""
+
+    loss: Scalar
+
+    @property
+    def needs_target(self) -> bool:
+        return True
+
+    def of_outputs(self, target: Any) -> Field:
+        """y ↦ ℓ(y_n, t_n) [n]."""
+        self.check_target(target)
+        return per_example(self.loss, target)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        """∇ℓ, one column."""
+        return gradient(self.of_outputs(target), y).unsqueeze(0)
 
 
 @final
 @dataclass(frozen=True)
-class LossHessian(OutputMetric):
+class LossHessian(LossMetric):
     """h = ∂²ℓ(y, t)/∂y²: the generalised Gauss–Newton matrix of a convex training loss (Martens 2020).
 
     ``loss(y, t)`` is any torch loss. It is called on one example at a time, so its reduction over the batch does not
@@ -87,74 +138,14 @@ class LossHessian(OutputMetric):
 
     loss: Scalar
 
-    @property
-    def needs_target(self) -> bool:
-        return True
-
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        self.check_target(target)
-        return hessian_product(PerExample(self.loss, target), y, u)
+        return hessian_product(self.of_outputs(target), y, u)
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        self.check_target(target)
-        return hessian_root(PerExample(self.loss, target), y, "LossHessian(loss): the loss is not convex")
+        return hessian_root(self.of_outputs(target), y, "LossHessian(loss): the loss is not convex")
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        self.check_target(target)
-        return bregman_divergence(PerExample(self.loss, target), y, y0)
-
-
-@final
-@dataclass(frozen=True)
-class PerExample:
-    """y [n *out] ↦ f(y_n, t_n) [n], by ``vmap`` over batches of one, whatever reduction f has."""
-
-    function: Scalar
-    argument: Any = None
-
-    def __call__(self, y: Tensor) -> Tensor:
-        if self.argument is None:
-            values: Tensor = torch.func.vmap(lambda a: self.function(a[None]).sum())(y)
-        else:
-            values = torch.func.vmap(lambda a, t: self.function(a[None], map_tensors(t, _unsqueeze)).sum())(
-                y, self.argument
-            )
-        return values
-
-    def gradient(self, y: Tensor) -> Tensor:
-        """∇f(y_n) [n *out]."""
-        grad: Tensor = torch.func.grad(lambda a: self(a).sum())(y)
-        return grad
-
-
-def _unsqueeze(t: Tensor) -> Tensor:
-    """A batch of one."""
-    return t[None]
-
-
-def hessian_product(f: PerExample, y: Tensor, u: Tensor) -> Tensor:
-    """∇²f(y_n) u_n = ∇⟨∇f(y_n), u_n⟩ [n *out], differentiable in y."""
-    product: Tensor = torch.func.grad(lambda a: (f.gradient(a) * u).sum())(y)
-    return product
-
-
-def hessian(f: PerExample, y: Tensor) -> Tensor:
-    """∇²f(y_n) [n d e], with the outputs of an example flattened."""
-    d = y[0].numel()
-    eye = torch.eye(d, dtype=y.dtype, device=y.device).view(d, 1, *y.shape[1:]).expand(d, *y.shape)
-    columns: Tensor = torch.func.vmap(lambda e: hessian_product(f, y, e))(eye)
-    return columns.reshape(d, y.shape[0], d).transpose(0, 1)
-
-
-def hessian_root(f: PerExample, y: Tensor, failure: str) -> Tensor:
-    """The symmetric root (∇²f)^½ as columns s [d n *out]; column d belongs to output d in every example."""
-    return symmetric_root(hessian(f, y), failure).transpose(0, 1).reshape(-1, *y.shape)
-
-
-def bregman_divergence(f: PerExample, y: Tensor, y0: Tensor) -> Tensor:
-    """f(y) − f(y0) − ⟨∇f(y0), y − y0⟩ [n], with the gradient at the second argument."""
-    linear = over_terms(f.gradient(y0) * (y - y0))
-    return f(y) - f(y0) - linear
+        return bregman_divergence(self.of_outputs(target), y, y0)
 
 
 # Second moments of the training gradients. They are not the Fisher metric, and their names do not say Fisher.
@@ -162,7 +153,7 @@ def bregman_divergence(f: PerExample, y: Tensor, y0: Tensor) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class Empirical(OutputMetric):
+class Empirical(LossMetric):
     """h = ∇ℓ ∇ℓᵀ at the training targets: F_emp = (1/N) Σ_n ∇J_n ∇J_nᵀ (often called empirical Fisher).
 
     It is the second moment of the training gradients. It is not the Fisher metric and does not approximate a Hessian
@@ -175,26 +166,19 @@ class Empirical(OutputMetric):
     tensor([[[-0.5000,  0.5000]]])
     """
 
-    loss: Callable[..., Tensor]
-
-    @property
-    def needs_target(self) -> bool:
-        return True
+    loss: Scalar
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        g = loss_gradient(self, self.loss, y, target)
-        return g * per_example(g, u).view(-1, *[1] * (y.ndim - 1))
-
-    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        return loss_gradient(self, self.loss, y, target).unsqueeze(0)
+        g = gradient(self.of_outputs(target), y)
+        return g * over_terms(g * u).view(-1, *[1] * (y.ndim - 1))
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        return 0.5 * per_example(loss_gradient(self, self.loss, y0, target), y - y0).square()
+        return 0.5 * over_terms(gradient(self.of_outputs(target), y0) * (y - y0)).square()
 
 
 @final
 @dataclass(frozen=True)
-class GradientCovariance(OutputMetric):
+class GradientCovariance(LossMetric):
     """C = (1/N) Σ_n (∇J_n − ∇J)(∇J_n − ∇J)ᵀ, the covariance of the training gradients.
 
     F_emp = C + ∇J ∇Jᵀ, with the covariance normalised by 1/N. Subtracting the mean couples the examples: the roots are
@@ -208,34 +192,16 @@ class GradientCovariance(OutputMetric):
             [-0.5000,  0.5000]], dtype=torch.float64)
     """
 
-    loss: Callable[..., Tensor]
-
-    @property
-    def needs_target(self) -> bool:
-        return True
+    loss: Scalar
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        g = loss_gradient(self, self.loss, y, target)
-        t = per_example(g, u)
+        g = gradient(self.of_outputs(target), y)
+        t = over_terms(g * u)
         return g * (t - t.mean()).view(-1, *[1] * (y.ndim - 1))
 
-    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        return loss_gradient(self, self.loss, y, target).unsqueeze(0)
-
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        t = per_example(loss_gradient(self, self.loss, y0, target), y - y0)
+        t = over_terms(gradient(self.of_outputs(target), y0) * (y - y0))
         return 0.5 * t * (t - t.mean())
 
     def coupling(self, x: Inputs, n: int) -> Tensor | None:
         return torch.eye(n, dtype=torch.float64) - 1.0 / n  # the pullback casts it to the dtype of the outputs
-
-
-def loss_gradient(metric: OutputMetric, loss: Callable[..., Tensor], y: Tensor, target: Any) -> Tensor:
-    """∇_y ℓ(y_n, t_n) [n *out] of every example."""
-    metric.check_target(target)
-    return PerExample(loss, target).gradient(y)
-
-
-def per_example(g: Tensor, u: Tensor) -> Tensor:
-    """⟨g_n, u_n⟩ [n]."""
-    return over_terms(g * u)

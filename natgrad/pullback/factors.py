@@ -55,48 +55,51 @@ class Factors:
         """Rᵀ t, packed [c o i], for t [k n]."""
         return torch.einsum("nrco,nrci->coi", torch.einsum("knrco,kn->nrco", self.g, t), self.a)
 
-    def gram(self, limit: int = _GRAM) -> Tensor:
-        """R Rᵀ [(k n) (l m)]: for one position, the Gram matrix of a times that of g, entry by entry.
+    def gram(self, other: Factors | None = None, limit: int = _GRAM) -> Tensor:
+        """R R'ᵀ [(k n) (l m)] with the rows at other examples; None: at the same ones.
 
-        With several it is that product summed over pairs of positions, or the product of the rows, whichever is less
-        work; temporaries stay within ``limit`` elements, where one pair of examples allows.
+        For one position it is ⟨g_kn, h_lm⟩⟨a_n, b_m⟩. With several it is that product summed over pairs of positions,
+        or the product of the rows, whichever is less work; temporaries stay within ``limit`` elements, where one pair
+        of examples allows.
+
+        >>> f = Factors(torch.randn(3, 1, 1, 4), torch.randn(2, 3, 1, 1, 5))
+        >>> torch.allclose(f.gram(), f.rows().flatten(0, 1) @ f.rows().flatten(0, 1).T)
+        True
         """
-        k, n, r, c, o = self.g.shape
+        right = self if other is None else other
+        (k, n, r, c, o), (l, m, s) = self.g.shape, right.g.shape[:3]
         i = self.a.shape[3]
-        if self.plain:
-            a, g = self.a[:, 0, 0], self.g[:, :, 0, 0].flatten(0, 1)
-            return ((g @ g.T).view(k, n, k, n) * (a @ a.T)[None, :, None, :]).view(k * n, k * n)
-        # Work for a pair of rows: r² products of length o, the inner products of a shared by k² pairs; or one of c o i.
-        # A multiplication entry by entry, with its sum, takes as long as a hundred inside a matrix product.
-        if c == 1 and r**2 * (o + i / k**2 + 100) < o * i:
-            return self._gram_by_positions(limit)
-        return self._gram_by_rows(limit)
-
-    def _gram_by_rows(self, limit: int) -> Tensor:
-        """R Rᵀ summed over slices of the parameters: outputs o, and all of c and i."""
-        k, n, _, c, o = self.g.shape
-        total = self.g.new_zeros(k * n, k * n)
-        step = max(1, limit // (k * n * c * self.a.shape[3]))
-        for g in self.g.split(step, dim=4) if step < o else [self.g]:
+        if self.plain and right.plain:
+            inner = self.g[:, :, 0, 0].flatten(0, 1) @ right.g[:, :, 0, 0].flatten(0, 1).T
+            return (inner.view(k, n, l, m) * (self.a[:, 0, 0] @ right.a[:, 0, 0].T)[None, :, None, :]).view(k * n, -1)
+        # Work for a pair of rows: r s products of length o, the inner products of a shared by k l pairs; or one of
+        # c o i. A multiplication entry by entry, with its sum, takes as long as a hundred inside a matrix product.
+        if c == 1 and r * s * (o + i / (k * l) + 100) < o * i:
+            return self._gram_by_positions(right, limit)
+        # By slices of the parameters: outputs o, and all of c and i.
+        total = self.g.new_zeros(k * n, l * m)
+        step = max(1, limit // (max(k * n, l * m) * c * i))
+        for g, h in zip(self.g.split(step, dim=4), right.g.split(step, dim=4), strict=True):
             rows = Factors(self.a, g).rows().flatten(0, 1)
-            total.addmm_(rows, rows.T)
+            total.addmm_(rows, rows.T if other is None else Factors(right.a, h).rows().flatten(0, 1).T)
         return total
 
-    def _gram_by_positions(self, limit: int) -> Tensor:
-        """Σ_rs ⟨g_knr, g_lms⟩⟨a_nr, a_ms⟩, for blocks of pairs of examples (n, m)."""
-        k, n, r, _, o = self.g.shape
-        total = self.g.new_empty(k, n, k, n)
-        step = max(1, min(n, math.isqrt(limit // (k * r) ** 2)))
-        for left in range(0, n, step):
-            g, a = self.g[:, left : left + step, :, 0].reshape(-1, o), self.a[left : left + step, :, 0]
-            for right in range(0, left + 1, step):
-                h, b = self.g[:, right : right + step, :, 0].reshape(-1, o), self.a[right : right + step, :, 0]
-                inner = (g @ h.T).view(k, -1, r, k, b.shape[0], r)
-                inner *= torch.mm(a.flatten(0, 1), b.flatten(0, 1).T).view(-1, r, 1, b.shape[0], r)
+    def _gram_by_positions(self, other: Factors, limit: int) -> Tensor:
+        """Σ_rs ⟨g_knr, h_lms⟩⟨a_nr, b_ms⟩, for blocks of pairs of examples (n, m)."""
+        (k, n, r, _, o), (l, m, s) = self.g.shape, other.g.shape[:3]
+        total = self.g.new_empty(k, n, l, m)
+        step = max(1, math.isqrt(limit // (k * r * l * s)))
+        for top in range(0, n, step):
+            g, a = self.g[:, top : top + step, :, 0].reshape(-1, o), self.a[top : top + step, :, 0].flatten(0, 1)
+            for start in range(0, top + 1 if other is self else m, step):
+                h, b = other.g[:, start : start + step, :, 0].reshape(-1, o), other.a[start : start + step, :, 0]
+                inner = (g @ h.T).view(k, -1, r, l, b.shape[0], s)
+                inner *= (a @ b.flatten(0, 1).T).view(-1, r, 1, b.shape[0], s)
                 block = inner.sum((2, 5))  # [k n l m]
-                total[:, left : left + step, :, right : right + step] = block
-                total[:, right : right + step, :, left : left + step] = block.permute(2, 3, 0, 1)
-        return total.view(k * n, k * n)
+                total[:, top : top + step, :, start : start + step] = block
+                if other is self:
+                    total[:, start : start + step, :, top : top + step] = block.permute(2, 3, 0, 1)
+        return total.view(k * n, l * m)
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ class CG(Solver):
     True
     """
 
+    iterative: ClassVar[bool] = True
+    damping_note: ClassVar[str] = "exact, G + λ·1 solved by conjugate gradients"
+
     tol: float = 1e-6
     max_steps: int = 250
     preconditioner: Structure | None = None
@@ -62,14 +65,6 @@ class CG(Solver):
             raise ValueError(f"CG(max_steps=…) must be at least 1, got {self.max_steps}")
         if self.preconditioner is not None:
             check_slots(preconditioner=(self.preconditioner, Structure))
-
-    @property
-    def iterative(self) -> bool:
-        return True
-
-    @property
-    def damping_note(self) -> str:
-        return "exact, G + λ·1 solved by conjugate gradients"
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> CGInverse:
         check_damping(damping, G.layout.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ from natgrad.structures.base import Inverse, Operator
 
 class Solver(ABC):
     """v = (G + λ)⁻¹ω or G⁺ω. ``init`` does the expensive part once; ``sharp`` applies it to any covector."""
+
+    by_layer: ClassVar[bool] = False  # whether the inverse of a layer depends on that layer alone
+    damps_factors: ClassVar[bool] = False  # whether the damping is added to the factors of a layer, not to the metric
+    iterative: ClassVar[bool] = False  # whether it needs products with the metric only
+    overwrites: ClassVar[bool] = False  # whether ``again`` makes the new inverse in the memory of the last one
+    damping_note: ClassVar[str] = "exact, (G + λ·1)⁻¹"  # what becomes of the damping
 
     @property
     def doubtful(self) -> bool:
@@ -38,31 +44,6 @@ class Solver(ABC):
         """
         return self.init(G, damping, last.tensors())
 
-    @property
-    def by_layer(self) -> bool:
-        """Whether the inverse of a layer depends on that layer alone, where the metric is kept by layers."""
-        return False
-
-    @property
-    def damps_factors(self) -> bool:
-        """Whether the damping is added to the factors of a layer, and not to the metric."""
-        return False
-
-    @property
-    def iterative(self) -> bool:
-        """Whether it needs products with the metric only."""
-        return False
-
-    @property
-    def damping_note(self) -> str:
-        """What becomes of the damping, in words."""
-        return "exact, (G + λ·1)⁻¹"
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether ``again`` makes the new inverse in the memory of the last one."""
-        return False
-
     def sharp(self, state: Inverse, ω: Covector) -> Vector:
         """ω♯ from what ``init`` returned."""
         return state.sharp(ω)
@@ -81,9 +62,7 @@ class Cholesky(Solver):
     tensor([1., 2.])
     """
 
-    @property
-    def by_layer(self) -> bool:
-        return True
+    by_layer: ClassVar[bool] = True
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
@@ -107,23 +86,12 @@ class Factored(Solver):
     Vector(weight: (3, 2), bias: (3,))
     """
 
+    by_layer: ClassVar[bool] = True
+    damps_factors: ClassVar[bool] = True
+    overwrites: ClassVar[bool] = True
+    damping_note: ClassVar[str] = "factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1"
+
     newton: Newton | None = None
-
-    @property
-    def by_layer(self) -> bool:
-        return True
-
-    @property
-    def damps_factors(self) -> bool:
-        return True
-
-    @property
-    def damping_note(self) -> str:
-        return "factored, (S + √λ/π) ⊗ (A + π√λ) in place of G + λ·1"
-
-    @property
-    def overwrites(self) -> bool:
-        return True
 
     @property
     def doubtful(self) -> bool:
@@ -155,6 +123,8 @@ class Pinv(Solver):
     tensor([3.0000, 3.0000])
     """
 
+    damping_note: ClassVar[str] = "exact, (G + λ·1)⁺"
+
     rtol: float | None = None
     weight: Mapping[str, Tensor] | Tensor | None = None
 
@@ -165,10 +135,6 @@ class Pinv(Solver):
             raise ValueError("Pinv(weight=…) must be positive and finite for every parameter")
         if isinstance(self.weight, Tensor) and not _positive_definite(self.weight):
             raise ValueError("Pinv(weight=…) must be a symmetric positive definite matrix")
-
-    @property
-    def damping_note(self) -> str:
-        return "exact, (G + λ·1)⁺"
 
     def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)

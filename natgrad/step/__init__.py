@@ -17,7 +17,7 @@ from natgrad.step.queries import BatchQueries as Look  # noqa: F401 - its earlie
 from natgrad.step.rules import Backtracking as Backtracking
 from natgrad.step.rules import Fixed as Fixed
 from natgrad.step.rules import GeodesicCorrected as GeodesicCorrected
+from natgrad.step.rules import KLClip as KLClip
 from natgrad.step.rules import LevenbergMarquardt as LevenbergMarquardt
 from natgrad.step.rules import TrustRegion as TrustRegion
-from natgrad.step.self_tuned import KLClip as KLClip
 from natgrad.step.self_tuned import SelfTuned as SelfTuned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias, final
 
@@ -16,6 +16,7 @@ from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
 
 Rates: TypeAlias = Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
+Scale: TypeAlias = Tensor | Mapping[str, Tensor] | None  # a number [], one for each parameter by name, or None for 1
 Loss: TypeAlias = Callable[[Mapping[str, Tensor] | None], float]
 
 
@@ -77,18 +78,9 @@ class StepContext:
         """The parameters after weight decay, (1 − lr·wd)θ: what the displacement is added to."""
         return self.decay()
 
-    def direction(self, ω: Covector, damping: float) -> Vector:
-        """−lr·(μm + (G + λ)⁻¹ω)."""
-        return self.move(self.sharp(ω, damping))
-
-    def natural(self) -> Vector:
-        """The displacement at the current differential and damping."""
-        return self.direction(self.differential, self.damping)
-
-    def squared_length(self, v: Vector) -> Tensor:
-        """⟨lr·ω, lr·v⟩ [], every parameter with the learning rate of its group."""
-        terms = [pairing([(self.differential[name], v[name]) for name in names]) * lr**2 for names, lr in self.rates]
-        return sum(terms, start=next(iter(v.values())).new_zeros(()))
+    def natural(self, damping: float | None = None) -> Vector:
+        """The displacement −lr·(μm + (G + λ)⁻¹ω); by default with the current damping."""
+        return self.move(self.sharp(self.differential, self.damping if damping is None else damping))
 
     def loss(self, δ: Vector | None) -> float:
         """The loss of the closure where the step δ lands (None: here)."""
@@ -115,15 +107,13 @@ class StepContext:
         """From θ to where the step δ lands: the weight decay moves the parameters too."""
         return Vector({name: (self.decayed[name] - self.params[name]) + t for name, t in δ.items()})
 
-    def with_differential(self, ω: Covector) -> StepContext:
-        return replace(self, differential=ω)
-
-    def with_loss(self, loss_at: Loss) -> StepContext:
-        return replace(self, loss_at=loss_at)
-
 
 class StepRule(ABC):
-    """Turns the natural gradient into a step. Rules hold no state: what adapts (the damping) lives in the optimizer."""
+    """Turns the natural gradient into a step: ``take`` is all that a rule must write.
+
+    Rules hold no state: what adapts (the damping) lives in the optimizer. A rule that only scales the natural gradient
+    is a ``PlainRule``.
+    """
 
     @property
     def needs_closure(self) -> bool:
@@ -141,19 +131,31 @@ class StepRule(ABC):
 
 
 class PlainRule(StepRule):
-    """A rule that multiplies the natural gradient v by one number: δ = −lr·(μm + c·v).
+    """A rule that multiplies the natural gradient v by numbers: δ = −lr·(μm + c·v).
 
     Such a step is made in place, without memory for δ, and on a GPU captured as a CUDA graph: ``scale`` must not look
     at the value of a tensor.
     """
 
     @abstractmethod
-    def scale(self, square: Tensor) -> Tensor | None:
-        """c [] from ``square`` = ⟨lr·ω, lr·v⟩; None for 1."""
+    def scale(self, v: Vector, square: Tensor) -> Scale:
+        """c from v and ``square`` = ⟨lr·ω, lr·v⟩ []: one number, or a number for each parameter."""
 
     def take(self, context: StepContext) -> Step:
         v = context.sharp(context.differential, context.damping)
-        factor = self.scale(context.squared_length(v))
-        if factor is not None:
-            scale_(list(v.values()), factor)
+        rescale_(v, self.scale(v, squared_length(context.differential, v, context.rates)))
         return Step(context.move(v), context.damping)
+
+
+def squared_length(ω: Covector, v: Vector, rates: Rates) -> Tensor:
+    """⟨lr·ω, lr·v⟩ [], every parameter with the learning rate of its group."""
+    terms = [pairing([(ω[name], v[name]) for name in names]) * lr**2 for names, lr in rates]
+    return sum(terms, start=next(iter(v.values())).new_zeros(()))
+
+
+def rescale_(v: Vector, scale: Scale) -> None:
+    """v ← c·v, in place."""
+    if isinstance(scale, Tensor):
+        scale_(list(v.values()), scale)
+    elif scale is not None:
+        scale_([v[name] for name in scale], list(scale.values()))

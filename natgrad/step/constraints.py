@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
@@ -14,16 +13,16 @@ from natgrad.geometry import Vector, differential
 from natgrad.step.base import Step, StepContext, StepRule
 
 
-class Constraint(ABC):
+class Constraint:
     """How a step is kept in the domain of the parameters (van Oostrum, Müller and Ay 2023)."""
 
-    @abstractmethod
     def before(self, context: StepContext) -> StepContext:
         """Change what the rule sees."""
+        return context
 
-    @abstractmethod
     def after(self, context: StepContext, step: Step) -> Step:
         """Change what the rule decided."""
+        return step
 
 
 @final
@@ -46,6 +45,10 @@ class Constrained(StepRule):
     def needs_closure(self) -> bool:
         return self.rule.needs_closure
 
+    @property
+    def schedule(self) -> tuple[int, int]:
+        return self.rule.schedule
+
     def take(self, context: StepContext) -> Step:
         step = self.rule.take(self.constraint.before(context))
         return self.constraint.after(context, step) if step.accepted else step
@@ -57,9 +60,6 @@ class BackProjection(Constraint):
     """θ ← Π(θ + δ) with a projection of the user's, on a mapping of all parameters by name."""
 
     project: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-
-    def before(self, context: StepContext) -> StepContext:
-        return context
 
     def after(self, context: StepContext, step: Step) -> Step:
         moved = _arrival(context, step)
@@ -109,16 +109,13 @@ class Penalty(Constraint):
             value = self.penalty(leaves) + sum((0 * p).sum() for p in leaves.values())
             ω = differential(leaves, value) * self.weight
         inner = context.loss_at
-        if inner is None:
-            return context.with_differential(context.differential + ω)
 
         def penalised(landing: Mapping[str, Tensor] | None) -> float:
+            assert inner is not None
             return inner(landing) + self.weight * float(self.penalty(landing or dict(context.params)))
 
-        return context.with_differential(context.differential + ω).with_loss(penalised)
-
-    def after(self, context: StepContext, step: Step) -> Step:
-        return step
+        loss_at = None if inner is None else penalised
+        return replace(context, differential=context.differential + ω, loss_at=loss_at)
 
 
 def _arrival(context: StepContext, step: Step) -> dict[str, Tensor]:

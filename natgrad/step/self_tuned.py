@@ -1,4 +1,4 @@
-"""K-FAC's own steps: the KL clip, and the self-tuning step of Martens and Grosse."""
+"""The step of K-FAC that tunes its own learning rate, momentum and damping (Martens and Grosse 2015)."""
 
 from __future__ import annotations
 
@@ -10,33 +10,10 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry import Vector
-from natgrad.step.base import PlainRule, Step, StepContext, StepRule
+from natgrad.step.base import Step, StepContext, StepRule
 
 _CUT, _CUTS = 4.0, 3  # a step that is too long is divided by 4, at most 3 times; so is a damping that is too large
 _GROWTH = 3.0  # the longest step that is not tried, over the one before
-
-
-@final
-@dataclass(frozen=True)
-class KLClip(PlainRule):
-    """v ← v·min(1, √(radius/⟨lr·ω, lr·v⟩)): the natural gradient, shortened before it enters the momentum.
-
-    ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher, twice the KL divergence of a step v (Ba, Grosse and Martens 2017). It stays on
-    the device: nothing waits for a GPU.
-
-    >>> KLClip()
-    KLClip(radius=0.001)
-    """
-
-    radius: float = 1e-3
-
-    def __post_init__(self) -> None:
-        if not self.radius > 0:
-            raise ValueError(f"KLClip(radius=…) must be positive, got {self.radius}")
-
-    def scale(self, square: Tensor) -> Tensor:
-        # 1 where the square is at most the radius: also for a zero gradient, and for rounding below zero.
-        return (self.radius / square.clamp(min=self.radius)).sqrt()
 
 
 @final

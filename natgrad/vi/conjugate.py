@@ -5,10 +5,9 @@ With the prior η₀ the posterior is η₀ + λ; ``sites`` computes λ.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -25,10 +24,17 @@ from natgrad.families.discrete import Bernoulli
 from natgrad.families.gaussian import FullGaussian
 from natgrad.families.positive import Gamma
 from natgrad.families.wishart import Wishart
+from natgrad.linalg import check_positive
 
 
 class Conjugate(ABC):
     """p(x | z) with log p(x | z) = ⟨λ(x), t(z)⟩ + constant, for t of ``family``, the family of z."""
+
+    positive: ClassVar[tuple[str, ...]] = ()  # known parameters that must be
+
+    def __post_init__(self) -> None:
+        for name in self.positive:
+            check_positive(getattr(self, name), f"{type(self).__name__}({name}=…)")
 
     @property
     @abstractmethod
@@ -54,66 +60,69 @@ class Conjugate(ABC):
                 f"datum x{at} of {type(self).__name__} lies outside its support, {self.support}: remove it, or choose "
                 "another likelihood"
             )
-        return self._sites(x)
+        return self._sites(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
 
 
-class Probability(Conjugate):
-    """z is a probability with a Beta prior, t = (log z, log(1 − z)); λ counts successes and failures."""
-
-    family = Beta()
+# Probabilities z with a Beta prior, t = (log z, log(1 − z)): λ counts successes and failures.
 
 
 @final
 @dataclass(frozen=True)
-class BernoulliProbability(Probability):
+class BernoulliProbability(Conjugate):
     """x ∈ {0, 1} with P(1) = z.
 
     >>> BernoulliProbability().sites(torch.tensor([1.0, 1.0, 0.0]))
     tensor([2., 1.])
     """
 
+    family = Beta()
     support = constraints.boolean
 
     def _sites(self, x: Tensor) -> Tensor:
-        return torch.stack([x.sum(0), (1 - x).sum(0)], -1)
+        return torch.stack([x, 1 - x], -1).sum(0)
 
 
 @final
 @dataclass(frozen=True)
-class BinomialProbability(Probability):
+class BinomialProbability(Conjugate):
     """x of ``count`` trials succeed, each with probability z."""
 
     count: int
+    positive = ("count",)
+    family = Beta()
 
     @property
     def support(self) -> Constraint:
         return constraints.integer_interval(0, self.count)
 
     def _sites(self, x: Tensor) -> Tensor:
-        return torch.stack([x.sum(0), (self.count - x).sum(0)], -1)
+        return torch.stack([x, self.count - x], -1).sum(0)
 
 
 @final
 @dataclass(frozen=True)
-class NegativeBinomialProbability(Probability):
+class NegativeBinomialProbability(Conjugate):
     """x successes, each of probability z, before ``count`` failures, as in torch.distributions."""
 
     count: float
+    positive = ("count",)
+    family = Beta()
     support = constraints.nonnegative_integer
 
     def _sites(self, x: Tensor) -> Tensor:
-        return torch.stack([x.sum(0), torch.full_like(x, self.count).sum(0)], -1)
+        return torch.stack([x, torch.full_like(x, self.count)], -1).sum(0)
 
 
 @final
 @dataclass(frozen=True)
-class GeometricProbability(Probability):
+class GeometricProbability(Conjugate):
     """x failures before the first success, which has probability z, as in torch.distributions."""
 
+    family = Beta()
     support = constraints.nonnegative_integer
 
     def _sites(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.ones_like(x).sum(0), x.sum(0)], -1)
+        return torch.stack([torch.ones_like(x), x], -1).sum(0)
 
 
 @final
@@ -133,8 +142,7 @@ class CategoricalProbabilities(Conjugate):
         return constraints.integer_interval(0, self.classes - 1)
 
     def _sites(self, x: Tensor) -> Tensor:
-        counted = torch.nn.functional.one_hot(x.long(), self.classes).sum(0)
-        return counted.to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
+        return torch.nn.functional.one_hot(x.long(), self.classes).sum(0).to(x.dtype)
 
 
 @final
@@ -155,14 +163,12 @@ class VonMisesDirection(Conjugate):
     """Angles x around the direction z with a known concentration κ: log p = κ cos(x − z), t = (cos z, sin z)."""
 
     concentration: float
+    positive = ("concentration",)
     family = VonMises()
     support = constraints.real
 
-    def __post_init__(self) -> None:
-        _check_positive(self, "concentration", self.concentration)
-
     def _sites(self, x: Tensor) -> Tensor:
-        return self.concentration * torch.stack([x.cos().sum(0), x.sin().sum(0)], -1)
+        return self.concentration * torch.stack([x.cos(), x.sin()], -1).sum(0)
 
 
 @final
@@ -193,13 +199,6 @@ class Alternative(Conjugate):
         return (x[..., 1] - x[..., 0]).sum(0)
 
 
-def _check_positive(likelihood: Conjugate, name: str, value: float | Tensor) -> None:
-    """Refuse a known parameter that is not positive and finite."""
-    inside = bool(((value > 0) & value.isfinite()).all()) if isinstance(value, Tensor) else 0 < value < math.inf
-    if not inside:
-        raise ValueError(f"{type(likelihood).__name__}({name}=…) must be positive and finite, got {value}")
-
-
 # Conjugate likelihoods of a mean, or of linear weights: Gaussian priors.
 
 
@@ -222,27 +221,17 @@ class GaussianMean(Conjugate):
     def _sites(self, x: Tensor) -> Tensor:
         Λ = torch.linalg.inv(self.covariance)
         Λ = 0.5 * (Λ + Λ.mT)
-        each = torch.cat([x @ Λ, Λ.flatten().expand(*x.shape[:-1], -1)], -1)
-        return each.sum(0)
+        return torch.cat([x @ Λ, Λ.flatten().expand(*x.shape[:-1], -1)], -1).sum(0)
 
 
 @dataclass(frozen=True)
-class DiagonalMean(Conjugate):
-    """Coordinates by themselves, around a mean z [d], with known ``variance`` σ² [d] or one for all; t = (z, −½z²)."""
+class DiagonalGaussianMean(Conjugate):
+    """x [d] ~ N(z, diag σ²) with known ``variance`` σ² [d] or one for all, t = (z, −½z²): λ = (Σ x/σ², n/σ²)."""
 
     variance: float | Tensor
+    positive = ("variance",)
     family = DiagonalGaussian()
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "variance", self.variance)
-
-
-@final
-@dataclass(frozen=True)
-class DiagonalGaussianMean(DiagonalMean):
-    """x [d] ~ N(z, diag σ²): λ = (Σ x/σ², n/σ²)."""
-
-    support = constraints.real_vector
+    support: ClassVar[Constraint] = constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.cat([x / self.variance, torch.ones_like(x) / self.variance], -1).sum(0)
@@ -250,13 +239,13 @@ class DiagonalGaussianMean(DiagonalMean):
 
 @final
 @dataclass(frozen=True)
-class LogNormalMean(DiagonalMean):
+class LogNormalMean(DiagonalGaussianMean):
     """log x [d] ~ N(z, diag σ²) with known ``variance`` of the logarithms."""
 
     support = constraints.independent(constraints.positive, 1)
 
     def _sites(self, x: Tensor) -> Tensor:
-        return DiagonalGaussianMean(self.variance).sites(x.log())
+        return super()._sites(x.log())
 
 
 @final
@@ -266,11 +255,9 @@ class LinearWeights(Conjugate):
 
     inputs: Tensor
     variance: float
+    positive = ("variance",)
     family = FullGaussian()
     support = constraints.real
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "variance", self.variance)
 
     def _sites(self, x: Tensor) -> Tensor:
         if x.shape != self.inputs.shape[:1]:
@@ -291,10 +278,18 @@ def _check_covariance(covariance: Tensor) -> None:
 
 
 class Rate(Conjugate):
-    """z > 0 with a Gamma prior, t = (log z, z), and log p(x | z) = u(x) log z − w(x) z + constant: λ = Σ (u, −w)."""
+    """z > 0 with a Gamma prior, t = (log z, z), and log p(x | z) = u log z − w(x) z + constant: λ = Σ (u, −w)."""
 
     family = Gamma()
-    support: Constraint = constraints.positive
+    support: ClassVar[Constraint] = constraints.positive
+
+    @abstractmethod
+    def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
+        """u and w."""
+
+    def _sites(self, x: Tensor) -> Tensor:
+        u, w = self._terms(x)
+        return torch.stack([u if isinstance(u, Tensor) else torch.full_like(w, u), -w], -1).sum(0)
 
 
 @final
@@ -308,8 +303,8 @@ class PoissonRate(Rate):
 
     support = constraints.nonnegative_integer
 
-    def _sites(self, x: Tensor) -> Tensor:
-        return torch.stack([x.sum(0), -torch.ones_like(x).sum(0)], -1)
+    def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
+        return x, torch.ones_like(x)
 
 
 @final
@@ -318,12 +313,10 @@ class GammaRate(Rate):
     """Gamma data of known ``shape`` k and rate z: u = k, w = x. With k = 1, exponential data."""
 
     shape: float = 1.0
+    positive = ("shape",)
 
-    def __post_init__(self) -> None:
-        _check_positive(self, "shape", self.shape)
-
-    def _sites(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.full_like(x, self.shape).sum(0), -x.sum(0)], -1)
+    def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
+        return self.shape, x
 
 
 @final
@@ -332,12 +325,10 @@ class WeibullRate(Rate):
     """p(x | z) = k z x^{k−1} exp(−z xᵏ) with known ``shape`` k, z = scale^−k: u = 1, w = xᵏ."""
 
     shape: float
+    positive = ("shape",)
 
-    def __post_init__(self) -> None:
-        _check_positive(self, "shape", self.shape)
-
-    def _sites(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.ones_like(x).sum(0), -x.pow(self.shape).sum(0)], -1)
+    def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
+        return 1.0, x.pow(self.shape)
 
 
 @final
@@ -348,31 +339,30 @@ class LaplaceRate(Rate):
     centre: float = 0.0
     support = constraints.real
 
-    def _sites(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.ones_like(x).sum(0), -(x - self.centre).abs().sum(0)], -1)
+    def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
+        return 1.0, (x - self.centre).abs()
 
 
-@final
 @dataclass(frozen=True)
 class GaussianPrecision(Rate):
     """N(m, 1/z) with a known ``mean`` m: u = ½, w = ½(x − m)²."""
 
     mean: float = 0.0
-    support = constraints.real
+    support: ClassVar[Constraint] = constraints.real
 
-    def _sites(self, x: Tensor) -> Tensor:
-        return 0.5 * torch.stack([torch.ones_like(x).sum(0), -(x - self.mean).square().sum(0)], -1)
+    def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
+        return 0.5, 0.5 * (x - self.mean).square()
 
 
 @final
 @dataclass(frozen=True)
-class LogNormalPrecision(Rate):
+class LogNormalPrecision(GaussianPrecision):
     """log x ~ N(m, 1/z) with a known ``mean`` m of the logarithm: u = ½, w = ½(log x − m)²."""
 
-    mean: float = 0.0
+    support = constraints.positive
 
-    def _sites(self, x: Tensor) -> Tensor:
-        return GaussianPrecision(self.mean).sites(x.log())
+    def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
+        return super()._terms(x.log())
 
 
 @final
@@ -381,13 +371,10 @@ class InverseGaussianShape(Rate):
     """p(x | z) = √(z/2πx³) exp(−z(x − m)²/2m²x) with a known ``mean`` m: u = ½, w = (x − m)²/2m²x."""
 
     mean: float = 1.0
+    positive = ("mean",)
 
-    def __post_init__(self) -> None:
-        _check_positive(self, "mean", self.mean)
-
-    def _sites(self, x: Tensor) -> Tensor:
-        w = (x - self.mean).square() / (self.mean**2 * x)
-        return 0.5 * torch.stack([torch.ones_like(x).sum(0), -w.sum(0)], -1)
+    def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
+        return 0.5, (x - self.mean).square() / (2 * self.mean**2 * x)
 
 
 @final

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from natgrad.kernels.distances import points, squared_distances
 from natgrad.kernels.matern import matern
 from natgrad.kernels.sobolev import check_smoothness
-from natgrad.linalg import check_finite
+from natgrad.linalg import check_finite, check_positive
 from natgrad.vi.latent import LatentGaussian, Projection
 from natgrad.vi.likelihoods import Likelihood
 
@@ -37,8 +37,7 @@ class Stationary(Covariance):
         scale = torch.as_tensor(lengthscale, dtype=torch.get_default_dtype())
         if scale.ndim > 1 or not bool((scale > 0).all() & scale.isfinite().all()):
             raise ValueError(f"lengthscale must be a positive number, or one per coordinate [d], got {lengthscale}")
-        if not (variance > 0 and math.isfinite(variance)):
-            raise ValueError(f"variance must be positive and finite, got {variance}")
+        check_positive(variance, "variance")
         self.log_lengthscale = nn.Parameter(scale.log())
         self.log_variance = nn.Parameter(torch.tensor(math.log(variance)))
 
@@ -138,4 +137,4 @@ class SparseGP(LatentGaussian):
                 "than the lengthscale. Use fewer, or more jitter"
             )
         a = torch.linalg.solve_triangular(L, k_zx, upper=False).T
-        return Projection(a, (self.kernel.variance(x) - a.square().sum(1)).clamp(min=0))  # rounding may be below zero
+        return a, (self.kernel.variance(x) - a.square().sum(1)).clamp(min=0)  # rounding may be below zero

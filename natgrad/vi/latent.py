@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.linalg import check_finite
+from natgrad.families.domains import time_to_singular
+from natgrad.linalg import check_finite, check_positive
 from natgrad.vi.likelihoods import Likelihood
 from natgrad.vi.posterior import check_rate
 
+Projection: TypeAlias = tuple[Tensor, Tensor]  # a [n m] and r [n]: given v, f_n = a_nᵀv + ε_n with ε_n ~ N(0, r_n)
 MARGIN = 0.9  # how far a step may go towards the boundary of the domain
 _HALVINGS = 12
 
@@ -46,15 +48,6 @@ class Step:
 
 @final
 @dataclass(frozen=True)
-class Projection:
-    """f_n = a_nᵀv + ε_n, ε_n ~ N(0, r_n): the latent values given v; a [n m], r [n]."""
-
-    a: Tensor
-    r: Tensor
-
-
-@final
-@dataclass(frozen=True)
 class Belief:
     """q(v) = N(μ, Λ⁻¹) in natural parameters: shift Λμ [m] and precision Λ [m m]; C Cᵀ = Λ."""
 
@@ -70,12 +63,12 @@ class Belief:
         """Means μ_f and variances v_f [n] of the latent values, and KL(q(v) ‖ N(0, 1)) []; one factorisation."""
         C, m = self.root, self.shift.shape[0]
         inverse = torch.linalg.solve_triangular(C, torch.eye(m, dtype=C.dtype, device=C.device), upper=False)
-        half = at.a @ inverse.T  # [n m]: C⁻¹a_n
+        half = at[0] @ inverse.T  # [n m]: C⁻¹a_n
         white = inverse @ self.shift
         μ = inverse.T @ white
         logdet = 2 * C.diagonal().log().sum()
         kl = 0.5 * (inverse.square().sum() + μ.square().sum() - m + logdet)
-        return half @ white, at.r + half.square().sum(1), kl
+        return half @ white, at[1] + half.square().sum(1), kl
 
     def moved(self, target: Belief, ρ: float | Tensor) -> Belief:
         """(1 − ρ) η + ρ η̂ in both natural parameters."""
@@ -83,12 +76,8 @@ class Belief:
         return Belief(self.shift.lerp(target.shift, weight), self.precision.lerp(target.precision, weight))
 
     def reach(self, target: Belief) -> Tensor:
-        """The largest ρ with (1 − ρ) Λ + ρ Λ̂ ⪰ 0: 1/e for the most negative eigenvalue −e of C⁻¹(Λ̂ − Λ)C⁻ᵀ."""
-        C = self.root
-        left = torch.linalg.solve_triangular(C, target.precision - self.precision, upper=False)
-        change = torch.linalg.solve_triangular(C.T, left, upper=True, left=False)
-        lowest = torch.linalg.eigvalsh(0.5 * (change + change.T))[0]
-        return (-lowest).clamp(min=torch.finfo(C.dtype).tiny).reciprocal()
+        """The largest ρ with (1 − ρ) Λ + ρ Λ̂ ⪰ 0."""
+        return time_to_singular(self.root, target.precision - self.precision)
 
 
 class LatentGaussian(nn.Module, ABC):
@@ -150,8 +139,9 @@ class LatentGaussian(nn.Module, ABC):
     def target(self, at: Projection, y: Tensor, μ: Tensor, v: Tensor, scale: float = 1.0) -> Belief:
         """η̂: the prior with a Gaussian site for every datum, where a step of size 1 ends."""
         g_mean, g_variance = self.likelihood.slopes(y, μ, v)
-        shift = at.a.T @ (scale * (g_mean - 2 * g_variance * μ))
-        precision = (at.a * (-2 * scale * g_variance).unsqueeze(1)).T @ at.a
+        a, _ = at
+        shift = a.T @ (scale * (g_mean - 2 * g_variance * μ))
+        precision = (a * (-2 * scale * g_variance).unsqueeze(1)).T @ a
         precision.diagonal().add_(1.0)
         return Belief(shift, precision)
 
@@ -285,8 +275,8 @@ def learn(
     bounds: list[float] = []
 
     def evaluate() -> float:
-        at = model.project(x)
-        ascend_at(model, Projection(at.a.detach(), at.r.detach()), y, rate=rate, tolerance=tolerance)
+        at = a, r = model.project(x)
+        ascend_at(model, (a.detach(), r.detach()), y, rate=rate, tolerance=tolerance)
         loss = -model.bound(at, y)
         for p, slope in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             p.grad = slope
@@ -323,15 +313,14 @@ class BayesianLinear(LatentGaussian):
     def __init__(self, likelihood: Likelihood, features: int, prior_precision: float = 1.0) -> None:
         if features < 1:
             raise ValueError(f"BayesianLinear needs features ≥ 1, got {features}")
-        if not (prior_precision > 0 and math.isfinite(prior_precision)):
-            raise ValueError(f"prior_precision must be positive and finite, got {prior_precision}")
+        check_positive(prior_precision, "prior_precision")
         super().__init__(likelihood, torch.empty(features))
         self.prior_precision = float(prior_precision)
 
     def project(self, x: Tensor) -> Projection:
         if x.ndim != 2 or x.shape[1] != len(self.shift):
             raise ValueError(f"inputs must be [n {len(self.shift)}], one column per weight, got shape {tuple(x.shape)}")
-        return Projection(x / math.sqrt(self.prior_precision), x.new_zeros(x.shape[0]))
+        return x / math.sqrt(self.prior_precision), x.new_zeros(x.shape[0])
 
     def posterior(self) -> tuple[Tensor, Tensor]:
         """Mean [d] and covariance [d d] of the weights w."""

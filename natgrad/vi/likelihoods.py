@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from natgrad.errors import DomainError
-from natgrad.linalg import gauss_rule
+from natgrad.linalg import check_positive, gauss_rule
 
 
 class Likelihood(nn.Module, ABC):
@@ -46,8 +46,7 @@ class GaussianNoise(Likelihood):
 
     def __init__(self, variance: float = 1.0) -> None:
         super().__init__()
-        if not (variance > 0 and math.isfinite(variance)):
-            raise ValueError(f"GaussianNoise(variance) must be positive and finite, got {variance}")
+        check_positive(variance, "GaussianNoise(variance)")
         self.log_variance = nn.Parameter(torch.tensor(math.log(variance)))
 
     def check(self, y: Tensor) -> None:
@@ -146,8 +145,7 @@ class StudentNoise(Quadrature):
 
     def __init__(self, degrees: float, scale: float = 1.0, nodes: int = 20) -> None:
         super().__init__(nodes)
-        if not (degrees > 0 and scale > 0 and math.isfinite(degrees) and math.isfinite(scale)):
-            raise ValueError(f"StudentNoise(degrees, scale) must be positive and finite, got {degrees} and {scale}")
+        check_positive(torch.tensor([degrees, scale]), "StudentNoise(degrees, scale)")
         self.degrees, self.scale = degrees, scale
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import ClassVar, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import can_read
 from natgrad.errors import NonFiniteError
 from natgrad.families.base import ExponentialFamily
-from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, per_member
+from natgrad.mirror.charts import Boundary, Move, NaturalChart, Shorten, along
 
 LogDensity: TypeAlias = Callable[[Tensor], Tensor]
 _SHORTEN = Shorten()
@@ -40,14 +40,26 @@ class Expectation:
     gradient: Tensor
 
 
+@dataclass(frozen=True)
 class Estimator(ABC):
-    """An estimator of ∇_ξ E_q ℓ. ℓ maps samples z [s *batch *event] of q to [s *batch].
+    """An estimator of ∇_ξ E_q ℓ from ``samples`` of q. ℓ maps z [s *batch *event] to [s *batch].
 
     ``control``: c with ℓ ≈ ⟨c, t⟩ + constant. The gradient of ⟨c, t⟩ is c, exactly, and only the remainder
     ℓ − ⟨c, t⟩ is estimated: where the family contains the posterior, the noise vanishes at the optimum.
     """
 
+    samples: int
+    least: ClassVar[int] = 2  # samples
+    through: ClassVar[bool] = False  # whether the gradient runs through the samples
+
+    def __post_init__(self) -> None:
+        if self.samples < self.least:
+            raise ValueError(f"{type(self).__name__}(samples={self.samples}) needs {self.least} or more")
+
     @abstractmethod
+    def slope(self, family: ExponentialFamily, eta: Tensor, t: Tensor, remainder: Tensor) -> Tensor:
+        """∇_ξ E of the remainder [s *batch], given the statistics t of the samples."""
+
     def __call__(
         self,
         family: ExponentialFamily,
@@ -57,39 +69,17 @@ class Estimator(ABC):
         generator: torch.Generator | None = None,
     ) -> Expectation:
         """E ℓ and ∇_ξ E ℓ at η."""
-
-
-@dataclass(frozen=True)
-class ValueEstimator(Estimator):
-    """Needs values of ℓ only: ℓ need not be differentiable."""
-
-    samples: int = 64
-
-    def __post_init__(self) -> None:
-        _check_samples(self, self.samples, 2)
-
-    @abstractmethod
-    def slope(self, family: ExponentialFamily, eta: Tensor, t: Tensor, remainder: Tensor) -> Tensor:
-        """∇_ξ E of the centred remainder [s *batch], given the statistics t of the samples."""
-
-    def __call__(
-        self,
-        family: ExponentialFamily,
-        eta: Tensor,
-        log_density: LogDensity,
-        control: Tensor,
-        generator: torch.Generator | None = None,
-    ) -> Expectation:
-        with torch.no_grad():
-            z = family.sample(eta, (self.samples,), generator)
-            t, remainder = _remainder(log_density, z, family, eta, control)
-            slope = self.slope(family, eta, t, remainder - remainder.mean(0))
-            return Expectation(remainder.mean(0) + family.pair(control, family.mean(eta)), control + slope)
+        with torch.set_grad_enabled(self.through):
+            eta = eta.detach().requires_grad_(self.through)
+            draw = family.rsample if self.through else family.sample
+            z = draw(eta, (self.samples,), generator)
+            t, remainder, value = _remainder(log_density, z, family, eta.detach(), control)
+            return Expectation(value.detach(), control + self.slope(family, eta, t, remainder).detach())
 
 
 @final
 @dataclass(frozen=True)
-class Score(ValueEstimator):
+class Score(Estimator):
     """F⁻¹ Cov(t, ℓ) with the exact F and the sample covariance: the score-function gradient, unbiased.
 
     >>> from natgrad.families import Poisson
@@ -99,14 +89,17 @@ class Score(ValueEstimator):
     True
     """
 
+    samples: int = 64
+
     def slope(self, family: ExponentialFamily, eta: Tensor, t: Tensor, remainder: Tensor) -> Tensor:
+        remainder = remainder - remainder.mean(0)
         weight = remainder.unsqueeze(-1) if family.axes else remainder
         return family.fisher(eta).sharp((t * weight).sum(0) / (self.samples - 1))
 
 
 @final
 @dataclass(frozen=True)
-class Regression(ValueEstimator):
+class Regression(Estimator):
     """The least-squares fit of ℓ by t: F and Cov(t, ℓ) from the same samples (Salimans & Knowles 2013).
 
     Exact where ℓ is linear in t (a conjugate model), with one sample more than t has independent entries. Elsewhere
@@ -119,7 +112,10 @@ class Regression(ValueEstimator):
     tensor(3., dtype=torch.float64)
     """
 
+    samples: int = 64
+
     def slope(self, family: ExponentialFamily, eta: Tensor, t: Tensor, remainder: Tensor) -> Tensor:
+        remainder = remainder - remainder.mean(0)
         t = t if family.axes else t.unsqueeze(-1)
         p = t.shape[-1]
         if self.samples <= p:
@@ -152,31 +148,18 @@ class Reparametrised(Estimator):
     """
 
     samples: int = 16
+    least = 1
+    through = True
 
-    def __post_init__(self) -> None:
-        _check_samples(self, self.samples, 1)
-
-    def __call__(
-        self,
-        family: ExponentialFamily,
-        eta: Tensor,
-        log_density: LogDensity,
-        control: Tensor,
-        generator: torch.Generator | None = None,
-    ) -> Expectation:
-        with torch.enable_grad():
-            leaf = eta.detach().requires_grad_()
-            z = family.rsample(leaf, (self.samples,), generator)
-            _, remainder = _remainder(log_density, z, family, eta, control)
-            (slope,) = torch.autograd.grad(remainder.mean(0).sum(), leaf)
-        eta, value = eta.detach(), remainder.detach().mean(0)
-        return Expectation(value + family.pair(control, family.mean(eta)), control + family.fisher(eta).sharp(slope))
+    def slope(self, family: ExponentialFamily, eta: Tensor, t: Tensor, remainder: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(remainder.mean(0).sum(), eta)
+        return family.fisher(eta.detach()).sharp(slope)
 
 
 def _remainder(
     log_density: LogDensity, z: Tensor, family: ExponentialFamily, eta: Tensor, control: Tensor
-) -> tuple[Tensor, Tensor]:
-    """t(z), and ℓ(z) − ⟨c, t(z)⟩ [s *batch]; ℓ is checked."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """t(z), ℓ(z) − ⟨c, t(z)⟩ [s *batch], and E ℓ [*batch], in which ⟨c, t⟩ is exact; ℓ is checked."""
     values = log_density(z)
     _check_shape(values, (z.shape[0], *eta.shape[: eta.ndim - family.axes]), z)
     if can_read(values) and not bool(values.isfinite().all()):
@@ -186,7 +169,8 @@ def _remainder(
             "its support. Nothing was changed"
         )
     t = family.statistics(z)
-    return t, values - family.pair(control, t)
+    remainder = values - family.pair(control, t)
+    return t, remainder, remainder.mean(0) + family.pair(control, family.mean(eta))
 
 
 def _check_shape(values: Tensor, shape: tuple[int, ...], z: Tensor) -> None:
@@ -196,11 +180,6 @@ def _check_shape(values: Tensor, shape: tuple[int, ...], z: Tensor) -> None:
             f"the log-density must return one number for every sample, {tuple(shape)}, for z {tuple(z.shape)}; "
             f"it returned {tuple(values.shape)}: sum over the data, and over nothing else"
         )
-
-
-def _check_samples(estimator: Estimator, samples: int, least: int) -> None:
-    if samples < least:
-        raise ValueError(f"{type(estimator).__name__}(samples={samples}) needs {least} or more")
 
 
 @final
@@ -269,11 +248,9 @@ class Posterior:
         bound = self._exact_bound(eta)
         if self.log_density is None:
             return bound
-        control = eta - self._conjugate(eta)
         with torch.no_grad():
             z = self.family.sample(eta, (samples,), generator)
-            _, remainder = _remainder(self._log_ratio, z, self.family, eta, control)
-            return bound + remainder.mean(0) + self.family.pair(control, self.family.mean(eta))
+            return bound + _remainder(self._log_ratio, z, self.family, eta, eta - self._conjugate(eta))[2]
 
     def _exact_bound(self, eta: Tensor) -> Tensor:
         """The ELBO without ℓ: log Z(η) − log Z(η₀) − ⟨η − η₀ − λ, ξ⟩."""
@@ -285,7 +262,7 @@ class Posterior:
         v = rate * (target - eta)
         domain = self.family.natural_domain
         t = boundary.share(domain, eta, v, f"η of {type(self.family).__name__}, at ")
-        return Move(self.family, NaturalChart(), eta + per_member(t, eta) * v, t, eta + v)
+        return Move(self.family, NaturalChart(), along(eta, t, v), t, eta + v)
 
     def _conjugate(self, eta: Tensor) -> Tensor:
         """η₀ + λ."""

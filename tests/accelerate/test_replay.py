@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -170,12 +171,18 @@ def test_a_graph_outlives_computations_that_come_once() -> None:
     assert counted.short == ["replay"]
 
 
+class _Key:
+    """Compares by identity, so that every one is new, and can be watched."""
+
+
 def test_batches_of_ever_new_sizes_leave_a_bounded_memory() -> None:
-    counted, pattern = _Counted(), torch.zeros(3)
-    for n in range(200):
-        counted.run(pattern, n)
-    cache = counted.cache
-    assert all(len(table) <= 64 for table in (cache._graphs, cache._sightings, cache.stats))
+    counted, pattern, keys = _Counted(), torch.zeros(3), []
+    for _ in range(200):
+        key = _Key()
+        keys.append(weakref.ref(key))
+        counted.run(pattern, key)
+        del key
+    assert sum(key() is not None for key in keys) <= 64
     assert counted.short == 200 * ["compute"]
 
 
@@ -198,26 +205,32 @@ def test_what_cannot_be_captured_is_computed_and_not_tried_again() -> None:
     assert counted.short == ["compute", "capture", *4 * ["compute"]]
 
 
-@pytest.mark.parametrize("copy", [None, True, False])
-@pytest.mark.parametrize("moving", [True, False])
-def test_a_replay_has_the_numbers_of_the_call(copy: bool | None, moving: bool) -> None:
+@pytest.mark.parametrize(("size", "may_copy", "moving", "replays"), [
+    (3, False, True, 29),  # small: copied
+    (3, False, False, 29),
+    (2**20 + 1, False, False, 29),  # large: recognised by its address
+    (2**20 + 1, False, True, 0),
+    (2**20 + 1, True, False, 29),
+    (2**20 + 1, True, True, 12),  # copied, when it has come at 17 addresses, and once more
+])  # fmt: skip
+def test_a_replay_has_the_numbers_of_the_call(size: int, may_copy: bool, moving: bool, replays: int) -> None:
     """Also where the tensors lie elsewhere: then they are copied, or there is no replay."""
-    total, graphs = torch.zeros(3), EagerGraphs()
-    cache, x, alive = GraphCache[None](capture=graphs), torch.zeros(3), []
+    total, graphs = torch.zeros(1), EagerGraphs()
+    cache, x, alive = GraphCache[None](capture=graphs), torch.zeros(size), []
 
     def add(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-        total.add_(tensors[0] * scalars[0] + scalars[1])
+        total.add_(tensors[0][-1] * scalars[0] + scalars[1])
 
-    expected = torch.zeros(3)
-    for n in range(6):
+    expected = torch.zeros(1)
+    for n in range(30):
         if moving:
-            x = torch.zeros(3)
+            x = torch.zeros(size)
             alive.append(x)  # so that no other has its address
         x.fill_(n)
-        cache.run(add, [x], [0.5, 2.0 * n], "add", copy=copy)
+        cache.run(add, [x], [0.5, 2.0 * n], "add", may_copy=may_copy)
         expected += 0.5 * n + 2.0 * n
         assert torch.equal(total, expected)
-    assert graphs.log.count("replay") == (0 if moving and copy is False else 5)
+    assert graphs.log.count("replay") == replays
 
 
 def test_a_replay_returns_the_result_of_the_capture() -> None:

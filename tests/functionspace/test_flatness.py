@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -398,12 +397,6 @@ def test_the_standard_error_is_not() -> None:
     assert covered(0.3, 1024, standard=True)[1] > 0.92
     assert covered(0.7, 1024, standard=True)[1] < 0.8
     assert covered(0.9, 1024, standard=True)[1] < 0.4
-
-
-def test_the_shares_that_the_docstring_quotes_are_these() -> None:
-    found = [covered(k, 1024, standard=standard) for standard in (False, True) for k in (0.7, 0.9)]
-    shares = [float(share) / 100 for share in re.findall(r"(\d+) %", TailedMean.__doc__ or "")]
-    assert shares == pytest.approx([share for pair in found for share in pair], abs=0.02)
 
 
 def test_light_tails_have_the_standard_error() -> None:

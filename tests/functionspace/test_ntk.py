@@ -21,7 +21,7 @@ from natgrad.functionspace import (
     layer_ntks,
     ntk,
 )
-from natgrad.functionspace.ntk import LayerRows, cross_gram
+from natgrad.functionspace.ntk import layer_gram
 from natgrad.pullback import Factors
 from tests import memory, oracle, zoo
 from tests.functionspace.tangents import EVERY, KERNEL, dense, framed, network
@@ -112,8 +112,8 @@ def test_the_cross_gram_of_factors_is_that_of_their_rows(shape: Any, other: Any,
     l, m, s = other
     left = Factors(normal(n, r, c, i), normal(k, n, r, c, o, seed=1))
     right = Factors(normal(m, s, c, i, seed=2), normal(l, m, s, c, o, seed=3))
-    close(cross_gram(left, right, limit), left.rows().flatten(0, 1) @ right.rows().flatten(0, 1).T)
-    close(cross_gram(left, left, limit), left.gram())
+    close(left.gram(right, limit), left.rows().flatten(0, 1) @ right.rows().flatten(0, 1).T)
+    close(left.gram(limit=limit), left.gram(left))
 
 
 def test_a_layer_that_is_packed_in_another_way_at_other_points_has_the_same_gram() -> None:
@@ -121,10 +121,10 @@ def test_a_layer_that_is_packed_in_another_way_at_other_points_has_the_same_gram
     rows = ng.Kernel().estimate(ng.pullback(nn.Linear(3, 2).double(), normal(4, 3), ng.Euclidean()))
     R = rows.rows()  # [(k n) p]
     (block,) = rows.blocks
-    plain = LayerRows((block.without_rule(),), (Factors.of_rows(R.view(2, 4, -1)),))
-    ruled = LayerRows((block,), rows.factors)
-    close(ruled.gram(plain), R @ R.T)
-    close(plain.gram(ruled), R @ R.T)
+    plain = [(block.without_rule(), Factors.of_rows(R.view(2, 4, -1)))]
+    ruled = [(block, rows.factors[0])]
+    close(layer_gram(ruled, plain), R @ R.T)
+    close(layer_gram(plain, ruled), R @ R.T)
 
 
 def test_a_step_of_gradient_descent_moves_the_outputs_by_the_kernel_times_the_error() -> None:

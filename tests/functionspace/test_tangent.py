@@ -215,7 +215,7 @@ def test_what_cannot_be_projected_is_refused() -> None:
         space.project(normal(5))
     with pytest.raises(ValueError, match="damping must be a finite number ≥ 0"):
         space.project(normal(5, 2), -1.0)
-    with pytest.raises(NonFiniteError, match="the function to project holds NaN"):
+    with pytest.raises(NonFiniteError, match="the function holds NaN"):
         space.project(torch.full((5, 2), torch.nan, dtype=torch.float64))
     with pytest.raises(ValueError, match="the kernel sees 2 inputs and the model has 5 outputs"):
         TangentSpace.of(model, x, SobolevKernel(1.5, features=lambda x: x[:2]))

@@ -106,11 +106,9 @@ def test_no_step_leaves_the_domain_however_long_it_is(case: Case, chart: ng.mirr
     noise = torch.randn(points.reshape(16, -1).shape, dtype=points.dtype, generator=generator)
     v = 1e3 * (noise @ (case.projector if chart == NATURAL else case.fisher)).view_as(points)
     domain = chart.domain(family)
-    taken = Shorten().take(domain, points, v, "x")
-    share, inside = taken.share, domain.contains(points + v)
+    share, inside = Shorten().share(domain, points, v, "x"), domain.contains(points + v)
     assert torch.equal(share == 1, inside)
-    close(taken.point, points + share.reshape(-1, *[1] * (points.ndim - 1)) * v)
-    assert bool(domain.contains(taken.point).all())
+    assert bool(domain.contains(points + share.reshape(-1, *[1] * (points.ndim - 1)) * v).all())
     assert bool(((share > 0) & (share <= 1)).all())
     short = ~inside
     beyond = points + (share / 0.9 * 1.001).reshape(-1, *[1] * (points.ndim - 1)) * v
@@ -157,9 +155,7 @@ def test_forbid_refuses_a_step_that_leaves_and_takes_the_others() -> None:
 def test_so_close_to_the_boundary_that_no_step_fits_it_stays_and_says_so() -> None:
     p = ng.families.Exponential()
     eta = t(-5e-324)[0]
-    taken = Shorten().take(p.natural_domain, eta, t(1.0)[0], "η")
-    assert float(taken.share) == 0.0
-    assert torch.equal(taken.point, eta)
+    assert float(Shorten().share(p.natural_domain, eta, t(1.0)[0], "η")) == 0.0
 
 
 def test_bad_arguments_are_refused_by_name() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -58,12 +58,9 @@ class Steep(nn.Module):
 class Counting(ng.solve.Solver):
     """``Factored``, with a list of how many layers it inverted."""
 
-    seen: list[int] = field(default_factory=list)
+    by_layer: ClassVar[bool] = True  # as ``Factored``
 
-    @property
-    def by_layer(self) -> bool:
-        """As ``Factored``."""
-        return True
+    seen: list[int] = field(default_factory=list)
 
     def init(
         self, G: ng.operators.Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None

@@ -142,17 +142,25 @@ def test_a_rule_that_calls_a_plain_one_takes_its_steps_and_a_move_it_only_tried_
 class Half(PlainRule):
     """A rule of a user: half of the natural gradient."""
 
-    def scale(self, square: Tensor) -> Tensor:
+    def scale(self, v: ng.Vector, square: Tensor) -> Tensor:
         return torch.full_like(square, 0.5)
 
 
-def test_a_plain_rule_of_a_user_is_one_method(gpu: Callable[[], list[bool]]) -> None:
+class HalfOfEach(PlainRule):
+    """The same, with a number for each parameter."""
+
+    def scale(self, v: ng.Vector, square: Tensor) -> dict[str, Tensor]:
+        return {name: torch.full((), 0.5, dtype=t.dtype) for name, t in v.items()}
+
+
+@pytest.mark.parametrize("rule", [Half(), HalfOfEach()])
+def test_a_plain_rule_of_a_user_is_one_method(rule: PlainRule, gpu: Callable[[], list[bool]]) -> None:
     """Momentum is linear: half of every natural gradient is half of the learning rate."""
     expected = run(lambda: kfac(step=ng.Fixed(), lr=1e-3, metric_every=100))[0]
-    found = run(lambda: kfac(step=Half(), lr=2e-3, metric_every=100))[0]
-    inside = run(lambda: kfac(step=ng.Constrained(Half(), ng.Clipping({})), lr=2e-3, metric_every=100))[0]
+    found = run(lambda: kfac(step=rule, lr=2e-3, metric_every=100))[0]
+    inside = run(lambda: kfac(step=ng.Constrained(rule, ng.Clipping({})), lr=2e-3, metric_every=100))[0]
     gpu()
-    fused = run(lambda: kfac(step=Half(), lr=2e-3, metric_every=100))[0]
+    fused = run(lambda: kfac(step=rule, lr=2e-3, metric_every=100))[0]
     for right, *others in zip(expected, found, inside, fused, strict=True):
         for p in others:
             torch.testing.assert_close(p, right, rtol=1e-4, atol=1e-6)

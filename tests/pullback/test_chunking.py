@@ -194,7 +194,7 @@ def test_gram_matrices_from_blocks_of_any_size_are_those_of_the_rows(name: str, 
     f = Factors(normal(n, r, c, i), normal(k, n, r, c, o, seed=1))
     rows = f.rows().flatten(0, 1)
     with Largest() as largest:
-        got = f.gram(limit)
+        got = f.gram(limit=limit)
     close(got, rows @ rows.T)
     if name != "plain":
         smallest = max((k * r) ** 2, k * n * c * i)  # a pair of examples; a slice of the rows

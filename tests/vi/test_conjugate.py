@@ -98,6 +98,13 @@ def test_data_outside_the_support_are_refused_by_entry() -> None:
         ng.vi.GammaRate().sites(torch.zeros(0))
 
 
+@pytest.mark.parametrize("pair", [ng.vi.NegativeBinomialProbability(2.5), ng.vi.GammaRate(1.5), ng.vi.PoissonRate()])
+def test_integers_are_data_like_others(pair: ng.vi.Conjugate) -> None:
+    """A known parameter such as 2.5 is not rounded to the type of the data."""
+    x = torch.tensor([1, 4, 2])
+    torch.testing.assert_close(pair.sites(x), pair.sites(x.float()))
+
+
 def test_known_parameters_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match=r"GammaRate\(shape=…\) must be positive and finite, got 0"):
         ng.vi.GammaRate(0.0)
