@@ -1,5 +1,7 @@
 """Every test draws the same random numbers, whatever ran before it and however many jobs there are."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -13,3 +15,12 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def double_precision() -> Iterator[None]:
+    """New tensors are float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)

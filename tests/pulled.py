@@ -23,7 +23,7 @@ def close(got: Tensor, expected: Tensor, tol: float = 1e-10) -> None:
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Independent standard normal numbers in float64."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @final
@@ -90,6 +90,15 @@ def oracle_rows(problem: zoo.Problem, s: Tensor) -> Tensor:
 def covered(pb: ng.Pullback) -> set[str]:
     """The names of the parameters that a layer rule speaks for."""
     return {name for layer in pb.layers if layer.rule for name in layer.names}
+
+
+def check_rows(problem: zoo.Problem, k: int = 3) -> ng.Pullback:
+    """The pullback of k random columns: every parameter has a layer rule, and the rows are those of the oracle."""
+    metric = random_roots(problem, k)
+    pb = pull(problem, metric)
+    assert covered(pb) == set(pb.model.params)
+    close(rows(pb), oracle_rows(problem, metric.s))
+    return pb
 
 
 def covector(pb: ng.Pullback, seed: int = 7) -> ng.Covector:

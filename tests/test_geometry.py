@@ -13,6 +13,7 @@ from natgrad.geometry import NamedTensors
 from natgrad.model import Model
 from tests import oracle, zoo
 from tests.golden import golden
+from tests.pulled import normal
 
 every_case = pytest.mark.parametrize("case", zoo.ZOO, ids=zoo.IDS)
 both_types = pytest.mark.parametrize("kind", [ng.Vector, ng.Covector])
@@ -21,10 +22,6 @@ SHAPES = {"w": (2, 3), "b": (2,), "s": ()}
 
 def close(a: Tensor, b: Tensor, tol: float = 1e-12) -> None:
     torch.testing.assert_close(a, b, rtol=tol, atol=tol)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def tensors(seed: int) -> dict[str, Tensor]:

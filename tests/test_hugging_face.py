@@ -229,14 +229,10 @@ def _or_zero(g: Tensor | None, p: Tensor) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _double(monkeypatch: pytest.MonkeyPatch, double_precision: None) -> None:
     deberta = "transformers.models.deberta_v2.modeling_deberta_v2.scaled_size_sqrt"
     # A function of torch.jit, which no mode sees, and which rounds to single precision.
     monkeypatch.setattr(deberta, lambda q, factor: torch.tensor(float(q.shape[-1] * factor)).sqrt())
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("name", MODELS)

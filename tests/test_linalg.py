@@ -14,10 +14,7 @@ from natgrad.linalg import (
     newton,
     symmetric_root,
 )
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.pulled import normal
 
 
 def close(a: Tensor, b: Tensor, tol: float = 1e-12) -> None:

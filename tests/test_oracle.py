@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tests import oracle, zoo
 from tests.golden import agrees, golden, golden_mlp, names, tensor
+from tests.pulled import normal
 
 every_case = pytest.mark.parametrize("case", zoo.ZOO, ids=zoo.IDS)
 modules = [case for case in zoo.ZOO if case.name != "pure_function"]
@@ -18,10 +19,6 @@ every_module = pytest.mark.parametrize("case", modules, ids=lambda case: case.na
 
 def close(a: Tensor, b: Tensor, tol: float = 1e-10) -> None:
     torch.testing.assert_close(a, b, rtol=tol, atol=tol)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 # Golden network

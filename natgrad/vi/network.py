@@ -28,6 +28,7 @@ from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import Observer, layers_of
 from natgrad.solve.solvers import Cholesky
 from natgrad.structures.base import Inverse, Operator, Structure
+from natgrad.vi.laplace import draw, outputs_at
 from natgrad.vi.posterior import check_rate
 
 _EXACT = 2048  # the largest dimension whose trace of the covariance is exact
@@ -148,17 +149,12 @@ class VariationalNetwork:
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Parameters [s *shape] by name, drawn from q."""
-        if count < 1:
-            raise ValueError(f"VariationalNetwork.sample(count) needs a count ≥ 1, got {count}")
-        drawn = self._drawn(count, generator or self.generator)
-        named = [self.operator.layout.vector(ε) for ε in drawn]
-        return {name: torch.stack([p.detach() + ε[name] for ε in named]) for name, p in self.model.params.items()}
+        μ = {name: p.detach() for name, p in self.model.params.items()}
+        return draw(μ, self.operator, self.inverse, self.prior.examples, count, generator or self.generator)
 
     def outputs(self, x: Inputs, samples: int, generator: torch.Generator | None = None) -> Tensor:
         """y [s n *out] at parameters drawn from q."""
-        drawn = self.sample(samples, generator)
-        with torch.no_grad():
-            return torch.stack([self.model({name: t[s] for name, t in drawn.items()}, x) for s in range(samples)])
+        return outputs_at(self.model, self.sample(samples, generator), x)
 
     def divergence(self) -> Tensor:
         """KL(q ‖ prior) = ½(δ tr Σ + δ‖μ‖² − P − P log δ + log det Λ) [].

@@ -6,10 +6,7 @@ from torch import Tensor
 
 from natgrad.accelerate import fused
 from natgrad.accelerate.fused import add_, average_, copy_, descend_, momentum_update_, move_, pairing, scale_
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.pulled import normal
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -170,12 +171,18 @@ def test_a_graph_outlives_computations_that_come_once() -> None:
     assert counted.short == ["replay"]
 
 
+class _Key:
+    """Compares by identity, so that every one is new, and can be watched."""
+
+
 def test_batches_of_ever_new_sizes_leave_a_bounded_memory() -> None:
-    counted, pattern = _Counted(), torch.zeros(3)
-    for n in range(200):
-        counted.run(pattern, n)
-    cache = counted.cache
-    assert all(len(table) <= 64 for table in (cache._graphs, cache._sightings, cache.stats))
+    counted, pattern, keys = _Counted(), torch.zeros(3), []
+    for _ in range(200):
+        key = _Key()
+        keys.append(weakref.ref(key))
+        counted.run(pattern, key)
+        del key
+    assert sum(key() is not None for key in keys) <= 64
     assert counted.short == 200 * ["compute"]
 
 

@@ -14,11 +14,7 @@ import natgrad as ng
 from tests import oracle
 from tests.output import textbook
 from tests.output.distributions import Quadratic, beta, dirichlet, gamma, scale_tril
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Standard normal numbers in float64."""
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.pulled import normal as normal
 
 
 def close(a: Tensor, b: Tensor, tol: float = 1e-10) -> None:

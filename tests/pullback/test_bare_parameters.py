@@ -14,7 +14,7 @@ from natgrad.operators import KroneckerOperator
 from natgrad.pullback.operation_layers import EntriesRule, ParameterGroup
 from tests import oracle, zoo
 from tests.optim.tasks import resumes
-from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
+from tests.pulled import check_rows, close, covered, normal, oracle_rows, pull, random_roots, rows
 
 T, D, N = 4, 3, 5
 Run = Callable[["Spreading", Tensor], Tensor]
@@ -122,10 +122,7 @@ def test_rows_of_what_is_spread_are_sums_of_cotangents(kind: str, n: int) -> Non
 def test_rows_of_the_others_are_right_too(kind: str, n: int) -> None:
     """Whether a rule covers a parameter does not depend on the number of examples: metrics are averaged over time."""
     of = problem(kind, n)
-    metric = random_roots(of)
-    pb = pull(of, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(of, metric.s))
+    check_rows(of)
 
 
 @pytest.mark.parametrize("kind", SPREAD)
@@ -212,10 +209,7 @@ def _vision(chance: float = 0.0) -> zoo.Problem:
 
 def test_nothing_of_a_vision_transformer_falls_back() -> None:
     of = _vision()
-    metric = random_roots(of)
-    pb = pull(of, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(of, metric.s))
+    check_rows(of)
 
 
 @pytest.mark.parametrize("structure", [ng.Kronecker(strict=True), ng.EigenKronecker(strict=True)], ids=repr)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.model import Model
-from natgrad.pullback.batch_axis import _codes
 from natgrad.pullback.pullback import Batch, Observer, layers_of
 from tests.oracle import flatten
 from tests.pulled import close, normal
@@ -40,6 +39,7 @@ class Between(nn.Module):
 MIXED = {
     "swapped halves": lambda a, x: a(x).tanh().roll(len(x) // 2, 0),
     "the next but seven": lambda a, x: a(x).tanh().roll(8, 0),
+    "the next but sixty-three": lambda a, x: a(x).tanh().roll(64, 0),
     "a mixture": lambda a, x: 0.7 * a(x).atan() + 0.3 * a(x).atan().roll(len(x) // 2, 0),
     "positions like examples": lambda a, x: a(x.expand(len(x), *x.shape)).atan()[
         (torch.arange(len(x)) + 8) % len(x), torch.arange(len(x))
@@ -47,7 +47,7 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("n", [2, 8, 9, 16, 64, 72])
+@pytest.mark.parametrize("n", [2, 8, 9, 16, 72, 128])
 @pytest.mark.parametrize("kind", MIXED)
 def test_examples_that_change_places_are_seen_however_many_there_are(kind: str, n: int) -> None:
     torch.manual_seed(0)
@@ -56,13 +56,15 @@ def test_examples_that_change_places_are_seen_however_many_there_are(kind: str, 
     close(ng.Dense().estimate(pb).dense(), metric(model, x), 1e-10)
 
 
-@pytest.mark.parametrize("n", [1, 2, 8, 9, 64, 65, 1000])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_scales_tell_all_examples_apart_and_are_exact(n: int, dtype: torch.dtype) -> None:
-    codes = torch.stack(list(_codes(torch.zeros(n, 2, dtype=dtype))))
-    assert len({tuple(code) for code in codes.T.tolist()}) == n
-    assert codes.dtype == dtype
-    assert {float(c).hex() for c in codes.unique()} <= {(2.0**k).hex() for k in range(8)}
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", MIXED)
+def test_examples_that_change_places_are_seen_in_half_precision(kind: str, dtype: torch.dtype) -> None:
+    """With the wrong examples G would be another."""
+    torch.manual_seed(0)
+    model, x = Between(MIXED[kind]).to(dtype), normal(128, 3).to(dtype)
+    G = ng.Dense().estimate(ng.pullback(model, x, ng.Euclidean())).dense().double()
+    exact = metric(model.double(), x.double())
+    assert (G - exact).norm() < 0.02 * exact.norm()
 
 
 def test_a_pass_that_shows_the_examples_on_two_axes_teaches_nothing_about_the_next() -> None:

@@ -141,9 +141,17 @@ def test_projections_of_inputs_need_no_patches(name: str, subset: str) -> None:
     close(tape.inputs(block).project(w), tape.inputs(block).dense()[:, :, 0] @ w)
 
 
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces of layers of any size are estimated from random signs."""
+    module = importlib.import_module("natgrad.pullback.coupling")
+    monkeypatch.setattr(module, "_PROBED", 0)
+    monkeypatch.setattr(module, "pairs_pay", lambda *sizes: False)
+
+
 @pytest.mark.parametrize("name", ["tokens", "conv", "many channels"])
 def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, request: pytest.FixtureRequest
 ) -> None:
     """E (uᵀRw)² = ‖R‖²: over 40 sets of signs the mean is within three of its standard errors; at C = 1 κ is 1."""
     pb, coupled = coupled_pullback(name, (), torch.float64)
@@ -151,9 +159,7 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
     g = cotangents(tape, pb.root / math.sqrt(N))
     a, h = tape.inputs(block), g.of(tape, block)
     exact = torch.cat(coupled.traces(a, h))
-    module = importlib.import_module("natgrad.pullback.coupling")
-    monkeypatch.setattr(module, "_PROBED", 0)
-    monkeypatch.setattr(module, "pairs_pay", lambda *sizes: False)
+    request.getfixturevalue("probed")
     found = []
     for seed in range(40):
         signs: dict[Hashable, Tensor] = {
@@ -169,12 +175,13 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
     close(A.mean(), a.moment().mean())
 
 
-def test_recorded_kernels_know_where_the_signs_lie_that_they_read() -> None:
-    C = torch.eye(2)
-    memos: tuple[dict[Hashable, Any], dict[Hashable, Any]] = ({}, {})
-    here, there = (Mixing(C, C, C.dtype, memo) for memo in memos)
+def test_captured_kernels_know_where_the_signs_lie_that_they_read(probed: None) -> None:
+    pb, coupled = coupled_pullback("tokens", (), torch.float64)
+    (block,), tape = pb.layers, pb.tape((0, N))
+    a, h = tape.inputs(block), cotangents(tape, pb.root).of(tape, block)
+    here, there = replace(coupled, memo={}), replace(coupled, memo={})
     assert here.address_key == there.address_key
-    first = here._signs(3, 1)
+    first = here.traces(a, h)
     assert here.address_key != there.address_key
-    assert torch.equal(there._signs(3, 1), first)
+    assert torch.equal(torch.cat(there.traces(a, h)), torch.cat(first))
     assert here.address_key != there.address_key  # the same numbers, elsewhere

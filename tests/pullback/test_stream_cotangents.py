@@ -1,7 +1,6 @@
 """Cotangents consumed during the backward pass, one by one or together, are those of a whole pass."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,33 +40,6 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
     for (s, a), (right_s, right_a) in zip(sink.pairs(), expected, strict=True):
         close(s, right_s)
         close(a, right_a)
-
-
-@pytest.mark.parametrize(
-    ("widths", "room", "groups"),
-    [
-        ((8,) * 7, 8 * 8 * 4, [[4, 5], [2, 3], [0, 1]]),  # there is room for one, and none for two
-        ((8,) * 7, 3 * 8 * 8 * 4 - 1, [[3, 4, 5], [0, 1, 2]]),
-        ((8, 8, 8, 8, 32, 2, 2), 8 * 8 * 4, [[4, 5, 3], [1, 2], [0]]),
-        ((8,) * 7, 0, [[5], [4], [3], [2], [1], [0]]),
-    ],
-)
-def test_layers_are_served_from_the_last_on_when_there_is_no_more_room(
-    widths: tuple[int, ...], room: int, groups: list[list[int]]
-) -> None:
-    chain = nn.Sequential(*(nn.Linear(i, o) for i, o in pairwise(widths))).double()
-    problem = zoo.Problem(chain, normal(4, widths[0]))
-    pb = pull(problem, random_roots(problem, k=1))
-    tape = pb.tape(pb.ranges[0])
-    calls: list[list[int]] = []
-
-    def serve(numbers: Sequence[int], g: Cotangents) -> None:
-        calls.append(sorted(numbers))
-
-    for own in (300, room):  # what was found for another room is not taken
-        calls.clear()
-        stream_cotangents(tape, pb.layers, pb.root, serve, own)
-    assert calls == [sorted(group) for group in groups]
 
 
 class Half(torch.autograd.Function):

@@ -14,7 +14,7 @@ import natgrad as ng
 from natgrad.rules import AttentionRule, Call
 from natgrad.rules.base import cotangent_features, input_features
 from tests import oracle
-from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
+from tests.pulled import check_rows, close, covered, normal, pull
 from tests.zoo import Case, Problem
 
 
@@ -135,10 +135,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_replay_gives_every_per_example_gradient(case: Case) -> None:
     problem = case.make()
-    metric = random_roots(problem)
-    pb = pull(problem, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(problem, metric.s))
+    check_rows(problem)
 
 
 NAMES = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
@@ -154,10 +151,7 @@ def test_every_subset_of_the_parameters_may_be_frozen(trained: tuple[str, ...]) 
         return Problem(model, (_x(3, 3, 4), _x(3, 2, 4)))
 
     problem = Case("frozen", build).make()
-    metric = random_roots(problem)
-    pb = pull(problem, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(problem, metric.s))
+    check_rows(problem)
 
 
 def test_a_projection_that_is_shared_without_its_bias_is_a_layer_of_its_own() -> None:
@@ -172,11 +166,8 @@ def test_a_projection_that_is_shared_without_its_bias_is_a_layer_of_its_own() ->
             return self.two(x, x, x)[0]
 
     problem = Case("shared", lambda: Problem(Shared(), _x(3, 2, 4))).make()
-    metric = random_roots(problem)
-    pb = pull(problem, metric)
-    assert covered(pb) == set(pb.model.params)
+    pb = check_rows(problem)
     assert ("one.in_proj_weight",) in [layer.names for layer in pb.layers]
-    close(rows(pb), oracle_rows(problem, metric.s))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(3, 3), (2, 5)])

@@ -14,7 +14,7 @@ from natgrad.pullback.tape import record
 from natgrad.rules import Moment
 from natgrad.rules.base import cotangent_features, input_features
 from tests import zoo
-from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
+from tests.pulled import check_rows, close, normal, pull
 
 # torch's own: a padded copy is slower, not wrong
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -80,19 +80,13 @@ def problem(kind: str, frozen: tuple[str, ...] = (), bias: bool = True) -> zoo.P
 @pytest.mark.parametrize("kind", CONVS)
 def test_the_gradient_of_an_example_is_the_sum_over_positions(kind: str, frozen: tuple[str, ...]) -> None:
     of = problem(kind, frozen)
-    metric = random_roots(of)
-    pb = pull(of, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(of, metric.s))
+    check_rows(of)
 
 
 @pytest.mark.parametrize("kind", CONVS)
 def test_without_bias_there_is_no_homogeneous_coordinate(kind: str) -> None:
     of = problem(kind, bias=False)
-    metric = random_roots(of)
-    pb = pull(of, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(of, metric.s))
+    check_rows(of)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -148,10 +142,7 @@ class Sized(nn.Module):
 def test_a_call_with_the_size_of_the_output_has_its_own_output_padding(options: dict[str, int], named: bool) -> None:
     inputs = {2: 5, 3: 3}[options["stride"]]
     of = zoo.Case("sized", lambda: zoo.Problem(Sized(named, **options).double(), normal(3, 2, inputs))).make()
-    metric = random_roots(of)
-    pb = pull(of, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(of, metric.s))
+    check_rows(of)
 
 
 @pytest.mark.parametrize("dilation", [2, 7])

@@ -15,7 +15,7 @@ import natgrad as ng
 from natgrad.rules import Call, DenseFeatures, Joined, LinearRule, PReLURule
 from natgrad.rules.base import cotangent_features, input_features
 from tests import zoo
-from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
+from tests.pulled import check_rows, close, normal
 
 KEYS = [("weight", "bias"), ("weight",), ("bias",)]
 
@@ -73,10 +73,7 @@ def problem(kind: str, frozen: tuple[str, ...] = ()) -> zoo.Problem:
 @every_kind
 def test_the_gradient_of_an_example_is_the_sum_over_positions(kind: str, frozen: tuple[str, ...]) -> None:
     of = problem(kind, frozen)
-    metric = random_roots(of)
-    pb = pull(of, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(of, metric.s))
+    check_rows(of)
 
 
 @every_kind

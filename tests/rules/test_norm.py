@@ -14,7 +14,7 @@ from natgrad.rules import BatchNormRule, Call, InstanceNormRule, LayerNormRule, 
 from natgrad.rules.base import cotangent_features, input_features
 from natgrad.rules.norm import NormRule
 from tests import zoo
-from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
+from tests.pulled import check_rows, close, normal, oracle_rows, pull, random_roots
 
 Build = Callable[[], nn.Module]
 NORMS: dict[str, tuple[Build, tuple[int, ...]]] = {
@@ -65,10 +65,7 @@ def problem(kind: str, frozen: tuple[str, ...] = ()) -> zoo.Problem:
 @every_norm
 def test_the_gradient_of_an_example_is_the_sum_over_positions(kind: str, frozen: tuple[str, ...]) -> None:
     of = problem(kind, frozen)
-    metric = random_roots(of)
-    pb = pull(of, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(of, metric.s))
+    check_rows(of)
 
 
 def _rule(layer: nn.Module) -> Rule:

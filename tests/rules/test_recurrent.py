@@ -20,7 +20,7 @@ from natgrad.rules.base import cotangent_features, input_features
 from tests import oracle
 from tests.golden import agrees, golden, tensor
 from tests.machine import needs_autocast
-from tests.pulled import close, covered, normal, oracle_rows, pull, random_roots, rows
+from tests.pulled import check_rows, close, covered, normal, pull
 from tests.zoo import Case, Problem
 
 
@@ -186,10 +186,7 @@ CASES = list(_cases())
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_replay_gives_every_per_example_gradient(case: Case) -> None:
     problem = case.make()
-    metric = random_roots(problem)
-    pb = pull(problem, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(problem, metric.s))
+    check_rows(problem)
 
 
 NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
@@ -206,10 +203,7 @@ def test_every_subset_of_the_parameters_may_be_frozen(trained: tuple[str, ...], 
         return problem
 
     problem = Case("frozen", build).make()
-    metric = random_roots(problem)
-    pb = pull(problem, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(problem, metric.s))
+    check_rows(problem)
 
 
 def test_a_weight_that_is_shared_without_its_bias_is_a_layer_of_its_own() -> None:
@@ -223,11 +217,8 @@ def test_a_weight_that_is_shared_without_its_bias_is_a_layer_of_its_own() -> Non
             return self.two(x, self.one(x))
 
     problem = Case("shared", lambda: Problem(Shared(), _x(3, 2))).make()
-    metric = random_roots(problem)
-    pb = pull(problem, metric)
-    assert covered(pb) == set(pb.model.params)
+    pb = check_rows(problem)
     assert ("one.weight_hh",) in [layer.names for layer in pb.layers]
-    close(rows(pb), oracle_rows(problem, metric.s))
 
 
 def test_a_sequence_without_a_batch_is_never_taken_for_many_examples() -> None:

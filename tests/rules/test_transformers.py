@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.model import Arguments, Model
-from tests.pulled import close, covered, oracle_rows, pull, random_roots, rows
+from tests.pulled import check_rows, close
 from tests.zoo import Case, Problem
 
 
@@ -54,10 +54,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 def test_transformers_are_covered_whole(name: str) -> None:
     """In evaluation mode, too, where the fused kernel of inference would call none of the parts."""
     problem = Case(name, lambda: Problem(PARTS[name](), torch.randn(2, 3, 4, dtype=torch.float64))).make()
-    metric = random_roots(problem, k=2)
-    pb = pull(problem, metric)
-    assert covered(pb) == set(pb.model.params)
-    close(rows(pb), oracle_rows(problem, metric.s))
+    check_rows(problem, k=2)
 
 
 def test_attention_in_training_mode_with_dropout_is_covered() -> None:

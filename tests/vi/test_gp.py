@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,15 +12,9 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import DomainError, NonFiniteError
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 N, M = 24, 5
-
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 def _data() -> tuple[Tensor, Tensor]:

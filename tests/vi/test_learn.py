@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 import natgrad as ng
 from benchmarks.gp_cases import Adam, Natural, cases
 
-
-@pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def test_learning_ends_where_the_gradient_of_the_collapsed_bound_vanishes() -> None:
