@@ -209,22 +209,6 @@ class InverseStack:
         return torch.matmul(w, self.memory) if is_dense(self.memory) else w * self.memory.unsqueeze(-2)
 
 
-def solve_two_sided(left: InverseStack, w: Tensor, right: InverseStack, out: Tensor | None = None) -> Tensor:
-    """L⁻¹ W R⁻¹ [b o i], for W [b o i]. ``out``: memory that may hold the result, possibly W."""
-    if left.is_root or right.is_root:
-        return right.solve_right(left.solve(w))
-    return two_sided(left.memory, w, right.memory, out)
-
-
-def solve_columns(left: InverseStack, columns: Sequence[Tensor], right: InverseStack) -> list[Tensor]:
-    """The same for a W that is given by blocks of columns [b o j] (weight, bias), of dense L and R."""
-    if not (left.is_root or right.is_root):
-        return two_sided_columns(left.memory, columns, right.memory)
-    widths = [column.shape[-1] for column in columns]
-    solved = right.solve_right(left.solve(columns[0] if len(columns) == 1 else torch.cat(list(columns), -1)))
-    return [block.contiguous() for block in solved.split(widths, dim=-1)]
-
-
 # One batch of matrices, by Cholesky.
 
 

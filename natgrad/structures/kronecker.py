@@ -10,7 +10,7 @@ without coordinates Luk and Grosse 2018.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, cast, final
@@ -30,10 +30,8 @@ from natgrad.accelerate.inverses import (
     balance,
     diagonal,
     is_dense,
-    matrix,
-    solve_columns,
-    solve_two_sided,
     two_sided,
+    two_sided_columns,
 )
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import NonFiniteError
@@ -43,7 +41,7 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.rules.features import Moment
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing, check_shape
 from natgrad.structures.layered import (
     EIGENVECTORS,
     Basis,
@@ -52,7 +50,9 @@ from natgrad.structures.layered import (
     LayerOperator,
     SidesCost,
     eigenvalues,
+    joined,
     layer_tensors,
+    separated,
     spectra,
 )
 
@@ -95,23 +95,22 @@ class Kronecker(Layered):
             [1., 2., 1.]])
     """
 
+    in_place: ClassVar[bool] = True
+
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
 
-    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+    def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """A product of inverses or, with exact damping, a scaling between two rotations."""
-        sides = SidesCost.of(block, self.shapes(block))
-        factors = {"S": sides.left, "A": sides.right}
+        shapes = self.shapes(block)
+        sides, factors = SidesCost.of(block, shapes), dict(zip("SA", shapes, strict=True))
         if not exact:
             return Cost(2 * sides.numbers, sides.cubes, sides.solve, sides.numbers, factors)
         numbers = sides.numbers + sides.rotations + block.size
         return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
 
-    def estimate(self, pullback: Pullback) -> KroneckerOperator:
-        return self.estimate_like(pullback, None)
-
     @without_autocast
-    def estimate_like(self, pullback: Pullback, like: Operator | None) -> KroneckerOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
         estimates = factors_of(pullback, split.used, self.sharing_rule)
@@ -124,9 +123,6 @@ class Kronecker(Layered):
             None if split.uncovered is None else self.fallback.estimate(split.uncovered),
             split.unseen,
         )
-
-    def absorbs(self, average: Operator) -> bool:
-        return isinstance(average, KroneckerOperator)
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
@@ -201,13 +197,16 @@ class KroneckerOperator(LayerOperator):
     ``fallback`` is the metric on the parameters that no layer rule covers, in another structure.
     """
 
-    letters: ClassVar[tuple[str, ...]] = ("S", "A")
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
     right: tuple[SymFactor, ...]  # A [c i i] of every layer, or its diagonal [c i]
     fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
+
+    @property
+    def by_letter(self) -> Mapping[str, Sequence[Tensor]]:
+        return {"S": self.left, "A": self.right}
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -222,10 +221,6 @@ class KroneckerOperator(LayerOperator):
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         return s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
-
-    def layer_dense(self, b: int) -> Iterable[Tensor]:
-        pairs = zip(matrix(self.left[b]), matrix(self.right[b]), strict=True)
-        return (torch.kron(s.contiguous(), a.contiguous()) for s, a in pairs)
 
     def spectrum(self) -> tuple[list[Tensor], Basis]:
         """The products s_o a_i, in the eigenvectors of the factors."""
@@ -248,14 +243,6 @@ class KroneckerOperator(LayerOperator):
             fallback = self.fallback.merged(fallback, weight)
         same = fallback is self.fallback and self.unseen <= unseen
         return self if same else replace(self, fallback=fallback, unseen=self.unseen & unseen)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.seen_tensors({"S": self.left, "A": self.right})
-
-    def averaged(self) -> dict[str, Tensor] | None:
-        if self.fallback is not None and self.fallback.averaged() is None:
-            return None
-        return self.all_tensors({"S": self.left, "A": self.right})
 
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ exactly: by Cholesky of the factors without damping, through their eigenvalues with it."""
@@ -317,8 +304,8 @@ class KroneckerOperator(LayerOperator):
 
         inverse = self.layers_from(sharing.gathered(inverted), self.fallback_inverse(damping))
         assert inverse is not None
-        for computed in inverses:  # on a GPU the host reads later that a factor could not be inverted
-            inverse.inherit(computed)
+        if inverses and isinstance(inverse, ProductInverse):
+            inverse.inherit(inverses[0])  # a GPU tells later that a factor could not be inverted
         return inverse
 
     def mend(self, inverse: Inverse, damping: float) -> None:
@@ -370,6 +357,7 @@ class ProductInverse(LayerInverse):
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy S⁻¹ and A⁻¹ of every layer."""
         for key, t in self._inverses().items():
+            check_shape(f"{key} of the inverse of the metric", tensors[key], t.shape)
             t.copy_(tensors[key])
 
     def compute_(self, G: KroneckerOperator, damping: float, *, warm: bool = False) -> None:
@@ -402,6 +390,7 @@ class ProductInverse(LayerInverse):
         return self.batch.failed()
 
     def inherit(self, other: Inverse) -> None:
+        """Take over the failures of an inverse that this one was built from."""
         if isinstance(other, ProductInverse):
             self.batch.inherit(other.batch)
         else:
@@ -419,16 +408,17 @@ class ProductInverse(LayerInverse):
     def stacks_with(self, b: int) -> object:
         return self.dense[b]
 
-    def apply(self, batch: int, w: Tensor, overwrite: bool) -> Tensor:
+    def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
         left, right = self.stacks[batch]
-        return solve_two_sided(left, w, right, w if overwrite else None)
-
-    def by_columns(self, batch: int) -> bool:
-        return self.dense[self.batches[batch][0]] == (True, True)
-
-    def apply_columns(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
-        left, right = self.stacks[batch]
-        return solve_columns(left, columns, right)
+        if left.is_root or right.is_root:
+            return separated(right.solve_right(left.solve(joined(columns))), columns)
+        graph = torch.is_grad_enabled() and any(w.requires_grad for w in columns)
+        L, R = left.memory, right.memory
+        if is_dense(L) and is_dense(R) and not graph:
+            return two_sided_columns(L, columns, R)
+        w = joined(columns)
+        in_place = not graph and w is not columns[0]
+        return separated(two_sided(L, w, R, w if in_place else None), columns)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.fallback_inverse_tensors() | self._inverses()

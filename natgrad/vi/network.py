@@ -21,7 +21,7 @@ from natgrad.optim.checkpoint import (
     check_finite,
     check_generator,
     check_signature,
-    metric_in_words,
+    in_words,
     operator_of,
 )
 from natgrad.output.metric import OutputMetric, fresh_generator
@@ -126,16 +126,17 @@ class VariationalNetwork:
     def step(self, x: Inputs, target: Any, loss: Callable[[Tensor, Any], Tensor]) -> Tensor:
         """One step on a batch. ``loss(outputs, target)``: ℓ, the mean of −log p over the batch, which is returned."""
         slopes, values, new = [], [], None
+        last = None if self._posterior is None else self.operator
         for k, ε in enumerate(self._noise()):
             with self._at(ε):
                 pb = self._view.checked(x, target)
-                G = self.structure.estimate_like(pb, new or self._last)
+                G = self.structure.estimate(pb, new or last)
                 new = G if new is None else new.lerp(G, 1 / (k + 1))
                 value, slope = self._differential(x, target, loss)
             slopes.append(slope)
             values.append(value)
         assert new is not None
-        G = new.finite() if self._posterior is None else self.operator.lerp(new.finite(), self.rates.precision)
+        G = new.finite() if last is None else last.lerp(new.finite(), self.rates.precision)
         inverse = Cholesky().init(G, self.prior.damping)
         layout = G.layout
         μ = layout.flatten({name: p.detach() for name, p in self.model.params.items()})
@@ -198,15 +199,11 @@ class VariationalNetwork:
     def _signature(self) -> dict[str, Any]:
         """What a saved state must agree with."""
         return {
-            "metric": metric_in_words(self.metric),
+            "metric": in_words(self.metric.unsampled()),
             "structure": repr(self.structure),
             "dtype": str(self.model.example.dtype),
             "parameters": {name: list(p.shape) for name, p in self.model.params.items()},
         }
-
-    @property
-    def _last(self) -> Operator | None:
-        return None if self._posterior is None else self._posterior[0]
 
     @property
     def _state(self) -> tuple[Operator, Inverse]:
