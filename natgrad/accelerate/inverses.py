@@ -178,6 +178,7 @@ class InverseStack:
 
     One large matrix on a CPU is left as U with UᵀU = F + shift: two triangular solves take as long as a product with
     the inverse, and inverting U would take twice as long as Cholesky. It is inverted where ``inverses`` are asked for.
+    Solutions are contiguous, as the parameters are that they are added to.
 
     >>> stack = InverseStack(torch.tensor([[[2.0]]]), is_root=True)
     >>> stack.solve(torch.ones(1, 1, 3)), stack.inverses()
@@ -198,14 +199,14 @@ class InverseStack:
         """(F + shift)⁻¹ w, for w [b d i]."""
         if self.is_root:
             half = torch.linalg.solve_triangular(self.memory.mT, w, upper=False)
-            return torch.linalg.solve_triangular(self.memory, half, upper=True)
+            return torch.linalg.solve_triangular(self.memory, half, upper=True).contiguous()
         return torch.matmul(self.memory, w) if is_dense(self.memory) else self.memory.unsqueeze(-1) * w
 
     def solve_right(self, w: Tensor) -> Tensor:
         """w (F + shift)⁻¹, for w [b o d]."""
         if self.is_root:
             half = torch.linalg.solve_triangular(self.memory, w, upper=True, left=False)
-            return torch.linalg.solve_triangular(self.memory.mT, half, upper=False, left=False)
+            return torch.linalg.solve_triangular(self.memory.mT, half, upper=False, left=False).contiguous()
         return torch.matmul(w, self.memory) if is_dense(self.memory) else w * self.memory.unsqueeze(-2)
 
 
