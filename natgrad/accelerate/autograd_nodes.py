@@ -13,18 +13,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 _nodes: Any = torch._C._functions  # the types of nodes, which torch's stubs do not list
 LEAF = _nodes.AccumulateGrad
 TRANSPOSES_AND_CASTS = frozenset({_nodes.TBackward0, _nodes.TransposeBackward0, _nodes.ToCopyBackward0})
-RESHAPES = frozenset(
-    {_nodes.ViewBackward0, _nodes.UnsafeViewBackward0, _nodes.ReshapeAliasBackward0, _nodes.ExpandBackward0}
-)
 UNTYPED = "CppFunction"  # the type of all nodes that have no type of their own
 
 # Arguments of an operation that are numbers: the axes that it works along, and whether it uses batch statistics.
-_NUMBERS = frozenset(
+_AXES = frozenset(
     f"_saved_{name}"
     for name in (
         *("dim", "dims", "dim0", "dim1", "dim2", "dimension", "keepdim", "normalized_shape", "pad", "training"),
-        *("start", "end", "step", "shifts", "repeats", "offset", "diagonal", "split_size", "split_sizes"),
-        *("size", "stride", "storage_offset", "self_sym_sizes"),
+        *("shifts", "repeats", "offset", "diagonal"),
+    )
+)
+# And those that depend on sizes, or on the places of entries.
+_SIZES = frozenset(
+    f"_saved_{name}"
+    for name in (
+        *("start", "end", "step", "split_size", "split_sizes", "size", "stride", "storage_offset", "self_sym_sizes"),
     )
 )
 
@@ -51,15 +54,21 @@ def argument(node: Any, *names: str, default: Any = None) -> Any:
     return default
 
 
-def numbers(node: Any) -> list[object]:
-    """All arguments of its operation that a node saved and that are numbers. No tensors, which may be freed."""
-    return [getattr(node, key) for key in _keys(type(node))]  # type: ignore[arg-type]
+def axis_arguments(node: Any) -> list[object]:
+    """The axes that an operation works along, as its node saved them, and other switches."""
+    return [getattr(node, key) for key in _keys(type(node))[0]]  # type: ignore[arg-type]
+
+
+def size_arguments(node: Any) -> list[object]:
+    """The sizes and places that a node saved. No tensors, which may be freed."""
+    return [getattr(node, key) for key in _keys(type(node))[1]]  # type: ignore[arg-type]
 
 
 @cache
-def _keys(kind: type) -> tuple[str, ...]:
+def _keys(kind: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """There are few types of nodes, and every estimate asks."""
-    return tuple(sorted(_NUMBERS.intersection(vars(kind))))
+    saved = vars(kind)
+    return tuple(sorted(_AXES.intersection(saved))), tuple(sorted(_SIZES.intersection(saved)))
 
 
 def edge_of(output: Tensor) -> GradientEdge:

@@ -93,15 +93,15 @@ class Pending:
     @staticmethod
     def of(factor: Tensor, total: Tensor, weight: Scalar, count: int) -> Pending:
         """In the memory of the factor; what lies between the rows of a matrix may be anything."""
-        diagonal = _diagonal(total)
         if not _padded(factor):
-            total = total.contiguous().view(-1)
-            return Pending(factor.view(-1), total, diagonal if len(total) >= _LARGE else None, weight, count)
+            diagonal = _diagonal(total) if total.numel() >= _LARGE else None
+            return Pending(factor.view(-1), total.contiguous().view(-1), diagonal, weight, count)
         if total.stride()[1:] != factor.stride()[1:]:
             like = torch.empty_strided(factor.shape, factor.stride(), dtype=total.dtype, device=total.device)
             total = like.copy_(total)
         length = (factor.shape[1] - 1) * factor.stride(1) + factor.shape[2]
-        return Pending(factor.as_strided((length,), (1,)), total.as_strided((length,), (1,)), diagonal, weight, count)
+        row, diagonal = total.as_strided((length,), (1,)), _diagonal(total)
+        return Pending(factor.as_strided((length,), (1,)), row, diagonal, weight, count)
 
 
 def average_together(pending: Sequence[Pending]) -> None:
@@ -147,7 +147,5 @@ def _padded(factor: Tensor) -> bool:
 def _not_finite(pending: Sequence[Pending]) -> Tensor:
     """1 where one of the totals is not finite, on the device: second moments are finite where their diagonals are."""
     whole = [one.total for one in pending if one.diagonal is None]
-    bad = fused.nonfinite(whole) if whole else torch.zeros((), device=pending[0].total.device)
     diagonals = [one.diagonal.flatten() for one in pending if one.diagonal is not None]
-    # NaN and infinity times zero are NaN, and NaN is not zero.
-    return torch.cat(diagonals).mul_(0).sum().add(bad).ne(0).to(bad.dtype) if diagonals else bad
+    return fused.nonfinite([*whole, torch.cat(diagonals)] if diagonals else whole)

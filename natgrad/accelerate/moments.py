@@ -115,7 +115,7 @@ _LEAF = 96  # columns, up to which a processor gains nothing from computing one 
 _PAGE = 4096  # bytes
 _LITTLE = 2**24  # multiplications, likewise
 _COUNTED = 2**31  # numbers, from which some kernels of torch overflow
-_COPIED = 2**21  # numbers, up to which a copy with a column of ones is faster than two more launches
+_COPIED = 2**24  # numbers, up to which a copy with a column of ones is faster than five more launches
 _ALIGNED = 8  # numbers; a GPU reads rows that start off a vector one number at a time
 
 
@@ -241,7 +241,7 @@ def _symmetric_on_gpu(x: Tensor) -> Tensor:
     """Launches to symmetrise would show; what inverts it reads one triangle, or symmetrises."""
     d, wider = x.shape[-1], summed(x.dtype)
     if x.ndim == 2:
-        return panel_product(x, x.new_empty(d, d, dtype=wider))
+        return panel_product(x, aligned_square(x, d))
     if x.dtype == wider:
         return x.mT @ x
     stack = x.flatten(0, -3)
@@ -271,21 +271,32 @@ def panel_product(x: Tensor, out: Tensor) -> Tensor:
 
 
 def affine_product(x: Tensor) -> Tensor:
-    """Σ x̄ x̄ᵀ [i+1 i+1] of x [m i] with x̄ = (x, 1): one product of a small copy, or one product and one sum.
-
-    Tensor cores read float32 fastest where both factors are contiguous along the index that is summed.
-    """
+    """Σ x̄ x̄ᵀ [i+1 i+1] of x [m i] with x̄ = (x, 1): one product of a copy or, where x is large, a product and a sum."""
     m, i = x.shape
     x = rounded(x, m * i**2)
     if x.numel() <= _COPIED:
-        copy = aligned_rows(x, i, aligned_size(i + 1) - i, m)
-        copy[:i, :m].copy_(x.T)
-        out = aligned_square(copy, copy.shape[0])
-        multiply(copy, copy.T, out)
+        copy = torch.cat([x, one_like(x).expand(m, aligned_size(i + 1) - i)], 1)
+        out = x.new_empty(copy.shape[1], copy.shape[1], dtype=summed(x.dtype))
+        multiply(copy.T, copy, out)
         return out[: i + 1, : i + 1]
     out = aligned_square(x, i + 1)
     panel_product(x, out[:i, :i])
     return put_border(out, column_sums(x), m)
+
+
+_ones: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def one_like(x: Tensor) -> Tensor:
+    """1 [1 1] where x lies and in its type, to be read only: one launch less than a new one."""
+    key = x.device, x.dtype
+    if key in _ones:
+        return _ones[key]
+    one = x.new_ones(1, 1)
+    # A capture would fill it only when it is replayed, and a fake tensor has no value.
+    if type(one) is Tensor and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _ones[key] = one
+    return one
 
 
 def aligned_rows(x: Tensor, width: int, ones: int, count: int) -> Tensor:

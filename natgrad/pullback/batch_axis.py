@@ -22,7 +22,7 @@ from natgrad.accelerate.autograd_nodes import output_shape
 from natgrad.errors import BatchStatisticsError, NonFiniteError, UncoveredError
 from natgrad.lru import LRU
 from natgrad.model import Inputs, Model, tensors_of
-from natgrad.pullback.graph import BatchAxis, GraphStep, Survey, below, leaf_below, nodes, survey
+from natgrad.pullback.graph import BatchAxis, GraphStep, Survey, below, leaf_below, nodes, size_pattern, survey
 from natgrad.pullback.layer import Block
 from natgrad.pullback.tape import Tape, Use
 from natgrad.rules.base import Replayed, cotangent_features, replaying
@@ -54,13 +54,15 @@ class ProvenAxes:
     """The nodes below y, and the batch axes that the graph proves.
 
     ``axes``: the batch axis of each proven node. ``reached``: all nodes. ``passed``: proven outputs of modules that
-    were passed over. ``inside``: the nodes of those modules.
+    were passed over. ``inside``: the nodes of those modules. ``any_size``: whether the proof holds for graphs of the
+    same form whatever their sizes are, as long as the same sizes agree (``size_pattern``).
     """
 
     axes: Mapping[Any, BatchAxis]
     reached: frozenset[Any]
     passed: frozenset[Any]
     inside: frozenset[Any]
+    any_size: bool
 
     def reaches(self, use: Use) -> bool:
         """Whether y depends on an output of a use."""
@@ -83,6 +85,7 @@ def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
     axes: dict[Any, BatchAxis] = {}
     passed: dict[Any, Any] = {}
     doubtful: list[Any] = []
+    any_size = n > 1
     visited: set[tuple[Any, int]] = set()
     stack: list[tuple[Any, int, BatchAxis]] = [(y.grad_fn, y.output_nr, BatchAxis(0))]
     while stack:
@@ -100,9 +103,11 @@ def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
             stack.append((use.source.node, use.source.output_nr, axis))
             continue
         for at, (child, number) in enumerate(node.next_functions):
-            if child is None or (node.name() == FORK and at == 0):  # the user's gradient
+            if child is None or leaf_below(child) is not None or (node.name() == FORK and at == 0):  # user's gradient
                 continue
-            argument = below(GraphStep(node, at, axis, n, output_shape(node, output), output_shape(child, number)))
+            step = GraphStep(node, at, axis, n, output_shape(node, output), output_shape(child, number))
+            argument = below(step)
+            any_size = any_size and (not step.reshapes or axis.stays(argument, step.result, step.argument, n))
             if argument is None:
                 doubtful.append(child)
             else:
@@ -111,7 +116,7 @@ def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
     wrong = set(nodes([*doubtful, *(node for node in inside if node in axes)]))
     proven = {node: axis for node, axis in axes.items() if node not in wrong}
     outputs = frozenset(node for node in passed if node in proven)
-    return ProvenAxes(proven, frozenset(nodes([y.grad_fn])), outputs, inside)
+    return ProvenAxes(proven, frozenset(nodes([y.grad_fn])), outputs, inside, any_size)
 
 
 def _passes_batch(use: Use, axis: BatchAxis, n: int) -> bool:
@@ -140,13 +145,15 @@ class BatchAxes:
 
     ``missing``: uses without a batch axis. ``idle``: uses on whose output y does not depend. ``axes``: uses whose batch
     axis must be moved to the front. All others have it where their rule expects it. ``certain``: whether the result
-    holds for every pass with the same graph; without cotangents it does not.
+    holds for every pass with the same graph; without cotangents it does not. ``any_size``: whether it holds for every
+    pass with a graph of the same form, whatever the sizes are.
     """
 
     missing: frozenset[int] = frozenset()
     idle: frozenset[int] = frozenset()
     axes: Mapping[int, BatchAxis] = field(default_factory=dict)
     certain: bool = True
+    any_size: bool = False
 
     @property
     def without_rule(self) -> frozenset[int]:
@@ -175,7 +182,7 @@ def find_batch_axes(tape: Tape) -> BatchAxes:
         else:
             missing.add(at)
     if not unsure:
-        return BatchAxes(frozenset(missing), frozenset(idle), axes)
+        return BatchAxes(frozenset(missing), frozenset(idle), axes, any_size=graph.any_size)
     probed, certain = _probe_axes(tape, unsure)
     axes |= {at: axis for at, axis in probed.items() if axis is not None}
     return BatchAxes(frozenset(missing | unsure.keys() - probed.keys()), frozenset(idle), axes, certain)
@@ -317,61 +324,50 @@ class LayerStatus:
     """Which of the layers ``given`` can use their rule in a pass.
 
     ``blocks``: the layers, without their rule if it does not apply. ``unused``: the layers that the pass did not use,
-    by their first name. ``positions``: the number r·c of positions of one example that share the weight, by the first
-    name, for layers whose shapes show it. ``axes``: the batch axes to move to the front (``Tape.with_batch_first``).
+    by their first name. ``axes``: the batch axes to move to the front (``Tape.with_batch_first``).
     """
 
     given: list[Block]
     blocks: list[Block]
     unused: Mapping[str, Block]
-    positions: Mapping[str, int]
     axes: Mapping[int, BatchAxis]
     memo: dict[Hashable, Any] = field(default_factory=dict)  # a cache for others, shared by passes with the same graph
-
-    def positions_of(self, blocks: Sequence[Block], tape: Tape) -> dict[str, int]:
-        """The positions of all blocks of a pass with the same graph."""
-        if len(self.positions) == len(blocks):
-            return dict(self.positions)
-        return {b.names[0]: self.positions.get(b.names[0]) or tape.positions(b) for b in blocks}
 
 
 @final
 class StatusCache:
     """The status of layers, cached by graph signature, for a model that is called repeatedly.
 
-    The signature is all that decides: the kinds of the nodes, how they are joined and along which axes they work, the
-    parameters that enter, in order, and the calls of the layers. A graph that moves examples by an index that depends
-    on the data is never cached.
+    The signature is all that decides: the form of the graph, with the parameters that enter it in order, the calls of
+    the layers, and which sizes agree. The sizes themselves belong to it only where the proof needed them: a loop whose
+    batches change their length is judged once. A graph that moves examples by an index that depends on the data is
+    never cached.
     """
 
     def __init__(self) -> None:
-        self._statuses: LRU[Hashable, LayerStatus] = LRU(capacity=64)
-        self._axes: LRU[Hashable, BatchAxes] = LRU(capacity=256)  # many, because every sequence length is an entry
+        self._statuses: LRU[Hashable, LayerStatus] = LRU(capacity=256)
 
     def of(self, model: Model, blocks: list[Block], tape: Tape, whole: bool) -> LayerStatus:
         """``whole``: all examples are in this pass, so that a layer that it does not use is unused."""
         graph = survey(tape.y)
-        key = (graph.kinds, graph.form, graph.entries, graph.top, whole, tape.y.shape, _signature(tape.uses))
-        status = self._statuses.get(key)
+        calls, shapes = _signature(tape.uses)
+        shapes = [tuple(tape.y.shape), *shapes, *graph.shapes]
+        form = (graph.form, calls, whole, tape.operations is None)
+        pattern = (form, size_pattern(shapes))
+        status = self._statuses.get(pattern)
+        if status is not None and status.given == blocks:
+            return status
+        exact = (form, tuple(shapes), graph.sizes)
+        status = self._statuses.get(exact)
         if status is not None and status.given == blocks:
             return status
         check_reentrant_checkpoint(model, graph.names, graph.counts)
-        batch_axes = self._batch_axes(tape, graph)
+        batch_axes = find_batch_axes(tape)
         status = _status(model, blocks, tape, graph, whole, batch_axes)
         if batch_axes.certain and DATA_DEPENDENT.isdisjoint(graph.names):
-            self._statuses[key] = status
+            # What is known of recorded operations, in ``memo``, depends on their sizes.
+            self._statuses[pattern if batch_axes.any_size and tape.operations is None else exact] = status
         return status
-
-    def _batch_axes(self, tape: Tape, graph: Survey) -> BatchAxes:
-        if not DATA_DEPENDENT.isdisjoint(graph.names):
-            return find_batch_axes(tape)
-        key = (tape.y.shape, tuple((id(use.module), use.shapes) for use in tape.uses), graph.kinds, graph.form)
-        batch_axes = self._axes.get(key)
-        if batch_axes is None:
-            batch_axes = find_batch_axes(tape)
-            if batch_axes.certain:
-                self._axes[key] = batch_axes
-        return batch_axes
 
 
 def _status(
@@ -383,24 +379,24 @@ def _status(
     # Nothing that the pass returned depends on them, whether or not the layer was called.
     unused = {b.names[0]: b for b in given if unreached.issuperset(b.names)}
     blocks = [b.without_rule() if b.names[0] in unused else b for b in blocks]
-    static = [b for b in blocks if b.rule is not None and not any(isinstance(kind.rule, Replayed) for kind in b.kinds)]
-    positions = {b.names[0]: tape.positions(b) for b in static}
-    return LayerStatus(list(given), blocks, unused, positions, batch_axes.axes)
+    return LayerStatus(list(given), blocks, unused, batch_axes.axes)
 
 
-def _signature(uses: Sequence[Use]) -> tuple[Hashable, ...]:
-    """All that the status depends on in the calls, in one flat tuple, which is fast to compare."""
+def _signature(uses: Sequence[Use]) -> tuple[tuple[Hashable, ...], list[tuple[int, ...]]]:
+    """All that the status depends on in the calls: what was called, in one flat tuple, and the shapes."""
     hiding = replaying([type(use.rule) for use in uses])
-    out: list[Hashable] = []
+    calls: list[Hashable] = []
+    shapes: list[tuple[int, ...]] = []
     for use in uses:
-        out.append(id(use.module))
-        out.append(use.shapes)
-        out.extend(use.entries)
+        calls.append(id(use.module))
+        calls.extend(use.entries)
+        shapes += use.shapes
         if type(use.rule) in hiding:  # how often its parameters enter, and what it was given
-            given = tuple(t.shape for t in tensors_of((use.call.args, use.call.kwargs)))
+            given = [t.shape for t in tensors_of((use.call.args, use.call.kwargs))]
             edges = tuple(edge is None for edge in use.edges)
-            out.append((tuple(use.entries.values()), given, edges, use.source is None, use.call.training))
-    return tuple(out)
+            calls.append((tuple(use.entries.values()), len(given), edges, use.source is None, use.call.training))
+            shapes += given
+    return tuple(calls), shapes
 
 
 # The origin of a NaN or an infinity. The search is slow and runs only after one has appeared.

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from natgrad.accelerate.autograd_nodes import (
     LEAF,
-    RESHAPES,
     TRANSPOSES_AND_CASTS,
     UNTYPED,
     argument,
-    numbers,
+    axis_arguments,
     output_shape,
+    size_arguments,
 )
 
 
@@ -39,23 +39,31 @@ def nodes(roots: Iterable[Any], stop: Collection[Any] = ()) -> Iterator[Any]:
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Survey:
-    """One walk over the graph below y: the kinds of its nodes, and the leaves that enter it, by their ids, in order.
+    """One walk over the graph below y: its nodes, how they are joined, and the leaves that enter it, by their ids.
 
     A leaf under a chain of transposes and casts is where the chain enters (``leaf_uses``); the chain is not looked at.
-    ``top``: the id of the leaf that y itself is such a chain of, which enters nothing. ``form``: how the nodes are
-    joined, and along which axes they work, as ``x.softmax(0)`` and ``x.softmax(1)`` are nodes of one kind.
+    ``joins``: for every node the places of its arguments among the nodes, with their output numbers. ``top``: the id of
+    the leaf that y itself is such a chain of, which enters nothing.
     """
 
-    kinds: tuple[object, ...]
+    nodes: Sequence[Any]
+    joins: tuple[object, ...]
     entries: tuple[int, ...]
     top: int | None = None
-    form: tuple[object, ...] = ()
+
+    @cached_property
+    def kinds(self) -> tuple[object, ...]:
+        """The types of the nodes, or their names where a type does not tell."""
+        kinds = tuple(map(type, self.nodes))
+        if any(kind.__name__ == UNTYPED for kind in set(kinds)):
+            return tuple(node.name() for node in self.nodes)
+        return kinds
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of the nodes."""
+        """The names of the nodes."""
         return frozenset(kind.__name__ if isinstance(kind, type) else str(kind) for kind in set(self.kinds))
 
     @cached_property
@@ -63,59 +71,81 @@ class Survey:
         """How often each leaf enters."""
         return Counter(self.entries)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Kinds, joins and the axes that operations work along: ``x.softmax(0)`` and ``x.softmax(1)`` are of one kind.
+
+        All but sizes: it is the same for batches of any length.
+        """
+        axes = [axis for node in self.nodes for axis in axis_arguments(node)]
+        return self.kinds, self.joins, tuple(axes), self.entries, self.top
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes of all outputs of nodes that y depends on."""
+        outputs = {pair: None for pair in self.joins if type(pair) is tuple}
+        return [output_shape(self.nodes[at], number) for at, number in outputs]
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """All sizes and places that nodes saved."""
+        return tuple(number for node in self.nodes for number in size_arguments(node))
+
     def unreached(self, leaves: Mapping[str, Tensor]) -> frozenset[str]:
         """The names of the leaves that do not enter the graph at all; none where there is no graph to tell."""
-        if not self.kinds:
+        if not self.nodes:
             return frozenset()
         return frozenset(name for name, p in leaves.items() if not self.counts[id(p)] and id(p) != self.top)
 
 
 def survey(y: Tensor) -> Survey:
-    """A tight loop, as it runs in every estimate: nodes are told apart by their types, which are known to Python."""
+    """Walk over the graph below y. A tight loop, because it runs in every estimate."""
     root = y.grad_fn
     if root is None:
-        return Survey((), ())
+        return Survey((), (), ())
     top = leaf_below(root)
     if top is not None:
-        return Survey((root.name(),), (), id(top))
+        return Survey((root,), (), (), id(top))
     order: list[Any] = [root]
-    index: dict[Any, int] = {root: 0, None: -1}
+    index: dict[Any, int] = {root: 0}
     entries: list[int] = []
-    joined: list[object] = []
+    joins: list[object] = []
     for node in order:  # which grows
         for child, number in node.next_functions:
             kind = type(child)
-            if kind is LEAF:
-                entries.append(id(child.variable))
-                joined.append("leaf")
-                continue
-            if kind in TRANSPOSES_AND_CASTS:
-                leaf = leaf_below(child)
-                if leaf is not None:
-                    entries.append(id(leaf))
-                    joined.append("leaf")
-                    continue
-            at = index.get(child)
-            if at is None:
-                at = index[child] = len(order)
-                order.append(child)
-            joined.append((at, number) if number else at)
-        joined.append("end")
-    return Survey(_kinds(order), tuple(entries), None, (*joined, *_saved(order)))
+            leaf = child.variable if kind is LEAF else leaf_below(child) if kind in TRANSPOSES_AND_CASTS else None
+            if leaf is not None:
+                entries.append(id(leaf))
+                joins.append("leaf")
+            elif child is None:
+                joins.append(None)
+            else:
+                at = index.get(child)
+                if at is None:
+                    at = index[child] = len(order)
+                    order.append(child)
+                joins.append((at, number))
+        joins.append("end")
+    return Survey(order, tuple(joins), tuple(entries))
 
 
-def _kinds(order: Sequence[Any]) -> tuple[object, ...]:
-    """The types of nodes, or their names."""
-    kinds = tuple(map(type, order))
-    if any(kind.__name__ == UNTYPED for kind in set(kinds)):
-        return tuple(node.name() for node in order)
-    return kinds
+def size_pattern(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    """The shapes with every size replaced by its number in the order of appearance: which sizes agree, and no size.
 
+    0 and 1 keep their meaning.
 
-def _saved(order: Sequence[Any]) -> list[object]:
-    """The numbers that nodes saved; for reshapes, which save their input shape only, also the output shape."""
-    saved = [number for node in order for number in numbers(node)]
-    return saved + [output_shape(node) for node in order if type(node) in RESHAPES]
+    >>> size_pattern([(5, 7), (7, 1)]) == size_pattern([(6, 9), (9, 1)]) != size_pattern([(6, 6), (6, 1)])
+    True
+    """
+    numbers: dict[int, int] = {0: 0, 1: 1}
+    patterns: dict[Shape, Shape] = {}
+    out = []
+    for shape in shapes:
+        pattern = patterns.get(shape)
+        if pattern is None:
+            pattern = patterns[shape] = tuple([numbers.setdefault(size, len(numbers)) for size in shape])
+        out.append(pattern)
+    return tuple(out)
 
 
 def leaf_uses(roots: Iterable[Any], stop: Collection[Any] = ()) -> Counter[int]:
@@ -178,6 +208,25 @@ class BatchAxis:
         goes_on = {axis: argument[axis.index] > axis.before * n for axis in candidates}
         return min(candidates, key=lambda axis: (goes_on[axis], axis.before > 1), default=None)
 
+    def stays(self, other: BatchAxis | None, result: Shape, argument: Shape, n: int) -> bool:
+        """Whether a reshape moves this axis to ``other`` whatever the sizes are, as long as the same ones agree.
+
+        Equal leading and trailing axes cancel, and what is left of both shapes has equally many elements. An axis that
+        cancels stays where it is. The first axis that does not is the slowest index of what is left.
+        """
+        if n == 1 or other is None or other.before != self.before:
+            return False
+        short = min(len(result), len(argument))
+        lead = next((at for at in range(short) if result[at] != argument[at]), short)
+        ends = range(1, short - lead + 1)
+        tail = next((at - 1 for at in ends if result[-at] != argument[-at]), short - lead)
+        if self.index < lead:
+            return other.index == self.index
+        if self.index >= len(result) - tail:
+            return other.index - len(argument) == self.index - len(result)
+        first = self.before == 1 and self.index == other.index == lead
+        return first and (len(argument) - tail == lead + 1 or argument[lead] == n)
+
     def move_to_front(self, t: Tensor, n: int, lead: int = 0) -> Tensor:
         """A view with the n examples on an axis of their own, in front; ``lead`` axes before them stay.
 
@@ -210,6 +259,11 @@ class GraphStep:
     n: int
     result: Shape
     argument: Shape
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether the operation keeps all elements in their order."""
+        return _FOLLOWED.get(self.node.name()) is _reshaped
 
     def moved(self, index: int | None) -> BatchAxis | None:
         """The examples on this axis of the argument, if it is as long there as the result is."""

@@ -280,15 +280,17 @@ class CapturedKernels:
         early = [b for b in numbers if not self.layers.late(b)]
         captured = [b for b in early if b in self._capturable]
         at_uses = self._uses_of(captured)
+        called = self._called(at_uses)
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            tape, sink = self._tape_reading(at_uses, iter(tensors)), self.sink.with_weight(scalars[0])
+            tape = self.tape if tensors is called else self._tape_reading(at_uses, iter(tensors))
+            sink = self.sink.with_weight(scalars[0])
             for b in captured:
                 self.layers.put_inputs(b, tape, sink)
             sink.flush()
 
         if captured and self.graphs is not None:
-            self.graphs.run(compute, self._called(at_uses), [self.sink.weight], self._key("A", captured, at_uses))
+            self.graphs.run(compute, called, [self.sink.weight], self._key("A", captured, at_uses))
         for b in early:
             if b not in self._capturable:
                 self.layers.put_inputs(b, self.tape, self.sink)
@@ -301,7 +303,8 @@ class CapturedKernels:
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             supply = iter(tensors)
-            tape, sink = self._tape_reading(late, supply), self.sink.with_weight(scalars[0])
+            tape = self._tape_reading(late, supply) if late else self.tape
+            sink = self.sink.with_weight(scalars[0])
             mine = Cotangents({at: tuple(next(supply) for _ in g.outer[at]) for at in at_uses}, {})
             for b in captured:
                 self.layers.put_outputs(b, tape, mine, sink)
@@ -451,16 +454,16 @@ def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequenc
 
     Cached by the kind of graph, as the search is long. A backward pass comes to the layers from the last one on.
     """
-    key = ("early", room, tuple(block.names for block in blocks))
+    key = ("early", tuple(block.names for block in blocks))
     if key not in tape.memo:
-        early, held, last = _uses_above_others(tape, blocks), 0, set()
-        for at in reversed(early):
-            held += tape.uses[at].shape.numel() * tape.y.element_size()
-            if held > room:
-                last.add(at)
-                held = 0
-        tape.memo[key] = early, frozenset(last)
-    return tape.memo[key]
+        tape.memo[key] = _uses_above_others(tape, blocks)
+    early, held, last = tape.memo[key], 0, set()
+    for at in reversed(early):
+        held += tape.uses[at].shape.numel() * tape.y.element_size()
+        if held > room:
+            last.add(at)
+            held = 0
+    return early, frozenset(last)
 
 
 def _uses_above_others(tape: Tape, blocks: Sequence[Block]) -> Sequence[int]:

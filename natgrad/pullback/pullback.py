@@ -608,7 +608,7 @@ class Observer:
             y=y,
             roots=Root.of(self, batch.target, y, coupled is not None),
             layers=blocks,
-            positions=status.positions_of(blocks, tape),
+            positions={block.names[0]: tape.positions(block) for block in blocks},
             unused=status.unused,
             reasons=reasons,
             memory=self.memory,

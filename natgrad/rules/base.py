@@ -109,9 +109,9 @@ def input_features(rule: Rule, module: nn.Module, keys: Keys, call: Call, names:
     """a of a call, with the shape that the rule promised: it may be the user's own. ``names`` are for the message."""
     a = rule.inputs(module, keys, call)
     features = DenseFeatures(a) if isinstance(a, Tensor) else a
-    c, _, i = rule.shape(module, keys)
-    if len(features.shape) != 4 or features.shape[2:] != (c, i):
-        raise _wrong_shape(rule, "inputs", names or keys, features.shape, f"[n r c i] with c = {c} and i = {i}")
+    (c, _, i), shape = rule.shape(module, keys), features.shape
+    if len(shape) != 4 or shape[2:] != (c, i):
+        raise _wrong_shape(rule, "inputs", names or keys, shape, f"[n r c i] with c = {c} and i = {i}")
     return features
 
 
@@ -119,9 +119,9 @@ def cotangent_features(rule: Rule, module: nn.Module, keys: Keys, g: Tensor) -> 
     """g of a layer from cotangents [k *output], likewise."""
     returned = rule.cotangents(module, keys, g)
     features = DenseFeatures(returned) if isinstance(returned, Tensor) else returned
-    c, o, _ = rule.shape(module, keys)
-    if len(features.shape) != 5 or features.shape[3:] != (c, o):
-        raise _wrong_shape(rule, "cotangents", keys, features.shape, f"[k n r c o] with c = {c} and o = {o}")
+    (c, o, _), shape = rule.shape(module, keys), features.shape
+    if len(shape) != 5 or shape[3:] != (c, o):
+        raise _wrong_shape(rule, "cotangents", keys, shape, f"[k n r c o] with c = {c} and o = {o}")
     return features
 
 

@@ -258,7 +258,7 @@ class Patches(Features):
     groups: int = 1
     ones: Ones = False
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         width = self.x.shape[self._examples + 1] // self.groups * math.prod(axis.kernel for axis in self.axes)
         lead = self.x.shape[: self._examples + 1]

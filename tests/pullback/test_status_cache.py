@@ -146,9 +146,66 @@ def test_a_pass_that_looks_like_one_before_is_not_judged_again() -> None:
     m = Written()
     model, blocks = Model.of(m), layers_of(Model.of(m))
     cache = StatusCache()
-    found = [cache.of(model, blocks, record(model, blocks, inputs(n)), True) for n in (4, 4, 5)]
-    assert found[0] is found[1]
-    assert found[0] is not found[2]
+    statuses = [cache.of(model, blocks, record(model, blocks, inputs(n)), True) for n in (4, 4, 5, 1)]
+    assert statuses[0] is statuses[1] is statuses[2]  # whatever the number of examples
+    assert statuses[0] is not statuses[3]  # of one example nothing can be confused with another
+
+
+class Folded(nn.Module):
+    """n examples [t d] through layers, by a product, after ``fold`` and before ``unfold`` of the axes."""
+
+    def __init__(self, fold: Callable[[Tensor], Tensor], unfold: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.fold, self.unfold = fold, unfold
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.unfold(self.a(self.fold(x)).tanh(), x))
+
+
+def rows_of_examples(x: Tensor) -> Tensor:
+    return x.flatten(0, 1)
+
+
+def back(z: Tensor, x: Tensor) -> Tensor:
+    return z.view(x.shape)
+
+
+def rows_of_positions(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).reshape(-1, 3)
+
+
+def back_from_positions(z: Tensor, x: Tensor) -> Tensor:
+    return z.view(x.shape[1], x.shape[0], 3).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fold", "unfold", "once"),
+    [
+        pytest.param(rows_of_examples, back, True, id="positions of an example side by side"),
+        pytest.param(rows_of_positions, back_from_positions, False, id="examples of a position side by side"),
+    ],
+)
+def test_sizes_count_only_where_the_proof_needs_them(
+    fold: Callable[[Tensor], Tensor], unfold: Callable[[Tensor, Tensor], Tensor], once: bool
+) -> None:
+    """Whatever was seen before, rows are those of a new observer."""
+    m = Folded(fold, unfold)
+    model, blocks = Model.of(m), layers_of(Model.of(m))
+    view, cache = Observer(model, ng.Euclidean(), blocks, None), StatusCache()
+    shapes = [(4, 6), (6, 4), (3, 8), (12, 2), (8, 3), (5, 5), (2, 12)]
+    statuses = []
+    for n, t in shapes:
+        x = torch.randn(n, t, 3, generator=torch.Generator().manual_seed(n))
+        statuses.append(cache.of(model, blocks, record(model, blocks, x), True))
+        alone = Observer(model, ng.Euclidean(), blocks, None)
+        (mine,), (new,) = (list(each.of(Batch(model, x)).factors()) for each in (view, alone))
+        for f, g in zip(mine, new, strict=True):
+            assert torch.equal(f.rows(), g.rows())
+    apart = [(n, t) for n, t in shapes if n != t and 3 not in (n, t)]
+    first = statuses[0]
+    same = [status is first for (n, t), status in zip(shapes, statuses, strict=True) if (n, t) in apart]
+    assert all(same) if once else not any(same[1:])
 
 
 @pytest.mark.parametrize("written", PASSES)

@@ -1,0 +1,373 @@
+"""Powers M⁻ᵖ of many symmetric positive matrices, and polar factors, by matrix products only.
+
+On a GPU products are much faster than eigenvalues. The iterations here are Newton and Schulz's for the matrix sign,
+with the coefficients that are best for a given condition number (Amsel et al. 2025). Nothing waits for the device:
+every root comes with its measured residual as a tensor, and where that is too large the previous root stays. On a CPU,
+and where eigenvalues are asked for, the powers come from an eigendecomposition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import lru_cache
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.devices import full_precision, is_asynchronous
+from natgrad.accelerate.inverses import batch_by_size, spectrum
+
+Coefficients: TypeAlias = tuple[float, float, float]  # of σ ↦ aσ + bσ³ + cσ⁵
+Precision: TypeAlias = Literal["single", "split", "tf32"]
+Method: TypeAlias = Literal["auto", "products", "eigenvalues"]
+
+MUON: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et al. 2024
+_SMALLEST = 1e-7  # norm that a matrix is divided by, as in torch.optim.Muon
+_MOST = 2**22  # condition number that single precision can tell from a singular matrix
+_DENOMINATOR = 64  # of a power; each factor of two is an iteration of its own
+_STACKS = 6  # of a batch that the iteration holds
+
+
+# The coefficients.
+
+
+@lru_cache(maxsize=256)
+def minimax(condition: float, error: float = 1e-6, safety: float = 1.0) -> tuple[Coefficients, ...]:
+    """Odd quintics whose composition takes every σ in [1/condition, 1] to 1 ± ``error``, in as few steps as possible.
+
+    Each is the best approximation of 1 on the interval that the last one leaves, which is optimal for the composition
+    too (Amsel et al. 2025). Near 1 they become Newton and Schulz's (15σ − 10σ³ + 3σ⁵)/8. ``safety`` > 1 leaves room for
+    rounding: values may exceed the interval by this factor.
+
+    >>> def compose(schedule, s):
+    ...     for a, b, c in schedule:
+    ...         s = a * s + b * s**3 + c * s**5
+    ...     return s
+    >>> schedule = minimax(1000.0)
+    >>> len(schedule), all(abs(compose(schedule, s) - 1) < 1e-6 for s in (0.001, 0.01, 0.3, 1.0))
+    (7, True)
+    """
+    if not 1 <= condition < math.inf or not 1e-12 <= error < 1 or safety < 1:
+        raise ValueError(
+            f"minimax needs 1 ≤ condition < ∞, 1e-12 ≤ error < 1 and safety ≥ 1, got {condition}, {error}, {safety}"
+        )
+    low, high = 1 / condition, 1.0
+    schedule: list[Coefficients] = []
+    while 1 - low > error or not schedule:
+        if low > 0.9:  # the third power of the error is left, of values that rounding has raised above 1 too
+            a, b, c, high = 15 / 8, -10 / 8, 3 / 8, 1.0
+        else:
+            a, b, c, deviation = _best_quintic(low, high)
+            a, b, c, high = a / safety, b / safety**3, c / safety**5, 1 + deviation
+        schedule.append((a, b, c))
+        low = min(a * low + b * low**3 + c * low**5, 1.0)
+    return tuple(schedule)
+
+
+def _best_quintic(low: float, high: float) -> tuple[float, float, float, float]:
+    """(a, b, c, E) of the odd quintic that is within E of 1 on [low, high], with the smallest E (Remez's algorithm).
+
+    Its error has alternating signs at low, at two extrema between, and at high.
+    """
+    inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
+    while True:
+        points = (low, *inner, high)
+        rows = [[x, x**3, x**5, sign] for x, sign in zip(points, (1.0, -1.0, 1.0, -1.0), strict=True)]
+        system = torch.tensor(rows, dtype=torch.float64, device="cpu")
+        a, b, c, deviation = torch.linalg.solve(system, torch.ones(4, dtype=torch.float64, device="cpu")).tolist()
+        root = math.sqrt(9 * b * b - 20 * a * c)
+        before, inner = inner, [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
+        if max(abs(x - y) for x, y in zip(before, inner, strict=True)) < 1e-9 * high:
+            return a, b, c, deviation
+
+
+# Products in a chosen precision.
+
+
+@contextmanager
+def _products_in(precision: Precision, device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """A product of float32 stacks: as such, by three products in tf32 (about 2⁻²¹), or by one (2⁻¹¹).
+
+    Whatever the user has set; it is set back. On a CPU single precision is single precision.
+    """
+    product = _split_product if precision == "split" else torch.bmm
+    if not is_asynchronous(device):
+        yield product
+        return
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    try:
+        settings.fp32_precision = "ieee" if precision == "single" else "tf32"
+        yield product
+    finally:
+        settings.fp32_precision = before
+
+
+def _split_product(A: Tensor, B: Tensor) -> Tensor:
+    """A B as A₁B₁ + (A₁B₂ + A₂B₁), where A₁ holds the leading bits that tf32 keeps and A₂ the others."""
+    if A.dtype != torch.float32:
+        return torch.bmm(A, B)
+    A1, B1 = leading_bits(A), leading_bits(B)
+    small = torch.bmm(A1, B - B1)
+    small.baddbmm_(A - A1, B1)
+    return small.baddbmm_(A1, B1)
+
+
+def leading_bits(x: Tensor) -> Tensor:
+    """The numbers with the ten bits of mantissa that tf32 has, rounded towards zero.
+
+    >>> leading_bits(torch.tensor([1.0, 1 + 2**-10 + 2**-12])).tolist() == [1.0, 1 + 2**-10]
+    True
+    """
+    return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
+
+
+# Powers.
+
+
+@torch.no_grad()
+def inverse_power(
+    A: Tensor,
+    power: float | Fraction,
+    *,
+    epsilon: float = 0.0,
+    condition: float | None = None,
+    previous: Tensor | None = None,
+    tolerance: float = 0.1,
+    precision: Precision = "single",
+    method: Method = "auto",
+) -> tuple[Tensor, Tensor]:
+    """(A + ε·(tr A/n)·1)⁻ᵖ [b n n] of symmetric positive semidefinite A [b n n], and its residual [b].
+
+    By products, p is k/2ᵐ. With M the damped matrix over a bound of its largest eigenvalue, Y₀ = M and Z₀ = 1,
+
+        Y ← Y h(ZY), Z ← h(ZY) Z,  h(T) = a + bT + cT²,
+
+    tends to Y = M^½ and Z = M^-½ (Higham 2008, chapter 6). The same again from Y gives the fourth roots, and so on;
+    products of these are all other powers. The order of the factors matters: symmetrising T makes the iteration
+    unstable, and so does a start from the previous root, which does not commute with M. Therefore every root begins at
+    1, and ``minimax`` makes that short: 7 steps for a condition number of 10⁶.
+
+    The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, measured in single precision, and the largest of all roots that the
+    power is made of. Rounding leaves at most about 10⁻⁷ times the condition number, ``precision`` "split" (three
+    products in tf32 for one) a little more; "tf32" leaves about 5·10⁻⁵ times it, and fails from 10⁴ on.
+    Where the residual is not finite or exceeds ``tolerance``, the result is ``previous`` if it is given. The residual
+    is the new root's then too, so that a caller who reads it later can ask for more precision the next time.
+
+    ``condition``: the largest condition number that is expected; with ε > 0 it is known, n(1 + ε)/ε. ``method``
+    "eigenvalues" allows any p in [0, 1]; "auto" is products on a GPU for numbers below double precision. Half precision
+    becomes single. A matrix of zeros has no scale: its powers are 1.
+
+    >>> A = torch.diag_embed(torch.tensor([[4.0, 1.0, 0.25]]))
+    >>> X, residual = inverse_power(A, 0.5, method="products")
+    >>> X.diagonal(dim1=1, dim2=2), bool(residual < 1e-5)
+    (tensor([[0.5000, 1.0000, 2.0000]]), True)
+    """
+    if not 0 <= power <= 1:
+        raise ValueError(f"a power of a metric is between 0 and 1, got {power}: 1 is the inverse, 0 the identity")
+    if not 0 <= epsilon < math.inf:
+        raise ValueError(f"relative damping is a share of the mean eigenvalue and not negative, got {epsilon}")
+    if A.ndim != 3 or A.shape[-1] != A.shape[-2]:
+        raise ValueError(f"roots are of a stack of square matrices [b n n], got {list(A.shape)}")
+    with full_precision(A.device):
+        M, scale, good = _damped(A, epsilon)
+        if by_eigenvalues(A, method):
+            X, residual = _by_eigenvalues(M, float(power), epsilon)
+        else:
+            worst = _condition(A.shape[-1], epsilon, condition)
+            X, residual = _by_products(M, _dyadic(power), worst, precision)
+    X = X * scale.pow(-float(power))[:, None, None]
+    good &= residual.isfinite() & X.abs().amax((1, 2)).isfinite()
+    residual = torch.where(good, residual, math.inf)
+    if previous is not None:
+        X = torch.where((residual <= tolerance)[:, None, None], X, previous)
+    return X, residual
+
+
+def inverse_powers(
+    factors: Sequence[Tensor],
+    power: float | Fraction,
+    *,
+    epsilon: float = 0.0,
+    condition: float | None = None,
+    previous: Sequence[Tensor] | None = None,
+    tolerance: float = 0.1,
+    precision: Precision = "single",
+    method: Method = "auto",
+) -> tuple[list[Tensor], Tensor]:
+    """``inverse_power`` of stacks [c d d] of different sizes, those of one size as one batch; residuals [Σc].
+
+    >>> roots, residuals = inverse_powers([4 * torch.eye(2)[None], torch.eye(3)[None]], 0.5)
+    >>> roots[0], residuals.shape
+    (tensor([[[0.5000, 0.0000],
+              [0.0000, 0.5000]]]), torch.Size([2]))
+    """
+    roots: list[Tensor | None] = [None] * len(factors)
+    residuals: list[Tensor | None] = [None] * len(factors)
+    for batch in batch_by_size(factors, lambda d: _STACKS):
+        counts = [len(factors[at]) for at in batch]
+        X, residual = inverse_power(
+            torch.cat([factors[at] for at in batch]) if len(batch) > 1 else factors[batch[0]],
+            power,
+            epsilon=epsilon,
+            condition=condition,
+            previous=None if previous is None else torch.cat([previous[at] for at in batch]),
+            tolerance=tolerance,
+            precision=precision,
+            method=method,
+        )
+        for at, root, left in zip(batch, X.split(counts), residual.split(counts), strict=True):
+            roots[at], residuals[at] = root, left
+    return [root for root in roots if root is not None], torch.cat([left for left in residuals if left is not None])
+
+
+def by_eigenvalues(A: Tensor, method: Method = "auto") -> bool:
+    """Whether powers of such matrices come from eigenvalues, and not from products."""
+    if method == "auto":
+        return A.dtype == torch.float64 or not is_asynchronous(A.device)
+    return method == "eigenvalues"
+
+
+def _condition(n: int, epsilon: float, condition: float | None) -> float:
+    """The condition number to be prepared for: tr M/(ε tr A/n) at most, what the caller says, what float32 can hold."""
+    if condition is None:
+        condition = 1e6 if epsilon == 0 else math.inf
+    bound = n * (1 + epsilon) / epsilon if epsilon > 0 else math.inf
+    return max(1.0, min(condition, bound, float(_MOST)))
+
+
+def _dyadic(power: float | Fraction) -> Fraction:
+    """The power as k/2ᵐ.
+
+    >>> _dyadic(0.75)
+    Fraction(3, 4)
+    """
+    fraction = Fraction(power)
+    if fraction.denominator > _DENOMINATOR or fraction.denominator & (fraction.denominator - 1):
+        raise ValueError(
+            f"products give powers k/2ᵐ with 2ᵐ ≤ {_DENOMINATOR}, got {power}: take the nearest, "
+            'or method="eigenvalues"'
+        )
+    return fraction
+
+
+def _damped(A: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    """M = (A + ε·(tr A/n))/s with norm 1 [b n n], the scale s [b], and whether A is finite [b].
+
+    Matrices of zeros, or with NaN or infinity, become 1.
+    """
+    M = A.float() if A.dtype in (torch.float16, torch.bfloat16) else A
+    largest = M.abs().amax((1, 2))
+    good = largest.isfinite()
+    usable = good & (largest > 0)
+    M = torch.where(usable[:, None, None], M / torch.where(usable, largest, 1.0)[:, None, None], 0.0)
+    diagonal = M.diagonal(dim1=1, dim2=2)
+    diagonal.add_(epsilon * diagonal.mean(1, keepdim=True))
+    diagonal.add_(torch.where(usable, 0.0, 1.0)[:, None].to(M.dtype))
+    norm = torch.linalg.matrix_norm(M)
+    return M / norm[:, None, None], torch.where(usable, largest, 1.0) * norm, good
+
+
+def _by_eigenvalues(M: Tensor, power: float, epsilon: float) -> tuple[Tensor, Tensor]:
+    """V w⁻ᵖ Vᵀ. Eigenvalues are at least the damping, whatever rounding has made of them."""
+    values, vectors = spectrum(M)
+    if epsilon > 0:
+        least = epsilon / (1 + epsilon) * M.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
+        values = torch.maximum(values, least)
+    root = (vectors * values.rsqrt().unsqueeze(1)) @ vectors.mT
+    return (vectors * values.pow(-power).unsqueeze(1)) @ vectors.mT, _residual(M, root, torch.bmm)
+
+
+def _by_products(M: Tensor, power: Fraction, condition: float, precision: Precision) -> tuple[Tensor, Tensor]:
+    """M⁻ᵖ of matrices with norm 1, and the largest residual of the roots M^-(1/2ʲ) that it is a product of."""
+    if power == 0:
+        return torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), M.new_zeros(len(M))
+    depth = max(1, power.denominator.bit_length() - 1)
+    digits = int(power * 2**depth)  # in binary, which roots are factors; 1 is ½ + ½
+    error = 1e-12 if M.dtype == torch.float64 else 1e-6
+    roots: dict[int, Tensor] = {}
+    with _products_in(precision, M.device) as product:
+        square = product(M, M)
+        # The fourth root of the sum of fourth powers: no smaller than the largest eigenvalue, and near it.
+        bound = torch.linalg.matrix_norm(square).sqrt()[:, None, None]
+        Y, square = M / bound, square / bound.square()
+        for j in range(1, depth + 1):
+            square = square if j == 1 else product(Y, Y)
+            # Y has eigenvalues from condition^-(1/2ʲ⁻¹) to 1, and the iteration sees their square roots.
+            schedule = minimax(condition ** (0.5**j), error, 1.01 if precision == "tf32" else 1.0)
+            Y, Z = _square_roots(Y, square, schedule, product, last=j == depth)
+            if power == 1 or digits >> (depth - j) & 1:
+                roots[j] = Z
+        X, *others = roots.values()
+        for Z in [X] if power == 1 else others:
+            X = product(X, Z)
+        X = X * bound.pow(-float(power))
+    with _products_in("single", M.device) as product:
+        residuals = []
+        for j, Z in roots.items():
+            for _ in range(j - 1):
+                Z = product(Z, Z)
+            residuals.append(_residual(M, Z * bound.rsqrt(), product))
+    return 0.5 * (X + X.mT), torch.stack(residuals).amax(0)
+
+
+def _square_roots(
+    Y: Tensor,
+    square: Tensor,
+    schedule: Sequence[Coefficients],
+    product: Callable[[Tensor, Tensor], Tensor],
+    *,
+    last: bool,
+) -> tuple[Tensor, Tensor]:
+    """Y^½ and Y^-½ for eigenvalues in (0, 1]; ``square`` is Y². ``last``: only Y^-½ is needed, Y is anything."""
+    T, Z = Y, None
+    for step, (a, b, c) in enumerate(schedule, 1):
+        if Z is not None:
+            T = product(Z, Y)
+            square = product(T, T)
+        H = square.mul(c).add_(T, alpha=b)
+        H.diagonal(dim1=1, dim2=2).add_(a)
+        if not last or step < len(schedule):
+            Y = product(Y, H)
+        Z = H if Z is None else product(H, Z)
+    assert Z is not None
+    return Y, Z
+
+
+def _residual(M: Tensor, root: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """‖1 − Z M Z‖_F/√n [b]."""
+    E = product(product(root, M), root)
+    E.diagonal(dim1=1, dim2=2).sub_(1.0)
+    return torch.linalg.matrix_norm(E) / math.sqrt(M.shape[-1])
+
+
+# Polar factors.
+
+
+def polar(M: Tensor, *, schedule: Sequence[Coefficients] = MUON, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The orthogonal factor U Vᵀ of M = U Σ Vᵀ, [… o i], about: every singular value goes through the quintics.
+
+    X ← (a + bG + cG²)X with G = XXᵀ, from X = M/‖M‖_F, on the shorter side. The default is what ``torch.optim.Muon``
+    does: singular values end between 0.7 and 1.2, in bfloat16. ``polar(M, schedule=minimax(1e4), dtype=torch.float32)``
+    has converged for all that are at least 10⁻⁴‖M‖_F. Singular values that are zero stay zero.
+
+    >>> M = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]])
+    >>> polar(M, schedule=minimax(100.0), dtype=torch.float32)
+    tensor([[1., 0., 0.],
+            [0., 1., 0.]])
+    """
+    if M.ndim < 2:
+        raise ValueError(f"only matrices have polar factors, got a tensor of shape {list(M.shape)}")
+    tall = M.shape[-2] > M.shape[-1]
+    stack = M.reshape(-1, *M.shape[-2:]).to(dtype)
+    X = stack.mT if tall else stack
+    with full_precision(M.device):
+        X = X / torch.linalg.vector_norm(X, dim=(1, 2), keepdim=True).clamp(min=_SMALLEST)
+        for a, b, c in schedule:
+            G = torch.bmm(X, X.mT)
+            X = torch.baddbmm(X, torch.baddbmm(G, G, G, beta=b, alpha=c), X, beta=a)
+    return (X.mT if tall else X).reshape(M.shape)

@@ -1,0 +1,331 @@
+"""Roots and polar factors by products, against eigenvalues and singular values in double precision."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from natgrad.accelerate import roots
+from natgrad.accelerate.roots import inverse_power, inverse_powers, minimax, polar
+
+POWERS = [0.25, 0.5, 0.75, 1.0]
+EPS = torch.finfo(torch.float32).eps
+
+
+def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:
+    """A matrix with these eigenvalues in a random basis, float64 [n n]."""
+    n = len(eigenvalues)
+    normal = torch.randn(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    Q = torch.linalg.qr(normal).Q
+    M = (Q * eigenvalues) @ Q.T
+    return 0.5 * (M + M.T)
+
+
+def spread(n: int, condition: float) -> Tensor:
+    """Eigenvalues at equal ratios."""
+    return torch.logspace(0, -math.log10(condition), n, dtype=torch.float64)
+
+
+def spiked(n: int, condition: float) -> Tensor:
+    """Three large ones; all others are the smallest."""
+    return torch.cat([torch.ones(3), torch.full((n - 3,), 1 / condition)]).double()
+
+
+def exact(A: Tensor, power: float, epsilon: float = 0.0) -> Tensor:
+    """(A + ε·(tr A/n))⁻ᵖ by eigenvalues in double precision."""
+    n, A = A.shape[-1], A.double()
+    damping = epsilon * A.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    w, V = torch.linalg.eigh(A + damping * torch.eye(n, dtype=torch.float64))
+    return (V * w.pow(-power).unsqueeze(-2)) @ V.mT
+
+
+def error(X: Tensor, expected: Tensor) -> float:
+    return float(((X - expected).norm(dim=(-2, -1)) / expected.norm(dim=(-2, -1))).max())
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e2, 1e3, 1e4, 1e5, 1e6])
+@pytest.mark.parametrize("spectrum", [spread, spiked])
+@pytest.mark.parametrize("power", POWERS)
+def test_powers_are_as_exact_as_rounding_of_the_matrix_allows(
+    power: float, spectrum: Callable[[int, float], Tensor], condition: float
+) -> None:
+    """A relative error of the matrix of size ε is one of εκ in the smallest eigenvalue."""
+    A = torch.stack([7.0 * symmetric(spectrum(48, condition), seed) for seed in range(2)]).float()
+    X, residual = inverse_power(A, power, condition=4 * condition, method="products")
+    assert X.dtype == torch.float32
+    assert error(X, exact(A, power)) < (5 + condition) * EPS
+    assert float(residual.max()) < (20 + 2 * condition) * EPS
+    assert torch.equal(X, X.mT)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 64, 256, 512])
+def test_matrices_of_any_size_with_relative_damping(n: int) -> None:
+    a = torch.randn(2, n, max(1, n // 2), dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+    A = (a @ a.mT * torch.tensor([1e-6, 1e6])[:, None, None]).float()  # half of the rank, and far from unit size
+    X, residual = inverse_power(A, 0.5, epsilon=1e-2, method="products")
+    assert error(X, exact(A, 0.5, 1e-2)) < 1e-4
+    assert float(residual.max()) < 1e-3
+
+
+@pytest.mark.parametrize("epsilon", [1e-1, 1e-2, 1e-4])
+@pytest.mark.parametrize("power", POWERS)
+def test_damping_bounds_the_condition_number_whatever_the_rank(power: float, epsilon: float) -> None:
+    """Rank one is the worst: its condition number is n/ε, for which the iteration is prepared without looking."""
+    n = 40
+    A = torch.stack([symmetric(torch.eye(n, dtype=torch.float64)[0], seed) for seed in range(3)]).float()
+    X, residual = inverse_power(A, power, epsilon=epsilon, method="products")
+    bound = 2 * (n / epsilon) * EPS
+    assert error(X, exact(A, power, epsilon)) < bound
+    assert float(residual.max()) < 2 * bound
+
+
+@pytest.mark.parametrize("power", [Fraction(1, 8), 0.375, 0.625, 0.6875, Fraction(63, 64)])
+def test_dyadic_powers_are_products_of_roots(power: float | Fraction) -> None:
+    A = symmetric(spread(12, 50.0))[None]
+    X, residual = inverse_power(A, power, condition=200.0, method="products")
+    assert error(X, exact(A, float(power))) < 1e-11
+    assert float(residual) < 1e-10
+
+
+@pytest.mark.parametrize("power", [0.0, 0.3, 0.5, 1.0])
+def test_eigenvalues_give_any_power(power: float) -> None:
+    A = torch.stack([symmetric(spread(9, 1e4), seed) for seed in range(2)])
+    X, residual = inverse_power(A, power, epsilon=1e-3)
+    assert error(X, exact(A, power, 1e-3)) < 1e-11
+    assert float(residual.max()) < 1e-9
+
+
+@pytest.mark.parametrize("method", ["products", "eigenvalues"])
+@pytest.mark.parametrize("power", [0.0, *POWERS])
+def test_a_matrix_of_zeros_has_the_identity_as_its_powers(power: float, method: roots.Method) -> None:
+    A = torch.stack([torch.zeros(5, 5), 4 * torch.eye(5)])
+    X, residual = inverse_power(A, power, epsilon=0.0, method=method)
+    torch.testing.assert_close(X[0], torch.eye(5))
+    torch.testing.assert_close(X[1], 4.0**-power * torch.eye(5))
+    assert float(residual.max()) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["products", "eigenvalues"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_where_a_root_fails_the_previous_one_stays_and_the_others_are_new(bad: float, method: roots.Method) -> None:
+    A = torch.stack([4 * torch.eye(3), torch.eye(3)])
+    A[1, 0, 2] = bad
+    previous = torch.stack([torch.zeros(3, 3), 0.7 * torch.eye(3)])
+    X, residual = inverse_power(A, 0.5, previous=previous, method=method)
+    torch.testing.assert_close(X[0], 0.5 * torch.eye(3))
+    assert torch.equal(X[1], previous[1])
+    assert float(residual[0]) < 1e-5
+    assert float(residual[1]) == math.inf
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_a_matrix_worse_than_expected_is_noticed(power: float) -> None:
+    A, previous = symmetric(spread(20, 1e5))[None].float(), torch.eye(20)[None]
+    X, residual = inverse_power(A, power, condition=100.0, previous=previous, method="products")
+    assert float(residual) > 0.1
+    assert torch.equal(X, previous)
+    X, residual = inverse_power(A, power, condition=1e6, previous=previous, method="products")
+    assert float(residual) < 0.1
+    assert error(X, exact(A, power)) < 0.02
+
+
+def test_a_singular_matrix_without_damping_is_noticed() -> None:
+    A = symmetric(torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64))[None].float()
+    assert float(inverse_power(A, 0.5, method="products")[1]) > 0.1
+
+
+def test_scaling_a_matrix_scales_its_powers_and_nothing_else() -> None:
+    A = symmetric(spread(10, 30.0))[None].float()
+    for power in POWERS:
+        X, residual = inverse_power(A, power, epsilon=0.01, method="products")
+        for scale in (2.0**-60, 2.0**60):
+            Y, again = inverse_power(scale * A, power, epsilon=0.01, method="products")
+            torch.testing.assert_close(Y * scale**power, X)
+            torch.testing.assert_close(again, residual)
+
+
+def test_stacks_of_several_sizes_are_as_one_by_one() -> None:
+    factors = [torch.stack([symmetric(spread(n, 40.0), seed) for seed in range(c)]).float() for c, n in SIZES]
+    together, residuals = inverse_powers(factors, 0.75, epsilon=0.01, method="products")
+    apart = [inverse_power(F, 0.75, epsilon=0.01, method="products") for F in factors]
+    for X, (Y, _) in zip(together, apart, strict=True):
+        torch.testing.assert_close(X, Y)
+    torch.testing.assert_close(residuals, torch.cat([residual for _, residual in apart]), rtol=0.5, atol=1e-6)
+    kept, residuals = inverse_powers([math.nan * F for F in factors], 0.75, previous=together, method="products")
+    assert all(torch.equal(X, Y) for X, Y in zip(kept, together, strict=True))
+    assert len(residuals) == 6
+
+
+SIZES = [(1, 6), (2, 4), (3, 6)]
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_half_precision_becomes_single(half: torch.dtype) -> None:
+    X, _ = inverse_power(4 * torch.eye(3, dtype=half)[None], 0.5, method="products")
+    torch.testing.assert_close(X, 0.5 * torch.eye(3)[None])
+
+
+def test_autocast_rounds_nothing() -> None:
+    A = symmetric(spread(16, 100.0))[None].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        X, _ = inverse_power(A, 0.5, method="products")
+        Y, _ = inverse_power(A, 0.5, method="eigenvalues")
+    assert error(X, exact(A, 0.5)) < 1e-4
+    assert error(Y, exact(A, 0.5)) < 1e-4
+
+
+# Lower precision, as far as it can be told without a GPU.
+
+
+def test_split_products_are_nearly_single_precision() -> None:
+    generator = torch.Generator().manual_seed(0)
+    A, B = torch.randn(2, 1, 64, 64, generator=generator)
+    expected = A.double() @ B.double()
+    rough = error(roots.leading_bits(A) @ roots.leading_bits(B), expected)
+    assert 1e-4 < rough < 1e-3
+    assert error(roots._split_product(A, B), expected) < 1e-6
+    M = symmetric(spread(48, 1e4))[None].float()
+    assert error(inverse_power(M, 0.75, method="products", precision="split")[0], exact(M, 0.75)) < 1e-3
+
+
+@pytest.mark.parametrize(("condition", "bound"), [(10.0, 0.01), (100.0, 0.02), (1000.0, 0.1)])
+def test_tf32_is_enough_for_moderate_condition_numbers(
+    condition: float, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roots, "_products_in", _emulated)
+    for spectrum in (spread, spiked):
+        A = symmetric(spectrum(64, condition))[None].float()
+        X, residual = inverse_power(A, 0.5, condition=4 * condition, method="products", precision="tf32")
+        assert float(residual) < bound
+        assert error(X, exact(A, 0.5)) < bound
+
+
+def test_tf32_that_is_not_enough_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roots, "_products_in", _emulated)
+    A, previous = symmetric(spiked(64, 1e6))[None].float(), torch.eye(64)[None]
+    X, residual = inverse_power(A, 0.5, precision="tf32", previous=previous, method="products")
+    assert float(residual) > 0.1
+    assert torch.equal(X, previous)
+
+
+@contextmanager
+def _emulated(precision: roots.Precision, device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Factors rounded to the bits of tf32, sums in single precision."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return ((x.contiguous().view(torch.int32) + 2**12) & -(2**13)).view(torch.float32)
+
+    yield (lambda A, B: rounded(A) @ rounded(B)) if precision == "tf32" else torch.bmm
+
+
+def test_the_users_precision_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    monkeypatch.setattr(roots, "is_asynchronous", lambda device: True)
+    inside = {}
+    for precision in ("single", "split", "tf32"):
+        with roots._products_in(precision, torch.device("cpu")):
+            inside[precision] = settings.fp32_precision
+        assert settings.fp32_precision == before
+    assert inside == {"single": "ieee", "split": "tf32", "tf32": "tf32"}
+    with pytest.raises(ZeroDivisionError), roots._products_in("tf32", torch.device("cpu")):
+        raise ZeroDivisionError
+    assert settings.fp32_precision == before
+
+
+class _NoReading(TorchDispatchMode):
+    """Fails where the host would wait for a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["single", "split"])
+def test_nothing_waits_for_the_device(precision: roots.Precision) -> None:
+    A, previous = symmetric(spread(8, 10.0))[None].float(), torch.eye(8)[None]
+
+    def both() -> None:
+        inverse_power(A, 0.75, epsilon=0.1, previous=previous, precision=precision, method="products")
+        polar(A)
+
+    both()  # the coefficients are computed once, on the host
+    with _NoReading():  # type: ignore[no-untyped-call]
+        both()
+        with pytest.raises(AssertionError):
+            float(A.sum())
+
+
+# Bad input.
+
+
+def test_bad_input_is_named() -> None:
+    A = torch.eye(2)[None]
+    with pytest.raises(ValueError, match=r"between 0 and 1, got 1\.5"):
+        inverse_power(A, 1.5)
+    with pytest.raises(ValueError, match=r"not negative, got -1"):
+        inverse_power(A, 0.5, epsilon=-1.0)
+    with pytest.raises(ValueError, match=r"stack of square matrices \[b n n\], got \[2, 2\]"):
+        inverse_power(A[0], 0.5)
+    with pytest.raises(ValueError, match=r'powers k/2ᵐ with 2ᵐ ≤ 64, got 0\.3: .*method="eigenvalues"'):
+        inverse_power(A, 0.3, method="products")
+    with pytest.raises(ValueError, match="only matrices have polar factors"):
+        polar(torch.ones(3))
+    with pytest.raises(ValueError, match="1 ≤ condition"):
+        minimax(0.5)
+
+
+# Coefficients and polar factors.
+
+
+@pytest.mark.parametrize("condition", [1.0, 3.0, 1e2, 1e3, 1e5])
+@pytest.mark.parametrize("safety", [1.0, 1.01])
+def test_the_coefficients_take_the_whole_interval_to_one(condition: float, safety: float) -> None:
+    schedule = minimax(condition, 1e-9, safety)
+    s = torch.logspace(-math.log10(condition), 0, 2000, dtype=torch.float64)
+    for a, b, c in schedule:
+        s = a * s + b * s**3 + c * s**5
+    assert float((s - 1).abs().max()) < 2e-9
+    assert len(schedule) <= 4 + 0.8 * math.log2(condition)
+
+
+def test_fewer_steps_than_newton_and_schulz() -> None:
+    """Whose slope at zero is 15/8."""
+    s, steps = 1e-3, 0
+    while abs(1 - s) > 1e-6:
+        s, steps = (15 * s - 10 * s**3 + 3 * s**5) / 8, steps + 1
+    assert (len(minimax(1e3)), steps) == (7, 14)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (2, 5, 3), (2, 3, 4, 4), (1, 1), (1, 5)])
+def test_the_converged_polar_factor_is_that_of_the_singular_values(shape: tuple[int, ...]) -> None:
+    M = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    U, _, V = torch.linalg.svd(M.double(), full_matrices=False)
+    X = polar(M, schedule=minimax(1e3), dtype=torch.float32)
+    torch.testing.assert_close(X.double(), U @ V, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6)])
+def test_the_default_is_the_step_of_muon(shape: tuple[int, int]) -> None:
+    G = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    expected = []
+    for g in G:
+        w = torch.nn.Parameter(torch.zeros(shape))
+        w.grad = g
+        torch.optim.Muon([w], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+        expected.append(-w.detach() / math.sqrt(max(1, shape[0] / shape[1])))
+    X = polar(G)
+    assert X.dtype == torch.bfloat16
+    torch.testing.assert_close(X.float(), torch.stack(expected), rtol=0, atol=2e-2)
+
+
+def test_the_polar_factor_of_zero_is_zero_and_singular_values_of_zero_stay() -> None:
+    assert not polar(torch.zeros(2, 3, 4)).any()
+    M = torch.diag(torch.tensor([2.0, 1.0, 0.0]))
+    X = polar(M, schedule=minimax(100.0), dtype=torch.float32)
+    torch.testing.assert_close(X, torch.diag(torch.tensor([1.0, 1.0, 0.0])))
