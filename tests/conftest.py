@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-
 GPU = torch.cuda.is_available()
 
 
