@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from natgrad.accelerate.devices import get_rng_state as get_rng_state
-from natgrad.accelerate.devices import is_asynchronous, without_fused_recurrence
-from natgrad.accelerate.devices import set_rng_state as set_rng_state
+from natgrad.accelerate.devices import get_rng_state, is_asynchronous, set_rng_state, without_fused_recurrence
 from natgrad.accelerate.modules import buffers_in
 from natgrad.errors import BatchStatisticsError
 

@@ -261,7 +261,7 @@ class Gaussian(Family):
         (μ, log_σ), (μ2, log_σ2) = self._split(y), self._split(y2)
         gap = log_σ - log_σ2
         moved = (μ - μ2) * (-log_σ2).exp()
-        return over_terms(0.5 * ((2 * gap).exp() - 1 + moved.square()) - gap)
+        return over_terms(0.5 * (torch.expm1(2 * gap) + moved.square()) - gap)
 
     def _split(self, y: Tensor) -> tuple[Tensor, Tensor]:
         if self.scale is not None:

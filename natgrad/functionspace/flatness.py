@@ -106,18 +106,17 @@ def flatness(
     minimum. An over-parametrised model has det G = 0 everywhere, and is refused.
 
     Monte Carlo: ``samples`` random lines through θ0, uniform in coordinates in which S is about round, are cut into
-    65 pieces on either side, and a point is drawn in each. Each line gives an unbiased estimate, and together they give
-    the standard error. S need not be convex, nor star-shaped: a point behind a gap counts if it can be joined to θ0
-    through other drawn points (``Basin``). Gaps, bridges and spikes thinner than the spacing of the points are missed.
-    It is for few parameters: the error grows with their number, the faster the less S is an ellipsoid.
+    65 pieces on either side, and a point is drawn in each. Each line gives an unbiased estimate. S need not be convex,
+    nor star-shaped: a point behind a gap counts if it can be joined to θ0 through other drawn points (``Basin``). Gaps,
+    bridges and spikes thinner than the spacing of the points are missed. It is for few parameters: the error grows with
+    their number, the faster the less S is an ellipsoid.
 
-    Where S has long arms that few lines meet, as for a network with units that hardly matter, the drawn lines say
-    little about the others. Their values then have a power-law tail, which is fitted; the error includes what it leads
-    to expect (``TailedMean``), and is infinite where the values have no mean. A warning in the log "natgrad" says so.
-    An arm that no line has met is in no error.
+    Where S has long arms that few lines meet, as for a network with units that hardly matter, the error includes what
+    a fitted power-law tail leads to expect (``TailedMean``), and the log "natgrad" warns. An arm that no line has met
+    is in no error.
 
     ``radius``: refuse an S that reaches farther from θ0, a length in the metric there; by default 2^20 times the
-    distance at which the loss reaches the level. An S that turns out to be unbounded is refused.
+    distance at which the loss reaches the level.
 
     >>> import natgrad as ng
     >>> line = {"w": torch.zeros(1, dtype=torch.float64)}  # y = 3w, L = y²: the interval |w| < 1/3, and |y| < 1

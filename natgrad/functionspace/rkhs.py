@@ -195,8 +195,12 @@ class FunctionalGradientDescent:
         """``passes`` passes over the data x [n *shape], target [n …], from f = 0. The centres are the data."""
         centres = centres_of(x)
         n = _check_data(centres, target)
-        if self.batch is None:
-            _check_memory(centres)
+        needed = n**2 * max(centres.element_size(), 4)
+        if self.batch is None and needed > _MEMORY:
+            raise MemoryBoundError(
+                f"the Gram matrix of {n} examples needs {needed:,} bytes, over {_MEMORY:,}: take a few examples a step "
+                "with batch="
+            )
         kernel = self.kernel.at(x)
         with torch.no_grad():
             rows = kernel(centres) if self.batch is None else None
@@ -205,8 +209,7 @@ class FunctionalGradientDescent:
             losses = []
             for t, chosen in enumerate(self._choices(n, centres.device), start=1):
                 K = kernel(centres[chosen], centres) if rows is None else rows[chosen]
-                y = torch.tensordot(K, c, dims=1)
-                loss, gradient = self._at(y, target[chosen])
+                loss, gradient = self._differentiated(torch.tensordot(K, c, dims=1), target[chosen])
                 losses.append(loss)
                 c[chosen] -= self._step(t) * gradient
         self._accept(KernelSum(kernel, centres, c), tuple(losses), target)
@@ -218,13 +221,16 @@ class FunctionalGradientDescent:
         A lengthscale that is measured comes from the examples of the first call, which must differ.
         """
         centres = centres_of(x)
-        n = _check_data(centres, target)
-        self._check_targets(target)
-        f = self._function
+        n, f = _check_data(centres, target), self._function
+        if self._targets is not None and target.shape[1:] != self._targets:  # a loss might broadcast them
+            raise ValueError(
+                f"targets {tuple(target.shape)}: one of them has the shape {tuple(target.shape[1:])}, and those before "
+                f"had {tuple(self._targets)}. Reshape them to the shape of the first, or start anew with fit"
+            )
         with torch.no_grad():
             kernel = self.kernel.at(x) if f is None else f.kernel
             y = kernel(centres[:1], centres).new_zeros(n, *self._shape(target)) if f is None else f(centres)
-            loss, gradient = self._at(y, target)
+            loss, gradient = self._differentiated(y, target)
             added = KernelSum(kernel, centres, -self._step(len(self._losses) + 1) * gradient)
             self._accept(added if f is None else f + added, (*self._losses, loss), target)
         return self
@@ -239,21 +245,11 @@ class FunctionalGradientDescent:
             )
         self._function, self._losses, self._targets = f, losses, target.shape[1:]
 
-    def _check_targets(self, target: Tensor) -> None:
-        """Refuse targets of a new shape: a loss might broadcast them, and f with them."""
-        if self._targets is not None and target.shape[1:] != self._targets:
-            raise ValueError(
-                f"targets {tuple(target.shape)}: one of them has the shape {tuple(target.shape[1:])}, and those before "
-                f"had {tuple(self._targets)}. Reshape them to the shape of the first, or start anew with fit"
-            )
-
-    def _at(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _differentiated(self, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return differentiated(lambda outputs: self.loss(outputs, target), y)
 
     def _step(self, t: int) -> float:
-        if not callable(self.step):
-            return self.step
-        η = self.step(t)
+        η = self.step(t) if callable(self.step) else self.step
         _check_step(η)
         return η
 
@@ -270,16 +266,6 @@ class FunctionalGradientDescent:
                 continue
             order = torch.arange(n) if self.generator is None else torch.randperm(n, generator=self.generator)
             yield from order.to(device).split(self.batch)
-
-
-def _check_memory(x: Tensor) -> None:
-    """Refuse a Gram matrix that does not fit, before it is allocated."""
-    needed = len(x) ** 2 * max(x.element_size(), 4)
-    if needed > _MEMORY:
-        raise MemoryBoundError(
-            f"the Gram matrix of {len(x)} examples needs {needed:,} bytes, over {_MEMORY:,}: take a few examples a "
-            "step with batch="
-        )
 
 
 def _check_step(step: float) -> None:

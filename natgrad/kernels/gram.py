@@ -22,8 +22,8 @@ class KernelMatrix:
     another reason (points that are close) are raised to ``rounding``: the norm of such rough functions is large, not
     zero. Unused columns of Q are 0, with K' = 1 there, so that all shapes stay the same.
 
-    >>> equal = KernelMatrix.of(torch.ones(2, 2, dtype=torch.float64))
-    >>> equal.inverse()
+    >>> root = KernelMatrix.of(torch.ones(2, 2, dtype=torch.float64)).inverse_root()
+    >>> root @ root.T
     tensor([[0.2500, 0.2500],
             [0.2500, 0.2500]], dtype=torch.float64)
     """
@@ -57,11 +57,6 @@ class KernelMatrix:
         more = (0, len(K) - len(values))
         inner, floored = (pad(values.clamp(min=low), more, value=1.0) for low in (0.0, float(cut)))
         return KernelMatrix(K, inner.diag(), floored.sqrt().diag(), pad(distinct @ vectors, more))
-
-    def inverse(self) -> Tensor:
-        """K⁺."""
-        half = self.inverse_root()
-        return half @ half.T
 
     def inverse_root(self) -> Tensor:
         """Q L⁻ᵀ [n m], a root of K⁺."""

@@ -46,9 +46,7 @@ class Median(Lengthscale):
     divisor: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_number("Median(divisor=…)", self.divisor, "the median distance is divided by it")
-        if not (math.isfinite(self.divisor) and self.divisor > 0):
-            raise ValueError(f"Median(divisor={self.divisor}): the median distance is divided by a positive number")
+        _check_positive("Median(divisor", self.divisor, "the median distance is divided by a positive number")
 
     def of(self, points: Tensor) -> Tensor:
         u = _pairs(self, points)
@@ -62,13 +60,12 @@ class Median(Lengthscale):
 class Alike(Lengthscale):
     """ℓ for which the mean of k(‖x_n − x_m‖/ℓ) over all pairs of distinct points is ``value``, k of smoothness ``nu``.
 
-    It is measured on every batch, so it adapts: however the inputs are scaled, or features change during training, the
-    kernel matrix keeps its mean. λ_max(K) is then at least 1 + (N − 1)·value, and about that if the points are spread
-    evenly. CIFAR images with ℓ = 20 and ν = 3/2 have a mean of about 0.1.
+    However the inputs are scaled, or features change during training, the kernel matrix keeps its mean. λ_max(K) is at
+    least 1 + (N − 1)·value, and about that if the points are spread evenly. CIFAR images with ℓ = 20 and ν = 3/2 have a
+    mean of about 0.1. Pairs of equal points are left out; if all points are equal, ℓ = 1.
 
-    Pairs of equal points are left out; if all points are equal, ℓ = 1. The mean reaches ``value`` between ℓ = min d/r
-    and max d/r, where k(r) = value. Nested grids find it there to a relative accuracy of 1e-6, without reading
-    anything back from the device.
+    The mean reaches ``value`` between ℓ = min d/r and max d/r, where k(r) = value. Nested grids find it there to a
+    relative accuracy of 1e-6, without reading anything back from the device.
 
     >>> x = torch.tensor([[0.0], [1.0], [3.0]])
     >>> ℓ = Alike(0.3, nu=0.5).of(x)
@@ -80,12 +77,8 @@ class Alike(Lengthscale):
     nu: float = 1.5
 
     def __post_init__(self) -> None:
-        _check_number("Alike(value=…)", self.value, "it is the mean of the kernel")
-        _check_number("Alike(nu=…)", self.nu, "it is the smoothness of the kernel")
-        if not 0 < self.value < 1:
-            raise ValueError(f"Alike(value={self.value}): the mean of a kernel between 0 and 1 lies between 0 and 1")
-        if not (math.isfinite(self.nu) and self.nu > 0):
-            raise ValueError(f"Alike(nu={self.nu}): the smoothness of the kernel is a positive number")
+        _check_positive("Alike(value", self.value, "the mean of a kernel between 0 and 1 lies between 0 and 1", 1.0)
+        _check_positive("Alike(nu", self.nu, "the smoothness of the kernel is a positive number")
 
     def of(self, points: Tensor) -> Tensor:
         u = _pairs(self, points)
@@ -123,17 +116,6 @@ class Alike(Lengthscale):
         return float(matern(float(self.nu), torch.tensor([r * r], dtype=torch.float64)))
 
 
-@final
-@dataclass(frozen=True)
-class FixedLengthscale(Lengthscale):
-    """ℓ that was measured on some points, to be used on others."""
-
-    value: Tensor
-
-    def of(self, points: Tensor) -> Tensor:
-        return self.value
-
-
 def check_lengthscale(lengthscale: float | Tensor | Lengthscale) -> None:
     """Refuse what is neither a positive number nor a rule."""
     if isinstance(lengthscale, Lengthscale):
@@ -160,9 +142,11 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _check_number(where: str, value: object, why: str) -> None:
+def _check_positive(where: str, value: Any, why: str, below: float = math.inf) -> None:
     if not is_number(value):
-        raise TypeError(f"{where} got {value!r}: give a real number, {why}")
+        raise TypeError(f"{where}=…) got {value!r}: give a real number, {why}")
+    if not 0 < value < below:
+        raise ValueError(f"{where}={value}): {why}")
 
 
 def _pairs(rule: Lengthscale, points: Tensor) -> Tensor:
@@ -219,14 +203,12 @@ class SobolevKernel(ReproducingKernel):
 
         K(x, y) = k(‖x − y‖/ℓ),   k(r) = 2^{1−ν}/Γ(ν) r^ν K_ν(r),   k(0) = 1
 
-    For ν = ½, 3/2, 5/2 it is e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3). There is no factor √(2ν), unlike in many
-    other Matérn kernels. Bai, Rosenberg and Xu (2022) use ν = 3/2 and ℓ = 20. They write the space as H_s with s = d +
-    2ν; in the standard convention its order is s/2 = ν + d/2. For every ν > 0 it consists of continuous functions, in
-    any dimension.
+    For ν = ½, 3/2, 5/2 it is e^{−r}, e^{−r}(1 + r), e^{−r}(1 + r + r²/3), without the factor √(2ν) of many other Matérn
+    kernels. Bai, Rosenberg and Xu (2022) use ν = 3/2 and ℓ = 20, and write the space as H_s with s = d + 2ν. For every
+    ν > 0 it consists of continuous functions, in any dimension.
 
-    ``normalised=False`` multiplies by the constant of the space, ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for functions of x/ℓ.
-    (The values printed in the paper are wrong.) The constant underflows in high dimension; ``log_constant`` does not.
-
+    ``normalised=False`` multiplies by the constant of the space, ∫(1 + |ξ|²)^{−s/2}dξ/(2π)^d, for functions of x/ℓ (the
+    paper prints other values, which are wrong). It underflows in high dimension; ``log_constant`` does not.
     ``lengthscale``: a positive number, or a rule such as ``Median()`` that ``at(x)`` measures. ``features`` maps inputs
     that are not points (tokens) to points. Inputs [n *shape] are flattened; n numbers are points on a line.
 
@@ -301,16 +283,15 @@ class SobolevKernel(ReproducingKernel):
         >>> kernel(torch.tensor([0.0]), torch.tensor([2.0]))  # exp(−2/2)
         tensor([[0.3679]])
         """
-        if not isinstance(self.lengthscale, Lengthscale) or isinstance(self.lengthscale, FixedLengthscale):
+        if not isinstance(self.lengthscale, Lengthscale):
             return self
         z = points(x, self.features)
-        ℓ = self.lengthscale.of(z)
         if not bool((z != z[:1]).any()):
             raise ValueError(
                 f"lengthscale={self.lengthscale!r} cannot be told from {len(z)} equal point(s), and is for others "
                 "too: give a number as the lengthscale, or points that differ (to fit, or to the first partial_fit)"
             )
-        return replace(self, lengthscale=FixedLengthscale(ℓ))
+        return replace(self, lengthscale=float(self.lengthscale.of(z)))
 
     def log_constant(self, dimension: int) -> float:
         """log K(x, x) without normalisation: log Γ(ν) − (d/2) log 4π − log Γ(ν + d/2), for x in R^d.
@@ -355,7 +336,7 @@ class SobolevKernel(ReproducingKernel):
             return self.lengthscale
         if not isinstance(self.lengthscale, Lengthscale):
             return float(self.lengthscale)
-        if other and not isinstance(self.lengthscale, FixedLengthscale):
+        if other:
             raise ValueError(
                 f"lengthscale={self.lengthscale!r} is measured on data, and two sets of points were given: say which "
                 "by kernel = kernel.at(x), and use that"

@@ -10,11 +10,11 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.devices import can_read, is_asynchronous
+from natgrad.accelerate.devices import can_read, get_rng_state, is_asynchronous, set_rng_state
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
 from natgrad.geometry import Covector, Vector, require_all
-from natgrad.isolation import get_rng_state, set_rng_state, untouched
+from natgrad.isolation import untouched
 from natgrad.model import Inputs, Model, check_slots, unwrapped
 from natgrad.optim.checkpoint import check_plain, export, restore
 from natgrad.optim.distributed import world_of

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.devices import in_backward, in_export
+from natgrad.accelerate.devices import get_rng_state, in_backward, in_export, set_rng_state
 from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
 from natgrad.errors import NatgradError, NonFiniteError
-from natgrad.isolation import get_rng_state, refuse_randomness, set_rng_state, untouched
+from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, eager, in_library_pass, is_compiled, library_pass
 from natgrad.optim.distributed import Alone, World, refuse_strangers
 from natgrad.optim.frozen import ModelCheck

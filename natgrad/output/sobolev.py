@@ -23,9 +23,7 @@ from natgrad.output.metric import Coupling, CouplingMetric, Euclidean, OutputMet
 @final
 @dataclass(frozen=True)
 class Sobolev(CouplingMetric):
-    """The norm of H_s, s = d + 2ν, instead of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ.
-
-    See Bai, Rosenberg and Xu (2022).
+    """The norm of H_s, s = d + 2ν, instead of L²: G = (1/N) Σ_k Σ_nm (K⁻¹)_nm R_kn R_kmᵀ (Bai, Rosenberg and Xu 2022).
 
     K_nm = k(‖x_n − x_m‖/ℓ) is the ``SobolevKernel`` of the model's inputs, with k(0) = 1. With the Euclidean ``base``,
     vᵀGv is 1/N of the squared norm of the smallest functions that have the values J v at the inputs. For an
@@ -46,10 +44,8 @@ class Sobolev(CouplingMetric):
     accurate for ill-conditioned K.
 
     If ``base`` is sampled, the whole batch shares its samples: column k is one random combination Σ_j ε_kj s_j of the
-    columns of the exact root. Independent samples would erase all of K⁻¹ but its diagonal.
-
-    ``flat`` and ``divergence`` do not depend on the inputs: they are those of the base. So step rules that measure a
-    step by them (``TrustRegion``, ``SelfTuned``) measure it in the base metric.
+    columns of the exact root. Independent samples would erase all of K⁻¹ but its diagonal. ``flat`` and ``divergence``
+    are those of the base, and step rules that measure a step by them (``TrustRegion``, ``SelfTuned``) do so in it.
 
     >>> metric = Sobolev(lengthscale=2.0, jitter=0.0)
     >>> metric.coupling(torch.tensor([[0.0], [2.0]]), 2)  # the inverse of [[1, 2/e], [2/e, 1]]

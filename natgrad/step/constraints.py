@@ -45,6 +45,10 @@ class Constrained(StepRule):
     def needs_closure(self) -> bool:
         return self.rule.needs_closure
 
+    @property
+    def schedule(self) -> tuple[int, int]:
+        return self.rule.schedule
+
     def take(self, context: StepContext) -> Step:
         step = self.rule.take(self.constraint.before(context))
         return self.constraint.after(context, step) if step.accepted else step

@@ -41,7 +41,7 @@ class BatchQueries:
         """Γ♭(v, v) at the current parameters."""
         with self._separable():
             force = christoffel_at(self.batch, self.metric, v)
-        return Covector(dict(zip(force, self.mean(list(force.values()), self._examples), strict=True)))
+        return Covector(dict(zip(force, self.mean(list(force.values()), _examples(self.batch.x)), strict=True)))
 
     def divergence(self, params: Mapping[str, Tensor]) -> float:
         """Mean divergence of the outputs at ``params`` from the outputs now; infinite outside of their domain."""
@@ -52,7 +52,7 @@ class BatchQueries:
                 mean = self.metric.divergence(y, y0, self.batch.target).mean()
             except DomainError:  # the outputs have left the family: no distribution is there, and none is near
                 mean = y0.new_tensor(math.inf)
-            return float(self.mean([mean], self._examples)[0])
+            return float(self.mean([mean], _examples(self.batch.x))[0])
 
     def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
         """⟨v, G w⟩ [v w] with the exact metric of the function that is trained, on a fraction of the batch.
@@ -62,19 +62,13 @@ class BatchQueries:
         whole = any(m.training for m in self.batch.model.batch_norms.values())
         with without_randomness(self._module):
             forms = quadratic_forms(self.batch, self.metric, vectors, 1.0 if whole else fraction)
-        return self.mean([forms], self._examples)[0]
+        return self.mean([forms], _examples(self.batch.x))[0]
 
     @property
     def _module(self) -> nn.Module:
         module = self.batch.model.module
         assert module is not None
         return module
-
-    @property
-    def _examples(self) -> int:
-        """The number of examples in the batch of this process."""
-        sizes = [t.shape[0] for t in tensors_of(self.batch.x) if t.ndim]
-        return sizes[0] if sizes else 1
 
     @contextmanager
     def _separable(self) -> Iterator[None]:
@@ -128,8 +122,8 @@ def _spread(x: Inputs, m: int, n: int) -> Inputs:
 
 
 def _examples(x: Inputs) -> int:
-    tensors = tensors_of(x)
-    return tensors[0].shape[0] if tensors and tensors[0].ndim else 0
+    """The number of examples: on the first axis of the first input that has one."""
+    return next((t.shape[0] for t in tensors_of(x) if t.ndim), 1)
 
 
 def _pushed(model: Model, x: Inputs, vectors: Sequence[Vector]) -> tuple[Tensor, list[Tensor]]:

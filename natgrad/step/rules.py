@@ -27,8 +27,8 @@ class Fixed(PlainRule):
 class KLClip(PlainRule):
     """v ← v·min(1, √(radius/⟨lr·ω, lr·v⟩)): the natural gradient, shortened before it enters the momentum.
 
-    ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher, twice the KL divergence of a step v (Ba, Grosse and Martens 2017). It stays on
-    the device: nothing waits for a GPU.
+    ⟨ω, v⟩ = vᵀ(G + λ)v is, for Fisher and without damping, twice the KL divergence of a step v to second order; with
+    damping it is more (Ba, Grosse and Martens 2017). It stays on the device: nothing waits for a GPU.
 
     >>> KLClip()
     KLClip(radius=0.001)

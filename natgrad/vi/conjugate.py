@@ -63,21 +63,19 @@ class Conjugate(ABC):
         return self._sites(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
 
 
-class Probability(Conjugate):
-    """z is a probability with a Beta prior, t = (log z, log(1 − z)); λ counts successes and failures."""
-
-    family = Beta()
+# Probabilities z with a Beta prior, t = (log z, log(1 − z)): λ counts successes and failures.
 
 
 @final
 @dataclass(frozen=True)
-class BernoulliProbability(Probability):
+class BernoulliProbability(Conjugate):
     """x ∈ {0, 1} with P(1) = z.
 
     >>> BernoulliProbability().sites(torch.tensor([1.0, 1.0, 0.0]))
     tensor([2., 1.])
     """
 
+    family = Beta()
     support = constraints.boolean
 
     def _sites(self, x: Tensor) -> Tensor:
@@ -86,11 +84,12 @@ class BernoulliProbability(Probability):
 
 @final
 @dataclass(frozen=True)
-class BinomialProbability(Probability):
+class BinomialProbability(Conjugate):
     """x of ``count`` trials succeed, each with probability z."""
 
     count: int
     positive = ("count",)
+    family = Beta()
 
     @property
     def support(self) -> Constraint:
@@ -102,11 +101,12 @@ class BinomialProbability(Probability):
 
 @final
 @dataclass(frozen=True)
-class NegativeBinomialProbability(Probability):
+class NegativeBinomialProbability(Conjugate):
     """x successes, each of probability z, before ``count`` failures, as in torch.distributions."""
 
     count: float
     positive = ("count",)
+    family = Beta()
     support = constraints.nonnegative_integer
 
     def _sites(self, x: Tensor) -> Tensor:
@@ -115,9 +115,10 @@ class NegativeBinomialProbability(Probability):
 
 @final
 @dataclass(frozen=True)
-class GeometricProbability(Probability):
+class GeometricProbability(Conjugate):
     """x failures before the first success, which has probability z, as in torch.distributions."""
 
+    family = Beta()
     support = constraints.nonnegative_integer
 
     def _sites(self, x: Tensor) -> Tensor:
@@ -224,20 +225,13 @@ class GaussianMean(Conjugate):
 
 
 @dataclass(frozen=True)
-class DiagonalMean(Conjugate):
-    """Coordinates by themselves, around a mean z [d], with known ``variance`` σ² [d] or one for all; t = (z, −½z²)."""
+class DiagonalGaussianMean(Conjugate):
+    """x [d] ~ N(z, diag σ²) with known ``variance`` σ² [d] or one for all, t = (z, −½z²): λ = (Σ x/σ², n/σ²)."""
 
     variance: float | Tensor
     positive = ("variance",)
     family = DiagonalGaussian()
-
-
-@final
-@dataclass(frozen=True)
-class DiagonalGaussianMean(DiagonalMean):
-    """x [d] ~ N(z, diag σ²): λ = (Σ x/σ², n/σ²)."""
-
-    support = constraints.real_vector
+    support: ClassVar[Constraint] = constraints.real_vector
 
     def _sites(self, x: Tensor) -> Tensor:
         return torch.cat([x / self.variance, torch.ones_like(x) / self.variance], -1).sum(0)
@@ -245,13 +239,13 @@ class DiagonalGaussianMean(DiagonalMean):
 
 @final
 @dataclass(frozen=True)
-class LogNormalMean(DiagonalMean):
+class LogNormalMean(DiagonalGaussianMean):
     """log x [d] ~ N(z, diag σ²) with known ``variance`` of the logarithms."""
 
     support = constraints.independent(constraints.positive, 1)
 
     def _sites(self, x: Tensor) -> Tensor:
-        return DiagonalGaussianMean(self.variance)._sites(x.log())
+        return super()._sites(x.log())
 
 
 @final
@@ -287,7 +281,7 @@ class Rate(Conjugate):
     """z > 0 with a Gamma prior, t = (log z, z), and log p(x | z) = u log z − w(x) z + constant: λ = Σ (u, −w)."""
 
     family = Gamma()
-    support: Constraint = constraints.positive
+    support: ClassVar[Constraint] = constraints.positive
 
     @abstractmethod
     def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
@@ -349,13 +343,12 @@ class LaplaceRate(Rate):
         return 1.0, (x - self.centre).abs()
 
 
-@final
 @dataclass(frozen=True)
 class GaussianPrecision(Rate):
     """N(m, 1/z) with a known ``mean`` m: u = ½, w = ½(x − m)²."""
 
     mean: float = 0.0
-    support = constraints.real
+    support: ClassVar[Constraint] = constraints.real
 
     def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
         return 0.5, 0.5 * (x - self.mean).square()
@@ -363,13 +356,13 @@ class GaussianPrecision(Rate):
 
 @final
 @dataclass(frozen=True)
-class LogNormalPrecision(Rate):
+class LogNormalPrecision(GaussianPrecision):
     """log x ~ N(m, 1/z) with a known ``mean`` m of the logarithm: u = ½, w = ½(log x − m)²."""
 
-    mean: float = 0.0
+    support = constraints.positive
 
     def _terms(self, x: Tensor) -> tuple[float | Tensor, Tensor]:
-        return 0.5, 0.5 * (x.log() - self.mean).square()
+        return super()._terms(x.log())
 
 
 @final

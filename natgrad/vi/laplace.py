@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, final
@@ -21,7 +21,7 @@ from natgrad.pullback.chunks import examples
 from natgrad.pullback.pullback import Observer, layers_of
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.base import Operator, Structure
+from natgrad.structures.base import Inverse, Operator, Structure
 from natgrad.structures.dense import Dense
 from natgrad.structures.kernel import Kernel
 
@@ -105,12 +105,7 @@ class Laplace:
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Parameters [s *shape] by name, drawn from the posterior; the global random stream is not touched."""
-        if count < 1:
-            raise ValueError(f"Laplace.sample(count) needs a count ≥ 1, got {count}")
-        θ = self._flat_mode
-        generator = generator or fresh_generator(θ.device)
-        ξ = torch.randn(count, self.inverse.noise, generator=generator, dtype=θ.dtype, device=θ.device)
-        return self._named(θ + self.coloured(ξ))
+        return draw(self.mode, self.operator, self.inverse, self.examples, count, generator)
 
     def coloured(self, ξ: Tensor) -> Tensor:
         """T ξ [s p] for white noise ξ [s q], with T Tᵀ the covariance of the posterior."""
@@ -133,9 +128,7 @@ class Laplace:
 
     def outputs(self, x: Inputs, samples: int, generator: torch.Generator | None = None) -> Tensor:
         """y [s n *out] of the model itself, not linearised, at parameters drawn from the posterior."""
-        drawn = self.sample(samples, generator)
-        with torch.no_grad():
-            return torch.stack([self.model({name: t[s] for name, t in drawn.items()}, x) for s in range(samples)])
+        return outputs_at(self.model, self.sample(samples, generator), x)
 
     def log_marginal_likelihood(self, log_likelihood: Tensor | float) -> Tensor:
         """log p(data) ≈ log p(data | θ*) − ½δ‖θ*‖² + ½P log δ − ½ log det(N·G + δ) (MacKay 1992, (2.4), (2.5)).
@@ -191,10 +184,25 @@ class Laplace:
     def _flat_mode(self) -> Tensor:
         return self.operator.layout.flatten(self.mode)
 
-    def _named(self, θ: Tensor) -> dict[str, Tensor]:
-        like = self.operator.layout.like
-        columns = θ.split([t.numel() for t in like.values()], dim=1)
-        return {name: c.reshape(-1, *t.shape).to(t.dtype) for (name, t), c in zip(like.items(), columns, strict=True)}
+
+def draw(
+    mean: Mapping[str, Tensor], G: Operator, inverse: Inverse, n: int, count: int, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """Parameters [s *shape] by name ~ N(mean, (n·(G + λ))⁻¹), for ``inverse`` of G + λ."""
+    if count < 1:
+        raise ValueError(f"sample(count) needs a count ≥ 1, got {count}")
+    θ, like = G.layout.flatten(mean), G.layout.like
+    generator = generator or fresh_generator(θ.device)
+    ξ = torch.randn(count, inverse.noise, generator=generator, dtype=θ.dtype, device=θ.device)
+    columns = (θ + inverse.coloured(ξ) / math.sqrt(n)).split([t.numel() for t in like.values()], dim=1)
+    return {name: c.reshape(-1, *t.shape).to(t.dtype) for (name, t), c in zip(like.items(), columns, strict=True)}
+
+
+@torch.no_grad()
+def outputs_at(model: Model, drawn: Mapping[str, Tensor], x: Inputs) -> Tensor:
+    """y [s n *out] at parameters [s *shape]."""
+    samples = len(next(iter(drawn.values())))
+    return torch.stack([model({name: t[s] for name, t in drawn.items()}, x) for s in range(samples)])
 
 
 def _mean_metric(

@@ -50,14 +50,6 @@ def test_the_information_is_the_hessian_of_log_z(member: Member) -> None:
 
 
 @every_family
-def test_the_information_is_the_jacobian_of_the_mean_parameters(member: Member) -> None:
-    F = member.family.fisher(member.eta).dense()
-    for n, point in enumerate(member.eta):
-        jacobian = torch.autograd.functional.jacobian(member.family.mean, point)
-        close(F[n], jacobian.reshape(member.size, member.size), tolerance(member))
-
-
-@every_family
 def test_the_information_is_the_covariance_of_the_statistics(member: Member) -> None:
     centred = drawn(member) - member.dense(member.family.mean(member.eta))
     products = centred.unsqueeze(-1) * centred.unsqueeze(-2)

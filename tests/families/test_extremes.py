@@ -96,6 +96,18 @@ def test_kl_of_near_points_in_single_precision_is_half_the_squared_length(family
     assert float(family.kl(η, η + v)) == pytest.approx(0.5 * float(length.sum()), rel=1e-2)
 
 
+@pytest.mark.parametrize("family", [ng.Categorical(), ng.Categorical(minimal=True), ng.Gaussian(scale=None)], ids=repr)
+def test_kl_of_short_and_long_steps_of_outputs_is_precise(family: f.Family) -> None:
+    """In single precision, against double precision at the same outputs."""
+    generator = torch.Generator().manual_seed(0)
+    y, v = (torch.randn(6, 10, generator=generator) for _ in range(2))
+    for length in (1e-3, 1e-2, 0.1, 1.0, 10.0):
+        y2 = 2 * y + length * v
+        torch.testing.assert_close(
+            family.kl(2 * y, y2).double(), family.kl(2 * y.double(), y2.double()), rtol=2e-3, atol=0.0
+        )
+
+
 @pytest.mark.parametrize("backtracking", [ng.Backtracking(), ng.Backtracking(tries=1)])
 def test_a_trial_step_whose_outputs_leave_the_family_is_shortened_or_refused(backtracking: ng.Backtracking) -> None:
     """Rates −η of exponential waiting times become negative at a full step; no step with KL > δ is taken."""

@@ -6,7 +6,6 @@ import torch
 import natgrad as ng
 from natgrad.errors import DomainError
 from natgrad.mirror import MeanChart, Member, Online, natural_step
-from tests.golden import agrees, golden, tensor
 from tests.mirror.members import CASES, Case, t
 
 every = pytest.mark.parametrize("case", CASES, ids=repr)
@@ -63,21 +62,6 @@ def test_the_optimizer_with_the_schedule_one_over_k_plus_one_is_the_batch_estima
         assert opt.reasons() == ()
     expected = case.family.statistics(x).mean(0)
     torch.testing.assert_close(member.mean().detach(), expected, rtol=1e-9, atol=1e-9)
-
-
-def test_the_iterates_are_the_golden_ones_and_not_those_of_the_printed_schedule() -> None:
-    case = golden("mirror.online_mle")
-    x = tensor(case["inputs"]["t"])
-    estimate = Online.of(ng.families.Poisson(), x[:1])
-    iterates, printed = [estimate.xi], [x[0]]
-    for k in range(1, len(x)):
-        estimate = estimate.update(x[k : k + 1])
-        iterates.append(estimate.xi)
-        printed.append(printed[-1] - (printed[-1] - x[k]) / k)  # 002 prints α_k = 1/k
-    agrees(case, torch.stack(iterates), "iterates")
-    wrong = tensor(case["printed_wrong"]["iterates_with_1_over_k"])
-    torch.testing.assert_close(torch.stack(printed), wrong)
-    torch.testing.assert_close(wrong[-1], x[1:].mean())  # the first datum is forgotten
 
 
 def test_a_prior_counts_as_so_many_data() -> None:

@@ -291,7 +291,7 @@ def check_copies(name: str, n: int, jitter: float, dtype: torch.dtype) -> None:
 # The coupling itself
 
 
-@pytest.mark.parametrize("n", [2, 256, 513, 768, 1024, 2048])
+@pytest.mark.parametrize("n", [2, 513, 1024])
 def test_the_inverse_of_the_matrix_of_equal_points_is_one_over_n_squared(n: int) -> None:
     C = ng.Sobolev(jitter=0.0).coupling(normal(1, 5).repeat(n, 1), n)
     assert float((C * n**2 - 1).abs().max()) < 1e-10

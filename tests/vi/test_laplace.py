@@ -241,7 +241,7 @@ SHARED = ["conv", "tied_weights", "layer_norm", "attention", "tied_embedding", "
 
 
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker(), ng.Kernel(), ng.Implicit()])
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.EigenKronecker(), ng.Kernel()])
 def test_layers_of_every_kind_are_drawn_and_predicted(name: str, structure: ng.structures.Structure) -> None:
     problem = case(name).make()
     model = Model.of(problem.model, problem.params, problem.output)
