@@ -94,7 +94,7 @@ def _negative(of: Task, opt: ng.NaturalGradient) -> None:
 def _bound(memory: int) -> Callable[[Task, ng.NaturalGradient], None]:
     def change(of: Task, opt: ng.NaturalGradient) -> None:
         opt.zero_grad()
-        opt.tracker.view = replace(opt.tracker.view, memory=memory)
+        opt.tracker.observer = replace(opt.tracker.observer, memory=memory)
 
     return change
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from numbers import Real
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,79 +18,28 @@ from natgrad.model import Model
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.optim.update import check_numbers, common_damping
-from natgrad.output.metric import OutputMetric
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import loaded, with_layers
-from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
 
-# What a metric or a solver is, in words that are the same in every process: for checkpoints, and for messages.
-
-
-def metric_in_words(metric: OutputMetric) -> str:
-    """Which metric it is; how many samples estimate it does not matter.
-
-    >>> import natgrad as ng
-    >>> metric_in_words(ng.Fisher(ng.Categorical(), samples=1, reduction="mean"))
-    "Fisher(family=Categorical(), reduction='mean')"
-    """
-    return in_words(metric.unsampled())
-
-
-def solver_in_words(solver: Solver) -> str:
-    """Which inverse it computes; how the work is divided, and how fast, does not matter.
-
-    >>> import natgrad as ng
-    >>> solver_in_words(ng.Factored(ng.Newton()))
-    'Factored()'
-    """
-    return in_words(solver)
-
-
-def in_words(value: Any) -> str:
-    """As ``repr`` of a dataclass, without what has its default, and without addresses, or tensors but for numbers.
-
-    A default is left out so that one that is added later does not make another thing of what was saved before.
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        entries = [(f.name, in_words(getattr(value, f.name))) for f in fields(value) if _tells(f, value)]
-        return f"{type(value).__name__}({', '.join(f'{name}={words}' for name, words in entries)})"
-    if value is None or isinstance(value, bool | str):
-        return repr(value)
-    if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
-        number = float(value)
-        return repr(int(number)) if number.is_integer() else repr(number)  # 1 and 1.0 are the same
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {in_words(value[key])}" for key in sorted(value, key=repr)) + "}"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(in_words, value))}]"
-    return "…" if callable(value) else type(value).__name__
-
-
-def _tells(field: Field[Any], value: Any) -> bool:
-    """Whether this field of a dataclass says something about it."""
-    entry = getattr(value, field.name)
-    if isinstance(entry, Newton):
-        return False
-    default = field.default if field.default_factory is MISSING else field.default_factory()
-    return default is MISSING or in_words(entry) != in_words(default)
-
-
-# Whether what a checkpoint holds fits the model: every message names the tensor, and nothing has been changed.
-
-
 T = TypeVar("T")
-_NOTHING = "Nothing was loaded"
 Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
-ENTRIES: Kinds = {  # all that ``export`` writes
+
+_log = logging.getLogger("natgrad")
+_NOTHING = "Nothing was loaded"
+_ENTRIES: Kinds = {  # all that ``export`` writes
+    "metric": str,
     "structure": str,
+    "solver": str,
     "parameters": dict,
     "layers": dict,
+    "operations": (list, tuple),
     "dtype": str,
     "step": int,
-    "count": int,
+    "mass": (list, tuple),
     "estimated": int,
     "inverted": int,
+    "wanted": (list, tuple),
     "operator": dict,
     "inverse": dict,
     "inverse_damping": (int, float),
@@ -100,8 +49,108 @@ ENTRIES: Kinds = {  # all that ``export`` writes
 }
 
 
+def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
+    """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
+    # One of several processes has seen a part of the examples: it says nothing of how many there were.
+    step_size = tracker.weight.step_size if tracker.world.size == 1 else 0
+    inverse = preconditioner.inverse
+    return {
+        **_signature(tracker),
+        "solver": in_words(preconditioner.solver),
+        "dtype": str(tracker.model.example.dtype),
+        "step": tracker.step,
+        "mass": (tracker.weight.total, step_size),
+        "estimated": tracker.estimated,
+        "inverted": preconditioner.inverted,
+        "wanted": sorted(tracker.pending_params),
+        "operations": tracker.observer.cache.operations.state(),
+        "operator": {} if tracker.average is None else tracker.average.tensors(),
+        "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
+        "inverse_damping": preconditioner.damping,
+        "outdated": preconditioner.outdated,
+        "generator": tracker.generator.get_state(),
+        "rank": tracker.world.rank,
+    }
+
+
+def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preconditioner) -> Callable[[], None]:
+    """Check that the state belongs to this model, structure and metric, whole, and build what it holds.
+
+    Nothing is changed until the function that is returned is called. The metric keeps the precision that it was saved
+    in; where the model has another one than the model that was saved, it takes that of the metrics of this model. The
+    inverse of another solver is not used: the next step inverts anew.
+    """
+    check_entries(state, _ENTRIES, 'the "natgrad" entry of the state')
+    check_signature("optimizer", state, _signature(tracker))
+    for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
+        check_finite(what, state[entry])
+    if "guess" in state["inverse"]:  # what an iterative solver starts from is over all parameters
+        _check_shape("guess of the inverse of the metric", state["inverse"]["guess"], (tracker.model.size,))
+    check_generator(state["generator"], tracker.generator)
+    model, observer, solver = tracker.model, tracker.observer, preconditioner.solver
+    example, λ = model.example, state["inverse_damping"]
+    dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
+
+    def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Copies: the average and its inverse are changed in place.
+        dtypes = {name: dtype if t.is_floating_point() else None for name, t in tensors.items()}
+        return {name: t.to(example.device, dtypes[name], copy=True) for name, t in tensors.items()}
+
+    tensors = placed(state["operator"])
+    layers = loaded(model, observer.blocks, state["operations"])
+    blocks = with_layers(observer.blocks, layers)
+    average = operator_of(tracker.structure, model, blocks, tensors) if tensors else None
+    inverse: Inverse | None = None
+    warm: dict[str, Tensor] | None = None
+    if state["solver"] != in_words(solver):
+        words = state["solver"], in_words(solver)
+        _log.info("the state was saved with the solver %s, here it is %s: the next step inverts anew", *words)
+    elif average is None:
+        warm = placed(state["inverse"])
+    else:  # its inverse may be older than it, and is computed again only where it has no tensors
+        saved = placed(state["inverse"])
+        inverse = _inverse_of(average, saved) if saved else None
+        inverse = inverse or preconditioner.world.inverse(solver, average, λ, warm=saved)
+
+    def go_on() -> None:
+        observer.cache.operations.put(layers, observer.blocks)
+        tracker.step, tracker.estimated = state["step"], state["estimated"]
+        tracker.average, tracker.pending_params = average, frozenset(state["wanted"])
+        tracker.weight.total, tracker.weight.step_size = state["mass"]
+        tracker.discard()
+        preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
+        preconditioner.inverted, preconditioner.outdated = state["inverted"], state["outdated"]
+        _seed(tracker.generator, state["generator"].cpu(), state["rank"], tracker.world.rank)
+
+    return go_on
+
+
+def _signature(tracker: MetricTracker) -> dict[str, Any]:
+    """What must be the same for a state to mean the same. How many samples estimate the metric does not matter."""
+    observer = tracker.observer
+    declared = observer.cache.operations.declared(observer.blocks)  # whatever operations have shown since
+    return {
+        "metric": in_words(tracker.metric.unsampled()),
+        "structure": repr(tracker.structure),
+        "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
+        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in declared},
+    }
+
+
+def _seed(generator: torch.Generator, saved: Tensor, saved_rank: int, rank: int) -> None:
+    """Go on with the random numbers; another process or kind of device goes on with its own from here."""
+    if saved_rank == rank and saved.shape == generator.get_state().shape:
+        generator.set_state(saved)
+        return
+    digest = hashlib.sha256(bytes(saved.tolist()) + rank.to_bytes(8, "big")).digest()
+    generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
+
+
+# Whether what a checkpoint holds fits the model: every message names the tensor, and nothing has been changed.
+
+
 def check_entries(state: Mapping[str, Any], entries: Kinds, where: str) -> None:
-    """All these are there, and of their kind; what later versions added may be missing."""
+    """All these are there, and of their kind."""
     missing = [name for name in entries if name not in state]
     if missing:
         raise ValueError(f"{where} has no {', '.join(missing)}: it is incomplete. {_NOTHING}")
@@ -175,7 +224,7 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
         name = names[id(params[key])]
         tensors = {what: t for what, t in entry.items() if isinstance(t, Tensor)}
         if "momentum" in tensors:  # what a hook of the user's keeps may have any shape
-            _same(f"momentum of {name}", tensors["momentum"], tuple(params[key].shape))
+            _check_shape(f"momentum of {name}", tensors["momentum"], tuple(params[key].shape))
         check_finite(name, tensors)
 
 
@@ -190,33 +239,23 @@ def operator_of(
     for key, shape in expected.items():
         if key not in tensors:
             raise ValueError(f"{key} of the metric is missing in the state. {_NOTHING}")
-        _same(f"{key} of the metric", tensors[key], shape)
+        _check_shape(f"{key} of the metric", tensors[key], shape)
     strange = [key for key in tensors if key not in expected]
     if strange:
         raise ValueError(f"the metric in the state has {', '.join(strange)}, for which there is no layer. {_NOTHING}")
     return G
 
 
-def check_guess(size: int, tensors: Mapping[str, Tensor]) -> None:
-    """What an iterative solver starts from is over all parameters."""
-    if "guess" in tensors:
-        _same("guess of the inverse of the metric", tensors["guess"], (size,))
-
-
-def inverse_of(G: Operator, tensors: Mapping[str, Tensor]) -> Inverse | None:
+def _inverse_of(G: Operator, tensors: Mapping[str, Tensor]) -> Inverse | None:
     """The inverse of G, or of an earlier metric, with these tensors; None if it must be computed again."""
-    what, like = "the inverse of the metric", next(iter(tensors.values()))
-    for key, shape in G.inverse_shapes().items():
-        if key in tensors:
-            _same(f"{key} of {what}", tensors[key], shape)
 
     def attempt() -> Inverse | None:
         inverse = G.inverse_from(tensors)
         if inverse is not None:  # once, for nothing: matrices of other sizes cannot be multiplied
-            inverse.solve(like.new_zeros(G.layout.size))
+            inverse.solve(next(iter(tensors.values())).new_zeros(G.layout.size))
         return inverse
 
-    return _built(what, attempt)
+    return _built("the inverse of the metric", attempt)
 
 
 def _built(what: str, build: Callable[[], T]) -> T:
@@ -231,151 +270,42 @@ def _built(what: str, build: Callable[[], T]) -> T:
         raise ValueError(f"the tensors of {what} in the state do not fit the model ({error}). {_NOTHING}") from error
 
 
-def _same(name: str, t: Tensor, shape: Sequence[int]) -> None:
+def _check_shape(name: str, t: Tensor, shape: Sequence[int]) -> None:
     _built(name, lambda: check_shape(name, t, shape))
 
 
-_log = logging.getLogger("natgrad")
+# What a metric or a solver is, in words.
 
 
-@final
-@dataclass(frozen=True)
-class Restored:
-    """What was read from a checkpoint and checked; reading it has changed nothing."""
+def in_words(value: Any) -> str:
+    """As ``repr`` of a dataclass, without what has its default, and without addresses, or tensors but for numbers.
 
-    step: int  # steps so far
-    count: int  # those whose estimates are in the average
-    estimated: int  # the step in which the metric was last estimated
-    inverted: int  # and in which it was inverted
-    weight: tuple[float, int]  # of what is in the average, and the examples of a usual step, 0 if unknown
-    pending_params: frozenset[str]
-    average: Operator | None
-    inverse: Inverse | None
-    warm: dict[str, Tensor] | None
-    damping: float
-    outdated: bool
-    generator: Tensor  # the state of the generator of a sampled metric
-    rank: int  # the process that it is from
-    layers: tuple[Block, ...] = ()  # that operations have shown
+    It is the same in every process. A default is left out so that one that is added later does not make another thing
+    of what was saved before; so is what only changes the speed (``Newton``).
 
-    def put(self, tracker: MetricTracker, preconditioner: Preconditioner) -> None:
-        """Go on from here."""
-        tracker.view.cache.operations.put(self.layers, tracker.view.blocks)
-        tracker.step, tracker.count, tracker.estimated = self.step, self.count, self.estimated
-        tracker.average, tracker.pending_params = self.average, self.pending_params
-        tracker.weight.total, tracker.weight.step_size = self.weight
-        tracker.discard()
-        preconditioner.inverse, preconditioner.warm = self.inverse, self.warm
-        preconditioner.inverted, preconditioner.damping = self.inverted, self.damping
-        preconditioner.outdated = self.outdated
-        self._seed(tracker.generator, tracker.world.rank)
-
-    def _seed(self, generator: torch.Generator, rank: int) -> None:
-        """Go on with the random numbers; another process or kind of device goes on with its own from here."""
-        if self.rank == rank and self.generator.shape == generator.get_state().shape:
-            generator.set_state(self.generator)
-            return
-        digest = hashlib.sha256(bytes(self.generator.tolist()) + rank.to_bytes(8, "big")).digest()
-        generator.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
-
-
-def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
-    """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
-    # One of several processes has seen a part of the examples: it says nothing of how many there were.
-    usual = tracker.weight.step_size if tracker.world.size == 1 else 0
-    inverse = preconditioner.inverse
-    return {
-        **_signature(tracker),
-        "solver": solver_in_words(preconditioner.solver),
-        "dtype": str(tracker.model.example.dtype),
-        "step": tracker.step,
-        "count": tracker.count,
-        "mass": (tracker.weight.total, usual),
-        "estimated": tracker.estimated,
-        "inverted": preconditioner.inverted,
-        "wanted": sorted(tracker.pending_params),
-        "operations": tracker.view.cache.operations.state(),
-        "operator": {} if tracker.average is None else tracker.average.tensors(),
-        "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
-        "inverse_damping": preconditioner.damping,
-        "outdated": preconditioner.outdated,
-        "generator": tracker.generator.get_state(),
-        "rank": tracker.world.rank,
-    }
-
-
-def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preconditioner) -> Restored:
-    """Check that the state belongs to this model, structure and metric, whole, and build what it holds.
-
-    The metric keeps the precision that it was saved in; where the model has another one than the model that was saved,
-    it takes that of the metrics of this model. The inverse of another solver is not used: the next step inverts anew.
-    States from before metric and solver were saved count as those of this optimizer.
+    >>> import natgrad as ng
+    >>> in_words(ng.Fisher(ng.Categorical(), reduction="mean")), in_words(ng.Factored(ng.Newton()))
+    ("Fisher(family=Categorical(), reduction='mean')", 'Factored()')
     """
-    check_entries(state, ENTRIES, 'the "natgrad" entry of the state')
-    check_signature("optimizer", state, _signature(tracker))
-    for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
-        check_finite(what, state[entry])
-    check_guess(tracker.model.size, state["inverse"])
-    check_generator(state["generator"], tracker.generator)
-    example = tracker.model.example
-    dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
-
-    def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Copies: the average and its inverse are changed in place.
-        dtypes = {name: dtype if t.is_floating_point() else None for name, t in tensors.items()}
-        return {name: t.to(example.device, dtypes[name], copy=True) for name, t in tensors.items()}
-
-    tensors = placed(state["operator"])
-    structure = tracker.structure.structure
-    layers = loaded(tracker.model, tracker.view.blocks, state.get("operations", ()))
-    blocks = with_layers(tracker.view.blocks, layers)
-    average = operator_of(structure, tracker.model, blocks, tensors) if tensors else None
-    inverse, warm = None, None
-    if not _solved_otherwise(state, preconditioner.solver):
-        warm = placed(state["inverse"])
-        if average is not None:  # its inverse may be older than it, and is computed again only where it has no tensors
-            inverse = inverse_of(average, warm) if warm else None
-            λ = state["inverse_damping"]
-            inverse = inverse or preconditioner.world.inverse(preconditioner.solver, average, λ, warm=warm)
-    # A state from before there was a mass has as much as its number of estimates says.
-    total, usual = state.get("mass", (0.0 if not state["count"] else 1 / tracker.structure.weight(state["count"]), 0))
-    return Restored(
-        step=state["step"],
-        count=state["count"],
-        estimated=state["estimated"],
-        inverted=state["inverted"],
-        weight=(total, usual),
-        pending_params=frozenset(state.get("wanted", ())),
-        average=average,
-        inverse=inverse,
-        warm=warm if average is None else None,
-        damping=state["inverse_damping"],
-        outdated=state["outdated"],
-        generator=state["generator"].cpu(),
-        rank=state["rank"],
-        layers=tuple(layers),
-    )
+    if is_dataclass(value) and not isinstance(value, type):
+        entries = [(f.name, in_words(getattr(value, f.name))) for f in fields(value) if _tells(f, value)]
+        return f"{type(value).__name__}({', '.join(f'{name}={words}' for name, words in entries)})"
+    if value is None or isinstance(value, bool | str):
+        return repr(value)
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0):
+        number = float(value)
+        return repr(int(number)) if number.is_integer() else repr(number)  # 1 and 1.0 are the same
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {in_words(value[key])}" for key in sorted(value, key=repr)) + "}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(in_words, value))}]"
+    return "…" if callable(value) else type(value).__name__
 
 
-def _solved_otherwise(state: Mapping[str, Any], solver: Solver) -> bool:
-    """Whether another solver has made the inverse in the state, which is said in the log."""
-    mine = solver_in_words(solver)
-    saved = state.get("solver", mine)
-    if saved != mine:
-        _log.info("the state was saved with the solver %s, here it is %s: the next step inverts anew", saved, mine)
-    return bool(saved != mine)
-
-
-def _signature(tracker: MetricTracker) -> dict[str, Any]:
-    """What must be the same for a state to mean the same."""
-    return {
-        "metric": metric_in_words(tracker.metric),
-        "structure": repr(tracker.structure.structure),
-        "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
-        "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in _declared(tracker)},
-    }
-
-
-def _declared(tracker: MetricTracker) -> Sequence[Block]:
-    """The layers as the modules of the model declare them, whatever operations have shown since."""
-    return tracker.view.cache.operations.declared(tracker.view.blocks)
+def _tells(field: Field[Any], value: Any) -> bool:
+    """Whether this field of a dataclass says something about it."""
+    entry = getattr(value, field.name)
+    if isinstance(entry, Newton):
+        return False
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return default is MISSING or in_words(entry) != in_words(default)

@@ -12,7 +12,6 @@ of them can be loaded with any number of processes.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
@@ -33,25 +32,28 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 _log = logging.getLogger("natgrad")
 
 
-class World(ABC):
-    """The processes that train one model."""
+class World:
+    """The processes that train one model: here one process alone.
 
-    rank: int
-    size: int
+    >>> World().mean_of([torch.ones(1)], 5)
+    [tensor([1.])]
+    """
 
-    @abstractmethod
+    rank: int = 0
+    size: int = 1
+
     def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
         """The mean of the estimates of all processes, weighted by their numbers of examples n."""
+        return operator
 
-    @abstractmethod
     def mean_of(self, values: Sequence[Tensor], n: int) -> list[Tensor]:
         """The mean of tensors over all processes, each by itself."""
+        return list(values)
 
-    @abstractmethod
     def renewed(self, G: Operator) -> Operator:
         """``G.renewed()``; each process does its share."""
+        return G.renewed()
 
-    @abstractmethod
     def inverse(
         self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
     ) -> Inverse:
@@ -59,30 +61,6 @@ class World(ABC):
 
         It starts from the ``last`` inverse, which may be overwritten, or from the tensors ``warm`` of one.
         """
-
-
-@final
-class Alone(World):
-    """One process.
-
-    >>> Alone().mean_of([torch.ones(1)], 5)
-    [tensor([1.])]
-    """
-
-    rank, size = 0, 1
-
-    def mean(self, operator: Operator, n: int, restore: Callable[[Tensors], Operator | None]) -> Operator:
-        return operator
-
-    def mean_of(self, values: Sequence[Tensor], n: int) -> list[Tensor]:
-        return list(values)
-
-    def renewed(self, G: Operator) -> Operator:
-        return G.renewed()
-
-    def inverse(
-        self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
-    ) -> Inverse:
         return solver.init(G, damping, warm) if last is None else solver.again(last, G, damping)
 
 
@@ -203,14 +181,14 @@ def world_of(wrapping: Sequence[nn.Module]) -> World:
         if isinstance(module, DistributedDataParallel):
             device = next(iter(module.parameters())).device
             group = Group(module.process_group, device)
-            return group if group.size > 1 else Alone()
+            return group if group.size > 1 else World()
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _log.warning(
             "there are %d processes, and the model is in no DistributedDataParallel: the metric is that of this "
             "process alone. If they train one model, wrap it first, and give the wrapped one to the optimizer",
             dist.get_world_size(),
         )
-    return Alone()
+    return World()
 
 
 def refuse_strangers(world: World) -> None:

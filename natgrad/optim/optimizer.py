@@ -107,12 +107,10 @@ class NaturalGradient(torch.optim.Optimizer):
         generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, rules)
-        view = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
+        observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule = step
-        self.tracker = MetricTracker(view, schedule, generator, wrapping, world)
-        self.preconditioner = Preconditioner(
-            solver, every=schedule.inverse, damping=damping, device=device, world=world
-        )
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world)
+        self.preconditioner = Preconditioner(solver, schedule, damping=damping, device=device, world=world)
         self.flag = Flag()
         # The gradients of a loop lie in few places: those of passes with and without an estimate.
         self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=4)
@@ -138,7 +136,7 @@ class NaturalGradient(torch.optim.Optimizer):
         first, rest = super().__repr__().split("\n", 1)
         closure = ", which evaluates the loss again: opt.step(closure)" if self.needs_closure else ""
         tracker, solver = self.tracker, self.preconditioner.solver
-        slots = {"metric": tracker.metric, "structure": tracker.structure, "solver": solver, "step": self.rule}
+        slots = {"metric": tracker.metric, "structure": tracker.schedule, "solver": solver, "step": self.rule}
         return "\n".join([first, *(f"{slot}: {value!r}" for slot, value in slots.items())]) + f"{closure}\n{rest}"
 
     @property
@@ -164,18 +162,11 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
-        return plan(self.tracker, solver=self.preconditioner.solver, rule=self.rule, groups=self.param_groups)
+        return plan(self.tracker, self.preconditioner.solver, self.rule, self.param_groups)
 
     def diagnostics(self) -> Diagnostics:
         """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
-        inverse = self.preconditioner
-        return diagnostics(
-            self.tracker,
-            solver=inverse.solver,
-            inverse_damping=inverse.damping,
-            inverted=inverse.inverted,
-            last=self.last,
-        )
+        return diagnostics(self.tracker, self.preconditioner, self.last)
 
     @property
     def last(self) -> Step | None:
@@ -290,7 +281,7 @@ class NaturalGradient(torch.optim.Optimizer):
             decay=lambda: update.decayed(params),
             sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, λ)),
             move=move,
-            velocity=lambda: update.velocity(tracker.model.params, self.state),
+            velocity=lambda: update.velocity(tracker.model.params),
             acceleration=lambda δ: -update.at_rest(inverse.sharp_apart(tracker.batch_queries.christoffel(δ))),
             queries=lambda: tracker.batch_queries,
             loss_at=loss_at,
@@ -352,12 +343,12 @@ class NaturalGradient(torch.optim.Optimizer):
         """
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
-        restored = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
+        go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
         check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.tracker.model.params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})
-        restored.put(self.tracker, self.preconditioner)
+        go_on()
         self._last = None
         self._graphs.clear()
 

@@ -17,19 +17,22 @@ from natgrad.geometry import Covector, Vector
 from natgrad.optim.distributed import World
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import NOT_POSITIVE, Inverse, Operator
+from natgrad.structures.refresh import Refresh
 
 _log = logging.getLogger("natgrad")
 
 
 @final
 class Preconditioner:
-    """(G + λ)⁻¹, which a solver makes again every ``every`` steps if G or λ has changed.
+    """(G + λ)⁻¹, which a solver makes again when the schedule says so, if G or λ has changed.
 
-    With ``every=1`` it is made again whenever one of them has changed. ``world``: the processes that share the work.
+    ``world``: the processes that share the work.
     """
 
-    def __init__(self, solver: Solver, *, every: int, damping: float, device: torch.device, world: World) -> None:
-        self.solver, self.every, self.world = solver, every, world
+    def __init__(
+        self, solver: Solver, schedule: Refresh, *, damping: float, device: torch.device, world: World
+    ) -> None:
+        self.solver, self.schedule, self.world = solver, schedule, world
         self.inverse: Inverse | None = None
         self.warm: dict[str, Tensor] | None = None  # what the first inverse of an iterative solver starts from
         self.damping = damping  # of the inverse
@@ -74,7 +77,7 @@ class Preconditioner:
         """Whether the inverse is made again in this step."""
         if self.inverse is None or self.solver.doubtful:
             return True
-        return (self.outdated or self.damping != damping) and self._step % self.every == 0
+        return (self.outdated or self.damping != damping) and self.schedule.inverse_due(self._step)
 
     def prepare(self, damping: float) -> Inverse:
         """(G + λ)⁻¹, made again if that is due. A factorisation that fails leaves the last one, and says so once."""
@@ -137,9 +140,7 @@ class Preconditioner:
         if self.inverted_before is None:
             if self.world.size > 1:
                 return  # all processes have its NaN: all of them raise, and none alone
-            raise SingularMetricError(
-                why
-            )  # made here: an error in a variable of its traceback would hold the optimizer
+            raise SingularMetricError(why)  # made here: an error in a variable would hold the optimizer
         self.inverted = self.inverted_before
         self._warn(why)
 

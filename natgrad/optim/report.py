@@ -13,6 +13,7 @@ from torch import Tensor
 from natgrad.accelerate.inverses import balance
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
+from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
 from natgrad.pullback.layer import Block
 from natgrad.solve.solvers import Solver
@@ -98,8 +99,7 @@ class Plan:
     def __str__(self) -> str:
         heads = ("parameters", "rule", "structure", "W [c o i]", "kept", "bytes", "inverse", "solve", "position")
         cells = [self._cells(row) for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        lines = [_line(row, widths) for row in (heads, *cells)]
+        lines = _table(heads, cells, left=5)
         size = sum(row.size for row in self.rows)
         total = [f"{len(self.rows)} layers, {size:,} parameters"]
         if self.bytes is not None and self.flops is not None and self.position_flops is not None:
@@ -122,7 +122,7 @@ class Plan:
         return (*front, factors, f"{self.element * row.cost.numbers:,}", *counts)
 
 
-def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> Plan:
+def plan(tracker: MetricTracker, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> Plan:
     """The plan of an optimizer: nothing is run, and nothing changes. After a step it knows what the pass has shown.
 
     ``groups``: the parameter groups, with their numbers.
@@ -135,10 +135,11 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
     >>> found.bytes  # 2 (20² + 65² + 10² + 21²) numbers of 4 bytes
     41328
     """
-    schedule, blocks = tracker.structure, _blocks(tracker)
+    schedule, blocks = tracker.schedule, _blocks(tracker)
     damping = float(groups[0]["damping"])
-    rows = tuple(_row(schedule.structure, block, solver, damping > 0) for block in blocks)
-    together = schedule.structure.cost(blocks, iterative=solver.iterative)
+    rows = tuple(_row(tracker.structure, block, solver, damping > 0) for block in blocks)
+    by_layer = tracker.structure.by_layer
+    together = None if by_layer else tracker.structure.cost(blocks, iterative=solver.iterative)
     dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
     result = Plan(rows, together, schedule, dtype.itemsize, ())
     notes = (_schedule(tracker), _damping(solver, damping), _movement(rule, groups), *_exceptions(tracker, result))
@@ -147,8 +148,8 @@ def plan(tracker: MetricTracker, *, solver: Solver, rule: StepRule, groups: Sequ
 
 def _blocks(tracker: MetricTracker) -> list[Block]:
     """The layers, with the rules that they were seen with where a pass has been seen, in flattening order."""
-    blocks, G = tracker.structure.structure.arrange(tracker.view.blocks), tracker.average
-    if G is None or not tracker.structure.structure.covers_by_rule:
+    blocks, G = tracker.structure.arrange(tracker.observer.blocks), tracker.average
+    if G is None or not tracker.structure.by_layer:
         return blocks
     covered = {name for block in G.layers for name in block.names}
     layers = [*G.layers, *(left for block in blocks for left in _left(block, covered))]
@@ -169,12 +170,12 @@ def _left(block: Block, covered: Collection[str]) -> list[Block]:
 def _row(structure: Structure, block: Block, solver: Solver, damped: bool) -> Row:
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
     exact = damped and not solver.damps_factors
-    cost = structure.layer_cost(block, exact=exact, iterative=solver.iterative)
+    cost = structure.cost([block], exact=exact, iterative=solver.iterative) if structure.by_layer else None
     return Row(block.names, rule, structure.title(block), block.shape, cost)
 
 
 def _schedule(tracker: MetricTracker) -> str:
-    schedule, metric = tracker.structure, tracker.metric
+    schedule, metric = tracker.schedule, tracker.metric
     average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
     inverse = f"inverted every {schedule.inverse} steps" if schedule.inverse > 1 else "inverted when it has changed"
     return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {inverse}"
@@ -195,12 +196,12 @@ def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
-    structure, fresh = tracker.structure.structure, tracker.average is None
+    structure, fresh = tracker.structure, tracker.average is None
     lines = []
     then = structure.uncovered()
     if result.uncovered and then is not None:
         first = "the operations of the first pass may give them one; if not, " if fresh else ""
-        if structure.covers_by_rule:
+        if structure.by_layer:
             then = f"{then}: {_way_out(tracker, result)}"
         lines.append(f"no layer rule covers {', '.join(result.uncovered)}: {first}{then}")
     if result.diagonals:
@@ -212,7 +213,7 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
 
 def _way_out(tracker: MetricTracker, result: Plan) -> str:
     """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
-    ruled = {name for block in tracker.view.blocks if block.rule for name in block.names}
+    ruled = {name for block in tracker.observer.blocks if block.rule for name in block.names}
     lost = [name for name in result.uncovered if name in ruled]
     if not lost:
         return "pass rules=[…] with a rule for their module"
@@ -235,11 +236,14 @@ def _shape(shape: Sequence[int]) -> str:
     return f"{groups}{d}²" if shape[2] == d else f"{groups}{d}·{shape[2]}"
 
 
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    padded = [
-        cell.ljust(w) if at < 5 else cell.rjust(w) for at, (cell, w) in enumerate(zip(cells, widths, strict=True))
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Lines of cells; the first ``left`` columns begin at the left, the others end at the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    aligned = [
+        [cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        for row in (heads, *rows)
     ]
-    return "  ".join(padded).rstrip()
+    return ["  ".join(row).rstrip() for row in aligned]
 
 
 # How the metric of an optimizer stands after some steps: conditions, damping, staleness, and the last step.
@@ -297,20 +301,15 @@ class Diagnostics:
     def __str__(self) -> str:
         heads = ("parameters", "cond S", "cond A", "damped", "damping", "rank S", "rank A", "dead units", "step")
         cells = [_cells(layer) for layer in self.layers]
-        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        lines = [_diagnostic_line(row, widths) for row in (heads, *cells)]
+        lines = _table(heads, cells, left=1)
         refused = "" if self.accepted else ", which was refused"
         lines.append(f"last step{refused}: √(δᵀGδ) = {self.step:.3g}; damping λ = {self.damping:.3g}")
         lines.append(f"the metric was estimated {_ago(self.metric_age)}, and inverted {_ago(self.inverse_age)}")
         return "\n".join(lines)
 
 
-def diagnostics(
-    tracker: MetricTracker, *, solver: Solver, inverse_damping: float, inverted: int, last: Step | None
-) -> Diagnostics:
+def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: Step | None) -> Diagnostics:
     """Look at the metric and the last step. It waits for the device and computes eigenvalues: call it now and then.
-
-    ``inverse_damping`` and ``inverted``: the damping of the inverse that the last step used, and the step it is from.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
@@ -326,18 +325,17 @@ def diagnostics(
         raise NatgradError(
             "there is nothing to diagnose before the first step: opt.plan() says what the optimizer is going to do"
         )
-    λ = inverse_damping
-    δ = last.displacement
+    λ, factored, δ = preconditioner.damping, preconditioner.solver.damps_factors, last.displacement
     ω = G.flat(δ)
     with torch.no_grad():
         spectra = G.layer_spectra()
-        layers = [_layer(layer, λ, solver.damps_factors, _norm(δ, ω, layer.names)) for layer in spectra]
+        layers = [_layer(layer, λ, factored, _norm(δ, ω, layer.names)) for layer in spectra]
         covered = {name for layer in layers for name in layer.names}
-        others = [tuple(n for n in block.names if n not in covered) for block in tracker.view.blocks]
+        others = [tuple(n for n in block.names if n not in covered) for block in tracker.observer.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
-    ages = (tracker.step - 1 - tracker.estimated, tracker.step - 1 - inverted)
+    ages = (tracker.step - 1 - tracker.estimated, tracker.step - 1 - preconditioner.inverted)
     return Diagnostics(tuple(ordered), last.damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
 
 
@@ -397,8 +395,3 @@ def _cells(layer: Health) -> tuple[str, ...]:
 
 def _ago(age: int) -> str:
     return "in the last step" if age == 0 else f"{age} step{'s' if age > 1 else ''} before it"
-
-
-def _diagnostic_line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = zip(cells, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]).rstrip()

@@ -22,8 +22,8 @@ from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, eager, in_library_pass, is_compiled, library_pass
-from natgrad.optim.distributed import Alone, World, refuse_strangers
-from natgrad.optim.frozen import ModelCheck
+from natgrad.optim.distributed import World, refuse_strangers
+from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
 from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pullback
@@ -133,20 +133,20 @@ class MetricTracker:
 
     def __init__(
         self,
-        view: Observer,
-        structure: Refresh,
+        observer: Observer,
+        schedule: Refresh,
         generator: torch.Generator,
         wrapping: Sequence[nn.Module] = (),
         world: World | None = None,
     ) -> None:
-        self.view, self.structure, self.generator = view, structure, generator
-        self.world = Alone() if world is None else world
-        self.model, self.metric = view.model, view.metric
+        self.observer, self.schedule, self.generator = observer, schedule, generator
+        self.structure = schedule.structure
+        self.world = World() if world is None else world
+        self.model, self.metric = observer.model, observer.metric
         self.average: Operator | None = None
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
         self.absorbed = False  # an estimate of this step is in the average
-        self.weight = EmaWeight(structure.decay)
-        self.count = 0  # steps whose estimates are in the average
+        self.weight = EmaWeight(schedule.decay)
         self.step = 0
         self.estimated = 0  # the step in which the metric was last estimated
         self.pending_params: frozenset[str] = frozenset()  # trained but not in the metric: it is due until they are
@@ -155,12 +155,14 @@ class MetricTracker:
         self._joined = False  # whether ``fresh`` is that of all processes
         self._refreshed = False  # passes until the next step are ignored
         self._suspended = False
-        self._recorders = {eagerly: Recorder(view.model, view.blocks, of_user=not eagerly) for eagerly in (False, True)}
+        self._recorders = {
+            eagerly: Recorder(observer.model, observer.blocks, of_user=not eagerly) for eagerly in (False, True)
+        }
         self._recorder: Recorder | None = None  # of the pass that is being recorded
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
-        self._check = ModelCheck(self.model, self.module, view.blocks)
+        self._check = ModelCheck(self.model, self.module, observer.blocks)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
         # A hook on a compiled module itself runs outside of the compiled code.
@@ -176,7 +178,7 @@ class MetricTracker:
     @property
     def due(self) -> bool:
         """Whether the metric is estimated for this step."""
-        return self.average is None or self.step % self.structure.every == 0 or bool(self.pending_params)
+        return self.average is None or self.schedule.metric_due(self.step) or bool(self.pending_params)
 
     @property
     def has_estimate(self) -> bool:
@@ -211,7 +213,7 @@ class MetricTracker:
             # Here all processes raise; one that raised alone would leave the others waiting.
             self.fresh, self._joined = joined.finite() if self.world.size > 1 else joined, True
         weight = replace(self.weight).next_step(self._examples)
-        if self.average is None or (self.structure.decay == 0 and not self.fresh.unseen):
+        if self.average is None or (self.schedule.decay == 0 and not self.fresh.unseen):
             return self.fresh, True
         average, self.fresh = self.average.merged(self.fresh, weight), None  # memory is needed for the inverse
         return average, True
@@ -219,7 +221,6 @@ class MetricTracker:
     def commit(self, operator: Operator, estimated: bool) -> None:
         """A step has succeeded with this operator, which was ``estimated`` for it or not."""
         self.average, self.pending_params = operator, self.pending_params & operator.unseen
-        self.count += estimated
         if self.absorbed:
             self.weight.end_step()
         elif estimated:
@@ -245,7 +246,7 @@ class MetricTracker:
             self.model.check_separable()
         with self.checked():
             batch = Batch(self.model, x, target)
-            pb = self.view.of(batch)
+            pb = self.observer.of(batch)
             self.batch = batch
             self._add(pb)
         self._refreshed = True
@@ -290,7 +291,7 @@ class MetricTracker:
             self.model.check_separable()
         eagerly = compiled or self.watched is not self.module or self._check.compiled()
         self._recorder = self._recorders[eagerly]
-        self._recorder.start(Arguments(args, kwargs), operations=self.view.operations)
+        self._recorder.start(Arguments(args, kwargs), operations=self.observer.operations)
         if eagerly or not self.structure.one_pass:
             self._rng_state = get_rng_state(self.model.example.device)
         if eagerly:
@@ -331,7 +332,7 @@ class MetricTracker:
         with AtStep(self.step):  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
             try:
-                pb = self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
+                pb = self.observer.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
             except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
                 pb = self._with_operations(batch)
             self._add(pb)
@@ -347,7 +348,7 @@ class MetricTracker:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
         tape = recorder.tape(self.model.outputs(raw, batch.x))
-        return self.view.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
+        return self.observer.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
 
     def abandon(self) -> None:
         """Stop recording a pass that never ended: no hook hears of a KeyboardInterrupt."""
@@ -378,22 +379,22 @@ class MetricTracker:
     def _absorbs(self) -> bool:
         """Whether estimates go into the average at once. Several processes must join theirs before."""
         alone = self.fresh is None and self.world.size == 1
-        return alone and self.average is not None and self.structure.absorbs(self.average)
+        return alone and self.average is not None and self.structure.in_place
 
     def _hold(self, pb: Pullback) -> None:
         """Average with the other estimates of this step."""
         like = self.fresh or self.average
-        estimate = self.structure.estimate_like(pb, like)
-        if like is None and self.world.size > 1 and type(estimate).renewed is not Operator.renewed:
+        estimate = self.structure.estimate(pb, like)
+        if like is None and self.world.size > 1 and estimate.has_basis:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             common = self.world.mean(estimate, pb.n, self._restored)
-            estimate = self.structure.estimate_like(pb, self.world.renewed(common))
+            estimate = self.structure.estimate(pb, self.world.renewed(common))
         # The first one is checked on a GPU, too: there is no average yet that it could be kept out of (``merged``).
         estimate = estimate.finite(wait=like is None) if self.world.size == 1 else estimate
         self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / (self._examples + pb.n))
 
     def _restored(self, tensors: Mapping[str, Tensor]) -> Operator | None:
-        return self.structure.restore(self.model, self.view.blocks, tensors)
+        return self.structure.restore(self.model, self.observer.blocks, tensors)
 
     # What is said once, in the log.
 

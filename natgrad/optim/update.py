@@ -106,7 +106,7 @@ class ParamUpdate:
         without_grad: frozenset[str] = frozenset(),
         rates: Sequence[Rate] | None = None,
     ) -> None:
-        self.without_grad, self.groups = without_grad, list[MovingGroup]()
+        self.without_grad, self.state, self.groups = without_grad, state, list[MovingGroup]()
         for group, of_group, rate in zip(groups, names, rates or [group["lr"] for group in groups], strict=True):
             params = group["params"]
             if without_grad:
@@ -136,9 +136,9 @@ class ParamUpdate:
                 out.update(zip(group.names, fused.scaled([out[name] for name in group.names], factor), strict=True))
         return out
 
-    def velocity(self, params: Mapping[str, Tensor], state: Mapping[Tensor, Any]) -> Vector | None:
+    def velocity(self, params: Mapping[str, Tensor]) -> Vector | None:
         """The momentum that the last step left: zero where there is none; None where there is none at all."""
-        momenta = {name: state.get(p, {}).get("momentum") for name, p in params.items()}
+        momenta = {name: self.state.get(p, {}).get("momentum") for name, p in params.items()}
         if all(m is None for m in momenta.values()):
             return None
         whole = {name: torch.zeros_like(params[name]) if m is None else m for name, m in momenta.items()}

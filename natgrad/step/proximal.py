@@ -20,7 +20,7 @@ from natgrad.natural import sharp
 from natgrad.output.metric import OutputMetric
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
-from natgrad.structures.implicit import HessianOperator, SumOperator
+from natgrad.structures.implicit import HessianOperator
 
 Params = Mapping[str, Tensor]
 Objective = Callable[[Params], Tensor]
@@ -81,10 +81,9 @@ def quadratic(
     """
     _check(strength)
     fixed = {name: p.detach() for name, p in w.items()}
-    H = HessianOperator.at(objective, w)
-    G = HessianOperator.at(lambda u: rho(u, fixed), w)
-    both = SumOperator(H.layout, ((1.0, H), (strength, G)))
-    return fixed + -sharp(both, H.differential, solver or Cholesky())
+    ω = HessianOperator.at(objective, w).differential
+    both = HessianOperator.at(lambda u: objective(u) + strength * rho(u, fixed), w)
+    return fixed + -sharp(both, ω, solver or Cholesky())
 
 
 def newton(objective: Objective, w: Params, *, damping: float = 0.0, solver: Solver | None = None) -> Vector:

@@ -104,42 +104,27 @@ class Cost:
 class Structure(ABC):
     """A choice of what to keep of the metric G = RᵀCR/N."""
 
-    suggested: ClassVar[bool] = False  # whether an error about memory may name this structure as one that fits
-
-    @property
-    @abstractmethod
-    def bounded(self) -> bool:
-        """Whether a moving average of its operators stays as small as one of them."""
-
-    @property
-    def stored(self) -> bool:
-        """Whether an operator holds numbers, so that keeping it for several steps saves work."""
-        return True
-
-    @property
-    def one_pass(self) -> bool:
-        """Whether an estimate needs one forward pass of the model, whose random numbers are then constants."""
-        return False
+    bounded: ClassVar[bool] = True  # a moving average of its operators stays as small as one of them
+    stored: ClassVar[bool] = True  # an operator holds numbers, so that keeping it for several steps saves work
+    one_pass: ClassVar[bool] = False  # an estimate needs one forward pass, whose random numbers are then constants
+    in_place: ClassVar[bool] = False  # ``absorb`` updates an average in place: no estimate is ever whole
+    by_layer: ClassVar[bool] = False  # layers with a rule are kept apart, and treated otherwise than the rest
+    suggested: ClassVar[bool] = False  # an error about memory may name this structure as one that fits
 
     @abstractmethod
     def elements(self, pullback: Pullback) -> int:
         """How many numbers the operator will hold."""
 
     @abstractmethod
-    def estimate(self, pullback: Pullback) -> Operator:
-        """The operator of this structure, at the model and the batch of the pullback."""
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> Operator:
+        """The operator of this structure, at the model and the batch of the pullback.
 
-    def estimate_like(self, pullback: Pullback, like: Operator | None) -> Operator:
-        """An estimate that will be averaged with ``like``; what is amortised over many estimates is taken from it."""
-        return self.estimate(pullback)
-
-    def absorbs(self, average: Operator) -> bool:
-        """Whether ``absorb`` updates this average in place, layer by layer, so that no estimate is ever whole."""
-        return False
+        ``like``: what it will be averaged with; what is amortised over many estimates (a basis) is taken from it.
+        """
 
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> Operator:
-        """The moving average (1 − w) Ḡ + w G; in place where ``absorbs`` says so."""
-        return average.lerp(self.estimate_like(pullback, average), weight)
+        """The moving average (1 − w) Ḡ + w G."""
+        return average.lerp(self.estimate(pullback, average), weight)
 
     def extracted(self, G: Operator) -> Operator | None:
         """This structure of a metric that is kept in another one; None where that needs the pullback."""
@@ -156,15 +141,12 @@ class Structure(ABC):
         """The layers as this structure keeps them."""
         return list(blocks)
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost | None:
-        """Of all parameters together; None where it depends on the batch, or layers are kept apart.
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost | None:
+        """Of these layers together; None where it depends on the batch.
 
-        ``iterative``: the metric is not inverted, but solved with products.
+        ``exact``: a damping is added to G, and not to its factors. ``iterative``: the metric is not inverted, but
+        solved with products.
         """
-        return None
-
-    def layer_cost(self, block: Block, *, exact: bool, iterative: bool = False) -> Cost | None:
-        """Of one layer, where layers are kept apart. ``exact``: the damping is added to G and not to its factors."""
         return None
 
     def title(self, block: Block) -> str:
@@ -174,11 +156,6 @@ class Structure(ABC):
     def uncovered(self) -> str | None:
         """What becomes of parameters that no layer rule covers, in words; None where rules do not matter."""
         return "their rows come from torch.func, which is slow"
-
-    @property
-    def covers_by_rule(self) -> bool:
-        """Whether parameters without a layer rule are treated in another way than those with one."""
-        return False
 
     def admit(self, pullback: Pullback) -> None:
         """Refuse, before anything is allocated, what exceeds the memory bound, and say what would fit."""
@@ -232,6 +209,8 @@ class Operator(ABC):
     An operator says how it is inverted, and refuses by name what it cannot do.
     """
 
+    products_only: ClassVar[bool] = False  # it has no direct inverse, and must be solved by ``CG``
+    has_basis: ClassVar[bool] = False  # it has a basis that ``renewed`` computes anew; estimates are made in it
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
 
@@ -274,11 +253,6 @@ class Operator(ABC):
         self.refuse("pull_root", "it has no root")
 
     # Inverses.
-
-    @property
-    def products_only(self) -> bool:
-        """Whether it has no direct inverse, and must be solved by ``CG``."""
-        return False
 
     @abstractmethod
     def inverse(self, damping: float) -> Inverse:
@@ -377,10 +351,6 @@ class Operator(ABC):
         """The inverse with these ``tensors()``, of this metric or an earlier one; None if it must be computed again."""
         return None
 
-    def inverse_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes that tensors of an inverse must have, as far as they are known."""
-        return {}
-
     # Reports.
 
     @property
@@ -452,9 +422,6 @@ class Inverse(ABC):
     def failed(self) -> bool:
         """Whether a GPU could not compute a part of it, as far as the host has read; that part is an older one."""
         return False
-
-    def inherit(self, other: Inverse) -> None:  # noqa: B027 - what never fails has nothing to inherit
-        """Take over the failures of an inverse that this one was built from."""
 
     def forgive(self) -> None:  # noqa: B027 - what never fails has nothing to forget
         """Forget failures that have been handled."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from natgrad.linalg import check_finite, cholesky, refuse_indefinite
 from natgrad.model import Model
-from natgrad.pullback.factors import Factors, cross
+from natgrad.pullback.factors import cross
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.structures.base import Cost, Inverse, Layout, Operator, StateError, Structure
@@ -37,32 +37,19 @@ class Dense(Structure):
 
     suggested: ClassVar[bool] = True
 
-    @property
-    def bounded(self) -> bool:
-        return True
-
     def elements(self, pullback: Pullback) -> int:
         return pullback.model.size**2
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> DenseOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> DenseOperator:
         self.admit(pullback)
-        p = pullback.model.size
-        packed = pullback.y.new_zeros(p, p)
-        order = torch.cat([block.index for block in pullback.blocks])
-        starts = spans_of(pullback)
-        for factors in pullback.factors():
-            for b, left in enumerate(factors):
-                for d in range(b + 1):
-                    packed[starts[b], starts[d]] += cross(left, factors[d], pullback.chunk)
-        matrix = torch.empty_like(packed)
-        matrix[order[:, None], order] = packed.tril() + packed.tril(-1).T
+        [(_, matrix)] = _matrices(pullback, [range(len(pullback.blocks))])
         return DenseOperator(Layout(pullback.model.like, pullback.y.dtype), matrix)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DenseOperator:
         return DenseOperator(Layout.of(model.params, tensors["matrix"].dtype), tensors["matrix"])
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
         return Cost(p**2, 0, 2 * p**2, p**2, {"G": (1, p, p)}) if iterative else _cost(p)
 
@@ -81,29 +68,17 @@ class BlockDense(Structure):
 
     suggested: ClassVar[bool] = True
 
-    @property
-    def bounded(self) -> bool:
-        return True
-
     def elements(self, pullback: Pullback) -> int:
         return sum(sum(block.size for block in group) ** 2 for group in layers_in(pullback.blocks).values())
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> BlockDenseOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> BlockDenseOperator:
         self.admit(pullback)
-        blocks = pullback.blocks
-        groups = layers_in(blocks)
-        at = {id(block): b for b, block in enumerate(blocks)}
-        members = [[at[id(block)] for block in group] for group in groups.values()]
-        totals = [pullback.y.new_zeros(index_of(group).numel(), index_of(group).numel()) for group in groups.values()]
-        for factors in pullback.factors():
-            for total, group in zip(totals, members, strict=True):
-                add_pairs(total, [factors[b] for b in group], pullback.chunk)
-        # Blocks are kept in flattening order, whatever the packing: the order must not depend on the batch.
-        orders = [index_of(group).argsort() for group in groups.values()]
-        matrices = tuple(0.5 * (t + t.T)[o[:, None], o] for t, o in zip(totals, orders, strict=True))
-        indices = tuple(index_of(group).sort().values for group in groups.values())
-        names = tuple(map(name_of, groups.values()))
+        groups = layers_in(pullback.blocks).values()
+        at = {block.names[0]: b for b, block in enumerate(pullback.blocks)}
+        blocks = _matrices(pullback, [[at[block.names[0]] for block in group] for group in groups])
+        indices, matrices = zip(*blocks, strict=True)
+        names = tuple(map(name_of, groups))
         return BlockDenseOperator(Layout(pullback.model.like, pullback.y.dtype), names, indices, matrices)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
@@ -113,8 +88,30 @@ class BlockDense(Structure):
         layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
         return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()))
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         return Cost.total([_cost(sum(block.size for block in group)) for group in layers_in(blocks).values()])
+
+
+def _matrices(pullback: Pullback, groups: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+    """Positions [d] and matrix RᵀR [d d] of every group of blocks, which are given by their numbers.
+
+    Both are in flattening order, whatever the packing: the order must not depend on the batch.
+    """
+    blocks = pullback.blocks
+    positions = [index_of([blocks[b] for b in group]) for group in groups]
+    totals = [pullback.y.new_zeros(len(index), len(index)) for index in positions]
+    ends = [list(accumulate((blocks[b].size for b in group), initial=0)) for group in groups]
+    for factors in pullback.factors():
+        for total, group, stops in zip(totals, groups, ends, strict=True):
+            spans = [slice(start, stop) for start, stop in pairwise(stops)]
+            for at, b in enumerate(group):
+                for d, columns in zip(group[: at + 1], spans, strict=False):  # the rest is symmetric
+                    total[spans[at], columns] += cross(factors[b], factors[d], pullback.chunk)
+    out = []
+    for index, total in zip(positions, totals, strict=True):
+        order = index.argsort()
+        out.append((index[order], (total.tril() + total.tril(-1).T)[order[:, None], order]))
+    return out
 
 
 def _cost(p: int) -> Cost:
@@ -197,7 +194,8 @@ class BlockDenseOperator(Operator):
         return out
 
     def logdet(self, damping: float = 0.0) -> Tensor:
-        factors = [cholesky(m, damping, self._block(b)) for b, m in zip(self.names, self.matrices, strict=True)]
+        pairs = zip(self.names, self.matrices, strict=True)
+        factors = [cholesky(matrix, damping, f"the block {name} of the metric") for name, matrix in pairs]
         return torch.stack([2 * factor.diagonal().log().sum() for factor in factors]).sum()
 
     def lerp(self, other: Operator, weight: float) -> BlockDenseOperator:
@@ -226,10 +224,6 @@ class BlockDenseOperator(Operator):
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the blocks; give positive numbers a parameter")
         return PseudoInverse.of(self.layout, self.indices, self.matrices, damping, rtol, weight)
-
-    @staticmethod
-    def _block(name: str) -> str:
-        return f"the block {name} of the metric"
 
 
 @final
@@ -358,12 +352,6 @@ def _batched(indices: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[tupl
     ]
 
 
-def spans_of(pullback: Pullback) -> list[slice]:
-    """The rows of every block in a packed matrix."""
-    ends = accumulate((block.size for block in pullback.blocks), initial=0)
-    return [slice(start, end) for start, end in pairwise(ends)]
-
-
 def layers_in(blocks: Sequence[Block]) -> dict[str, list[Block]]:
     """Blocks by the names of their parameters up to the last dot: what a user calls a layer."""
     grouped: dict[str, list[Block]] = {}
@@ -383,15 +371,3 @@ def name_of(group: Sequence[Block]) -> str:
     for block in group:
         starts.update(zip(block.names, sorted(place.start for place in block.slices), strict=True))
     return " + ".join(sorted(starts, key=lambda name: starts[name]))
-
-
-def add_pairs(total: Tensor, factors: Sequence[Factors], limit: int) -> None:
-    """Add Σ_kn R Rᵀ of several blocks that are one matrix."""
-    ends = list(accumulate((f.g.shape[3] * f.g.shape[4] * f.a.shape[3] for f in factors), initial=0))
-    spans = [slice(start, end) for start, end in pairwise(ends)]
-    for b, left in enumerate(factors):
-        for d in range(b + 1):
-            product = cross(left, factors[d], limit)
-            total[spans[b], spans[d]] += product
-            if d < b:
-                total[spans[d], spans[b]] += product.T

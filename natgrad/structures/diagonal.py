@@ -33,15 +33,11 @@ class Diagonal(Structure):
 
     suggested: ClassVar[bool] = True
 
-    @property
-    def bounded(self) -> bool:
-        return True
-
     def elements(self, pullback: Pullback) -> int:
         return pullback.model.size
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> DiagonalOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> DiagonalOperator:
         self.admit(pullback)
         return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square())
 
@@ -51,7 +47,7 @@ class Diagonal(Structure):
     def extracted(self, G: Operator) -> DiagonalOperator:
         return DiagonalOperator(G.layout, G.diagonal())
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
         return Cost(2 * p, p, p, p, {"G": (1, p)})
 

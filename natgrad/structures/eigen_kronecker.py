@@ -6,7 +6,7 @@ G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ,   S = Q · Qᵀ,  A = P · Pᵀ,   D = Σ_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias, cast, final
 
@@ -17,9 +17,9 @@ from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.layer import Block, Tied
-from natgrad.pullback.moments import Cotangents, passes, second_moments
+from natgrad.pullback.moments import passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.pullback.tape import Tape
+from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
 from natgrad.structures.layered import (
@@ -45,7 +45,7 @@ class EigenKronecker(Layered):
     ``Kronecker`` is, in the Frobenius norm, and its trace is that of G, whatever the ``sharing`` of positions, which
     here chooses the basis only. ``fallback``, ``strict`` and ``largest`` are those of ``Kronecker``.
 
-    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate_like``).
+    An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``).
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 2, bias=False)
@@ -59,22 +59,20 @@ class EigenKronecker(Layered):
         sides = self.shapes(block)
         return block.size + sum(math.prod(shape) * (2 if len(shape) == 3 else 1) for shape in sides)
 
-    def product_cost(self, block: Block, *, exact: bool) -> Cost:
-        sides = SidesCost.of(block, self.shapes(block))
+    def layer_cost(self, block: Block, *, exact: bool) -> Cost:
+        s, a = self.shapes(block)
+        sides = SidesCost.of(block, (s, a))
         rotate = 2 * sides.rotations + 2 * block.size  # Qᵀg and Pᵀa, and the squares of their products
         return Cost(
             numbers=sides.numbers + sides.rotations + 2 * block.size,
             invert=EIGENVECTORS * sides.cubes,
             solve=2 * sides.solve,
             position=sides.numbers + rotate,
-            factors={"S": sides.left, "A": sides.right, "D": block.shape},
+            factors={"S": s, "A": a, "D": block.shape},
         )
 
-    def estimate(self, pullback: Pullback) -> EigenKroneckerOperator:
-        return self.estimate_like(pullback, None)
-
     @without_autocast
-    def estimate_like(self, pullback: Pullback, like: Operator | None) -> EigenKroneckerOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> EigenKroneckerOperator:
         """In the basis of ``like`` where it is one of these layers: no eigenvectors, and one backward pass a root."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
         basis = self._basis_of(like, split.blocks)
@@ -98,7 +96,7 @@ class EigenKronecker(Layered):
             tuple(a for _, a in factors),
             basis,
             tuple(split.of_all(scales, lambda block: _zeros(block, dtype))),
-            None if split.uncovered is None else self.fallback.estimate_like(split.uncovered, fallback),
+            None if split.uncovered is None else self.fallback.estimate(split.uncovered, fallback),
             split.unseen,
         )
 
@@ -137,7 +135,7 @@ class EigenKroneckerOperator(LayerOperator):
     parameters that no layer rule covers.
     """
 
-    letters: ClassVar[tuple[str, ...]] = ("S", "A", "Q", "P", "D")
+    has_basis: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o], or its diagonal [c o], for the next basis
@@ -146,6 +144,10 @@ class EigenKroneckerOperator(LayerOperator):
     scales: tuple[Tensor, ...]  # D [c o i]
     fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
+
+    @property
+    def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
+        return {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right, "D": self.scales}
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]
@@ -156,11 +158,6 @@ class EigenKroneckerOperator(LayerOperator):
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         return self.scales[b].double().clamp(min=0)
-
-    def layer_dense(self, b: int) -> Iterable[Tensor]:
-        c, o, i = self.blocks[b].shape
-        unit = torch.eye(o * i, dtype=self.layout.dtype, device=self.blocks[b].device).view(-1, 1, o, i)
-        return self.applied(b, unit.expand(-1, c, o, i)).movedim(1, 0).flatten(2)
 
     def spectrum(self) -> tuple[list[Tensor], Basis]:
         return list(self.scales), self.basis
@@ -198,16 +195,6 @@ class EigenKroneckerOperator(LayerOperator):
 
         tensors = sharing.gathered(decompose)
         return Basis(*(tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP"))
-
-    def tensors(self) -> dict[str, Tensor]:
-        sides = {"S": self.left, "A": self.right, "Q": self.basis.left, "P": self.basis.right}
-        return self.seen_tensors({**sides, "D": self.scales})
-
-    def averaged(self) -> dict[str, Tensor] | None:
-        """All but the basis, in which both are."""
-        if self.fallback is not None and self.fallback.averaged() is None:
-            return None
-        return self.all_tensors({"S": self.left, "A": self.right, "D": self.scales})
 
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ = Q (QᵀWP / (D + λ)) Pᵀ, exactly, and with nothing to be factored."""

@@ -1,4 +1,4 @@
-"""Implicit: the metric as a product v ↦ Jᵀ(C ⊗ h)Jv, of which nothing is stored; also Hessians and sums."""
+"""Implicit: the metric as a product v ↦ Jᵀ(C ⊗ h)Jv, of which nothing is stored; also Hessians."""
 
 from __future__ import annotations
 
@@ -31,15 +31,9 @@ class Implicit(Structure):
     tensor([1., 2., 1.])
     """
 
+    bounded: ClassVar[bool] = False
+    stored: ClassVar[bool] = False
     suggested: ClassVar[bool] = True
-
-    @property
-    def bounded(self) -> bool:
-        return False
-
-    @property
-    def stored(self) -> bool:
-        return False
 
     def uncovered(self) -> None:
         return None
@@ -48,7 +42,7 @@ class Implicit(Structure):
         return pullback.model.size
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> ImplicitOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> ImplicitOperator:
         self.admit(pullback)
         linear = linearise(pullback.model, pullback.batch.x)
         return ImplicitOperator(Layout(pullback.model.like, pullback.y.dtype), ((1.0, pullback, linear),))
@@ -65,6 +59,7 @@ class ImplicitOperator(Operator):
     A moving average is a weighted sum of such terms.
     """
 
+    products_only: ClassVar[bool] = True
     layout: Layout
     terms: tuple[tuple[float, Pullback, Linearisation], ...]
 
@@ -81,10 +76,6 @@ class ImplicitOperator(Operator):
             pulled = linear.pull((pullback.output_flat(pushed) * weight).to(linear.y.dtype))
             terms.append(torch.cat([t.reshape(-1) for t in pulled.values()]).to(v.dtype))
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
-
-    @property
-    def products_only(self) -> bool:
-        return True
 
     @property
     def pullback(self) -> Pullback | None:
@@ -182,52 +173,16 @@ class HessianOperator(Operator):
         return 0.5 * (matrix + matrix.T)
 
     def logdet(self, damping: float = 0.0) -> Tensor:
-        return self._matrix().logdet(damping)
-
-    def lerp(self, other: Operator, weight: float) -> SumOperator:
-        return SumOperator(self.layout, ((1 - weight, self), (weight, other)))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"matrix": self.dense()}
-
-    def inverse(self, damping: float) -> Inverse:
-        return self._matrix().inverse(damping)
-
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
-        self.refuse("Pinv", "a Hessian can be indefinite, and then it need not descend; use CG() or Cholesky()")
-
-    def _matrix(self) -> DenseOperator:
-        return DenseOperator(self.layout, self.dense())
-
-
-@final
-@dataclass(frozen=True)
-class SumOperator(Operator):
-    """Σ w G of operators over the same parameters, such as H + λG."""
-
-    layout: Layout
-    terms: tuple[tuple[float, Operator], ...]
-
-    def product(self, v: Tensor) -> Tensor:
-        return torch.stack([w * G.product(v) for w, G in self.terms]).sum(0)
-
-    def diagonal(self) -> Tensor:
-        return torch.stack([w * G.diagonal() for w, G in self.terms]).sum(0)
-
-    def dense(self) -> Tensor:
-        return torch.stack([w * G.dense() for w, G in self.terms]).sum(0)
-
-    def logdet(self, damping: float = 0.0) -> Tensor:
         return DenseOperator(self.layout, self.dense()).logdet(damping)
 
-    def lerp(self, other: Operator, weight: float) -> SumOperator:
-        return SumOperator(self.layout, ((1 - weight, self), (weight, other)))
+    def lerp(self, other: Operator, weight: float) -> Operator:
+        self.refuse("a moving average", "take the Hessian of the averaged objective")
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"matrix": self.dense()}
+        return {}
 
     def inverse(self, damping: float) -> Inverse:
         return DenseOperator(self.layout, self.dense()).inverse(damping)
 
     def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
-        self.refuse("Pinv", "a sum with a Hessian can be indefinite; use CG() or Cholesky()")
+        self.refuse("Pinv", "a Hessian can be indefinite, and then it need not descend; use CG() or Cholesky()")

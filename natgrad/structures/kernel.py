@@ -37,11 +37,8 @@ class Kernel(Structure):
     tensor([[6.]])
     """
 
+    bounded: ClassVar[bool] = False
     suggested: ClassVar[bool] = True
-
-    @property
-    def bounded(self) -> bool:
-        return False
 
     def elements(self, pullback: Pullback) -> int:
         coupled = pullback.coupled
@@ -56,7 +53,7 @@ class Kernel(Structure):
         return numbers + 2 * rows**2  # the factors; the Gram matrix and the Gram matrix of one block
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> KernelOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> KernelOperator:
         self.admit(pullback)
         coupled = pullback.coupled
         K = None if coupled is None or coupled.K is None else KernelMatrix.of(coupled.K)

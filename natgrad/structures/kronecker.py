@@ -10,7 +10,7 @@ without coordinates Luk and Grosse 2018.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, cast, final
@@ -29,7 +29,6 @@ from natgrad.accelerate.inverses import (
     balance,
     diagonal,
     is_dense,
-    matrix,
     two_sided,
     two_sided_columns,
 )
@@ -41,7 +40,7 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.rules.features import Moment
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing, check_shape
 from natgrad.structures.layered import (
     EIGENVECTORS,
     Basis,
@@ -50,7 +49,9 @@ from natgrad.structures.layered import (
     LayerOperator,
     SidesCost,
     eigenvalues,
+    joined,
     layer_tensors,
+    separated,
     spectra,
 )
 
@@ -93,23 +94,22 @@ class Kronecker(Layered):
             [1., 2., 1.]])
     """
 
+    in_place: ClassVar[bool] = True
+
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
 
-    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+    def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """A product of inverses or, with exact damping, a scaling between two rotations."""
-        sides = SidesCost.of(block, self.shapes(block))
-        factors = {"S": sides.left, "A": sides.right}
+        shapes = self.shapes(block)
+        sides, factors = SidesCost.of(block, shapes), dict(zip("SA", shapes, strict=True))
         if not exact:
             return Cost(2 * sides.numbers, sides.cubes, sides.solve, sides.numbers, factors)
         numbers = sides.numbers + sides.rotations + block.size
         return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
 
-    def estimate(self, pullback: Pullback) -> KroneckerOperator:
-        return self.estimate_like(pullback, None)
-
     @without_autocast
-    def estimate_like(self, pullback: Pullback, like: Operator | None) -> KroneckerOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
         estimates = factors_of(pullback, split.used, self.sharing_rule)
@@ -122,9 +122,6 @@ class Kronecker(Layered):
             None if split.uncovered is None else self.fallback.estimate(split.uncovered),
             split.unseen,
         )
-
-    def absorbs(self, average: Operator) -> bool:
-        return isinstance(average, KroneckerOperator)
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
@@ -199,13 +196,16 @@ class KroneckerOperator(LayerOperator):
     ``fallback`` is the metric on the parameters that no layer rule covers, in another structure.
     """
 
-    letters: ClassVar[tuple[str, ...]] = ("S", "A")
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
     right: tuple[SymFactor, ...]  # A [c i i] of every layer, or its diagonal [c i]
     fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
+
+    @property
+    def by_letter(self) -> Mapping[str, Sequence[Tensor]]:
+        return {"S": self.left, "A": self.right}
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -220,10 +220,6 @@ class KroneckerOperator(LayerOperator):
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         return s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
-
-    def layer_dense(self, b: int) -> Iterable[Tensor]:
-        pairs = zip(matrix(self.left[b]), matrix(self.right[b]), strict=True)
-        return (torch.kron(s.contiguous(), a.contiguous()) for s, a in pairs)
 
     def spectrum(self) -> tuple[list[Tensor], Basis]:
         """The products s_o a_i, in the eigenvectors of the factors."""
@@ -246,14 +242,6 @@ class KroneckerOperator(LayerOperator):
             fallback = self.fallback.merged(fallback, weight)
         same = fallback is self.fallback and self.unseen <= unseen
         return self if same else replace(self, fallback=fallback, unseen=self.unseen & unseen)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.seen_tensors({"S": self.left, "A": self.right})
-
-    def averaged(self) -> dict[str, Tensor] | None:
-        if self.fallback is not None and self.fallback.averaged() is None:
-            return None
-        return self.all_tensors({"S": self.left, "A": self.right})
 
     def inverse(self, damping: float) -> Inverse:
         """(G + λ)⁻¹ exactly: by Cholesky of the factors without damping, through their eigenvalues with it."""
@@ -315,8 +303,8 @@ class KroneckerOperator(LayerOperator):
 
         inverse = self.layers_from(sharing.gathered(inverted), self.fallback_inverse(damping))
         assert inverse is not None
-        for computed in inverses:  # on a GPU the host reads later that a factor could not be inverted
-            inverse.inherit(computed)
+        if inverses and isinstance(inverse, ProductInverse):
+            inverse.inherit(inverses[0])  # a GPU tells later that a factor could not be inverted
         return inverse
 
     def mend(self, inverse: Inverse, damping: float) -> None:
@@ -367,6 +355,7 @@ class ProductInverse(LayerInverse):
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy S⁻¹ and A⁻¹ of every layer."""
         for key, t in self._inverses().items():
+            check_shape(f"{key} of the inverse of the metric", tensors[key], t.shape)
             t.copy_(tensors[key])
 
     def compute_(self, G: KroneckerOperator, damping: float, *, warm: bool = False) -> None:
@@ -399,6 +388,7 @@ class ProductInverse(LayerInverse):
         return self.batch.failed()
 
     def inherit(self, other: Inverse) -> None:
+        """Take over the failures of an inverse that this one was built from."""
         if isinstance(other, ProductInverse):
             self.batch.inherit(other.batch)
         else:
@@ -416,16 +406,14 @@ class ProductInverse(LayerInverse):
     def stacks_with(self, b: int) -> object:
         return self.dense[b]
 
-    def apply(self, batch: int, w: Tensor, overwrite: bool) -> Tensor:
+    def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
         left, right = self.stacks[batch]
-        return two_sided(left, w, right, w if overwrite else None)
-
-    def by_columns(self, batch: int) -> bool:
-        return self.dense[self.batches[batch][0]] == (True, True)
-
-    def apply_columns(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
-        left, right = self.stacks[batch]
-        return two_sided_columns(left, columns, right)
+        graph = torch.is_grad_enabled() and any(w.requires_grad for w in columns)
+        if is_dense(left) and is_dense(right) and not graph:
+            return two_sided_columns(left, columns, right)
+        w = joined(columns)
+        in_place = not graph and w is not columns[0]
+        return separated(two_sided(left, w, right, w if in_place else None), columns)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.fallback_inverse_tensors() | self._inverses()

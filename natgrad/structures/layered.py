@@ -30,7 +30,7 @@ from natgrad.accelerate.inverses import (
     stacked,
 )
 from natgrad.errors import IncompatibleError, UncoveredError
-from natgrad.geometry import Covector, Vector
+from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.linalg import refuse_indefinite, refuse_singular
 from natgrad.model import Model, check_slots
 from natgrad.pullback.layer import Block
@@ -50,6 +50,7 @@ from natgrad.structures.base import (
     check_shape,
 )
 from natgrad.structures.diagonal import Diagonal
+from natgrad.structures.refresh import Refresh
 
 T = TypeVar("T")
 UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no pass has used
@@ -63,6 +64,8 @@ EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golu
 class Layered(Structure):
     """Two factors for every layer, and another structure for the parameters that no layer rule covers."""
 
+    one_pass: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = True
     sharing: Literal["expand", "reduce"] = "expand"
     fallback: Structure = field(default_factory=Diagonal)
     strict: bool = False
@@ -76,6 +79,9 @@ class Layered(Structure):
         if self.sharing not in ("expand", "reduce"):
             raise ValueError(f'{name}(sharing=…) is "expand" or "reduce", not {self.sharing!r}')
         check_slots(fallback=(self.fallback, Structure))
+        if isinstance(self.fallback, Refresh):
+            inner = self.fallback.structure
+            raise ValueError(f"{name}(fallback={self.fallback!r}) has the schedule of the layers: give it {inner!r}")
         if not self.fallback.bounded:
             raise ValueError(
                 f"{name}(fallback={self.fallback!r}) cannot be averaged over time: use Diagonal() or BlockDense()"
@@ -95,13 +101,16 @@ class Layered(Structure):
         """How many numbers are kept of a layer."""
 
     @abstractmethod
-    def product_cost(self, block: Block, *, exact: bool) -> Cost:
+    def layer_cost(self, block: Block, *, exact: bool) -> Cost:
         """Of a layer that has a rule."""
 
-    def layer_cost(self, block: Block, *, exact: bool, iterative: bool = False) -> Cost | None:
-        if block.rule is None:
-            return self.fallback.cost([block], iterative=iterative)
-        return self.product_cost(block, exact=exact)
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost | None:
+        costs = [self.layer_cost(block, exact=exact) for block in blocks if block.rule is not None]
+        uncovered = [block for block in blocks if block.rule is None]
+        below = self.fallback.cost(uncovered, exact=exact, iterative=iterative) if uncovered else None
+        if uncovered and below is None:
+            return None
+        return Cost.total(costs if below is None else [*costs, below])
 
     def title(self, block: Block) -> str:
         if block.rule is not None:
@@ -115,18 +124,6 @@ class Layered(Structure):
                 f"(strict=False: {self.fallback!r})"
             )
         return f"{super().uncovered()}, and their metric is {self.fallback!r}"
-
-    @property
-    def covers_by_rule(self) -> bool:
-        return True
-
-    @property
-    def bounded(self) -> bool:
-        return True
-
-    @property
-    def one_pass(self) -> bool:
-        return True
 
     def elements(self, pullback: Pullback) -> int:
         blocks, uncovered = split_layers(self._arranged(pullback), None)
@@ -207,23 +204,14 @@ class Layered(Structure):
         return split, self.fallback.restore(smaller, _repositioned(uncovered, params), below)
 
     def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
-        """S and A of a layer: both, and of its size, or of the size of parameters that are a layer by themselves."""
-        whole = (block.size, 1, 1)
-        for name, place in zip(block.names, block.slices, strict=True):
-            factors = {side: tensors[f"{name}/{side}"] for side in "SA" if f"{name}/{side}" in tensors}
-            if not factors:
-                continue
-            for side in "SA":
-                if side not in factors:
-                    raise StateError(f"{name}/{side} of the metric is missing in the state")
-            alone = (place.shape.numel(), 1, 1)
-            choices: list[tuple[tuple[int, ...], tuple[int, ...]]] = [(alone, alone)]
-            if name == block.names[0]:
-                choices = [self.shapes(block), (whole, whole), (alone, alone)]
-            if tuple(tuple(t.shape) for t in factors.values()) in choices:
-                continue
-            for (side, t), shape in zip(factors.items(), choices[0], strict=True):
-                check_shape(f"{name}/{side} of the metric", t, shape)
+        """S and A of a layer are there both or not at all, and have their shapes."""
+        keys = [f"{block.names[0]}/{side}" for side in "SA"]
+        if not any(key in tensors for key in keys):
+            return
+        for key, shape in zip(keys, self.shapes(block), strict=True):
+            if key not in tensors:
+                raise StateError(f"{key} of the metric is missing in the state")
+            check_shape(f"{key} of the metric", tensors[key], shape)
 
 
 @final
@@ -268,14 +256,13 @@ def split_layers(pullback: Pullback, like: Operator | None) -> tuple[list[Block]
     covered: list[Block] = []
     uncovered: list[Block] = []
     for layer in pullback.layers:
-        pieces, fell_back = [layer], any(name in below for name in layer.names)
+        fell_back = any(name in below for name in layer.names)
         if layer.names[0] in pullback.unused:
             unused = layers.get(layer.names, pullback.unused[layer.names[0]])
-            pieces = [layer] if fell_back or unused.rule is None else [unused]
+            layer = layer if fell_back or unused.rule is None else unused
         elif fell_back and is_operation(layer):
-            pieces = [layer.without_rule()]
-        covered += [piece for piece in pieces if piece.rule is not None]
-        uncovered += [piece for piece in pieces if piece.rule is None]
+            layer = layer.without_rule()
+        (uncovered if layer.rule is None else covered).append(layer)
     return covered, uncovered
 
 
@@ -306,8 +293,6 @@ def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list
 class SidesCost:
     """What the two factors of a layer cost; d³/3 for a Cholesky factor and 2d³/3 for the inverse from it."""
 
-    left: tuple[int, ...]  # the shape of S
-    right: tuple[int, ...]  # the shape of A
     numbers: int  # of both: also the operations of a symmetric product, for every row
     rotations: int  # numbers of the eigenvectors
     cubes: int  # Σ d³ of the matrices
@@ -317,7 +302,6 @@ class SidesCost:
     def of(block: Block, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> SidesCost:
         matrices = [shape for shape in shapes if len(shape) == 3]
         return SidesCost(
-            *shapes,
             numbers=sum(map(math.prod, shapes)),
             rotations=sum(map(math.prod, matrices)),
             cubes=sum(c * d**3 for c, d, _ in matrices),
@@ -336,7 +320,6 @@ class LayerOperator(Operator):
     layer rule covers, in another structure.
     """
 
-    letters: ClassVar[tuple[str, ...]]  # of the tensors of a layer
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
@@ -353,16 +336,17 @@ class LayerOperator(Operator):
         """The diagonal of the layer's block, packed [c o i]."""
 
     @abstractmethod
-    def layer_dense(self, b: int) -> Iterable[Tensor]:
-        """The layer's block for every group, [(o i) (o i)] each."""
-
-    @abstractmethod
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         """The eigenvalues [c o i] of the block, in double precision; those of S and A are s [c o] and a [c i]."""
 
     @abstractmethod
     def spectrum(self) -> tuple[list[Tensor], Basis]:
         """The eigenvalues [c o i] of every block, and the basis they belong to."""
+
+    @property
+    @abstractmethod
+    def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
+        """All tensors of every layer: S and A, and with a basis Q, P and D."""
 
     @cached_property
     def uncovered(self) -> Subset:
@@ -392,9 +376,10 @@ class LayerOperator(Operator):
     def dense(self) -> Tensor:
         out = self._empty(self.layout.size, self.layout.size).zero_()
         for b, block in enumerate(self.blocks):
-            groups = block.index.view(block.shape[0], -1)
-            for index, dense in zip(groups, self.layer_dense(b), strict=True):
-                out[index[:, None], index] = dense
+            c, o, i = block.shape
+            unit = torch.eye(o * i, dtype=out.dtype, device=out.device).view(-1, 1, o, i).expand(-1, c, o, i)
+            for index, rows in zip(block.index.view(c, -1), self.applied(b, unit).flatten(2).unbind(1), strict=True):
+                out[index[:, None], index] = rows
         if self.fallback is not None:
             index = self.uncovered.index(out.device)
             out[index[:, None], index] = self.fallback.dense()
@@ -442,6 +427,8 @@ class LayerOperator(Operator):
             return None
         q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in self.blocks) for side in "QP")
         d = tuple(tensors[f"{block.names[0]}/d"] for block in self.blocks)
+        for block, scale in zip(self.blocks, d, strict=True):
+            check_shape(f"{block.names[0]}/d of the inverse of the metric", scale, block.shape)
         return SpectralInverse(self.layout, self.blocks, fallback, q, p, d)
 
     # Averages.
@@ -485,32 +472,32 @@ class LayerOperator(Operator):
             yield LayerSpectrum(block.names, factors, {"S": diagonal(s), "A": diagonal(a)}, values)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        out = {key: shape for key, shape in self.inverse_shapes().items() if key.rpartition("/")[2] in self.letters}
-        out |= {f"{block.names[0]}/{UNSEEN}": (0,) for b, block in enumerate(self.blocks) if not self.saw(b)}
         below = {} if self.fallback is None else self.fallback.shapes()
-        return out | {FALLBACK + key: shape for key, shape in below.items()}
-
-    def inverse_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all that this metric, or an inverse of it, may keep of the layers that were seen."""
-        out: dict[str, tuple[int, ...]] = {}
+        out = {FALLBACK + key: shape for key, shape in below.items()}
         for b, block in enumerate(self.blocks):
             if not self.saw(b):
+                out[f"{block.names[0]}/{UNSEEN}"] = (0,)
                 continue
             (c, o, i), s, a = block.shape, self.left[b], self.right[b]
-            shapes = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i), "d": (c, o, i)}
+            shapes = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i)}
             shapes |= {"Q": (c, o, o)} if is_dense(s) else {}
             shapes |= {"P": (c, i, i)} if is_dense(a) else {}
-            out |= {f"{block.names[0]}/{letter}": shape for letter, shape in shapes.items()}
+            out |= {f"{block.names[0]}/{letter}": shape for letter, shape in shapes.items() if letter in self.by_letter}
         return out
 
-    def seen_tensors(self, by_letter: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
-        """As ``all_tensors``; a layer that no pass has used has a mark instead."""
+    def tensors(self) -> dict[str, Tensor]:
+        """A layer that no pass has used has a mark in place of its tensors."""
         unseen = [block.names[0] for b, block in enumerate(self.blocks) if not self.saw(b)]
-        out = {key: t for key, t in self.all_tensors(by_letter).items() if key.rpartition("/")[0] not in unseen}
+        out = {key: t for key, t in self._named(self.by_letter).items() if key.rpartition("/")[0] not in unseen}
         return out | {f"{name}/{UNSEEN}": self._empty(0) for name in unseen}
 
-    def all_tensors(self, by_letter: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
-        """Tensors of every layer, by its first parameter and their letter, and those of the fallback."""
+    def averaged(self) -> dict[str, Tensor] | None:
+        """All but the basis, in which both are."""
+        if self.fallback is not None and self.fallback.averaged() is None:
+            return None
+        return self._named({letter: side for letter, side in self.by_letter.items() if letter not in "QP"})
+
+    def _named(self, by_letter: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:
         below = {} if self.fallback is None else self.fallback.tensors()
         return {FALLBACK + key: t for key, t in below.items()} | layer_tensors(self.blocks, by_letter)
 
@@ -561,20 +548,15 @@ class LayerInverse(Inverse):
     fallback: Inverse | None
 
     @abstractmethod
-    def apply(self, batch: int, w: Tensor, overwrite: bool) -> Tensor:
-        """The solutions for the layers of a batch, w [b·c o i], in the memory of w where that may be overwritten."""
+    def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
+        """The solutions for the layers of a batch: of W [b·c o i], given by blocks of columns [b·c o j] (weight, bias).
+
+        The blocks are not changed.
+        """
 
     @abstractmethod
     def stacks_with(self, b: int) -> object:
         """What must be equal in layers that are solved as one batch, beside their shape."""
-
-    def by_columns(self, batch: int) -> bool:
-        """Whether ``apply_columns`` is better than ``apply``."""
-        return False
-
-    def apply_columns(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
-        """As ``apply``, for W given by blocks of columns [b·c o j] (weight, bias), which are not packed."""
-        raise TypeError(f"{type(self).__name__} packs its layers")  # where ``by_columns`` says so
 
     @cached_property
     def batches(self) -> tuple[tuple[int, ...], ...]:
@@ -595,79 +577,50 @@ class LayerInverse(Inverse):
         return Subset.of(self.layout, [] if self.fallback is None else list(self.fallback.layout.like))
 
     def solve(self, ω: Tensor) -> Tensor:
-        v, graph = torch.empty_like(ω), torch.is_grad_enabled() and ω.requires_grad
-        for k, batch in enumerate(self.batches):
-            packed = stacked([self.blocks[b].pack(ω) for b in batch])
-            borrowed = packed.untyped_storage().data_ptr() == ω.untyped_storage().data_ptr()
-            for block, w in self._layers(k, self.apply(k, packed, not graph and not borrowed)):
-                block.unpack(w, v)
+        v = self._solve_layers(unflatten(ω, self.layout.like))
         if self.fallback is not None:
-            self.uncovered.put(self.fallback.solve(self.uncovered.take(ω)), v)
-        return v
+            v |= unflatten(self.fallback.solve(self.uncovered.take(ω)), self.fallback.layout.like)
+        return torch.cat([v[name].reshape(-1) for name in self.layout.like])
 
     def sharp(self, ω: Covector) -> Vector:
-        return self._sharp(ω, None)
+        v = self._solve_layers(ω)
+        if self.fallback is not None:
+            v |= self.fallback.sharp(Covector(self.uncovered.named(ω)))
+        return self._vector(v)
 
     def sharp_with_pairing(self, ω: Covector) -> tuple[Vector, Tensor]:
         pairings: list[Tensor] = []
-        v = self._sharp(ω, pairings)
-        return v, torch.stack(pairings).sum()
-
-    def _sharp(self, ω: Covector, pairings: list[Tensor] | None) -> Vector:
-        """As ``solve``, without flattening: layers of one shape are stacked, and solved in two products.
-
-        ``pairings`` receives numbers whose sum is ⟨ω, ω♯⟩.
-        """
-        v: dict[str, Tensor] = {}
-        for k, batch in enumerate(self.batches):
-            columns = self._columns[k]
-            if columns is None:
-                packed = stacked([self.blocks[b].packed(ω).to(self.layout.dtype) for b in batch])
-                solved = self.apply(k, packed, False)
-                for block, w in self._layers(k, solved):
-                    v.update(block.unpacked(w))
-                pairs = [(packed, solved)]
-            else:
-                pairs = self._solve_columns(k, columns, ω, v)
-            if pairings is not None:
-                pairings += [torch.dot(w.flatten(), u.flatten()) for w, u in pairs]
+        v = self._solve_layers(ω, pairings)
         if self.fallback is not None:
             below, pairing = self.fallback.sharp_with_pairing(Covector(self.uncovered.named(ω)))
-            v.update(below)
-            if pairings is not None:
-                pairings.append(pairing.to(self.layout.dtype))
-        # In the precision of every parameter.
+            v |= below
+            pairings.append(pairing.to(self.layout.dtype))
+        return self._vector(v), torch.stack(pairings).sum()
+
+    def _vector(self, v: Mapping[str, Tensor]) -> Vector:
+        """In the precision of every parameter."""
         return Vector({name: v[name].to(t.dtype) for name, t in self.layout.like.items()})
 
-    def _layers(self, k: int, w: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        """The layers of a batch, each with its part of w [b·c o i]."""
-        batch = self.batches[k]
-        return zip((self.blocks[b] for b in batch), w.split(self.blocks[batch[0]].shape[0]), strict=True)
-
-    def _solve_columns(
-        self, k: int, columns: list[tuple[str, ...]], ω: Covector, v: dict[str, Tensor]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Solve the layers of a batch, put their solutions into v, and return what was solved with its solutions."""
-        (c, o, _), count = self.blocks[self.batches[k][0]].shape, len(columns[0])
-        given = [
-            (ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names])).reshape(count * c, o, -1)
-            for names in columns
-        ]
-        given = [w.to(self.layout.dtype) for w in given]
-        if self.by_columns(k) and not (torch.is_grad_enabled() and any(w.requires_grad for w in given)):
-            solved = self.apply_columns(k, given)
-        elif len(given) == 1:
-            solved = [self.apply(k, given[0], False)]
-        else:
-            packed = torch.cat(given, dim=-1)
-            packed = self.apply(k, packed, not packed.requires_grad)
-            solved = list(packed.split([w.shape[-1] for w in given], dim=-1))
-        for names, w in zip(columns, solved, strict=True):
-            shape = self.layout.like[names[0]].shape
-            v.update(zip(names, [w.view(shape)] if count == 1 else w.view(count, *shape).unbind(), strict=True))
-        if count == 1:
-            return [(ω[names[0]].to(self.layout.dtype), v[names[0]]) for names in columns]
-        return list(zip(given, solved, strict=True))
+    def _solve_layers(self, ω: Mapping[str, Tensor], pairings: list[Tensor] | None = None) -> dict[str, Tensor]:
+        """ω♯ on the layers, in the precision of the metric; ``pairings`` receives numbers whose sum is ⟨ω, ω♯⟩."""
+        v: dict[str, Tensor] = {}
+        for k, batch in enumerate(self.batches):
+            columns, (c, o, _), count = self._columns[k], self.blocks[batch[0]].shape, len(batch)
+            if columns is None:
+                given = [stacked([self.blocks[b].packed(ω).to(self.layout.dtype) for b in batch])]
+                solved = self.apply(k, given)
+                for b, w in zip(batch, solved[0].split(c), strict=True):
+                    v.update(self.blocks[b].unpacked(w))
+            else:
+                given = [ω[names[0]] if count == 1 else torch.stack([ω[name] for name in names]) for names in columns]
+                given = [w.to(self.layout.dtype) for w in given]
+                solved = self.apply(k, [w.reshape(count * c, o, -1) for w in given])
+                solved = [u.reshape(w.shape) for w, u in zip(given, solved, strict=True)]
+                for names, u in zip(columns, solved, strict=True):
+                    v.update(zip(names, [u] if count == 1 else u.unbind(), strict=True))
+            if pairings is not None:
+                pairings += [torch.dot(w.flatten(), u.flatten()) for w, u in zip(given, solved, strict=True)]
+        return v
 
     @cached_property
     def _columns(self) -> list[list[tuple[str, ...]] | None]:
@@ -714,12 +667,12 @@ class SpectralInverse(LayerInverse):
     def stacks_with(self, b: int) -> object:
         return b  # rotations are many numbers: we do not copy them into stacks
 
-    def apply(self, batch: int, w: Tensor, overwrite: bool) -> Tensor:
+    def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
         (b,) = self.batches[batch]
-        q, p = self.left[b], self.right[b]
+        q, p, w = self.left[b], self.right[b], joined(columns)
         turned = rotated(q, w, p)
-        turned = turned.mul_(self.scales[b]) if overwrite or turned is not w else turned * self.scales[b]
-        return rotated_back(q, turned, p)
+        turned = turned * self.scales[b] if turned is columns[0] else turned.mul_(self.scales[b])
+        return separated(rotated_back(q, turned, p), columns)
 
     @property
     def noise(self) -> int:
@@ -751,6 +704,16 @@ class SpectralInverse(LayerInverse):
     def tensors(self) -> dict[str, Tensor]:
         by_letter = {"Q": self.left, "P": self.right, "d": self.scales}
         return self.fallback_inverse_tensors() | layer_tensors(self.blocks, by_letter)
+
+
+def joined(columns: Sequence[Tensor]) -> Tensor:
+    """W [c o i] from blocks of its columns [c o j]; a single one is itself, not a copy."""
+    return columns[0] if len(columns) == 1 else torch.cat(list(columns), dim=-1)
+
+
+def separated(w: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of ``joined``."""
+    return [w] if len(columns) == 1 else list(w.split([column.shape[-1] for column in columns], dim=-1))
 
 
 # Bases.

@@ -42,16 +42,12 @@ class LowRank(Structure):
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank!r}")
 
-    @property
-    def bounded(self) -> bool:
-        return True
-
     def elements(self, pullback: Pullback) -> int:
         small = min(pullback.columns * pullback.n, pullback.model.size)
         return (min(self.rank, small) + 2) * pullback.model.size + small**2
 
     @without_autocast
-    def estimate(self, pullback: Pullback) -> LowRankOperator:
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> LowRankOperator:
         self.admit(pullback)
         layout = Layout(pullback.model.like, pullback.y.dtype)
         if pullback.model.size <= pullback.columns * pullback.n:
@@ -70,7 +66,7 @@ class LowRank(Structure):
         layout = Layout.of(model.params, tensors["values"].dtype)
         return LowRankOperator(layout, tensors["vectors"], tensors["values"], tensors["floor"], self.rank)
 
-    def cost(self, blocks: Sequence[Block], *, iterative: bool = False) -> Cost:
+    def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p, r = sum(block.size for block in blocks), self.rank
         return Cost((r + 1) * p, r**2 * p, 4 * r * p, p, {"U": (1, p, r)})
 

@@ -38,6 +38,8 @@ class Refresh(Structure):
 
     def __post_init__(self) -> None:
         check_slots(structure=(self.structure, Structure))
+        if isinstance(self.structure, Refresh):
+            raise ValueError(f"Refresh({self.structure!r}) has two schedules: give it {self.structure.structure!r}")
         if self.every < 1 or self.inverse < 1:
             which, got = ("every", self.every) if self.every < 1 else ("inverse", self.inverse)
             raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
@@ -55,31 +57,22 @@ class Refresh(Structure):
                 "by keeping it, and its graph would be held. Use every=1"
             )
 
-    @property
-    def bounded(self) -> bool:
-        return self.structure.bounded
-
-    @property
-    def one_pass(self) -> bool:
-        return self.structure.one_pass
-
     def elements(self, pullback: Pullback) -> int:
         return self.structure.elements(pullback)
 
-    def estimate(self, pullback: Pullback) -> Operator:
-        return self.structure.estimate(pullback)
-
-    def estimate_like(self, pullback: Pullback, like: Operator | None) -> Operator:
-        return self.structure.estimate_like(pullback, like)
-
-    def absorbs(self, average: Operator) -> bool:
-        return self.structure.absorbs(average)
-
-    def absorb(self, pullback: Pullback, average: Operator, weight: float) -> Operator:
-        return self.structure.absorb(pullback, average, weight)
+    def estimate(self, pullback: Pullback, like: Operator | None = None) -> Operator:
+        return self.structure.estimate(pullback, like)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(model, blocks, tensors)
+
+    def metric_due(self, step: int) -> bool:
+        """Whether the metric is estimated for the step number 0, 1, …"""
+        return step % self.every == 0
+
+    def inverse_due(self, step: int) -> bool:
+        """Whether a metric that has changed is inverted for the step number 0, 1, …"""
+        return step % self.inverse == 0
 
     def weight(self, step: int) -> float:
         """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""

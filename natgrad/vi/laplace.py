@@ -224,7 +224,7 @@ def _mean_metric(
                 "Hessian of a log-likelihood, which is a sum over them. Use its base, or Fisher(family)"
             )
         n += pb.n
-        new = structure.estimate_like(pb, operator)
+        new = structure.estimate(pb, operator)
         operator = new if operator is None else operator.lerp(new, pb.n / n)
     if operator is None:
         raise ValueError("the loader has no batch: there is no data to take the curvature at")

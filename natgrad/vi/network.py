@@ -21,7 +21,7 @@ from natgrad.optim.checkpoint import (
     check_finite,
     check_generator,
     check_signature,
-    metric_in_words,
+    in_words,
     operator_of,
 )
 from natgrad.output.metric import OutputMetric, fresh_generator
@@ -130,7 +130,7 @@ class VariationalNetwork:
         for k, ε in enumerate(self._noise()):
             with self._at(ε):
                 pb = self._view.checked(x, target)
-                G = self.structure.estimate_like(pb, new or last)
+                G = self.structure.estimate(pb, new or last)
                 new = G if new is None else new.lerp(G, 1 / (k + 1))
                 value, slope = self._differential(x, target, loss)
             slopes.append(slope)
@@ -199,7 +199,7 @@ class VariationalNetwork:
     def _signature(self) -> dict[str, Any]:
         """What a saved state must agree with."""
         return {
-            "metric": metric_in_words(self.metric),
+            "metric": in_words(self.metric.unsampled()),
             "structure": repr(self.structure),
             "dtype": str(self.model.example.dtype),
             "parameters": {name: list(p.shape) for name, p in self.model.params.items()},

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from natgrad.model import Model
-from natgrad.optim.frozen import ModelCheck
+from natgrad.optim.model_check import ModelCheck
 
 
 def made(module: nn.Module) -> ModelCheck:

@@ -18,9 +18,9 @@ def _counted(structure: type, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     seen: list[int] = []
     estimate = structure.estimate  # type: ignore[attr-defined]
 
-    def counting(self: ng.structures.Structure, pb: ng.Pullback) -> ng.operators.Operator:
+    def counting(self: ng.structures.Structure, pb: ng.Pullback, *like: object) -> ng.operators.Operator:
         seen.append(pb.n)
-        return estimate(self, pb)
+        return estimate(self, pb, *like)
 
     with monkeypatch.context() as patch:
         patch.setattr(structure, "estimate", counting)

@@ -232,7 +232,7 @@ def test_a_step_that_the_scaler_skips_leaves_its_estimate_to_the_next_one() -> N
     with silent(model):
         joint = ng.Kronecker().estimate(ng.pullback(model, torch.cat([x, x2]), EUCLIDEAN))
     scaler.step(opt)
-    assert opt.tracker.step == opt.tracker.count == 1
+    assert opt.tracker.step == opt.tracker.weight.total == 1
     assert opt.tracker.fresh is None
     assert opt.tracker.average is not None
     torch.testing.assert_close(opt.tracker.average.dense(), joint.dense())

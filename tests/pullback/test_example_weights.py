@@ -104,7 +104,7 @@ def test_weights_that_are_repetitions_have_the_factors_of_the_repeated_batch(
     weighted, repeated = weighted_and_repeated(case.make())
     assert covered(weighted)
     expected = structure.estimate(repeated)
-    found = structure.estimate_like(weighted, expected)  # in its basis: eigenvectors of equal eigenvalues are any
+    found = structure.estimate(weighted, expected)  # in its basis: eigenvectors of equal eigenvalues are any
     assert found.tensors().keys() == expected.tensors().keys()
     for name, t in expected.tensors().items():
         close(found.tensors()[name], t, 1e-12)
@@ -123,7 +123,7 @@ def test_examples_of_equal_weight_have_the_factors_of_no_weights(structure: Laye
     problem = zoo.case("conv").make()
     n, s = problem.n_examples, normal(2, *problem.outputs().shape)
     plain = structure.estimate(pull(problem, Rooted(s)))
-    equal = structure.estimate_like(pull(problem, Weighted(tensor([1 / n] * n), Rooted(s))), plain)
+    equal = structure.estimate(pull(problem, Weighted(tensor([1 / n] * n), Rooted(s))), plain)
     for name, t in plain.tensors().items():
         close(equal.tensors()[name], t, 1e-12)
 

@@ -138,7 +138,7 @@ def test_ekfac_is_nearer_and_has_the_trace_of_the_metric(name: str) -> None:
     exact = R.T @ R
     close(block(E).trace(), exact.trace())
     assert (block(E) - exact).norm() <= (block(G) - exact).norm()
-    again = ng.EigenKronecker().estimate_like(pb, E)  # in the same basis, in one pass
+    again = ng.EigenKronecker().estimate(pb, E)  # in the same basis, in one pass
     close(again.dense(), E.dense())
 
 

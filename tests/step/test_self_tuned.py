@@ -255,12 +255,12 @@ def test_numbers_that_no_step_can_be_tuned_with_are_refused(options: dict[str, A
 
 def test_kfac_that_tunes_itself_estimates_and_inverts_more_often() -> None:
     opt = ng.KFAC(nn.Linear(2, 2), ng.Euclidean(), step=ng.SelfTuned())
-    assert (opt.tracker.structure.every, opt.tracker.structure.inverse) == (2, 5)
+    assert (opt.tracker.schedule.every, opt.tracker.schedule.inverse) == (2, 5)
     opt = ng.KFAC(nn.Linear(2, 2), ng.Euclidean(), step=ng.SelfTuned(), metric_every=3, inverse_every=6)
-    assert (opt.tracker.structure.every, opt.tracker.structure.inverse) == (3, 6)
+    assert (opt.tracker.schedule.every, opt.tracker.schedule.inverse) == (3, 6)
     bounded = ng.Constrained(ng.SelfTuned(), ng.Clipping({"bias": (0.0, 1.0)}))
     opt = ng.KFAC(nn.Linear(2, 2), ng.Euclidean(), step=bounded)
-    assert (opt.tracker.structure.every, opt.tracker.structure.inverse) == (2, 5)
+    assert (opt.tracker.schedule.every, opt.tracker.schedule.inverse) == (2, 5)
 
 
 def test_kfac_with_default_arguments_fits_a_classifier_in_a_few_steps() -> None:

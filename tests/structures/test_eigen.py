@@ -102,7 +102,7 @@ def test_scales_do_not_depend_on_the_chunks(kind: str, memory: int) -> None:
     problem = network(kind, 2)
     metric = random_roots(problem, 5)
     whole = ng.EigenKronecker().estimate(pull(problem, metric))
-    in_parts = ng.EigenKronecker().estimate_like(pull(problem, metric, memory=memory), whole)
+    in_parts = ng.EigenKronecker().estimate(pull(problem, metric, memory=memory), whole)
     for got, expected in zip(in_parts.scales, whole.scales, strict=True):
         close(got, expected, 1e-13)
 
@@ -188,7 +188,7 @@ def test_average_is_the_diagonal_of_the_average_in_the_newer_basis(kind: str, we
 def test_average_in_one_basis_is_the_average(kind: str) -> None:
     """An estimate like the average has its basis, and nothing is lost."""
     old, _, pb = estimates(kind)
-    new = ng.EigenKronecker().estimate_like(pb, old)
+    new = ng.EigenKronecker().estimate(pb, old)
     assert new.basis is old.basis
     average = old.lerp(new, 0.3)
     assert average.basis is old.basis
@@ -199,7 +199,7 @@ def test_average_in_one_basis_is_the_average(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["mlp", "sequence", "conv", "norm"])
 def test_renewal_is_in_the_eigenvectors_of_the_averaged_factors(kind: str) -> None:
     old, _, pb = estimates(kind)
-    average = old.lerp(ng.EigenKronecker().estimate_like(pb, old), 0.3)
+    average = old.lerp(ng.EigenKronecker().estimate(pb, old), 0.3)
     renewed = average.renewed()
     for b in range(len(renewed.blocks)):
         for side, factor in ((renewed.basis.left[b], renewed.left[b]), (renewed.basis.right[b], renewed.right[b])):
@@ -220,16 +220,16 @@ def test_an_estimate_like_something_else_has_a_basis_of_its_own() -> None:
     old, new, pb = estimates()
     other = ng.EigenKronecker().estimate(pull(network("conv", 0), ng.Euclidean()))
     for like in (None, ng.Kronecker().estimate(pb), other):
-        close(ng.EigenKronecker().estimate_like(pb, like).dense(), new.dense(), 0.0)
-    assert ng.Refresh(ng.EigenKronecker()).estimate_like(pb, old).tensors()["0.weight/Q"] is old.basis.left[0]
+        close(ng.EigenKronecker().estimate(pb, like).dense(), new.dense(), 0.0)
+    assert ng.Refresh(ng.EigenKronecker()).estimate(pb, old).tensors()["0.weight/Q"] is old.basis.left[0]
     for structure in (ng.Dense(), ng.Kronecker(), ng.Diagonal()):
-        close(structure.estimate_like(pb, None).dense(), structure.estimate(pb).dense(), 0.0)
+        close(structure.estimate(pb, None).dense(), structure.estimate(pb).dense(), 0.0)
 
 
 def test_an_estimate_like_another_needs_one_backward_pass() -> None:
     old, _, pb = estimates()
     with counted() as calls:
-        ng.EigenKronecker().estimate_like(pb, old)
+        ng.EigenKronecker().estimate(pb, old)
     assert calls == [1]
     with counted() as calls:
         ng.EigenKronecker().estimate(pb)

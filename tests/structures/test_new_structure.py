@@ -23,14 +23,10 @@ from natgrad.structures import Structure
 class Scalar(Structure):
     """G ≈ (tr G/p)·1."""
 
-    @property
-    def bounded(self) -> bool:
-        return True
-
     def elements(self, pullback: ng.Pullback) -> int:
         return 1
 
-    def estimate(self, pullback: ng.Pullback) -> ScalarOperator:
+    def estimate(self, pullback: ng.Pullback, like: Operator | None = None) -> ScalarOperator:
         return ScalarOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square().mean())
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> ScalarOperator:
