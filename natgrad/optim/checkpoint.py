@@ -27,14 +27,12 @@ Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
 
 _log = logging.getLogger("natgrad")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Kinds = {  # all that ``export`` writes
+_ENTRIES: Kinds = {  # but for "operations" and "examples", which states of 0.1.0 do not have
     "metric": str,
     "structure": str,
     "solver": str,
     "parameters": dict,
     "layers": dict,
-    "operations": (list, tuple),
-    "examples": (str, type(None)),
     "dtype": str,
     "step": int,
     "mass": (list, tuple),
@@ -99,7 +97,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         return {name: t.to(example.device, dtypes[name], copy=True) for name, t in tensors.items()}
 
     tensors = placed(state["operator"])
-    layers = loaded(model, observer.blocks, state["operations"])
+    layers = loaded(model, observer.blocks, state.get("operations", ()))
     blocks = with_layers(observer.blocks, layers)
     average = operator_of(tracker.structure, model, blocks, tensors) if tensors else None
     inverse: Inverse | None = None
@@ -115,7 +113,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         inverse = inverse or preconditioner.world.inverse(solver, average, λ, warm=saved)
 
     def go_on() -> None:
-        if state["examples"] == "inputs":  # of outputs that were found to be flattened
+        if state.get("examples") == "inputs":  # of outputs that were found to be flattened
             tracker.use_model(replace(model, examples="inputs"))
         observer.cache.operations.put(layers, observer.blocks)
         tracker.step, tracker.estimated = state["step"], state["estimated"]
