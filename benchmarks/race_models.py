@@ -242,7 +242,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @final
 class Layer(nn.Module):
-    """x + attention(norm x), then x + W₃(silu(W₁ norm x)·W₂ norm x) (SwiGLU, Shazeer 2020)."""
+    """x + attention(norm x), then x + W₃(silu(W₁ norm x)·W₂ norm x), SwiGLU (Shazeer 2020)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
