@@ -29,6 +29,7 @@ _BATCH_BYTES = 2**24, 2**22  # of matrices that are inverted at once
 _LAYER_BYTES = 2**26, 2**22  # of layers that are solved at once: products of one layer leave a GPU half idle
 _LARGE = 1024  # rows, from which products are faster on a GPU than the many small kernels of a triangular solve
 _CAPTURED = 2048  # rows, from which the kernels take longer than their launches, and a graph would hold much memory
+_ROOT = 2048  # rows, from which triangular solves on a CPU are as fast as products with an inverse
 _NEWTON_STACKS = 4  # that Newton's iteration holds, for one of Cholesky's
 _NOT_POSITIVE = (
     "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
@@ -169,6 +170,44 @@ def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
                 "neither: raise the damping, lower the learning rate, or use a larger batch"
             ) from error
     return values.to(matrices.dtype), vectors.to(matrices.dtype)
+
+
+@final
+class InverseStack:
+    """(F + shift)⁻¹ of matrices [b d d], or of diagonals [b d], in memory that stays where it is.
+
+    One large matrix on a CPU is left as U with UᵀU = F + shift: two triangular solves take as long as a product with
+    the inverse, and inverting U would take twice as long as Cholesky. It is inverted where ``inverses`` are asked for.
+    Solutions are contiguous, as the parameters are that they are added to.
+
+    >>> stack = InverseStack(torch.tensor([[[2.0]]]), is_root=True)
+    >>> stack.solve(torch.ones(1, 1, 3)), stack.inverses()
+    (tensor([[[0.2500, 0.2500, 0.2500]]]), tensor([[[0.2500]]]))
+    """
+
+    def __init__(self, memory: SymFactor, is_root: bool = False) -> None:
+        self.memory, self.is_root = memory, is_root
+
+    def inverses(self) -> SymFactor:
+        """[b d d] or [b d], in place."""
+        if self.is_root:
+            torch.cholesky_inverse(self.memory.mT, out=self.memory.mT)
+            self.is_root = False
+        return self.memory
+
+    def solve(self, w: Tensor) -> Tensor:
+        """(F + shift)⁻¹ w, for w [b d i]."""
+        if self.is_root:
+            half = torch.linalg.solve_triangular(self.memory.mT, w, upper=False)
+            return torch.linalg.solve_triangular(self.memory, half, upper=True).contiguous()
+        return torch.matmul(self.memory, w) if is_dense(self.memory) else self.memory.unsqueeze(-1) * w
+
+    def solve_right(self, w: Tensor) -> Tensor:
+        """w (F + shift)⁻¹, for w [b o d]."""
+        if self.is_root:
+            half = torch.linalg.solve_triangular(self.memory, w, upper=True, left=False)
+            return torch.linalg.solve_triangular(self.memory.mT, half, upper=False, left=False).contiguous()
+        return torch.matmul(w, self.memory) if is_dense(self.memory) else w * self.memory.unsqueeze(-2)
 
 
 # One batch of matrices, by Cholesky.
@@ -405,6 +444,7 @@ class Inversion:
     shift: Tensor  # [c]
     out: SymFactor  # of the shape of F
     title: str = "a factor of the metric"
+    stack: InverseStack | None = None  # that ``out`` lies in, where a root may take the place of an inverse
 
 
 def invert(
@@ -442,6 +482,11 @@ def _invert_batch(jobs: Sequence[Inversion], warm: bool, newton: Newton | None, 
     """Invert matrices of one size; how many failed, on the device, or the titles of those that did."""
     d = jobs[0].out.shape[-1]
     refreshed = newton is not None and newton.takes(d)
+    if not refreshed and len(jobs) == 1 and _take_root(jobs[0]):
+        return []
+    for job in jobs:
+        if job.stack is not None:
+            job.stack.inverses()
     if newton is not None and refreshed:
         shifts = torch.cat([job.shift for job in jobs])
         inverses, good = newton.inverse(
@@ -460,6 +505,19 @@ def _invert_batch(jobs: Sequence[Inversion], warm: bool, newton: Newton | None, 
         raise SingularMetricError(_NOT_POSITIVE.format(", ".join(failed)))
     _write(jobs, inverses, good if failed else None, warm)
     return failed
+
+
+def _take_root(job: Inversion) -> bool:
+    """U with UᵀU = F + shift into ``out``, of one large matrix on a CPU; whether that is done."""
+    stack = job.stack
+    if stack is None or len(stack.memory) > 1 or job.out.shape[-1] < _ROOT or is_asynchronous(job.out.device):
+        return False
+    M = _damped([job])
+    if bool(_cholesky_(M)[1].any()):
+        return False  # to be tried again in double precision
+    job.out.copy_(M)
+    stack.is_root = True
+    return True
 
 
 def _damped(jobs: Sequence[Inversion], dtype: torch.dtype | None = None) -> Tensor:

@@ -27,13 +27,12 @@ Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
 
 _log = logging.getLogger("natgrad")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Kinds = {  # all that ``export`` writes
+_ENTRIES: Kinds = {  # all that ``export`` writes but "operations", which states of version 0.1.0 do not have
     "metric": str,
     "structure": str,
     "solver": str,
     "parameters": dict,
     "layers": dict,
-    "operations": (list, tuple),
     "dtype": str,
     "step": int,
     "mass": (list, tuple),
@@ -97,7 +96,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         return {name: t.to(example.device, dtypes[name], copy=True) for name, t in tensors.items()}
 
     tensors = placed(state["operator"])
-    layers = loaded(model, observer.blocks, state["operations"])
+    layers = loaded(model, observer.blocks, state.get("operations", ()))
     blocks = with_layers(observer.blocks, layers)
     average = operator_of(tracker.structure, model, blocks, tensors) if tensors else None
     inverse: Inverse | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, final
@@ -27,38 +27,9 @@ from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing
-from natgrad.pullback.tape import Tape
+from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.base import Replayed
-from natgrad.rules.features import Features, Joined, Moment
-
-
-@final
-@dataclass(frozen=True)
-class Cotangents:
-    """Of every use, by its position: of its outputs, and of the layers inside where it was replayed."""
-
-    outer: dict[int, tuple[Tensor, ...]]
-    inner: dict[int, Mapping[str, Features]]
-
-    def forget(self, at: int) -> None:
-        """Nobody asks for those of this use any more."""
-        self.outer.pop(at, None)
-        self.inner.pop(at, None)
-
-    def of(self, tape: Tape, block: Block) -> Features:
-        """g of a block, its uses one after the other along r."""
-        return Joined.of([tape.layer_cotangents(at, block.keys, self.outer, self.inner) for at in tape.use_ids(block)])
-
-
-def cotangents(tape: Tape, s: Tensor) -> Cotangents:
-    """Those of all uses, from s [k n *out]."""
-    return _with_inner(tape, tape.output_cotangents(s))
-
-
-def _with_inner(tape: Tape, outer: dict[int, tuple[Tensor, ...]]) -> Cotangents:
-    inner = {at: tape.inner_cotangents(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
-    return Cotangents(outer, inner)
-
+from natgrad.rules.features import Features, Moment
 
 # All layers at once, chunk by chunk over examples and roots.
 
@@ -70,7 +41,7 @@ def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
     """For every part of the batch its tape, and the cotangents s J/√N chunk by chunk over the roots."""
     for examples in pb.split_ranges():
         tape = pb.tape(examples)
-        yield tape, (cotangents(tape, s / math.sqrt(pb.n)) for s in pb.roots.at(examples).split(_columns(pb, tape)))
+        yield tape, (tape.cotangents(s / math.sqrt(pb.n)) for s in pb.roots.at(examples).split(_columns(pb, tape)))
 
 
 def second_moments(
@@ -109,7 +80,7 @@ def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tu
     tape = pb.tape((0, pb.n))
     relation = coupled_by(pb, tape)
     assert relation is not None
-    g = cotangents(tape, pb.root / math.sqrt(pb.n))
+    g = tape.cotangents(pb.root / math.sqrt(pb.n))
     moments = (relation.factors(tape.inputs(block), g.of(tape, block), block, sharing) for block in layers)
     return [(s, a.mean()) for s, a in moments]
 
@@ -446,7 +417,7 @@ def stream_cotangents(
     outer.update(arrived())
     for at in consumed.symmetric_difference(early).difference(outer):  # no path of the graph leads there
         outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
-    consume(list(left), _with_inner(tape, outer))
+    consume(list(left), tape.with_inner(outer))
 
 
 def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:

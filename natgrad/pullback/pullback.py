@@ -39,7 +39,7 @@ from natgrad.pullback.layer import Block, Tied, formed, partition
 from natgrad.pullback.operation_layers import OperationLayers, is_operation
 from natgrad.pullback.position_tables import over_examples
 from natgrad.pullback.rows import rows
-from natgrad.pullback.tape import Tape, record
+from natgrad.pullback.tape import Cotangents, Tape, record
 from natgrad.rules import RULES
 from natgrad.rules.base import Rule
 
@@ -368,8 +368,7 @@ class Pullback:
     def _factors(
         self, tape: Tape, inputs: Sequence[Tensor | None], chunk: ExampleRange, s: Tensor
     ) -> list[Factors | Tied]:
-        kinds = [kind for block in self.layers if block.rule for kind in block.kinds]
-        cotangents = iter(tape.cotangents(s, kinds))
+        cotangents = tape.cotangents(s) if any(block.rule for block in self.layers) else Cotangents({}, {})
         unused = [block.names[0] in self.unused for block in self.layers]
         ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
         bare = [name for block in ruleless for name in block.names]
@@ -381,13 +380,13 @@ class Pullback:
             if nothing:
                 out.append(Factors.of_rows(s.new_zeros(*s.shape[:2], block.size, dtype=self.y.dtype)))
             elif block.facets:
-                pairs = [(tape.inputs(kind).dense(), next(cotangents).dense()) for kind in block.kinds]
+                pairs = [(tape.inputs(kind).dense(), cotangents.of(tape, kind).dense()) for kind in block.kinds]
                 out.append(Tied.of(block, pairs, self.y.dtype))
             elif a is None or block.rule is None:
                 out.append(Factors.of_rows(explicit[..., start : start + block.size]))
                 start += block.size
             else:
-                out.append(Factors(a, next(cotangents).dense().to(a.dtype)))
+                out.append(Factors(a, cotangents.of(tape, block).dense().to(a.dtype)))
         return out
 
     def mixing(self) -> Tensor:
@@ -490,8 +489,7 @@ def pullback(
 
     ``x``: a tensor, a tuple of positional inputs or a dict of keyword inputs, with the examples on the first axis of
     each. ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the
-    model
-    returns. ``examples="inputs"``: the model flattens positions into the first axis of its outputs
+    model returns. ``examples="inputs"``: the model flattens positions into the first axis of its outputs
     (``logits.view(-1, V)``), and the targets are flattened, too; the first input has the n examples on its first axis,
     and y becomes [n t *out]. ``memory``: bytes that a structure may occupy; temporaries are chunked to an eighth of
     it. ``rules``: your own layer rules, which take precedence over those of the library.

@@ -28,7 +28,16 @@ from natgrad.accelerate.moments import (
     single,
     symmetric_product,
 )
-from natgrad.accelerate.patches import Axis, convolve, patch_mean, patch_moment, patch_sum, patches, positions
+from natgrad.accelerate.patches import (
+    Axis,
+    convolve,
+    few_patches,
+    patch_mean,
+    patch_moment,
+    patch_sum,
+    patches,
+    positions,
+)
 
 Ones: TypeAlias = bool | Tensor  # the homogeneous coordinate: none, 1 everywhere, or u_n after examples were combined
 _GRADIENTS = 2**24  # numbers, of per-example gradients at a time
@@ -69,7 +78,7 @@ class Moment:
             count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
         return total / count
 
-    def over(self, count: int) -> Moment:
+    def over(self, count: int | Tensor) -> Moment:
         """The same sum, to be divided by another count."""
         return replace(self, count=count)
 
@@ -279,7 +288,10 @@ class Patches(Features):
         return _with_ones(a.unflatten(0, self.x.shape[: self._examples + 1]), self.ones, -4)
 
     def moment(self) -> Moment:
-        return Moment(patch_moment(self._images, self.axes, self.groups, self.ones), self.count())
+        x, count = self._images, self.count()
+        if isinstance(self.ones, bool) and few_patches(x, self.axes, self.groups):
+            return Rows(patches(x, self.axes).squeeze(2), self.ones).moment().over(count)
+        return Moment(patch_moment(x, self.axes, self.groups, self.ones), count)
 
     def squares(self) -> Moment:
         total = patch_sum(single(self._images).square(), self.axes, self.groups)

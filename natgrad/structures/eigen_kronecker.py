@@ -17,9 +17,9 @@ from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.layer import Block, Tied
-from natgrad.pullback.moments import Cotangents, passes, second_moments
+from natgrad.pullback.moments import passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.pullback.tape import Tape
+from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
 from natgrad.structures.layered import (

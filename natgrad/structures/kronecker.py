@@ -22,6 +22,7 @@ from natgrad.accelerate.averages import PendingAverages, lay_out
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.inverses import (
     BatchedInverse,
+    InverseStack,
     Inversion,
     Newton,
     SymFactor,
@@ -334,7 +335,7 @@ class ProductInverse(LayerInverse):
     blocks: tuple[Block, ...]
     fallback: Inverse | None
     dense: tuple[tuple[bool, bool], ...]  # of every layer, whether S and A are matrices
-    stacks: tuple[tuple[SymFactor, SymFactor], ...] = ()  # of every batch, S⁻¹ [b·c o o] and A⁻¹ [b·c i i], aligned
+    stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
     batch: BatchedInverse = field(default_factory=BatchedInverse)
 
     @staticmethod
@@ -350,7 +351,8 @@ class ProductInverse(LayerInverse):
         if here != there or self.dense != _dense_sides(G):
             return False
         like = G.left[0]
-        return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
+        memory = [stack.memory for pair in self.stacks for stack in pair]
+        return all(t.dtype == like.dtype and t.device == like.device for t in memory)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy S⁻¹ and A⁻¹ of every layer."""
@@ -367,21 +369,21 @@ class ProductInverse(LayerInverse):
 
     def refresh_(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
-        addresses = tuple(t.data_ptr() for stack in self.stacks for t in stack)
+        addresses = tuple(stack.memory.data_ptr() for pair in self.stacks for stack in pair)
         self.batch.refresh_(self._jobs, (*G.left, *G.right), damping, newton, addresses)
 
     def _jobs(self, factors: Sequence[SymFactor], damping: Scalar) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
-        out, jobs = self._inverses(), list[Inversion]()
-        for batch in self.batches:
+        jobs: list[Inversion] = []
+        for batch, stacks in zip(self.batches, self.stacks, strict=True):
             s, a = [left[b] for b in batch], [right[b] for b in batch]
             c, π = s[0].shape[0], balance(a, s)
-            for letter, side, shifts in (("S", s, damping**0.5 / π), ("A", a, damping**0.5 * π)):
-                for b, factor, shift in zip(batch, side, shifts.split(c), strict=True):
-                    block = self.blocks[b]
-                    title = f"the factor {letter} of {block.title}"
-                    jobs.append(Inversion(factor, shift, out[f"{block.names[0]}/{letter}"], title))
+            shifts = damping**0.5 / π, damping**0.5 * π
+            for letter, side, shift, stack in zip("SA", (s, a), shifts, stacks, strict=True):
+                outs = _unaligned(stack.memory, side[0].shape[-1]).split(c)
+                for b, factor, λ, out in zip(batch, side, shift.split(c), outs, strict=True):
+                    jobs.append(Inversion(factor, λ, out, f"the factor {letter} of {self.blocks[b].title}", stack))
         return jobs
 
     def failed(self) -> bool:
@@ -408,24 +410,28 @@ class ProductInverse(LayerInverse):
 
     def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
         left, right = self.stacks[batch]
+        if left.is_root or right.is_root:
+            return separated(right.solve_right(left.solve(joined(columns))), columns)
         graph = torch.is_grad_enabled() and any(w.requires_grad for w in columns)
-        if is_dense(left) and is_dense(right) and not graph:
-            return two_sided_columns(left, columns, right)
+        L, R = left.memory, right.memory
+        if is_dense(L) and is_dense(R) and not graph:
+            return two_sided_columns(L, columns, R)
         w = joined(columns)
         in_place = not graph and w is not columns[0]
-        return separated(two_sided(left, w, right, w if in_place else None), columns)
+        return separated(two_sided(L, w, R, w if in_place else None), columns)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.fallback_inverse_tensors() | self._inverses()
 
     def _inverses(self) -> dict[str, Tensor]:
-        """Views of S⁻¹ and A⁻¹ of every layer, without the padding."""
+        """Views of S⁻¹ and A⁻¹ of every layer, without the padding; roots are inverted."""
         out: dict[str, Tensor] = {}
         for batch, stacks in zip(self.batches, self.stacks, strict=True):
             blocks = [self.blocks[b] for b in batch]
             c, o, i = blocks[0].shape
             sides = (
-                (letter, _unaligned(stack, d).split(c)) for letter, stack, d in zip("SA", stacks, (o, i), strict=True)
+                (letter, _unaligned(stack.inverses(), d).split(c))
+                for letter, stack, d in zip("SA", stacks, (o, i), strict=True)
             )
             out |= layer_tensors(blocks, dict(sides))
         return out
@@ -435,13 +441,13 @@ def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:
     return tuple((is_dense(s), is_dense(a)) for s, a in zip(G.left, G.right, strict=True))
 
 
-def _memory(factor: SymFactor, count: int) -> SymFactor:
+def _memory(factor: SymFactor, count: int) -> InverseStack:
     """For the inverses of as many factors like this one, ``aligned`` with zeros."""
     shape = (count * factor.shape[0], *factor.shape[1:])
     like = aligned(factor[:1])
     if like.shape[-1] == factor.shape[-1]:
-        return torch.empty(shape, dtype=factor.dtype, device=factor.device)
-    return like.new_zeros(shape[0], *like.shape[1:])
+        return InverseStack(torch.empty(shape, dtype=factor.dtype, device=factor.device))
+    return InverseStack(like.new_zeros(shape[0], *like.shape[1:]))
 
 
 def _unaligned(factor: SymFactor, size: int) -> SymFactor:
