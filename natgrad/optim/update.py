@@ -265,8 +265,8 @@ def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRu
         fused.descend_(group.params, velocity, group.rate, gate=flag.value)
         if group.momentum:
             group.remember(velocity if on_steps else [ω[name] for name in group.names], flag.value)
-    kept = (group for group in update.groups if not (on_steps and group.momentum))
-    return {name: v[name] for group in kept for name in group.names}
+    without_velocity = (group for group in update.groups if not (on_steps and group.momentum))
+    return {name: v[name] for group in without_velocity for name in group.names}
 
 
 def _roll(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> bool:
