@@ -387,7 +387,7 @@ class Tape:
         if isinstance(rule, Replayed):
             return Joined.of([use.replay.layer(block.keys) for use in self.of(block)])
         uses = self.of(block)
-        return Joined.of([input_features(u.rule, u.module, block.keys, u.call, block.names) for u in uses])
+        return Joined.of([input_features(u.rule, u.module, block.keys, u.call, block.names, block.shape) for u in uses])
 
     @cached_property
     def half(self) -> bool:
@@ -438,12 +438,12 @@ class Cotangents:
 
     def of(self, tape: Tape, block: Block) -> Features:
         """g of a block with a rule, its uses concatenated along r (for a tied weight, of one kind)."""
-        return Joined.of([self._of_use(tape.uses[at], at, block.keys) for at in tape.use_ids(block)])
+        return Joined.of([self._of_use(tape.uses[at], at, block) for at in tape.use_ids(block)])
 
-    def _of_use(self, use: Use, at: int, keys: tuple[str, ...]) -> Features:
+    def _of_use(self, use: Use, at: int, block: Block) -> Features:
         if isinstance(use.rule, Replayed):
-            return self.inner[at][keys[0]]
-        return cotangent_features(use.rule, use.module, keys, self.outer[at][0])
+            return self.inner[at][block.keys[0]]
+        return cotangent_features(use.rule, use.module, block.keys, self.outer[at][0], block.shape)
 
     def forget(self, at: int) -> None:
         """Free those of a use that nobody asks for any more."""
