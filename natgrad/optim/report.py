@@ -129,7 +129,9 @@ class Plan:
         return (*front, factors, f"{self.element * row.cost.numbers:,}", *counts)
 
 
-def plan(tracker: MetricTracker, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> Plan:
+def plan(
+    tracker: MetricTracker, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]], momentum_on: str
+) -> Plan:
     """The plan of an optimizer: nothing is run, and nothing changes. After a step it knows what the pass has shown.
 
     ``groups``: the parameter groups, with their numbers.
@@ -149,7 +151,12 @@ def plan(tracker: MetricTracker, solver: Solver, rule: StepRule, groups: Sequenc
     together = None if by_layer else tracker.structure.cost(blocks, iterative=solver.iterative)
     dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
     result = Plan(rows, together, schedule, dtype.itemsize, ())
-    notes = (_schedule(tracker), _damping(solver, damping), _movement(rule, groups), *_exceptions(tracker, result))
+    notes = (
+        _schedule(tracker),
+        _damping(solver, damping),
+        _movement(rule, groups, momentum_on),
+        *_exceptions(tracker, result),
+    )
     return replace(result, notes=notes)
 
 
@@ -195,13 +202,15 @@ def _damping(solver: Solver, λ: float) -> str:
     return f"damping: λ = {λ:g}, {solver.damping_note}, 1 the identity in the coordinates of the parameters"
 
 
-def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> str:
+def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]], momentum_on: str) -> str:
     numbers = {key: ", ".join(dict.fromkeys(f"{g[key]:g}" for g in groups)) for key in ("lr", "momentum")}
     decay = ", ".join(dict.fromkeys(f"{g['weight_decay']:g}" for g in groups))
     closure = ", which needs opt.step(closure)" if rule.needs_closure else ""
+    before = "covectors (m ← μm + (1 − μ)ω, before the metric)"
+    space = before if momentum_on == "gradients" else "vectors (m ← μm + v, v after the metric)"
     return (
-        f"step: {rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of vectors "
-        f"(m ← μm + v, v after the metric), weight decay {decay} (decoupled)"
+        f"step: {rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of {space}, "
+        f"weight decay {decay} (decoupled)"
     )
 
 
