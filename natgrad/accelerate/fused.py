@@ -134,13 +134,18 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), float("inf")))
 
 
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """‖x‖ [b] of every tensor."""
+    return torch.stack(torch._foreach_norm(list(tensors)))
+
+
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Σ ‖x‖ [] over the tensors: a number that is finite only if they are.
 
     >>> total_norm([torch.tensor([3.0, 4.0]), torch.ones(1)])
     tensor(6.)
     """
-    return torch.stack(torch._foreach_norm(list(tensors))).sum()
+    return norms(tensors).sum()
 
 
 def nonfinite(tensors: Sequence[Tensor]) -> Tensor:

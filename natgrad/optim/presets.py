@@ -40,6 +40,7 @@ def KFAC(
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
+    early: bool = True,
     decay: float = 0.95,
     step: StepRule = _CLIP,
     solver: Solver | None = None,
@@ -57,10 +58,11 @@ def KFAC(
 
     A drop-in optimizer for any model and any metric on its outputs. The metric is estimated every ``metric_every``
     steps (default 10; 2 with ``SelfTuned``), enters a moving average with ``decay``, and is inverted every
-    ``inverse_every`` steps (default 100; 5 with ``SelfTuned``). The default ``solver`` is ``Factored()``; on a GPU it
-    refreshes inverses by Newton's iteration where the last one is near enough. ``opt.plan()`` says what becomes of
-    every parameter. ``step=ng.SelfTuned()`` chooses learning rate, momentum and damping by itself and needs
-    ``opt.step(closure)``.
+    ``inverse_every`` steps (default 100; 5 with ``SelfTuned``). ``early``: in the beginning, when it changes fastest,
+    it is also inverted in the steps 1, 2, 4, 8, … and estimated in every step (``Refresh``). The default ``solver`` is
+    ``Factored()``; on a GPU it refreshes inverses by Newton's iteration where the last one is near enough.
+    ``opt.plan()`` says what becomes of every parameter. ``step=ng.SelfTuned()`` chooses learning rate, momentum and
+    damping by itself and needs ``opt.step(closure)``.
 
     ``sharing``, ``fallback`` and ``strict`` are those of ``Kronecker``; parameters that no layer rule covers have the
     structure ``fallback``. The other arguments are those of ``NaturalGradient``.
@@ -83,7 +85,7 @@ def KFAC(
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(Kronecker(sharing, fallback, strict), step, metric_every, inverse_every, decay),
+        structure=_schedule(Kronecker(sharing, fallback, strict), step, metric_every, inverse_every, early, decay),
         solver=Factored(_newton(model)) if solver is None else solver,
         step=step,
         lr=lr,
@@ -111,6 +113,7 @@ def EKFAC(
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
+    early: bool = True,
     decay: float = 0.95,
     step: StepRule = _CLIP,
     solver: Solver = _CHOLESKY,
@@ -136,7 +139,7 @@ def EKFAC(
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(EigenKronecker(sharing, fallback, strict), step, metric_every, inverse_every, decay),
+        structure=_schedule(EigenKronecker(sharing, fallback, strict), step, metric_every, inverse_every, early, decay),
         solver=solver,
         step=step,
         lr=lr,
@@ -168,6 +171,7 @@ def SobolevKFAC(
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
+    early: bool = True,
     decay: float = 0.95,
     step: StepRule = _CLIP,
     solver: Solver | None = None,
@@ -220,6 +224,7 @@ def SobolevKFAC(
         weight_decay=weight_decay,
         metric_every=metric_every,
         inverse_every=inverse_every,
+        early=early,
         decay=decay,
         step=step,
         solver=solver,
@@ -242,7 +247,12 @@ def _newton(model: nn.Module) -> Newton | None:
 
 
 def _schedule(
-    structure: Structure, step: StepRule, metric_every: int | None, inverse_every: int | None, decay: float
+    structure: Structure,
+    step: StepRule,
+    metric_every: int | None,
+    inverse_every: int | None,
+    early: bool,
+    decay: float,
 ) -> Refresh:
     usual = step.schedule if isinstance(step, StepRule) else (10, 100)  # NaturalGradient refuses what is no rule
     every = usual[0] if metric_every is None else metric_every
@@ -250,4 +260,4 @@ def _schedule(
     for name, count in (("metric_every", every), ("inverse_every", inverse)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1 step, got {count}")
-    return Refresh(structure, every, decay, inverse)
+    return Refresh(structure, every, decay, inverse, early)

@@ -37,9 +37,9 @@ def _structured(structure: Structure, **options: Any) -> Make:
 
 
 MAKES: dict[str, Make] = {
-    "kfac": lambda m: ng.KFAC(m, EXACT),
-    "ekfac": lambda m: ng.EKFAC(m, EXACT),
-    "exact": lambda m: ng.KFAC(m, EXACT, solver=ng.Cholesky()),
+    "kfac": lambda m: ng.KFAC(m, EXACT, early=False),
+    "ekfac": lambda m: ng.EKFAC(m, EXACT, early=False),
+    "exact": lambda m: ng.KFAC(m, EXACT, early=False, solver=ng.Cholesky()),
     "blocks": lambda m: ng.KFAC(m, EXACT, fallback=ng.BlockDense()),
     "dense": _structured(ng.Refresh(ng.Dense(), every=5)),
     "block_dense": _structured(ng.Refresh(ng.BlockDense(), every=5)),
