@@ -13,15 +13,27 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import can_read, get_rng_state, is_asynchronous, set_rng_state
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
+from natgrad.errors import IncompatibleError
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.isolation import untouched
+from natgrad.linalg import Damping, Relative
 from natgrad.model import Inputs, Model, check_slots, unwrapped
 from natgrad.optim.checkpoint import check_plain, export, restore
 from natgrad.optim.distributed import world_of
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.tracker import MetricTracker, attach, load_compiler
-from natgrad.optim.update import ParamUpdate, Rate, check_numbers, common_damping, complete, displacement, plain_step
+from natgrad.optim.update import (
+    ParamUpdate,
+    Rate,
+    check_numbers,
+    common_damping,
+    complete,
+    displacement,
+    like,
+    number_of,
+    plain_step,
+)
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
@@ -46,7 +58,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     Momentum lives in the space of vectors, m ← μm + v, θ ← θ − lr·m. Weight decay is decoupled, θ ← (1 − lr·wd)θ.
     Every number in a parameter group may change between steps; λ must be the same in all groups. A parameter whose
-    ``.grad`` is None does not move in that step; for the others, its gradient is zero.
+    ``.grad`` is None does not move in that step; for the others, its gradient is zero. With ``damping=ng.Relative(ε)``
+    λ is ε times the mean eigenvalue, factor by factor, and the groups hold ε.
 
     When a step raises, parameters and momentum are as they were. Kronecker factors and their inverses are updated in
     place: those of some layers may be newer, and the inverses are then due again. A step that its rule refuses
@@ -79,7 +92,7 @@ class NaturalGradient(torch.optim.Optimizer):
         solver: Solver = _CHOLESKY,
         step: StepRule = _FIXED,
         lr: float = 1.0,
-        damping: float = 1e-2,
+        damping: Damping = 1e-2,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         groups: Iterable[dict[str, Any]] = (),
@@ -94,8 +107,8 @@ class NaturalGradient(torch.optim.Optimizer):
         load_compiler()
         wrapped, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
         world = world_of(wrapping)
-        defaults = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(complete(wrapped, groups), defaults)
+        numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(complete(wrapped, groups), numbers)
         common_damping(self.param_groups)
         check_slots(
             metric=(metric, OutputMetric),
@@ -103,6 +116,11 @@ class NaturalGradient(torch.optim.Optimizer):
             solver=(solver, Solver),
             step=(step, StepRule),
         )
+        if step.adapts_damping and isinstance(damping, Relative):
+            raise IncompatibleError(
+                f"{type(step).__name__} does not work with damping={damping!r}: it adapts the number λ of G + λ·1. "
+                "Give damping a number, or take another step rule"
+            )
         device = wrapped.example.device
         generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
@@ -162,7 +180,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
-        return plan(self.tracker, self.preconditioner.solver, self.rule, self.param_groups)
+        preconditioner = self.preconditioner
+        return plan(self.tracker, preconditioner.solver, self.rule, self.param_groups, preconditioner.damping)
 
     def diagnostics(self) -> Diagnostics:
         """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
@@ -209,7 +228,7 @@ class NaturalGradient(torch.optim.Optimizer):
         G, estimated = self.tracker.average_with_new()
         pending = self._pending(G.unseen - without_grad)
         self.tracker.pending_params |= pending
-        damping = common_damping(self.param_groups)
+        damping = like(self.preconditioner.damping, common_damping(self.param_groups))
         with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
             if isinstance(self.rule, PlainRule):
                 self._last = self._plain_step(ω, without_grad | pending, damping)
@@ -218,7 +237,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.flag.send("the step", self.tracker.step)
         self.tracker.commit(G, estimated)
 
-    def _plain_step(self, ω: Covector, without_grad: frozenset[str], damping: float) -> _Plain:
+    def _plain_step(self, ω: Covector, without_grad: frozenset[str], damping: Damping) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again."""
         names, rule, flag, state, groups = list(ω), self.rule, self.flag, self.state, self.param_groups
         of_groups, inverse = self._names, self.preconditioner.prepare(damping)
@@ -238,7 +257,7 @@ class NaturalGradient(torch.optim.Optimizer):
             velocity, flag.value = self._graphs.run(run, gradients, numbers, self._graph_key(), may_copy=True)
         update = ParamUpdate(groups, of_groups, state, without_grad=without_grad)
         moved = [(of_rate, rate.clone() if isinstance(rate, Tensor) else rate) for of_rate, rate in update.rates]
-        return _Plain(moved, velocity, damping)
+        return _Plain(moved, velocity, number_of(damping))
 
     def _graph_key(self) -> Hashable:
         """What a captured step depends on beside gradients and learning rates: options, and where tensors lie."""
@@ -255,7 +274,7 @@ class NaturalGradient(torch.optim.Optimizer):
         ω: Covector,
         without_grad: frozenset[str],
         G: Operator,
-        damping: float,
+        damping: Damping,
         loss_at: Loss | None,
     ) -> Step:
         """Any rule: a displacement is formed, checked and applied."""
@@ -276,10 +295,10 @@ class NaturalGradient(torch.optim.Optimizer):
             params=params,
             differential=ω,
             operator=G,
-            damping=damping,
+            damping=number_of(damping),
             rates=update.rates,
             decay=lambda: update.decayed(params),
-            sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, λ)),
+            sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, like(damping, λ))),
             move=move,
             velocity=lambda: update.velocity(tracker.model.params),
             acceleration=lambda δ: -update.at_rest(inverse.sharp_apart(tracker.batch_queries.christoffel(δ))),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import prefers_newton
 from natgrad.accelerate.inverses import Newton
 from natgrad.kernels.sobolev import Lengthscale, Median
+from natgrad.linalg import Damping
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
@@ -33,7 +34,7 @@ def KFAC(
     metric: OutputMetric,
     *,
     lr: float = 0.1,
-    damping: float = 1e-2,
+    damping: Damping = 1e-2,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     metric_every: int | None = None,
@@ -102,7 +103,7 @@ def EKFAC(
     metric: OutputMetric,
     *,
     lr: float = 0.1,
-    damping: float = 1e-2,
+    damping: Damping = 1e-2,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     metric_every: int | None = None,
@@ -157,7 +158,7 @@ def SobolevKFAC(
     jitter: float = 1e-6,
     features: Callable[..., Tensor] | None = None,
     lr: float = 0.1,
-    damping: float = 1e-2,
+    damping: Damping = 1e-2,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     metric_every: int | None = None,
