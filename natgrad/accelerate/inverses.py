@@ -75,15 +75,33 @@ def stacked(factors: Sequence[SymFactor]) -> SymFactor:
 
 
 def two_sided(left: SymFactor, w: Tensor, right: SymFactor, out: Tensor | None = None) -> Tensor:
-    """L W Rᵀ [c o i], for W [c o i]; the factors may be ``aligned``. ``out``: memory for the result, possibly W."""
+    """L W Rᵀ [c o i], for W [c o i]; the factors may be ``aligned``. ``out``: memory for the result, possibly W.
+
+    Where there are fewer factors than groups, consecutive groups share them.
+
+    >>> two_sided(torch.tensor([[2.0]]), torch.ones(2, 1, 1), torch.tensor([[[3.0]]])).flatten()
+    tensor([6., 6.])
+    """
     o, i = w.shape[-2:]
     padding = (0, right.shape[-1] - i, 0, left.shape[-1] - o)
     if any(padding):
         w = out = torch.nn.functional.pad(w, padding)
+    if w.ndim == 3 and w.shape[0] > left.shape[0]:
+        return _two_sided_shared(left, w, right)[..., :o, :i]
     product = torch.bmm if w.ndim == 3 else torch.matmul  # which dispatches several operations for one
     half = product(left, w) if is_dense(left) else left.unsqueeze(-1) * w
     w = product(half, right.mT, out=out) if is_dense(right) else half.mul_(right.unsqueeze(-2))
     return w[..., :o, :i] if any(padding) else w
+
+
+def _two_sided_shared(left: SymFactor, w: Tensor, right: SymFactor) -> Tensor:
+    """L W Rᵀ [b·k o i], for W [b·k o i] and factors [b …]: all k in one product on each side, as [b o k·i] and [b o·k i]."""
+    (groups, o, i), b = w.shape, left.shape[0]
+    wide = w.unflatten(0, (b, groups // b)).transpose(1, 2).reshape(b, o, -1)
+    half = torch.bmm(left, wide) if is_dense(left) else left.unsqueeze(-1) * wide
+    tall = half.view(b, -1, i)
+    whole = torch.bmm(tall, right.mT) if is_dense(right) else tall * right.unsqueeze(-2)
+    return whole.view(b, o, -1, i).transpose(1, 2).reshape(groups, o, i)
 
 
 def two_sided_columns(left: Tensor, columns: Sequence[Tensor], right: Tensor) -> list[Tensor]:
