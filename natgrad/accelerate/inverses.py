@@ -95,7 +95,7 @@ def two_sided(left: SymFactor, w: Tensor, right: SymFactor, out: Tensor | None =
 
 
 def _two_sided_shared(left: SymFactor, w: Tensor, right: SymFactor) -> Tensor:
-    """L W Rᵀ [b·k o i], for W [b·k o i] and factors [b …]: all k in one product on each side, as [b o k·i] and [b o·k i]."""
+    """L W Rᵀ [b·k o i], for W [b·k o i] and factors [b …]: one product with W [b o k·i], and one with W [b o·k i]."""
     (groups, o, i), b = w.shape, left.shape[0]
     wide = w.unflatten(0, (b, groups // b)).transpose(1, 2).reshape(b, o, -1)
     half = torch.bmm(left, wide) if is_dense(left) else left.unsqueeze(-1) * wide

@@ -183,7 +183,8 @@ def _left(block: Block, covered: Collection[str]) -> list[Block]:
 
 def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> Row:
     structure = tracker.structure
-    if block.rule is None and tracker.average is None and structure.by_layer:
+    shown = tracker.average is not None or tracker.metric.source == "gradients"
+    if block.rule is None and not shown and structure.by_layer:
         return Row(block.names, None, _PENDING, block.shape, None)
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
     exact = damped and not solver.damps_factors

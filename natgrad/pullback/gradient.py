@@ -1,6 +1,6 @@
 """A gradient of a step as data: every parameter of two or more axes is a matrix, whatever the layer that has it.
 
-    W [o i *k],   G its gradient:   S = Σ_k G_k G_kᵀ/(i·k),   A = Σ_k G_kᵀ G_k/(o·k)       (Gupta, Koren and Singer 2018)
+    W [o i *k],   G its gradient:   S = Σ_k G_k G_kᵀ/(i·k),   A = Σ_k G_kᵀ G_k/(o·k)     (Gupta, Koren and Singer 2018)
 
 The entries k (offsets of a convolution) are groups c of W [c o i] that share their two factors. The mean eigenvalue of
 S is the mean of g², and so is that of A: S ⊗ A has the scale of the square of g gᵀ. A step of a given size
@@ -161,4 +161,3 @@ def _put(
     for at, b in enumerate(batch):
         sink.put(b, "S", Moment(S[at : at + 1], i * k))
         sink.put(b, "A", Moment(A[at : at + 1], o * k))
-

@@ -149,9 +149,9 @@ def _outer_products(
         return products
     there = torch.ones_like(g, dtype=torch.bool)
     there[Subset.of(layout, sorted(sample.without)).index(g.device)] = False
-    known = [there[at] for at in positions]
-    triples = zip(known, products, old, strict=True)
-    return [torch.where(seen[:, None] & seen, new, before) for seen, new, before in triples]
+    masks = [there[at] for at in positions]
+    triples = zip(masks, products, old, strict=True)
+    return [torch.where(mask[:, None] & mask, new, before) for mask, new, before in triples]
 
 
 def _cost(p: int) -> Cost:

@@ -192,8 +192,8 @@ class Layered(Structure):
         if self.strict and uncovered:
             names = ", ".join(block.title for block in uncovered)
             raise UncoveredError(
-                f"{names}: fewer than two axes, so no Kronecker factors of gradients, and strict=True. With strict=False "
-                f"their metric is {self.fallback!r}"
+                f"{names}: fewer than two axes, so no Kronecker factors of gradients, and strict=True. With "
+                f"strict=False their metric is {self.fallback!r}"
             )
         if uncovered:
             self.fallback.gradient_blocks(uncovered)
