@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,7 +27,7 @@ Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
 
 _log = logging.getLogger("natgrad")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Kinds = {  # all that ``export`` writes but "operations", which states of version 0.1.0 do not have
+_ENTRIES: Kinds = {  # but for "operations" and "examples", which states of 0.1.0 do not have
     "metric": str,
     "structure": str,
     "solver": str,
@@ -63,6 +63,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "inverted": preconditioner.inverted,
         "wanted": sorted(tracker.pending_params),
         "operations": tracker.observer.cache.operations.state(),
+        "examples": tracker.model.examples,
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": preconditioner.damping,
@@ -112,6 +113,8 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         inverse = inverse or preconditioner.world.inverse(solver, average, λ, warm=saved)
 
     def go_on() -> None:
+        if state.get("examples") == "inputs":  # of outputs that were found to be flattened
+            tracker.use_model(replace(model, examples="inputs"))
         observer.cache.operations.put(layers, observer.blocks)
         tracker.step, tracker.estimated = state["step"], state["estimated"]
         tracker.average, tracker.pending_params = average, frozenset(state["wanted"])

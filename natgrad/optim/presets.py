@@ -12,6 +12,7 @@ from natgrad.accelerate.devices import prefers_newton
 from natgrad.accelerate.inverses import Newton
 from natgrad.kernels.sobolev import Lengthscale, Median
 from natgrad.optim.optimizer import NaturalGradient
+from natgrad.optim.update import MomentumOn
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
 from natgrad.pullback.pullback import MEMORY
@@ -35,6 +36,7 @@ def KFAC(
     lr: float = 0.1,
     damping: float = 1e-2,
     momentum: float = 0.9,
+    momentum_on: MomentumOn = "steps",
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
@@ -87,6 +89,7 @@ def KFAC(
         lr=lr,
         damping=damping,
         momentum=momentum,
+        momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
         rules=rules,
@@ -104,6 +107,7 @@ def EKFAC(
     lr: float = 0.1,
     damping: float = 1e-2,
     momentum: float = 0.9,
+    momentum_on: MomentumOn = "steps",
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
@@ -138,6 +142,7 @@ def EKFAC(
         lr=lr,
         damping=damping,
         momentum=momentum,
+        momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
         rules=rules,
@@ -159,6 +164,7 @@ def SobolevKFAC(
     lr: float = 0.1,
     damping: float = 1e-2,
     momentum: float = 0.9,
+    momentum_on: MomentumOn = "steps",
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
@@ -210,6 +216,7 @@ def SobolevKFAC(
         lr=lr,
         damping=damping,
         momentum=momentum,
+        momentum_on=momentum_on,
         weight_decay=weight_decay,
         metric_every=metric_every,
         inverse_every=inverse_every,

@@ -21,13 +21,13 @@ from natgrad.accelerate.devices import get_rng_state, in_backward, in_export, se
 from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.isolation import refuse_randomness, untouched
-from natgrad.model import Arguments, Inputs, eager, in_library_pass, is_compiled, library_pass
+from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass
 from natgrad.optim.distributed import World, refuse_strangers
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
 from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pullback
-from natgrad.pullback.tape import Recorder
+from natgrad.pullback.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
 from natgrad.structures.refresh import Refresh
@@ -246,9 +246,7 @@ class MetricTracker:
             self.model.check_separable()
         with self.checked():
             batch = Batch(self.model, x, target)
-            pb = self.observer.of(batch)
-            self.batch = batch
-            self._add(pb)
+            self._add(self.observer.of(batch, averaged=self._averaged))
         self._refreshed = True
 
     @contextmanager
@@ -332,10 +330,23 @@ class MetricTracker:
         with AtStep(self.step):  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
             try:
-                pb = self.observer.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
+                pb = self._assemble(batch, tape)
             except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
                 pb = self._with_operations(batch)
             self._add(pb)
+
+    @property
+    def _averaged(self) -> bool:
+        """Whether estimates of earlier passes exist, which the next must be averaged with."""
+        return self.average is not None or self.fresh is not None
+
+    def _assemble(self, batch: Batch, tape: Tape) -> Pullback:
+        n, fleeting = tape.y.shape[0], self._absorbs()
+        return self.observer.assemble(batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged)
+
+    def use_model(self, model: Model) -> None:
+        """Go on with this model, of which a pass or a checkpoint tells what the examples of its outputs are."""
+        self.model, self.observer = model, replace(self.observer, model=model)
 
     def _with_operations(self, batch: Batch) -> Pullback:
         """The pullback at a batch in another pass, whose operations are recorded. The random stream is put back."""
@@ -348,7 +359,7 @@ class MetricTracker:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
         tape = recorder.tape(self.model.outputs(raw, batch.x))
-        return self.observer.assemble(batch, tape, [(0, tape.y.shape[0])], fleeting=self._absorbs())
+        return self._assemble(batch, tape)
 
     def abandon(self) -> None:
         """Stop recording a pass that never ended: no hook hears of a KeyboardInterrupt."""
@@ -365,6 +376,9 @@ class MetricTracker:
         return recorder
 
     def _add(self, pb: Pullback) -> None:
+        if pb.model is not self.model:
+            self.use_model(pb.model)
+        self.batch = pb.batch
         self._note_terms(pb.y)
         if self._absorbs():
             assert self.average is not None

@@ -47,42 +47,26 @@ def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
 def second_moments(
     pb: Pullback, layers: Sequence[Block], sharing: Sharing, watch: Watch | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """S and A of every layer in ``layers``, which have rules. ``watch`` is called with the cotangents too."""
-    if not layers:
-        return []
+    """S and A of every layer in ``layers``, which have rules, summed over the parts of the batch that fit into memory.
+
+    ``watch`` is called with the cotangents too.
+    """
     kinds = [kind for block in layers for kind in block.kinds]
-    pairs = iter(_coupled(pb, kinds, sharing) if pb.coupling is not None else _summed(pb, kinds, sharing, watch))
-    return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
-
-
-def _summed(
-    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watch: Watch | None
-) -> list[tuple[Tensor, Tensor]]:
-    """S and A of layers that are each of one kind."""
     left: dict[int, Moment] = {}
     right: dict[int, Moment] = {}
-    for tape, chunks in passes(pb):
+    for tape, chunks in passes(pb) if kinds else ():
         for g in chunks:
-            for b, block in enumerate(layers):
-                s = sharing.output_moment(sharing.outputs(g.of(tape, block)), block)
+            for b, kind in enumerate(kinds):
+                s = sharing.output_moment(sharing.outputs(g.of(tape, kind)), kind)
                 left[b] = left[b] + s if b in left else s
             if watch is not None:
                 watch(tape, g)
-        for b, block in enumerate(layers):
-            a = sharing.input_moment(sharing.inputs(tape.inputs(block)), block)
+        for b, kind in enumerate(kinds):
+            a = sharing.input_moment(sharing.inputs(tape.inputs(kind)), kind)
             right[b] = right[b] + a if b in right else a
     dtype = pb.y.dtype
-    return [(left[b].total.to(dtype), right[b].mean().to(dtype)) for b in range(len(layers))]
-
-
-def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
-    """All examples at once, as the coupling mixes them."""
-    tape = pb.tape((0, pb.n))
-    relation = coupled_by(pb, tape)
-    assert relation is not None
-    g = tape.cotangents(pb.root / math.sqrt(pb.n))
-    moments = (relation.factors(tape.inputs(block), g.of(tape, block), block, sharing) for block in layers)
-    return [(s, a.mean()) for s, a in moments]
+    pairs = iter([(left[b].total.to(dtype), right[b].mean().to(dtype)) for b in range(len(kinds))])
+    return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
 
 
 def coupled_by(pb: Pullback, tape: Tape) -> Mixing | Weights | None:
@@ -117,7 +101,7 @@ class FactorSink(ABC):
 
     @abstractmethod
     def put(self, b: int, side: Side, moment: Moment) -> None:
-        """S or A of layer number b."""
+        """S or A of layer number b; A comes first."""
 
     def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
         """Nothing is held back any longer."""
@@ -168,8 +152,8 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Factor
         return
     if pb.coupling is None and not whole(pb):
         for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
-            sink.put(b, "S", Moment(s, 1))
             sink.put(b, "A", Moment(a, 1))
+            sink.put(b, "S", Moment(s, 1))
         sink.flush()
         return
     tape = pb.tape(pb.ranges[0])
@@ -216,8 +200,8 @@ class LayerFactors:
             s, moment, n = S, Moment(A, 1), 1
         else:
             ((s, moment),), n = pairs, self.n
-        sink.put(b, "S", Moment(s, n))
         sink.put(b, "A", moment)
+        sink.put(b, "S", Moment(s, n))
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""

@@ -56,6 +56,7 @@ class Rule(ABC):
     """
 
     one_hot: ClassVar[bool] = False  # A is diagonal whatever the inputs, and structures keep it so
+    stacked: ClassVar[bool] = False  # a group c (an expert) may be used by no row of a pass
     capturable: ClassVar[bool] = False  # inputs and cotangents read only the call, g and buffers, and never synchronise
 
     @abstractmethod

@@ -129,6 +129,10 @@ class Features(ABC):
         n, r = self.shape[-4:-2]
         return n * r if weights is None else r * weights.sum().view(1)
 
+    def groups_used(self) -> int | Tensor:
+        """One for every group c that has positions here, zero for others [c]; or 1 for all."""
+        return 1
+
     def moment(self) -> Moment:
         """Σ x xᵀ [c d d] over k, n and r, in single precision at least."""
         return Moment(_product(single(self.dense())), self.count())
@@ -464,9 +468,12 @@ class Joined(Features):
         return reduce(operator.add, [use.squares() for use in self.uses])
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
-        """Every use counts alike in a mean, however many positions it has."""
+        """Every use of a group counts alike in a mean, however many positions it has."""
         total = reduce(torch.add, [use.reduced(how).dense() for use in self.uses])
-        return DenseFeatures(total / len(self.uses) if how == "mean" else total)
+        if how == "sum":
+            return DenseFeatures(total)
+        uses = reduce(operator.add, [use.groups_used() for use in self.uses])
+        return DenseFeatures(total / (uses if isinstance(uses, int) else uses.clamp(min=1).unsqueeze(-1)))
 
     def project(self, w: Tensor) -> Tensor:
         return torch.cat([use.project(w) for use in self.uses], dim=-2)

@@ -17,7 +17,7 @@ from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.layer import Block, Tied
-from natgrad.pullback.moments import passes, second_moments
+from natgrad.pullback.moments import factors_of, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.features import Features
@@ -77,7 +77,7 @@ class EigenKronecker(Layered):
         split, dtype = self.split(pullback, like), pullback.y.dtype
         basis = self._basis_of(like, split.blocks)
         if basis is None or pullback.coupling is not None:
-            estimates = second_moments(pullback, split.used, self.sharing_rule)
+            estimates = factors_of(pullback, split.used, self.sharing_rule)
             if basis is None:
                 used = Basis.of([s for s, _ in estimates], [a for _, a in estimates]).sides
                 sides = split.of_all(used, lambda block: (None, None))  # until it is renewed

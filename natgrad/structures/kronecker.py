@@ -50,6 +50,7 @@ from natgrad.structures.layered import (
     LayerOperator,
     SidesCost,
     eigenvalues,
+    group_weights,
     joined,
     layer_tensors,
     separated,
@@ -79,9 +80,9 @@ class Kronecker(Layered):
     In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass. The
     fallback needs passes of its own: these are in evaluation mode, and the log says so once.
 
-    A layer that a forward pass does not use (an expert, a block that stochastic depth drops) is not in the estimate of
-    that pass: the moving average of its factors continues with the next pass that uses it. The correction of the
-    average for its start counts all estimates, and is an approximation for such a layer.
+    A layer that a forward pass does not use (an expert, as a module or in a stack; a block that stochastic depth drops)
+    is not in the estimate of that pass: the moving average of its factors continues with the next pass that uses it.
+    The correction of the average for its start counts all estimates, and is an approximation for such a layer.
 
     The products S ⊗ A are exact for one datum, for deep linear networks with squared loss, and wherever a and g are
     independent. Every metric on the outputs will do, also a sampled one (Luk and Grosse 2018, theorem 3.6).
@@ -149,13 +150,15 @@ class Kronecker(Layered):
 class FactorAverage(FactorSink):
     """The moving averages Ā ← (1 − w) Ā + w A and S̄ likewise, of factors that arrive one by one.
 
-    ``numbers``: of each layer that arrives, its number in the average. A layer that is new has weight 1.
+    ``numbers``: of each layer that arrives, its number in the average. A layer that is new has weight 1. Every group of
+    a stacked layer has a weight of its own (``group_weights``), from A, which arrives before S.
     """
 
     def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Scalar) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
         self._averages = PendingAverages((*average.left, *average.right))
+        self._group_weights: dict[int, Tensor] = {}
 
     @property
     def weight(self) -> float:
@@ -172,6 +175,13 @@ class FactorAverage(FactorSink):
         number = self.numbers[b]
         factor = (self.average.left if side == "S" else self.average.right)[number]
         weight = self._weight if self.average.saw(number) else 1.0
+        rule = self.average.blocks[number].rule
+        if rule is not None and rule.stacked:
+            new = moment.mean()
+            if side == "A":
+                self._group_weights[b] = group_weights(factor, new, weight, 1) / weight
+            share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
+            moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
         if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
             moment = Moment(moment.mean(), 1) if isinstance(moment.count, Tensor) else moment
             assert isinstance(moment.count, int)

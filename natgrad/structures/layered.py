@@ -28,6 +28,7 @@ from natgrad.accelerate.inverses import (
     layers_at_once,
     stacked,
 )
+from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import spectrum
 from natgrad.errors import IncompatibleError, UncoveredError
 from natgrad.geometry import Covector, Vector, unflatten
@@ -115,7 +116,7 @@ class Layered(Structure):
     def title(self, block: Block) -> str:
         if block.rule is not None:
             return type(self).__name__
-        return "known after a pass" if self.strict else f"{type(self.fallback).__name__} (fallback)"
+        return f"{type(self.fallback).__name__} (fallback)"
 
     def uncovered(self) -> str | None:
         if self.strict:
@@ -162,14 +163,13 @@ class Layered(Structure):
         return LayerSplit(tuple(blocks), unseen, restricted(pullback, uncovered) if uncovered else None)
 
     def _log_diagonal(self, blocks: Sequence[Block], pullback: Pullback) -> None:
-        """Log once which parameters have only a diagonal, because a weight is a function of them."""
-        functions = pullback.operations.behind_functions
-        if functions and (names := [name for block in blocks for name in block.names if name in functions]):
-            message = (
-                f"{', '.join(names)} are behind a function (weight_norm, spectral_norm, a merged LoRA): they have the "
-                "diagonal of the metric, not Kronecker factors. Multiply by the parameters themselves to have them."
-            )
-            pullback.logger.log_once(logging.WARNING, message)
+        """Log once which parameters of products have only a diagonal, why, and what to do about it."""
+        by_reason: dict[str, list[str]] = {}
+        for name in (name for block in blocks for name in block.names):
+            if name in pullback.operations.diagonals:
+                by_reason.setdefault(pullback.operations.diagonals[name], []).append(name)
+        for reason, names in by_reason.items():
+            pullback.logger.log_once(logging.WARNING, f"{', '.join(names)} {reason}")
 
     def _check_strict(self, uncovered: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """With ``strict``, refuse parameters that no rule covers, with the ``reasons``, by name."""
@@ -445,6 +445,9 @@ class LayerOperator(Operator):
         if not self.blocks:
             return ()
         mean = fused.lerp(old, new, weight)
+        for b, block in enumerate(self.blocks):
+            if block.rule is not None and block.rule.stacked:
+                mean[b] = old[b].lerp(new[b], group_weights(self.right[b], other.right[b], weight, old[b].ndim))
         choices = enumerate(zip(old, new, mean, strict=True))
         return tuple((m if self.saw(b) else y) if other.saw(b) else x for b, (x, y, m) in choices)
 
@@ -513,6 +516,20 @@ class LayerOperator(Operator):
         if self.blocks or self.fallback is None:
             return self.blocks[0].device
         return next(iter(self.fallback.tensors().values())).device  # no layer has a rule
+
+
+def group_weights(old: Tensor, new: Tensor, weight: Scalar, axes: int) -> Tensor:
+    """The weight [c 1 …] of each group of a stacked layer in a moving average, from A of the average and A of a pass.
+
+    An expert that no row of the pass used keeps its average (weight 0); one that is used for the first time has no
+    average yet (weight 1). Either has A = 0, as a layer without rows has. The weight has this number of axes.
+
+    >>> group_weights(torch.ones(3, 1, 1), torch.tensor([2.0, 0.0, 2.0]).view(3, 1, 1), 0.25, 2).T
+    tensor([[0.2500, 0.0000, 0.2500]])
+    """
+    used, before = new.flatten(1).any(1), old.flatten(1).any(1)
+    weights = torch.where(before, torch.as_tensor(weight, dtype=new.dtype, device=new.device), 1.0) * used
+    return weights.view(-1, *[1] * (axes - 1))
 
 
 def layer_tensors(blocks: Sequence[Block], by_letter: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:
