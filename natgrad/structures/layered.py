@@ -27,10 +27,10 @@ from natgrad.accelerate.inverses import (
     diagonal,
     is_dense,
     layers_at_once,
-    spectrum,
     stacked,
 )
 from natgrad.accelerate.replay import Scalar
+from natgrad.accelerate.roots import spectrum
 from natgrad.errors import IncompatibleError, UncoveredError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.linalg import refuse_indefinite, refuse_singular
