@@ -168,6 +168,7 @@ def problem_of(model: str) -> zoo.Problem:
     return zoo.case(model).make()
 
 
+@cache
 def skipped(metric: str, model: str) -> str | None:
     """Why there is no such cell."""
     if metric == "Fisher learned scale" and problem_of(model).outputs().shape[-1] % 2:

@@ -66,11 +66,25 @@ def momentum_update_(
 
 
 def average_(
-    tensors: Sequence[Tensor], totals: Sequence[Tensor], weight: float | Tensor, *, count: float, gate: Tensor
+    tensors: Sequence[Tensor],
+    totals: Sequence[Tensor],
+    weight: float | Tensor,
+    *,
+    count: float = 1.0,
+    gate: Tensor | None = None,
 ) -> None:
-    """x ← (1 − w) x + w y/count: a moving average. w may be a tensor [] of single precision on the device."""
-    # x + (w/count)(y − count·x): ascent along y with weight decay.
-    _sgd(tensors, totals, [], rate=weight / count, gate=gate, decay=count)
+    """x ← (1 − w) x + w y/count: a moving average; with a gate, w may be a tensor [] of single precision.
+
+    >>> x = torch.zeros(2)
+    >>> average_([x], [torch.ones(2)], 0.25)
+    >>> x
+    tensor([0.2500, 0.2500])
+    """
+    if gate is None:
+        torch._foreach_mul_(list(tensors), 1 - float(weight))
+        torch._foreach_add_(list(tensors), list(totals), alpha=float(weight) / count)
+    else:  # x + (w/count)(y − count·x): ascent along y with weight decay
+        _sgd(tensors, totals, [], rate=weight / count, gate=gate, decay=count)
 
 
 def copy_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor | None = None) -> None:

@@ -33,6 +33,7 @@ from natgrad.accelerate.moments import (
 )
 
 _FEW = 2  # examples
+_FEWER = 4  # times fewer patches than numbers in one
 
 
 @final
@@ -179,6 +180,14 @@ def patch_moment(x: Tensor, axes: Sequence[Axis], groups: int = 1, ones: bool | 
     u = ones.to(A.dtype)
     mixed = torch.einsum("n,n...->...", u, x.to(A.dtype)).unsqueeze(0)
     return put_border(out, patch_sum(mixed, axes, groups), positions(x, axes) * u.square().sum())
+
+
+def few_patches(x: Tensor, axes: Sequence[Axis], groups: int) -> bool:
+    """Whether a moving average on a CPU had better take all patches: their moment is several times as large."""
+    if groups > 1 or x.device.type != "cpu":
+        return False
+    count, width = _size(x, axes)
+    return _FEWER * count <= width
 
 
 def _moment(x: Tensor, axes: Sequence[Axis], groups: int) -> Tensor:

@@ -471,8 +471,17 @@ class Lines:
     @staticmethod
     def through(basin: Basin, reach: float, count: int, limit: float, generator: torch.Generator) -> Lines:
         """So many lines, as long as the basin reaches and an octave more."""
+        θ0 = basin.θ0
         while True:
-            lines = Lines._draw(basin, reach, count, generator)
+            u = _directions(count, θ0, generator)
+            exponents = torch.arange(-_OCTAVES * _PIECES, 1, dtype=θ0.dtype, device=θ0.device) / _PIECES
+            outer = reach * torch.exp2(exponents)
+            inner = torch.cat([outer.new_zeros(1), outer[:-1]])
+            chance = torch.rand(2 * count, len(outer), generator=generator, dtype=θ0.dtype, device=θ0.device)
+            r = torch.lerp(inner, outer, chance)  # [u j]
+            η = r[..., None] * torch.cat([u, -u])[:, None]
+            inside, below = basin.inside(η, generator)
+            lines = Lines(basin, η, r, outer - inner, inside, below)
             if lines.length > limit:
                 raise ValueError(
                     f"the basin reaches beyond the radius {limit:.3g} (a length in the metric at the parameters), "
@@ -483,19 +492,6 @@ class Lines:
             if not bool(lines.inside[:, -_PIECES:].any()):
                 return lines
             reach = 2 * reach
-
-    @staticmethod
-    def _draw(basin: Basin, reach: float, count: int, generator: torch.Generator) -> Lines:
-        like = basin.θ0
-        u = _directions(count, like, generator)
-        exponents = torch.arange(-_OCTAVES * _PIECES, 1, dtype=like.dtype, device=like.device) / _PIECES
-        outer = reach * torch.exp2(exponents)
-        inner = torch.cat([outer.new_zeros(1), outer[:-1]])
-        chance = torch.rand(2 * count, len(outer), generator=generator, dtype=like.dtype, device=like.device)
-        r = torch.lerp(inner, outer, chance)  # [u j]
-        η = r[..., None] * torch.cat([u, -u])[:, None]
-        inside, below = basin.inside(η, generator)
-        return Lines(basin, η, r, outer - inner, inside, below)
 
     @property
     def length(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
 from abc import ABC, abstractmethod
@@ -223,7 +224,9 @@ def _spaces(layer: AffineLayer) -> tuple[Space, Space]:
 def _in_coordinates(layer: AffineLayer, coordinates: Coordinates) -> AffineLayer:
     """A layer of the same type with W† and b†, without zero padding."""
     Ω, Φ = coordinates.inputs, coordinates.outputs
-    result = _empty(layer)
+    result = copy.deepcopy(layer)  # a new layer would be initialised, which moves the user's random stream
+    if not isinstance(result, nn.Linear) and result.padding_mode == "zeros":
+        result.padding = (0,) * len(result.kernel_size)
     weight = layer.weight.detach().to("cpu", torch.float64)
     grouped = weight.reshape(Φ.matrix.shape[0], Φ.matrix.shape[1], Ω.matrix.shape[1], -1)  # [c o i k]
     W = torch.einsum("cpo,coik,cij->cpjk", Φ.inverse, grouped, Ω.inverse)
@@ -238,25 +241,6 @@ def _in_coordinates(layer: AffineLayer, coordinates: Coordinates) -> AffineLayer
 def _parameter(value: Tensor, like: Tensor) -> nn.Parameter:
     # empty_like keeps the memory format, which multi-tensor kernels require.
     return nn.Parameter(torch.empty_like(like, requires_grad=False).copy_(value), requires_grad=like.requires_grad)
-
-
-def _empty(layer: AffineLayer) -> AffineLayer:
-    # On the meta device: initialisation would move the user's random stream.
-    bias = layer.bias is not None
-    if isinstance(layer, nn.Linear):
-        return nn.Linear(layer.in_features, layer.out_features, bias=bias, device="meta")
-    return type(layer)(
-        layer.in_channels,
-        layer.out_channels,
-        layer.kernel_size,  # type: ignore[arg-type]
-        layer.stride,  # type: ignore[arg-type]
-        padding=0 if layer.padding_mode == "zeros" else layer.padding,  # type: ignore[arg-type]
-        dilation=layer.dilation,  # type: ignore[arg-type]
-        groups=layer.groups,
-        bias=bias,
-        padding_mode=layer.padding_mode,
-        device="meta",
-    )
 
 
 def _zeros_around(layer: AffineLayer) -> list[int]:

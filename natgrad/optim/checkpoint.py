@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from numbers import Real
 from typing import Any, TypeAlias, TypeVar
 
@@ -28,13 +28,12 @@ Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
 
 _log = logging.getLogger("natgrad")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Kinds = {  # all that ``export`` writes
+_ENTRIES: Kinds = {  # but for "operations" and "examples", which states of 0.1.0 do not have
     "metric": str,
     "structure": str,
     "solver": str,
     "parameters": dict,
     "layers": dict,
-    "operations": (list, tuple),
     "dtype": str,
     "step": int,
     "mass": (list, tuple),
@@ -65,6 +64,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "inverted": preconditioner.inverted,
         "wanted": sorted(tracker.pending_params),
         "operations": tracker.observer.cache.operations.state(),
+        "examples": tracker.model.examples,
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": number_of(preconditioner.damping),
@@ -98,7 +98,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         return {name: t.to(example.device, dtypes[name], copy=True) for name, t in tensors.items()}
 
     tensors = placed(state["operator"])
-    layers = loaded(model, observer.blocks, state["operations"])
+    layers = loaded(model, observer.blocks, state.get("operations", ()))
     blocks = with_layers(observer.blocks, layers)
     average = operator_of(tracker.structure, model, blocks, tensors) if tensors else None
     inverse: Inverse | None = None
@@ -114,6 +114,8 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         inverse = inverse or preconditioner.world.inverse(solver, average, λ, warm=saved)
 
     def go_on() -> None:
+        if state.get("examples") == "inputs":  # of outputs that were found to be flattened
+            tracker.use_model(replace(model, examples="inputs"))
         observer.cache.operations.put(layers, observer.blocks)
         tracker.step, tracker.estimated = state["step"], state["estimated"]
         tracker.average, tracker.pending_params = average, frozenset(state["wanted"])

@@ -18,14 +18,16 @@ from natgrad.geometry import Covector, Vector, require_all
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Inputs, Model, check_slots, unwrapped
-from natgrad.optim.checkpoint import check_plain, export, restore
+from natgrad.optim.checkpoint import check_plain, check_signature, export, restore
 from natgrad.optim.distributed import world_of
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.tracker import MetricTracker, attach, load_compiler
 from natgrad.optim.update import (
+    MomentumOn,
     ParamUpdate,
     Rate,
+    check_momentum_on,
     check_numbers,
     common_damping,
     complete,
@@ -56,10 +58,12 @@ class NaturalGradient(torch.optim.Optimizer):
     ``Refresh(structure, every, decay)`` says), a hook on the model's forward pass estimates it from that pass. Call the
     model under ``torch.no_grad()`` to evaluate it. Metrics of the loss need ``opt.refresh(x, target)`` before the step.
 
-    Momentum lives in the space of vectors, m ← μm + v, θ ← θ − lr·m. Weight decay is decoupled, θ ← (1 − lr·wd)θ.
-    Every number in a parameter group may change between steps; λ must be the same in all groups. A parameter whose
-    ``.grad`` is None does not move in that step; for the others, its gradient is zero. With ``damping=ng.Relative(ε)``
-    λ is ε times the mean eigenvalue, factor by factor, and the groups hold ε.
+    Momentum is on "steps", vectors, m ← μm + v, θ ← θ − lr·m; or on "gradients", covectors, m ← μm + (1 − μ)ω, and the
+    metric of today acts on all of it, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983). Where the gradient is noisy
+    take "gradients": a sum of steps that were made with different metrics descends in none of them. Weight decay is
+    decoupled, θ ← (1 − lr·wd)θ. Every number in a parameter group may change between steps; λ must be the same in all
+    groups. With ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue, factor by factor, and the groups hold ε. A
+    parameter whose ``.grad`` is None does not move in that step; for the others, its gradient is zero.
 
     When a step raises, parameters and momentum are as they were. Kronecker factors and their inverses are updated in
     place: those of some layers may be newer, and the inverses are then due again. A step that its rule refuses
@@ -94,6 +98,7 @@ class NaturalGradient(torch.optim.Optimizer):
         lr: float = 1.0,
         damping: Damping = 1e-2,
         momentum: float = 0.0,
+        momentum_on: MomentumOn = "steps",
         weight_decay: float = 0.0,
         groups: Iterable[dict[str, Any]] = (),
         rules: Sequence[Rule] = (),
@@ -110,6 +115,7 @@ class NaturalGradient(torch.optim.Optimizer):
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(complete(wrapped, groups), numbers)
         common_damping(self.param_groups)
+        check_momentum_on(momentum_on)
         check_slots(
             metric=(metric, OutputMetric),
             structure=(structure, Structure),
@@ -125,8 +131,12 @@ class NaturalGradient(torch.optim.Optimizer):
         generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, rules)
+        if metric.source == "gradients":
+            if rules:
+                raise ValueError(f"{metric!r} needs no layer rules, and reads none: leave out rules=")
+            blocks = structure.gradient_blocks(blocks)
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
-        self.rule = step
+        self.rule, self.momentum_on = step, momentum_on
         self.tracker = MetricTracker(observer, schedule, generator, wrapping, world)
         self.preconditioner = Preconditioner(solver, schedule, damping=damping, device=device, world=world)
         self.flag = Flag()
@@ -136,7 +146,8 @@ class NaturalGradient(torch.optim.Optimizer):
         self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
         self._last: Step | _Plain | None = None
         self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
-        attach(self.tracker, self)
+        if metric.source != "gradients":
+            attach(self.tracker, self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
@@ -180,8 +191,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
-        preconditioner = self.preconditioner
-        return plan(self.tracker, preconditioner.solver, self.rule, self.param_groups, preconditioner.damping)
+        tracker, damping = self.tracker, self.preconditioner.damping
+        return plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self.momentum_on)
 
     def diagnostics(self) -> Diagnostics:
         """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
@@ -225,6 +236,10 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _step(self, loss_at: Loss | None) -> None:
         ω, without_grad = self._differential()
+        if self.tracker.sees_gradients:
+            if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
+                self.flag.check(ω, "the gradient")
+            self.tracker.see_gradient(ω, without_grad)
         G, estimated = self.tracker.average_with_new()
         pending = self._pending(G.unseen - without_grad)
         self.tracker.pending_params |= pending
@@ -239,25 +254,28 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _plain_step(self, ω: Covector, without_grad: frozenset[str], damping: Damping) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again."""
-        names, rule, flag, state, groups = list(ω), self.rule, self.flag, self.state, self.param_groups
-        of_groups, inverse = self._names, self.preconditioner.prepare(damping)
+        names, rule, flag, inverse = list(ω), self.rule, self.flag, self.preconditioner.prepare(damping)
         assert isinstance(rule, PlainRule)
 
         def run(gradients: Sequence[Tensor], rates: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
-            update = ParamUpdate(groups, of_groups, state, without_grad=without_grad, rates=rates)
+            update = self._update(without_grad, rates)
             of_step = Covector(dict(zip(names, gradients, strict=True)))
             velocity = plain_step(of_step, update, sharp=self.preconditioner.sharp_with_pairing, rule=rule, flag=flag)
             return velocity, flag.value
 
-        gradients, rates = list(ω.values()), [group["lr"] for group in groups]
+        gradients, rates = list(ω.values()), [group["lr"] for group in self.param_groups]
         if without_grad or inverse.remembers or not is_asynchronous(gradients[0].device):
             velocity, _ = run(gradients, rates)
         else:
             numbers = [float(rate) for rate in rates]
             velocity, flag.value = self._graphs.run(run, gradients, numbers, self._graph_key(), may_copy=True)
-        update = ParamUpdate(groups, of_groups, state, without_grad=without_grad)
-        moved = [(of_rate, rate.clone() if isinstance(rate, Tensor) else rate) for of_rate, rate in update.rates]
+        rated = self._update(without_grad).rates
+        moved = [(of_rate, rate.clone() if isinstance(rate, Tensor) else rate) for of_rate, rate in rated]
         return _Plain(moved, velocity, number_of(damping))
+
+    def _update(self, without_grad: frozenset[str], rates: Sequence[Rate] | None = None) -> ParamUpdate:
+        groups, on = self.param_groups, self.momentum_on
+        return ParamUpdate(groups, self._names, self.state, momentum_on=on, without_grad=without_grad, rates=rates)
 
     def _graph_key(self) -> Hashable:
         """What a captured step depends on beside gradients and learning rates: options, and where tensors lie."""
@@ -280,14 +298,20 @@ class NaturalGradient(torch.optim.Optimizer):
         """Any rule: a displacement is formed, checked and applied."""
         tracker, inverse = self.tracker, self.preconditioner
         params = {name: p.detach() for name, p in tracker.model.params.items()}
-        update = ParamUpdate(self.param_groups, self._names, self.state, without_grad=without_grad)
-        velocity: Vector | None = None
+        update = self._update(without_grad)
+        remembered: Vector | Covector | None = None
         if can_read(next(iter(ω.values()))):  # on a GPU a gradient that is not finite shows in the step
             self.flag.check(ω, "the gradient")
 
+        def smooth(ω: Covector) -> Covector:
+            nonlocal remembered
+            remembered = ω if self.momentum_on == "gradients" else remembered
+            return update.smoothed(ω)
+
         def move(v: Vector) -> Vector:
-            nonlocal velocity
+            nonlocal remembered
             velocity = update.accelerate(v)
+            remembered = velocity if self.momentum_on == "steps" else remembered
             return displacement(update.rates, velocity, params)
 
         context = StepContext(
@@ -298,6 +322,7 @@ class NaturalGradient(torch.optim.Optimizer):
             damping=number_of(damping),
             rates=update.rates,
             decay=lambda: update.decayed(params),
+            smooth=smooth,
             sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, like(damping, λ))),
             move=move,
             velocity=lambda: update.velocity(tracker.model.params),
@@ -308,11 +333,16 @@ class NaturalGradient(torch.optim.Optimizer):
         step = rule.take(context)
         if not isinstance(step, Step):
             raise TypeError(f"{type(rule).__name__}.take must return a Step, got {type(step).__name__}")
+        if step.velocity is not None and self.momentum_on == "gradients":
+            raise ValueError(
+                f'{type(rule).__name__} decides the velocity itself, and momentum_on="gradients" keeps none: '
+                'use momentum_on="steps"'
+            )
         if without_grad:  # a constraint may have moved them
             landing = {name: t for name, t in step.landing.items() if name not in without_grad}
             step = replace(step, displacement=update.at_rest(step.displacement), landing=landing)
         self.flag.check(step.displacement, "the step")
-        update.apply(step, velocity, self.flag)
+        update.apply(step, remembered, self.flag)
         for group in self.param_groups:
             group["damping"] = step.damping
         return step
@@ -351,7 +381,7 @@ class NaturalGradient(torch.optim.Optimizer):
         state["state"] = _copied(state["state"])
         metric = export(self.tracker, self.preconditioner)
         copies = {what: {k: t.clone() for k, t in metric[what].items()} for what in ("operator", "inverse")}
-        state["natgrad"] = metric | copies
+        state["natgrad"] = metric | copies | {"momentum_on": self.momentum_on}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -363,6 +393,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if "natgrad" not in state_dict:
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
         go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
+        check_signature("optimizer", state_dict["natgrad"], {"momentum_on": self.momentum_on})
         check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.tracker.model.params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
@@ -375,7 +406,7 @@ class NaturalGradient(torch.optim.Optimizer):
 @final
 @dataclass(frozen=True)
 class _Plain:
-    """A plain step. The velocities of groups with momentum are their momenta, until the next step."""
+    """A plain step. The velocities of groups with momentum on steps are their momenta, until the next step."""
 
     rates: Sequence[tuple[Sequence[str], Rate]]
     velocity: Mapping[str, Tensor]  # of the other groups

@@ -13,6 +13,7 @@ from natgrad.accelerate.inverses import Newton
 from natgrad.kernels.sobolev import Lengthscale, Median
 from natgrad.linalg import Damping
 from natgrad.optim.optimizer import NaturalGradient
+from natgrad.optim.update import MomentumOn
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
 from natgrad.pullback.pullback import MEMORY
@@ -36,6 +37,7 @@ def KFAC(
     lr: float = 0.1,
     damping: Damping = 1e-2,
     momentum: float = 0.9,
+    momentum_on: MomentumOn = "steps",
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
@@ -88,6 +90,7 @@ def KFAC(
         lr=lr,
         damping=damping,
         momentum=momentum,
+        momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
         rules=rules,
@@ -105,6 +108,7 @@ def EKFAC(
     lr: float = 0.1,
     damping: Damping = 1e-2,
     momentum: float = 0.9,
+    momentum_on: MomentumOn = "steps",
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
@@ -139,6 +143,7 @@ def EKFAC(
         lr=lr,
         damping=damping,
         momentum=momentum,
+        momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
         rules=rules,
@@ -160,6 +165,7 @@ def SobolevKFAC(
     lr: float = 0.1,
     damping: Damping = 1e-2,
     momentum: float = 0.9,
+    momentum_on: MomentumOn = "steps",
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
@@ -211,6 +217,7 @@ def SobolevKFAC(
         lr=lr,
         damping=damping,
         momentum=momentum,
+        momentum_on=momentum_on,
         weight_decay=weight_decay,
         metric_every=metric_every,
         inverse_every=inverse_every,

@@ -20,14 +20,19 @@ from natgrad.optim.update import like
 from natgrad.pullback.layer import Block
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
-from natgrad.structures.base import Cost, LayerSpectrum, Structure
+from natgrad.structures.base import Cost, LayerSpectrum
 from natgrad.structures.refresh import Refresh
+
+_PENDING = "found at the first pass"
 
 
 @final
 @dataclass(frozen=True)
 class Row:
-    """One layer: its parameters, its rule (None: rows come from torch.func), its structure, and what it costs.
+    """One layer: its parameters, its rule, its structure, and what it costs.
+
+    ``rule`` is None before a pass for parameters that belong to no module with a rule: the operations that use them
+    tell. After a pass it is None for parameters whose rows come from torch.func.
 
     ``cost`` is None where the structure keeps no layer by itself, or where the cost depends on the batch.
     """
@@ -110,13 +115,15 @@ class Plan:
                 f"{self.flops:.2g} flops a step",
                 f"and {self.position_flops:.2g} a position and column",
             ]
+        elif any(row.structure == _PENDING for row in self.rows):
+            total.append("memory and cost are known after the first pass")
         else:
             total.append("memory and cost depend on the batch, or the structure does not state them")
         return "\n".join([*lines, ", ".join(total), *self.notes])
 
     def _cells(self, row: Row) -> tuple[str, ...]:
         title, shape = " + ".join(row.names), " × ".join(map(str, row.shape))
-        front = (title, row.rule or "none", row.structure, shape)
+        front = (title, row.rule or ("" if row.structure == _PENDING else "none"), row.structure, shape)
         if row.cost is None:
             return (*front, "", "", "", "", "")
         counts = (f"{count:.1e}" for count in (row.cost.invert, row.cost.solve, row.cost.position))
@@ -125,7 +132,12 @@ class Plan:
 
 
 def plan(
-    tracker: MetricTracker, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]], given: Damping
+    tracker: MetricTracker,
+    solver: Solver,
+    rule: StepRule,
+    groups: Sequence[Mapping[str, Any]],
+    given: Damping,
+    momentum_on: str,
 ) -> Plan:
     """The plan of an optimizer: nothing is run, and nothing changes. After a step it knows what the pass has shown.
 
@@ -141,12 +153,17 @@ def plan(
     """
     schedule, blocks = tracker.schedule, _blocks(tracker)
     damping = like(given, float(groups[0]["damping"]))
-    rows = tuple(_row(tracker.structure, block, solver, damping != 0) for block in blocks)
+    rows = tuple(_row(tracker, block, solver, damping != 0) for block in blocks)
     by_layer = tracker.structure.by_layer
     together = None if by_layer else tracker.structure.cost(blocks, iterative=solver.iterative)
     dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
     result = Plan(rows, together, schedule, dtype.itemsize, ())
-    notes = (_schedule(tracker), _damping(solver, damping), _movement(rule, groups), *_exceptions(tracker, result))
+    notes = (
+        _schedule(tracker),
+        _damping(solver, damping),
+        _movement(rule, groups, momentum_on),
+        *_exceptions(tracker, result),
+    )
     return replace(result, notes=notes)
 
 
@@ -171,7 +188,11 @@ def _left(block: Block, covered: Collection[str]) -> list[Block]:
     return [replace(bare, names=names, slices=slices, shape=(1, sum(place.shape.numel() for place in slices), 1))]
 
 
-def _row(structure: Structure, block: Block, solver: Solver, damped: bool) -> Row:
+def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> Row:
+    structure = tracker.structure
+    shown = tracker.average is not None or tracker.metric.source == "gradients"
+    if block.rule is None and not shown and structure.by_layer:
+        return Row(block.names, None, _PENDING, block.shape, None)
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
     exact = damped and not solver.damps_factors
     cost = structure.cost([block], exact=exact, iterative=solver.iterative) if structure.by_layer else None
@@ -191,13 +212,15 @@ def _damping(solver: Solver, λ: Damping) -> str:
     return f"damping: λ = {λ:g}, {solver.damping_note}, 1 the identity in the coordinates of the parameters"
 
 
-def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]]) -> str:
+def _movement(rule: StepRule, groups: Sequence[Mapping[str, Any]], momentum_on: str) -> str:
     numbers = {key: ", ".join(dict.fromkeys(f"{g[key]:g}" for g in groups)) for key in ("lr", "momentum")}
     decay = ", ".join(dict.fromkeys(f"{g['weight_decay']:g}" for g in groups))
     closure = ", which needs opt.step(closure)" if rule.needs_closure else ""
+    before = "covectors (m ← μm + (1 − μ)ω, before the metric)"
+    space = before if momentum_on == "gradients" else "vectors (m ← μm + v, v after the metric)"
     return (
-        f"step: {rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of vectors "
-        f"(m ← μm + v, v after the metric), weight decay {decay} (decoupled)"
+        f"step: {rule!r}{closure}; lr {numbers['lr']}, momentum {numbers['momentum']} in the space of {space}, "
+        f"weight decay {decay} (decoupled)"
     )
 
 
@@ -205,14 +228,20 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     structure, fresh = tracker.structure, tracker.average is None
     lines = []
     then = structure.uncovered()
-    if result.uncovered and then is not None:
-        first = "the operations of the first pass may give them one; if not, " if fresh else ""
+    ruled = tracker.metric.source == "outputs"  # gradients need no rules
+    if ruled and result.uncovered and then is not None:
+        names = ", ".join(result.uncovered)
         if structure.by_layer:
             then = f"{then}: {_way_out(tracker, result)}"
-        lines.append(f"no layer rule covers {', '.join(result.uncovered)}: {first}{then}")
+        if fresh:
+            lines.append(
+                f"the rule of {names} is {_PENDING}, from the operations that use them; if there is none, {then}"
+            )
+        else:
+            lines.append(f"no layer rule covers {names}: {then}")
     if result.diagonals:
         lines.append(f"only the diagonal is kept of {', '.join(result.diagonals)}")
-    if fresh and any(row.rule for row in result.rows):
+    if ruled and fresh and any(row.rule for row in result.rows):
         lines.append("a weight that is used beside its module's forward has the rule of its operations after a pass")
     return lines
 

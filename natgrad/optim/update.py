@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.step.base import PlainRule, Step, rescale_, squared_length
 
+MomentumOn: TypeAlias = Literal["gradients", "steps"]
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
 Sharp: TypeAlias = Callable[[Covector], tuple[Vector, Tensor]]  # ω ↦ ω♯ and ⟨ω, ω♯⟩
 
@@ -64,6 +65,12 @@ def like(damping: Damping, number: float) -> Damping:
     return Relative(number) if isinstance(damping, Relative) else number
 
 
+def check_momentum_on(momentum_on: str) -> None:
+    """Refuse a momentum that is neither of covectors nor of vectors."""
+    if momentum_on not in ("gradients", "steps"):
+        raise ValueError(f'momentum_on must be "gradients" (before the metric) or "steps" (after), got {momentum_on!r}')
+
+
 def common_damping(groups: Iterable[Mapping[str, Any]]) -> float:
     """λ, which all groups share: the metric is one."""
     dampings = {float(group["damping"]) for group in groups}
@@ -83,6 +90,7 @@ class MovingGroup:
     momentum: float
     weight_decay: float
     state: MutableMapping[Tensor, Any]  # of torch.optim
+    momentum_on: MomentumOn
 
     @property
     def momenta(self) -> dict[str, Tensor]:
@@ -92,12 +100,16 @@ class MovingGroup:
         states = ((name, self.state.get(p, {})) for name, p in zip(self.names, self.params, strict=True))
         return {name: state["momentum"] for name, state in states if "momentum" in state}
 
-    def remember(self, velocity: Sequence[Tensor], gate: Tensor | None) -> None:
-        """m ← velocity, which is overwritten."""
+    def remember(self, values: Sequence[Tensor], gate: Tensor | None) -> None:
+        """m ← the velocities, which are overwritten; on gradients m ← μm + (1 − μ)ω."""
         for p in self.params:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
-        fused.move_([self.state[p]["momentum"] for p in self.params], velocity, gate=gate)
+        momenta = [self.state[p]["momentum"] for p in self.params]
+        if self.momentum_on == "gradients":
+            fused.average_(momenta, values, 1 - self.momentum, gate=gate)
+        else:
+            fused.move_(momenta, values, gate=gate)
 
     def decay(self, gate: Tensor | None) -> None:
         """θ ← (1 − lr·wd)θ."""
@@ -107,9 +119,10 @@ class MovingGroup:
 
 @final
 class ParamUpdate:
-    """Learning rates, weight decay and momentum in one step: m ← μm + v, θ ← (1 − lr·wd)θ − lr·m.
+    """Learning rates, weight decay and momentum in one step: θ ← (1 − lr·wd)θ − lr·m.
 
-    A parameter ``without_grad`` does not move, has no weight decay and keeps its momentum, as in torch.optim.
+    ``momentum_on`` "steps": m ← μm + v. On "gradients", m ← μm + (1 − μ)ω, and the step is (μm + (1 − μ)ω)♯. A
+    parameter ``without_grad`` does not move, has no weight decay and keeps its momentum, as in torch.optim.
     ``names``: of the parameters of every group. ``rates`` take the place of the learning rates of the groups.
     """
 
@@ -119,10 +132,12 @@ class ParamUpdate:
         names: Sequence[Sequence[str]],
         state: MutableMapping[Tensor, Any],
         *,
+        momentum_on: MomentumOn,
         without_grad: frozenset[str] = frozenset(),
         rates: Sequence[Rate] | None = None,
     ) -> None:
         self.without_grad, self.state, self.groups = without_grad, state, list[MovingGroup]()
+        self.momentum_on = momentum_on
         for group, of_group, rate in zip(groups, names, rates or [group["lr"] for group in groups], strict=True):
             params = group["params"]
             if without_grad:
@@ -130,7 +145,7 @@ class ParamUpdate:
                 of_group, params = [of_group[at] for at in moving], [params[at] for at in moving]
             if of_group:
                 numbers = group["momentum"], group["weight_decay"]
-                self.groups.append(MovingGroup(of_group, params, rate, *numbers, state))
+                self.groups.append(MovingGroup(of_group, params, rate, *numbers, state, momentum_on))
 
     @property
     def rates(self) -> list[tuple[Sequence[str], Rate]]:
@@ -153,28 +168,47 @@ class ParamUpdate:
         return out
 
     def velocity(self, params: Mapping[str, Tensor]) -> Vector | None:
-        """The momentum that the last step left: zero where there is none; None where there is none at all."""
+        """The velocity that the last step left: zero where there is none; None where there is none at all."""
+        if self.momentum_on == "gradients":
+            return None
         momenta = {name: self.state.get(p, {}).get("momentum") for name, p in params.items()}
         if all(m is None for m in momenta.values()):
             return None
         whole = {name: torch.zeros_like(params[name]) if m is None else m for name, m in momenta.items()}
         return self.at_rest(Vector(whole))
 
+    def smoothed(self, ω: Covector) -> Covector:
+        """What the metric acts on: ω, or with momentum on gradients μm + (1 − μ)ω for the new m (Nesterov 1983)."""
+        if self.momentum_on == "steps":
+            return ω
+        out = dict(ω)
+        for group in self.groups:
+            weight, momenta = 1 - group.momentum**2, group.momenta  # μ(μm + (1 − μ)ω) + (1 − μ)ω = μ²m + (1 − μ²)ω
+            first = [name for name in group.names if name not in momenta]
+            if momenta:
+                news = fused.lerp(list(momenta.values()), [ω[name] for name in momenta], weight)
+                out.update(zip(momenta, news, strict=True))
+            if first and group.momentum:
+                out.update(zip(first, fused.scaled([ω[name] for name in first], weight), strict=True))
+        return Covector(out)
+
     def accelerate(self, v: Vector) -> Vector:
-        """μm + v, in the memory of v."""
+        """μm + v, in the memory of v; v itself where the momentum is of gradients."""
         for group in self.groups:
             momenta = group.momenta
-            if momenta:
+            if momenta and self.momentum_on == "steps":
                 fused.add_([v[name] for name in momenta], list(momenta.values()), alpha=group.momentum)
         return v
 
-    def apply(self, step: Step, velocity: Vector | None, flag: Flag) -> None:
+    def apply(self, step: Step, remembered: Vector | Covector | None, flag: Flag) -> None:
         """Change parameters and momentum. Everything has been computed and checked.
+
+        ``remembered``: the velocity, or the covector that was smoothed.
 
         A step that was refused starts the momentum anew: along a velocity that ascends every later step would be
         refused too.
         """
-        momentum = step.velocity if step.velocity is not None else velocity
+        momentum = step.velocity if step.velocity is not None else remembered
         if momentum is step.displacement:
             momentum = momentum.map(torch.clone)  # it is overwritten
         for group in self.groups:
@@ -210,16 +244,19 @@ def displacement(
 def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRule, flag: Flag) -> dict[str, Tensor]:
     """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the numbers c of the rule: everything in place.
 
+    With momentum on gradients v = (μm + (1 − μ)ω)♯ for the new m, and θ ← (1 − lr·wd)θ − lr·c·v.
+
     On a CPU NaN and infinity raise before anything is changed. On a GPU nothing waits for the device: ``flag`` is set
-    there, the old values stay, and the kernels can be captured. Returns the velocities of groups without momentum,
-    which are kept nowhere else.
+    there, the old values stay, and the kernels can be captured. Returns the velocities that are no momentum, and are
+    kept nowhere else.
     """
-    v, pairing = sharp(ω)
+    smoothed, on_steps = update.smoothed(ω), update.momentum_on == "steps"
+    v, pairing = sharp(smoothed)
     rates = update.rates
     if len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
         square = pairing * rates[0][1] ** 2 if rates else pairing
     else:
-        square = squared_length(ω, v, rates)
+        square = squared_length(smoothed, v, rates)
     scale = rule.scale(v, square)
     if scale is not None and not isinstance(scale, Tensor):
         rescale_(v, scale)  # a number for each parameter
@@ -227,7 +264,7 @@ def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRu
     if is_asynchronous(pairing.device):
         # ⟨ω, v⟩ is finite only if ω and v are.
         flag.look({"": pairing})
-        if _roll(v, scale, update, flag):
+        if on_steps and _roll(v, scale, update, flag):
             return {}
     elif not math.isfinite(float(pairing)):
         flag.check(ω, "the gradient")
@@ -243,8 +280,9 @@ def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRu
         group.decay(flag.value)
         fused.descend_(group.params, velocity, group.rate, gate=flag.value)
         if group.momentum:
-            group.remember(velocity, flag.value)
-    return {name: v[name] for group in update.groups if not group.momentum for name in group.names}
+            group.remember(velocity if on_steps else [ω[name] for name in group.names], flag.value)
+    without_velocity = (group for group in update.groups if not (on_steps and group.momentum))
+    return {name: v[name] for group in without_velocity for name in group.names}
 
 
 def _roll(v: Vector, scale: Tensor | None, update: ParamUpdate, flag: Flag) -> bool:

@@ -51,17 +51,14 @@ DATA_DEPENDENT = frozenset(
 @final
 @dataclass(frozen=True)
 class ProvenAxes:
-    """The nodes below y, and the batch axes that the graph proves.
+    """The nodes below y, ``reached``, and the batch axis of each node for which the graph proves it, ``axes``.
 
-    ``axes``: the batch axis of each proven node. ``reached``: all nodes. ``passed``: proven outputs of modules that
-    were passed over. ``inside``: the nodes of those modules. ``any_size``: whether the proof holds for graphs of the
-    same form whatever their sizes are, as long as the same sizes agree (``size_pattern``).
+    ``any_size``: whether the proof holds for graphs of the same form whatever their sizes are, as long as the same
+    sizes agree (``size_pattern``).
     """
 
     axes: Mapping[Any, BatchAxis]
     reached: frozenset[Any]
-    passed: frozenset[Any]
-    inside: frozenset[Any]
     any_size: bool
 
     def reaches(self, use: Use) -> bool:
@@ -103,7 +100,9 @@ def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
             stack.append((use.source.node, use.source.output_nr, axis))
             continue
         for at, (child, number) in enumerate(node.next_functions):
-            if child is None or leaf_below(child) is not None or (node.name() == FORK and at == 0):  # user's gradient
+            if child is None or leaf_below(child) is not None:
+                continue
+            if at == 0 and node.name() == FORK:  # the path of the user's gradient
                 continue
             step = GraphStep(node, at, axis, n, output_shape(node, output), output_shape(child, number))
             argument = below(step)
@@ -112,11 +111,11 @@ def prove_batch_axes(y: Tensor, uses: Sequence[Use] = ()) -> ProvenAxes:
                 doubtful.append(child)
             else:
                 stack.append((child, number, argument))
-    inside = _inside(passed)
-    wrong = set(nodes([*doubtful, *(node for node in inside if node in axes)]))
+    for top, source in passed.items():  # what lies inside a module that was passed over must not be reached otherwise
+        doubtful += axes.keys() & set(nodes([child for child, _ in top.next_functions], stop={source}))
+    wrong = set(nodes(doubtful))
     proven = {node: axis for node, axis in axes.items() if node not in wrong}
-    outputs = frozenset(node for node in passed if node in proven)
-    return ProvenAxes(proven, frozenset(nodes([y.grad_fn])), outputs, inside, any_size)
+    return ProvenAxes(proven, frozenset(nodes([y.grad_fn])), any_size)
 
 
 def _passes_batch(use: Use, axis: BatchAxis, n: int) -> bool:
@@ -126,15 +125,6 @@ def _passes_batch(use: Use, axis: BatchAxis, n: int) -> bool:
         axis == BatchAxis(axis.index)
         and use.rule.batch_axis(use.module, use.call) == axis.index < min(len(use.shape), len(given))
         and use.shape[axis.index] == given[axis.index] == n
-    )
-
-
-def _inside(passed: Mapping[Any, Any]) -> frozenset[Any]:
-    """The nodes between the outputs of modules and their inputs."""
-    return frozenset(
-        node
-        for top, source in passed.items()
-        for node in nodes([child for child, _ in top.next_functions], stop={source})
     )
 
 
@@ -197,11 +187,7 @@ def _at_home(use: Use, n: int) -> bool:
 def _options(use: Use, n: int) -> list[BatchAxis | None]:
     """The possible batch axes; None is the one that the rule expects."""
     home = use.rule.batch_axis(use.module, use.call)
-    others = [
-        BatchAxis(at)
-        for at, size in enumerate(use.shape)
-        if size == n and at != home and use.supports_axis(BatchAxis(at), n)
-    ]
+    others = [BatchAxis(at) for at, size in enumerate(use.shape) if size == n and at != home]
     return [*([None] if _at_home(use, n) else []), *(axis for axis in others if use.supports_axis(axis, n))]
 
 

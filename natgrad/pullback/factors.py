@@ -62,7 +62,7 @@ class Factors:
         or the product of the rows, whichever is less work; temporaries stay within ``limit`` elements, where one pair
         of examples allows.
 
-        >>> f = Factors(torch.randn(3, 1, 1, 4), torch.randn(2, 3, 1, 1, 5))
+        >>> f = Factors(torch.randn(3, 1, 1, 4).double(), torch.randn(2, 3, 1, 1, 5).double())
         >>> torch.allclose(f.gram(), f.rows().flatten(0, 1) @ f.rows().flatten(0, 1).T)
         True
         """

@@ -67,6 +67,11 @@ class Block:
         return all(facet.block.sparse and not facet.transposed for facet in self.facets)
 
     @property
+    def factor_groups(self) -> int:
+        """How many factors S, and A, there are: one for every group c, or one for all."""
+        return 1 if self.rule is not None and self.rule.shares_factors else self.shape[0]
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
 
@@ -80,9 +85,9 @@ class Block:
         """The local names, in the order of ``slices``."""
         return tuple(place.key for place in self.slices)
 
-    @property
+    @cached_property
     def named_slices(self) -> dict[str, ParameterSlice]:
-        """The positions by the names of the parameters."""
+        """The positions by the names of the parameters, in flattening order."""
         return dict(zip(self.names, sorted(self.slices, key=lambda place: place.start), strict=True))
 
     @cached_property
@@ -99,26 +104,17 @@ class Block:
 
     def pack(self, flat: Tensor) -> Tensor:
         """W [*batch c o i] from flattened parameters [*batch p]."""
-        if self.rule is None:
-            packed = torch.cat([flat[..., place.span] for place in self.slices], dim=-1)
-        elif flat.ndim > 1:
-            packed = flat[..., self.index]
-        else:
-            local = {place.key: flat[place.span].view(place.shape) for place in self.slices}
-            packed = self.rule.pack(self.modules[0], local)
+        if flat.ndim == 1:
+            return self.packed({name: flat[place.span].view(place.shape) for name, place in self.named_slices.items()})
+        bare = self.rule is None  # an index has as many integers as there are parameters
+        packed = torch.cat([flat[..., place.span] for place in self.slices], -1) if bare else flat[..., self.index]
         return packed.reshape(*flat.shape[:-1], *self.shape)
 
     def unpack(self, packed: Tensor, flat: Tensor) -> None:
         """Write W [*batch c o i] into flattened parameters [*batch p]."""
-        batch = flat.shape[:-1]
-        if self.rule is None:
-            sizes = [place.shape.numel() for place in self.slices]
-            for place, piece in zip(self.slices, packed.reshape(*batch, -1).split(sizes, dim=-1), strict=True):
-                flat[..., place.span] = piece
-            return
-        local = self.rule.unpack(self.modules[0], self.keys, packed.reshape(*batch, *self.shape))
-        for place in self.slices:
-            flat[..., place.span].view(batch + place.shape).copy_(local[place.key])
+        named = self.unpacked(packed.reshape(*flat.shape[:-1], *self.shape))
+        for name, place in self.named_slices.items():
+            flat[..., place.span].view(flat.shape[:-1] + place.shape).copy_(named[name])
 
     def packed(self, named: Mapping[str, Tensor]) -> Tensor:
         """W [c o i] from named tensors, without flattening."""
@@ -126,6 +122,16 @@ class Block:
             return torch.cat([named[name].reshape(-1) for name in self.names]).view(self.shape)
         local = {key: named[name] for key, name in self._named.items()}
         return self.rule.pack(self.modules[0], local).reshape(self.shape)
+
+    def unpacked(self, packed: Tensor) -> dict[str, Tensor]:
+        """Named tensors [*batch *shape] from W [*batch c o i]."""
+        batch, slices = packed.shape[:-3], self.named_slices
+        if self.rule is None:
+            pieces = packed.reshape(*batch, -1).split([place.shape.numel() for place in slices.values()], dim=-1)
+            pairs = zip(slices.items(), pieces, strict=True)
+            return {name: piece.view(batch + place.shape) for (name, place), piece in pairs}
+        local = self.rule.unpack(self.modules[0], self.keys, packed)
+        return {name: local[place.key] for name, place in slices.items()}
 
     def columns(self, named: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """The blocks of columns [c o j] of W, by the names of the parameters; None if the rule has its own packing."""
@@ -140,19 +146,8 @@ class Block:
     @cached_property
     def _named(self) -> dict[str, str]:
         """The names of the parameters by their keys, in the order of W."""
-        by_start = sorted(self.slices, key=lambda place: place.start)
-        names = {place.key: name for name, place in zip(self.names, by_start, strict=True)}
+        names = {place.key: name for name, place in self.named_slices.items()}
         return {key: names[key] for key in self.keys}
-
-    def unpacked(self, packed: Tensor) -> dict[str, Tensor]:
-        """The inverse of ``packed``."""
-        by_start = sorted(self.slices, key=lambda place: place.start)
-        if self.rule is None:
-            pieces = packed.reshape(-1).split([place.shape.numel() for place in by_start])
-            pairs = zip(self.names, by_start, pieces, strict=True)
-            return {name: piece.view(place.shape) for name, place, piece in pairs}
-        local = self.rule.unpack(self.modules[0], self.keys, packed)
-        return {name: local[place.key] for name, place in zip(self.names, by_start, strict=True)}
 
     def separated(self) -> list[Block]:
         """One block for each parameter: the weight, and the bias."""
@@ -164,7 +159,7 @@ class Block:
 
     def without_rule(self) -> Block:
         """The same parameters without the rule; ``torch.func`` differentiates them."""
-        ordered = tuple(sorted(self.slices, key=lambda place: place.start))
+        ordered = tuple(self.named_slices.values())
         return replace(self, slices=ordered, shape=(1, self.size, 1), rule=None, modules=(), facets=())
 
 
@@ -175,10 +170,6 @@ class Facet:
 
     block: Block
     transposed: bool = False
-
-    def oriented(self, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """The factors on the sides of o and i of the block, from the factors S and A of this kind."""
-        return (a, s) if self.transposed else (s, a)
 
 
 @final
@@ -335,7 +326,8 @@ def joined(block: Block, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor
     """
     if not block.facets:
         return pairs[0]
-    sides = [facet.oriented(*pair) for facet, pair in zip(block.facets, pairs, strict=True)]
+    # On the sides of o and i of the block.
+    sides = [(a, s) if facet.transposed else (s, a) for facet, (s, a) in zip(block.facets, pairs, strict=True)]
     weights = [(trace(a), trace(s)) for s, a in sides]
     total = sum((x * y for x, y in weights[1:]), start=weights[0][0] * weights[0][1])
     S = _sum([_times(s, of_a) for (s, _), (of_a, _) in zip(sides, weights, strict=True)])

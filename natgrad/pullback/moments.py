@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, final
@@ -27,38 +27,9 @@ from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing
-from natgrad.pullback.tape import Tape
+from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.base import Replayed
-from natgrad.rules.features import Features, Joined, Moment
-
-
-@final
-@dataclass(frozen=True)
-class Cotangents:
-    """Of every use, by its position: of its outputs, and of the layers inside where it was replayed."""
-
-    outer: dict[int, tuple[Tensor, ...]]
-    inner: dict[int, Mapping[str, Features]]
-
-    def forget(self, at: int) -> None:
-        """Nobody asks for those of this use any more."""
-        self.outer.pop(at, None)
-        self.inner.pop(at, None)
-
-    def of(self, tape: Tape, block: Block) -> Features:
-        """g of a block, its uses one after the other along r."""
-        return Joined.of([tape.layer_cotangents(at, block.keys, self.outer, self.inner) for at in tape.use_ids(block)])
-
-
-def cotangents(tape: Tape, s: Tensor) -> Cotangents:
-    """Those of all uses, from s [k n *out]."""
-    return _with_inner(tape, tape.output_cotangents(s))
-
-
-def _with_inner(tape: Tape, outer: dict[int, tuple[Tensor, ...]]) -> Cotangents:
-    inner = {at: tape.inner_cotangents(at, g) for at, g in outer.items() if isinstance(tape.uses[at].rule, Replayed)}
-    return Cotangents(outer, inner)
-
+from natgrad.rules.features import Features, Moment
 
 # All layers at once, chunk by chunk over examples and roots.
 
@@ -70,48 +41,32 @@ def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
     """For every part of the batch its tape, and the cotangents s J/√N chunk by chunk over the roots."""
     for examples in pb.split_ranges():
         tape = pb.tape(examples)
-        yield tape, (cotangents(tape, s / math.sqrt(pb.n)) for s in pb.roots.at(examples).split(_columns(pb, tape)))
+        yield tape, (tape.cotangents(s / math.sqrt(pb.n)) for s in pb.roots.at(examples).split(_columns(pb, tape)))
 
 
 def second_moments(
     pb: Pullback, layers: Sequence[Block], sharing: Sharing, watch: Watch | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """S and A of every layer in ``layers``, which have rules. ``watch`` is called with the cotangents too."""
-    if not layers:
-        return []
+    """S and A of every layer in ``layers``, which have rules, summed over the parts of the batch that fit into memory.
+
+    ``watch`` is called with the cotangents too.
+    """
     kinds = [kind for block in layers for kind in block.kinds]
-    pairs = iter(_coupled(pb, kinds, sharing) if pb.coupling is not None else _summed(pb, kinds, sharing, watch))
-    return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
-
-
-def _summed(
-    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watch: Watch | None
-) -> list[tuple[Tensor, Tensor]]:
-    """S and A of layers that are each of one kind."""
     left: dict[int, Moment] = {}
     right: dict[int, Moment] = {}
-    for tape, chunks in passes(pb):
+    for tape, chunks in passes(pb) if kinds else ():
         for g in chunks:
-            for b, block in enumerate(layers):
-                s = sharing.output_moment(sharing.outputs(g.of(tape, block)), block)
+            for b, kind in enumerate(kinds):
+                s = sharing.output_moment(sharing.outputs(g.of(tape, kind)), kind)
                 left[b] = left[b] + s if b in left else s
             if watch is not None:
                 watch(tape, g)
-        for b, block in enumerate(layers):
-            a = sharing.input_moment(sharing.inputs(tape.inputs(block)), block)
+        for b, kind in enumerate(kinds):
+            a = sharing.input_moment(sharing.inputs(tape.inputs(kind)), kind)
             right[b] = right[b] + a if b in right else a
     dtype = pb.y.dtype
-    return [(left[b].total.to(dtype), right[b].mean().to(dtype)) for b in range(len(layers))]
-
-
-def _coupled(pb: Pullback, layers: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
-    """All examples at once, as the coupling mixes them."""
-    tape = pb.tape((0, pb.n))
-    relation = coupled_by(pb, tape)
-    assert relation is not None
-    g = cotangents(tape, pb.root / math.sqrt(pb.n))
-    moments = (relation.factors(tape.inputs(block), g.of(tape, block), block, sharing) for block in layers)
-    return [(s, a.mean()) for s, a in moments]
+    pairs = iter([(left[b].total.to(dtype), right[b].mean().to(dtype)) for b in range(len(kinds))])
+    return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
 
 
 def coupled_by(pb: Pullback, tape: Tape) -> Mixing | Weights | None:
@@ -146,7 +101,7 @@ class FactorSink(ABC):
 
     @abstractmethod
     def put(self, b: int, side: Side, moment: Moment) -> None:
-        """S or A of layer number b."""
+        """S or A of layer number b; A comes first."""
 
     def flush(self) -> None:  # noqa: B027 - a sink that holds nothing back has nothing to do
         """Nothing is held back any longer."""
@@ -197,8 +152,8 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Factor
         return
     if pb.coupling is None and not whole(pb):
         for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
-            sink.put(b, "S", Moment(s, 1))
             sink.put(b, "A", Moment(a, 1))
+            sink.put(b, "S", Moment(s, 1))
         sink.flush()
         return
     tape = pb.tape(pb.ranges[0])
@@ -245,8 +200,8 @@ class LayerFactors:
             s, moment, n = S, Moment(A, 1), 1
         else:
             ((s, moment),), n = pairs, self.n
-        sink.put(b, "S", Moment(s, n))
         sink.put(b, "A", moment)
+        sink.put(b, "S", Moment(s, n))
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
@@ -446,7 +401,7 @@ def stream_cotangents(
     outer.update(arrived())
     for at in consumed.symmetric_difference(early).difference(outer):  # no path of the graph leads there
         outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
-    consume(list(left), _with_inner(tape, outer))
+    consume(list(left), tape.with_inner(outer))
 
 
 def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:

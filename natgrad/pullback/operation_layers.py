@@ -20,7 +20,6 @@ from typing import Any, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from natgrad.accelerate.moments import single
 from natgrad.accelerate.vjp import pulled
@@ -40,23 +39,28 @@ from natgrad.rules.features import DenseFeatures, Entries, Features, Moment, One
 class Owners:
     """Which of n examples the rows of an operation belong to: row-major [before n after], or any ``index`` [rows].
 
-    ``by_group``: rows and groups [r c] are numbered, as the examples of one row are on its groups c.
+    ``pairs``: the groups c of a row belong to different examples (experts with a capacity); these are the owners of
+    rows and groups (r c) among all pairs (n c).
     """
 
     n: int
     before: int = 1
     index: Tensor | None = None
-    by_group: bool = False
+    pairs: Owners | None = None
 
-    def grouped(self, rows: int, c: int, device: torch.device) -> Owners:
-        """The owners of rows and groups (r c) among all pairs (n c)."""
+    def by_group(self, rows: int, c: int, device: torch.device) -> Owners:
+        """These owners are those of rows and groups (r c)."""
         index = self.index
         if index is None:
             index = torch.arange(rows * c, device=device) // (rows * c // self.n // self.before) % self.n
-        return Owners(self.n * c, index=index * c + torch.arange(c, device=device).repeat(rows))
+        pairs = Owners(self.n * c, index=index * c + torch.arange(c, device=device).repeat(rows))
+        return replace(self, pairs=pairs)
 
     def rows(self, t: Tensor, axis: int = 0) -> Tensor:
         """The rows of every example on axes [n r] of their own, zeros where an example has fewer than another."""
+        if self.pairs is not None:
+            by_pair = self.pairs.rows(t.flatten(axis, axis + 1), axis)
+            return by_pair.unflatten(axis, (self.n, -1)).transpose(axis + 1, axis + 2)
         if self.index is None:
             return t.unflatten(axis, (self.before, self.n, -1)).movedim(axis + 1, axis).flatten(axis + 1, axis + 2)
         slots = self._slots.to(t.device)
@@ -65,14 +69,14 @@ class Owners:
 
     def total(self, t: Tensor, axis: int = 0) -> Tensor:
         """The sum over the rows of every example."""
-        if self.index is None:
+        if self.index is None or self.pairs is not None:
             return self.rows(t, axis).sum(axis + 1)
         return t.new_zeros(*t.shape[:axis], self.n, *t.shape[axis + 1 :]).index_add(axis, self.index, t)
 
-    @cached_property
-    def valid(self) -> Tensor | None:
-        """[n r], whether there is a row; None where all examples have as many."""
-        return None if self.index is None else self._slots < len(self.index)
+    @property
+    def ragged(self) -> bool:
+        """Whether examples may have different numbers of rows."""
+        return self.index is not None or self.pairs is not None
 
     @cached_property
     def _slots(self) -> Tensor:
@@ -132,6 +136,8 @@ def owners_of(g: Tensor, n: int) -> Owners | None:
 
 # How a parameter is packed.
 
+_TRANSPOSED = str.maketrans("oi", "io")
+
 
 @final
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ class Packing:
 
     def swapped(self) -> Packing:
         """The transpose, W [c i o]."""
-        return replace(self, roles=self.roles.translate(str.maketrans("oi", "io")))
+        return replace(self, roles=self.roles.translate(_TRANSPOSED))
 
     def pack(self, t: Tensor) -> Tensor:
         """[c o i] of a tensor like the parameter."""
@@ -170,19 +176,23 @@ class Packing:
         t = t.permute(*range(len(lead)), *(len(lead) + at for at in back))
         return t.reshape((*lead, *(prod(sizes) for sizes in self.splits)))
 
-    def index(self, role: str, at: Tensor) -> Tensor:
-        """The place along c, o or i of the numbers at these indices [m ndim] of the parameter."""
-        out, where = at.new_zeros(len(at)), 0
+    def digits(self, at: Tensor) -> list[Tensor]:
+        """Where along each of the split axes the numbers at these indices [m ndim] of the parameter are."""
+        out: list[Tensor] = []
         for axis, sizes in enumerate(self.splits):
-            rest = at[:, axis]
-            digits = []
+            rest, digits = at[:, axis], list[Tensor]()
             for size in reversed(sizes):
                 digits.append(rest % size)
                 rest = rest // size
-            for size, digit in zip(sizes, reversed(digits), strict=True):
-                if self.roles[where] == role:
-                    out = out * size + digit
-                where += 1
+            out += reversed(digits)
+        return out
+
+    def index(self, role: str, at: Tensor) -> Tensor:
+        """The place along c, o or i of the numbers at these indices [m ndim] of the parameter."""
+        out = at.new_zeros(len(at))
+        for size, entry, digit in zip(self.fine, self.roles, self.digits(at), strict=True):
+            if entry == role:
+                out = out * size + digit
         return out
 
 
@@ -214,29 +224,19 @@ def indices_of(operand: Operand, roles: Sequence[str], groups: int, p: Tensor) -
     return result
 
 
-def swapped(indices: Indices) -> Indices:
-    return {"c": indices["c"], "o": indices["i"], "i": indices["o"]}
-
-
 def packing_of(shape: torch.Size, uses: Sequence[Indices]) -> tuple[Packing, list[bool]] | None:
     """The one packing that all uses fit, and which of them are transposed; None if there is none."""
     splits = [_split(axis, size, uses) for axis, size in enumerate(shape)]
     if any(split is None for split in splits):
         return None
     packing = Packing(tuple(split for split in splits if split is not None), "")
-    fine = packing.fine
-    roles: list[str | None] = [None] * len(fine)
-    turned = []
+    roles, turned = [""] * len(packing.fine), list[bool]()
     for use in uses:
-        varying = (
-            [{r for r in "coi" if bool(v[r][at])} for at in range(len(fine))] if (v := _varying(packing, use)) else []
-        )
+        varying = _roles(packing, use)
         for flip in (False, True):
-            entry = [{"o": "i", "i": "o"}.get(r, r) if flip else r for r in (next(iter(v), "") for v in varying)]
-            if all(len(v) < 2 for v in varying) and all(
-                not r or role_so_far in (None, r) for r, role_so_far in zip(entry, roles, strict=True)
-            ):
-                roles = [r or role_so_far for r, role_so_far in zip(entry, roles, strict=True)]
+            new = [role.translate(_TRANSPOSED) if flip else role for role in varying or ()]
+            if varying is not None and all(not r or old in ("", r) for r, old in zip(new, roles, strict=True)):
+                roles = [r or old for r, old in zip(new, roles, strict=True)]
                 turned.append(flip)
                 break
         else:
@@ -244,19 +244,15 @@ def packing_of(shape: torch.Size, uses: Sequence[Indices]) -> tuple[Packing, lis
     return replace(packing, roles="".join(r or "c" for r in roles)), turned
 
 
-def _varying(packing: Packing, use: Indices) -> dict[str, list[bool]]:
-    """By role, whether every one of the axes that a parameter was split into varies along it."""
-    out: dict[str, list[bool]] = {}
+def _roles(packing: Packing, use: Indices) -> list[str] | None:
+    """The role along which each of the split axes varies in a use, or ""; None if one varies along two."""
+    out = [""] * len(packing.fine)
     for role, at in use.items():
-        result = []
-        for axis, sizes in enumerate(packing.splits):
-            rest = at[:, axis]
-            digits = []
-            for size in reversed(sizes):
-                digits.append(rest % size)
-                rest = rest // size
-            result += [bool((digit != digit[0]).any()) for digit in reversed(digits)]
-        out[role] = result
+        for axis, digit in enumerate(packing.digits(at)):
+            if bool((digit != digit[0]).any()):
+                if out[axis]:
+                    return None
+                out[axis] = role
     return out
 
 
@@ -325,6 +321,9 @@ class Slice(Features):
         entry = valid.sum((0, 1)) if weights is None else torch.einsum("n,nrc->c", weights, valid.to(weights))
         return _into(entry, self.groups, self.size[0], 0)
 
+    def groups_used(self) -> int | Tensor:
+        return 1 if self.groups is None else _into(self.x.new_ones(len(self.groups)), self.groups, self.size[0], 0)
+
     def moment(self) -> Moment:
         c, d = self.size
         total = DenseFeatures(self.x).moment().total
@@ -351,69 +350,16 @@ def _into(t: Tensor, at: Tensor | None, size: int, axis: int) -> Tensor:
     return t.new_zeros(shape).index_copy(axis, at.to(t.device), t)
 
 
-@final
 @dataclass(frozen=True)
-class Placed:
-    """One use of a layer W [c o i] in a pass: an operation, the examples of its rows, and its part of W."""
+class OperationRule(Rule):
+    """A layer of parameters that operations use.
 
-    operation: Operation
-    owners: Owners
-    c: Tensor | None = None  # places of its groups, outputs and inputs in W; None where they are all, in order
-    o: Tensor | None = None
-    i: Tensor | None = None
-
-    def inputs(self, size: tuple[int, int], *, weight: bool, ones: bool) -> Features:
-        """a, with the 1 of a bias, or 0 where the operation adds none; ``size`` are C and I of the layer."""
-        if not weight:
-            return replace(self, i=torch.arange(0)).inputs(size, weight=True, ones=True)
-        operation, owners = self.operation, self.owners
-        if operation.index is not None and operation.valid is not None and self.c is None and self.i is None:
-            values = owners.rows(operation.valid.to(torch.promote_types(_dtype(operation), torch.float32)))
-            return OneHot(owners.rows(operation.index), size[1], values, masked=True)
-        a = single(operation.inputs())
-        a = a if self.i is None else a[..., : len(self.i)]  # none, for a bias alone
-        x, biased = owners.rows(a), ones and operation.bias is not None
-        if self.c is None and self.i is None and a.shape[1] == 1 and owners.valid is None and biased == ones:
-            return Rows(x.squeeze(2), ones)
-        valid = None
-        if operation.members is not None or operation.valid is not None or owners.valid is not None:
-            valid = owners.rows(self._members(a))
-        if not ones:
-            return Slice(x, size, self.c, self.i, valid)
-        one = x.new_full((*x.shape[:3], 1), float(biased)) if valid is None else valid.unsqueeze(3) * float(biased)
-        at = None if self.i is None else torch.cat([self.i, self.i.new_tensor([size[1] - 1])])
-        return Slice(torch.cat([x, one], dim=3), size, self.c, at, valid)
-
-    def cotangents(self, size: tuple[int, int], g: Tensor) -> Features:
-        """g from cotangents [k *output]; ``size`` are C and O of the layer."""
-        x = self.owners.rows(self.operation.cotangents(g), 1)
-        return Rows(x.squeeze(3)) if self.c is None and self.o is None and x.shape[3] == 1 else self._cut(x, size)
-
-    def _cut(self, x: Tensor, size: tuple[int, int]) -> Features:
-        return Slice(x, size, self.c, self.o)
-
-    def _members(self, a: Tensor) -> Tensor:
-        """[r c], one where a row belongs to a group."""
-        operation = self.operation
-        if operation.members is not None:
-            return operation.members().to(a.dtype)
-        if operation.valid is not None:
-            return operation.valid.to(a.dtype)[:, None]
-        return a.new_ones(a.shape[:2])
-
-
-@final
-@dataclass(frozen=True)
-class ProductRule(Rule):
-    """z = W a + b of operations: the rows r are those of the operation, c its groups (grouped convolution, experts).
-
-    The rule of a block knows how its parameters are packed; that of a use also where it is (``placed``).
+    The rule of a block knows how its parameters are packed. The rule of a use also has the operation, and the examples
+    that its rows belong to.
     """
 
-    packing: Packing
-    bias: bool = False
-    lookup: bool = False  # whether all inputs are one-hot
-    placed: Placed | None = field(default=None, compare=False)
+    operation: Operation | None = field(default=None, compare=False, kw_only=True)
+    owners: Owners | None = field(default=None, compare=False, kw_only=True)
 
     def covers(self, module: nn.Module) -> bool:
         return isinstance(module, ParameterGroup)
@@ -422,179 +368,176 @@ class ProductRule(Rule):
         return {}
 
     def layers(self, module: nn.Module) -> tuple[Keys, ...]:
-        assert isinstance(module, ParameterGroup)
-        return (tuple(module.shapes),)
+        return (tuple(_shapes(module)),)
+
+    @property
+    def use(self) -> tuple[Operation, Owners]:
+        """The operation and the owners of its rows."""
+        assert self.operation is not None, "asked of a block, not of a use"
+        assert self.owners is not None
+        return self.operation, self.owners
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Of the parameters by name: a weight, and after it its bias."""
+    assert isinstance(module, ParameterGroup)
+    return module.shapes
+
+
+@final
+@dataclass(frozen=True)
+class ProductRule(OperationRule):
+    """z = W a + b of operations: the rows r are those of the operation, c its groups (grouped convolution, experts).
+
+    ``c``, ``o`` and ``i``: where in W the groups, outputs and inputs of a use are; None where they are all, in order.
+    """
+
+    packing: Packing
+    lookup: bool = False  # whether all inputs are one-hot
+    c: Tensor | None = field(default=None, compare=False)
+    o: Tensor | None = field(default=None, compare=False)
+    i: Tensor | None = field(default=None, compare=False)
 
     @property
     def one_hot(self) -> bool:  # type: ignore[override]
         return self.lookup
 
+    @property
+    def stacked(self) -> bool:  # type: ignore[override]
+        return self.packing.shape[0] > 1
+
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         c, o, i = self.packing.shape
-        weight = _weight(module) in keys
+        weight = next(iter(_shapes(module))) in keys
         return c, o, weight * i + (len(keys) > weight)
 
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         c, o, _ = self.packing.shape
-        weight = _weight(module)
+        weight = next(iter(_shapes(module)))
         pieces = [self.packing.pack(t) if key == weight else t.reshape(c, o, 1) for key, t in block.items()]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-        assert isinstance(module, ParameterGroup)
-        out, start = {}, 0
-        for key in keys:
-            size = self.packing.shape[2] if key == _weight(module) else 1
-            piece = packed[..., start : start + size]
-            like = (*packed.shape[:-3], *module.shapes[key])
-            out[key] = self.packing.unpack(piece) if key == _weight(module) else piece.reshape(like)
-            start += size
-        return out
-
-    @property
-    def _use(self) -> Placed:
-        assert self.placed is not None, "asked of a block, not of a use"
-        return self.placed
+        shapes = _shapes(module)
+        weight = next(iter(shapes))
+        pieces = packed.split([self.packing.shape[2] if key == weight else 1 for key in keys], dim=-1)
+        return {
+            key: self.packing.unpack(piece) if key == weight else piece.reshape(*packed.shape[:-3], *shapes[key])
+            for key, piece in zip(keys, pieces, strict=True)
+        }
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
-        c, _, i = self.shape(module, keys)
-        return self._use.inputs(
-            (c, i), weight=_weight(module) in keys, ones=any(key != _weight(module) for key in keys)
-        )
+        """a, with the 1 of a bias, or 0 where the operation adds none."""
+        (operation, owners), (c, _, size) = self.use, self.shape(module, keys)
+        weight = next(iter(_shapes(module))) in keys
+        ones, at = len(keys) > weight, self.i if weight else torch.arange(0)
+        if operation.index is not None and operation.members is not None and self.c is None and at is None:
+            values = single(operation.members()[:, 0])
+            return OneHot(owners.rows(operation.index), size, owners.rows(values), masked=True)
+        a = single(operation.inputs())
+        a = a if at is None else a[..., : len(at)]
+        x, biased = owners.rows(a), ones and operation.bias is not None
+        if self.c is None and at is None and a.shape[1] == 1 and not owners.ragged and biased == ones:
+            return Rows(x.squeeze(2), ones)
+        valid = None
+        if operation.members is not None or owners.ragged:
+            members = a.new_ones(a.shape[:2]) if operation.members is None else operation.members().to(a.dtype)
+            valid = owners.rows(members)
+        if not ones:
+            return Slice(x, (c, size), self.c, at, valid)
+        one = x.new_ones(x.shape[:3]) if valid is None else valid
+        at = None if at is None else torch.cat([at, at.new_tensor([size - 1])])
+        return Slice(torch.cat([x, one.unsqueeze(3) * float(biased)], dim=3), (c, size), self.c, at, valid)
 
     def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
-        c, o, _ = self.shape(module, keys)
-        return self._use.cotangents((c, o), g)
-
-
-def _weight(module: nn.Module) -> str:
-    """The name of the weight; a bias comes after it."""
-    assert isinstance(module, ParameterGroup)
-    return next(iter(module.shapes))
-
-
-def _dtype(operation: Operation) -> torch.dtype:
-    assert operation.weight is not None
-    return operation.weight.dtype
+        (operation, owners), (c, o, _) = self.use, self.packing.shape
+        x = owners.rows(operation.cotangents(g), 1)
+        if self.c is None and self.o is None and x.shape[3] == 1:
+            return Rows(x.squeeze(3))
+        return Slice(x, (c, o), self.c, self.o)
 
 
 @final
 @dataclass(frozen=True)
-class Pulled:
-    """One use of a parameter in a pass, as an operand u that is any function of it."""
+class EntriesRule(OperationRule):
+    """Every entry of a parameter is a group of its own with the input 1, and g its rows: a [n 1 p 1], g [k n 1 p 1].
 
-    operation: Operation
-    owners: Owners
-    operand: Operand
-    leaf: Tensor  # the parameter
+    So Kronecker has S = Σ_kn R² and A = 1: the diagonal of G, exact for a parameter that is used once. In a use the
+    operand u of the operation is any function of the parameter, the ``leaf``.
+    """
 
-    def rows(self, g: Tensor) -> Tensor:
-        """R [k n p] from cotangents [k *output]."""
-        t = self._of_operand(single(self.operation.cotangents(g)))
-        shape = self.operand.unexpanded
-        t = t.reshape((*t.shape[:2], *shape))
-        by_name = self.operand.locate(self.leaf)
-        if by_name is None:
-            return self._through(t)
-        first, axes = by_name
+    operand: Operand | None = field(default=None, compare=False)
+    leaf: Tensor | None = field(default=None, compare=False)
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        return sum(_shapes(module)[key].numel() for key in keys), 1, 1
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([t.reshape(-1) for t in block.values()]).view(-1, 1, 1)
+
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        (key,) = keys
+        return {key: packed.reshape((*packed.shape[:-3], *_shapes(module)[key]))}
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
+        (_, owners), leaf = self.use, self._read[1]
+        one = torch.ones((), dtype=torch.promote_types(leaf.dtype, torch.float32), device=leaf.device)
+        return Entries(one.expand(owners.n, 1, leaf.numel()))
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
+        """R = (∂u/∂θ)ᵀ Σ_r g a of every example."""
+        u, leaf = self._read
+        t = self._of_operand(single(self.use[0].cotangents(g)))
+        t = t.reshape((*t.shape[:2], *u.unexpanded))
+        view = u.locate(leaf)
+        if view is None:
+            return Entries(_pulled_through(u, leaf, t).unsqueeze(2))
+        first, axes = view
         at = first
         for axis in axes:
             at = (at[..., None, :] + axis - first) if at.ndim > 1 else (at[None, :] + axis - first)
-        sizes = torch.tensor([prod(self.leaf.shape[d + 1 :]) for d in range(self.leaf.ndim)], dtype=torch.long)
-        flat = (at * sizes).sum(-1).reshape(-1).to(t.device)
-        out = t.new_zeros(*t.shape[:2], self.leaf.numel())
-        return out.index_add_(2, flat, t.reshape(*t.shape[:2], -1))
+        steps = torch.tensor([prod(leaf.shape[d + 1 :]) for d in range(leaf.ndim)], dtype=torch.long)
+        flat = (at * steps).sum(-1).reshape(-1).to(t.device)
+        out = t.new_zeros(*t.shape[:2], leaf.numel())
+        return Entries(out.index_add_(2, flat, t.reshape(*t.shape[:2], -1)).unsqueeze(2))
+
+    @property
+    def _read(self) -> tuple[Operand, Tensor]:
+        assert self.operand is not None
+        assert self.leaf is not None
+        return self.operand, self.leaf
 
     def _of_operand(self, g: Tensor) -> Tensor:
         """Σ_r g a of every example, for g [k r c o], as the operand has it."""
-        operation, owners = self.operation, self.owners
-        if owners.by_group:
-            r, c = g.shape[1:3]
-            a = g.new_ones(()) * operation.scale if operation.read is None else single(operation.inputs()).flatten(0, 1)
-            per = owners.grouped(r, c, g.device)
-            g = per.rows(g.flatten(1, 2), 1)  # [k (n c) r o]
-            a = per.rows(a) if operation.read is not None else a.expand(*g.shape[1:3], 1)
-            return torch.einsum("kmro,mri->kmio", g, a).unflatten(1, (owners.n, c))
-        if operation.entrywise:
-            if operation.read is None:
-                return owners.total(g, 1) * operation.scale
-            return owners.total(g * single(operation.inputs()), 1)
-        if self.operand is operation.bias:
+        operation, owners = self.use
+        if operation.read is None or self.operand is operation.bias:
             return owners.total(g, 1) * operation.scale
+        if operation.entrywise:
+            return owners.total(g * single(operation.inputs()), 1)
         a, g = owners.rows(single(operation.inputs())), owners.rows(g, 1)
         letters = dict.fromkeys("".join(operation.roles))
         order = [*(letter for letter in "cio" if letter not in letters), *letters]
         result: Tensor = torch.einsum(f"knrco,nrci->kn{''.join(order)}", g, a)
         return result
 
-    def _through(self, t: Tensor) -> Tensor:
-        """(∂u/∂θ)ᵀ t [k n p] for t [k n *u]; what was expanded is summed on its way."""
-        u, (k, n) = self.operand, t.shape[:2]
-        share = prod(u.unexpanded) / max(prod(u.shape), 1)
-        t = (t * share).expand(k, n, *u.shape).flatten(0, 1)
-        edge = u.edge
-        (result,) = _grads(edge, self.leaf, t.to(u.dtype))
-        if result is None:
-            return t.new_zeros(k, n, self.leaf.numel())
-        return result.reshape(k, n, -1).to(t.dtype)
 
+def _pulled_through(u: Operand, leaf: Tensor, t: Tensor) -> Tensor:
+    """(∂u/∂θ)ᵀ t [k n p] for t [k n *u]; what was expanded is summed on its way."""
+    k, n = t.shape[:2]
+    share = prod(u.unexpanded) / max(prod(u.shape), 1)
+    columns, edge = (t * share).expand(k, n, *u.shape).flatten(0, 1).to(u.dtype), u.edge
 
-def _grads(edge: GradientEdge, leaf: Tensor, t: Tensor) -> tuple[Tensor | None]:
-    def grad(t: Tensor, batched: bool) -> Any:
-        return torch.autograd.grad(edge, [leaf], t, retain_graph=True, allow_unused=True, is_grads_batched=batched)
+    def grad(column: Tensor, batched: bool) -> Tensor:
+        (result,) = torch.autograd.grad(
+            edge, [leaf], column, retain_graph=True, is_grads_batched=batched, allow_unused=True, materialize_grads=True
+        )
+        return result
 
     try:
-        result: tuple[Tensor | None] = grad(t, True)
-        return result
+        result = grad(columns, True)
     except RuntimeError:  # an operation without a batching rule
-        each = [grad(one, False)[0] for one in t]
-        return (None,) if each[0] is None else (torch.stack(each),)
-
-
-@final
-@dataclass(frozen=True)
-class EntriesRule(Rule):
-    """Every entry of a parameter is a group of its own with the input 1, and g its rows: a [n 1 p 1], g [k n 1 p 1].
-
-    So Kronecker has S = Σ_kn R² and A = 1: the diagonal of G, exact for a parameter that is used once.
-    """
-
-    pulled: Pulled | None = field(default=None, compare=False)
-
-    def covers(self, module: nn.Module) -> bool:
-        return isinstance(module, ParameterGroup)
-
-    def parameters(self, module: nn.Module) -> dict[str, Tensor]:
-        return {}
-
-    def layers(self, module: nn.Module) -> tuple[Keys, ...]:
-        assert isinstance(module, ParameterGroup)
-        return (tuple(module.shapes),)
-
-    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
-        assert isinstance(module, ParameterGroup)
-        return sum(module.shapes[key].numel() for key in keys), 1, 1
-
-    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([t.reshape(-1) for t in block.values()]).view(-1, 1, 1)
-
-    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
-        assert isinstance(module, ParameterGroup)
-        (key,) = keys
-        return {key: packed.reshape((*packed.shape[:-3], *module.shapes[key]))}
-
-    @property
-    def _use(self) -> Pulled:
-        assert self.pulled is not None, "asked of a block, not of a use"
-        return self.pulled
-
-    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
-        leaf = self._use.leaf
-        one = torch.ones((), dtype=torch.promote_types(leaf.dtype, torch.float32), device=leaf.device)
-        return Entries(one.expand(self._use.owners.n, 1, leaf.numel()))
-
-    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
-        return Entries(self._use.rows(g).unsqueeze(2))
+        result = torch.stack([grad(column, False) for column in columns])
+    return result.reshape(k, n, -1).to(t.dtype)
 
 
 # From the operations of a pass to layers and their uses.
@@ -602,7 +545,7 @@ class EntriesRule(Rule):
 
 def is_operation(block: Block) -> bool:
     """Whether a layer was shown by operations."""
-    return isinstance(block.rule, (ProductRule, EntriesRule))
+    return isinstance(block.rule, OperationRule)
 
 
 def with_layers(blocks: Iterable[Block], layers: Iterable[Block]) -> list[Block]:
@@ -626,6 +569,14 @@ _MIXED = (
     "behind them the outputs of one example depend on the others (z @ z.T, statistics of the batch), or their rows "
     "belong to no example"
 )
+_FUNCTION = (
+    "are behind a function (weight_norm, spectral_norm, a merged LoRA): they have the diagonal of the metric, not "
+    "Kronecker factors. Multiply by the parameters themselves to have them."
+)
+_LAYOUTS = (
+    "are used by products and entry by entry, or by products in different layouts: they have the diagonal of the "
+    "metric, not Kronecker factors. Use a parameter of its own for each to have them."
+)
 _OTHERWISE = "they are used in another way than in the pass that first used them"
 
 
@@ -640,7 +591,7 @@ class OperationLayers:
         self._blocks: dict[str, Block] = {}  # by the name of every parameter
         self._needed = False
         self._declared: tuple[Block, ...] = ()
-        self.behind_functions: set[str] = set()  # parameters of which a weight of a product is a function, not a view
+        self.diagonals: dict[str, str] = {}  # parameters of products without Kronecker factors: why, and what to do
 
     def needed(self, blocks: Sequence[Block]) -> bool:
         """Whether a pass must record its operations: modules do not tell all that is computed with these parameters."""
@@ -649,6 +600,11 @@ class OperationLayers:
     def expect(self) -> None:
         """A pass has shown a parameter that modules do not tell of: from now on operations are recorded."""
         self._needed = True
+
+    def forget(self) -> None:
+        """The last pass was read with other examples than those of its outputs: nothing of it is remembered."""
+        if not self._declared:
+            self._blocks, self._needed, self.diagonals = {}, False, {}
 
     def remember(self, blocks: list[Block]) -> None:
         """Put the layers that operations have shown in the place of those parameters."""
@@ -704,20 +660,20 @@ class OperationLayers:
         }
         ids = {id(leaves[name]) for name in wanted}
         operations = [op for op in operations if any(ids & operand.leaves() for operand in op.operands)]
-        probed = _probed(tape, operations)
-        owners: Owned = dict(zip(operations, probed.owners, strict=True))
-        operations = _merged(operations, probed.biases)
-        uses = _by_parameter(operations, {name: leaves[name] for name in wanted})
+        owners = _merged(operations, _probed(tape, operations))
+        uses = _by_parameter(owners, {name: leaves[name] for name in wanted})
         for name, entry in uses.items():
             if any(owners[use.operation] is None for use in entry):
                 reasons.setdefault(name, _MIXED)
         rest = [name for name in model.params if name in wanted and name in uses and name not in reasons]
-        self.behind_functions.update(name for name in rest if any(use.through_function for use in uses[name]))
-        self._decide(model, by_name, rest, uses, owners, leaves)
+        self._decide(model, by_name, rest, uses, leaves)
+        for name in rest:
+            if isinstance(self._blocks[name].rule, EntriesRule) and any(use.in_product for use in uses[name]):
+                self.diagonals[name] = _FUNCTION if any(use.through_function for use in uses[name]) else _LAYOUTS
         blocks = list(dict.fromkeys(self._blocks[name] for name in rest))
         result: list[Use] = []
         for block in blocks:
-            placed = _uses(block, uses, owners, leaves, tape.y.shape[0])
+            placed = _uses(block, uses, owners, leaves)
             if placed is None or any(name not in rest for name in block.names):
                 reasons |= dict.fromkeys(block.names, _OTHERWISE)
             else:
@@ -730,14 +686,12 @@ class OperationLayers:
         by_name: Mapping[str, ParameterSlice],
         names: Sequence[str],
         uses: Mapping[str, Sequence[_Used]],
-        owners: Owned,
         leaves: Mapping[str, Tensor],
     ) -> None:
         new = [name for name in names if name not in self._blocks]
         packings: dict[str, tuple[Packing, list[bool]]] = {}
         for name in new:
-            whole = (use for use in uses[name] if not owners[use.operation].by_group)  # type: ignore[union-attr]
-            entry = [use.indices for use in whole if use.indices is not None]
+            entry = [use.indices for use in uses[name] if use.indices is not None]
             if len(entry) == len(uses[name]):
                 result = packing_of(leaves[name].shape, entry)
                 if result is not None:
@@ -765,13 +719,17 @@ class _Used:
     indices: Indices | None  # of a product with a view of it
 
     @property
+    def in_product(self) -> bool:
+        """Whether a product has the parameter, or a function of it, as its weight."""
+        return self.operand is self.operation.weight and not self.operation.entrywise
+
+    @property
     def through_function(self) -> bool:
         """Whether a product has a function of the parameter as its weight, and no view."""
-        product = self.operand is self.operation.weight and not self.operation.entrywise
-        return product and self.indices is None
+        return self.in_product and self.indices is None
 
 
-def _by_parameter(operations: Sequence[Operation], leaves: Mapping[str, Tensor]) -> dict[str, list[_Used]]:
+def _by_parameter(operations: Iterable[Operation], leaves: Mapping[str, Tensor]) -> dict[str, list[_Used]]:
     names = {id(p): name for name, p in leaves.items()}
     result: dict[str, list[_Used]] = {}
     for operation in operations:
@@ -795,12 +753,13 @@ Owned: TypeAlias = "dict[Operation, Owners | None]"
 class Probed:
     """What two backward passes have shown of operations, in their order.
 
-    ``owners``: the examples of their rows. ``biases``: numbers of a product and of the operation that adds its bias,
-    whose cotangents agree. ``certain``: every operation had cotangents, and no order of rows depends on the data.
+    ``owners``: the examples of their rows. ``biases``: by the number of a product, that of the operation that adds
+    its bias: their cotangents agree. ``certain``: every operation had cotangents, and no order of rows depends on the
+    data.
     """
 
     owners: tuple[Owners | None, ...]
-    biases: tuple[tuple[int, int], ...]
+    biases: Mapping[int, int]
     certain: bool
 
 
@@ -809,7 +768,7 @@ def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
     key = ("operations", tuple((operation.name, tuple(operation.shape)) for operation in operations))
     result: Probed | None = tape.memo.get(key)
     if result is not None or not operations:
-        return result or Probed((), (), True)
+        return result or Probed((), {}, True)
     s, n = probes(tape.y.detach()), tape.y.shape[0]
     with tape.statistics.constant():
         grads = pulled(tape.y, [operation.edge for operation in operations], s, tape.half)
@@ -817,15 +776,16 @@ def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
     outer = [s.new_zeros(len(s), *operation.shape) if g is None else g for operation, g in pairs]
     owners = [_owners(operation.cotangents(g), n) for operation, g in zip(operations, outer, strict=True)]
     numbers = {operation: at for at, operation in enumerate(operations)}
-    biases = []
+    biases: dict[int, int] = {}
     for at, operation in enumerate(operations):
         product = numbers.get(operation.extends) if operation.extends is not None else None
-        if product is not None and operation.weight is not None and operations[product].bias is None:
-            g, h = outer[product], outer[at]
-            if g.shape[-1] == max(operation.weight.unexpanded, default=0) and torch.equal(g.flatten(), h.flatten()):
-                biases.append((product, at))
+        if product is None or product in biases or operation.weight is None or operations[product].bias is not None:
+            continue
+        g, h = outer[product], outer[at]
+        if g.shape[-1] == max(operation.weight.unexpanded, default=0) and torch.equal(g.flatten(), h.flatten()):
+            biases[product] = at
     certain = all(bool(g[0].any()) for g in outer) and all(o is not None and o.index is None for o in owners)
-    result = Probed(tuple(owners), tuple(biases), certain)
+    result = Probed(tuple(owners), biases, certain)
     if certain:
         tape.memo[key] = result
     return result
@@ -836,18 +796,22 @@ def _owners(rows: Tensor, n: int) -> Owners | None:
     result = owners_of(rows.flatten(2), n)
     if result is None and rows.shape[2] > 1:
         result = owners_of(rows.flatten(1, 2), n)
-        return None if result is None else replace(result, by_group=True)
+        return None if result is None else result.by_group(rows.shape[1], rows.shape[2], rows.device)
     return result
 
 
-def _merged(operations: Sequence[Operation], biases: Sequence[tuple[int, int]]) -> list[Operation]:
-    """Products whose bias is added by an operation of its own (mm, view, add) become one use."""
-    for product, at in biases:
-        bias = operations[at].weight
-        assert bias is not None
-        operations[product].bias = bias
-        operations[product].bias_roles = (*[""] * (len(bias.shape) - 1), "o")
-    return [operation for at, operation in enumerate(operations) if at not in {added for _, added in biases}]
+def _merged(operations: Sequence[Operation], probed: Probed) -> Owned:
+    """The owners of all operations; a product whose bias is added by an operation of its own becomes one with it."""
+    biases, out = dict(probed.biases), dict[Operation, Owners | None]()
+    added = set(biases.values())
+    for at, (operation, owners) in enumerate(zip(operations, probed.owners, strict=True)):
+        if at in biases:
+            bias = operations[biases[at]].weight
+            assert bias is not None
+            operation = replace(operation, bias=bias, bias_roles=(*[""] * (len(bias.shape) - 1), "o"))
+        if at not in added:
+            out[operation] = owners
+    return out
 
 
 def _biases(
@@ -869,12 +833,6 @@ def _biases(
         if _aligned_all(packing, uses[bias], uses[name], leaves[bias]):
             result[name] = bias
     return result
-
-
-def _accompanies(biases: Sequence[_Used], weights: Sequence[_Used], block: Block, leaf: Tensor) -> bool:
-    """Whether the bias of a layer is used with its weight only."""
-    assert isinstance(block.rule, ProductRule)
-    return _aligned_all(block.rule.packing, biases, weights, leaf)
 
 
 def _aligned_all(packing: Packing, biases: Sequence[_Used], weights: Sequence[_Used], leaf: Tensor) -> bool:
@@ -925,7 +883,7 @@ def _block(
     if packing is None:
         return block(EntriesRule())
     ways = sorted(kinds, key=lambda kind: kind[1])  # first one whose inputs are not one-hot
-    blocks = [block(ProductRule(packing.swapped() if flip else packing, len(names) > 1, one)) for flip, one in ways]
+    blocks = [block(ProductRule(packing.swapped() if flip else packing, one)) for flip, one in ways]
     if len(blocks) == 1:
         return blocks[0]
     facets = tuple(Facet(kind, kind_of_use[0] != ways[0][0]) for kind, kind_of_use in zip(blocks, ways, strict=True))
@@ -957,39 +915,33 @@ def loaded(model: Model, blocks: Iterable[Block], state: Iterable[Mapping[str, A
 
 
 def _uses(
-    block: Block, uses: Mapping[str, Sequence[_Used]], owners: Owned, leaves: Mapping[str, Tensor], n: int
+    block: Block, uses: Mapping[str, Sequence[_Used]], owners: Owned, leaves: Mapping[str, Tensor]
 ) -> list[Use] | None:
     """The uses of a layer in a pass; None if one does not fit its packing."""
-    out: list[Use] = []
     name, *bias = block.keys
-    if bias and not _accompanies(uses.get(bias[0], ()), uses[name], block, leaves[bias[0]]):
-        return None
-    for use in uses[name]:
-        entry = owners[use.operation]
-        assert entry is not None
-        if isinstance(block.rule, EntriesRule):
-            rule: Rule = EntriesRule(Pulled(use.operation, entry, use.operand, leaves[name]))
-            out.append(_recorded(block.modules[0], rule, use.operation))
-            continue
-        fitting = [(kind, placed) for kind in block.kinds if (placed := _placed(kind, use, entry)) is not None]
-        if not fitting:
+    if bias:  # it must be used with the weight only
+        assert isinstance(block.rule, ProductRule)
+        if not _aligned_all(block.rule.packing, uses.get(bias[0], ()), uses[name], leaves[bias[0]]):
             return None
-        kind, placed = fitting[0]
-        assert isinstance(kind.rule, ProductRule)
-        out.append(_recorded(kind.modules[0], replace(kind.rule, placed=placed), use.operation))
+    out: list[Use] = []
+    for use in uses[name]:
+        operation = use.operation
+        fitting = ((kind, rule) for kind in block.kinds if (rule := _rule_of_use(kind, use, owners, leaves[name])))
+        kind, rule = next(fitting, (None, None))
+        if kind is None or rule is None:
+            return None
+        ruled, shapes = Ruled(kind.modules[0], rule, {}), (torch.Size(operation.shape),)
+        out.append(Use(ruled, Call((), {}), (operation.edge,), shapes, operation.half))
     return out
 
 
-def _recorded(module: nn.Module, rule: Rule, operation: Operation) -> Use:
-    shapes = (torch.Size(operation.shape),)
-    return Use(Ruled(module, rule, {}), Call((), {}), (operation.edge,), shapes, operation.half)
-
-
-def _placed(kind: Block, use: _Used, owners: Owners) -> Placed | None:
-    """A use as a part of the packing of a kind of block, if it is one."""
-    rule = kind.rule
+def _rule_of_use(kind: Block, use: _Used, owners: Owned, leaf: Tensor) -> Rule | None:
+    """The rule of a use of a kind of block; None if it does not fit the packing."""
+    rule, of_rows = kind.rule, owners[use.operation]
+    if isinstance(rule, EntriesRule):
+        return EntriesRule(use.operand, leaf, operation=use.operation, owners=of_rows)
     assert isinstance(rule, ProductRule)
-    if use.indices is None or owners.by_group or rule.lookup != (use.operation.index is not None):
+    if use.indices is None or rule.lookup != (use.operation.index is not None):
         return None
     packing = rule.packing
     at = {role: packing.index(role, entry) for role, entry in use.indices.items()}
@@ -1000,4 +952,4 @@ def _placed(kind: Block, use: _Used, owners: Owners) -> Placed | None:
                 return None
     sizes = dict(zip("coi", packing.shape, strict=True))
     c, o, i = (None if torch.equal(at[r], torch.arange(sizes[r])) else at[r] for r in "coi")
-    return Placed(use.operation, owners, c, o, i)
+    return ProductRule(packing, rule.lookup, c, o, i, operation=use.operation, owners=of_rows)

@@ -156,8 +156,7 @@ class Operation:
     scale: float = 1.0  # of the bias
     entrywise: bool = False
     groups: int = 1  # c, where an axis of the weight has two roles
-    index: Tensor | None = None  # [r] of a lookup: a is one-hot there, or zero where ``valid`` is
-    valid: Tensor | None = None
+    index: Tensor | None = None  # [r] of a lookup: a is one-hot there, or zero where the row has no member
     members: Callable[[], Tensor] | None = None  # [r c], one where a row belongs to a group; None: to all
     data: Tensor | None = None  # what a is made of
     version: int = 0
@@ -229,7 +228,9 @@ def _product(p: Find, x: Tensor, y: Tensor, b: Any = None, beta: float = 1, alph
         return _flat(turn(t)) if shared or t.ndim < 3 else turn(t).transpose(0, 1)
 
     def output(g: Tensor) -> Tensor:
-        return _vector(g, flip) if y.ndim == 1 else rows(g)
+        if y.ndim > 1:
+            return rows(g)
+        return g.reshape(1, 1, -1) if flip else g.reshape(-1, 1, 1)  # one row of W x, or one output a row of X w
 
     def inputs() -> Tensor:
         a = data.reshape(1, 1, -1) if data.ndim == 1 else rows(data)
@@ -241,11 +242,6 @@ def _product(p: Find, x: Tensor, y: Tensor, b: Any = None, beta: float = 1, alph
         roles = tuple({"i": "o", "o": "i"}.get(role, role) for role in roles)
     bias_roles = () if bias is None else _bias_roles(bias, c)
     return Operation("product", output, inputs, weight, roles, bias, bias_roles, beta, data=data)
-
-
-def _vector(g: Tensor, flip: bool) -> Tensor:
-    """Cotangents of W x with a vector x: one row, or of X w with a vector of weights: one output a row."""
-    return g.reshape(1, 1, -1) if flip else g.reshape(-1, 1, 1)
 
 
 def _bias_roles(bias: Operand, c: int) -> Roles:
@@ -375,14 +371,14 @@ def _lookup(p: Find, w: Tensor, index: Tensor, padding: int = -1, scaled: bool =
     if scaled or p(w) is None or w.ndim != 2:
         return None
     at = index.flatten() % len(w)  # a copy: the index may be overwritten
-    valid = (at != padding) if padding >= 0 else torch.ones_like(at, dtype=torch.bool)
-    d, size, dtype = w.shape[1], len(w), w.dtype
+    valid = ((at != padding) if padding >= 0 else torch.ones_like(at, dtype=torch.bool))[:, None].to(w.dtype)
+    d, size = w.shape[1], len(w)
 
     def one_hot() -> Tensor:
-        return (F.one_hot(at, size) * valid[:, None]).to(dtype)[:, None]
+        return (F.one_hot(at, size) * valid)[:, None]
 
     result = Operation("lookup", lambda g: g.reshape(-1, 1, d), one_hot, p(w), ("i", "o"))
-    result.index, result.valid = at, valid
+    result.index, result.members = at, lambda: valid
     return result
 
 
@@ -417,13 +413,7 @@ FORMS: dict[str, Form] = {
     "mm": _product,
     "bmm": _product,
     "mv": _product,
-    "dot": lambda p, x, y: (
-        _entries(p, lambda t: t.expand(x.shape), lambda: y, x, y, "gain")
-        if p(x) and not p(y)
-        else _entries(p, lambda t: t.expand(x.shape), lambda: x, y, x, "gain")
-        if not p(x)
-        else None
-    ),
+    "dot": lambda p, x, y: _binary(p, True, x, y),
     "addmm": lambda p, b, x, y, **k: _product(p, x, y, b, **k),
     "baddbmm": lambda p, b, x, y, **k: _product(p, x, y, b, **k),
     "addmv": lambda p, b, x, y, **k: _product(p, x, y, **k) if not p(b) else None,

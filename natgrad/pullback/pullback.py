@@ -21,7 +21,7 @@ from natgrad.geometry import Vector
 from natgrad.log import OnceLogger
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
 from natgrad.output.metric import Coupling, OutputMetric
-from natgrad.pullback.batch_axis import StatusCache, check_alike, check_outputs, check_unused
+from natgrad.pullback.batch_axis import LayerStatus, StatusCache, check_alike, check_outputs, check_unused
 from natgrad.pullback.chunks import (
     ExampleRange,
     check_independent,
@@ -39,7 +39,7 @@ from natgrad.pullback.layer import Block, Tied, formed, partition
 from natgrad.pullback.operation_layers import OperationLayers, is_operation
 from natgrad.pullback.position_tables import over_examples
 from natgrad.pullback.rows import rows
-from natgrad.pullback.tape import Tape, record
+from natgrad.pullback.tape import Cotangents, Tape, record
 from natgrad.rules import RULES
 from natgrad.rules.base import Rule
 
@@ -368,8 +368,7 @@ class Pullback:
     def _factors(
         self, tape: Tape, inputs: Sequence[Tensor | None], chunk: ExampleRange, s: Tensor
     ) -> list[Factors | Tied]:
-        kinds = [kind for block in self.layers if block.rule for kind in block.kinds]
-        cotangents = iter(tape.cotangents(s, kinds))
+        cotangents = tape.cotangents(s) if any(block.rule for block in self.layers) else Cotangents({}, {})
         unused = [block.names[0] in self.unused for block in self.layers]
         ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
         bare = [name for block in ruleless for name in block.names]
@@ -381,13 +380,13 @@ class Pullback:
             if nothing:
                 out.append(Factors.of_rows(s.new_zeros(*s.shape[:2], block.size, dtype=self.y.dtype)))
             elif block.facets:
-                pairs = [(tape.inputs(kind).dense(), next(cotangents).dense()) for kind in block.kinds]
+                pairs = [(tape.inputs(kind).dense(), cotangents.of(tape, kind).dense()) for kind in block.kinds]
                 out.append(Tied.of(block, pairs, self.y.dtype))
             elif a is None or block.rule is None:
                 out.append(Factors.of_rows(explicit[..., start : start + block.size]))
                 start += block.size
             else:
-                out.append(Factors(a, next(cotangents).dense().to(a.dtype)))
+                out.append(Factors(a, cotangents.of(tape, block).dense().to(a.dtype)))
         return out
 
     def mixing(self) -> Tensor:
@@ -466,6 +465,9 @@ def without_autocast(
 # From a model and a batch to a pullback: the forward pass, the layers that have a rule in it, and the root.
 
 
+_FLATTENED = (
+    'the outputs have {} rows for {} examples: they are read as [n t *out] with t = {}, as with examples="inputs"'
+)
 _WITHOUT = "{} have no layer rule and are differentiated example by example, which is slow: {}."
 
 
@@ -490,10 +492,10 @@ def pullback(
 
     ``x``: a tensor, a tuple of positional inputs or a dict of keyword inputs, with the examples on the first axis of
     each. ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the
-    model
-    returns. ``examples="inputs"``: the model flattens positions into the first axis of its outputs
+    model returns. ``examples="inputs"``: the model flattens positions into the first axis of its outputs
     (``logits.view(-1, V)``), and the targets are flattened, too; the first input has the n examples on its first axis,
-    and y becomes [n t *out]. ``memory``: bytes that a structure may occupy; temporaries are chunked to an eighth of
+    and y becomes [n t *out]. Without it this is found where rows of the outputs depend on each other (attention) and
+    blocks of t rows do not. ``memory``: bytes that a structure may occupy; temporaries are chunked to an eighth of
     it. ``rules``: your own layer rules, which take precedence over those of the library.
 
     >>> import natgrad as ng
@@ -520,6 +522,18 @@ class ObserverCache:
 
 @final
 @dataclass(frozen=True)
+class PassLayers:
+    """The layers of a pass. ``bare``: those without a module's rule. ``reasons``: why parameters have no rule."""
+
+    tape: Tape
+    blocks: list[Block]
+    status: LayerStatus
+    bare: list[Block]
+    reasons: dict[str, str]
+
+
+@final
+@dataclass(frozen=True)
 class Observer:
     """Makes pullbacks of one model: its metric, its layers, and caches of what was learned about its graphs.
 
@@ -541,7 +555,7 @@ class Observer:
         self.model.check_separable()
         return self.of(Batch(self.model, x, target))
 
-    def of(self, batch: Batch) -> Pullback:
+    def of(self, batch: Batch, averaged: bool = False) -> Pullback:
         """The pullback at a batch, by a forward pass of the library; a ``deferred`` one is not split into ranges."""
         while True:
             asked = self.operations
@@ -552,7 +566,7 @@ class Observer:
                 bound = pass_bytes(self.memory, self.model.example.device)
                 tape, ranges = forward(self.model, self.blocks, batch.x, bound, asked)
             try:
-                return self.assemble(batch, tape, ranges)
+                return self.assemble(batch, tape, ranges, averaged=averaged)
             except OperationsNeededError:  # once
                 assert not asked
 
@@ -561,10 +575,18 @@ class Observer:
         """Whether a pass must record its operations, because parameters are used outside modules with a rule."""
         return self.cache.operations.needed(self.blocks)
 
-    def assemble(self, batch: Batch, tape: Tape, ranges: list[ExampleRange], fleeting: bool = False) -> Pullback:
+    def assemble(
+        self,
+        batch: Batch,
+        tape: Tape,
+        ranges: list[ExampleRange],
+        fleeting: bool = False,
+        averaged: bool = False,
+    ) -> Pullback:
         """The pullback from a forward pass that has already run, such as one seen by an optimizer's hook.
 
-        ``fleeting``: the pullback is used at once, so y need not be copied.
+        ``fleeting``: the pullback is used at once, so y need not be copied. ``averaged``: what the examples of the
+        outputs are has been decided, because an average over earlier passes exists.
         """
         # Under autocast, outputs and cotangents are in half precision; factors are in single precision or better. A
         # copy, because the user may change the outputs in place.
@@ -580,23 +602,28 @@ class Observer:
             batch = replace(batch, target=unflattened)
         if not self.deferred:
             check_outputs(self.model, batch.x, y)
-        tape = over_examples(tape)
         # What the first range does not use, another may.
         whole = ranges[-1][1] == y.shape[0] == tape.y.shape[0]
-        status = self.cache.statuses.of(self.model, self.blocks, tape, whole)
-        tape, blocks = replace(tape.with_batch_first(status.axes), memo=status.memo), status.blocks
-        bare = [block for block in blocks if block.rule is None and block.names[0] not in status.unused]
-        reasons: dict[str, str] = {}
-        if bare and tape.operations is not None:
-            blocks, tape, reasons = self.cache.operations.resolve(self.model, blocks, tape, bare)
-            self.cache.operations.remember(self.blocks)
-            first = next((t.shape[0] for t in tensors_of(batch.x) if t.ndim), 0)
-            if first and y.shape[0] > first and y.shape[0] % first == 0:
-                hint = f'; the outputs have {y.shape[0]} rows for {first} examples: pass examples="inputs"'
-                reasons = {name: reason + hint for name, reason in reasons.items()}
-        elif bare:
+        layers = self._layers(tape, whole)
+        if layers.bare and tape.operations is None:
             self.cache.operations.expect()
             raise OperationsNeededError
+        first, rows = next((t.shape[0] for t in tensors_of(batch.x) if t.ndim), 0), y.shape[0]
+        if layers.reasons and whole and self.model.examples is None and 0 < first < rows and rows % first == 0:
+            hint = 'pass examples="inputs"'
+            if not averaged and separable(batch.x, first):
+                observer = replace(self, model=replace(self.model, examples="inputs"))
+                by_example = replace(tape, y=self.model.by_example(tape.y, batch.x))
+                if not observer._layers(by_example, whole).reasons:
+                    self.cache.operations.forget()
+                    self.cache.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
+                    return observer.assemble(batch, by_example, [(0, first)], fleeting)
+                hint = "return outputs [n t *out] with the examples first"
+            hint = f", and the outputs have {rows} rows for {first} examples; {hint}"
+            layers.reasons.update({name: reason + hint for name, reason in layers.reasons.items()})
+        if tape.operations is not None and layers.bare:
+            self.cache.operations.remember(self.blocks)
+        tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
         bare = [block for block in blocks if block.rule is None]
         self._log_uncovered([block for block in bare if block.names[0] not in status.unused], reasons)
         coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
@@ -619,6 +646,17 @@ class Observer:
             graph_cache=self.cache.graphs if replays_graphs(y.device) else None,
             coupled=None if coupled is None else _placed(coupled, y),
         )
+
+    def _layers(self, tape: Tape, whole: bool) -> PassLayers:
+        """The layers of a pass whose outputs have the examples on their first axis; ``whole``: all of the batch."""
+        tape = over_examples(tape)
+        status = self.cache.statuses.of(self.model, self.blocks, tape, whole)
+        tape, blocks = replace(tape.with_batch_first(status.axes), memo=status.memo), status.blocks
+        bare = [block for block in blocks if block.rule is None and block.names[0] not in status.unused]
+        reasons: dict[str, str] = {}
+        if bare and tape.operations is not None:
+            blocks, tape, reasons = self.cache.operations.resolve(self.model, blocks, tape, bare)
+        return PassLayers(tape, blocks, status, bare, reasons)
 
     def _log_uncovered(self, blocks: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """Log once which parameters, those of ``blocks``, have no rule, and for what ``reasons``, by name."""

@@ -387,7 +387,7 @@ class Tape:
         if isinstance(rule, Replayed):
             return Joined.of([use.replay.layer(block.keys) for use in self.of(block)])
         uses = self.of(block)
-        return Joined.of([input_features(u.rule, u.module, block.keys, u.call, block.names) for u in uses])
+        return Joined.of([input_features(u.rule, u.module, block.keys, u.call, block.names, block.shape) for u in uses])
 
     @cached_property
     def half(self) -> bool:
@@ -418,28 +418,34 @@ class Tape:
         distinct: dict[int, Features] = {id(g): DenseFeatures(g) for g in pulled.values()}  # layers may share one g
         return {key: distinct[id(g)] for key, g in pulled.items()}
 
-    def cotangents(self, s: Tensor, blocks: Sequence[Block]) -> list[Features]:
-        """g of every block with a rule, for output cotangents s [k n *out] (for a tied weight, of one kind)."""
-        if not blocks:
-            return []
-        outer = self.output_cotangents(s)
-        replayed = {
-            at: self.inner_cotangents(at, g) for at, g in outer.items() if isinstance(self.uses[at].rule, Replayed)
-        }
-        return [
-            Joined.of([self.layer_cotangents(at, block.keys, outer, replayed) for at in self.use_ids(block)])
-            for block in blocks
-        ]
+    def cotangents(self, s: Tensor) -> Cotangents:
+        """The cotangents of all uses, from s [k n *out]."""
+        return self.with_inner(self.output_cotangents(s))
 
-    def layer_cotangents(
-        self,
-        at: int,
-        keys: tuple[str, ...],
-        outer: Mapping[int, tuple[Tensor, ...]],
-        replayed: Mapping[int, Mapping[str, Features]],
-    ) -> Features:
-        """g of one layer in one use."""
-        use = self.uses[at]
+    def with_inner(self, outer: dict[int, tuple[Tensor, ...]]) -> Cotangents:
+        """These cotangents of outputs, with those of the layers inside of replayed uses."""
+        replayed = [at for at in outer if isinstance(self.uses[at].rule, Replayed)]
+        return Cotangents(outer, {at: self.inner_cotangents(at, outer[at]) for at in replayed})
+
+
+@final
+@dataclass(frozen=True)
+class Cotangents:
+    """Of uses, by their positions on the tape: of the outputs, and of the layers inside where a use was replayed."""
+
+    outer: dict[int, tuple[Tensor, ...]]
+    inner: dict[int, Mapping[str, Features]]
+
+    def of(self, tape: Tape, block: Block) -> Features:
+        """g of a block with a rule, its uses concatenated along r (for a tied weight, of one kind)."""
+        return Joined.of([self._of_use(tape.uses[at], at, block) for at in tape.use_ids(block)])
+
+    def _of_use(self, use: Use, at: int, block: Block) -> Features:
         if isinstance(use.rule, Replayed):
-            return replayed[at][keys[0]]
-        return cotangent_features(use.rule, use.module, keys, outer[at][0])
+            return self.inner[at][block.keys[0]]
+        return cotangent_features(use.rule, use.module, block.keys, self.outer[at][0], block.shape)
+
+    def forget(self, at: int) -> None:
+        """Free those of a use that nobody asks for any more."""
+        self.outer.pop(at, None)
+        self.inner.pop(at, None)

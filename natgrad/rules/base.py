@@ -56,6 +56,8 @@ class Rule(ABC):
     """
 
     one_hot: ClassVar[bool] = False  # A is diagonal whatever the inputs, and structures keep it so
+    stacked: ClassVar[bool] = False  # a group c (an expert) may be used by no row of a pass
+    shares_factors: ClassVar[bool] = False  # the groups c have one S and one A for all
     capturable: ClassVar[bool] = False  # inputs and cotangents read only the call, g and buffers, and never synchronise
 
     @abstractmethod
@@ -105,21 +107,33 @@ class Rule(ABC):
         return matrices(block) if (type(self).pack, type(self).unpack) == (Rule.pack, Rule.unpack) else None
 
 
-def input_features(rule: Rule, module: nn.Module, keys: Keys, call: Call, names: Sequence[str] = ()) -> Features:
-    """a of a call, with the shape that the rule promised: it may be the user's own. ``names`` are for the message."""
+def input_features(
+    rule: Rule,
+    module: nn.Module,
+    keys: Keys,
+    call: Call,
+    names: Sequence[str] = (),
+    promised: tuple[int, int, int] | None = None,
+) -> Features:
+    """a of a call, with the shape that the rule promised: it may be the user's own. ``names`` are for the message.
+
+    ``promised``: what ``rule.shape`` has returned, where that was asked for before: a layer may have many uses.
+    """
     a = rule.inputs(module, keys, call)
     features = DenseFeatures(a) if isinstance(a, Tensor) else a
-    (c, _, i), shape = rule.shape(module, keys), features.shape
+    (c, _, i), shape = promised or rule.shape(module, keys), features.shape
     if len(shape) != 4 or shape[2:] != (c, i):
         raise _wrong_shape(rule, "inputs", names or keys, shape, f"[n r c i] with c = {c} and i = {i}")
     return features
 
 
-def cotangent_features(rule: Rule, module: nn.Module, keys: Keys, g: Tensor) -> Features:
+def cotangent_features(
+    rule: Rule, module: nn.Module, keys: Keys, g: Tensor, promised: tuple[int, int, int] | None = None
+) -> Features:
     """g of a layer from cotangents [k *output], likewise."""
     returned = rule.cotangents(module, keys, g)
     features = DenseFeatures(returned) if isinstance(returned, Tensor) else returned
-    (c, o, _), shape = rule.shape(module, keys), features.shape
+    (c, o, _), shape = promised or rule.shape(module, keys), features.shape
     if len(shape) != 5 or shape[3:] != (c, o):
         raise _wrong_shape(rule, "cotangents", keys, shape, f"[k n r c o] with c = {c} and o = {o}")
     return features

@@ -28,7 +28,16 @@ from natgrad.accelerate.moments import (
     single,
     symmetric_product,
 )
-from natgrad.accelerate.patches import Axis, convolve, patch_mean, patch_moment, patch_sum, patches, positions
+from natgrad.accelerate.patches import (
+    Axis,
+    convolve,
+    few_patches,
+    patch_mean,
+    patch_moment,
+    patch_sum,
+    patches,
+    positions,
+)
 
 Ones: TypeAlias = bool | Tensor  # the homogeneous coordinate: none, 1 everywhere, or u_n after examples were combined
 _GRADIENTS = 2**24  # numbers, of per-example gradients at a time
@@ -69,7 +78,7 @@ class Moment:
             count = torch.where(count > 0, count, 1).view(-1, *[1] * (total.ndim - 1)).to(total.dtype)
         return total / count
 
-    def over(self, count: int) -> Moment:
+    def over(self, count: int | Tensor) -> Moment:
         """The same sum, to be divided by another count."""
         return replace(self, count=count)
 
@@ -119,6 +128,10 @@ class Features(ABC):
         """The number of positions N·R, or Σ_n w_n R_n; a tensor [c] where masked positions do not count."""
         n, r = self.shape[-4:-2]
         return n * r if weights is None else r * weights.sum().view(1)
+
+    def groups_used(self) -> int | Tensor:
+        """One for every group c that has positions here, zero for others [c]; or 1 for all."""
+        return 1
 
     def moment(self) -> Moment:
         """Σ x xᵀ [c d d] over k, n and r, in single precision at least."""
@@ -279,7 +292,10 @@ class Patches(Features):
         return _with_ones(a.unflatten(0, self.x.shape[: self._examples + 1]), self.ones, -4)
 
     def moment(self) -> Moment:
-        return Moment(patch_moment(self._images, self.axes, self.groups, self.ones), self.count())
+        x, count = self._images, self.count()
+        if isinstance(self.ones, bool) and few_patches(x, self.axes, self.groups):
+            return Rows(patches(x, self.axes).squeeze(2), self.ones).moment().over(count)
+        return Moment(patch_moment(x, self.axes, self.groups, self.ones), count)
 
     def squares(self) -> Moment:
         total = patch_sum(single(self._images).square(), self.axes, self.groups)
@@ -452,9 +468,12 @@ class Joined(Features):
         return reduce(operator.add, [use.squares() for use in self.uses])
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
-        """Every use counts alike in a mean, however many positions it has."""
+        """Every use of a group counts alike in a mean, however many positions it has."""
         total = reduce(torch.add, [use.reduced(how).dense() for use in self.uses])
-        return DenseFeatures(total / len(self.uses) if how == "mean" else total)
+        if how == "sum":
+            return DenseFeatures(total)
+        uses = reduce(operator.add, [use.groups_used() for use in self.uses])
+        return DenseFeatures(total / (uses if isinstance(uses, int) else uses.clamp(min=1).unsqueeze(-1)))
 
     def project(self, w: Tensor) -> Tensor:
         return torch.cat([use.project(w) for use in self.uses], dim=-2)

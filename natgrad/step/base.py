@@ -54,7 +54,9 @@ class StepContext:
     """All that a step rule may look at. Nothing in it changes the model, and what is not asked for is not computed.
 
     ``sharp(ω, λ)`` is (G + λ)⁻¹ω. ``move(v)`` is the displacement −lr·(μm + v) that the optimizer would make of v by
-    itself; v is overwritten. ``velocity()`` is the momentum that the last step left. ``acceleration(δ)`` = −Γ(δ, δ) is
+    itself; v is overwritten. ``velocity()`` is the momentum that the last step left. With momentum on gradients it is
+    in ``smooth(ω)`` = μm + (1 − μ)ω, there is no velocity, and ``move(v)`` is −lr·v; else ``smooth(ω)`` is ω.
+    ``acceleration(δ)`` = −Γ(δ, δ) is
     the second derivative of the geodesic with velocity δ. ``loss_at(θ)`` is the loss of the closure at θ (None: here),
     if there is a closure. ``queries()`` answers questions about the model and its metric on the current batch.
     """
@@ -66,6 +68,7 @@ class StepContext:
     damping: float
     rates: Rates
     decay: Callable[[], Mapping[str, Tensor]]
+    smooth: Callable[[Covector], Covector]
     sharp: Callable[[Covector, float], Vector]
     move: Callable[[Vector], Vector]
     velocity: Callable[[], Vector | None]
@@ -79,8 +82,8 @@ class StepContext:
         return self.decay()
 
     def natural(self, damping: float | None = None) -> Vector:
-        """The displacement −lr·(μm + (G + λ)⁻¹ω); by default with the current damping."""
-        return self.move(self.sharp(self.differential, self.damping if damping is None else damping))
+        """The displacement of the natural gradient, with momentum; by default with the current damping."""
+        return self.move(self.sharp(self.smooth(self.differential), self.damping if damping is None else damping))
 
     def loss(self, δ: Vector | None) -> float:
         """The loss of the closure where the step δ lands (None: here)."""
@@ -147,8 +150,9 @@ class PlainRule(StepRule):
         """c from v and ``square`` = ⟨lr·ω, lr·v⟩ []: one number, or a number for each parameter."""
 
     def take(self, context: StepContext) -> Step:
-        v = context.sharp(context.differential, context.damping)
-        rescale_(v, self.scale(v, squared_length(context.differential, v, context.rates)))
+        ω = context.smooth(context.differential)
+        v = context.sharp(ω, context.damping)
+        rescale_(v, self.scale(v, squared_length(ω, v, context.rates)))
         return Step(context.move(v), context.damping)
 
 

@@ -19,9 +19,10 @@ from natgrad.linalg import (
     refuse_singular,
 )
 from natgrad.model import Model
+from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure
+from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure, Subset
 
 _WHAT = "the diagonal metric"
 
@@ -58,6 +59,18 @@ class Diagonal(Structure):
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DiagonalOperator:
         values = tensors["values"]
         return DiagonalOperator(Layout.of(model.params, values.dtype), values, power=self.power)
+
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        return list(blocks)
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> DiagonalOperator:
+        """g² (Duchi, Hazan and Singer 2011; Kingma and Ba 2015)."""
+        layout = Layout.of(sample.ω)
+        values = layout.flatten(sample.ω).square_()
+        if sample.without and isinstance(like, DiagonalOperator):
+            absent = Subset.of(layout, sorted(sample.without))
+            absent.put(absent.take(like.values), values)
+        return DiagonalOperator(layout, values, power=self.power)
 
     def extracted(self, G: Operator) -> DiagonalOperator:
         return DiagonalOperator(G.layout, G.diagonal(), power=self.power)

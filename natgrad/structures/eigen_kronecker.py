@@ -17,10 +17,11 @@ from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
+from natgrad.pullback.gradient import GradientSample, gradient_factors
 from natgrad.pullback.layer import Block, Tied
-from natgrad.pullback.moments import Cotangents, passes, second_moments
+from natgrad.pullback.moments import factors_of, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.pullback.tape import Tape
+from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing
 from natgrad.structures.layered import (
@@ -79,7 +80,7 @@ class EigenKronecker(Layered):
         split, dtype = self.split(pullback, like), pullback.y.dtype
         basis = self._basis_of(like, split.blocks)
         if basis is None or pullback.coupling is not None:
-            estimates = second_moments(pullback, split.used, self.sharing_rule)
+            estimates = factors_of(pullback, split.used, self.sharing_rule)
             if basis is None:
                 used = Basis.of([s for s, _ in estimates], [a for _, a in estimates]).sides
                 sides = split.of_all(used, lambda block: (None, None))  # until it is renewed
@@ -102,6 +103,22 @@ class EigenKronecker(Layered):
             split.unseen,
             power=self.power,
         )
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> EigenKroneckerOperator:
+        """S and A as in ``Kronecker``, and D = (QᵀG_kP)² in the basis of ``like`` (Vyas et al. 2024)."""
+        assert like is None or isinstance(like, EigenKroneckerOperator)
+        split, layout, fallback = self.split_gradient(sample, like)
+        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used))
+        factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
+        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
+        basis = Basis.of(left, right) if like is None else like.basis
+        turned = (
+            rotated(q, block.packed(sample.ω).to(layout.dtype), p)
+            for block, (q, p) in zip(split.blocks, basis.sides, strict=True)
+        )
+        scales = tuple(g.square().contiguous() for g in turned)
+        blocks, unseen = split.blocks, split.unseen
+        return EigenKroneckerOperator(layout, blocks, left, right, basis, scales, fallback, unseen, power=self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)

@@ -22,6 +22,7 @@ from natgrad.accelerate.averages import PendingAverages, lay_out
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.inverses import (
     BatchedInverse,
+    InverseStack,
     Inversion,
     Newton,
     SymFactor,
@@ -36,6 +37,7 @@ from natgrad.accelerate.replay import Scalar
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import Damping, Relative, inverse_powered, refuse_singular
 from natgrad.model import Model
+from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullback.layer import Block
 from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
 from natgrad.pullback.pullback import Pullback, without_autocast
@@ -50,6 +52,7 @@ from natgrad.structures.layered import (
     SidesCost,
     eigenvalues,
     factor_power,
+    group_weights,
     joined,
     layer_tensors,
     recomposed,
@@ -80,9 +83,9 @@ class Kronecker(Layered):
     In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass. The
     fallback needs passes of its own: these are in evaluation mode, and the log says so once.
 
-    A layer that a forward pass does not use (an expert, a block that stochastic depth drops) is not in the estimate of
-    that pass: the moving average of its factors continues with the next pass that uses it. The correction of the
-    average for its start counts all estimates, and is an approximation for such a layer.
+    A layer that a forward pass does not use (an expert, as a module or in a stack; a block that stochastic depth drops)
+    is not in the estimate of that pass: the moving average of its factors continues with the next pass that uses it.
+    The correction of the average for its start counts all estimates, and is an approximation for such a layer.
 
     The products S ⊗ A are exact for one datum, for deep linear networks with squared loss, and wherever a and g are
     independent. Every metric on the outputs will do, also a sampled one (Luk and Grosse 2018, theorem 3.6).
@@ -139,6 +142,23 @@ class Kronecker(Layered):
         stream(pullback, split.used, self.sharing_rule, sink)
         return average.absorbed(fallback, weight, split.unseen)
 
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
+        """S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k) of every matrix (Gupta, Koren and Singer 2018)."""
+        assert like is None or isinstance(like, KroneckerOperator)
+        split, layout, fallback = self.split_gradient(sample, like)
+        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used))
+        factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
+        left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
+        return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
+
+    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> KroneckerOperator:
+        """Factor by factor, and in place; a matrix without a gradient keeps its average."""
+        assert isinstance(average, KroneckerOperator)
+        split, _, fallback = self.split_gradient(sample, average)
+        sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
+        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink)
+        return average.absorbed(fallback, weight, split.unseen)
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
         dtype = split.dtype(tensors, fallback)
@@ -153,13 +173,15 @@ class Kronecker(Layered):
 class FactorAverage(FactorSink):
     """The moving averages Ā ← (1 − w) Ā + w A and S̄ likewise, of factors that arrive one by one.
 
-    ``numbers``: of each layer that arrives, its number in the average. A layer that is new has weight 1.
+    ``numbers``: of each layer that arrives, its number in the average. A layer that is new has weight 1. Every group of
+    a stacked layer has a weight of its own (``group_weights``), from A, which arrives before S.
     """
 
     def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Scalar) -> None:
         self.average, self.numbers = average, numbers
         self._weight = weight
         self._averages = PendingAverages((*average.left, *average.right))
+        self._group_weights: dict[int, Tensor] = {}
 
     @property
     def weight(self) -> float:
@@ -176,6 +198,13 @@ class FactorAverage(FactorSink):
         number = self.numbers[b]
         factor = (self.average.left if side == "S" else self.average.right)[number]
         weight = self._weight if self.average.saw(number) else 1.0
+        rule = self.average.blocks[number].rule
+        if rule is not None and rule.stacked:
+            new = moment.mean()
+            if side == "A":
+                self._group_weights[b] = group_weights(factor, new, weight, 1) / weight
+            share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
+            moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
         if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
             moment = Moment(moment.mean(), 1) if isinstance(moment.count, Tensor) else moment
             assert isinstance(moment.count, int)
@@ -224,10 +253,12 @@ class KroneckerOperator(LayerOperator):
 
     def layer_diagonal(self, b: int) -> Tensor:
         s, a = factor_power(self.left[b], self.power), factor_power(self.right[b], self.power)
-        return diagonal(s).unsqueeze(-1) * diagonal(a).unsqueeze(-2)
+        values = diagonal(s).unsqueeze(-1) * diagonal(a).unsqueeze(-2)
+        return values.expand(self.blocks[b].shape)
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
-        return s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
+        values = s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
+        return values.expand(self.blocks[b].shape)
 
     def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
         """The products s_o a_i + λ, in the eigenvectors of the factors; (s_o + λ_S)(a_i + λ_A) if λ is relative."""
@@ -237,6 +268,7 @@ class KroneckerOperator(LayerOperator):
         products = [x.unsqueeze(-1) * y.unsqueeze(-2) for x, y in zip(s, a, strict=True)]
         if not isinstance(damping, Relative) and damping != 0:
             products = [x.add_(damping) for x in products]
+        products = [x.expand(block.shape) for block, x in zip(self.blocks, products, strict=True)]
         return products, Basis(tuple(q), tuple(p))
 
     def lerp(self, other: Operator, weight: float) -> KroneckerOperator:
@@ -390,7 +422,7 @@ class ProductInverse(LayerInverse):
     blocks: tuple[Block, ...]
     fallback: Inverse | None
     dense: tuple[tuple[bool, bool], ...]  # of every layer, whether S and A are matrices
-    stacks: tuple[tuple[SymFactor, SymFactor], ...] = ()  # of every batch, S⁻¹ [b·c o o] and A⁻¹ [b·c i i], aligned
+    stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
     batch: BatchedInverse = field(default_factory=BatchedInverse)
 
     @staticmethod
@@ -406,7 +438,8 @@ class ProductInverse(LayerInverse):
         if here != there or self.dense != _dense_sides(G):
             return False
         like = G.left[0]
-        return all(t.dtype == like.dtype and t.device == like.device for stack in self.stacks for t in stack)
+        memory = [stack.memory for pair in self.stacks for stack in pair]
+        return all(t.dtype == like.dtype and t.device == like.device for t in memory)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy S⁻¹ and A⁻¹ of every layer."""
@@ -423,21 +456,21 @@ class ProductInverse(LayerInverse):
 
     def refresh_(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
-        addresses = tuple(t.data_ptr() for stack in self.stacks for t in stack)
+        addresses = tuple(stack.memory.data_ptr() for pair in self.stacks for stack in pair)
         self.batch.refresh_(self._jobs, (*G.left, *G.right), damping, newton, addresses)
 
     def _jobs(self, factors: Sequence[SymFactor], damping: Scalar) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
-        out, jobs = self._inverses(), list[Inversion]()
-        for batch in self.batches:
+        jobs: list[Inversion] = []
+        for batch, stacks in zip(self.batches, self.stacks, strict=True):
             s, a = [left[b] for b in batch], [right[b] for b in batch]
             c, π = s[0].shape[0], balance(a, s)
-            for letter, side, shifts in (("S", s, damping**0.5 / π), ("A", a, damping**0.5 * π)):
-                for b, factor, shift in zip(batch, side, shifts.split(c), strict=True):
-                    block = self.blocks[b]
-                    title = f"the factor {letter} of {block.title}"
-                    jobs.append(Inversion(factor, shift, out[f"{block.names[0]}/{letter}"], title))
+            shifts = damping**0.5 / π, damping**0.5 * π
+            for letter, side, shift, stack in zip("SA", (s, a), shifts, stacks, strict=True):
+                outs = _unaligned(stack.memory, side[0].shape[-1]).split(c)
+                for b, factor, λ, out in zip(batch, side, shift.split(c), outs, strict=True):
+                    jobs.append(Inversion(factor, λ, out, f"the factor {letter} of {self.blocks[b].title}", stack))
         return jobs
 
     def failed(self) -> bool:
@@ -464,24 +497,28 @@ class ProductInverse(LayerInverse):
 
     def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
         left, right = self.stacks[batch]
+        if left.is_root or right.is_root:
+            return separated(right.solve_right(left.solve(joined(columns))), columns)
         graph = torch.is_grad_enabled() and any(w.requires_grad for w in columns)
-        if is_dense(left) and is_dense(right) and not graph:
-            return two_sided_columns(left, columns, right)
+        L, R = left.memory, right.memory
+        if is_dense(L) and is_dense(R) and not graph and L.shape[0] == columns[0].shape[0]:
+            return two_sided_columns(L, columns, R)
         w = joined(columns)
         in_place = not graph and w is not columns[0]
-        return separated(two_sided(left, w, right, w if in_place else None), columns)
+        return separated(two_sided(L, w, R, w if in_place else None), columns)
 
     def tensors(self) -> dict[str, Tensor]:
         return self.fallback_inverse_tensors() | self._inverses()
 
     def _inverses(self) -> dict[str, Tensor]:
-        """Views of S⁻¹ and A⁻¹ of every layer, without the padding."""
+        """Views of S⁻¹ and A⁻¹ of every layer, without the padding; roots are inverted."""
         out: dict[str, Tensor] = {}
         for batch, stacks in zip(self.batches, self.stacks, strict=True):
             blocks = [self.blocks[b] for b in batch]
-            c, o, i = blocks[0].shape
+            (_, o, i), c = blocks[0].shape, blocks[0].factor_groups
             sides = (
-                (letter, _unaligned(stack, d).split(c)) for letter, stack, d in zip("SA", stacks, (o, i), strict=True)
+                (letter, _unaligned(stack.inverses(), d).split(c))
+                for letter, stack, d in zip("SA", stacks, (o, i), strict=True)
             )
             out |= layer_tensors(blocks, dict(sides))
         return out
@@ -491,13 +528,13 @@ def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:
     return tuple((is_dense(s), is_dense(a)) for s, a in zip(G.left, G.right, strict=True))
 
 
-def _memory(factor: SymFactor, count: int) -> SymFactor:
+def _memory(factor: SymFactor, count: int) -> InverseStack:
     """For the inverses of as many factors like this one, ``aligned`` with zeros."""
     shape = (count * factor.shape[0], *factor.shape[1:])
     like = aligned(factor[:1])
     if like.shape[-1] == factor.shape[-1]:
-        return torch.empty(shape, dtype=factor.dtype, device=factor.device)
-    return like.new_zeros(shape[0], *like.shape[1:])
+        return InverseStack(torch.empty(shape, dtype=factor.dtype, device=factor.device))
+    return InverseStack(like.new_zeros(shape[0], *like.shape[1:]))
 
 
 def _unaligned(factor: SymFactor, size: int) -> SymFactor:

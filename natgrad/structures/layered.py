@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
 
 import torch
@@ -27,9 +28,10 @@ from natgrad.accelerate.inverses import (
     diagonal,
     is_dense,
     layers_at_once,
-    spectrum,
     stacked,
 )
+from natgrad.accelerate.replay import Scalar
+from natgrad.accelerate.roots import spectrum
 from natgrad.errors import IncompatibleError, UncoveredError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.linalg import (
@@ -42,6 +44,7 @@ from natgrad.linalg import (
     refuse_singular,
 )
 from natgrad.model import Model, check_slots
+from natgrad.pullback.gradient import GradientSample, matrices
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback
@@ -132,7 +135,7 @@ class Layered(Structure):
     def title(self, block: Block) -> str:
         if block.rule is not None:
             return type(self).__name__
-        return "known after a pass" if self.strict else f"{type(self.fallback).__name__} (fallback)"
+        return f"{type(self.fallback).__name__} (fallback)"
 
     def uncovered(self) -> str | None:
         if self.strict:
@@ -149,7 +152,7 @@ class Layered(Structure):
 
     def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of S and A of a layer."""
-        c, o, i = block.shape
+        (_, o, i), c = block.shape, block.factor_groups
         only_diagonal = block.sparse or i > self.largest
         return (c, o) if o > self.largest else (c, o, o), (c, i) if only_diagonal else (c, i, i)
 
@@ -185,14 +188,13 @@ class Layered(Structure):
         return LayerSplit(tuple(blocks), unseen, restricted(pullback, uncovered) if uncovered else None)
 
     def _log_diagonal(self, blocks: Sequence[Block], pullback: Pullback) -> None:
-        """Log once which parameters have only a diagonal, because a weight is a function of them."""
-        functions = pullback.operations.behind_functions
-        if functions and (names := [name for block in blocks for name in block.names if name in functions]):
-            message = (
-                f"{', '.join(names)} are behind a function (weight_norm, spectral_norm, a merged LoRA): they have the "
-                "diagonal of the metric, not Kronecker factors. Multiply by the parameters themselves to have them."
-            )
-            pullback.logger.log_once(logging.WARNING, message)
+        """Log once which parameters of products have only a diagonal, why, and what to do about it."""
+        by_reason: dict[str, list[str]] = {}
+        for name in (name for block in blocks for name in block.names):
+            if name in pullback.operations.diagonals:
+                by_reason.setdefault(pullback.operations.diagonals[name], []).append(name)
+        for reason, names in by_reason.items():
+            pullback.logger.log_once(logging.WARNING, f"{', '.join(names)} {reason}")
 
     def _check_strict(self, uncovered: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """With ``strict``, refuse parameters that no rule covers, with the ``reasons``, by name."""
@@ -203,6 +205,43 @@ class Layered(Structure):
                 f"no layer rule covers {', '.join(names)}, and strict=True{': ' + why if why else ''}. Pass rules=[…] "
                 f"with a rule for their module, or let them fall back to {self.fallback!r} with strict=False"
             )
+
+    # The second moment of gradients: every matrix is a layer.
+
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        """Every parameter of two or more axes is a layer; the others have the fallback."""
+        out = matrices(blocks)
+        uncovered = [block for block in out if block.rule is None]
+        if self.strict and uncovered:
+            names = ", ".join(block.title for block in uncovered)
+            raise UncoveredError(
+                f"{names}: fewer than two axes, so no Kronecker factors of gradients, and strict=True. With "
+                f"strict=False their metric is {self.fallback!r}"
+            )
+        if uncovered:
+            self.fallback.gradient_blocks(uncovered)
+        return out
+
+    def split_gradient(
+        self, sample: GradientSample, like: LayerOperator | None
+    ) -> tuple[LayerSplit, Layout, Operator | None]:
+        """The matrices, those without a gradient unseen, and the second moment of the other parameters.
+
+        ``like``: what the estimate will be averaged with.
+        """
+        layout = Layout.of(sample.ω)
+        blocks = tuple(block for block in sample.blocks if block.rule is not None)
+        if like is None:
+            self.admit_numbers(sum(map(self.layer_elements, blocks)), layout, sample.memory)
+        uncovered = [block for block in sample.blocks if block.rule is None]
+        below = None if like is None else like.fallback
+        fallback = self.fallback.of_gradient(sample.restricted(_moved(uncovered)), below) if uncovered else None
+        fallback = None if fallback is None else fallback.with_power(self.power)
+        return LayerSplit(blocks, sample.without & {block.names[0] for block in blocks}), layout, fallback
+
+    def diagonal_sides(self, blocks: Sequence[Block]) -> list[tuple[bool, bool]]:
+        """Of every layer, whether only the diagonals of S and A are kept."""
+        return [(len(s) == 2, len(a) == 2) for s, a in map(self.shapes, blocks)]
 
     def restored_split(
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
@@ -252,6 +291,10 @@ class LayerSplit:
         """The layers that the pass used."""
         return [block for block in self.blocks if block.names[0] not in self.unseen]
 
+    def uses(self, b: int) -> bool:
+        """Whether the pass used the layer number b."""
+        return self.blocks[b].names[0] not in self.unseen
+
     def of_used(self, of_all: Iterable[T]) -> list[T]:
         """What belongs to the used layers, out of what belongs to every layer."""
         return [t for block, t in zip(self.blocks, of_all, strict=True) if block.names[0] not in self.unseen]
@@ -297,6 +340,13 @@ def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
     model = replace(pullback.model, params=params)
     layers = _repositioned(blocks, params)
     return replace(pullback, batch=replace(pullback.batch, model=model), layers=layers)
+
+
+def _moved(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of one parameter each, at their positions where there are no others."""
+    starts = accumulate((block.size for block in blocks), initial=0)
+    pairs = zip(blocks, starts, strict=False)
+    return [replace(block, slices=(replace(block.slices[0], start=start),)) for block, start in pairs]
 
 
 def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:
@@ -485,6 +535,9 @@ class LayerOperator(Operator):
         if not self.blocks:
             return ()
         mean = fused.lerp(old, new, weight)
+        for b, block in enumerate(self.blocks):
+            if block.rule is not None and block.rule.stacked:
+                mean[b] = old[b].lerp(new[b], group_weights(self.right[b], other.right[b], weight, old[b].ndim))
         choices = enumerate(zip(old, new, mean, strict=True))
         return tuple((m if self.saw(b) else y) if other.saw(b) else x for b, (x, y, m) in choices)
 
@@ -518,10 +571,10 @@ class LayerOperator(Operator):
             if not self.saw(b):
                 out[f"{block.names[0]}/{UNSEEN}"] = (0,)
                 continue
-            (c, o, i), s, a = block.shape, self.left[b], self.right[b]
-            shapes = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i)}
-            shapes |= {"Q": (c, o, o)} if is_dense(s) else {}
-            shapes |= {"P": (c, i, i)} if is_dense(a) else {}
+            s, a = tuple(self.left[b].shape), tuple(self.right[b].shape)
+            shapes = {"S": s, "A": a, "D": block.shape}
+            shapes |= {"Q": s} if len(s) == 3 else {}
+            shapes |= {"P": a} if len(a) == 3 else {}
             out |= {f"{block.names[0]}/{letter}": shape for letter, shape in shapes.items() if letter in self.by_letter}
         return out
 
@@ -553,6 +606,20 @@ class LayerOperator(Operator):
         if self.blocks or self.fallback is None:
             return self.blocks[0].device
         return next(iter(self.fallback.tensors().values())).device  # no layer has a rule
+
+
+def group_weights(old: Tensor, new: Tensor, weight: Scalar, axes: int) -> Tensor:
+    """The weight [c 1 …] of each group of a stacked layer in a moving average, from A of the average and A of a pass.
+
+    An expert that no row of the pass used keeps its average (weight 0); one that is used for the first time has no
+    average yet (weight 1). Either has A = 0, as a layer without rows has. The weight has this number of axes.
+
+    >>> group_weights(torch.ones(3, 1, 1), torch.tensor([2.0, 0.0, 2.0]).view(3, 1, 1), 0.25, 2).T
+    tensor([[0.2500, 0.0000, 0.2500]])
+    """
+    used, before = new.flatten(1).any(1), old.flatten(1).any(1)
+    weights = torch.where(before, torch.as_tensor(weight, dtype=new.dtype, device=new.device), 1.0) * used
+    return weights.view(-1, *[1] * (axes - 1))
 
 
 def layer_tensors(blocks: Sequence[Block], by_letter: Mapping[str, Iterable[Tensor | None]]) -> dict[str, Tensor]:

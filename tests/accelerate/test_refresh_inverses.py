@@ -11,7 +11,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.accelerate import inverses, replay
 from natgrad.structures.kronecker import ProductInverse
-from tests.accelerate.standin import EagerGraphs
+from tests.accelerate.eager_graphs import EagerGraphs
 from tests.accelerate.test_inverses import operator_of, scaled
 from tests.pulled import close
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.replay import CudaGraphs, GraphCache, Scalar, capturing
-from tests.accelerate.standin import EagerGraphs
+from tests.accelerate.eager_graphs import EagerGraphs
 
 
 @dataclass

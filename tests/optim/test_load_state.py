@@ -89,6 +89,18 @@ def test_another_solver_keeps_the_metric_and_inverts_anew_which_is_said_once(cap
     assert not torch.allclose(thetas[0], train(saved.tracker.module, saved, 1))
 
 
+def test_a_state_of_version_0_1_0_is_loaded_bit_for_bit() -> None:
+    """It says nothing of layers that operations have shown, and counts its estimates."""
+    saved, state = state_of(MAKES["dense"])
+    del state["natgrad"]["operations"]
+    state["natgrad"]["count"] = 3
+    model = net(1)
+    opt = MAKES["dense"](model)
+    model.load_state_dict(saved.tracker.module.state_dict())
+    opt.load_state_dict(state)
+    assert torch.equal(train(model, opt, 3), train(saved.tracker.module, saved, 3))
+
+
 @pytest.mark.parametrize("name", MAKES)
 def test_a_state_that_is_whole_is_loaded(name: str) -> None:
     _, state = state_of(MAKES[name])

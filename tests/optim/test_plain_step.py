@@ -127,6 +127,13 @@ def test_steps_in_one_pass_are_those_of_several(name: str, gpu: Callable[[], lis
     assert fused == [False, True, True, True, True]  # at first there is no momentum
 
 
+def test_steps_with_momentum_on_gradients_are_on_a_gpu_those_of_a_processor(gpu: Callable[[], list[bool]]) -> None:
+    expected = run(lambda: grouped(momentum_on="gradients"))
+    fused = gpu()
+    alike(run(lambda: grouped(momentum_on="gradients")), expected)
+    assert not fused  # the momentum is averaged before the metric
+
+
 class Twice(StepRule):
     """Looks at another move before it decides."""
 
@@ -246,13 +253,17 @@ class Replays:
         return (None, None), replay  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("momentum_on", ["steps", "gradients"])
 @pytest.mark.parametrize("every", [1, 20])
-def test_a_captured_step_follows_gradient_learning_rate_and_inverse(every: int, gpu: Callable[[], list[bool]]) -> None:
+def test_a_captured_step_follows_gradient_learning_rate_and_inverse(
+    every: int, momentum_on: str, gpu: Callable[[], list[bool]]
+) -> None:
     """The schedule changes the rate in every step; the metric and its inverse change every few."""
 
     def trained(captures: Replays | None) -> list[Tensor]:
         model = net()
         options: dict[str, Any] = {"metric_every": every, "inverse_every": every, "weight_decay": 0.01}
+        options["momentum_on"] = momentum_on
         opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), **options)
         schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
         if captures is not None:

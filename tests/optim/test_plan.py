@@ -41,10 +41,16 @@ def numbers(plan: Plan) -> dict[str, tuple[Any, ...]]:
 
 def test_every_parameter_is_in_one_row_with_its_rule_its_packed_shape_and_its_factors() -> None:
     model = Mixed()
-    plan = ng.KFAC(model, FISHER).plan()
+    opt = ng.KFAC(model, FISHER)
+    plan = opt.plan()
     assert sorted(name for row in plan.rows for name in row.names) == sorted(dict(model.named_parameters()))
-    assert numbers(plan) == {
-        "mix": (None, "Diagonal (fallback)", (1, 30, 1), {"G": (1, 30)}),
+    before = numbers(plan)
+    model(torch.randint(50, (8, 7))).square().sum().backward()
+    opt.step()
+    after = {"mix": (None, "Diagonal (fallback)", (1, 30, 1), {"G": (1, 30)})}
+    assert numbers(opt.plan()) == before | after
+    assert before == {
+        "mix": (None, "found at the first pass", (1, 30, 1), {}),
         "table.weight": ("Embedding", "Kronecker", (1, 8, 50), {"S": (1, 8, 8), "A": (1, 50)}),
         "conv.weight": ("Conv", "Kronecker", (2, 3, 13), {"S": (2, 3, 3), "A": (2, 13, 13)}),
         "norm.weight": ("LayerNorm", "Kronecker", (6, 1, 2), {"S": (6, 1, 1), "A": (6, 2, 2)}),
@@ -139,7 +145,9 @@ def test_the_table_says_what_no_rule_covers_and_what_becomes_of_it() -> None:
     plan = ng.KFAC(Mixed(), FISHER, fallback=ng.BlockDense()).plan()
     assert plan.uncovered == ("mix",)
     text = str(plan)
-    assert "no layer rule covers mix" in text
+    assert "the rule of mix is found at the first pass, from the operations that use them; if there is none, " in text
+    assert "memory and cost are known after the first pass" in text
+    assert "fallback" not in text
     assert "their rows come from torch.func, which is slow, and their metric is BlockDense()" in text
 
 

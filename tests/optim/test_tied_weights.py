@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.structures import Structure
-from tests.tied import NAME, D, Language, N, T, V
+from tests.tied_models import NAME, D, Language, N, T, V
 
 
 def _training(structure: Structure | None = None) -> tuple[Language, ng.NaturalGradient, Tensor]:

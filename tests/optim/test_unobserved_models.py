@@ -107,14 +107,14 @@ def test_the_plan_of_a_strict_optimizer_says_what_the_first_pass_will_refuse(pre
     opt = preset(model, ng.Euclidean(), strict=True)
     text = str(opt.plan())
     assert "fallback)" not in text
-    assert {row.names: row.structure for row in opt.plan().rows}[("mix",)] == "known after a pass"
+    assert {row.names: row.structure for row in opt.plan().rows}[("mix",)] == "found at the first pass"
     assert (
         "refuses them in the first pass that uses them by an operation without a rule (strict=False: Diagonal())"
         in text
     )
     with pytest.raises(UncoveredError, match="no layer rule covers mix, and strict=True"):
         train(opt, model)
-    assert "Diagonal (fallback)" in str(preset(model, ng.Euclidean()).plan())
+    assert "found at the first pass" in str(preset(model, ng.Euclidean()).plan())
 
 
 # A forward that is replaced

@@ -237,4 +237,6 @@ def test_an_operator_does_not_hold_the_graph() -> None:
     ((block, rule),) = [(block, block.rule) for block in G.blocks if isinstance(block.rule, EntriesRule)]
     assert block.names == ("bare.p",)
     assert all(isinstance(m, ParameterGroup) for m in block.modules)
-    assert rule.pulled is None
+    assert rule.operation is None
+    assert rule.operand is None
+    assert rule.leaf is None

@@ -16,7 +16,6 @@ import natgrad as ng
 from natgrad.output.metric import Coupling
 from natgrad.pullback.coupling import Mixing, root_of, traces
 from natgrad.pullback.factors import Factors
-from natgrad.pullback.moments import cotangents
 from natgrad.pullback.sharing import Sharing
 from natgrad.rules.features import DenseFeatures, mix_examples
 from tests.optim.tasks import seeded
@@ -70,7 +69,7 @@ def test_factors_are_sums_over_pairs_of_examples_with_the_trace_of_the_rows(
         pytest.skip("it has no bias to freeze, and none to be alone")
     pb, coupled = coupled_pullback(name, SUBSETS[subset], dtype)
     (block,), tape = pb.layers, pb.tape((0, N))
-    g = cotangents(tape, pb.root / math.sqrt(N))
+    g = tape.cotangents(pb.root / math.sqrt(N))
     S, moment = coupled.factors(tape.inputs(block), g.of(tape, block), block, Sharing())
     A = moment.mean()
     a, h, C = tape.inputs(block).dense().double(), g.of(tape, block).dense().double(), coupled.C
@@ -156,7 +155,7 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
     """E (uᵀRw)² = ‖R‖²: over 40 sets of signs the mean is within three of its standard errors; at C = 1 κ is 1."""
     pb, coupled = coupled_pullback(name, (), torch.float64)
     (block,), tape = pb.layers, pb.tape((0, N))
-    g = cotangents(tape, pb.root / math.sqrt(N))
+    g = tape.cotangents(pb.root / math.sqrt(N))
     a, h = tape.inputs(block), g.of(tape, block)
     exact = torch.cat(coupled.traces(a, h))
     request.getfixturevalue("probed")
@@ -178,7 +177,7 @@ def test_estimated_traces_are_right_on_average_and_exact_at_no_coupling(
 def test_captured_kernels_know_where_the_signs_lie_that_they_read(probed: None) -> None:
     pb, coupled = coupled_pullback("tokens", (), torch.float64)
     (block,), tape = pb.layers, pb.tape((0, N))
-    a, h = tape.inputs(block), cotangents(tape, pb.root).of(tape, block)
+    a, h = tape.inputs(block), tape.cotangents(pb.root).of(tape, block)
     here, there = replace(coupled, memo={}), replace(coupled, memo={})
     assert here.address_key == there.address_key
     first = here.traces(a, h)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,6 +61,15 @@ def experts(w: Tensor, x: Tensor) -> Tensor:
         at = (which == e).nonzero().squeeze(1)
         out = out.index_add(0, at, F.linear(x[at], w[e]))
     return out
+
+
+SLOTS = torch.tensor([[3, 0, 4, 1, 2], [1, 1, 3, 2, 0]])  # [expert slot], of which token
+
+
+def dispatched(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    """Every expert has as many slots, each for the token of some example."""
+    out = torch.baddbmm(b, x[:, 0][SLOTS], w)  # [expert slot o]
+    return x.new_zeros(len(x), 3).index_add(0, SLOTS.flatten(), torch.tanh(out).flatten(0, 1))
 
 
 def neighbours(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
@@ -137,6 +147,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[tuple[int, int, int
         [(2, 3, 5)],
     ),
     "experts": (lambda: Of(experts, (3, 3, 4)), X, [(3, 3, 4)]),
+    "experts with a capacity": (lambda: Of(dispatched, (2, 4, 3), (2, 1, 3)), X, [(2, 3, 5)]),
+    "a matrix an example": (lambda: Of(lambda w, x: torch.bmm(x, w), (5, 4, 3)), X, [(5, 3, 4)]),
     "LoRA": (lambda: Of(lora, (4, 3), (4, 2), (2, 3)), X, [(1, 3, 4), (1, 2, 4), (1, 3, 2)]),
     "LoRA, merged": (lambda: Of(merged, (4, 3), (4, 2), (2, 3)), X, [(12, 1, 1), (8, 1, 1), (6, 1, 1)]),
     "DoRA": (lambda: Of(dora, (4, 3), (4, 2), (2, 3), (1, 3)), X, [(12, 1, 1), (8, 1, 1), (6, 1, 1), (3, 1, 1)]),
@@ -147,6 +159,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[tuple[int, int, int
     ),
     "layer_scale": (lambda: Of(lambda g, x: x + g * torch.tanh(x), (4,)), X, [(4, 1, 1)]),
     "offset in place": (lambda: Of(lambda m, b, x: m(x).add_(b).relu_(), (3,), of=[L]), X, [(1, 3, 5), (3, 1, 1)]),
+    "two offsets in place": (
+        lambda: Of(lambda w, b, c, x: (x @ w).add_(b).add_(c), (4, 3), (3,), (3,)),
+        X,
+        [(1, 3, 5), (3, 1, 1)],
+    ),
     "numbers of a vector": (lambda: Of(lambda w, x: x @ w[:4] * w[4] + w[5], (6,)), X, [(6, 1, 1)]),
     "one number": (lambda: Of(lambda w, x: w * x, ()), X, [(1, 1, 1)]),
     "row of a matrix": (lambda: Of(lambda w, x: (x @ w) * w[1] + w[2, 0], (4, 4)), X, [(16, 1, 1)]),
@@ -279,6 +296,91 @@ def test_factors_of_stacked_experts_are_those_of_experts_as_modules() -> None:
     assert not found["w.0/A"][2].any()
 
 
+MADE: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval(),
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 3)),
+    "LoRA, merged": CASES["LoRA, merged"][0],
+    "DoRA": CASES["DoRA"][0],
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_weights_that_are_functions_of_parameters_are_exact_and_diagonal_under_kronecker(name: str) -> None:
+    model = MADE[name]().double()
+    with torch.no_grad():
+        y = model(X)
+    s = torch.randn(2, *y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(0))
+    pb = ng.pullback(model, X, Rooted(s))
+    R = by_hand(model, X, s) / len(y) ** 0.5
+    G = torch.einsum("knp,knq->pq", R, R)
+    for structure in (ng.Dense(), ng.Kernel(), ng.Implicit()):
+        close(structure.estimate(pb).dense(), G)
+    close(ng.Diagonal().estimate(pb).diagonal(), G.diagonal())
+    sizes = [p.numel() for p in model.parameters()]
+    blocks = zip(ng.BlockDense().estimate(pb).dense().split(sizes), G.split(sizes), strict=True)
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    for (found, expected), start, size in zip(blocks, starts, sizes, strict=True):
+        close(found[:, start : start + size], expected[:, start : start + size])
+    for factored in (ng.Kronecker(strict=True), ng.EigenKronecker(strict=True)):
+        close(factored.estimate(pb).dense(), G.diagonal().diag())
+
+
+def test_lora_that_is_written_as_products_has_the_factors_of_the_merged_weight() -> None:
+    """S ⊗ A of W = W₀ + BC is that of W₀; B has S ⊗ CACᵀ, and C has BᵀSB ⊗ A."""
+    model = Of(lora, (4, 3), (4, 2), (2, 3))
+    _, a, b = (p.detach() for p in model.w)
+    plain = Of(lambda w, x: x @ w, (4, 3))
+    whole = ng.Kronecker(strict=True).estimate(ng.pullback(plain, X, ng.Euclidean())).tensors()
+    found = ng.Kronecker(strict=True).estimate(ng.pullback(model, X, ng.Euclidean())).tensors()
+    S, A = whole["w.0/S"][0], whole["w.0/A"][0]
+    expected = {"w.0/S": S, "w.0/A": A, "w.1/S": b @ S @ b.T, "w.1/A": A, "w.2/S": S, "w.2/A": a.T @ A @ a}
+    for key, factor in expected.items():
+        close(found[key][0], factor)
+
+
+class Experts(nn.Module):
+    """Every example goes to the expert that its first number names; experts are a stack, or modules of their own."""
+
+    def __init__(self, stacked: bool) -> None:
+        super().__init__()
+        stack = normal(3, 3, 4)
+        if stacked:
+            self.stack = nn.Parameter(stack)
+        else:
+            self.each = nn.ModuleList(nn.Linear(4, 3, bias=False).double() for _ in range(3))
+            for layer, w in zip(self.each, stack, strict=True):
+                layer.weight.data = w.clone()
+        self.stacked = stacked
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Experts that nobody asks are not called."""
+        which, x = x[:, 0].long(), x[:, 1:]
+        out = x.new_zeros(len(x), 3)
+        for e in which.unique().tolist():
+            at = (which == e).nonzero().squeeze(1)
+            out = out.index_add(0, at, F.linear(x[at], self.stack[e]) if self.stacked else self.each[e](x[at]))
+        return out
+
+
+@pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC])
+def test_an_expert_that_sees_no_token_keeps_its_average(preset: Any) -> None:
+    """The averages of a stack are those of modules: unused ones do not decay, and the first estimate counts whole."""
+    states = []
+    for stacked in (True, False):
+        model = Experts(stacked)
+        opt = preset(model, ng.Fisher(ng.Gaussian()), lr=0.0, metric_every=1, decay=0.5, damping=0.1)
+        for step, experts in enumerate(([0, 2], [1, 1], [0, 1], [2, 2])):
+            x = torch.cat([torch.tensor(experts * 3, dtype=torch.float64)[:, None], normal(6, 4) * (1 + step)], dim=1)
+            opt.zero_grad()
+            model(x).square().sum().backward()
+            opt.step()
+        states.append(opt.tracker.average.tensors())
+    for e in range(3):
+        for side in "SA":
+            close(states[0][f"stack/{side}"][e], states[1][f"each.{e}.weight/{side}"][0])
+
+
 def test_a_pure_function_has_the_layers_of_its_operations() -> None:
     params = {"w": normal(3, 4), "b": normal(3), "g": normal(3)}
     pb = ng.pullback(lambda p, x: F.linear(x, p["w"], p["b"]) * p["g"], X, ng.Euclidean(), params=params)
@@ -346,8 +448,7 @@ def test_rows_go_to_their_examples(owners: Owners) -> None:
 def test_ragged_rows_are_padded() -> None:
     owners = Owners(3, index=torch.tensor([2, 0, 2]))
     assert owners.rows(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[2, 0], [0, 0], [1, 3]]
-    assert owners.valid is not None
-    assert owners.valid.tolist() == [[True, False], [False, False], [True, True]]
+    assert owners.rows(torch.ones(3)).tolist() == [[1, 0], [0, 0], [1, 1]]
     assert owners.total(torch.tensor([1.0, 2.0, 3.0])).tolist() == [2, 0, 4]
 
 
@@ -385,9 +486,10 @@ def test_outputs_that_are_flattened_are_those_of_their_examples(structure: Any) 
     whole, flat = talkers()
     metric = ng.Fisher(ng.Categorical())
     expected = structure.estimate(ng.pullback(whole, IDS, metric))
-    pb = ng.pullback(flat, IDS, metric, examples="inputs")
-    assert pb.y.shape == (5, 2, 7)
-    close(structure.estimate(pb).dense(), expected.dense())
+    for examples in (None, "inputs"):
+        pb = ng.pullback(flat, IDS, metric, examples=examples)
+        assert pb.y.shape == (5, 2, 7)
+        close(structure.estimate(pb).dense(), expected.dense())
 
 
 def test_targets_are_flattened_as_outputs_are() -> None:
@@ -395,27 +497,82 @@ def test_targets_are_flattened_as_outputs_are() -> None:
     target = torch.randint(7, (5, 2), generator=torch.Generator().manual_seed(1))
     metric = ng.GradientCovariance(lambda y, t: F.cross_entropy(y.transpose(-1, -2) if y.ndim > 2 else y, t))
     expected = ng.Diagonal().estimate(ng.pullback(whole, IDS, metric, target=target)).diagonal()
-    found = ng.Diagonal().estimate(ng.pullback(flat, IDS, metric, target=target.view(-1), examples="inputs"))
-    close(found.diagonal(), expected)
+    for examples in (None, "inputs"):
+        pb = ng.pullback(flat, IDS, metric, target=target.view(-1), examples=examples)
+        close(ng.Diagonal().estimate(pb).diagonal(), expected)
 
 
-def test_an_optimizer_takes_flattened_outputs() -> None:
+@pytest.mark.parametrize("examples", [None, "inputs"])
+def test_an_optimizer_takes_flattened_outputs(examples: Any) -> None:
     whole, flat = talkers()
-    examples: Any
-    for model, examples in ((whole, None), (flat, "inputs")):
-        opt = ng.KFAC(model, ng.Fisher(ng.Categorical()), strict=True, lr=0.1, examples=examples)
-        for _ in range(2):
+    options: Any = {"strict": True, "lr": 0.1, "step": ng.SelfTuned(), "metric_every": 2}
+    first = ng.KFAC(whole, ng.Fisher(ng.Categorical()), **options)
+    second = ng.KFAC(flat, ng.Fisher(ng.Categorical()), **options, examples=examples)
+
+    def train(opt: Any, model: nn.Module) -> None:
+        def closure() -> Tensor:
             opt.zero_grad()
-            model(IDS).square().mean().backward()
-            opt.step()
+            loss = model(IDS).square().mean()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+
+    for _ in range(3):
+        train(first, whole)
+        train(second, flat)
+    resumed = ng.KFAC(flat, ng.Fisher(ng.Categorical()), **options, examples=examples)
+    resumed.load_state_dict(second.state_dict())
+    train(first, whole)
+    train(resumed, flat)  # the metric is not due: what the outputs are is known from the state
     for p, q in zip(whole.parameters(), flat.parameters(), strict=True):
         close(q.detach(), p.detach())
 
 
-def test_rows_that_mix_examples_say_that_outputs_may_be_flattened() -> None:
+def test_rows_that_are_examples_stay_so() -> None:
+    model = Of(lambda w, x: torch.tanh(x @ w).flatten(0, 1), (4, 3))
+    for structure in (ng.Dense(), ng.Kronecker(strict=True)):
+        pb = ng.pullback(model, X, ng.Euclidean())
+        assert pb.y.ndim == 2
+        assert structure.estimate(pb).dense().isfinite().all()
+
+
+@pytest.mark.parametrize("spelling", ["x @ W + b", "x @ W"])
+def test_operations_that_are_flattened_are_those_of_their_examples(spelling: str) -> None:
+    def run(w: Tensor, b: Tensor, x: Tensor, flat: bool) -> Tensor:
+        h = x @ w + b if spelling == "x @ W + b" else x @ w * b
+        y = torch.softmax(h @ h.mT, -1) @ h
+        return y.flatten(0, 1) if flat else y
+
+    for structure in (ng.Dense(), ng.Kronecker(strict=True)):
+        whole, flat = (
+            structure.estimate(ng.pullback(Of(partial(run, flat=flat), (4, 3), (3,)), X, ng.Euclidean())).dense()
+            for flat in (False, True)
+        )
+        close(flat, whole)
+
+
+class TimeMajor(Talker):
+    """Row t n + r of the outputs is of example r."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Positions first."""
+        return super().forward(tokens).transpose(0, 1).reshape(-1, 7)
+
+
+def test_rows_in_another_order_say_how_to_return_them() -> None:
+    torch.manual_seed(0)
+    fix = r"10 rows for 5 examples; return outputs \[n t \*out\] with the examples first"
+    with pytest.raises(ng.errors.UncoveredError, match=fix):
+        ng.Kronecker(strict=True).estimate(ng.pullback(TimeMajor(False), IDS, ng.Euclidean()))
+
+
+def test_inputs_without_examples_say_what_to_pass() -> None:
     _, flat = talkers()
-    with pytest.raises(ng.errors.UncoveredError, match=r'10 rows for 5 examples: pass examples="inputs"'):
-        ng.Kronecker(strict=True).estimate(ng.pullback(flat, IDS, ng.Euclidean()))
+    scale = torch.ones(2, dtype=torch.float64)  # an input that has no examples
+    model = Of(lambda m, x: m(x[0]) * x[1][0], of=[flat])
+    with pytest.raises(ng.errors.UncoveredError, match=r'10 rows for 5 examples; pass examples="inputs"'):
+        ng.Kronecker(strict=True).estimate(ng.pullback(model, ([IDS, scale],), ng.Euclidean()))
 
 
 def test_outputs_that_no_example_can_have_are_refused() -> None:

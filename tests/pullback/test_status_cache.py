@@ -12,7 +12,6 @@ from torch.nn import functional as F
 import natgrad as ng
 from natgrad.model import Model
 from natgrad.pullback.batch_axis import StatusCache
-from natgrad.pullback.graph import leaf_uses, survey
 from natgrad.pullback.pullback import Batch, Observer, layers_of
 from natgrad.pullback.tape import record
 
@@ -209,19 +208,10 @@ def test_sizes_count_only_where_the_proof_needs_them(
 
 
 @pytest.mark.parametrize("written", PASSES)
-def test_a_survey_counts_the_entries_of_leaves(written: Callable[[Written, Tensor], Tensor]) -> None:
-    m = Written()
-    y = written(m, inputs())
-    seen = survey(y)
-    assert seen.counts == leaf_uses([y.grad_fn])
-    assert seen.unreached(dict(m.named_parameters())) == {
-        name
-        for name, p in m.named_parameters()
-        if torch.autograd.grad(y.sum(), p, None, True, allow_unused=True)[0] is None
-    }
-
-
-def test_a_survey_of_a_view_of_a_leaf_has_it_on_top() -> None:
-    p, q = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(1))
-    assert survey(p.T).unreached({"p": p, "q": q}) == {"q"}
-    assert survey(p).unreached({"p": p}) == frozenset()
+def test_a_parameter_is_unused_where_no_gradient_comes_to_it(written: Callable[[Written, Tensor], Tensor]) -> None:
+    m, x = Written(), inputs()
+    m.written = written
+    pb = ng.pullback(m, x, ng.Euclidean())
+    grads = torch.autograd.grad(m(x).sum(), list(m.parameters()), allow_unused=True)
+    without = {name for (name, _), g in zip(m.named_parameters(), grads, strict=True) if g is None}
+    assert {name for block in pb.unused.values() for name in block.names} == without

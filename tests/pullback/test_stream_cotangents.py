@@ -10,10 +10,10 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NatgradError
 from natgrad.model import Model
-from natgrad.pullback.moments import Cotangents, FactorList, LayerFactors, factors_of, stream_cotangents
+from natgrad.pullback.moments import FactorList, LayerFactors, factors_of, stream_cotangents
 from natgrad.pullback.pullback import layers_of
 from natgrad.pullback.sharing import Sharing
-from natgrad.pullback.tape import record
+from natgrad.pullback.tape import Cotangents, record
 from tests import zoo
 from tests.pulled import close, normal, pull, random_roots
 

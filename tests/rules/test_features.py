@@ -27,6 +27,7 @@ FORMS: dict[str, Callable[[], Features]] = {
     "patches": lambda: Patches(normal(N, 2, 5, 6), PADDED),
     "patches with ones": lambda: Patches(normal(N, 2, 5, 6), PADDED, ones=True),
     "patches with a column": lambda: Patches(normal(N, 2, 5, 6), PADDED, ones=normal(N, seed=1)),
+    "few large patches": lambda: Patches(normal(N, 40, 2, 3), (Axis(2), Axis(2, stride=2)), ones=True),
     "patches in groups": lambda: Patches(normal(N, 4, 5, 6), PADDED, groups=2, ones=True),
     "pixels": lambda: Patches(normal(N, 4, 5, 6), (Axis(1), Axis(1)), groups=2),
     "entries": lambda: Entries(normal(N, 3, 4)),
@@ -41,6 +42,7 @@ COTANGENTS: dict[str, Callable[[], Features]] = {
     "dense": lambda: DenseFeatures(normal(2, N, 3, 2, 4)),
     "rows": lambda: Rows(normal(2, N, 3, 4)),
     "patches": lambda: Patches(normal(2, N, 4, 5, 6), PADDED, groups=2),
+    "few large patches": lambda: Patches(normal(2, N, 40, 2, 3), (Axis(2), Axis(2, stride=2))),
     "pixels": lambda: Patches(normal(2, N, 4, 5, 6), (Axis(1), Axis(1))),
     "entries": lambda: Entries(normal(2, N, 3, 4)),
 }

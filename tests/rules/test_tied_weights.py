@@ -14,7 +14,7 @@ from natgrad.output.metric import Coupling
 from natgrad.structures import Structure
 from tests import oracle
 from tests.pulled import check_rows, close, covered, normal, oracle_rows, pull, random_roots, rows
-from tests.tied import MODELS, NAME, D, K, Language, N, T, V, block, both, join, problem_of, words_of
+from tests.tied_models import MODELS, NAME, D, K, Language, N, T, V, block, both, join, problem_of, words_of
 from tests.zoo import Case, Problem
 
 every_model = pytest.mark.parametrize("name", MODELS)
