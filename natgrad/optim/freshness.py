@@ -13,6 +13,7 @@ from natgrad.accelerate.devices import full_precision
 from natgrad.accelerate.flags import Readback
 from natgrad.accelerate.sketch import Sketch, signs
 from natgrad.accelerate.stopwatch import Mark, Stopwatch
+from natgrad.linalg import Damping, Relative
 from natgrad.optim.distributed import World
 from natgrad.structures.base import Operator
 from natgrad.structures.refresh import Refresh
@@ -51,12 +52,12 @@ class Freshness:
             if at > self.since:
                 self.drift, self.wait = drift, wait
 
-    def due(self, step: int, damping: float, inverted: float) -> bool:
+    def due(self, step: int, damping: Damping, inverted: Damping) -> bool:
         """Whether the metric is inverted again; ``inverted``: the damping of the last inverse."""
         if self.sketch is None or self.since == step:  # in this step, and now with another damping
             return True
-        of_damping = 0.0 if damping == inverted else abs(damping - inverted) / inverted if inverted else math.inf
-        return max(self.drift, of_damping) >= self.schedule.drift and step - self.since >= self.wait
+        moved = max(self.drift, _moved(damping, inverted)) >= self.schedule.drift
+        return moved and step - self.since >= self.wait
 
     def measure(self, G: Operator, step: int) -> None:
         """The metric has changed, and is not inverted in this step: send how far it has moved."""
@@ -121,3 +122,13 @@ class Freshness:
         self.sketch = state["sketch"].to(self._device, copy=True)
         for at, drift, wait in state["readings"]:
             self._readings.send(torch.tensor([drift, wait]), at)
+
+
+def _moved(new: Damping, old: Damping) -> float:
+    """By which part of it a damping has changed."""
+    if new == old:
+        return 0.0
+    if isinstance(new, Relative) != isinstance(old, Relative):
+        return math.inf
+    λ, last = (float(d.epsilon if isinstance(d, Relative) else d) for d in (new, old))
+    return abs(λ - last) / last if last else math.inf

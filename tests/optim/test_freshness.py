@@ -121,7 +121,7 @@ def _slow(clock: Clock, seconds: float) -> ng.solve.Solver:
     """Cholesky that takes so long."""
 
     class Slow(ng.solve.Solver):
-        def init(self, G: Operator, damping: float = 0.0, warm: Any = None) -> Inverse:
+        def init(self, G: Operator, damping: Any = 0.0, warm: Any = None) -> Inverse:
             clock.now += seconds
             return G.inverse(damping)
 
