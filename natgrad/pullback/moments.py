@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -170,7 +170,8 @@ def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: Factor
 class LayerFactors:
     """The layers, what becomes of their positions, and what couples the n examples.
 
-    Cotangents are those of the root itself: products of them are divided by n where they are used.
+    Cotangents are those of the root itself: products of them are divided by n where they are used. ``of_mean``: they
+    are those of a loss that is a mean over the examples, 1/n of those of a root.
     """
 
     blocks: tuple[Block, ...]
@@ -178,6 +179,7 @@ class LayerFactors:
     dtype: torch.dtype
     n: int
     relation: Mixing | Weights | None = None
+    of_mean: bool = False
 
     def late(self, b: int) -> bool:
         """Whether A depends on cotangents: that of a tied weight does, and with a coupling both have one scale."""
@@ -192,11 +194,13 @@ class LayerFactors:
         """S and, where it is late, A."""
         block = self.blocks[b]
         if not self.late(b):
-            sink.put(b, "S", self._outputs(block, g.of(tape, block)).over(self.n))
+            moment = self._outputs(block, g.of(tape, block))
+            sink.put(b, "S", Moment(moment.total * self.n, 1) if self.of_mean else moment.over(self.n))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if block.facets:
-            S, A = joined(block, [(s / self.n, moment.mean()) for s, moment in pairs])
+            scale = self.n if self.of_mean else 1 / self.n
+            S, A = joined(block, [(s * scale, moment.mean()) for s, moment in pairs])
             s, moment, n = S, Moment(A, 1), 1
         else:
             ((s, moment),), n = pairs, self.n
@@ -306,6 +310,7 @@ class CapturedKernels:
             side,
             self.layers.sharing,
             self.layers.n,
+            self.layers.of_mean,
             None if self.layers.relation is None else self.layers.relation.address_key,
             tuple(self.layers.blocks[b].names for b in numbers),
             tuple(use.call.training for use in uses),
@@ -402,6 +407,96 @@ def stream_cotangents(
     for at in consumed.symmetric_difference(early).difference(outer):  # no path of the graph leads there
         outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
     consume(list(left), tape.with_inner(outer))
+
+
+@final
+class BackwardHooks:
+    """Cotangents of a backward pass that the user runs, consumed where they arrive.
+
+    They wait until more than ``room`` bytes of them have arrived, as in ``stream_cotangents``. Layers that are called
+    several times, and those that hide layers, wait for ``finish``, which consumes what is left.
+    """
+
+    def __init__(self, tape: Tape, blocks: Sequence[Block], consume: Consume, room: int | None = None) -> None:
+        self._blocks, self._consume = blocks, consume
+        self._uses_of = [tape.use_ids(block) for block in blocks]
+        self._left = dict.fromkeys(range(len(blocks)))  # numbers of layers
+        self._boxes: dict[int, dict[int, Tensor]] = {}  # by the position of a use, the cotangents of its outputs
+        self._waiting = 0  # bytes
+        total = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
+        self._room = waiting_bytes(tape.y.device, total) if room is None else room
+        places: dict[Any, list[tuple[int, int, int]]] = {}
+        for at in sorted({at for of_block in self._uses_of for at in of_block}):
+            for j, edge in enumerate(tape.uses[at].edges):
+                if edge is not None:
+                    places.setdefault(edge.node, []).append((at, j, edge.output_nr))
+        self._handles = [node.register_prehook(partial(self._receive, of_node)) for node, of_node in places.items()]
+        # Without the graph, which holds the hooks and with them this object.
+        uses = tuple(replace(use, edges=(None,) * len(use.edges), source=None) for use in tape.uses)
+        self.tape = replace(tape, y=tape.y.detach(), uses=uses, operations=None)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether a backward pass has come to one of the layers, or there are none."""
+        return bool(self._boxes) or len(self._left) < len(self._blocks) or not self._blocks
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The numbers of the layers that no backward pass has come to, after ``finish``."""
+        return frozenset(self._left)
+
+    def finish(self) -> None:
+        """Consume all that has arrived, and let go of the graph."""
+        self.remove()
+        numbers = [b for b in self._left if any(at in self._boxes for at in self._uses_of[b])]
+        if numbers:
+            self._give(numbers, inner=True)
+
+    def remove(self) -> None:
+        """No longer wait for cotangents."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _receive(self, places: Sequence[tuple[int, int, int]], grads: Arrived) -> None:
+        for at, j, output in places:
+            g, box = grads[output], self._boxes.setdefault(at, {})
+            if j in box or not any(b in self._left for b, uses in enumerate(self._uses_of) if at in uses):
+                raise NatgradError(
+                    f"two backward passes came to the outputs of {self.tape.uses[at].module} in one forward pass: call "
+                    "backward once, on the sum of the losses"
+                )
+            if g is not None:
+                box[j] = g.detach()
+                self._waiting += g.nbytes
+        if self._waiting > self._room:
+            ready = [b for b in self._left if self._is_ready(b)]
+            if ready:
+                self._give(ready, inner=False)
+
+    def _is_ready(self, b: int) -> bool:
+        """Whether a layer needs no other cotangents than those that wait."""
+        (at, *more), use = self._uses_of[b], self.tape.uses[self._uses_of[b][0]]
+        return not more and at in self._boxes and not self._blocks[b].facets and not isinstance(use.rule, Replayed)
+
+    def _give(self, numbers: Sequence[int], *, inner: bool) -> None:
+        outer = {at: self._outer(at) for at in {at for b in numbers for at in self._uses_of[b]}}
+        for b in numbers:
+            del self._left[b]
+        needed = {at for b in self._left for at in self._uses_of[b]}
+        for at in outer.keys() - needed:
+            self._boxes.pop(at, None)
+        self._waiting = sum(g.nbytes for box in self._boxes.values() for g in box.values())
+        self._consume(numbers, self.tape.with_inner(outer) if inner else Cotangents(outer, {}))
+
+    def _outer(self, at: int) -> tuple[Tensor, ...]:
+        """The cotangents of all outputs of a use, with the examples first; zero where no path of the graph leads."""
+        use, box = self.tape.uses[at], self._boxes.get(at, {})
+        like = next(iter(box.values()), self.tape.y)
+        return tuple(
+            use.batch_first(box[j].unsqueeze(0)) if j in box else like.new_zeros(1, *shape)
+            for j, shape in enumerate(use.shapes)
+        )
 
 
 def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:
