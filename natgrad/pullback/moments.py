@@ -422,15 +422,16 @@ class BackwardHooks:
         self._uses_of = [tape.use_ids(block) for block in blocks]
         self._left = dict.fromkeys(range(len(blocks)))  # numbers of layers
         self._boxes: dict[int, dict[int, Tensor]] = {}  # by the position of a use, the cotangents of its outputs
+        self._consumed: set[int] = set()  # positions of uses
         self._waiting = 0  # bytes
         total = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
         self._room = waiting_bytes(tape.y.device, total) if room is None else room
-        places: dict[Any, list[tuple[int, int, int]]] = {}
+        outputs: dict[Any, list[tuple[int, int, int]]] = {}
         for at in sorted({at for of_block in self._uses_of for at in of_block}):
             for j, edge in enumerate(tape.uses[at].edges):
                 if edge is not None:
-                    places.setdefault(edge.node, []).append((at, j, edge.output_nr))
-        self._handles = [node.register_prehook(partial(self._receive, of_node)) for node, of_node in places.items()]
+                    outputs.setdefault(edge.node, []).append((at, j, edge.output_nr))
+        self._handles = [node.register_prehook(partial(self._receive, of_node)) for node, of_node in outputs.items()]
         # Without the graph, which holds the hooks and with them this object.
         uses = tuple(replace(use, edges=(None,) * len(use.edges), source=None) for use in tape.uses)
         self.tape = replace(tape, y=tape.y.detach(), uses=uses, operations=None)
@@ -458,10 +459,10 @@ class BackwardHooks:
             handle.remove()
         self._handles.clear()
 
-    def _receive(self, places: Sequence[tuple[int, int, int]], grads: Arrived) -> None:
-        for at, j, output in places:
+    def _receive(self, outputs: Sequence[tuple[int, int, int]], grads: Arrived) -> None:
+        for at, j, output in outputs:
             g, box = grads[output], self._boxes.setdefault(at, {})
-            if j in box or not any(b in self._left for b, uses in enumerate(self._uses_of) if at in uses):
+            if j in box or at in self._consumed:
                 raise NatgradError(
                     f"two backward passes came to the outputs of {self.tape.uses[at].module} in one forward pass: call "
                     "backward once, on the sum of the losses"
@@ -484,6 +485,7 @@ class BackwardHooks:
         for b in numbers:
             del self._left[b]
         needed = {at for b in self._left for at in self._uses_of[b]}
+        self._consumed |= outer.keys() - needed
         for at in outer.keys() - needed:
             self._boxes.pop(at, None)
         self._waiting = sum(g.nbytes for box in self._boxes.values() for g in box.values())
