@@ -10,14 +10,14 @@ gradients G_k are known, E[g gᵀ · aᵀA⁻¹a] is Σ_k G_k A⁻¹ G_kᵀ (``n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.inverses import SymFactor, diagonal
+from natgrad.accelerate.inverses import SymFactor, diagonal, stacked
 from natgrad.pullback.layer import Block
 from natgrad.pullback.sharing import Sharing
 from natgrad.rules.features import Features, Moment
@@ -59,6 +59,18 @@ class NearestProduct:
         v = _mean_lengths(g, left, share * a.shape[-4] / _positive(a.count()))  # a mean of a aᵀ is over N·R positions
         S = sharing.output_moment(g.weighed(w), block).to(self.dtype)
         return S, sharing.input_moment(a.weighed(v), block).to(self.dtype)
+
+    def roots(self, blocks: Sequence[Block], otherwise: Tensor) -> tuple[SymFactor, SymFactor]:
+        """S^-½ and A^-½ [b d d] of layers of one shape; a multiple [b] of the identity where a root is zero."""
+        sides = zip(*(self.halves[block.names] for block in blocks), strict=True)
+        left, right = (_alive(stacked(side), otherwise) for side in sides)
+        return left, right
+
+
+def _alive(root: SymFactor, otherwise: Tensor) -> SymFactor:
+    on_diagonal = diagonal(root)
+    more = torch.where(on_diagonal.sum(1) > 0, 0.0, otherwise.to(root.dtype)).unsqueeze(1).expand_as(on_diagonal)
+    return root + (torch.diag_embed(more) if root.ndim == 3 else more)
 
 
 def _mean_lengths(x: Features, root: SymFactor, otherwise: float | Tensor) -> Tensor:
