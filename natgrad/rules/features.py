@@ -182,9 +182,9 @@ class Features(ABC):
         """Of some examples each, so many as have ``_GRADIENTS`` numbers."""
         *_, n, r, c, d = shape = self.shape
         step = max(1, _GRADIENTS // max(1, math.prod(shape[:-4]) * r * c * d))
-        return [self] if step >= n else [self._part(start, min(step, n - start)) for start in range(0, n, step)]
+        return [self] if step >= n else [self._narrowed(start, min(step, n - start)) for start in range(0, n, step)]
 
-    def _part(self, start: int, count: int) -> Features:
+    def _narrowed(self, start: int, count: int) -> Features:
         return self._map(lambda x, axis: x.narrow(axis, start, count))
 
     def gradients(self, g: Tensor, limit: int) -> Iterator[Tensor]:
@@ -271,8 +271,8 @@ class Weighed(Features):
         pieces = (piece.dense().square() for piece in self._pieces())
         return Moment(reduce(torch.add, (x.sum(tuple(range(x.ndim - 2))) for x in pieces)), self.count())
 
-    def _part(self, start: int, count: int) -> Features:
-        return Weighed(self.base._part(start, count), self.weights.narrow(0, start, count))
+    def _narrowed(self, start: int, count: int) -> Features:
+        return Weighed(self.base._narrowed(start, count), self.weights.narrow(0, start, count))
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return DenseFeatures(combine(self.dense(), -4))
