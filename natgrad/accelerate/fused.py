@@ -143,6 +143,16 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors))).sum()
 
 
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """‖x‖ [] of every tensor, in single precision at least.
+
+    >>> norms([torch.tensor([3.0, 4.0])])
+    [tensor(5.)]
+    """
+    dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    return list(torch._foreach_norm(list(tensors), dtype=dtype))
+
+
 def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """A gate [] that closes if a tensor holds NaN or infinity, without waiting for the device.
 

@@ -117,6 +117,7 @@ class NaturalGradient(torch.optim.Optimizer):
             solver=(solver, Solver),
             step=(step, StepRule),
         )
+        step.admit(wrapped.params)
         device = wrapped.example.device
         generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
@@ -124,7 +125,9 @@ class NaturalGradient(torch.optim.Optimizer):
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule, self.momentum_on = step, momentum_on
         self.tracker = MetricTracker(observer, schedule, generator, wrapping, world)
-        self.preconditioner = Preconditioner(solver, schedule, damping=damping, device=device, world=world)
+        self.preconditioner = Preconditioner(
+            solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
+        )
         self.flag = Flag()
         # The gradients of a loop lie in few places: those of passes with and without an estimate.
         self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=4)

@@ -30,6 +30,7 @@ from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pu
 from natgrad.pullback.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
+from natgrad.structures.identity import constant
 from natgrad.structures.refresh import Refresh
 
 NOTHING_SEEN = (
@@ -37,6 +38,10 @@ NOTHING_SEEN = (
     "torch.no_grad(), or opt.refresh(x) where the forward pass is opaque. If it was called so, either the model is "
     "called compiled, and the optimizer was made with the plain one (give torch.compile(model) to the optimizer), or "
     "its hooks were removed (make a new optimizer)"
+)
+_CONSTANT = (
+    "the step rule asks for the batch, and a structure with power=0 looks at none: use Fixed(), KLClip(), Normalised() "
+    "or Polar(), or power > 0"
 )
 NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
 _TWO_MODES = (
@@ -143,7 +148,8 @@ class MetricTracker:
         self.structure = schedule.structure
         self.world = World() if world is None else world
         self.model, self.metric = observer.model, observer.metric
-        self.average: Operator | None = None
+        self.average: Operator | None = constant(self.structure, self.model)
+        self.observes = self.average is None  # a metric that is constant needs no pass
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
         self.absorbed = False  # an estimate of this step is in the average
         self.weight = EmaWeight(schedule.decay)
@@ -178,7 +184,8 @@ class MetricTracker:
     @property
     def due(self) -> bool:
         """Whether the metric is estimated for this step."""
-        return self.average is None or self.schedule.metric_due(self.step) or bool(self.pending_params)
+        due = self.average is None or self.schedule.metric_due(self.step) or bool(self.pending_params)
+        return due and self.observes
 
     @property
     def has_estimate(self) -> bool:
@@ -189,7 +196,7 @@ class MetricTracker:
     def batch_queries(self) -> BatchQueries:
         """What a step rule may ask about the batch of this step."""
         if self.batch is None:
-            raise NatgradError(NOTHING_SEEN)
+            raise NatgradError(NOTHING_SEEN if self.observes else _CONSTANT)
         return BatchQueries(self.batch, self.metric, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
@@ -239,7 +246,9 @@ class MetricTracker:
     # Where estimates come from.
 
     def refresh(self, x: Inputs, target: Any = None) -> None:
-        """Estimate the metric in a forward pass of our own."""
+        """Estimate the metric in a forward pass of our own, unless it is constant."""
+        if not self.observes:
+            return
         check_inputs(self.model, x)
         self.metric.check_target(target)
         if not self.structure.one_pass:
@@ -469,6 +478,8 @@ def attach(tracker: MetricTracker, owner: object) -> None:
     ``torch.jit.script`` for a module to compile by ``__prepare_scriptable__``. While the hook is there, the module has
     its own versions of both, which leave the hook out: a saved model loads where natgrad is not installed.
     """
+    if not tracker.observes:
+        return
     module = tracker.watched
     itself = weakref.ref(module)  # not the module: it would be in a reference cycle
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -15,11 +15,10 @@ from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector, Vector
 from natgrad.model import Model
-from natgrad.step.base import PlainRule, Step, rescale_, squared_length
+from natgrad.step.base import PlainRule, Sharp, Step, rescale_, squared_length
 
 MomentumOn: TypeAlias = Literal["gradients", "steps"]
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
-Sharp: TypeAlias = Callable[[Covector], tuple[Vector, Tensor]]  # ω ↦ ω♯ and ⟨ω, ω♯⟩
 
 
 def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,7 +234,7 @@ def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRu
     kept nowhere else.
     """
     smoothed, on_steps = update.smoothed(ω), update.momentum_on == "steps"
-    v, pairing = sharp(smoothed)
+    v, pairing = rule.direction(smoothed, sharp)
     rates = update.rates
     if len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
         square = pairing * rates[0][1] ** 2 if rates else pairing
