@@ -233,8 +233,9 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
             raise ValueError(f"the state has momentum of a parameter number {key}, which no group has. {_NOTHING}")
         name = names[id(params[key])]
         tensors = {what: t for what, t in entry.items() if isinstance(t, Tensor)}
-        if "momentum" in tensors:  # what a hook of the user's keeps may have any shape
-            _check_shape(f"momentum of {name}", tensors["momentum"], tuple(params[key].shape))
+        for what in ("momentum", "exp_avg", "exp_avg_sq"):  # what a hook of the user's keeps may have any shape
+            if what in tensors:
+                _check_shape(f"{what} of {name}", tensors[what], tuple(params[key].shape))
         check_finite(name, tensors)
 
 
