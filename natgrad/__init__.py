@@ -32,6 +32,7 @@ from natgrad.optim import EKFAC as EKFAC
 from natgrad.optim import KFAC as KFAC
 from natgrad.optim import NaturalGradient as NaturalGradient
 from natgrad.optim import SobolevKFAC as SobolevKFAC
+from natgrad.output import BatchGradient as BatchGradient
 from natgrad.output import Bregman as Bregman
 from natgrad.output import Divergence as Divergence
 from natgrad.output import Empirical as Empirical

@@ -132,6 +132,10 @@ class NaturalGradient(torch.optim.Optimizer):
         generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
         blocks = layers_of(wrapped, rules)
+        if metric.source == "gradients":
+            if rules:
+                raise ValueError(f"{metric!r} needs no layer rules, and reads none: leave out rules=")
+            blocks = structure.gradient_blocks(blocks)
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule, self.momentum_on = step, momentum_on
         self.tracker = MetricTracker(observer, schedule, generator, wrapping, world)
@@ -148,7 +152,8 @@ class NaturalGradient(torch.optim.Optimizer):
         self._members_of_adamw = [[(name, p) for name, p in pairs if name in by_adamw] for pairs in of_groups]
         self._last: Step | _Plain | None = None
         self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
-        attach(self.tracker, self)
+        if metric.source != "gradients" and not self.tracker.constant:
+            attach(self.tracker, self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
 
@@ -238,6 +243,10 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _step(self, loss_at: Loss | None) -> None:
         ω, without_grad = self._differential()
+        if self.tracker.sees_gradients:
+            if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
+                self.flag.check(ω, "the gradient")
+            self.tracker.see_gradient(ω, without_grad)
         G, estimated = self.tracker.average_with_new()
         pending = self._pending(G.unseen - without_grad)
         self.tracker.pending_params |= pending

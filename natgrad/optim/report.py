@@ -183,7 +183,8 @@ def _left(block: Block, covered: Collection[str]) -> list[Block]:
 
 def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> Row:
     structure = tracker.structure
-    if block.rule is None and tracker.average is None and structure.by_layer:
+    shown = tracker.average is not None or tracker.metric.source == "gradients"
+    if block.rule is None and not shown and structure.by_layer:
         return Row(block.names, None, _PENDING, block.shape, None)
     rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
     exact = damped and not solver.damps_factors
@@ -218,7 +219,8 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     structure, fresh = tracker.structure, tracker.average is None
     lines = []
     then = structure.uncovered()
-    if result.uncovered and then is not None:
+    ruled = tracker.metric.source == "outputs"  # gradients need no rules
+    if ruled and result.uncovered and then is not None:
         names = ", ".join(result.uncovered)
         if structure.by_layer:
             then = f"{then}: {_way_out(tracker, result)}"
@@ -230,7 +232,7 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
             lines.append(f"no layer rule covers {names}: {then}")
     if result.diagonals:
         lines.append(f"only the diagonal is kept of {', '.join(result.diagonals)}")
-    if fresh and any(row.rule for row in result.rows):
+    if ruled and fresh and any(row.rule for row in result.rows):
         lines.append("a weight that is used beside its module's forward has the rule of its operations after a pass")
     return lines
 

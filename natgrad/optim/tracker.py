@@ -17,15 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.devices import get_rng_state, in_backward, in_export, set_rng_state
+from natgrad.accelerate.devices import full_precision, get_rng_state, in_backward, in_export, set_rng_state
 from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
-from natgrad.errors import NatgradError, NonFiniteError
+from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
+from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass
 from natgrad.optim.distributed import World, refuse_strangers
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
+from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pullback
 from natgrad.pullback.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
@@ -44,6 +46,10 @@ _CONSTANT = (
     "or Polar(), or power > 0"
 )
 NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
+NO_OUTPUTS = (
+    "BatchGradient is the second moment of gradients, and sees no batch and no outputs: there is nothing to refresh, "
+    "and no divergence for a step rule. Use Fixed or KLClip with it, or a metric on the outputs (Fisher, Empirical)"
+)
 _TWO_MODES = (
     "between two steps the metric saw a forward pass in evaluation mode beside one in training mode: call the model "
     "under torch.no_grad() to evaluate it, so that the metric is that of the training passes alone"
@@ -149,7 +155,7 @@ class MetricTracker:
         self.world = World() if world is None else world
         self.model, self.metric = observer.model, observer.metric
         self.average: Operator | None = constant(self.structure, self.model)
-        self.observes = self.average is None  # a metric that is constant needs no pass
+        self.constant = self.average is not None  # nothing is estimated, and no pass is looked at
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
         self.absorbed = False  # an estimate of this step is in the average
         self.weight = EmaWeight(schedule.decay)
@@ -185,7 +191,7 @@ class MetricTracker:
     def due(self) -> bool:
         """Whether the metric is estimated for this step."""
         due = self.average is None or self.schedule.metric_due(self.step) or bool(self.pending_params)
-        return due and self.observes
+        return due and not self.constant
 
     @property
     def has_estimate(self) -> bool:
@@ -195,8 +201,10 @@ class MetricTracker:
     @property
     def batch_queries(self) -> BatchQueries:
         """What a step rule may ask about the batch of this step."""
+        if self.metric.source == "gradients":
+            raise IncompatibleError(NO_OUTPUTS)
         if self.batch is None:
-            raise NatgradError(NOTHING_SEEN if self.observes else _CONSTANT)
+            raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
         return BatchQueries(self.batch, self.metric, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
@@ -245,10 +253,36 @@ class MetricTracker:
 
     # Where estimates come from.
 
+    @property
+    def sees_gradients(self) -> bool:
+        """Whether the metric is estimated from the gradient of this step."""
+        return self.due and self.metric.source == "gradients"
+
+    def see_gradient(self, ω: Covector, without: frozenset[str]) -> None:
+        """Estimate g gᵀ of the gradient of this step.
+
+        It is that of all examples, whatever the passes and processes that it was summed over: every step counts once.
+        """
+        observer, alone = self.observer, self.average is not None and self.structure.in_place
+        sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
+        with full_precision(self.model.example.device):
+            if alone:
+                assert self.average is not None
+                weight = replace(self.weight).next(1)
+                self.average = self.structure.absorb_gradient(sample, self.average, weight)
+                self.weight.next(1)
+                self.absorbed = True
+            else:
+                estimate = self.structure.of_gradient(sample, self.average)
+                # The first one is checked on a GPU, too, as in ``_hold``.
+                self.fresh, self._examples, self._joined = estimate.finite(wait=self.average is None), 1, True
+
     def refresh(self, x: Inputs, target: Any = None) -> None:
         """Estimate the metric in a forward pass of our own, unless it is constant."""
-        if not self.observes:
+        if self.constant:
             return
+        if self.metric.source == "gradients":
+            raise IncompatibleError(NO_OUTPUTS)
         check_inputs(self.model, x)
         self.metric.check_target(target)
         if not self.structure.one_pass:
@@ -478,8 +512,6 @@ def attach(tracker: MetricTracker, owner: object) -> None:
     ``torch.jit.script`` for a module to compile by ``__prepare_scriptable__``. While the hook is there, the module has
     its own versions of both, which leave the hook out: a saved model loads where natgrad is not installed.
     """
-    if not tracker.observes:
-        return
     module = tracker.watched
     itself = weakref.ref(module)  # not the module: it would be in a reference cycle
 

@@ -26,6 +26,7 @@ from natgrad.accelerate.inverses import Newton
 from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.model import Model
+from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback
 
@@ -126,6 +127,23 @@ class Structure(ABC):
         """The moving average (1 − w) Ḡ + w G."""
         return average.lerp(self.estimate(pullback, average), weight)
 
+    # The second moment of gradients (``BatchGradient``).
+
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        """The layers as this structure keeps them where it is estimated from gradients; refuses where it cannot be."""
+        raise IncompatibleError(
+            f"BatchGradient does not work with {type(self).__name__}, which is made of the rows of examples: use "
+            "Diagonal, BlockDense, Dense, Kronecker or EigenKronecker, or a metric on the outputs (Fisher, Empirical)"
+        )
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> Operator:
+        """g gᵀ of one gradient in this structure. What is without a gradient is taken from ``like``, or is zero."""
+        raise NotImplementedError
+
+    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> Operator:
+        """The moving average (1 − w) Ḡ + w g gᵀ."""
+        return average.merged(self.of_gradient(sample, average), weight)
+
     def extracted(self, G: Operator) -> Operator | None:
         """This structure of a metric that is kept in another one; None where that needs the pullback."""
         return None
@@ -170,6 +188,15 @@ class Structure(ABC):
             f"{type(self).__name__} of {pullback.model.size:,} parameters needs {needed:,} bytes, over the bound "
             f"memory={pullback.memory:,}. {'These fit: ' + fitting if fitting else 'No structure fits: raise memory='}"
         )
+
+    def admit_numbers(self, count: int, layout: Layout, memory: int) -> None:
+        """As ``admit``, of so many numbers that are estimated from gradients."""
+        needed = count * layout.dtype.itemsize
+        if needed > memory:
+            raise MemoryBoundError(
+                f"{type(self).__name__} of {layout.size:,} parameters needs {needed:,} bytes, over the bound "
+                f"memory={memory:,}. Raise memory=, or use Kronecker or Diagonal"
+            )
 
 
 class StateError(ValueError):

@@ -14,9 +14,10 @@ from torch import Tensor
 from natgrad.linalg import check_finite, cholesky, refuse_indefinite
 from natgrad.model import Model
 from natgrad.pullback.factors import cross
+from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, StateError, Structure
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, StateError, Structure, Subset
 
 _CHOLESKY, _ROOT = "cholesky/", "root/"  # prefixes of the tensors of an inverse
 
@@ -48,6 +49,17 @@ class Dense(Structure):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DenseOperator:
         return DenseOperator(Layout.of(model.params, tensors["matrix"].dtype), tensors["matrix"])
+
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        return list(blocks)
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> DenseOperator:
+        """g gᵀ, the full matrix of AdaGrad (Duchi, Hazan and Singer 2011)."""
+        layout = Layout.of(sample.ω)
+        self.admit_numbers(layout.size**2, layout, sample.memory)
+        old = [like.matrix] if isinstance(like, DenseOperator) else None
+        (matrix,) = _outer_products(sample, layout, [slice(None)], old)
+        return DenseOperator(layout, matrix)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
@@ -88,6 +100,19 @@ class BlockDense(Structure):
         layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
         return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()))
 
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        return list(blocks)
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> BlockDenseOperator:
+        """g gᵀ of every layer."""
+        layout, groups = Layout.of(sample.ω), layers_in(sample.blocks).values()
+        numbers = sum(sum(block.size for block in group) ** 2 for group in groups)
+        self.admit_numbers(numbers, layout, sample.memory)
+        indices = tuple(index_of(group).sort().values for group in groups)
+        old = like.matrices if isinstance(like, BlockDenseOperator) else None
+        matrices = tuple(_outer_products(sample, layout, indices, old))
+        return BlockDenseOperator(layout, tuple(map(name_of, groups)), indices, matrices)
+
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         return Cost.total([_cost(sum(block.size for block in group)) for group in layers_in(blocks).values()])
 
@@ -112,6 +137,21 @@ def _matrices(pullback: Pullback, groups: Sequence[Sequence[int]]) -> list[tuple
         order = index.argsort()
         out.append((index[order], (total.tril() + total.tril(-1).T)[order[:, None], order]))
     return out
+
+
+def _outer_products(
+    sample: GradientSample, layout: Layout, positions: Sequence[Tensor | slice], old: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """g gᵀ at the positions of every block; entries of a parameter without a gradient are ``old`` ones."""
+    g = layout.flatten(sample.ω)
+    products = [torch.outer(g[at], g[at]) for at in positions]
+    if not sample.without or old is None:
+        return products
+    there = torch.ones_like(g, dtype=torch.bool)
+    there[Subset.of(layout, sorted(sample.without)).index(g.device)] = False
+    masks = [there[at] for at in positions]
+    triples = zip(masks, products, old, strict=True)
+    return [torch.where(mask[:, None] & mask, new, before) for mask, new, before in triples]
 
 
 def _cost(p: int) -> Cost:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from natgrad.linalg import check_finite, refuse_indefinite, refuse_singular
 from natgrad.model import Model
+from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, Structure
+from natgrad.structures.base import Cost, Inverse, Layout, Operator, Structure, Subset
 
 
 @final
@@ -43,6 +44,18 @@ class Diagonal(Structure):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DiagonalOperator:
         return DiagonalOperator(Layout.of(model.params, tensors["values"].dtype), tensors["values"])
+
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        return list(blocks)
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> DiagonalOperator:
+        """g² (Duchi, Hazan and Singer 2011; Kingma and Ba 2015)."""
+        layout = Layout.of(sample.ω)
+        values = layout.flatten(sample.ω).square_()
+        if sample.without and isinstance(like, DiagonalOperator):
+            absent = Subset.of(layout, sorted(sample.without))
+            absent.put(absent.take(like.values), values)
+        return DiagonalOperator(layout, values)
 
     def extracted(self, G: Operator) -> DiagonalOperator:
         return DiagonalOperator(G.layout, G.diagonal())

@@ -16,6 +16,7 @@ from torch import Tensor
 from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
+from natgrad.pullback.gradient import GradientSample, gradient_factors
 from natgrad.pullback.layer import Block, Tied
 from natgrad.pullback.moments import factors_of, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
@@ -99,6 +100,21 @@ class EigenKronecker(Layered):
             None if split.uncovered is None else self.fallback.estimate(split.uncovered, fallback),
             split.unseen,
         )
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> EigenKroneckerOperator:
+        """S and A as in ``Kronecker``, and D = (QᵀG_kP)² in the basis of ``like`` (Vyas et al. 2024)."""
+        assert like is None or isinstance(like, EigenKroneckerOperator)
+        split, layout, fallback = self.split_gradient(sample, like)
+        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used))
+        factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
+        left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
+        basis = Basis.of(left, right) if like is None else like.basis
+        turned = (
+            rotated(q, block.packed(sample.ω).to(layout.dtype), p)
+            for block, (q, p) in zip(split.blocks, basis.sides, strict=True)
+        )
+        scales = tuple(g.square().contiguous() for g in turned)
+        return EigenKroneckerOperator(layout, split.blocks, left, right, basis, scales, fallback, split.unseen)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)

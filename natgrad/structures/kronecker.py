@@ -37,6 +37,7 @@ from natgrad.accelerate.replay import Scalar
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import refuse_singular
 from natgrad.model import Model
+from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullback.layer import Block
 from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
 from natgrad.pullback.pullback import Pullback, without_autocast
@@ -137,6 +138,23 @@ class Kronecker(Layered):
         stream(pullback, split.used, self.sharing_rule, sink)
         return average.absorbed(fallback, weight, split.unseen)
 
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
+        """S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k) of every matrix (Gupta, Koren and Singer 2018)."""
+        assert like is None or isinstance(like, KroneckerOperator)
+        split, layout, fallback = self.split_gradient(sample, like)
+        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used))
+        factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
+        left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
+        return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen)
+
+    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> KroneckerOperator:
+        """Factor by factor, and in place; a matrix without a gradient keeps its average."""
+        assert isinstance(average, KroneckerOperator)
+        split, _, fallback = self.split_gradient(sample, average)
+        sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
+        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink)
+        return average.absorbed(fallback, weight, split.unseen)
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
         dtype = split.dtype(tensors, fallback)
@@ -227,15 +245,18 @@ class KroneckerOperator(LayerOperator):
         return two_sided(self.left[b], w, self.right[b])
 
     def layer_diagonal(self, b: int) -> Tensor:
-        return diagonal(self.left[b]).unsqueeze(-1) * diagonal(self.right[b]).unsqueeze(-2)
+        values = diagonal(self.left[b]).unsqueeze(-1) * diagonal(self.right[b]).unsqueeze(-2)
+        return values.expand(self.blocks[b].shape)
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
-        return s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
+        values = s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
+        return values.expand(self.blocks[b].shape)
 
     def spectrum(self) -> tuple[list[Tensor], Basis]:
         """The products s_o a_i, in the eigenvectors of the factors."""
         (s, q), (a, p) = spectra(self.left), spectra(self.right)
-        products = [x.unsqueeze(-1) * y.unsqueeze(-2) for x, y in zip(s, a, strict=True)]
+        sides = zip(self.blocks, s, a, strict=True)
+        products = [(x.unsqueeze(-1) * y.unsqueeze(-2)).expand(block.shape) for block, x, y in sides]
         return products, Basis(tuple(q), tuple(p))
 
     def lerp(self, other: Operator, weight: float) -> KroneckerOperator:
@@ -424,7 +445,7 @@ class ProductInverse(LayerInverse):
             return separated(right.solve_right(left.solve(joined(columns))), columns)
         graph = torch.is_grad_enabled() and any(w.requires_grad for w in columns)
         L, R = left.memory, right.memory
-        if is_dense(L) and is_dense(R) and not graph:
+        if is_dense(L) and is_dense(R) and not graph and L.shape[0] == columns[0].shape[0]:
             return two_sided_columns(L, columns, R)
         w = joined(columns)
         in_place = not graph and w is not columns[0]
@@ -438,7 +459,7 @@ class ProductInverse(LayerInverse):
         out: dict[str, Tensor] = {}
         for batch, stacks in zip(self.batches, self.stacks, strict=True):
             blocks = [self.blocks[b] for b in batch]
-            c, o, i = blocks[0].shape
+            (_, o, i), c = blocks[0].shape, blocks[0].factor_groups
             sides = (
                 (letter, _unaligned(stack.inverses(), d).split(c))
                 for letter, stack, d in zip("SA", stacks, (o, i), strict=True)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
 
 import torch
@@ -26,14 +27,15 @@ from natgrad.accelerate.inverses import (
     diagonal,
     is_dense,
     layers_at_once,
-    spectrum,
     stacked,
 )
 from natgrad.accelerate.replay import Scalar
+from natgrad.accelerate.roots import spectrum
 from natgrad.errors import IncompatibleError, UncoveredError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.linalg import refuse_indefinite, refuse_singular
 from natgrad.model import Model, check_slots
+from natgrad.pullback.gradient import GradientSample, matrices
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback
@@ -133,7 +135,7 @@ class Layered(Structure):
 
     def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of S and A of a layer."""
-        c, o, i = block.shape
+        (_, o, i), c = block.shape, block.factor_groups
         only_diagonal = block.sparse or i > self.largest
         return (c, o) if o > self.largest else (c, o, o), (c, i) if only_diagonal else (c, i, i)
 
@@ -180,6 +182,42 @@ class Layered(Structure):
                 f"no layer rule covers {', '.join(names)}, and strict=True{': ' + why if why else ''}. Pass rules=[…] "
                 f"with a rule for their module, or let them fall back to {self.fallback!r} with strict=False"
             )
+
+    # The second moment of gradients: every matrix is a layer.
+
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        """Every parameter of two or more axes is a layer; the others have the fallback."""
+        out = matrices(blocks)
+        uncovered = [block for block in out if block.rule is None]
+        if self.strict and uncovered:
+            names = ", ".join(block.title for block in uncovered)
+            raise UncoveredError(
+                f"{names}: fewer than two axes, so no Kronecker factors of gradients, and strict=True. With "
+                f"strict=False their metric is {self.fallback!r}"
+            )
+        if uncovered:
+            self.fallback.gradient_blocks(uncovered)
+        return out
+
+    def split_gradient(
+        self, sample: GradientSample, like: LayerOperator | None
+    ) -> tuple[LayerSplit, Layout, Operator | None]:
+        """The matrices, those without a gradient unseen, and the second moment of the other parameters.
+
+        ``like``: what the estimate will be averaged with.
+        """
+        layout = Layout.of(sample.ω)
+        blocks = tuple(block for block in sample.blocks if block.rule is not None)
+        if like is None:
+            self.admit_numbers(sum(map(self.layer_elements, blocks)), layout, sample.memory)
+        uncovered = [block for block in sample.blocks if block.rule is None]
+        below = None if like is None else like.fallback
+        fallback = self.fallback.of_gradient(sample.restricted(_moved(uncovered)), below) if uncovered else None
+        return LayerSplit(blocks, sample.without & {block.names[0] for block in blocks}), layout, fallback
+
+    def diagonal_sides(self, blocks: Sequence[Block]) -> list[tuple[bool, bool]]:
+        """Of every layer, whether only the diagonals of S and A are kept."""
+        return [(len(s) == 2, len(a) == 2) for s, a in map(self.shapes, blocks)]
 
     def restored_split(
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
@@ -228,6 +266,10 @@ class LayerSplit:
         """The layers that the pass used."""
         return [block for block in self.blocks if block.names[0] not in self.unseen]
 
+    def uses(self, b: int) -> bool:
+        """Whether the pass used the layer number b."""
+        return self.blocks[b].names[0] not in self.unseen
+
     def of_used(self, of_all: Iterable[T]) -> list[T]:
         """What belongs to the used layers, out of what belongs to every layer."""
         return [t for block, t in zip(self.blocks, of_all, strict=True) if block.names[0] not in self.unseen]
@@ -273,6 +315,13 @@ def restricted(pullback: Pullback, blocks: Sequence[Block]) -> Pullback:
     model = replace(pullback.model, params=params)
     layers = _repositioned(blocks, params)
     return replace(pullback, batch=replace(pullback.batch, model=model), layers=layers)
+
+
+def _moved(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks of one parameter each, at their positions where there are no others."""
+    starts = accumulate((block.size for block in blocks), initial=0)
+    pairs = zip(blocks, starts, strict=False)
+    return [replace(block, slices=(replace(block.slices[0], start=start),)) for block, start in pairs]
 
 
 def _repositioned(blocks: Sequence[Block], params: Mapping[str, Tensor]) -> list[Block]:
@@ -481,10 +530,10 @@ class LayerOperator(Operator):
             if not self.saw(b):
                 out[f"{block.names[0]}/{UNSEEN}"] = (0,)
                 continue
-            (c, o, i), s, a = block.shape, self.left[b], self.right[b]
-            shapes = {"S": tuple(s.shape), "A": tuple(a.shape), "D": (c, o, i)}
-            shapes |= {"Q": (c, o, o)} if is_dense(s) else {}
-            shapes |= {"P": (c, i, i)} if is_dense(a) else {}
+            s, a = tuple(self.left[b].shape), tuple(self.right[b].shape)
+            shapes = {"S": s, "A": a, "D": block.shape}
+            shapes |= {"Q": s} if len(s) == 3 else {}
+            shapes |= {"P": a} if len(a) == 3 else {}
             out |= {f"{block.names[0]}/{letter}": shape for letter, shape in shapes.items() if letter in self.by_letter}
         return out
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.accelerate.inverses import spectrum
+from natgrad.accelerate.roots import spectrum
 from natgrad.errors import FactorisationError, SingularMetricError
 from natgrad.operators import KroneckerOperator
 from natgrad.solve import Solver
