@@ -138,7 +138,7 @@ class NaturalGradient(torch.optim.Optimizer):
             blocks = structure.gradient_blocks(blocks)
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule, self.momentum_on = step, momentum_on
-        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world)
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole)
         self.preconditioner = Preconditioner(
             solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
         )

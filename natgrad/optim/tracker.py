@@ -139,7 +139,8 @@ class MetricTracker:
     until a step has succeeded with them: if it fails, the average stays as it was.
 
     A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
-    ``wrapping``: the model as it was handed over and what it wraps, down to the plain module.
+    ``wrapping``: the model as it was handed over and what it wraps, down to the plain module. ``whole``: the model with
+    all parameters, also those that the optimizer steps without a metric.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class MetricTracker:
         generator: torch.Generator,
         wrapping: Sequence[nn.Module] = (),
         world: World | None = None,
+        whole: Model | None = None,
     ) -> None:
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
@@ -174,7 +176,7 @@ class MetricTracker:
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
-        self._check = ModelCheck(self.model, self.module, observer.blocks)
+        self._check = ModelCheck(self.model if whole is None else whole, self.module, observer.blocks)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
         # A hook on a compiled module itself runs outside of the compiled code.

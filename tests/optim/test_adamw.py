@@ -122,7 +122,8 @@ class Recurrent(nn.Module):
 def test_the_metric_is_that_of_the_model_with_the_others_frozen(build: type[nn.Module], structure: Structure) -> None:
     model, frozen = (seeded(lambda: build().double()) for _ in range(2))
     if structure not in (ng.Kronecker(), ng.EigenKronecker()):
-        model.eval(), frozen.eval()  # the others have no batch statistics
+        for m in (model, frozen):
+            m.eval()  # the others have no batch statistics
     for p, module in ((p, m) for m in frozen.modules() for p in m.parameters(recurse=False)):
         p.requires_grad_(p.ndim > 1 and not isinstance(module, nn.Embedding))
     opts = made(model, structure=structure), made(frozen, structure=structure, fallback=None)
@@ -302,6 +303,17 @@ class Refused(ng.step.StepRule):
 
     def take(self, context: ng.step.StepContext) -> ng.step.Step:
         return ng.step.Step(context.natural(), context.damping, accepted=False)
+
+
+def test_an_embedding_that_was_replaced_is_refused() -> None:
+    model = text()
+    opt = made(model)
+    train(model, opt, range(1))
+    model.words = nn.Embedding(7, 4).double()
+    opt.zero_grad()
+    backward(model, 1)
+    with pytest.raises(ng.errors.NatgradError, match=r"no longer has words\.weight, which the optimizer was made with"):
+        opt.step()
 
 
 def test_a_step_that_is_refused_moves_nothing() -> None:
