@@ -24,6 +24,7 @@ from natgrad.geometry import Vector as Vector
 from natgrad.geometry import differential as differential
 from natgrad.geometry import pullback_covector as pullback_covector
 from natgrad.geometry import pushforward as pushforward
+from natgrad.linalg import Relative as Relative
 from natgrad.mirror.optimizer import MirrorDescent as MirrorDescent
 from natgrad.model import evaluating as evaluating
 from natgrad.natural import natural_gradient as natural_gradient
@@ -32,6 +33,7 @@ from natgrad.optim import EKFAC as EKFAC
 from natgrad.optim import KFAC as KFAC
 from natgrad.optim import NaturalGradient as NaturalGradient
 from natgrad.optim import SobolevKFAC as SobolevKFAC
+from natgrad.output import BatchGradient as BatchGradient
 from natgrad.output import Bregman as Bregman
 from natgrad.output import Divergence as Divergence
 from natgrad.output import Empirical as Empirical

@@ -1,13 +1,14 @@
-"""Damped inverses (F + shift)⁻¹ of many symmetric factors: in place, batched by size, refreshed, retried in double.
+"""Damped inverses (F + shift)⁻ᵖ of many symmetric factors: in place, batched by size, refreshed, retried in double.
 
 A Kronecker-factored metric has two symmetric factors for every layer, which change slowly and are inverted every few
 steps. ``BatchedInverse`` keeps the inverses in fixed memory and computes them again in place. Matrices of one size are
 inverted as one batch. On a GPU small ones are replayed from a captured graph, and the host reads later whether one of
-them failed.
+them failed. Powers p < 1 are made by ``natgrad.accelerate.roots``.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.replay import GraphCache, Scalar
+from natgrad.accelerate.roots import STACKS, by_eigenvalues, inverse_powers, suited_precision
 from natgrad.errors import FactorisationError, SingularMetricError
 
 SymFactor: TypeAlias = Tensor  # symmetric matrices [c d d], or only their diagonals [c d]
@@ -31,6 +33,11 @@ _LARGE = 1024  # rows, from which products are faster on a GPU than the many sma
 _CAPTURED = 2048  # rows, from which the kernels take longer than their launches, and a graph would hold much memory
 _ROOT = 2048  # rows, from which triangular solves on a CPU are as fast as products with an inverse
 _NEWTON_STACKS = 4  # that Newton's iteration holds, for one of Cholesky's
+_ROOTS_BATCHED, _ROOTS_BYTES = (
+    2048,
+    2**27,
+)  # as above, for roots by products on a GPU, which one matrix leaves half idle
+_ROOT_ERROR = 0.1  # the largest residual of a root that is used
 _NOT_POSITIVE = (
     "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
 )
@@ -75,15 +82,33 @@ def stacked(factors: Sequence[SymFactor]) -> SymFactor:
 
 
 def two_sided(left: SymFactor, w: Tensor, right: SymFactor, out: Tensor | None = None) -> Tensor:
-    """L W Rᵀ [c o i], for W [c o i]; the factors may be ``aligned``. ``out``: memory for the result, possibly W."""
+    """L W Rᵀ [c o i], for W [c o i]; the factors may be ``aligned``. ``out``: memory for the result, possibly W.
+
+    Where there are fewer factors than groups, consecutive groups share them.
+
+    >>> two_sided(torch.tensor([[2.0]]), torch.ones(2, 1, 1), torch.tensor([[[3.0]]])).flatten()
+    tensor([6., 6.])
+    """
     o, i = w.shape[-2:]
     padding = (0, right.shape[-1] - i, 0, left.shape[-1] - o)
     if any(padding):
         w = out = torch.nn.functional.pad(w, padding)
+    if w.ndim == 3 and w.shape[0] > left.shape[0]:
+        return _two_sided_shared(left, w, right)[..., :o, :i]
     product = torch.bmm if w.ndim == 3 else torch.matmul  # which dispatches several operations for one
     half = product(left, w) if is_dense(left) else left.unsqueeze(-1) * w
     w = product(half, right.mT, out=out) if is_dense(right) else half.mul_(right.unsqueeze(-2))
     return w[..., :o, :i] if any(padding) else w
+
+
+def _two_sided_shared(left: SymFactor, w: Tensor, right: SymFactor) -> Tensor:
+    """L W Rᵀ [b·k o i], for W [b·k o i] and factors [b …]: one product with W [b o k·i], and one with W [b o·k i]."""
+    (groups, o, i), b = w.shape, left.shape[0]
+    wide = w.unflatten(0, (b, groups // b)).transpose(1, 2).reshape(b, o, -1)
+    half = torch.bmm(left, wide) if is_dense(left) else left.unsqueeze(-1) * wide
+    tall = half.view(b, -1, i)
+    whole = torch.bmm(tall, right.mT) if is_dense(right) else tall * right.unsqueeze(-2)
+    return whole.view(b, o, -1, i).transpose(1, 2).reshape(groups, o, i)
 
 
 def two_sided_columns(left: Tensor, columns: Sequence[Tensor], right: Tensor) -> list[Tensor]:
@@ -124,52 +149,35 @@ def layers_at_once(device: torch.device, layer_bytes: int) -> int:
     return max(1, _of_device(_LAYER_BYTES, device) // layer_bytes)
 
 
-def batch_by_size(factors: Sequence[Tensor], stacks: Callable[[int], int] = lambda d: 1) -> list[list[int]]:
+def batch_by_size(
+    factors: Sequence[Tensor], stacks: Callable[[int], int] = lambda d: 1, *, roots: bool = False
+) -> list[list[int]]:
     """The positions of matrices [c d d] that are worked on at once: of one size, and as many as memory allows.
 
-    ``stacks``: how many stacks are held for matrices with d rows.
+    ``stacks``: how many stacks are held for matrices with d rows. ``roots``: they are for roots by products.
     """
     batches: dict[int, list[list[int]]] = defaultdict(list)
     used: dict[int, int] = {}
     for at, factor in enumerate(factors):
         d = factor.shape[-1]
         used[d] = used.get(d, 0) + factor.nbytes
-        if not batches[d] or used[d] * stacks(d) > batch_bytes(factor):
+        if not batches[d] or used[d] * stacks(d) > batch_bytes(factor, roots=roots):
             batches[d].append([])
             used[d] = factor.nbytes
         batches[d][-1].append(at)
     return [batch for of_size in batches.values() for batch in of_size]
 
 
-def batch_bytes(factor: Tensor) -> int:
+def batch_bytes(factor: Tensor, *, roots: bool = False) -> int:
     """The bytes of a batch that a matrix may be in; 0 where it is worked on alone."""
+    if roots and is_asynchronous(factor.device):
+        return 0 if factor.shape[-1] > _ROOTS_BATCHED else _ROOTS_BYTES
     alone = factor.shape[-1] > _of_device(_BATCHED, factor.device)
     return 0 if alone else _of_device(_BATCH_BYTES, factor.device)
 
 
 def _of_device(constants: tuple[int, int], device: torch.device) -> int:
     return constants[0] if is_asynchronous(device) else constants[1]
-
-
-def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending eigenvalues [b d] and eigenvectors [b d d] of symmetric matrices [b d d].
-
-    The routines for GPUs sometimes fail to converge: they are then repeated in double precision.
-    """
-    if matrices.shape[-1] == 1:  # a normalisation has one number for every channel
-        return matrices.squeeze(-1), torch.ones_like(matrices)
-    symmetric = 0.5 * (matrices + matrices.mT)
-    try:
-        values, vectors = torch.linalg.eigh(symmetric)
-    except RuntimeError:
-        try:
-            values, vectors = torch.linalg.eigh(symmetric.double())
-        except RuntimeError as error:
-            raise FactorisationError(
-                f"the eigenvalues of a factor of size {matrices.shape[-1]} cannot be found, in double precision "
-                "neither: raise the damping, lower the learning rate, or use a larger batch"
-            ) from error
-    return values.to(matrices.dtype), vectors.to(matrices.dtype)
 
 
 @final
@@ -432,7 +440,7 @@ class Newton:
 @final
 @dataclass(frozen=True)
 class Inversion:
-    """(F + shift)⁻¹ into ``out``.
+    """(F + shift)⁻ᵖ into ``out`` and, where p < 1 and it is wanted, (F + shift)⁻¹ into ``whole``.
 
     >>> job = Inversion(torch.tensor([[3.0, 1.0]]), torch.tensor([1.0]), torch.empty(1, 2))
     >>> invert([job])
@@ -445,10 +453,17 @@ class Inversion:
     out: SymFactor  # of the shape of F
     title: str = "a factor of the metric"
     stack: InverseStack | None = None  # that ``out`` lies in, where a root may take the place of an inverse
+    whole: SymFactor | None = None  # of the shape of F
 
 
 def invert(
-    jobs: Sequence[Inversion], *, warm: bool = False, newton: Newton | None = None, wait: bool = False
+    jobs: Sequence[Inversion],
+    *,
+    power: float = 1.0,
+    epsilon: float | None = None,
+    warm: bool = False,
+    newton: Newton | None = None,
+    wait: bool = False,
 ) -> Tensor | None:
     """Compute all inverses. One damped batch and, on a GPU, its triangular inverse are held besides.
 
@@ -457,18 +472,28 @@ def invert(
     without a last one SingularMetricError is raised at once. A GPU is not waited for unless ``wait`` is set: nothing is
     tried again, and the number of failures comes back as a tensor [] on the device; what failed keeps its last inverse,
     or becomes NaN. ``newton`` refreshes the last inverses where they are near enough.
+
+    ``power``: p < 1 is made by products on a GPU, and by eigenvalues on a processor or if p is not k/2ᵐ. A root whose
+    residual is too large has failed, as a matrix has that Cholesky cannot invert. ``epsilon``: the shifts are at least
+    this share of the mean eigenvalue, and no condition number is above (c·d + ε)/ε; a factor whose shift is zero is
+    zero itself, and so are its inverses.
     """
-    newton = newton if warm else None
+    newton = newton if warm and power == 1 else None
     for job in jobs:
         if not is_dense(job.out):
-            torch.add(job.factor, job.shift.unsqueeze(-1), out=job.out).reciprocal_()
+            _invert_diagonal(job, power, dead=epsilon is not None)
     dense = [job for job in jobs if is_dense(job.out)]
     failures: list[Tensor] = []
     titles: list[str] = []
-    for batch in batch_by_size(
-        [job.factor for job in dense], lambda d: _NEWTON_STACKS if newton is not None and newton.takes(d) else 1
-    ):
-        failed = _invert_batch([dense[at] for at in batch], warm, newton, wait)
+
+    def stacks(d: int) -> int:
+        if power != 1:
+            return STACKS
+        return _NEWTON_STACKS if newton is not None and newton.takes(d) else 1
+
+    for batch in batch_by_size([job.factor for job in dense], stacks, roots=power != 1):
+        alike = [dense[at] for at in batch]
+        failed = _invert_batch(alike, power, epsilon, warm, newton, wait)
         if isinstance(failed, Tensor):
             failures.append(failed)
         else:
@@ -478,33 +503,73 @@ def invert(
     return torch.stack(failures).sum().float() if failures else None
 
 
-def _invert_batch(jobs: Sequence[Inversion], warm: bool, newton: Newton | None, wait: bool) -> Tensor | list[str]:
+def _invert_diagonal(job: Inversion, power: float, dead: bool) -> None:
+    damped = torch.add(job.factor, job.shift.unsqueeze(-1), out=job.out)
+    if dead:  # the inverse of zero is zero
+        damped.masked_fill_(damped == 0, torch.inf)
+    if job.whole is not None:
+        torch.reciprocal(damped, out=job.whole)
+    damped.reciprocal_() if power == 1 else damped.pow_(-power)
+
+
+def _invert_batch(
+    jobs: Sequence[Inversion], power: float, epsilon: float | None, warm: bool, newton: Newton | None, wait: bool
+) -> Tensor | list[str]:
     """Invert matrices of one size; how many failed, on the device, or the titles of those that did."""
     d = jobs[0].out.shape[-1]
+    shifts = torch.cat([job.shift for job in jobs])
+    dead = None if epsilon is None else shifts == 0
+    shifts = shifts if dead is None else shifts + dead.to(shifts.dtype)  # else nothing could be inverted
     refreshed = newton is not None and newton.takes(d)
-    if not refreshed and len(jobs) == 1 and _take_root(jobs[0]):
+    if power == 1 and not refreshed and dead is None and len(jobs) == 1 and _take_root(jobs[0]):
         return []
     for job in jobs:
         if job.stack is not None:
             job.stack.inverses()
-    if newton is not None and refreshed:
-        shifts = torch.cat([job.shift for job in jobs])
-        inverses, good = newton.inverse(
-            stacked([job.factor for job in jobs]), stacked([job.out for job in jobs]), shifts
-        )
+    wholes: Tensor | None = None
+    if power != 1:
+        inverses, wholes, good = _roots(_padded(jobs), shifts, jobs, power, epsilon, wait)
+    elif newton is not None and refreshed:
+        last = stacked([job.out for job in jobs])
+        if dead is not None:
+            last = last + torch.diag_embed(dead.to(last.dtype).unsqueeze(-1).expand(-1, d))
+        inverses, good = newton.inverse(stacked([job.factor for job in jobs]), last, shifts)
     else:
-        inverses, good = inverse(_damped(jobs))
+        inverses, good = inverse(_damped(jobs, shifts))
         inverses = inverses[:, :d, :d]
-    if is_asynchronous(inverses.device) and not wait:
-        _write(jobs, inverses, good, warm)
+    looks = not is_asynchronous(inverses.device) or wait
+    if looks:
+        wholes = _retry(jobs, shifts, power, inverses, wholes, good)
+    if dead is not None:
+        for t in (inverses, wholes):
+            if t is not None:
+                t.masked_fill_(dead[:, None, None], 0.0)
+    if not looks:
+        _write(jobs, inverses, wholes, good, warm)
         return [] if refreshed else (~good).sum()  # Newton reports its failures itself
-    _retry(jobs, inverses, good)
     titles = [job.title for job in jobs for _ in range(job.factor.shape[0])]
     failed = [title for title, ok in zip(titles, good.tolist(), strict=True) if not ok]
     if failed and not warm:
         raise SingularMetricError(_NOT_POSITIVE.format(", ".join(failed)))
-    _write(jobs, inverses, good if failed else None, warm)
+    _write(jobs, inverses, wholes, good if failed else None, warm)
     return failed
+
+
+def _roots(
+    M: Tensor, shifts: Tensor, jobs: Sequence[Inversion], power: float, epsilon: float | None, wait: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(M + shift)⁻ᵖ and, where it is wanted, (M + shift)⁻¹ [b d d], and which succeeded [b]."""
+    c, d = jobs[0].factor.shape[:2]
+    powers = [power] if jobs[0].whole is None else [power, 1.0]
+    X, residual = inverse_powers(
+        M,
+        powers,
+        shift=shifts,
+        condition=None if epsilon is None else c * d / epsilon + 1,
+        precision="single" if wait else suited_precision(d),
+    )
+    first, *more = (t[:, :d, :d] for t in X)
+    return first, more[0] if more else None, residual <= _ROOT_ERROR
 
 
 def _take_root(job: Inversion) -> bool:
@@ -512,7 +577,7 @@ def _take_root(job: Inversion) -> bool:
     stack = job.stack
     if stack is None or len(stack.memory) > 1 or job.out.shape[-1] < _ROOT or is_asynchronous(job.out.device):
         return False
-    M = _damped([job])
+    M = _damped([job], job.shift)
     if bool(_cholesky_(M)[1].any()):
         return False  # to be tried again in double precision
     job.out.copy_(M)
@@ -520,37 +585,61 @@ def _take_root(job: Inversion) -> bool:
     return True
 
 
-def _damped(jobs: Sequence[Inversion], dtype: torch.dtype | None = None) -> Tensor:
+def _damped(jobs: Sequence[Inversion], shifts: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """F + shift [b d d] in memory of its own; where it is ``aligned``, with a unit matrix in the padding."""
     factors = [job.factor for job in jobs]
     stack = stacked(factors).to(dtype or factors[0].dtype)
     M, d = aligned(stack), stack.shape[-1]
     M = M.clone(memory_format=torch.contiguous_format) if M is factors[0] else M
     on_diagonal = M.diagonal(dim1=-2, dim2=-1)
-    on_diagonal[:, :d].add_(torch.cat([job.shift for job in jobs]).unsqueeze(-1))
+    on_diagonal[:, :d].add_(shifts.to(M.dtype).unsqueeze(-1))
     on_diagonal[:, d:].fill_(1.0)
     return M
 
 
-def _retry(jobs: Sequence[Inversion], inverses: Tensor, good: Tensor) -> None:
-    """Invert again, in double precision, what failed in single."""
+def _padded(jobs: Sequence[Inversion], dtype: torch.dtype | None = None) -> Tensor:
+    """F [b d d], ``aligned``, with its mean eigenvalue in the padding, which changes no condition number."""
+    stack = stacked([job.factor for job in jobs]).to(dtype or jobs[0].factor.dtype)
+    M, d = aligned(stack), stack.shape[-1]
+    on_diagonal = M.diagonal(dim1=-2, dim2=-1)
+    if M is not stack:
+        on_diagonal[:, d:] = on_diagonal[:, :d].mean(1, keepdim=True)
+    return M
+
+
+def _retry(
+    jobs: Sequence[Inversion], shifts: Tensor, power: float, inverses: Tensor, wholes: Tensor | None, good: Tensor
+) -> Tensor | None:
+    """Invert again, in double precision, what failed in single. Gives the whole inverses."""
     if inverses.dtype == torch.float64 or bool(good.all()):
-        return
-    again, better = inverse(_damped(jobs, torch.float64)[~good])
-    d = inverses.shape[-1]
-    inverses[~good], good[~good] = again[:, :d, :d].to(inverses.dtype), better
+        return wholes
+    d, dtype = inverses.shape[-1], inverses.dtype
+    if power == 1:
+        again, better = inverse(_damped(jobs, shifts, torch.float64)[~good])
+        inverses[~good], good[~good] = again[:, :d, :d].to(dtype), better
+        return wholes
+    again, whole, better = _roots(_padded(jobs, torch.float64)[~good], shifts[~good].double(), jobs, power, None, True)
+    inverses[~good] = again.to(dtype)
+    if wholes is not None and whole is not None:
+        wholes[~good] = whole.to(dtype)
+    good[~good] = better
+    return wholes
 
 
-def _write(jobs: Sequence[Inversion], inverses: Tensor, good: Tensor | None, warm: bool) -> None:
+def _write(jobs: Sequence[Inversion], inverses: Tensor, wholes: Tensor | None, good: Tensor | None, warm: bool) -> None:
     """Copy the inverses to ``out``; where one is not ``good`` the last one stays, or there is NaN."""
     counts = [job.out.shape[0] for job in jobs]
-    if good is None:
-        for job, new in zip(jobs, inverses.split(counts), strict=True):
-            job.out.copy_(new)
-        return
-    for job, new, ok in zip(jobs, inverses.split(counts), good.split(counts), strict=True):
-        last = job.out if warm else torch.full_like(job.out[:, :1, :1], torch.nan)
-        torch.where(ok[:, None, None], new, last, out=job.out)
+    goods = [None] * len(jobs) if good is None else good.split(counts)
+    for outs, all_new in (([job.out for job in jobs], inverses), ([job.whole for job in jobs], wholes)):
+        if all_new is None:
+            continue
+        for out, new, ok in zip(outs, all_new.split(counts), goods, strict=True):
+            assert out is not None
+            if ok is None:
+                out.copy_(new)
+                continue
+            last = out if warm else torch.full_like(out[:, :1, :1], torch.nan)
+            torch.where(ok[:, None, None], new, last, out=out)
 
 
 Jobs: TypeAlias = Callable[[Sequence[SymFactor], Scalar], list[Inversion]]  # from the factors and the damping
@@ -569,33 +658,54 @@ class BatchedInverse:
         self._count: Tensor | None = None  # of failures in the graph
         self.failures: list[Tensor] = []  # numbers of failures, on their way to the host
 
-    def compute_(self, jobs: Sequence[Inversion], *, warm: bool = False) -> None:
+    def compute_(
+        self, jobs: Sequence[Inversion], *, power: float = 1.0, epsilon: float | None = None, warm: bool = False
+    ) -> None:
         """Compute the inverses and wait for the device. ``warm``: the last inverses stay where it fails."""
         self.clear()
-        invert(jobs, warm=warm, wait=True)
+        invert(jobs, power=power, epsilon=epsilon, warm=warm, wait=True)
 
     def refresh_(
-        self, jobs: Jobs, factors: Sequence[SymFactor], damping: float, newton: Newton | None, key: Hashable
+        self,
+        jobs: Jobs,
+        factors: Sequence[SymFactor],
+        damping: float,
+        newton: Newton | None,
+        key: Hashable,
+        *,
+        power: float = 1.0,
+        relative: bool = False,
     ) -> None:
-        """Compute the inverses again, without waiting for a GPU. ``key``: where they lie."""
+        """Compute the inverses again, without waiting for a GPU. ``key``: where they lie.
+
+        ``relative``: the damping is a share of the mean eigenvalue of every factor.
+        """
         self.clear()
+        # A power of two, so that a schedule of the damping seldom needs another graph.
+        epsilon = 2.0 ** math.floor(math.log2(damping)) if relative else None
+        newton = newton if power == 1 else None
         if not self.graphs.possible(factors):
-            self._send(invert(jobs(factors, damping), warm=True, newton=newton))
+            self._send(invert(jobs(factors, damping), power=power, epsilon=epsilon, warm=True, newton=newton))
             return
         count = self._count = factors[0].new_zeros(()) if self._count is None else self._count
 
         def in_graph(job: Inversion) -> bool:
             d = job.out.shape[-1]
-            return not is_dense(job.out) or (d < _CAPTURED and (newton is None or not newton.takes(d)))
+            if not is_dense(job.out):
+                return True
+            if power != 1 and by_eigenvalues(job.out, [power]):
+                return False
+            return d < _CAPTURED and (newton is None or not newton.takes(d))
 
         def small(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            failures = invert([job for job in jobs(tensors, scalars[0]) if in_graph(job)], warm=True)
+            chosen = [job for job in jobs(tensors, scalars[0]) if in_graph(job)]
+            failures = invert(chosen, power=power, epsilon=epsilon, warm=True)
             count.copy_(torch.zeros_like(count) if failures is None else failures)
 
-        self.graphs.run(small, factors, [damping], (key, repr(newton)))
+        self.graphs.run(small, factors, [damping], (key, repr(newton), power, epsilon))
         self._send(count)
         large = [job for job in jobs(factors, damping) if not in_graph(job)]
-        self._send(invert(large, warm=True, newton=newton))
+        self._send(invert(large, power=power, epsilon=epsilon, warm=True, newton=newton))
 
     def failed(self) -> bool:
         """Whether a matrix could not be inverted, as far as the host has read."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.devices import full_precision, is_asynchronous
-from natgrad.accelerate.inverses import batch_by_size, spectrum
+from natgrad.errors import FactorisationError
 
 Coefficients: TypeAlias = tuple[float, float, float]  # of σ ↦ aσ + bσ³ + cσ⁵
 Precision: TypeAlias = Literal["single", "split", "tf32"]
@@ -29,7 +29,8 @@ MUON: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et a
 _SMALLEST = 1e-7  # norm that a matrix is divided by, as in torch.optim.Muon
 _MOST = 2**22  # condition number that single precision can tell from a singular matrix
 _DENOMINATOR = 64  # of a power; each factor of two is an iteration of its own
-_STACKS = 6  # of a batch that the iteration holds
+_SPLIT = 1024  # rows, from which three products in tf32 take less time than one in single precision
+STACKS = 6  # of a batch that the iteration holds
 
 
 # The coefficients.
@@ -143,92 +144,110 @@ def inverse_power(
 ) -> tuple[Tensor, Tensor]:
     """(A + ε·(tr A/n)·1)⁻ᵖ [b n n] of symmetric positive semidefinite A [b n n], and its residual [b].
 
-    By products, p is k/2ᵐ. With M the damped matrix over a bound of its largest eigenvalue, Y₀ = M and Z₀ = 1,
-
-        Y ← Y h(ZY), Z ← h(ZY) Z,  h(T) = a + bT + cT²,
-
-    tends to Y = M^½ and Z = M^-½ (Higham 2008, chapter 6). The same again from Y gives the fourth roots, and so on;
-    products of these are all other powers. The order of the factors matters: symmetrising T makes the iteration
-    unstable, and so does a start from the previous root, which does not commute with M. Therefore every root begins at
-    1, and ``minimax`` makes that short: 7 steps for a condition number of 10⁶.
-
-    The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, measured in single precision, and the largest of all roots that the
-    power is made of. Rounding leaves at most about 10⁻⁷ times the condition number, ``precision`` "split" (three
-    products in tf32 for one) a little more; "tf32" leaves about 5·10⁻⁵ times it, and fails from 10⁴ on.
-    Where the residual is not finite or exceeds ``tolerance``, the result is ``previous`` if it is given. The residual
-    is the new root's then too, so that a caller who reads it later can ask for more precision the next time.
-
-    ``condition``: the largest condition number that is expected; with ε > 0 it is known, n(1 + ε)/ε. ``method``
-    "eigenvalues" allows any p in [0, 1]; "auto" is products on a GPU for numbers below double precision. Half precision
-    becomes single. A matrix of zeros has no scale: its powers are 1.
+    As ``inverse_powers``. Where the residual is not finite or exceeds ``tolerance``, the result is ``previous`` if it
+    is given. The residual is the new root's then too, so that a caller who reads it later can ask for more precision
+    the next time.
 
     >>> A = torch.diag_embed(torch.tensor([[4.0, 1.0, 0.25]]))
     >>> X, residual = inverse_power(A, 0.5, method="products")
     >>> X.diagonal(dim1=1, dim2=2), bool(residual < 1e-5)
     (tensor([[0.5000, 1.0000, 2.0000]]), True)
     """
-    if not 0 <= power <= 1:
-        raise ValueError(f"a power of a metric is between 0 and 1, got {power}: 1 is the inverse, 0 the identity")
-    if not 0 <= epsilon < math.inf:
-        raise ValueError(f"relative damping is a share of the mean eigenvalue and not negative, got {epsilon}")
-    if A.ndim != 3 or A.shape[-1] != A.shape[-2]:
-        raise ValueError(f"roots are of a stack of square matrices [b n n], got {list(A.shape)}")
-    with full_precision(A.device):
-        M, scale, good = _damped(A, epsilon)
-        if by_eigenvalues(A, method):
-            X, residual = _by_eigenvalues(M, float(power), epsilon)
-        else:
-            worst = _condition(A.shape[-1], epsilon, condition)
-            X, residual = _by_products(M, _dyadic(power), worst, precision)
-    X = X * scale.pow(-float(power))[:, None, None]
-    good &= residual.isfinite() & X.abs().amax((1, 2)).isfinite()
-    residual = torch.where(good, residual, math.inf)
+    (X,), residual = inverse_powers(
+        A, [power], epsilon=epsilon, condition=condition, precision=precision, method=method
+    )
     if previous is not None:
         X = torch.where((residual <= tolerance)[:, None, None], X, previous)
     return X, residual
 
 
+@torch.no_grad()
 def inverse_powers(
-    factors: Sequence[Tensor],
-    power: float | Fraction,
+    A: Tensor,
+    powers: Sequence[float | Fraction],
     *,
+    shift: Tensor | None = None,
     epsilon: float = 0.0,
     condition: float | None = None,
-    previous: Sequence[Tensor] | None = None,
-    tolerance: float = 0.1,
     precision: Precision = "single",
     method: Method = "auto",
 ) -> tuple[list[Tensor], Tensor]:
-    """``inverse_power`` of stacks [c d d] of different sizes, those of one size as one batch; residuals [Σc].
+    """(A + λ)⁻ᵖ [b n n] for some p, of symmetric positive semidefinite A [b n n], and the residual [b] of the roots.
 
-    >>> roots, residuals = inverse_powers([4 * torch.eye(2)[None], torch.eye(3)[None]], 0.5)
-    >>> roots[0], residuals.shape
-    (tensor([[[0.5000, 0.0000],
-              [0.0000, 0.5000]]]), torch.Size([2]))
+    λ = ε·tr A/n + ``shift`` [b]. By products, p is k/2ᵐ. With M the damped matrix over a bound of its largest
+    eigenvalue, Y₀ = M and Z₀ = 1,
+
+        Y ← Y h(ZY), Z ← h(ZY) Z,  h(T) = a + bT + cT²,
+
+    tends to Y = M^½ and Z = M^-½ (Higham 2008, chapter 6). The same again from Y gives the fourth roots, and so on;
+    products of these are all other powers, so that M⁻¹ beside M^-½ is one more product. The order of the factors
+    matters: symmetrising T makes the iteration unstable, and so does a start from the previous root, which does not
+    commute with M. Therefore every root begins at 1, and ``minimax`` makes that short: 7 steps for a condition number
+    of 10⁶.
+
+    The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, measured in single precision, and the largest of all roots that the
+    powers are made of. Rounding leaves at most about 10⁻⁷ times the condition number, ``precision`` "split" (three
+    products in tf32 for one) a little more; "tf32" leaves about 5·10⁻⁵ times it, and fails from 10⁴ on.
+
+    ``condition``: the largest condition number that is expected; with ε > 0 it is known, n(1 + ε)/ε. ``method``
+    "eigenvalues" allows any p in [0, 1]; "auto" is products on a GPU for p = k/2ᵐ below double precision. Half
+    precision becomes single. A matrix of zeros without a shift has no scale: its powers are 1.
+
+    >>> A = torch.diag_embed(torch.tensor([[3.0, 0.0]]))
+    >>> (root, inverse), _ = inverse_powers(A, [0.5, 1], shift=torch.ones(1), method="products")
+    >>> root.diagonal(dim1=1, dim2=2), inverse.diagonal(dim1=1, dim2=2)
+    (tensor([[0.5000, 1.0000]]), tensor([[0.2500, 1.0000]]))
     """
-    roots: list[Tensor | None] = [None] * len(factors)
-    residuals: list[Tensor | None] = [None] * len(factors)
-    for batch in batch_by_size(factors, lambda d: _STACKS):
-        counts = [len(factors[at]) for at in batch]
-        X, residual = inverse_power(
-            torch.cat([factors[at] for at in batch]) if len(batch) > 1 else factors[batch[0]],
-            power,
-            epsilon=epsilon,
-            condition=condition,
-            previous=None if previous is None else torch.cat([previous[at] for at in batch]),
-            tolerance=tolerance,
-            precision=precision,
-            method=method,
-        )
-        for at, root, left in zip(batch, X.split(counts), residual.split(counts), strict=True):
-            roots[at], residuals[at] = root, left
-    return [root for root in roots if root is not None], torch.cat([left for left in residuals if left is not None])
+    for power in powers:
+        if not 0 <= power <= 1:
+            raise ValueError(f"a power of a metric is between 0 and 1, got {power}: 1 is the inverse, 0 the identity")
+    if not 0 <= epsilon < math.inf:
+        raise ValueError(f"relative damping is a share of the mean eigenvalue and not negative, got {epsilon}")
+    if A.ndim != 3 or A.shape[-1] != A.shape[-2]:
+        raise ValueError(f"roots are of a stack of square matrices [b n n], got {list(A.shape)}")
+    with full_precision(A.device):
+        M, scale, least, good = _damped(A, shift, epsilon)
+        if by_eigenvalues(A, powers, method):
+            unscaled, residual = _by_eigenvalues(M, [float(power) for power in powers], least)
+        else:
+            worst = _condition(A.shape[-1], epsilon, condition)
+            unscaled, residual = _by_products(M, [_dyadic(power) for power in powers], worst, precision)
+    out = [X * scale.pow(-float(power))[:, None, None] for X, power in zip(unscaled, powers, strict=True)]
+    for X in out:
+        good = good & X.abs().amax((1, 2)).isfinite()
+    return out, torch.where(good & residual.isfinite(), residual, math.inf)
 
 
-def by_eigenvalues(A: Tensor, method: Method = "auto") -> bool:
-    """Whether powers of such matrices come from eigenvalues, and not from products."""
+def suited_precision(n: int) -> Precision:
+    """The quickest that leaves about 10⁻⁷ times the condition number."""
+    return "split" if n >= _SPLIT else "single"
+
+
+def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending eigenvalues [b d] and eigenvectors [b d d] of symmetric matrices [b d d].
+
+    The routines for GPUs sometimes fail to converge: they are then repeated in double precision.
+    """
+    if matrices.shape[-1] == 1:  # a normalisation has one number for every channel
+        return matrices.squeeze(-1), torch.ones_like(matrices)
+    symmetric = 0.5 * (matrices + matrices.mT)
+    try:
+        values, vectors = torch.linalg.eigh(symmetric)
+    except RuntimeError:
+        try:
+            values, vectors = torch.linalg.eigh(symmetric.double())
+        except RuntimeError as error:
+            raise FactorisationError(
+                f"the eigenvalues of a factor of size {matrices.shape[-1]} cannot be found, in double precision "
+                "neither: raise the damping, lower the learning rate, or use a larger batch"
+            ) from error
+    return values.to(matrices.dtype), vectors.to(matrices.dtype)
+
+
+def by_eigenvalues(A: Tensor, powers: Sequence[float | Fraction], method: Method = "auto") -> bool:
+    """Whether these powers of such matrices come from eigenvalues, and not from products."""
     if method == "auto":
-        return A.dtype == torch.float64 or not is_asynchronous(A.device)
+        return A.dtype == torch.float64 or not is_asynchronous(A.device) or not all(map(_is_dyadic, powers))
     return method == "eigenvalues"
 
 
@@ -240,54 +259,61 @@ def _condition(n: int, epsilon: float, condition: float | None) -> float:
     return max(1.0, min(condition, bound, float(_MOST)))
 
 
+def _is_dyadic(power: float | Fraction) -> bool:
+    denominator = Fraction(power).denominator
+    return denominator <= _DENOMINATOR and denominator & (denominator - 1) == 0
+
+
 def _dyadic(power: float | Fraction) -> Fraction:
     """The power as k/2ᵐ.
 
     >>> _dyadic(0.75)
     Fraction(3, 4)
     """
-    fraction = Fraction(power)
-    if fraction.denominator > _DENOMINATOR or fraction.denominator & (fraction.denominator - 1):
+    if not _is_dyadic(power):
         raise ValueError(
             f"products give powers k/2ᵐ with 2ᵐ ≤ {_DENOMINATOR}, got {power}: take the nearest, "
             'or method="eigenvalues"'
         )
-    return fraction
+    return Fraction(power)
 
 
-def _damped(A: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """M = (A + ε·(tr A/n))/s with norm 1 [b n n], the scale s [b], and whether A is finite [b].
+def _damped(A: Tensor, shift: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """M = (A + λ)/s with norm 1 [b n n], the scale s [b], λ/s [b], and whether A is finite [b].
 
     Matrices of zeros, or with NaN or infinity, become 1.
     """
     M = A.float() if A.dtype in (torch.float16, torch.bfloat16) else A
     largest = M.abs().amax((1, 2))
+    largest = largest if shift is None else largest + shift
     good = largest.isfinite()
     usable = good & (largest > 0)
-    M = torch.where(usable[:, None, None], M / torch.where(usable, largest, 1.0)[:, None, None], 0.0)
+    largest = torch.where(usable, largest, 1.0)
+    M = torch.where(usable[:, None, None], M / largest[:, None, None], 0.0)
     diagonal = M.diagonal(dim1=1, dim2=2)
-    diagonal.add_(epsilon * diagonal.mean(1, keepdim=True))
-    diagonal.add_(torch.where(usable, 0.0, 1.0)[:, None].to(M.dtype))
+    least = epsilon * diagonal.mean(1)
+    least = least if shift is None else least + torch.where(usable, shift / largest, 0.0)
+    diagonal.add_((least + torch.where(usable, 0.0, 1.0)).to(M.dtype).unsqueeze(1))
     norm = torch.linalg.matrix_norm(M)
-    return M / norm[:, None, None], torch.where(usable, largest, 1.0) * norm, good
+    return M / norm[:, None, None], largest * norm, least / norm, good
 
 
-def _by_eigenvalues(M: Tensor, power: float, epsilon: float) -> tuple[Tensor, Tensor]:
-    """V w⁻ᵖ Vᵀ. Eigenvalues are at least the damping, whatever rounding has made of them."""
+def _by_eigenvalues(M: Tensor, powers: Sequence[float], least: Tensor) -> tuple[list[Tensor], Tensor]:
+    """V w⁻ᵖ Vᵀ. Eigenvalues are at ``least`` [b] the damping, whatever rounding has made of them."""
     values, vectors = spectrum(M)
-    if epsilon > 0:
-        least = epsilon / (1 + epsilon) * M.diagonal(dim1=1, dim2=2).mean(1, keepdim=True)
-        values = torch.maximum(values, least)
+    values = torch.maximum(values, least.unsqueeze(1))
     root = (vectors * values.rsqrt().unsqueeze(1)) @ vectors.mT
-    return (vectors * values.pow(-power).unsqueeze(1)) @ vectors.mT, _residual(M, root, torch.bmm)
+    out = [(vectors * values.pow(-power).unsqueeze(1)) @ vectors.mT for power in powers]
+    return out, _residual(M, root, torch.bmm)
 
 
-def _by_products(M: Tensor, power: Fraction, condition: float, precision: Precision) -> tuple[Tensor, Tensor]:
-    """M⁻ᵖ of matrices with norm 1, and the largest residual of the roots M^-(1/2ʲ) that it is a product of."""
-    if power == 0:
-        return torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), M.new_zeros(len(M))
-    depth = max(1, power.denominator.bit_length() - 1)
-    digits = int(power * 2**depth)  # in binary, which roots are factors; 1 is ½ + ½
+def _by_products(
+    M: Tensor, powers: Sequence[Fraction], condition: float, precision: Precision
+) -> tuple[list[Tensor], Tensor]:
+    """M⁻ᵖ of matrices with norm 1, and the largest residual of the roots M^-(1/2ʲ) that they are products of."""
+    depth = max([1, *(power.denominator.bit_length() - 1 for power in powers)])
+    needed = [_roots_of(power, depth) for power in powers]
+    last = max([j for of_power in needed for j in of_power], default=0)
     error = 1e-12 if M.dtype == torch.float64 else 1e-6
     roots: dict[int, Tensor] = {}
     with _products_in(precision, M.device) as product:
@@ -295,24 +321,37 @@ def _by_products(M: Tensor, power: Fraction, condition: float, precision: Precis
         # The fourth root of the sum of fourth powers: no smaller than the largest eigenvalue, and near it.
         bound = torch.linalg.matrix_norm(square).sqrt()[:, None, None]
         Y, square = M / bound, square / bound.square()
-        for j in range(1, depth + 1):
+        for j in range(1, last + 1):
             square = square if j == 1 else product(Y, Y)
             # Y has eigenvalues from condition^-(1/2ʲ⁻¹) to 1, and the iteration sees their square roots.
             schedule = minimax(condition ** (0.5**j), error, 1.01 if precision == "tf32" else 1.0)
-            Y, Z = _square_roots(Y, square, schedule, product, last=j == depth)
-            if power == 1 or digits >> (depth - j) & 1:
+            Y, Z = _square_roots(Y, square, schedule, product, last=j == last)
+            if any(j in of_power for of_power in needed):
                 roots[j] = Z
-        X, *others = roots.values()
-        for Z in [X] if power == 1 else others:
-            X = product(X, Z)
-        X = X * bound.pow(-float(power))
+        out = []
+        for power, (first, *others) in zip(powers, needed, strict=True):
+            X = roots[first] if first else torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).expand_as(M)
+            for j in others:
+                X = product(X, roots[j])
+            X = X * bound.pow(-float(power))
+            out.append(0.5 * (X + X.mT))
+    residuals = [M.new_zeros(len(M))]
     with _products_in("single", M.device) as product:
-        residuals = []
         for j, Z in roots.items():
             for _ in range(j - 1):
                 Z = product(Z, Z)
             residuals.append(_residual(M, Z * bound.rsqrt(), product))
-    return 0.5 * (X + X.mT), torch.stack(residuals).amax(0)
+    return out, torch.stack(residuals).amax(0)
+
+
+def _roots_of(power: Fraction, depth: int) -> list[int]:
+    """The j whose 1/2ʲ sum to the power: its digits in binary, and ½ + ½ for 1; [0] for the power 0.
+
+    >>> _roots_of(Fraction(3, 4), 3), _roots_of(Fraction(1), 3)
+    ([1, 2], [1, 1])
+    """
+    digits = int(power * 2**depth)
+    return [1, 1] if power == 1 else [j for j in range(1, depth + 1) if digits >> (depth - j) & 1] or [0]
 
 
 def _square_roots(

@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import full_precision, is_asynchronous
 from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
+from natgrad.linalg import Damping
 from natgrad.optim.distributed import World
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import NOT_POSITIVE, Inverse, Operator
@@ -30,7 +31,7 @@ class Preconditioner:
     """
 
     def __init__(
-        self, solver: Solver, schedule: Refresh, *, damping: float, device: torch.device, world: World
+        self, solver: Solver, schedule: Refresh, *, damping: Damping, device: torch.device, world: World
     ) -> None:
         self.solver, self.schedule, self.world = solver, schedule, world
         self.inverse: Inverse | None = None
@@ -47,7 +48,7 @@ class Preconditioner:
         self._operator: Operator | None = None
 
     @contextmanager
-    def attempt(self, G: Operator, damping: float, step: int, *, changed: bool) -> Iterator[Operator]:
+    def attempt(self, G: Operator, damping: Damping, step: int, *, changed: bool) -> Iterator[Operator]:
         """One step, with a metric that has ``changed`` since the last one or not. If it fails, the inverse is restored.
 
         Gives G, with the parts that are amortised over many estimates (a basis) computed again if the inverse is due.
@@ -73,13 +74,13 @@ class Preconditioner:
             self.inverse = inverse.overwritten(self.inverse)
         self.version += self.inverse is not inverse
 
-    def due(self, damping: float) -> bool:
+    def due(self, damping: Damping) -> bool:
         """Whether the inverse is made again in this step."""
         if self.inverse is None or self.solver.doubtful:
             return True
         return (self.outdated or self.damping != damping) and self.schedule.inverse_due(self._step)
 
-    def prepare(self, damping: float) -> Inverse:
+    def prepare(self, damping: Damping) -> Inverse:
         """(G + λ)⁻¹, made again if that is due. A factorisation that fails leaves the last one, and says so once."""
         last, G = self.inverse, self._operator
         if last is not None and not self.due(damping):
@@ -105,7 +106,7 @@ class Preconditioner:
         assert self.inverse is not None
         return self.inverse
 
-    def sharp(self, ω: Covector, damping: float) -> Vector:
+    def sharp(self, ω: Covector, damping: Damping) -> Vector:
         """(G + λ)⁻¹ω in the precision of the metric, under autocast too. The result may be overwritten."""
         inverse = self.prepare(damping)
         with full_precision(self._device):

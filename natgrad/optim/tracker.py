@@ -17,15 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.devices import get_rng_state, in_backward, in_export, set_rng_state
+from natgrad.accelerate.devices import full_precision, get_rng_state, in_backward, in_export, set_rng_state
 from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
-from natgrad.errors import NatgradError, NonFiniteError
+from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
+from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass
 from natgrad.optim.distributed import World, refuse_strangers
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
+from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pullback
 from natgrad.pullback.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
@@ -39,6 +41,10 @@ NOTHING_SEEN = (
     "its hooks were removed (make a new optimizer)"
 )
 NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
+NO_OUTPUTS = (
+    "BatchGradient is the second moment of gradients, and sees no batch and no outputs: there is nothing to refresh, "
+    "and no divergence for a step rule. Use Fixed or KLClip with it, or a metric on the outputs (Fisher, Empirical)"
+)
 _TWO_MODES = (
     "between two steps the metric saw a forward pass in evaluation mode beside one in training mode: call the model "
     "under torch.no_grad() to evaluate it, so that the metric is that of the training passes alone"
@@ -188,6 +194,8 @@ class MetricTracker:
     @property
     def batch_queries(self) -> BatchQueries:
         """What a step rule may ask about the batch of this step."""
+        if self.metric.source == "gradients":
+            raise IncompatibleError(NO_OUTPUTS)
         if self.batch is None:
             raise NatgradError(NOTHING_SEEN)
         return BatchQueries(self.batch, self.metric, self.world.mean_of)
@@ -238,8 +246,34 @@ class MetricTracker:
 
     # Where estimates come from.
 
+    @property
+    def sees_gradients(self) -> bool:
+        """Whether the metric is estimated from the gradient of this step."""
+        return self.due and self.metric.source == "gradients"
+
+    def see_gradient(self, ω: Covector, without: frozenset[str]) -> None:
+        """Estimate g gᵀ of the gradient of this step.
+
+        It is that of all examples, whatever the passes and processes that it was summed over: every step counts once.
+        """
+        observer, alone = self.observer, self.average is not None and self.structure.in_place
+        sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
+        with full_precision(self.model.example.device):
+            if alone:
+                assert self.average is not None
+                weight = replace(self.weight).next(1)
+                self.average = self.structure.absorb_gradient(sample, self.average, weight)
+                self.weight.next(1)
+                self.absorbed = True
+            else:
+                estimate = self.structure.of_gradient(sample, self.average)
+                # The first one is checked on a GPU, too, as in ``_hold``.
+                self.fresh, self._examples, self._joined = estimate.finite(wait=self.average is None), 1, True
+
     def refresh(self, x: Inputs, target: Any = None) -> None:
         """Estimate the metric in a forward pass of our own."""
+        if self.metric.source == "gradients":
+            raise IncompatibleError(NO_OUTPUTS)
         check_inputs(self.model, x)
         self.metric.check_target(target)
         if not self.structure.one_pass:

@@ -1,5 +1,6 @@
 """Metrics on a model's outputs."""
 
+from natgrad.output.batch_gradient import BatchGradient as BatchGradient
 from natgrad.output.fisher import Fisher as Fisher
 from natgrad.output.hessian import Bregman as Bregman
 from natgrad.output.hessian import Divergence as Divergence

@@ -15,6 +15,7 @@ from natgrad.families.base import over_terms
 from natgrad.model import Inputs, map_tensors
 
 Reduction = Literal["sum", "mean"]
+Source = Literal["outputs", "gradients"]
 _ELEMENTS = 2**22  # of an exact root that is computed only to be mixed
 
 
@@ -64,6 +65,11 @@ class OutputMetric(ABC):
     def needs_target(self) -> bool:
         """Whether the metric depends on the training targets."""
         return False
+
+    @property
+    def source(self) -> Source:
+        """What an optimizer estimates G from: a root at the outputs of a pass, or the gradients of the steps."""
+        return "outputs"
 
     @abstractmethod
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:

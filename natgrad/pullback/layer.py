@@ -67,6 +67,11 @@ class Block:
         return all(facet.block.sparse and not facet.transposed for facet in self.facets)
 
     @property
+    def factor_groups(self) -> int:
+        """How many factors S, and A, there are: one for every group c, or one for all."""
+        return 1 if self.rule is not None and self.rule.shares_factors else self.shape[0]
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
 

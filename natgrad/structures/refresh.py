@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.errors import IncompatibleError
 from natgrad.model import Model, check_slots
+from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback
 from natgrad.structures.base import Operator, Structure
@@ -57,6 +58,10 @@ class Refresh(Structure):
                 "by keeping it, and its graph would be held. Use every=1"
             )
 
+    @property
+    def power(self) -> float:  # type: ignore[override]  # of the inner structure
+        return self.structure.power
+
     def elements(self, pullback: Pullback) -> int:
         return self.structure.elements(pullback)
 
@@ -65,6 +70,12 @@ class Refresh(Structure):
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(model, blocks, tensors)
+
+    def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        return self.structure.gradient_blocks(blocks)
+
+    def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> Operator:
+        return self.structure.of_gradient(sample, like)
 
     def metric_due(self, step: int) -> bool:
         """Whether the metric is estimated for the step number 0, 1, …"""

@@ -150,19 +150,23 @@ def test_scaling_a_matrix_scales_its_powers_and_nothing_else() -> None:
             torch.testing.assert_close(again, residual)
 
 
-def test_stacks_of_several_sizes_are_as_one_by_one() -> None:
-    factors = [torch.stack([symmetric(spread(n, 40.0), seed) for seed in range(c)]).float() for c, n in SIZES]
-    together, residuals = inverse_powers(factors, 0.75, epsilon=0.01, method="products")
-    apart = [inverse_power(F, 0.75, epsilon=0.01, method="products") for F in factors]
-    for X, (Y, _) in zip(together, apart, strict=True):
-        torch.testing.assert_close(X, Y)
-    torch.testing.assert_close(residuals, torch.cat([residual for _, residual in apart]), rtol=0.5, atol=1e-6)
-    kept, residuals = inverse_powers([math.nan * F for F in factors], 0.75, previous=together, method="products")
-    assert all(torch.equal(X, Y) for X, Y in zip(kept, together, strict=True))
-    assert len(residuals) == 6
+@pytest.mark.parametrize("method", ["products", "eigenvalues"])
+@pytest.mark.parametrize("powers", [(0.5, 1.0), (0.75, 1.0), (0.25, 0.5, 1.0), (0.0, 0.75)])
+def test_several_powers_at_once_are_as_one_by_one(powers: tuple[float, ...], method: roots.Method) -> None:
+    A = torch.stack([symmetric(spread(12, 40.0), seed) for seed in range(3)]).float()
+    together, _ = inverse_powers(A, powers, epsilon=0.01, method=method)
+    for X, power in zip(together, powers, strict=True):
+        assert error(X, exact(A, power, 0.01)) < 1e-4
 
 
-SIZES = [(1, 6), (2, 4), (3, 6)]
+@pytest.mark.parametrize("method", ["products", "eigenvalues"])
+def test_a_shift_is_added_to_every_matrix(method: roots.Method) -> None:
+    A, shift = torch.stack([symmetric(spread(6, 1e3)), torch.zeros(6, 6)]).float(), torch.tensor([0.5, 3.0])
+    (X, Y), residual = inverse_powers(A, [0.5, 1.0], shift=shift, method=method)
+    damped = A.double() + shift[:, None, None] * torch.eye(6, dtype=torch.float64)
+    assert error(X, exact(damped, 0.5)) < 1e-5
+    assert error(Y, exact(damped, 1.0)) < 1e-5
+    assert float(residual.max()) < 1e-5
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])

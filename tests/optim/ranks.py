@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
 from natgrad.errors import NatgradError
+from natgrad.linalg import Damping
 from tests.optim.tasks import seeded
 
 N, STEPS, HALF = 12, 6, 3  # examples, steps, and where a run is interrupted
@@ -63,7 +64,7 @@ class Counting(ng.solve.Solver):
     seen: list[int] = field(default_factory=list)
 
     def init(
-        self, G: ng.operators.Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None
+        self, G: ng.operators.Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None
     ) -> ng.operators.Inverse:
         """As ``Factored``."""
         assert isinstance(G, ng.operators.KroneckerOperator)
@@ -128,6 +129,9 @@ CASES = {
     "block_dense": Case(_natural(structure=ng.Refresh(ng.BlockDense(), every=2, decay=0.9))),
     "dense": Case(_natural(structure=ng.Refresh(ng.Dense(), decay=0.9))),
     "dense_cg": Case(_natural(structure=ng.Refresh(ng.Dense(), decay=0.9), solver=ng.CG(tol=1e-12, max_steps=200))),
+    "batch_gradient": Case(
+        _natural(metric=ng.BatchGradient(), structure=ng.Refresh(ng.Kronecker(), 2, 0.9, 3), lr=0.02), pieces=2
+    ),
     "kernel": Case(_natural(structure=ng.Kernel())),
     "trust_region": Case(_natural(structure=ng.Kronecker(), step=ng.TrustRegion(0.01, ng.Backtracking()))),
     "geodesic": Case(_natural(structure=ng.Kronecker(), step=ng.GeodesicCorrected())),
@@ -135,7 +139,7 @@ CASES = {
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
-RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal")
+RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient")
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
-from natgrad.accelerate.inverses import spectrum
+from natgrad.accelerate.roots import spectrum
 from natgrad.errors import FactorisationError
 from natgrad.operators import EigenKroneckerOperator
 from tests import kronecker_oracle, oracle, zoo

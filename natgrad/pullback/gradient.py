@@ -1,0 +1,161 @@
+"""A gradient of a step as data: every parameter of two or more axes is a matrix, whatever the layer that has it.
+
+    W [o i *k],   G its gradient:   S = Σ_k G_k G_kᵀ/(i·k),   A = Σ_k G_kᵀ G_k/(o·k)     (Gupta, Koren and Singer 2018)
+
+The entries k (offsets of a convolution) are groups c of W [c o i] that share their two factors. The mean eigenvalue of
+S is the mean of g², and so is that of A: S ⊗ A has the scale of the square of g gᵀ. A step of a given size
+(``Normalised``, ``Polar``) does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NoReturn, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.accelerate.inverses import layers_at_once
+from natgrad.accelerate.replay import GraphCache, Scalar
+from natgrad.geometry import Covector
+from natgrad.pullback.layer import Block
+from natgrad.pullback.moments import FactorList, FactorSink
+from natgrad.rules.base import Call, Keys, Rule
+from natgrad.rules.features import Features, Moment
+
+Diagonals: TypeAlias = Sequence[tuple[bool, bool]]  # of every matrix, whether only the diagonals of S and A are kept
+
+
+@final
+@dataclass(frozen=True)
+class GradientSample:
+    """A gradient of the batch, and what a structure needs to estimate g gᵀ from it.
+
+    ``without``: parameters that have no gradient in this step, for which ω is zero. ``blocks``: the layers as the
+    structure keeps them (``Structure.gradient_blocks``).
+    """
+
+    ω: Covector
+    without: frozenset[str]
+    blocks: Sequence[Block]
+    memory: int  # bytes that the structure may occupy
+    graph_cache: GraphCache[None]
+
+    def over(self, names: Collection[str]) -> GradientSample:
+        """The same sample, of some parameters."""
+        return replace(self, ω=Covector({name: self.ω[name] for name in names}), without=self.without & set(names))
+
+
+# Matrices.
+
+
+@final
+@dataclass(frozen=True)
+class MatrixRule(Rule):
+    """W [k o i] of a parameter [o i *k], of which nothing but its gradient is known; the groups k share their factors.
+
+    >>> MatrixRule(torch.Size([2, 3, 5, 5])).groups
+    25
+    """
+
+    shares_factors: ClassVar[bool] = True
+    param_shape: torch.Size
+
+    @property
+    def groups(self) -> int:
+        return math.prod(self.param_shape[2:])
+
+    def covers(self, module: nn.Module) -> bool:
+        return False
+
+    def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
+        return self.groups, self.param_shape[0], self.param_shape[1]
+
+    def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
+        (t,) = block.values()
+        return t.reshape(*self.param_shape[:2], -1).movedim(-1, 0)
+
+    def unpack(self, module: nn.Module, keys: Keys, packed: Tensor) -> dict[str, Tensor]:
+        return {keys[0]: packed.movedim(-3, -1).reshape(*packed.shape[:-3], *self.param_shape)}
+
+    def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """With one group W is the parameter itself."""
+        ((key, t),) = block.items()
+        return {key: t.reshape(1, *self.param_shape[:2])} if self.groups == 1 else None
+
+    def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
+        self._refuse()
+
+    def cotangents(self, module: nn.Module, keys: Keys, g: Tensor) -> Features:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError("a matrix of gradients has no inputs and no cotangents")
+
+
+def matrices(blocks: Sequence[Block]) -> list[Block]:
+    """A block for every parameter: of two or more axes a matrix, of fewer one without a rule."""
+    named = ((name, place, block.device) for block in blocks for name, place in block.named_slices.items())
+    out = []
+    for name, place, device in sorted(named, key=lambda entry: entry[1].start):
+        bare = Block((name,), (replace(place, key=name),), (1, place.shape.numel(), 1), device)
+        if len(place.shape) >= 2 and place.shape.numel():
+            rule, nobody = MatrixRule(place.shape), nn.Module()  # no module is called
+            bare = replace(bare, shape=rule.shape(nobody, (name,)), rule=rule, modules=(nobody,))
+        out.append(bare)
+    return out
+
+
+def gradient_factors(
+    sample: GradientSample, blocks: Sequence[Block], diagonals: Diagonals
+) -> list[tuple[Tensor, Tensor]]:
+    """S and A of every matrix in ``blocks``."""
+    sink = FactorList()
+    stream_gradient(sample, blocks, diagonals, sink)
+    return sink.pairs()
+
+
+def stream_gradient(sample: GradientSample, blocks: Sequence[Block], diagonals: Diagonals, sink: FactorSink) -> None:
+    """S and A of every matrix in ``blocks`` into the sink: three or four kernels for all matrices of one shape.
+
+    On a GPU they are captured in a graph.
+    """
+    batches: dict[object, list[int]] = defaultdict(list)
+    for b, (block, only) in enumerate(zip(blocks, diagonals, strict=True)):
+        batches[block.shape, only].append(b)
+    gradients = [sample.ω[block.names[0]] for block in blocks]
+
+    def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+        into = sink.with_weight(scalars[0])
+        for batch in batches.values():
+            count = layers_at_once(tensors[batch[0]].device, tensors[batch[0]].nbytes)
+            for at in range(0, len(batch), count):
+                _put(batch[at : at + count], tensors, blocks, diagonals, into)
+        into.flush()
+
+    if not blocks:
+        return
+    if sink.address_key is None:
+        compute(gradients, [sink.weight])
+    else:
+        key = "gradient", tuple(block.names for block in blocks), tuple(diagonals), sink.address_key
+        sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True)
+
+
+def _put(
+    batch: Sequence[int], tensors: Sequence[Tensor], blocks: Sequence[Block], diagonals: Diagonals, sink: FactorSink
+) -> None:
+    """The factors of matrices of one shape."""
+    (k, o, i), (only_s, only_a) = blocks[batch[0]].shape, diagonals[batch[0]]
+    G = torch.stack([tensors[b] for b in batch]).view(len(batch), o, i, k)
+    G = G.to(torch.promote_types(G.dtype, torch.float32))
+    wide = G.flatten(2)  # [b o i·k]
+    tall = wide if k == 1 else G.transpose(2, 3).reshape(len(batch), o * k, i)
+    S = wide.square().sum(2) if only_s else torch.bmm(wide, wide.mT)
+    A = tall.square().sum(1) if only_a else torch.bmm(tall.mT, tall)
+    for at, b in enumerate(batch):
+        sink.put(b, "S", Moment(S[at : at + 1], i * k))
+        sink.put(b, "A", Moment(A[at : at + 1], o * k))
