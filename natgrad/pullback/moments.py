@@ -26,6 +26,7 @@ from natgrad.errors import NatgradError
 from natgrad.model import tensors_of
 from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
+from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing
 from natgrad.pullback.tape import Cotangents, Tape, Use
@@ -46,27 +47,43 @@ def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
 
 
 def second_moments(
-    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watch: Watch | None = None
+    pb: Pullback,
+    layers: Sequence[Block],
+    sharing: Sharing,
+    watch: Watch | None = None,
+    nearest: NearestProduct | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``layers``, which have rules, summed over the parts of the batch that fit into memory.
 
     ``watch`` is called with the cotangents too.
     """
     kinds = [kind for block in layers for kind in block.kinds]
+    fitted = frozenset(b for b, kind in enumerate(kinds) if nearest is not None and nearest.fits(kind))
     left: dict[int, Moment] = {}
     right: dict[int, Moment] = {}
+
+    def add(side: dict[int, Moment], b: int, moment: Moment) -> None:
+        side[b] = side[b] + moment if b in side else moment
+
     for tape, chunks in passes(pb) if kinds else ():
         for g in chunks:
             for b, kind in enumerate(kinds):
-                s = sharing.output_moment(sharing.outputs(g.of(tape, kind)), kind)
-                left[b] = left[b] + s if b in left else s
+                h = g.of(tape, kind)
+                if nearest is not None and b in fitted:
+                    share = h.shape[0] / (pb.columns * pb.n)
+                    s, a = nearest.factors(tape.inputs(kind), h, kind, sharing, share=share)
+                    add(right, b, a.over(1))
+                else:
+                    s = sharing.output_moment(sharing.outputs(h), kind)
+                add(left, b, s)
             if watch is not None:
                 watch(tape, g)
         for b, kind in enumerate(kinds):
-            a = sharing.input_moment(sharing.inputs(tape.inputs(kind)), kind)
-            right[b] = right[b] + a if b in right else a
+            if b not in fitted:
+                add(right, b, sharing.input_moment(sharing.inputs(tape.inputs(kind)), kind))
     dtype = pb.y.dtype
-    pairs = iter([(left[b].total.to(dtype), right[b].mean().to(dtype)) for b in range(len(kinds))])
+    means = [right[b].total if b in fitted else right[b].mean() for b in range(len(kinds))]
+    pairs = iter([(left[b].total.to(dtype), a.to(dtype)) for b, a in enumerate(means)])
     return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
 
 
@@ -137,28 +154,33 @@ class FactorList(FactorSink):
         return [(self.factors[b, "S"], self.factors[b, "A"]) for b in range(len(self.factors) // 2)]
 
 
-def factors_of(pb: Pullback, blocks: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
+def factors_of(
+    pb: Pullback, blocks: Sequence[Block], sharing: Sharing, nearest: NearestProduct | None = None
+) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``blocks``, which have rules."""
     sink = FactorList()
-    stream(pb, blocks, sharing, sink)
+    stream(pb, blocks, sharing, sink, nearest)
     return sink.pairs()
 
 
-def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: FactorSink) -> None:
+def stream(
+    pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: FactorSink, nearest: NearestProduct | None = None
+) -> None:
     """S and A of every layer in ``blocks``, which have rules, into the sink.
 
     Inputs come first, while there are no cotangents. Cotangents are used inside the backward pass, where they arrive.
+    ``nearest``: the layers that it fits have its factors in place of means.
     """
     if not blocks:
         return
     if pb.coupling is None and not whole(pb):
-        for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
+        for b, (s, a) in enumerate(second_moments(pb, blocks, sharing, nearest=nearest)):
             sink.put(b, "A", Moment(a, 1))
             sink.put(b, "S", Moment(s, 1))
         sink.flush()
         return
     tape = pb.tape(pb.ranges[0])
-    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape))
+    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape), nearest)
     graphs = None if sink.address_key is None else pb.graph_cache
     kernels = CapturedKernels(graphs, layers, tape, sink)
     kernels.inputs(range(len(blocks)))
@@ -179,10 +201,17 @@ class LayerFactors:
     dtype: torch.dtype
     n: int
     relation: Mixing | Weights | None = None
+    nearest: NearestProduct | None = None
 
     def late(self, b: int) -> bool:
-        """Whether A depends on cotangents: that of a tied weight does, and with a coupling both have one scale."""
-        return self.relation is not None or bool(self.blocks[b].facets)
+        """Whether A depends on cotangents.
+
+        That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale.
+        """
+        return self.relation is not None or bool(self.blocks[b].facets) or self._fits(self.blocks[b])
+
+    def _fits(self, block: Block) -> bool:
+        return self.nearest is not None and self.nearest.fits(block)
 
     def put_inputs(self, b: int, tape: Tape, sink: FactorSink) -> None:
         """A, unless it is late."""
@@ -194,6 +223,11 @@ class LayerFactors:
         block = self.blocks[b]
         if not self.late(b):
             sink.put(b, "S", self._outputs(block, g.of(tape, block)).over(self.n))
+            return
+        if self.nearest is not None and self.nearest.fits(block):
+            of_s, of_a = self.nearest.factors(tape.inputs(block), g.of(tape, block), block, self.sharing)
+            sink.put(b, "A", of_a.over(self.n))
+            sink.put(b, "S", of_s.over(self.n))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if block.facets:
@@ -411,6 +445,7 @@ class CapturedKernels:
             side,
             self.layers.sharing,
             None if self.layers.relation is None else self.layers.relation.address_key,
+            None if self.layers.nearest is None else self.layers.nearest.address_key,
             tuple(self.layers.blocks[b].names for b in numbers),
             tuple(use.call.training for use in uses),
             tuple(t.data_ptr() for t in buffers),
