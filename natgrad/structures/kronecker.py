@@ -234,8 +234,8 @@ class FactorAverage(FactorSink):
             share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
             moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
         if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
-            moment = Moment(moment.mean(), 1) if isinstance(moment.count, Tensor) else moment
-            assert isinstance(moment.count, int)
+            masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
+            moment = Moment(moment.mean(), 1) if masked else moment
             self._averages.add(factor, moment.total, count=moment.count, weight=weight)
             return
         if not moment.is_finite():
