@@ -107,7 +107,7 @@ class Structure(ABC):
     """A choice of what to keep of the metric G = RᵀCR/N.
 
     With ``power`` p its operators are the metric G^p, the point at p on the geodesic from the identity to G among
-    positive matrices: p = 1 is the natural gradient, p = 0 the gradient.
+    positive matrices (Bhatia 2007): p = 1 is the natural gradient, p = 0 the gradient.
     """
 
     power: float = 1.0

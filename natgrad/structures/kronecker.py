@@ -353,7 +353,7 @@ class KroneckerInBackward(BackwardEstimate):
     def _of_uncovered(self, sample: GradientSample, uncovered: Pullback) -> Operator:
         below = None if self._average is None else self._average.fallback
         rest = replace(sample.over(list(uncovered.model.params)), blocks=uncovered.layers)
-        return self._structure.fallback.of_gradient(rest, below)
+        return self._structure.fallback_of(rest, below)
 
 
 @final
