@@ -39,8 +39,8 @@ class Sketch:
 
     def drift(self, then: Tensor) -> Tensor:
         """√(mean over the matrices of ‖M − M'‖²/‖M'‖²) [], from the values of M'; infinite if a zero has moved."""
-        moved = norms((self.values - then).split(self.sizes))
-        ratio = moved / norms(then.split(self.sizes))
+        moved = torch.stack(norms((self.values - then).split(self.sizes)))
+        ratio = moved / torch.stack(norms(then.split(self.sizes)))
         return torch.where(moved == 0, 0.0, ratio).square().mean().sqrt()
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import ClassVar, cast, final
+from functools import cached_property, partial
+from typing import ClassVar, Literal, cast, final
 
 import torch
 from torch import Tensor
 
 from natgrad.accelerate.averages import PendingAverages, lay_out
-from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.devices import full_precision, is_asynchronous
 from natgrad.accelerate.inverses import (
     BatchedInverse,
     InverseStack,
@@ -34,15 +34,35 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.replay import Scalar
-from natgrad.errors import NonFiniteError
-from natgrad.linalg import Damping, Relative, inverse_powered, refuse_singular
+from natgrad.errors import IncompatibleError, NonFiniteError
+from natgrad.linalg import Damping, Relative, refuse_singular
 from natgrad.model import Model
+from natgrad.output.hessian import Empirical
 from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullback.layer import Block
-from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
+from natgrad.pullback.moments import (
+    BackwardHooks,
+    CapturedKernels,
+    FactorList,
+    FactorSink,
+    LayerFactors,
+    Side,
+    factors_of,
+    stream,
+)
 from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullback.tape import Cotangents
 from natgrad.rules.features import Moment
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing, check_shape
+from natgrad.structures.base import (
+    BackwardEstimate,
+    Cost,
+    IdentityInverse,
+    Inverse,
+    Layout,
+    Operator,
+    WorkSharing,
+    check_shape,
+)
 from natgrad.structures.layered import (
     EIGENVECTORS,
     Basis,
@@ -55,7 +75,6 @@ from natgrad.structures.layered import (
     group_weights,
     joined,
     layer_tensors,
-    recomposed,
     separated,
     spectra,
 )
@@ -71,6 +90,9 @@ class Kronecker(Layered):
     parameters that no layer rule covers; with ``strict`` there must be none. Of a factor with more than ``largest``
     rows (a vocabulary) only the diagonal is kept. With ``bias="separate"`` a bias is a layer of its own, apart from its
     weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is G^p = S^p ⊗ A^p.
+
+    With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
+    the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
 
     A parameter that no module tells of has the factors of the operations that use it: products, convolutions, lookups.
     Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact diagonal of
@@ -100,6 +122,24 @@ class Kronecker(Layered):
     """
 
     in_place: ClassVar[bool] = True
+    sides: Literal["both", "inputs"] = field(default="both", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sides not in ("both", "inputs"):
+            raise ValueError(f'Kronecker(sides=…) is "both" or "inputs", not {self.sides!r}')
+
+    @property
+    def _inputs_only(self) -> bool:
+        return self.sides == "inputs"
+
+    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        s, a = super().shapes(block)
+        return (s[:2] if self._inputs_only else s), a
+
+    def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        s, a = super().zeros(block, dtype)
+        return (torch.ones_like(s) if self._inputs_only else s), a
 
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
@@ -117,7 +157,7 @@ class Kronecker(Layered):
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
-        estimates = factors_of(pullback, split.used, self.sharing_rule)
+        estimates = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
@@ -139,14 +179,15 @@ class Kronecker(Layered):
         average.same_layers(split.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = FactorAverage(average, [numbers[block.names] for block in split.used], weight)
-        stream(pullback, split.used, self.sharing_rule, sink)
+        stream(pullback, split.used, self.sharing_rule, sink, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
         """S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k) of every matrix (Gupta, Koren and Singer 2018)."""
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used))
+        sides = self.diagonal_sides(split.used)
+        pairs = gradient_factors(sample, split.used, sides, inputs_only=self._inputs_only)
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
         return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
@@ -156,8 +197,21 @@ class Kronecker(Layered):
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
         sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
-        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink)
+        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
+
+    def check_backward(self) -> None:
+        if self._inputs_only:
+            raise IncompatibleError(
+                'Kronecker(sides="inputs") needs no cotangents, and so no backward pass: use it with Euclidean()'
+            )
+        self.fallback.gradient_blocks([])
+
+    def in_backward(
+        self, pullback: Pullback, average: Operator | None, *, in_place: bool, weigh: Callable[[], float]
+    ) -> KroneckerInBackward:
+        assert average is None or isinstance(average, KroneckerOperator)
+        return KroneckerInBackward(self, pullback, average, weigh if in_place else None)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
@@ -206,8 +260,8 @@ class FactorAverage(FactorSink):
             share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
             moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
         if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
-            moment = Moment(moment.mean(), 1) if isinstance(moment.count, Tensor) else moment
-            assert isinstance(moment.count, int)
+            masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
+            moment = Moment(moment.mean(), 1) if masked else moment
             self._averages.add(factor, moment.total, count=moment.count, weight=weight)
             return
         if not moment.is_finite():
@@ -220,6 +274,86 @@ class FactorAverage(FactorSink):
 
     def flush(self) -> None:
         self._averages.flush()
+
+
+@final
+class KroneckerInBackward(BackwardEstimate):
+    """A = E[a aᵀ] and S = E[g gᵀ] of every layer, with the cotangents g of a backward pass that the user runs.
+
+    ``weigh``: gives the weight of the estimate in the ``average``, which is then changed in place. Layers that no
+    backward pass comes to keep their averages.
+    """
+
+    def __init__(
+        self,
+        structure: Kronecker,
+        pullback: Pullback,
+        average: KroneckerOperator | None,
+        weigh: Callable[[], float] | None,
+    ) -> None:
+        self._structure, self._average, self._weigh = structure, average, weigh
+        self._split = split = structure.split(pullback, average)
+        self._layout = Layout(pullback.model.like, pullback.y.dtype) if average is None else average.layout
+        self._sink: FactorSink | None = None
+        self._weight = 1.0
+        tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
+        of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
+        layers = LayerFactors(tuple(split.used), structure.sharing_rule, pullback.y.dtype, pullback.n, of_mean=of_mean)
+        self._hooks = BackwardHooks(tape, split.used, self._consume)
+        self._layers, self._tape, self._graphs = layers, self._hooks.tape, pullback.graph_cache
+
+    @property
+    def arrived(self) -> bool:
+        return self._hooks.arrived
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    @torch.no_grad()
+    def _consume(self, numbers: Sequence[int], g: Cotangents) -> None:
+        if self._sink is None:
+            self._sink = self._begun()
+        graphs = None if self._sink.address_key is None else self._graphs
+        kernels = CapturedKernels(graphs, self._layers, self._tape, self._sink)
+        with full_precision(self._tape.y.device):
+            kernels.inputs(numbers)
+            kernels.outputs(numbers, g)
+            self._sink.flush()
+
+    def _begun(self) -> FactorSink:
+        """Where the factors go."""
+        if self._average is None or self._weigh is None:
+            return FactorList()
+        self._average.same_layers(self._split.blocks)
+        self._weight = self._weigh()
+        numbers = {block.names: b for b, block in enumerate(self._average.blocks)}
+        return FactorAverage(self._average, [numbers[block.names] for block in self._split.used], self._weight)
+
+    @torch.no_grad()
+    def finish(self, sample: GradientSample) -> KroneckerOperator:
+        self._hooks.finish()
+        split, used = self._split, self._split.used
+        absent = {name for b in self._hooks.absent for name in used[b].names}
+        unseen = split.unseen | absent
+        fallback = None if split.uncovered is None else self._of_uncovered(sample, split.uncovered)
+        sink = self._begun() if self._sink is None else self._sink  # no layer has a rule
+        if isinstance(sink, FactorAverage):
+            return sink.average.absorbed(fallback, self._weight, unseen)
+        assert isinstance(sink, FactorList)
+        dtype, factors = self._layout.dtype, sink.factors
+        pairs = [
+            (factors[b, "S"], factors[b, "A"]) if (b, "S") in factors else self._structure.zeros(block, dtype)
+            for b, block in enumerate(used)
+        ]
+        both = split.of_all(pairs, lambda block: self._structure.zeros(block, dtype))
+        left, right = tuple(lay_out(s) for s, _ in both), tuple(lay_out(a) for _, a in both)
+        power = self._structure.power
+        return KroneckerOperator(self._layout, split.blocks, left, right, fallback, unseen, power=power)
+
+    def _of_uncovered(self, sample: GradientSample, uncovered: Pullback) -> Operator:
+        below = None if self._average is None else self._average.fallback
+        rest = replace(sample.over(list(uncovered.model.params)), blocks=uncovered.layers)
+        return self._structure.fallback_of(rest, below)
 
 
 @final
@@ -307,9 +441,11 @@ class KroneckerOperator(LayerOperator):
         """(S + λ_S)^-p ⊗ (A + λ_A)^-p, λ_S = √λ/π, λ_A = π√λ, π² = (tr A/dim A)/(tr S/dim S).
 
         An approximation of (G + λ)^-p (Martens and Grosse 2015, section 6.3). Relative damping is ε·tr S/dim S and
-        ε·tr A/dim A; it, and other powers than 1, go through the eigenvalues of the factors.
+        ε·tr A/dim A. Inverses are made by Cholesky or ``newton``, powers below 1 by products on a GPU and by
+        eigenvalues on a processor (``natgrad.accelerate.roots``).
 
-        Where a factor is zero (a layer with no gradient) π is 1. A factor that cannot be inverted keeps its last
+        Where a factor is zero (a layer with no gradient) π is 1; with relative damping its inverse is zero, and so is
+        the step of the layer. A factor that cannot be inverted keeps its last
         inverse, from ``warm`` or ``into``, and FactorisationError is raised when the others are done; on a GPU the
         inverse has ``failed``, a step or two later. Without a last inverse SingularMetricError is raised at once.
         """
@@ -318,8 +454,6 @@ class KroneckerOperator(LayerOperator):
         fallback = self.fallback_inverse(damping)
         if damping == 0 or not self.blocks:
             return self._undamped_inverse(fallback)
-        if self.power != 1 or isinstance(damping, Relative):
-            return self._power_inverse(damping, fallback, into)
         if isinstance(into, ProductInverse) and into.fits(self):
             out = into if fallback is None and into.fallback is None else replace(into, fallback=fallback)
         else:
@@ -328,7 +462,8 @@ class KroneckerOperator(LayerOperator):
                 out.compute_(self, damping)
                 return out
             out.load_(warm)
-        out.refresh_(self, damping, newton if newton is not None and newton.trusted() else None)
+        trusted = newton is not None and self.power == 1 and newton.trusted()
+        out.refresh_(self, damping, newton if trusted else None)
         return out
 
     def _undamped_inverse(self, fallback: Inverse | None) -> ProductInverse:
@@ -341,38 +476,9 @@ class KroneckerOperator(LayerOperator):
                 for values in groups:
                     rounding = factor.shape[-1] * torch.finfo(factor.dtype).eps
                     refuse_singular(values, rounding, False, 0.0, f"the factor {side} of {block.title}")
-        if self.power != 1:
-            return self._power_inverse(0.0, fallback)
         out = ProductInverse.empty(self, fallback)
         out.compute_(self, 0.0)
         return out
-
-    def _power_inverse(self, damping: Damping, fallback: Inverse | None, into: Inverse | None = None) -> ProductInverse:
-        """(S + λ_S)^-p ⊗ (A + λ_A)^-p through the eigenvalues of the factors, in the memory of ``into`` if it fits.
-
-        A factor that is zero, and has no scale for its damping to be relative to, has the inverse zero.
-        """
-        if isinstance(into, ProductInverse) and into.fits(self):
-            out = into if fallback is into.fallback else replace(into, fallback=fallback)
-        else:
-            out = ProductInverse.empty(self, fallback)
-        inverses: dict[str, list[Tensor]] = {}
-        for letter, side, shifts in zip("SA", (self.left, self.right), self._shifts(damping), strict=True):
-            values, vectors = spectra(side)
-            damped = (λ.clamp(min=0) + shift.unsqueeze(-1) for λ, shift in zip(values, shifts, strict=True))
-            scales = (inverse_powered(λ, self.power) for λ in damped)
-            inverses[letter] = [recomposed(d, q) for d, q in zip(scales, vectors, strict=True)]
-        out.load_(layer_tensors(self.blocks, inverses))
-        return out
-
-    def _shifts(self, damping: Damping) -> tuple[list[Tensor], list[Tensor]]:
-        """λ_S and λ_A [c] of every layer."""
-        if isinstance(damping, Relative):
-            sides = ([diagonal(factor) for factor in side] for side in (self.left, self.right))
-            left, right = ([(damping.epsilon * d.mean()).expand(len(d)) for d in side] for side in sides)
-            return left, right
-        balances = [balance([a], [s]) for s, a in zip(self.left, self.right, strict=True)]
-        return [damping**0.5 / π for π in balances], [damping**0.5 * π for π in balances]
 
     def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
         """Every process inverts the factors of its share of the layers."""
@@ -394,12 +500,10 @@ class KroneckerOperator(LayerOperator):
         return inverse
 
     def mend(self, inverse: Inverse, damping: Damping) -> None:
-        if not isinstance(inverse, ProductInverse) or not inverse.fits(self):
-            super().mend(inverse, damping)
-        elif self.power != 1 or isinstance(damping, Relative):
-            self._power_inverse(damping, inverse.fallback, inverse)
-        else:
+        if isinstance(inverse, ProductInverse) and inverse.fits(self):
             inverse.compute_(self, damping, warm=True)
+        else:
+            super().mend(inverse, damping)
 
     def layers_from(self, tensors: Mapping[str, Tensor], fallback: Inverse | None) -> Inverse | None:
         if not self._has_product_inverse(tensors):
@@ -416,26 +520,27 @@ class KroneckerOperator(LayerOperator):
 @final
 @dataclass(frozen=True)
 class ProductInverse(LayerInverse):
-    """v = S⁻¹ W A⁻¹. The inverses lie in one stack for each batch of layers, and are refreshed there."""
+    """v = S^-p W A^-p, damped. The inverses lie in one stack for each batch of layers, and are refreshed there."""
 
     layout: Layout
     blocks: tuple[Block, ...]
     fallback: Inverse | None
     dense: tuple[tuple[bool, bool], ...]  # of every layer, whether S and A are matrices
-    stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
+    power: float = 1.0
+    stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S^-p [b·c o o] and A^-p [b·c i i]
     batch: BatchedInverse = field(default_factory=BatchedInverse)
 
     @staticmethod
     def empty(G: KroneckerOperator, fallback: Inverse | None) -> ProductInverse:
         """Memory for the inverses of G, with nothing in it yet."""
-        out = ProductInverse(G.layout, G.blocks, fallback, _dense_sides(G))
+        out = ProductInverse(G.layout, G.blocks, fallback, _dense_sides(G), G.power)
         pairs = ((G.left[batch[0]], G.right[batch[0]], len(batch)) for batch in out.batches)
         return replace(out, stacks=tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs))
 
     def fits(self, G: KroneckerOperator) -> bool:
         """Whether the inverse of G can be computed in this memory."""
         here, there = ([(b.names, b.shape) for b in blocks] for blocks in (self.blocks, G.blocks))
-        if here != there or self.dense != _dense_sides(G):
+        if here != there or self.dense != _dense_sides(G) or self.power != G.power:
             return False
         like = G.left[0]
         memory = [stack.memory for pair in self.stacks for stack in pair]
@@ -447,26 +552,37 @@ class ProductInverse(LayerInverse):
             check_shape(f"{key} of the inverse of the metric", tensors[key], t.shape)
             t.copy_(tensors[key])
 
-    def compute_(self, G: KroneckerOperator, damping: float, *, warm: bool = False) -> None:
+    def compute_(self, G: KroneckerOperator, damping: Damping, *, warm: bool = False) -> None:
         """From G, waiting for the device; a matrix that cannot be inverted raises, after a retry in double precision.
 
         ``warm``: there is an inverse, which stays where it raises.
         """
-        self.batch.compute_(self._jobs((*G.left, *G.right), damping), warm=warm)
+        relative = isinstance(damping, Relative)
+        number = damping.epsilon if isinstance(damping, Relative) else damping
+        jobs = self._jobs((*G.left, *G.right), number, relative=relative)
+        self.batch.compute_(jobs, power=self.power, epsilon=number if relative else None, warm=warm)
 
-    def refresh_(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
+    def refresh_(self, G: KroneckerOperator, damping: Damping, newton: Newton | None) -> None:
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
+        relative = isinstance(damping, Relative)
+        number = damping.epsilon if isinstance(damping, Relative) else damping
         addresses = tuple(stack.memory.data_ptr() for pair in self.stacks for stack in pair)
-        self.batch.refresh_(self._jobs, (*G.left, *G.right), damping, newton, addresses)
+        jobs = partial(self._jobs, relative=relative)
+        factors = (*G.left, *G.right)
+        self.batch.refresh_(jobs, factors, number, newton, addresses, power=self.power, relative=relative)
 
-    def _jobs(self, factors: Sequence[SymFactor], damping: Scalar) -> list[Inversion]:
+    def _jobs(self, factors: Sequence[SymFactor], damping: Scalar, *, relative: bool) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
         jobs: list[Inversion] = []
         for batch, stacks in zip(self.batches, self.stacks, strict=True):
             s, a = [left[b] for b in batch], [right[b] for b in batch]
-            c, π = s[0].shape[0], balance(a, s)
-            shifts = damping**0.5 / π, damping**0.5 * π
+            if relative:
+                shifts = damping * _mean_eigenvalues(s), damping * _mean_eigenvalues(a)
+            else:
+                π = balance(a, s)
+                shifts = damping**0.5 / π, damping**0.5 * π
+            c = s[0].shape[0]
             for letter, side, shift, stack in zip("SA", (s, a), shifts, stacks, strict=True):
                 outs = _unaligned(stack.memory, side[0].shape[-1]).split(c)
                 for b, factor, λ, out in zip(batch, side, shift.split(c), outs, strict=True):
@@ -526,6 +642,12 @@ class ProductInverse(LayerInverse):
 
 def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:
     return tuple((is_dense(s), is_dense(a)) for s, a in zip(G.left, G.right, strict=True))
+
+
+def _mean_eigenvalues(factors: Sequence[SymFactor]) -> Tensor:
+    """[b·c]: for every group of every layer the mean eigenvalue of all groups of the layer."""
+    means = torch.stack([diagonal(factor).mean() for factor in factors])
+    return means.unsqueeze(1).expand(-1, factors[0].shape[0]).reshape(-1)
 
 
 def _memory(factor: SymFactor, count: int) -> InverseStack:
