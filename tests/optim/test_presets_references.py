@@ -1,0 +1,133 @@
+"""Muon, Shampoo, SOAP and Natural, step by step beside torch.optim and beside references in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from benchmarks import rivals
+from tests import oracle
+from tests.optim.tasks import seeded
+
+STEPS = 13  # a cycle of ten and its end
+Optimizers = Iterable[Any]
+
+
+class Net(nn.Module):
+    """Tokens, a convolution with offsets, a wide and a tall matrix, gains and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.conv = nn.Embedding(7, 3), nn.Conv1d(3, 4, 2)
+        self.norm, self.wide, self.tall = nn.LayerNorm(4), nn.Linear(4, 3), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [n r] to logits [n r-1 5]."""
+        h = torch.tanh(self.conv(self.tokens(x).mT)).mT
+        return self.tall(torch.tanh(self.wide(self.norm(h))))
+
+
+MATRICES = ("conv.weight", "wide.weight", "tall.weight")
+
+
+def _net(dtype: torch.dtype = torch.float64) -> Net:
+    return seeded(lambda: Net().to(dtype))
+
+
+def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What a metric steps, and what AdamW does."""
+    params = dict(model.named_parameters())
+    return [params[name] for name in MATRICES], [p for name, p in params.items() if name not in MATRICES]
+
+
+def _train(model: nn.Module, optimizers: Optimizers, steps: int = STEPS) -> list[Tensor]:
+    """θ after every step, on a task that is the same every time; the learning rates fall."""
+    path = []
+    for step in range(steps):
+        x = seeded(lambda: torch.randint(7, (6, 5)), 100 + step)
+        for p in model.parameters():
+            p.grad = None
+        nn.functional.cross_entropy(model(x).flatten(0, 1), x[:, 1:].flatten() % 5).backward()
+        for opt in optimizers:
+            opt.step()
+            for group in opt.param_groups:
+                group["lr"] *= 0.9
+        path.append(oracle.flatten(model.parameters()))
+    return path
+
+
+def _adamw(params: list[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+
+
+class Lent:
+    """Kernels as matrices in the same memory, for an optimizer of matrices."""
+
+    def __init__(self, params: list[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self.pairs = [(p, nn.Parameter(p.detach().view(len(p), -1))) for p in params]
+        self.optimizer = make([matrix for _, matrix in self.pairs])
+        self.param_groups = self.optimizer.param_groups
+
+    def step(self) -> None:
+        """One step with the gradients of the kernels."""
+        for p, matrix in self.pairs:
+            assert p.grad is not None
+            matrix.grad = p.grad.view(matrix.shape)
+        self.optimizer.step()
+
+
+def test_muon_takes_the_steps_of_torchs_muon_and_of_its_adamw() -> None:
+    """In bfloat16, where products in another order differ in the third digit; AdamW's part is equal."""
+    model, hand = _net(torch.float32), _net(torch.float32)
+    hidden, rest = _parts(hand)
+    options: dict[str, Any] = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    muon = Lent(hidden, lambda params: torch.optim.Muon(params, lr=0.01, **options))
+    start = oracle.flatten(model.parameters())
+    found = _train(model, [ng.Muon(model, lr=0.01, weight_decay=0.1)])
+    expected = _train(hand, [muon, _adamw(rest, 0.01, 0.1)])
+    for θ, other in zip(found, expected, strict=True):
+        assert (θ - other).norm() < 0.02 * (other - start).norm()
+
+
+def test_the_parameters_that_adamw_steps_are_torchs_to_the_last_digits() -> None:
+    """The gradients of the others are detached from them: the same numbers go into both."""
+    model, hand = _net(), _net()
+    for net in (model, hand):
+        for p in _parts(net)[0]:
+            p.requires_grad_(False)
+    model.wide.weight.requires_grad_()  # somebody must have a metric; its steps are of length zero
+    groups = [{"params": [model.wide.weight], "lr": 0.0}]
+    found = _train(model, [ng.Muon(model, lr=0.01, weight_decay=0.1, groups=groups)])
+    expected = _train(hand, [_adamw(_parts(hand)[1], 0.01, 0.1)])
+    for θ, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(θ, other, rtol=1e-12, atol=1e-14)
+
+
+def test_muon_that_has_converged_steps_by_the_polar_factor() -> None:
+    """θ ← (1 − lr·wd)θ − lr·0.2·√max(o, i)·UVᵀ of the momentum UΣVᵀ, here by singular values."""
+
+    class Polar:
+        def __init__(self, params: list[nn.Parameter]) -> None:
+            self.params, self.param_groups = params, [{"lr": 0.01}]
+            self.m = [torch.zeros_like(p) for p in params]
+
+        @torch.no_grad()
+        def step(self) -> None:
+            (group,) = self.param_groups
+            for p, m in zip(self.params, self.m, strict=True):
+                m.mul_(0.95).add_(p.grad, alpha=0.05)
+                u, _, vh = torch.linalg.svd((0.95 * m + 0.05 * p.grad).flatten(1), full_matrices=False)
+                v = 0.2 * max(u.shape[0], vh.shape[1]) ** 0.5 * (u @ vh)
+                p.mul_(1 - group["lr"] * 0.1).sub_(v.view(p.shape), alpha=group["lr"])
+
+    model, hand = _net(), _net()
+    hidden, rest = _parts(hand)
+    found = _train(model, [ng.Muon(model, lr=0.01, weight_decay=0.1, iteration="minimax")])
+    expected = _train(hand, [Polar(hidden), _adamw(rest, 0.01, 0.1)])
+    for θ, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(θ, other, rtol=1e-7, atol=1e-9)
