@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NoReturn, TypeAlias, final
 
@@ -44,11 +44,9 @@ class GradientSample:
     memory: int  # bytes that the structure may occupy
     graph_cache: GraphCache[None]
 
-    def restricted(self, blocks: Sequence[Block]) -> GradientSample:
-        """The same sample, of the parameters of some blocks."""
-        names = {name for block in blocks for name in block.names}
-        ω = Covector({name: t for name, t in self.ω.items() if name in names})
-        return replace(self, ω=ω, without=self.without & names, blocks=blocks)
+    def over(self, names: Collection[str]) -> GradientSample:
+        """The same sample, of some parameters."""
+        return replace(self, ω=Covector({name: self.ω[name] for name in names}), without=self.without & set(names))
 
 
 # Matrices.

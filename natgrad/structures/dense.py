@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import ClassVar, cast, final
 
@@ -55,7 +55,7 @@ class Dense(Structure):
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> DenseOperator:
         """g gᵀ, the full matrix of AdaGrad (Duchi, Hazan and Singer 2011)."""
-        layout = Layout.of(sample.ω)
+        layout = Layout.of(sample.ω) if like is None else like.layout
         self.admit_numbers(layout.size**2, layout, sample.memory)
         old = [like.matrix] if isinstance(like, DenseOperator) else None
         (matrix,) = _outer_products(sample, layout, [slice(None)], old)
@@ -105,12 +105,12 @@ class BlockDense(Structure):
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> BlockDenseOperator:
         """g gᵀ of every layer."""
+        if isinstance(like, BlockDenseOperator):
+            return replace(like, matrices=tuple(_outer_products(sample, like.layout, like.indices, like.matrices)))
         layout, groups = Layout.of(sample.ω), layers_in(sample.blocks).values()
-        numbers = sum(sum(block.size for block in group) ** 2 for group in groups)
-        self.admit_numbers(numbers, layout, sample.memory)
+        self.admit_numbers(sum(sum(block.size for block in group) ** 2 for group in groups), layout, sample.memory)
         indices = tuple(index_of(group).sort().values for group in groups)
-        old = like.matrices if isinstance(like, BlockDenseOperator) else None
-        matrices = tuple(_outer_products(sample, layout, indices, old))
+        matrices = tuple(_outer_products(sample, layout, indices, None))
         return BlockDenseOperator(layout, tuple(map(name_of, groups)), indices, matrices)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:

@@ -50,7 +50,7 @@ class Diagonal(Structure):
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> DiagonalOperator:
         """g² (Duchi, Hazan and Singer 2011; Kingma and Ba 2015)."""
-        layout = Layout.of(sample.ω)
+        layout = Layout.of(sample.ω) if like is None else like.layout
         values = layout.flatten(sample.ω).square_()
         if sample.without and isinstance(like, DiagonalOperator):
             absent = Subset.of(layout, sorted(sample.without))

@@ -206,14 +206,17 @@ class Layered(Structure):
 
         ``like``: what the estimate will be averaged with.
         """
+        if like is not None:
+            below = like.fallback
+            of_fallback = None if below is None else self.fallback.of_gradient(sample.over(below.layout.like), below)
+            return LayerSplit(like.blocks, sample.without - set(like.uncovered.names)), like.layout, of_fallback
         layout = Layout.of(sample.ω)
         blocks = tuple(block for block in sample.blocks if block.rule is not None)
-        if like is None:
-            self.admit_numbers(sum(map(self.layer_elements, blocks)), layout, sample.memory)
+        self.admit_numbers(sum(map(self.layer_elements, blocks)), layout, sample.memory)
         uncovered = [block for block in sample.blocks if block.rule is None]
-        below = None if like is None else like.fallback
-        fallback = self.fallback.of_gradient(sample.restricted(_moved(uncovered)), below) if uncovered else None
-        return LayerSplit(blocks, sample.without & {block.names[0] for block in blocks}), layout, fallback
+        rest = replace(sample.over([block.names[0] for block in uncovered]), blocks=_moved(uncovered))
+        of_fallback = self.fallback.of_gradient(rest) if uncovered else None
+        return LayerSplit(blocks, sample.without - set(rest.ω)), layout, of_fallback
 
     def diagonal_sides(self, blocks: Sequence[Block]) -> list[tuple[bool, bool]]:
         """Of every layer, whether only the diagonals of S and A are kept."""

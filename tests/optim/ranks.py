@@ -128,6 +128,9 @@ CASES = {
     "block_dense": Case(_natural(structure=ng.Refresh(ng.BlockDense(), every=2, decay=0.9))),
     "dense": Case(_natural(structure=ng.Refresh(ng.Dense(), decay=0.9))),
     "dense_cg": Case(_natural(structure=ng.Refresh(ng.Dense(), decay=0.9), solver=ng.CG(tol=1e-12, max_steps=200))),
+    "batch_gradient": Case(
+        _natural(metric=ng.BatchGradient(), structure=ng.Refresh(ng.Kronecker(), 2, 0.9, 3), lr=0.02), pieces=2
+    ),
     "kernel": Case(_natural(structure=ng.Kernel())),
     "trust_region": Case(_natural(structure=ng.Kronecker(), step=ng.TrustRegion(0.01, ng.Backtracking()))),
     "geodesic": Case(_natural(structure=ng.Kronecker(), step=ng.GeodesicCorrected())),
@@ -135,7 +138,7 @@ CASES = {
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
-RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal")
+RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient")
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:

@@ -273,6 +273,37 @@ def test_accumulated_passes_are_one_gradient() -> None:
     torch.testing.assert_close(opt.tracker.average.tensors()["0.weight/A"][0], factors(gradient)[1])
 
 
+def test_scaled_gradients_are_seen_without_their_scale() -> None:
+    """``GradScaler`` divides before the step, and a step that it leaves out is not seen."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    opt, scaler = optimizer(model, ng.Kronecker()), torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    for broken in (False, True):
+        opt.zero_grad()
+        loss = model(x).square().sum()
+        (expected,) = torch.autograd.grad(loss, model.weight, retain_graph=True)
+        scaler.scale(loss * (float("inf") if broken else 1.0)).backward()
+        before = opt.tracker.step
+        scaler.step(opt)
+        scaler.update()
+        assert opt.tracker.step == before + (not broken)
+        if not broken:
+            assert opt.tracker.average is not None
+            torch.testing.assert_close(opt.tracker.average.tensors()["weight/S"][0], factors(expected)[0])
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=False).bfloat16()
+    opt = optimizer(model, ng.Kronecker())
+    model(torch.randn(4, 3).bfloat16()).square().sum().backward()
+    assert model.weight.grad is not None
+    gradient = model.weight.grad.float()
+    opt.step()
+    assert opt.tracker.average is not None
+    torch.testing.assert_close(opt.tracker.average.tensors()["weight/A"][0], factors(gradient)[1])
+
+
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
 def test_first_gradients_of_zero_make_steps_of_zero(structure: ng.structures.Structure) -> None:
     torch.manual_seed(0)
