@@ -32,6 +32,7 @@ from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pu
 from natgrad.pullback.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
 from natgrad.structures.base import Operator
+from natgrad.structures.identity import constant
 from natgrad.structures.refresh import Refresh
 
 NOTHING_SEEN = (
@@ -39,6 +40,10 @@ NOTHING_SEEN = (
     "torch.no_grad(), or opt.refresh(x) where the forward pass is opaque. If it was called so, either the model is "
     "called compiled, and the optimizer was made with the plain one (give torch.compile(model) to the optimizer), or "
     "its hooks were removed (make a new optimizer)"
+)
+_CONSTANT = (
+    "the step rule asks for the batch, and a structure with power=0 looks at none: use Fixed(), KLClip(), Normalised() "
+    "or Polar(), or power > 0"
 )
 NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
 NO_OUTPUTS = (
@@ -134,7 +139,8 @@ class MetricTracker:
     until a step has succeeded with them: if it fails, the average stays as it was.
 
     A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
-    ``wrapping``: the model as it was handed over and what it wraps, down to the plain module.
+    ``wrapping``: the model as it was handed over and what it wraps, down to the plain module. ``whole``: the model with
+    all parameters, also those that the optimizer steps without a metric.
     """
 
     def __init__(
@@ -144,12 +150,14 @@ class MetricTracker:
         generator: torch.Generator,
         wrapping: Sequence[nn.Module] = (),
         world: World | None = None,
+        whole: Model | None = None,
     ) -> None:
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
         self.world = World() if world is None else world
         self.model, self.metric = observer.model, observer.metric
-        self.average: Operator | None = None
+        self.average: Operator | None = constant(self.structure, self.model)
+        self.constant = self.average is not None  # nothing is estimated, and no pass is looked at
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
         self.absorbed = False  # an estimate of this step is in the average
         self.weight = EmaWeight(schedule.decay)
@@ -168,7 +176,7 @@ class MetricTracker:
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
-        self._check = ModelCheck(self.model, self.module, observer.blocks)
+        self._check = ModelCheck(self.model if whole is None else whole, self.module, observer.blocks)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
         # A hook on a compiled module itself runs outside of the compiled code.
@@ -184,7 +192,8 @@ class MetricTracker:
     @property
     def due(self) -> bool:
         """Whether the metric is estimated for this step."""
-        return self.average is None or self.schedule.metric_due(self.step) or bool(self.pending_params)
+        due = self.average is None or self.schedule.metric_due(self.step) or bool(self.pending_params)
+        return due and not self.constant
 
     @property
     def has_estimate(self) -> bool:
@@ -197,7 +206,7 @@ class MetricTracker:
         if self.metric.source == "gradients":
             raise IncompatibleError(NO_OUTPUTS)
         if self.batch is None:
-            raise NatgradError(NOTHING_SEEN)
+            raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
         return BatchQueries(self.batch, self.metric, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
@@ -271,7 +280,9 @@ class MetricTracker:
                 self.fresh, self._examples, self._joined = estimate.finite(wait=self.average is None), 1, True
 
     def refresh(self, x: Inputs, target: Any = None) -> None:
-        """Estimate the metric in a forward pass of our own."""
+        """Estimate the metric in a forward pass of our own, unless it is constant."""
+        if self.constant:
+            return
         if self.metric.source == "gradients":
             raise IncompatibleError(NO_OUTPUTS)
         check_inputs(self.model, x)
