@@ -131,3 +131,111 @@ def test_muon_that_has_converged_steps_by_the_polar_factor() -> None:
     expected = _train(hand, [Polar(hidden), _adamw(rest, 0.01, 0.1)])
     for θ, other in zip(found, expected, strict=True):
         torch.testing.assert_close(θ, other, rtol=1e-7, atol=1e-9)
+
+
+def _refreshes(step: int, every: int) -> bool:
+    """Whether roots are new in the step 0, 1, …: in 1, 2, 4, 8, … before the first period is over, then every period."""
+    return step % every == 0 or (step < every and (step + 1) & step == 0)
+
+
+class Reference:
+    """Natural and Shampoo: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float, power: float, kl: bool, every: int = 10) -> None:
+        self.params, self.param_groups, self.power, self.kl, self.every = params, [{"lr": lr}], power, kl, every
+        self.t, self.state = 0, [dict[str, Tensor]() for _ in params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Statistics, roots if they are due, and a step."""
+        (group,) = self.param_groups
+        for p, state in zip(self.params, self.state, strict=True):
+            assert p.grad is not None
+            g = p.grad.flatten(2) if p.ndim > 2 else p.grad[..., None]  # [o i k]
+            m = state["m"] = 0.95 * state.get("m", torch.zeros_like(g)) + 0.05 * g
+            weight = 0.05 / (1 - 0.95 ** (self.t + 1))
+            for key, new in self.factors(g, state).items():
+                state[key] = new if self.t == 0 else state[key].lerp(new, weight)
+            if _refreshes(self.t, self.every):
+                for key in "SA":
+                    λ, Q = torch.linalg.eigh(state[key])
+                    λ = λ.clamp(min=0) + 1e-2 * state[key].trace() / len(λ)
+                    state[f"{key}^-p"], state[f"{key}^-1"] = (Q * λ**-self.power) @ Q.T, (Q / λ) @ Q.T
+            v = torch.einsum("op,pik,ij->ojk", state["S^-p"], 0.95 * m + 0.05 * g, state["A^-p"])
+            v = 0.2 * v / v.square().mean().sqrt()
+            p.mul_(1 - group["lr"] * 0.1).sub_(v.reshape(p.shape), alpha=group["lr"])
+        self.t += 1
+
+    def factors(self, g: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """S and A of one gradient: each by itself, or weighted by the last inverse of the other."""
+        o, i, k = g.shape
+        one = {"S^-1": torch.eye(o, dtype=g.dtype), "A^-1": torch.eye(i, dtype=g.dtype)}
+        inverse = {key: state.get(key, one[key]) if self.kl else one[key] for key in one}
+        return {
+            "S": torch.einsum("oik,ij,pjk->op", g, inverse["A^-1"], g) / (i * k),
+            "A": torch.einsum("oik,op,pjk->ij", g, inverse["S^-1"], g) / (o * k),
+        }
+
+
+REFERENCES: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], Callable[[list[nn.Parameter]], Reference]]] = {
+    "natural": (
+        lambda model: ng.Natural(model, lr=0.01),
+        lambda params: Reference(params, 0.01, 0.5, kl=True),
+    ),
+    "natural_75": (
+        lambda model: ng.Natural(model, lr=0.01, power=0.75, inverse_every=3),
+        lambda params: Reference(params, 0.01, 0.75, kl=True, every=3),
+    ),
+    "natural_mean": (
+        lambda model: ng.Natural(model, lr=0.01, power=1.0, fit="mean"),
+        lambda params: Reference(params, 0.01, 1.0, kl=False),
+    ),
+    "shampoo": (
+        lambda model: ng.Shampoo(model, lr=0.01),
+        lambda params: Reference(params, 0.01, 0.5, kl=False),
+    ),
+    "shampoo_of_2018": (
+        lambda model: ng.Shampoo(model, lr=0.01, power=0.25),
+        lambda params: Reference(params, 0.01, 0.25, kl=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_presets_take_the_steps_of_a_reference_in_plain_torch(name: str) -> None:
+    ours, theirs = REFERENCES[name]
+    model, hand = _net(), _net()
+    hidden, rest = _parts(hand)
+    found = _train(model, [ours(model)])
+    expected = _train(hand, [theirs(hidden), _adamw(rest, 0.01, 0.1)])
+    for θ, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(θ, other, rtol=1e-7, atol=1e-9)
+
+
+class AdamInEigenbasis:
+    """SOAP with whole eigendecompositions of the averaged factors; D starts anew in each new basis, as Q² D P²."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float, every: int = 10) -> None:
+        self.params, self.param_groups, self.every = params, [{"lr": lr}], every
+        self.t, self.state = 0, [dict[str, Tensor]() for _ in params]
+
+
+def test_soap_is_near_the_reference_of_the_paper() -> None:
+    """The steps of both, from the same gradients in a fixed basis without momentum: only the first gradient differs.
+
+    It is in our D, and in the reference's basis alone.
+    """
+    torch.manual_seed(0)
+    gradients = [torch.randn(4, 3, dtype=torch.float64) @ torch.diag(torch.tensor([3.0, 1.0, 0.3]).double()) for _ in range(200)]
+    module = nn.Linear(3, 4, bias=False).double()
+    w = nn.Parameter(module.weight.detach().clone())
+    ours = ng.SOAP(module, lr=1e-3, momentum=0.0, weight_decay=0.1, inverse_every=1000)
+    theirs = rivals.SOAP([w], lr=1e-3, betas=(0.0, 0.95), weight_decay=0.1, frequency=1000)
+    for step, g in enumerate(gradients):
+        before = module.weight.detach().clone(), w.detach().clone()
+        module.weight.grad, w.grad = g.clone(), g.clone()
+        ours.step()
+        theirs.step()
+        moved, expected = (module.weight.detach() - before[0]), (w.detach() - before[1])
+    assert step == 199
+    torch.testing.assert_close(moved, expected, rtol=1e-2, atol=1e-5)
