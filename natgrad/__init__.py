@@ -24,6 +24,7 @@ from natgrad.geometry import Vector as Vector
 from natgrad.geometry import differential as differential
 from natgrad.geometry import pullback_covector as pullback_covector
 from natgrad.geometry import pushforward as pushforward
+from natgrad.linalg import Relative as Relative
 from natgrad.mirror.optimizer import MirrorDescent as MirrorDescent
 from natgrad.model import evaluating as evaluating
 from natgrad.natural import natural_gradient as natural_gradient

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -10,6 +13,44 @@ from torch import Tensor
 from natgrad.errors import NonFiniteError, SingularMetricError
 
 _HALVINGS = 60  # of a Newton step
+
+
+@final
+@dataclass(frozen=True)
+class Relative:
+    """Damping without units: λ = ε·(mean eigenvalue), factor by factor.
+
+    S + ε·mean(S) and A + ε·mean(A) for the two factors of a layer, G_b + ε·mean(G_b) for every block of ``BlockDense``
+    and every layer of ``EigenKronecker``, d + ε·mean(d) for every parameter of ``Diagonal``, and G + ε·tr G/p for one
+    matrix. The mean runs over all groups of a layer. Multiplying the loss, the inputs or the outputs of a layer by a
+    number multiplies G + λ by a number, and leaves the direction of the step as it was.
+
+    What is exactly zero (dead units, an expert that was not used, a batch of zeros) has no scale: its step is zero.
+
+    >>> import natgrad as ng
+    >>> G = ng.operators.DiagonalOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.tensor([1.0, 3.0]))
+    >>> ng.sharp(G, ng.Covector({"w": torch.ones(2)}), damping=Relative(0.5))["w"]  # 1/(1 + 0.5·2), 1/(3 + 0.5·2)
+    tensor([0.5000, 0.2500])
+    """
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < math.inf:
+            raise ValueError(
+                f"Relative(epsilon) must be positive and finite, got {self.epsilon}: without damping, give damping=0"
+            )
+
+    def added(self, values: Tensor) -> Tensor:
+        """Eigenvalues + ε·their mean; what is below zero is rounding."""
+        values = values.clamp(min=0)
+        return values + self.epsilon * values.mean()
+
+    def __format__(self, spec: str) -> str:
+        return f"Relative({self.epsilon:{spec}})"
+
+
+Damping: TypeAlias = float | Relative
 
 
 def symmetric_root(h: Tensor, failure: str) -> Tensor:
@@ -27,8 +68,10 @@ def symmetric_root(h: Tensor, failure: str) -> Tensor:
     return scaled @ vectors.transpose(-1, -2)
 
 
-def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
+def cholesky(matrix: Tensor, damping: float | Tensor, what: str) -> Tensor:
     """L with L Lᵀ = matrix + damping, for one matrix [d d] or a batch [b d d]; singular and indefinite ones raise.
+
+    ``damping``: one number, or a tensor [b] with one for every matrix.
 
     Rounding lets Cholesky succeed on a singular matrix and return noise. Without damping to speak of, matrices that
     look singular are therefore checked against their spectrum.
@@ -38,7 +81,7 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
         return matrix
     damped = matrix.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(damping)
+    diagonal.add_(damping.unsqueeze(-1) if isinstance(damping, Tensor) else damping)
     factor, info = torch.linalg.cholesky_ex(damped)
     size, eps = matrix.shape[-1], torch.finfo(matrix.dtype).eps
     largest = diagonal.amax(-1)
@@ -47,9 +90,80 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
     if bool(lost.any()):
         suspicious |= lost & ~(smallest(factor) > 1e3 * size * eps * largest)  # NaN is suspicious too
     if bool(suspicious.any()):
-        for values, failed in zip(_spectra(damped[suspicious]), info[suspicious], strict=True):
-            refuse_singular(values, size * eps, bool(failed > 0), damping, what)
+        each = _each(damping, largest)[suspicious]
+        for values, failed, λ in zip(_spectra(damped[suspicious]), info[suspicious], each, strict=True):
+            refuse_singular(values, size * eps, bool(failed > 0), float(λ), what)
     return factor
+
+
+def _each(damping: float | Tensor, like: Tensor) -> Tensor:
+    """The damping of every matrix, in double precision."""
+    return torch.as_tensor(damping, dtype=torch.float64, device=like.device).expand(like.shape)
+
+
+def damped_spectrum(values: Tensor, damping: float | Tensor, what: str) -> Tensor:
+    """The eigenvalues [b d] of matrices + damping, from those of the matrices; as ``cholesky``, singular ones raise.
+
+    Eigenvalues that are zero up to rounding are not negative.
+
+    >>> damped_spectrum(torch.tensor([[0.0, 3.0]]), 1.0, "the metric")
+    tensor([[1., 4.]])
+    """
+    if values.numel() == 0:
+        return values
+    size, eps = values.shape[-1], torch.finfo(values.dtype).eps
+    largest = values.abs().amax(-1)
+    λ = _each(damping, largest)
+    rounding = size * eps * largest
+    zero = values.abs() <= rounding.unsqueeze(-1)
+    damped = torch.where(zero, values.clamp(min=0), values) + λ.to(values.dtype).unsqueeze(-1)
+    smallest = damped.amin(-1)
+    bad = (smallest <= 0) | ((λ <= 8 * eps * largest) & (smallest <= rounding))
+    if bool(bad.any()):
+        at = int(bad.flatten().nonzero()[0])
+        ascending = damped.reshape(-1, size)[at].sort().values
+        refuse_singular(ascending, size * eps, True, float(λ.reshape(-1)[at]), what)
+    return damped
+
+
+def powered(values: Tensor, power: float, what: str) -> Tensor:
+    """Eigenvalues to a power between 0 and 1, those within rounding as zero; negative ones raise. The power 0 is 1.
+
+    (10⁻¹⁶ is rounding, and its fourth root 10⁻⁴ would not look like it.)
+
+    >>> powered(torch.tensor([0.0, 4.0]), 0.5, "the metric")
+    tensor([0., 2.])
+    """
+    if power == 1:
+        return values
+    if power == 0:
+        return torch.ones_like(values)
+    if values.numel() == 0:
+        return values
+    rounding = values.shape[-1] * torch.finfo(values.dtype).eps * values.abs().amax(-1, keepdim=True)
+    if bool((values < -8 * rounding).any()):
+        raise SingularMetricError(
+            f"{what} is indefinite, smallest eigenvalue {float(values.min()):.3g}, and has no power {power:g}: use a "
+            "positive metric (Fisher, or a convex loss)"
+        )
+    return torch.where(values > rounding, values, 0.0).pow(power)
+
+
+def inverse_powered(values: Tensor, power: float) -> Tensor:
+    """x^-p of positive numbers, and 0 of zero.
+
+    >>> inverse_powered(torch.tensor([0.0, 4.0]), 0.5)
+    tensor([0.0000, 0.5000])
+    """
+    return torch.where(values > 0, values, torch.inf).pow(-power)
+
+
+def check_power(power: float, what: str) -> None:
+    """A metric G has the points G^p, 0 ≤ p ≤ 1, of the geodesic from the identity to itself."""
+    if not 0 <= power <= 1:
+        raise ValueError(
+            f"{what} must have a power between 0 and 1, got {power}: 1 is the natural gradient, 0 the gradient"
+        )
 
 
 def smallest(factor: Tensor) -> Tensor:
@@ -71,7 +185,7 @@ def _spectra(matrices: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(matrices.double()).reshape(-1, matrices.shape[-1])
 
 
-def refuse_singular(values: Tensor, rtol: float, failed: bool, damping: float, what: str) -> None:
+def refuse_singular(values: Tensor, rtol: float, failed: bool, damping: Damping, what: str) -> None:
     """Raise with rank, smallest eigenvalue and the two remedies, if the ascending ``values`` call for it."""
     smallest, largest = float(values[0]), float(values[-1])
     rank = int((values > rtol * max(largest, 0.0)).sum())
@@ -103,7 +217,7 @@ def refuse_lost_damping(damping: float, diagonal: Tensor, what: str) -> None:
         )
 
 
-def refuse_indefinite(values: Tensor, rtol: float, damping: float, what: str) -> None:
+def refuse_indefinite(values: Tensor, rtol: float, damping: Damping, what: str) -> None:
     """Raise if an eigenvalue of ``values`` [* d] is negative beyond rounding, or beyond ``rtol`` of the largest.
 
     A pseudo-inverse would drop it as if it were zero, and with it a part of ω that does lie in the range.
@@ -199,8 +313,10 @@ def newton(
     return x, decrement
 
 
-def check_damping(damping: float, dtype: torch.dtype = torch.float64) -> None:
-    """Damping is a non-negative number, and one that a metric of this precision can be added to."""
+def check_damping(damping: Damping, dtype: torch.dtype = torch.float64) -> None:
+    """Damping is a non-negative number, and one that a metric of this precision can be added to; or it is relative."""
+    if isinstance(damping, Relative):
+        return
     if not damping >= 0 or damping == float("inf"):
         raise ValueError(f"damping must be a finite number ≥ 0, got {damping}")
     if damping > torch.finfo(dtype).max / 2:

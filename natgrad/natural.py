@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.geometry import Covector, Vector, differential
-from natgrad.linalg import check_finite
+from natgrad.linalg import Damping, check_finite
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import pullback
@@ -18,7 +18,7 @@ from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
 
 
-def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: float = 0.0) -> Vector:
+def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: Damping = 0.0) -> Vector:
     """ω♯ = (G + λ)⁻¹ω, or G⁺ω with ``solver=Pinv()``; an ascent vector (Grosse 2021, section 6.1).
 
     >>> import natgrad as ng
@@ -42,7 +42,7 @@ def natural_gradient(
     *,
     structure: Structure | None = None,
     solver: Solver | None = None,
-    damping: float = 0.0,
+    damping: Damping = 0.0,
     target: Any = None,
     generator: torch.Generator | None = None,
     params: Mapping[str, Tensor] | None = None,

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from natgrad.accelerate.inverses import Newton
 from natgrad.errors import NonFiniteError
+from natgrad.linalg import Relative
 from natgrad.model import Model
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
-from natgrad.optim.update import check_numbers, common_damping
+from natgrad.optim.update import check_numbers, common_damping, like, number_of
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import loaded, with_layers
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
@@ -55,7 +56,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
     step_size = tracker.weight.step_size if tracker.world.size == 1 else 0
     inverse = preconditioner.inverse
     return {
-        **_signature(tracker),
+        **_signature(tracker, preconditioner),
         "solver": _solver(preconditioner),
         "dtype": str(tracker.model.example.dtype),
         "step": tracker.step,
@@ -67,7 +68,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "examples": tracker.model.examples,
         "operator": {} if tracker.average is None else tracker.average.tensors(),
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
-        "inverse_damping": preconditioner.damping,
+        "inverse_damping": number_of(preconditioner.damping),
         "outdated": preconditioner.outdated,
         "generator": tracker.generator.get_state(),
         "rank": tracker.world.rank,
@@ -82,14 +83,14 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
     inverse of another solver is not used: the next step inverts anew.
     """
     check_entries(state, _ENTRIES, 'the "natgrad" entry of the state')
-    check_signature("optimizer", state, _signature(tracker))
+    check_signature("optimizer", state, _signature(tracker, preconditioner))
     for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
         check_finite(what, state[entry])
     if "guess" in state["inverse"]:  # what an iterative solver starts from is over all parameters
         _check_shape("guess of the inverse of the metric", state["inverse"]["guess"], (tracker.model.size,))
     check_generator(state["generator"], tracker.generator)
     model, observer, solver = tracker.model, tracker.observer, preconditioner.solver
-    example, λ = model.example, state["inverse_damping"]
+    example, λ = model.example, like(preconditioner.damping, state["inverse_damping"])
     dtype = None if state["dtype"] == str(example.dtype) else torch.promote_types(example.dtype, torch.float32)
 
     def placed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -129,13 +130,14 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
     return go_on
 
 
-def _signature(tracker: MetricTracker) -> dict[str, Any]:
+def _signature(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
     """What must be the same for a state to mean the same. How many samples estimate the metric does not matter."""
     observer = tracker.observer
     declared = observer.cache.operations.declared(observer.blocks)  # whatever operations have shown since
     return {
         "metric": in_words(tracker.metric.unsampled()),
         "structure": repr(tracker.structure),
+        "damping": "relative" if isinstance(preconditioner.damping, Relative) else "absolute",
         "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
         "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in declared},
     }

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from natgrad.accelerate.fused import copy_
 from natgrad.accelerate.modules import active_ddp
 from natgrad.errors import IncompatibleError, NatgradError
+from natgrad.linalg import Damping
 from natgrad.pullback.layer import Block
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Operator
@@ -55,7 +56,7 @@ class World:
         return G.renewed()
 
     def inverse(
-        self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
+        self, solver: Solver, G: Operator, damping: Damping, *, last: Inverse | None = None, warm: Tensors | None = None
     ) -> Inverse:
         """(G + λ)⁻¹ by the solver. Each process inverts its share of the layers.
 
@@ -135,7 +136,7 @@ class Group(World):
         return union
 
     def inverse(
-        self, solver: Solver, G: Operator, damping: float, *, last: Inverse | None = None, warm: Tensors | None = None
+        self, solver: Solver, G: Operator, damping: Damping, *, last: Inverse | None = None, warm: Tensors | None = None
     ) -> Inverse:
         start = warm if last is None else last.tensors()
 

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import can_read, get_rng_state, is_asynchronous, set_rng_state
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
+from natgrad.errors import IncompatibleError
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.isolation import untouched
+from natgrad.linalg import Damping, Relative
 from natgrad.model import Inputs, Model, check_slots, unwrapped
 from natgrad.optim.adamw import AdamWUpdate, Fallback, check_fallback, without_metric
 from natgrad.optim.checkpoint import check_plain, check_signature, export, restore
@@ -31,6 +33,8 @@ from natgrad.optim.update import (
     common_damping,
     complete,
     displacement,
+    like,
+    number_of,
     plain_step,
 )
 from natgrad.output.metric import OutputMetric
@@ -59,7 +63,8 @@ class NaturalGradient(torch.optim.Optimizer):
     metric of today acts on all of it, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983). Where the gradient is noisy
     take "gradients": a sum of steps that were made with different metrics descends in none of them. Weight decay is
     decoupled, θ ← (1 − lr·wd)θ. Every number in a parameter group may change between steps; λ must be the same in all
-    groups. A parameter whose ``.grad`` is None does not move in that step; for the others, its gradient is zero.
+    groups. With ``damping=ng.Relative(ε)`` λ is ε times the mean eigenvalue, factor by factor, and the groups hold ε. A
+    parameter whose ``.grad`` is None does not move in that step; for the others, its gradient is zero.
 
     When a step raises, parameters and momentum are as they were. Kronecker factors and their inverses are updated in
     place: those of some layers may be newer, and the inverses are then due again. A step that its rule refuses
@@ -97,7 +102,7 @@ class NaturalGradient(torch.optim.Optimizer):
         solver: Solver = _CHOLESKY,
         step: StepRule = _FIXED,
         lr: float = 1.0,
-        damping: float = 1e-2,
+        damping: Damping = 1e-2,
         momentum: float = 0.0,
         momentum_on: MomentumOn = "steps",
         weight_decay: float = 0.0,
@@ -114,10 +119,10 @@ class NaturalGradient(torch.optim.Optimizer):
         load_compiler()
         whole, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
         world = world_of(wrapping)
-        defaults = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
+        numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         check_fallback(fallback)
         given, by_adamw = without_metric(whole, complete(whole, groups), fallback)
-        super().__init__(given, defaults)
+        super().__init__(given, numbers)
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
@@ -128,6 +133,11 @@ class NaturalGradient(torch.optim.Optimizer):
             step=(step, StepRule),
         )
         step.admit(wrapped.params)
+        if step.adapts_damping and isinstance(damping, Relative):
+            raise IncompatibleError(
+                f"{type(step).__name__} does not work with damping={damping!r}: it adapts the number λ of G + λ·1. "
+                "Give damping a number, or take another step rule"
+            )
         device = wrapped.example.device
         generator = generator or _generator(device, world.rank)
         schedule = structure if isinstance(structure, Refresh) else Refresh(structure)
@@ -197,7 +207,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
-        result = plan(self.tracker, self.preconditioner.solver, self.rule, self.param_groups, self.momentum_on)
+        tracker, damping = self.tracker, self.preconditioner.damping
+        result = plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self.momentum_on)
         names = [name for pairs in self._members_of_adamw for name, _ in pairs]
         return replace(result, notes=(*result.notes, f"AdamW steps {', '.join(names)}")) if names else result
 
@@ -250,7 +261,7 @@ class NaturalGradient(torch.optim.Optimizer):
         G, estimated = self.tracker.average_with_new()
         pending = self._pending(G.unseen - without_grad)
         self.tracker.pending_params |= pending
-        damping = common_damping(self.param_groups)
+        damping = like(self.preconditioner.damping, common_damping(self.param_groups))
         with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
             if isinstance(self.rule, PlainRule):
                 self._last = self._plain_step(ω, without_grad | pending, damping)
@@ -259,7 +270,7 @@ class NaturalGradient(torch.optim.Optimizer):
         self.flag.send("the step", self.tracker.step)
         self.tracker.commit(G, estimated)
 
-    def _plain_step(self, ω: Covector, without_grad: frozenset[str], damping: float) -> _Plain:
+    def _plain_step(self, ω: Covector, without_grad: frozenset[str], damping: Damping) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again."""
         rule, flag, inverse = self.rule, self.flag, self.preconditioner.prepare(damping)
         adamw = self._adamw()
@@ -284,7 +295,7 @@ class NaturalGradient(torch.optim.Optimizer):
             velocity, flag.value = self._graphs.run(run, gradients, numbers, self._graph_key(), may_copy=True)
         rated = self._update(without_grad).rates
         moved = [(of_rate, rate.clone() if isinstance(rate, Tensor) else rate) for of_rate, rate in rated]
-        return _Plain(moved, velocity, damping)
+        return _Plain(moved, velocity, number_of(damping))
 
     def _update(self, without_grad: frozenset[str], rates: Sequence[Rate] | None = None) -> ParamUpdate:
         groups, on = self.param_groups, self.momentum_on
@@ -308,7 +319,7 @@ class NaturalGradient(torch.optim.Optimizer):
         ω: Covector,
         without_grad: frozenset[str],
         G: Operator,
-        damping: float,
+        damping: Damping,
         loss_at: Loss | None,
     ) -> Step:
         """Any rule: a displacement is formed, checked and applied."""
@@ -338,11 +349,11 @@ class NaturalGradient(torch.optim.Optimizer):
             params=params,
             differential=ω,
             operator=G,
-            damping=damping,
+            damping=number_of(damping),
             rates=update.rates,
             decay=lambda: update.decayed(params),
             smooth=smooth,
-            sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, λ)),
+            sharp=lambda ω, λ: update.at_rest(inverse.sharp(ω, like(damping, λ))),
             move=move,
             velocity=lambda: update.velocity(tracker.model.params),
             acceleration=lambda δ: -update.at_rest(inverse.sharp_apart(tracker.batch_queries.christoffel(δ))),

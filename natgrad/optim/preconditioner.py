@@ -14,6 +14,7 @@ from torch import Tensor
 from natgrad.accelerate.devices import full_precision, is_asynchronous
 from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
+from natgrad.linalg import Damping
 from natgrad.optim.distributed import World
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import NOT_POSITIVE, Inverse, Operator
@@ -34,7 +35,7 @@ class Preconditioner:
         solver: Solver,
         schedule: Refresh,
         *,
-        damping: float,
+        damping: Damping,
         device: torch.device,
         world: World,
         power_share: float = 1.0,
@@ -54,7 +55,7 @@ class Preconditioner:
         self._operator: Operator | None = None
 
     @contextmanager
-    def attempt(self, G: Operator, damping: float, step: int, *, changed: bool) -> Iterator[Operator]:
+    def attempt(self, G: Operator, damping: Damping, step: int, *, changed: bool) -> Iterator[Operator]:
         """One step, with a metric that has ``changed`` since the last one or not. If it fails, the inverse is restored.
 
         Gives G, with the parts that are amortised over many estimates (a basis) computed again if the inverse is due.
@@ -80,7 +81,7 @@ class Preconditioner:
             self.inverse = inverse.overwritten(self.inverse)
         self.version += self.inverse is not inverse
 
-    def due(self, damping: float) -> bool:
+    def due(self, damping: Damping) -> bool:
         """Whether the inverse is made again in this step."""
         if self.inverse is None or self.solver.doubtful:
             return True
@@ -90,7 +91,7 @@ class Preconditioner:
         """The metric that is inverted for the step rule: G^p, or at its share of the power."""
         return G if self.power_share == 1 else G.with_power(self.power_share * G.power)
 
-    def prepare(self, damping: float) -> Inverse:
+    def prepare(self, damping: Damping) -> Inverse:
         """(G + λ)⁻¹, made again if that is due. A factorisation that fails leaves the last one, and says so once."""
         last, G = self.inverse, self._operator
         if last is not None and not self.due(damping):
@@ -116,10 +117,10 @@ class Preconditioner:
         assert self.inverse is not None
         return self.inverse
 
-    def _inverse(self, G: Operator, damping: float, last: Inverse | None) -> Inverse:
+    def _inverse(self, G: Operator, damping: Damping, last: Inverse | None) -> Inverse:
         return self.world.inverse(self.solver, self.inverted_metric(G), damping, last=last, warm=self.warm)
 
-    def sharp(self, ω: Covector, damping: float) -> Vector:
+    def sharp(self, ω: Covector, damping: Damping) -> Vector:
         """(G + λ)⁻¹ω in the precision of the metric, under autocast too. The result may be overwritten."""
         inverse = self.prepare(damping)
         with full_precision(self._device):

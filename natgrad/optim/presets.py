@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import prefers_newton
 from natgrad.accelerate.inverses import Newton
 from natgrad.kernels.sobolev import Lengthscale, Median
+from natgrad.linalg import Damping
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.update import MomentumOn
 from natgrad.output.metric import OutputMetric
@@ -34,7 +35,7 @@ def KFAC(
     metric: OutputMetric,
     *,
     lr: float = 0.1,
-    damping: float = 1e-2,
+    damping: Damping = 1e-2,
     momentum: float = 0.9,
     momentum_on: MomentumOn = "steps",
     weight_decay: float = 0.0,
@@ -108,7 +109,7 @@ def EKFAC(
     metric: OutputMetric,
     *,
     lr: float = 0.1,
-    damping: float = 1e-2,
+    damping: Damping = 1e-2,
     momentum: float = 0.9,
     momentum_on: MomentumOn = "steps",
     weight_decay: float = 0.0,
@@ -167,7 +168,7 @@ def SobolevKFAC(
     jitter: float = 1e-6,
     features: Callable[..., Tensor] | None = None,
     lr: float = 0.1,
-    damping: float = 1e-2,
+    damping: Damping = 1e-2,
     momentum: float = 0.9,
     momentum_on: MomentumOn = "steps",
     weight_decay: float = 0.0,

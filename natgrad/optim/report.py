@@ -13,8 +13,10 @@ from torch import Tensor
 from natgrad.accelerate.inverses import balance
 from natgrad.errors import NatgradError
 from natgrad.geometry import Covector, Vector
+from natgrad.linalg import Damping, Relative
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.tracker import MetricTracker
+from natgrad.optim.update import like
 from natgrad.pullback.layer import Block
 from natgrad.solve.solvers import Solver
 from natgrad.step.base import Step, StepRule
@@ -130,11 +132,16 @@ class Plan:
 
 
 def plan(
-    tracker: MetricTracker, solver: Solver, rule: StepRule, groups: Sequence[Mapping[str, Any]], momentum_on: str
+    tracker: MetricTracker,
+    solver: Solver,
+    rule: StepRule,
+    groups: Sequence[Mapping[str, Any]],
+    given: Damping,
+    momentum_on: str,
 ) -> Plan:
     """The plan of an optimizer: nothing is run, and nothing changes. After a step it knows what the pass has shown.
 
-    ``groups``: the parameter groups, with their numbers.
+    ``groups``: the parameter groups, with their numbers, of which the damping is of the kind that was ``given``.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
@@ -145,8 +152,8 @@ def plan(
     41328
     """
     schedule, blocks = tracker.schedule, _blocks(tracker)
-    damping = float(groups[0]["damping"])
-    rows = tuple(_row(tracker, block, solver, damping > 0) for block in blocks)
+    damping = like(given, float(groups[0]["damping"]))
+    rows = tuple(_row(tracker, block, solver, damping != 0) for block in blocks)
     by_layer = tracker.structure.by_layer
     together = None if by_layer else tracker.structure.cost(blocks, iterative=solver.iterative)
     dtype = torch.promote_types(tracker.model.example.dtype, torch.float32)
@@ -199,7 +206,9 @@ def _schedule(tracker: MetricTracker) -> str:
     return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {inverse}"
 
 
-def _damping(solver: Solver, λ: float) -> str:
+def _damping(solver: Solver, λ: Damping) -> str:
+    if isinstance(λ, Relative):
+        return f"damping: λ = {λ.epsilon:g} times the mean eigenvalue, factor by factor"
     return f"damping: λ = {λ:g}, {solver.damping_note}, 1 the identity in the coordinates of the parameters"
 
 
@@ -296,8 +305,8 @@ class Side:
 class Health:
     """One layer. ``share`` = λ/(λ + the mean eigenvalue of S ⊗ A): how much of the damped metric is damping.
 
-    ``damped``: the condition of what is inverted, (S + √λ/π) ⊗ (A + π√λ) or G + λ. ``step``: √(δᵀGδ) of the last step
-    δ on this layer. Parameters without a layer rule have no factors, and only a step.
+    ``damped``: the condition of what is inverted, (S + √λ/π) ⊗ (A + π√λ) or G + λ, to its power. ``step``: √(δᵀGδ) of
+    the last step δ on this layer. Parameters without a layer rule have no factors, and only a step.
     """
 
     names: tuple[str, ...]
@@ -318,7 +327,7 @@ class Diagnostics:
     """
 
     layers: tuple[Health, ...]
-    damping: float
+    damping: Damping
     metric_age: int
     inverse_age: int
     step: float
@@ -355,23 +364,32 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
     ω = G.flat(δ)
     with torch.no_grad():
         spectra = G.layer_spectra()
-        layers = [_layer(layer, λ, factored, _norm(δ, ω, layer.names)) for layer in spectra]
+        layers = [_layer(layer, λ, factored, G.power, _norm(δ, ω, layer.names)) for layer in spectra]
         covered = {name for layer in layers for name in layer.names}
         others = [tuple(n for n in block.names if n not in covered) for block in tracker.observer.blocks]
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
     ages = (tracker.step - 1 - tracker.estimated, tracker.step - 1 - preconditioner.inverted)
-    return Diagnostics(tuple(ordered), last.damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
+    damping = like(λ, last.damping)
+    return Diagnostics(tuple(ordered), damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
 
 
-def _layer(layer: LayerSpectrum, λ: float, factored: bool, step: float) -> Health:
-    π = balance([layer.diagonals["A"]], [layer.diagonals["S"]])
-    shifts = {"S": λ**0.5 / π, "A": λ**0.5 * π}
-    sides = {key: _side(layer.factors[key], layer.diagonals[key], shifts[key]) for key in shifts}
+def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float, step: float) -> Health:
     mean = float(layer.values.mean())
-    damped = sides["S"].damped * sides["A"].damped if factored else _condition(layer.values.flatten(1), λ)
-    return Health(layer.names, step, sides, λ / (λ + mean) if λ > 0 else 0.0, damped)
+    if isinstance(damping, Relative):
+        ε = damping.epsilon
+        shifts = {key: (ε * d.mean()).expand(len(d)) for key, d in layer.diagonals.items()}
+        λ, share = ε * mean, ε / (1 + ε)
+    else:
+        π = balance([layer.diagonals["A"]], [layer.diagonals["S"]])
+        λ = damping
+        shifts = {"S": λ**0.5 / π, "A": λ**0.5 * π}
+        share = λ / (λ + mean) if λ > 0 else 0.0
+    sides = {key: _side(layer.factors[key], layer.diagonals[key], shifts[key]) for key in shifts}
+    by_factors = factored or isinstance(damping, Relative)
+    damped = sides["S"].damped * sides["A"].damped if by_factors else _condition(layer.values.flatten(1), λ)
+    return Health(layer.names, step, sides, share, damped**power)
 
 
 def _side(values: Tensor, diagonal: Tensor, shift: Tensor) -> Side:

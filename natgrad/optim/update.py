@@ -14,6 +14,7 @@ from natgrad.accelerate import fused
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector, Vector
+from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.optim.adamw import Members
 from natgrad.step.base import PlainRule, Sharp, Step, rescale_, squared_length
@@ -42,11 +43,26 @@ def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, A
 
 def check_numbers(group: Mapping[str, Any]) -> None:
     """Refuse numbers that no step can be made with."""
+    if isinstance(group["damping"], Relative):
+        raise ValueError(
+            f"a parameter group holds the number ε of {group['damping']!r}: give damping=ng.Relative(…) to the "
+            "optimizer, for all groups"
+        )
     for key in ("lr", "damping", "momentum", "weight_decay"):
         if not 0 <= group[key] < (1 if key == "momentum" else float("inf")):
             raise ValueError(
                 f"{key} must be {'in [0, 1)' if key == 'momentum' else 'finite and ≥ 0'}, got {group[key]}"
             )
+
+
+def number_of(damping: Damping) -> float:
+    """λ, or ε where it is relative: what a parameter group holds, and a scheduler may change."""
+    return damping.epsilon if isinstance(damping, Relative) else damping
+
+
+def like(damping: Damping, number: float) -> Damping:
+    """The number of a group as damping of the same kind."""
+    return Relative(number) if isinstance(damping, Relative) else number
 
 
 def check_momentum_on(momentum_on: str) -> None:

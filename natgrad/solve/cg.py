@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
-from natgrad.linalg import check_damping
+from natgrad.linalg import Damping, check_damping
 from natgrad.model import check_slots
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Layout, Operator, Structure
@@ -66,12 +66,18 @@ class CG(Solver):
         if self.preconditioner is not None:
             check_slots(preconditioner=(self.preconditioner, Structure))
 
-    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> CGInverse:
+    def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> CGInverse:
         check_damping(damping, G.layout.dtype)
+        if G.power != 1:
+            G.refuse(
+                f"CG at the power {G.power:g}",
+                "products with G^p need the eigenvalues of G, with which Cholesky() inverts it at once",
+            )
+        λ = G.absolute(damping)
         guess = (warm or {}).get("guess")
-        return CGInverse(G.layout, self, G, damping, self._preconditioner(G, damping), guess)
+        return CGInverse(G.layout, self, G, λ, self._preconditioner(G, λ), guess)
 
-    def _preconditioner(self, G: Operator, damping: float) -> Inverse | None:
+    def _preconditioner(self, G: Operator, damping: Damping) -> Inverse | None:
         if self.preconditioner is None:
             return None
         pb = G.pullback

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from natgrad.accelerate.inverses import Newton
 from natgrad.geometry import Covector, Vector
-from natgrad.linalg import check_damping
+from natgrad.linalg import Damping, check_damping
 from natgrad.structures.base import Inverse, Operator
 
 
@@ -31,13 +31,13 @@ class Solver(ABC):
         return False
 
     @abstractmethod
-    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+    def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         """Factor, or refuse by name a structure that cannot be solved this way.
 
         ``warm``: the ``tensors()`` of an earlier inverse, to start from.
         """
 
-    def again(self, last: Inverse, G: Operator, damping: float = 0.0) -> Inverse:
+    def again(self, last: Inverse, G: Operator, damping: Damping = 0.0) -> Inverse:
         """As ``init``, from the last inverse, which may be overwritten.
 
         Where that raises, some layers of the last inverse may be new, and the others as they were.
@@ -64,7 +64,7 @@ class Cholesky(Solver):
 
     by_layer: ClassVar[bool] = True
 
-    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+    def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
         return G.inverse(damping)
 
@@ -97,11 +97,11 @@ class Factored(Solver):
     def doubtful(self) -> bool:
         return self.newton is not None and self.newton.failed()
 
-    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+    def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
         return G.factored_inverse(damping, warm or {}, self.newton)
 
-    def again(self, last: Inverse, G: Operator, damping: float = 0.0) -> Inverse:
+    def again(self, last: Inverse, G: Operator, damping: Damping = 0.0) -> Inverse:
         check_damping(damping, G.layout.dtype)
         return G.factored_inverse(damping, last.tensors(), self.newton, last)
 
@@ -136,7 +136,7 @@ class Pinv(Solver):
         if isinstance(self.weight, Tensor) and not _positive_definite(self.weight):
             raise ValueError("Pinv(weight=…) must be a symmetric positive definite matrix")
 
-    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+    def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         check_damping(damping, G.layout.dtype)
         weight = G.layout.flatten(self.weight) if isinstance(self.weight, Mapping) else self.weight
         if weight is not None and weight.shape[0] != G.layout.size:

@@ -120,6 +120,11 @@ class StepRule(ABC):
     """
 
     @property
+    def adapts_damping(self) -> bool:
+        """Whether the rule changes λ, and computes with it as with a number that is added to G."""
+        return False
+
+    @property
     def needs_closure(self) -> bool:
         """Whether the rule evaluates the loss again, so that ``opt.step(closure)`` must be given one."""
         return False

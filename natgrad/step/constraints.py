@@ -42,6 +42,10 @@ class Constrained(StepRule):
     constraint: Constraint
 
     @property
+    def adapts_damping(self) -> bool:
+        return self.rule.adapts_damping
+
+    @property
     def needs_closure(self) -> bool:
         return self.rule.needs_closure
 

@@ -120,10 +120,19 @@ class LevenbergMarquardt(StepRule):
             raise ValueError(f"LevenbergMarquardt needs 0 < poor < good < 1, factor > 1 and tries ≥ 1, got {self}")
 
     @property
+    def adapts_damping(self) -> bool:
+        return True
+
+    @property
     def needs_closure(self) -> bool:
         return True
 
     def take(self, context: StepContext) -> Step:
+        if context.operator.power != 1:
+            context.operator.refuse(
+                f"LevenbergMarquardt at the power {context.operator.power:g}",
+                "it compares the loss with ½uᵀGu, and G^p does not predict it. Use power=1, or another step rule",
+            )
         λ, start, ratio = max(context.damping, self.smallest), context.loss(None), 0.0
         rounding = 8 * torch.finfo(next(iter(context.params.values())).dtype).eps * abs(start)
         for _ in range(self.tries):

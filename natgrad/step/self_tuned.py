@@ -53,6 +53,10 @@ class SelfTuned(StepRule):
             raise ValueError(f"SelfTuned needs every ≥ 1, factor > 1, 0 < fraction ≤ 1 and smallest > 0, got {self}")
 
     @property
+    def adapts_damping(self) -> bool:
+        return True
+
+    @property
     def needs_closure(self) -> bool:
         return True
 

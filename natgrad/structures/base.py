@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import reduce
-from typing import ClassVar, NoReturn, Protocol, final
+from typing import Any, ClassVar, NoReturn, Protocol, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from natgrad.accelerate.fused import copy_, nonfinite, pairing
 from natgrad.accelerate.inverses import Newton
 from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
+from natgrad.linalg import Damping, Relative, check_power
 from natgrad.model import Model
 from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
@@ -103,14 +104,25 @@ class Cost:
 
 
 class Structure(ABC):
-    """A choice of what to keep of the metric G = RᵀCR/N."""
+    """A choice of what to keep of the metric G = RᵀCR/N.
 
+    With ``power`` p its operators are the metric G^p, the point at p on the geodesic from the identity to G among
+    positive matrices: p = 1 is the natural gradient, p = 0 the gradient.
+    """
+
+    power: float = 1.0
     bounded: ClassVar[bool] = True  # a moving average of its operators stays as small as one of them
     stored: ClassVar[bool] = True  # an operator holds numbers, so that keeping it for several steps saves work
     one_pass: ClassVar[bool] = False  # an estimate needs one forward pass, whose random numbers are then constants
     in_place: ClassVar[bool] = False  # ``absorb`` updates an average in place: no estimate is ever whole
     by_layer: ClassVar[bool] = False  # layers with a rule are kept apart, and treated otherwise than the rest
     suggested: ClassVar[bool] = False  # an error about memory may name this structure as one that fits
+
+    def __repr__(self) -> str:
+        """Without keyword-only options that have their default: a state that was saved before there were any is one."""
+        options: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
+        names = [f.name for f in options if not f.kw_only or getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @abstractmethod
     def elements(self, pullback: Pullback) -> int:
@@ -222,7 +234,7 @@ class WorkSharing(Protocol):
 @final
 @dataclass(frozen=True)
 class LayerSpectrum:
-    """The eigenvalues of one layer: of its factors, S and A, and of its block of the metric."""
+    """The eigenvalues of one layer: of its factors, S and A, and of its block of G, whatever the power."""
 
     names: tuple[str, ...]
     factors: Mapping[str, Tensor]  # [c d], ascending
@@ -234,8 +246,13 @@ class Operator(ABC):
     """A metric on parameter space. ``product`` and the rest work on flattened [p], ``flat`` on vectors.
 
     An operator says how it is inverted, and refuses by name what it cannot do.
+
+    With ``power`` p it is the metric G^p: products, diagonal, matrix, determinant and trace are those of G^p, and
+    ``inverse(λ)`` is (G + λ)^-p. Averages and checkpoints are those of G. G⁰ is the identity.
     """
 
+    power: float = 1.0
+    damped_by_parts: ClassVar[bool] = False  # relative damping has a number for every part of it, not one for all
     products_only: ClassVar[bool] = False  # it has no direct inverse, and must be solved by ``CG``
     has_basis: ClassVar[bool] = False  # it has a basis that ``renewed`` computes anew; estimates are made in it
     layout: Layout
@@ -256,8 +273,28 @@ class Operator(ABC):
         """G as a matrix [p q]."""
 
     @abstractmethod
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        """log det(G + λ); a singular G raises."""
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
+        """log det (G + λ)^p; a singular G raises."""
+
+    def with_power(self, power: float) -> Self:
+        """The metric at another point of the geodesic: G^power of the same G, whatever the power of this one.
+
+        It has the same tensors.
+        """
+        check_power(power, f"{type(self).__name__}.with_power(power)")
+        if power == self.power:
+            return self
+        if "power" not in getattr(self, "__dataclass_fields__", {}):
+            self.refuse(f"the power {power:g}", "only G itself is known; use Dense, Kernel, Kronecker or Diagonal")
+        return replace(self, power=power)  # type: ignore[type-var]  # a dataclass, as its fields say
+
+    def absolute(self, damping: Damping) -> float:
+        """λ as one number, ε·tr G/p where it is relative. This waits for the device."""
+        if not isinstance(damping, Relative):
+            return damping
+        if self.damped_by_parts:
+            self.refuse(f"one number for {damping:g}", "every part of it has its own mean eigenvalue; use Cholesky()")
+        return damping.epsilon * float(self.with_power(1.0).trace()) / self.layout.size
 
     def flat(self, v: Vector) -> Covector:
         """v♭ = G v."""
@@ -282,16 +319,16 @@ class Operator(ABC):
     # Inverses.
 
     @abstractmethod
-    def inverse(self, damping: float) -> Inverse:
-        """(G + λ)⁻¹ by the direct method of this structure."""
+    def inverse(self, damping: Damping) -> Inverse:
+        """(G + λ)^-p by the direct method of this structure."""
 
     @abstractmethod
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
-        """(G + λ)⁺, or the solution of least weighted norm; weight is [p] or [p q]."""
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+        """((G + λ)⁺)^p, or for p = 1 the solution of least weighted norm; weight is [p] or [p q]."""
 
     def factored_inverse(
         self,
-        damping: float,
+        damping: Damping,
         warm: Mapping[str, Tensor],
         newton: Newton | None = None,
         into: Inverse | None = None,
@@ -303,14 +340,14 @@ class Operator(ABC):
         """
         self.refuse("Factored", "it has no Kronecker factors to be damped one by one; use Cholesky or CG")
 
-    def mend(self, inverse: Inverse, damping: float) -> None:
+    def mend(self, inverse: Inverse, damping: Damping) -> None:
         """Compute an inverse that has ``failed`` again, in place and in double precision. This waits for the device.
 
         Raises where it fails again.
         """
         raise FactorisationError(NOT_POSITIVE)
 
-    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: float) -> Inverse:
+    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
         """``invert(self)``, divided over processes by layers where this structure has layers to divide."""
         return invert(self)
 
@@ -363,6 +400,8 @@ class Operator(ABC):
             )
         if list(other.layout.like) != list(self.layout.like):
             raise ValueError("a moving average joins operators over the same parameters")
+        if other.power != self.power:
+            raise ValueError(f"a moving average joins operators of one power, not {self.power:g} and {other.power:g}")
 
     # Checkpoints.
 
@@ -456,6 +495,29 @@ class Inverse(ABC):
     def overwritten(self, new: Inverse) -> Inverse:
         """The new inverse in the memory of this one, where that is possible; else the new one as it is."""
         return new
+
+
+@final
+@dataclass(frozen=True)
+class IdentityInverse(Inverse):
+    """The inverse of G⁰ = 1, whatever G is: it changes the type, and no number."""
+
+    layout: Layout
+
+    def solve(self, ω: Tensor) -> Tensor:
+        return ω.clone()
+
+    def sharp(self, ω: Covector) -> Vector:
+        return Vector({name: ω[name].clone() for name in self.layout.like})
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        return ξ
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        return ω
+
+    def overwritten(self, new: Inverse) -> Inverse:
+        return self if isinstance(new, IdentityInverse) else new
 
 
 FALLBACK = "fallback/"  # before the names of tensors of what is over uncovered parameters

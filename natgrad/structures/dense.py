@@ -4,28 +4,39 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
-from natgrad.linalg import check_finite, cholesky, refuse_indefinite
+from natgrad.linalg import (
+    Damping,
+    Relative,
+    check_finite,
+    check_power,
+    cholesky,
+    damped_spectrum,
+    inverse_powered,
+    powered,
+    refuse_indefinite,
+)
 from natgrad.model import Model
 from natgrad.pullback.factors import cross
 from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, StateError, Structure, Subset
+from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, StateError, Structure, Subset
 
-_CHOLESKY, _ROOT = "cholesky/", "root/"  # prefixes of the tensors of an inverse
+_CHOLESKY, _ROOT, _POWER = "cholesky/", "root/", "power/"  # prefixes of the tensors of an inverse
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dense(Structure):
-    """All of G [p q]: RᵀCR/N.
+    """All of G [p q]: RᵀCR/N; with a ``power`` below 1, G^p through its eigenvalues.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -37,6 +48,10 @@ class Dense(Structure):
     """
 
     suggested: ClassVar[bool] = True
+    power: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_power(self.power, "Dense(power=…)")
 
     def elements(self, pullback: Pullback) -> int:
         return pullback.model.size**2
@@ -45,10 +60,11 @@ class Dense(Structure):
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> DenseOperator:
         self.admit(pullback)
         [(_, matrix)] = _matrices(pullback, [range(len(pullback.blocks))])
-        return DenseOperator(Layout(pullback.model.like, pullback.y.dtype), matrix)
+        return DenseOperator(Layout(pullback.model.like, pullback.y.dtype), matrix, power=self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DenseOperator:
-        return DenseOperator(Layout.of(model.params, tensors["matrix"].dtype), tensors["matrix"])
+        matrix = tensors["matrix"]
+        return DenseOperator(Layout.of(model.params, matrix.dtype), matrix, power=self.power)
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)
@@ -59,17 +75,17 @@ class Dense(Structure):
         self.admit_numbers(layout.size**2, layout, sample.memory)
         old = [like.matrix] if isinstance(like, DenseOperator) else None
         (matrix,) = _outer_products(sample, layout, [slice(None)], old)
-        return DenseOperator(layout, matrix)
+        return DenseOperator(layout, matrix, power=self.power)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
-        return Cost(p**2, 0, 2 * p**2, p**2, {"G": (1, p, p)}) if iterative else _cost(p)
+        return Cost(p**2, 0, 2 * p**2, p**2, {"G": (1, p, p)}) if iterative else _cost(p, self.power)
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BlockDense(Structure):
-    """The diagonal blocks of G, one for every layer (its weight and bias together).
+    """The diagonal blocks of G, one for every layer (its weight and bias together), or their powers.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -79,6 +95,10 @@ class BlockDense(Structure):
     """
 
     suggested: ClassVar[bool] = True
+    power: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_power(self.power, "BlockDense(power=…)")
 
     def elements(self, pullback: Pullback) -> int:
         return sum(sum(block.size for block in group) ** 2 for group in layers_in(pullback.blocks).values())
@@ -91,14 +111,15 @@ class BlockDense(Structure):
         blocks = _matrices(pullback, [[at[block.names[0]] for block in group] for group in groups])
         indices, matrices = zip(*blocks, strict=True)
         names = tuple(map(name_of, groups))
-        return BlockDenseOperator(Layout(pullback.model.like, pullback.y.dtype), names, indices, matrices)
+        layout = Layout(pullback.model.like, pullback.y.dtype)
+        return BlockDenseOperator(layout, names, indices, matrices, power=self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
         indices = tuple(index_of(group).sort().values for group in layers_in(blocks).values())
         if len(tensors) != len(indices):
             raise StateError(f"the metric in the state has {len(tensors)} blocks, here it has {len(indices)}")
         layout = Layout.of(model.params, next(iter(tensors.values())).dtype)
-        return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()))
+        return BlockDenseOperator(layout, tuple(tensors), indices, tuple(tensors.values()), power=self.power)
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)
@@ -111,10 +132,11 @@ class BlockDense(Structure):
         self.admit_numbers(sum(sum(block.size for block in group) ** 2 for group in groups), layout, sample.memory)
         indices = tuple(index_of(group).sort().values for group in groups)
         matrices = tuple(_outer_products(sample, layout, indices, None))
-        return BlockDenseOperator(layout, tuple(map(name_of, groups)), indices, matrices)
+        return BlockDenseOperator(layout, tuple(map(name_of, groups)), indices, matrices, power=self.power)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
-        return Cost.total([_cost(sum(block.size for block in group)) for group in layers_in(blocks).values()])
+        sizes = (sum(block.size for block in group) for group in layers_in(blocks).values())
+        return Cost.total([_cost(p, self.power) for p in sizes])
 
 
 def _matrices(pullback: Pullback, groups: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
@@ -154,35 +176,40 @@ def _outer_products(
     return [torch.where(mask[:, None] & mask, new, before) for mask, new, before in triples]
 
 
-def _cost(p: int) -> Cost:
-    """Of a matrix that is inverted by Cholesky."""
-    return Cost(2 * p**2, p**3 // 3, 2 * p**2, p**2, {"G": (1, p, p)})
+def _cost(p: int, power: float) -> Cost:
+    """Of a matrix that is inverted by Cholesky, or by its eigenvalues."""
+    invert = p**3 // 3 if power == 1 else 9 * p**3
+    return Cost(2 * p**2, invert, 2 * p**2, p**2, {"G": (1, p, p)})
 
 
 @final
 @dataclass(frozen=True)
 class DenseOperator(Operator):
-    """G [p q], every entry."""
+    """G [p q], every entry, and its ``power``."""
 
     layout: Layout
     matrix: Tensor
+    power: float = field(default=1.0, kw_only=True)
+
+    @cached_property
+    def _powered(self) -> Tensor:
+        return _matrix_power(self.matrix, self.power, "the dense metric")
 
     def product(self, v: Tensor) -> Tensor:
-        return self.matrix @ v
+        return self._powered @ v
 
     def diagonal(self) -> Tensor:
-        return self.matrix.diagonal().clone()
+        return self._powered.diagonal().clone()
 
     def dense(self) -> Tensor:
-        return self.matrix
+        return self._powered
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        factor = cholesky(self.matrix, damping, "the dense metric")
-        return 2 * factor.diagonal().log().sum()
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
+        return _logdet([self.matrix], damping, self.power, ["the dense metric"])
 
     def lerp(self, other: Operator, weight: float) -> DenseOperator:
         self.same_kind(other)
-        return DenseOperator(self.layout, torch.lerp(self.matrix, cast(DenseOperator, other).matrix, weight))
+        return replace(self, matrix=torch.lerp(self.matrix, cast(DenseOperator, other).matrix, weight))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
@@ -196,13 +223,15 @@ class DenseOperator(Operator):
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         return restored_inverse(self.layout, [torch.arange(self.layout.size, device=self.matrix.device)], tensors)
 
-    def inverse(self, damping: float) -> Inverse:
+    def inverse(self, damping: Damping) -> Inverse:
         whole = torch.arange(self.layout.size, device=self.matrix.device)
-        return CholeskyInverse.of(self.layout, [whole], [self.matrix], damping, "the dense metric")
+        return _inverse(self.layout, [whole], [self.matrix], damping, self.power, "the dense metric")
 
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+        if weight is not None and self.power != 1:
+            self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
         whole = torch.arange(self.layout.size, device=self.matrix.device)
-        return PseudoInverse.of(self.layout, [whole], [self.matrix], damping, rtol, weight)
+        return PseudoInverse.of(self.layout, [whole], [self.matrix], damping, rtol, weight, self.power)
 
 
 @final
@@ -210,39 +239,47 @@ class DenseOperator(Operator):
 class BlockDenseOperator(Operator):
     """The diagonal blocks of G, one for every layer; block b is at the flattened positions ``indices[b]``."""
 
+    damped_by_parts: ClassVar[bool] = True
     layout: Layout
     names: tuple[str, ...]
     indices: tuple[Tensor, ...]
     matrices: tuple[Tensor, ...]
+    power: float = field(default=1.0, kw_only=True)
+
+    @cached_property
+    def _powered(self) -> tuple[Tensor, ...]:
+        pairs = zip(self.matrices, self._titles, strict=True)
+        return tuple(_matrix_power(matrix, self.power, title) for matrix, title in pairs)
+
+    @property
+    def _titles(self) -> list[str]:
+        return [f"the block {name} of the metric" for name in self.names]
 
     def product(self, v: Tensor) -> Tensor:
         out = torch.zeros_like(v)
-        for index, matrix in zip(self.indices, self.matrices, strict=True):
+        for index, matrix in zip(self.indices, self._powered, strict=True):
             out[index] = matrix @ v[index]
         return out
 
     def diagonal(self) -> Tensor:
         out = self.matrices[0].new_zeros(self.layout.size)
-        for index, matrix in zip(self.indices, self.matrices, strict=True):
+        for index, matrix in zip(self.indices, self._powered, strict=True):
             out[index] = matrix.diagonal()
         return out
 
     def dense(self) -> Tensor:
         out = self.matrices[0].new_zeros(self.layout.size, self.layout.size)
-        for index, matrix in zip(self.indices, self.matrices, strict=True):
+        for index, matrix in zip(self.indices, self._powered, strict=True):
             out[index[:, None], index] = matrix
         return out
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        pairs = zip(self.names, self.matrices, strict=True)
-        factors = [cholesky(matrix, damping, f"the block {name} of the metric") for name, matrix in pairs]
-        return torch.stack([2 * factor.diagonal().log().sum() for factor in factors]).sum()
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
+        return _logdet(self.matrices, damping, self.power, self._titles)
 
     def lerp(self, other: Operator, weight: float) -> BlockDenseOperator:
         self.same_kind(other)
         pairs = zip(self.matrices, cast(BlockDenseOperator, other).matrices, strict=True)
-        matrices = tuple(torch.lerp(a, b, weight) for a, b in pairs)
-        return BlockDenseOperator(self.layout, self.names, self.indices, matrices)
+        return replace(self, matrices=tuple(torch.lerp(a, b, weight) for a, b in pairs))
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.matrices, strict=True))
@@ -256,14 +293,57 @@ class BlockDenseOperator(Operator):
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         return restored_inverse(self.layout, self.indices, tensors)
 
-    def inverse(self, damping: float) -> Inverse:
-        what = ", ".join(self.names)
-        return CholeskyInverse.of(self.layout, self.indices, self.matrices, damping, f"a block of the metric ({what})")
+    def inverse(self, damping: Damping) -> Inverse:
+        what = f"a block of the metric ({', '.join(self.names)})"
+        return _inverse(self.layout, self.indices, self.matrices, damping, self.power, what)
 
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
+        if weight is not None and self.power != 1:
+            self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the blocks; give positive numbers a parameter")
-        return PseudoInverse.of(self.layout, self.indices, self.matrices, damping, rtol, weight)
+        return PseudoInverse.of(self.layout, self.indices, self.matrices, damping, rtol, weight, self.power)
+
+
+def _matrix_power(matrix: Tensor, power: float, what: str) -> Tensor:
+    """G^p [d d] of a symmetric matrix that is not negative."""
+    if power == 1:
+        return matrix
+    check_finite(matrix, what)
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * powered(values, power, what)) @ vectors.T
+
+
+def _logdet(matrices: Sequence[Tensor], damping: Damping, power: float, titles: Sequence[str]) -> Tensor:
+    """Σ_b log det (G_b + λ)^p."""
+    if power == 0:
+        return matrices[0].new_zeros(())
+    pairs = zip(matrices, titles, strict=True)
+    factors = [cholesky(matrix, _shift(matrix, damping), title) for matrix, title in pairs]
+    return power * torch.stack([2 * factor.diagonal().log().sum() for factor in factors]).sum()
+
+
+def _shift(matrix: Tensor, damping: Damping) -> float | Tensor:
+    """λ of a matrix [d d], or of a batch [b d d] relative to the mean eigenvalue of each."""
+    if not isinstance(damping, Relative):
+        return damping
+    return damping.epsilon * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def _inverse(
+    layout: Layout,
+    indices: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    damping: Damping,
+    power: float,
+    what: str,
+) -> Inverse:
+    """(G_b + λ)^-p of every block; by Cholesky where p is 1."""
+    if power == 0:
+        return IdentityInverse(layout)
+    zero = isinstance(damping, Relative) and not all(bool(matrix.any()) for matrix in matrices)
+    kind = CholeskyInverse if power == 1 and not zero else PowerInverse
+    return kind.of(layout, indices, matrices, damping, power, what)
 
 
 @final
@@ -277,10 +357,16 @@ class CholeskyInverse(Inverse):
 
     @staticmethod
     def of(
-        layout: Layout, indices: Sequence[Tensor], matrices: Sequence[Tensor], damping: float, what: str
+        layout: Layout,
+        indices: Sequence[Tensor],
+        matrices: Sequence[Tensor],
+        damping: Damping,
+        power: float,
+        what: str,
     ) -> CholeskyInverse:
+        assert power == 1
         batches = _batched(indices, matrices)
-        factors = tuple(cholesky(matrix, damping, what) for _, matrix in batches)
+        factors = tuple(cholesky(matrix, _shift(matrix, damping), what) for _, matrix in batches)
         return CholeskyInverse(layout, tuple(index for index, _ in batches), factors)
 
     def solve(self, ω: Tensor) -> Tensor:
@@ -310,12 +396,62 @@ class CholeskyInverse(Inverse):
 
 @final
 @dataclass(frozen=True)
+class PowerInverse(Inverse):
+    """(G_b + λ)^-p of every block by its eigenvalues; blocks of one size as one batch. A block of zeros has zero."""
+
+    layout: Layout
+    indices: tuple[Tensor, ...]  # [b d] flattened positions
+    roots: tuple[Tensor, ...]  # T [b d d] with T Tᵀ = (G + λ)^-p
+
+    @staticmethod
+    def of(
+        layout: Layout,
+        indices: Sequence[Tensor],
+        matrices: Sequence[Tensor],
+        damping: Damping,
+        power: float,
+        what: str,
+    ) -> PowerInverse:
+        batches, roots = _batched(indices, matrices), list[Tensor]()
+        for _, matrix in batches:
+            check_finite(matrix, what)
+            λ = _shift(matrix, damping)
+            values, vectors = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+            zero = torch.zeros_like(values[:, :1], dtype=torch.bool)
+            if isinstance(damping, Relative):
+                zero = values.abs().amax(-1, keepdim=True) == 0
+            damped = damped_spectrum(values.masked_fill(zero, 1.0), λ, what).masked_fill(zero, 0.0)
+            roots.append(vectors * inverse_powered(damped, 0.5 * power).unsqueeze(-2))
+        return PowerInverse(layout, tuple(index for index, _ in batches), tuple(roots))
+
+    def solve(self, ω: Tensor) -> Tensor:
+        return _through_roots(self.indices, self.roots, ω)
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        return self._through(ξ, self.roots)
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        return self._through(ω, [root.mT for root in self.roots])
+
+    def _through(self, t: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        """The matrix of every block times t [s p]."""
+        out = torch.empty_like(t)
+        for index, matrix in zip(self.indices, matrices, strict=True):
+            out[:, index] = torch.einsum("bde,sbe->sbd", matrix, t[:, index])
+        return out
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{_POWER}{at}": root for at, root in enumerate(self.roots)}
+
+
+@final
+@dataclass(frozen=True)
 class PseudoInverse(Inverse):
     """W^{-½} (W^{-½} G W^{-½})⁺ W^{-½}: the solution of G v = ω of least ‖v‖_W.
 
     Without a weight it is the Moore–Penrose inverse (van Oostrum, Müller and Ay (2023, (33)).
 
-    Eigenvalues at most ``rtol`` times the largest count as zero.
+    Eigenvalues at most ``rtol`` times the largest count as zero. Without a weight it has powers, (G⁺)^p.
     """
 
     layout: Layout
@@ -327,47 +463,59 @@ class PseudoInverse(Inverse):
         layout: Layout,
         indices: Sequence[Tensor],
         matrices: Sequence[Tensor],
-        damping: float,
+        damping: Damping,
         rtol: float | None,
         weight: Tensor | None,
-    ) -> PseudoInverse:
+        power: float = 1.0,
+    ) -> Inverse:
+        if power == 0:
+            return IdentityInverse(layout)
         batches = _batched(indices, matrices)
         roots = []
         for index, matrix in batches:
             check_finite(matrix, "the metric")
-            damped = matrix + damping * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+            λ = _shift(matrix, damping)
+            eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+            damped = matrix + (λ[:, None, None] if isinstance(λ, Tensor) else λ) * eye
             inverse_root = None if weight is None else _inverse_root(weight, index)
-            roots.append(_pseudo_root(damped, rtol, inverse_root, damping))
+            roots.append(_pseudo_root(damped, rtol, inverse_root, damping, power))
         return PseudoInverse(layout, tuple(index for index, _ in batches), tuple(roots))
 
     def solve(self, ω: Tensor) -> Tensor:
-        v = torch.empty_like(ω)
-        for index, root in zip(self.indices, self.roots, strict=True):
-            v[index] = (root @ (root.transpose(-1, -2) @ ω[index].unsqueeze(-1))).squeeze(-1)
-        return v
+        return _through_roots(self.indices, self.roots, ω)
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"{_ROOT}{at}": root for at, root in enumerate(self.roots)}
 
 
+def _through_roots(indices: Sequence[Tensor], roots: Sequence[Tensor], ω: Tensor) -> Tensor:
+    """T Tᵀω [p] of every block."""
+    v = torch.empty_like(ω)
+    for index, root in zip(indices, roots, strict=True):
+        v[index] = (root @ (root.transpose(-1, -2) @ ω[index].unsqueeze(-1))).squeeze(-1)
+    return v
+
+
 def restored_inverse(layout: Layout, indices: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> Inverse | None:
     """The inverse with these tensors, of matrices at these flattened positions."""
     batches = tuple(index for index, _ in _batched(indices, indices))
-    for kind, prefix in ((CholeskyInverse, _CHOLESKY), (PseudoInverse, _ROOT)):
+    for kind, prefix in ((CholeskyInverse, _CHOLESKY), (PseudoInverse, _ROOT), (PowerInverse, _POWER)):
         factors = tuple(tensors[f"{prefix}{at}"] for at in range(len(batches)) if f"{prefix}{at}" in tensors)
         if len(factors) == len(batches):
             return kind(layout, batches, factors)
     return None
 
 
-def _pseudo_root(matrix: Tensor, rtol: float | None, inverse_root: Tensor | None, damping: float) -> Tensor:
-    """T with T Tᵀ = w (w G w)⁺ w, w = W^{-½} or 1, of the ``matrix`` G with its damping in it."""
+def _pseudo_root(
+    matrix: Tensor, rtol: float | None, inverse_root: Tensor | None, damping: Damping, power: float
+) -> Tensor:
+    """T with T Tᵀ = w ((w G w)⁺)^p w, w = W^{-½} or 1, of the ``matrix`` G with its damping in it."""
     inner = matrix if inverse_root is None else inverse_root @ matrix @ inverse_root
     values, vectors = torch.linalg.eigh(0.5 * (inner + inner.transpose(-1, -2)))
     rtol = matrix.shape[-1] * torch.finfo(matrix.dtype).eps if rtol is None else rtol
     refuse_indefinite(values, rtol, damping, "the metric")
     cut = rtol * values[..., -1:]
-    scale = torch.where(values > cut, values, torch.inf).rsqrt()
+    scale = torch.where(values > cut, values, torch.inf).pow(-0.5 * power)
     root = vectors * scale.unsqueeze(-2)
     return root if inverse_root is None else inverse_root @ root
 

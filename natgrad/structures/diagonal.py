@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
-from natgrad.linalg import check_finite, refuse_indefinite, refuse_singular
+from natgrad.linalg import (
+    Damping,
+    Relative,
+    check_finite,
+    check_power,
+    inverse_powered,
+    refuse_indefinite,
+    refuse_singular,
+)
 from natgrad.model import Model
 from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, Structure, Subset
+from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure, Subset
+
+_WHAT = "the diagonal metric"
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagonal(Structure):
     """The diagonal of G, without its rows: Σ_n (Σ_k g²) a², one product for every layer.
 
     With a sampled metric this is the pullback sampling trick of Grosse (2021, (31)): one backward pass, and no
-    per-example gradient.
+    per-example gradient. ``power``: the metric is G^p, as in Adam with p = ½.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -33,6 +43,10 @@ class Diagonal(Structure):
     """
 
     suggested: ClassVar[bool] = True
+    power: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_power(self.power, "Diagonal(power=…)")
 
     def elements(self, pullback: Pullback) -> int:
         return pullback.model.size
@@ -40,10 +54,11 @@ class Diagonal(Structure):
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> DiagonalOperator:
         self.admit(pullback)
-        return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square())
+        return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square(), power=self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DiagonalOperator:
-        return DiagonalOperator(Layout.of(model.params, tensors["values"].dtype), tensors["values"])
+        values = tensors["values"]
+        return DiagonalOperator(Layout.of(model.params, values.dtype), values, power=self.power)
 
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)
@@ -55,10 +70,10 @@ class Diagonal(Structure):
         if sample.without and isinstance(like, DiagonalOperator):
             absent = Subset.of(layout, sorted(sample.without))
             absent.put(absent.take(like.values), values)
-        return DiagonalOperator(layout, values)
+        return DiagonalOperator(layout, values, power=self.power)
 
     def extracted(self, G: Operator) -> DiagonalOperator:
-        return DiagonalOperator(G.layout, G.diagonal())
+        return DiagonalOperator(G.layout, G.diagonal(), power=self.power)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p = sum(block.size for block in blocks)
@@ -68,26 +83,32 @@ class Diagonal(Structure):
 @final
 @dataclass(frozen=True)
 class DiagonalOperator(Operator):
-    """G_pp, nothing beside it: ``values`` [p]."""
+    """G_pp, nothing beside it: ``values`` [p], and its ``power``."""
 
+    damped_by_parts: ClassVar[bool] = True
     layout: Layout
     values: Tensor
+    power: float = field(default=1.0, kw_only=True)
 
     def product(self, v: Tensor) -> Tensor:
-        return self.values * v
+        return self.diagonal() * v
 
     def diagonal(self) -> Tensor:
-        return self.values
+        return self.values if self.power == 1 else self.values.pow(self.power)
 
     def dense(self) -> Tensor:
-        return self.values.diag()
+        return self.diagonal().diag()
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        return self._damped(damping).log().sum()
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
+        if self.power == 0:
+            return self.values.new_zeros(())
+        damped = self._damped(damping)
+        refuse_singular(damped.sort().values, 0.0, False, damping, _WHAT)
+        return self.power * damped.log().sum()
 
     def lerp(self, other: Operator, weight: float) -> DiagonalOperator:
         self.same_kind(other)
-        return DiagonalOperator(self.layout, torch.lerp(self.values, cast(DiagonalOperator, other).values, weight))
+        return replace(self, values=torch.lerp(self.values, cast(DiagonalOperator, other).values, weight))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"values": self.values}
@@ -98,30 +119,45 @@ class DiagonalOperator(Operator):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"values": (self.layout.size,)}
 
-    def inverse(self, damping: float) -> Inverse:
-        return ScaleInverse(self.layout, self._damped(damping).reciprocal())
+    def inverse(self, damping: Damping) -> Inverse:
+        if self.power == 0:
+            return IdentityInverse(self.layout)
+        damped = self._damped(damping)
+        return ScaleInverse(self.layout, inverse_powered(damped, self.power))
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         return ScaleInverse(self.layout, tensors["scale"]) if "scale" in tensors else None
 
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         # The weight chooses among solutions that differ in the null space. For a diagonal G the one of least norm is
         # the same for every diagonal weight: zero where G is zero.
         if weight is not None and weight.ndim == 2:
             self.refuse("Pinv(weight=matrix)", "a full weight mixes the coordinates; give numbers a parameter")
+        if self.power == 0:
+            return IdentityInverse(self.layout)
         check_finite(self.values, "the diagonal of the metric")
-        damped = self.values + damping
+        damped = self.values + self._shift(damping)
         rtol = damped.numel() * torch.finfo(damped.dtype).eps if rtol is None else rtol
-        refuse_indefinite(damped, rtol, damping, "the diagonal metric")
+        refuse_indefinite(damped, rtol, damping, _WHAT)
         cut = rtol * damped.max()
-        return ScaleInverse(self.layout, torch.where(damped > cut, damped, torch.inf).reciprocal())
+        return ScaleInverse(self.layout, torch.where(damped > cut, damped, torch.inf).pow(-self.power))
 
-    def _damped(self, damping: float) -> Tensor:
+    def _damped(self, damping: Damping) -> Tensor:
+        """d + λ [p], positive; with relative damping also zero, for parameters where d is zero throughout."""
         check_finite(self.values, "the diagonal of the metric")
-        damped = self.values + damping
-        if bool((damped <= 0).any()):
-            refuse_singular(damped.sort().values, 0.0, True, damping, "the diagonal metric")
+        damped = self.values + self._shift(damping)
+        bad = damped < 0 if isinstance(damping, Relative) else damped <= 0
+        if bool(bad.any()):
+            refuse_singular(damped.sort().values, 0.0, True, damping, _WHAT)
         return damped
+
+    def _shift(self, damping: Damping) -> float | Tensor:
+        """λ, or λ [p] relative to the mean over each parameter."""
+        if not isinstance(damping, Relative):
+            return damping
+        sizes = [t.numel() for t in self.layout.like.values()]
+        means = [piece.mean().expand(len(piece)) for piece in self.values.split(sizes)]
+        return damping.epsilon * torch.cat(means)
 
 
 @final

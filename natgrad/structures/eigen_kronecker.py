@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
 from natgrad.accelerate.inverses import Newton, SymFactor
+from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
 from natgrad.pullback.gradient import GradientSample, gradient_factors
@@ -22,7 +23,7 @@ from natgrad.pullback.moments import factors_of, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.features import Features
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing
+from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing
 from natgrad.structures.layered import (
     EIGENVECTORS,
     Basis,
@@ -37,14 +38,15 @@ from natgrad.structures.layered import (
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EigenKronecker(Layered):
     """G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ on every layer, Q and P the eigenvectors of the factors S and A of ``Kronecker``.
 
     D = Σ_kn (Qᵀ R_kn P)² are the second moments of the per-example gradients R_kn = Σ_r g aᵀ in that basis (George et
     al. 2018, (9)): the diagonal of G itself, in the basis where S ⊗ A is diagonal. So it is never further from G than
     ``Kronecker`` is, in the Frobenius norm, and its trace is that of G, whatever the ``sharing`` of positions, which
-    here chooses the basis only. ``fallback``, ``strict`` and ``largest`` are those of ``Kronecker``.
+    here chooses the basis only. ``fallback``, ``strict`` and ``largest`` are those of ``Kronecker``. With a ``power`` p
+    the metric is G^p, with the eigenvalues D^p.
 
     An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``).
 
@@ -97,8 +99,9 @@ class EigenKronecker(Layered):
             tuple(a for _, a in factors),
             basis,
             tuple(split.of_all(scales, lambda block: _zeros(block, dtype))),
-            None if split.uncovered is None else self.fallback.estimate(split.uncovered, fallback),
+            self.fallback_estimate(split, fallback),
             split.unseen,
+            power=self.power,
         )
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> EigenKroneckerOperator:
@@ -114,7 +117,8 @@ class EigenKronecker(Layered):
             for block, (q, p) in zip(split.blocks, basis.sides, strict=True)
         )
         scales = tuple(g.square().contiguous() for g in turned)
-        return EigenKroneckerOperator(layout, split.blocks, left, right, basis, scales, fallback, split.unseen)
+        blocks, unseen = split.blocks, split.unseen
+        return EigenKroneckerOperator(layout, blocks, left, right, basis, scales, fallback, unseen, power=self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
@@ -126,7 +130,8 @@ class EigenKronecker(Layered):
         d = tuple(split.of_all((tensors[f"{name}/D"] for name in names), lambda block: _zeros(block, dtype)))
         q, p = (tuple(tensors.get(f"{block.names[0]}/{side}") for block in split.blocks) for side in "QP")
         layout = Layout.of(model.params, dtype)
-        return EigenKroneckerOperator(layout, split.blocks, left, right, Basis(q, p), d, fallback, split.unseen)
+        basis, power = Basis(q, p), self.power
+        return EigenKroneckerOperator(layout, split.blocks, left, right, basis, d, fallback, split.unseen, power=power)
 
     def _basis_of(self, like: Operator | None, covered: Sequence[Block]) -> Basis | None:
         """The basis of an operator over the same layers."""
@@ -160,6 +165,7 @@ class EigenKroneckerOperator(LayerOperator):
     scales: tuple[Tensor, ...]  # D [c o i]
     fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
+    power: float = field(default=1.0, kw_only=True)
 
     @property
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
@@ -167,16 +173,18 @@ class EigenKroneckerOperator(LayerOperator):
 
     def applied(self, b: int, w: Tensor) -> Tensor:
         q, p = self.basis.left[b], self.basis.right[b]
-        return rotated_back(q, self.scales[b] * rotated(q, w, p), p)
+        return rotated_back(q, self.scales[b].pow(self.power) * rotated(q, w, p), p)
 
     def layer_diagonal(self, b: int) -> Tensor:
-        return spread(self.basis.left[b], self.scales[b], self.basis.right[b])
+        return spread(self.basis.left[b], self.scales[b].pow(self.power), self.basis.right[b])
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         return self.scales[b].double().clamp(min=0)
 
-    def spectrum(self) -> tuple[list[Tensor], Basis]:
-        return list(self.scales), self.basis
+    def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
+        if isinstance(damping, Relative):
+            return [damping.added(d) for d in self.scales], self.basis
+        return [d + damping for d in self.scales], self.basis
 
     def lerp(self, other: Operator, weight: float) -> EigenKroneckerOperator:
         """A, S and D are averaged, D in the basis of ``other``, the newer one.
@@ -212,8 +220,10 @@ class EigenKroneckerOperator(LayerOperator):
         tensors = sharing.gathered(decompose)
         return Basis(*(tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP"))
 
-    def inverse(self, damping: float) -> Inverse:
-        """(G + λ)⁻¹ = Q (QᵀWP / (D + λ)) Pᵀ, exactly, and with nothing to be factored."""
+    def inverse(self, damping: Damping) -> Inverse:
+        """(G + λ)^-p = Q (QᵀWP / (D + λ)^p) Pᵀ, exactly, and with nothing to be factored."""
+        if self.power == 0:
+            return IdentityInverse(self.layout)
         if damping == 0:
             for block, values in zip(self.blocks, self.scales, strict=True):
                 self.refuse_singular(block, values, 0.0)
@@ -221,7 +231,7 @@ class EigenKroneckerOperator(LayerOperator):
 
     def factored_inverse(
         self,
-        damping: float,
+        damping: Damping,
         warm: Mapping[str, Tensor],
         newton: Newton | None = None,
         into: Inverse | None = None,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from natgrad.geometry import Covector, unflatten
+from natgrad.linalg import Damping
 from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Model
 from natgrad.pullback.layer import Block
@@ -116,7 +117,7 @@ class ImplicitOperator(Operator):
         eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.terms[0][1].y.device)
         return torch.stack([self.product(column) for column in eye], dim=1)
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
         self.refuse("logdet", "it has products only; estimate Dense or Kernel from the same pullback")
 
     def lerp(self, other: Operator, weight: float) -> ImplicitOperator:
@@ -129,10 +130,10 @@ class ImplicitOperator(Operator):
         """Nothing is kept: a resumed run linearises again at its next forward pass."""
         return {}
 
-    def inverse(self, damping: float) -> Inverse:
+    def inverse(self, damping: Damping) -> Inverse:
         self.refuse("Cholesky", "it has products only; solve with CG(), or use Dense or Kernel")
 
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         self.refuse("Pinv", "it has products only; solve with CG(), or use Dense or Kernel")
 
 
@@ -172,7 +173,7 @@ class HessianOperator(Operator):
         matrix = torch.stack([self.product(column) for column in eye])
         return 0.5 * (matrix + matrix.T)
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
         return DenseOperator(self.layout, self.dense()).logdet(damping)
 
     def lerp(self, other: Operator, weight: float) -> Operator:
@@ -181,8 +182,8 @@ class HessianOperator(Operator):
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
-    def inverse(self, damping: float) -> Inverse:
+    def inverse(self, damping: Damping) -> Inverse:
         return DenseOperator(self.layout, self.dense()).inverse(damping)
 
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         self.refuse("Pinv", "a Hessian can be indefinite, and then it need not descend; use CG() or Cholesky()")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, cast, final
 
 import torch
@@ -12,23 +13,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from natgrad.kernels.gram import KernelMatrix, root_or_nan
-from natgrad.linalg import check_finite, cholesky, refuse_lost_damping, refuse_singular
+from natgrad.linalg import (
+    Damping,
+    Relative,
+    check_finite,
+    check_power,
+    cholesky,
+    inverse_powered,
+    refuse_lost_damping,
+    refuse_singular,
+)
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.structures.base import Inverse, Layout, Operator, Structure
+from natgrad.structures.base import IdentityInverse, Inverse, Layout, Operator, Structure
 
 _REFINED = 2  # steps of iterative refinement
 _ELEMENTS = 2**24  # numbers of explicit rows at a time
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Kernel(Structure):
     """The rows R in factored form: G = RᵀR exactly, inverted through the N·K × N·K Gram matrix (Woodbury).
 
-    Under a ``Sobolev`` metric the kernel matrix of the inputs is not inverted (``PushThrough``).
+    Under a ``Sobolev`` metric the kernel matrix of the inputs is not inverted (``PushThrough``). With a ``power`` below
+    1 the metric is G^p, through the eigenvalues of the Gram matrix.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -39,6 +50,10 @@ class Kernel(Structure):
 
     bounded: ClassVar[bool] = False
     suggested: ClassVar[bool] = True
+    power: float = field(default=1.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_power(self.power, "Kernel(power=…)")
 
     def elements(self, pullback: Pullback) -> int:
         coupled = pullback.coupled
@@ -58,7 +73,8 @@ class Kernel(Structure):
         coupled = pullback.coupled
         K = None if coupled is None or coupled.K is None else KernelMatrix.of(coupled.K)
         pb = pullback if K is None else pullback.unmixed()
-        return KernelOperator(Layout(pb.model.like, pb.y.dtype), tuple(pb.blocks), tuple(pb.collect()), K)
+        layout = Layout(pb.model.like, pb.y.dtype)
+        return KernelOperator(layout, tuple(pb.blocks), tuple(pb.collect()), K, power=self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KernelOperator:
         restored, factors = [], []
@@ -68,7 +84,8 @@ class Kernel(Structure):
             restored.append(block if packed == block.shape else block.without_rule())
             factors.append(f)
         K = KernelMatrix.of(tensors["K"]) if "K" in tensors else None
-        return KernelOperator(Layout.of(model.params, factors[0].g.dtype), tuple(restored), tuple(factors), K)
+        layout = Layout.of(model.params, factors[0].g.dtype)
+        return KernelOperator(layout, tuple(restored), tuple(factors), K, power=self.power)
 
 
 @final
@@ -81,12 +98,16 @@ class KernelOperator(Operator):
     A metric that couples the examples by the inverse of a kernel matrix K is G = BᵀK⁻¹B. We keep the factors of B, and
     form R = L⁻¹B with K = L Lᵀ for a few parameters at a time. With damping it is solved without K⁻¹, by
     ``PushThrough``.
+
+    With R Rᵀ = V diag(w) Vᵀ the columns of Q = RᵀV w^-½ [p r] are the eigenvectors of G outside its null space. They
+    are never formed: G^p = Q w^p Qᵀ = RᵀV w^(p−1) VᵀR.
     """
 
     layout: Layout
     blocks: tuple[Block, ...]
     factors: tuple[Factors, ...]
     K: KernelMatrix | None = None
+    power: float = field(default=1.0, kw_only=True)
 
     def gram(self) -> Tensor:
         """R Rᵀ [(k n) (l m)]."""
@@ -116,31 +137,66 @@ class KernelOperator(Operator):
             block.unpack(f.pull(t), out)
         return out
 
+    @cached_property
+    def range(self) -> tuple[Tensor, Tensor]:
+        """The eigenvalues w [r] of R Rᵀ that are not zero, up to rounding, and the eigenvectors V [(k n) r]."""
+        gram = self.gram()
+        check_finite(gram, "the kernel")
+        values, vectors = torch.linalg.eigh(gram)
+        positive = values > values.numel() * torch.finfo(values.dtype).eps * values[-1]
+        return values[positive], vectors[:, positive]
+
+    def inside(self, v: Tensor) -> Tensor:
+        """Qᵀv [r]: the part of v in the range of G, in the eigenvectors of G."""
+        values, vectors = self.range
+        return values.rsqrt() * (vectors.T @ self.push(v).flatten())
+
+    def combined(self, c: Tensor) -> Tensor:
+        """Q c [p]."""
+        values, vectors = self.range
+        return self.pull((vectors @ (values.rsqrt() * c)).view(self.factors[0].g.shape[:2]))
+
     def product(self, v: Tensor) -> Tensor:
-        return self.pull(self.push(v))
+        if self.power == 0:
+            return v.clone()
+        if self.power == 1:
+            return self.pull(self.push(v))
+        return self.combined(self.range[0].pow(self.power) * self.inside(v))
 
     def diagonal(self) -> Tensor:
+        if self.power == 0:
+            return self.factors[0].g.new_ones(self.layout.size)
         out = self.factors[0].g.new_empty(self.layout.size)
+        plain = self.power == 1 and self.K is None
         for block, f in zip(self.blocks, self.factors, strict=True):
-            block.unpack(f.square() if self.K is None else self._mixed_square(f, self.K), out)
+            block.unpack(f.square() if plain else self._mixed_square(f), out)
         return out
 
-    def _mixed_square(self, f: Factors, K: KernelMatrix) -> Tensor:
-        """Σ_kn R² [c o i] of a block."""
-        squares = [K.whiten(r).square().sum((0, 1)).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
+    def _mixed_square(self, f: Factors) -> Tensor:
+        """Σ R² [c o i] of a block, over the rows of a root R of G^p."""
+        squares = [self._root(r).square().sum(0).view(f.g.shape[3], -1, f.a.shape[3]) for r in _slices(f)]
         return torch.cat(squares, dim=1)
 
+    def _root(self, rows: Tensor) -> Tensor:
+        """The rows of a root of G^p, w^((p−1)/2) VᵀR, from rows [k n d] of R before K mixes them."""
+        rows = (rows if self.K is None else self.K.whiten(rows)).flatten(0, 1)
+        if self.power == 1:
+            return rows
+        values, vectors = self.range
+        return values.pow(0.5 * (self.power - 1)).unsqueeze(-1) * (vectors.T @ rows)
+
     def dense(self) -> Tensor:
+        if self.power == 0:
+            return torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.factors[0].g.device)
         rows = self.rows()
         return rows.T @ rows
 
     def rows(self) -> Tensor:
-        """R [(k n) p] in flattening order."""
-        k, n = self.factors[0].g.shape[:2]
-        out = self.factors[0].g.new_empty(k * n, self.layout.size)
+        """R [m p] in flattening order, with G^p = RᵀR; m = k·n where the power is 1."""
+        count = math.prod(self.factors[0].g.shape[:2]) if self.power == 1 else self.range[0].numel()
+        out = self.factors[0].g.new_empty(count, self.layout.size)
         for block, f in zip(self.blocks, self.factors, strict=True):
-            rows = f.rows() if self.K is None else self.K.whiten(f.rows())
-            block.unpack(rows.flatten(0, 1), out)
+            block.unpack(self._root(f.rows()), out)
         return out
 
     def to(self, dtype: torch.dtype) -> KernelOperator:
@@ -148,11 +204,15 @@ class KernelOperator(Operator):
         factors = tuple(Factors(f.a.to(dtype), f.g.to(dtype)) for f in self.factors)
         return replace(self, layout=Layout(self.layout.like, dtype), factors=factors)
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        """log det(G + λ) = (P − NK) log λ + log det(RRᵀ + λ), Sylvester's identity."""
-        self._check(damping)
-        factor = cholesky(self.gram(), damping, "the kernel")
-        return (self.layout.size - factor.shape[0]) * math.log(damping) + 2 * factor.diagonal().log().sum()
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
+        """log det(G + λ) = (P − NK) log λ + log det(RRᵀ + λ), Sylvester's identity, times the power."""
+        if self.power == 0:
+            return self.factors[0].g.new_zeros(())
+        λ = self.absolute(damping)
+        self._check(λ)
+        factor = cholesky(self.gram(), λ, "the kernel")
+        logdet = (self.layout.size - factor.shape[0]) * math.log(λ) + 2 * factor.diagonal().log().sum()
+        return self.power * logdet
 
     def lerp(self, other: Operator, weight: float) -> KernelOperator:
         """Both sets of rows, weighted: exact, and as large as the two together."""
@@ -165,7 +225,7 @@ class KernelOperator(Operator):
         joined = tuple(
             _join(Factors(f.a, old * f.g), Factors(h.a, new * h.g)) for f, h in zip(self.factors, theirs, strict=True)
         )
-        return KernelOperator(self.layout, self.blocks, joined, _beside(self, new_kernel))
+        return replace(self, factors=joined, K=_beside(self, new_kernel))
 
     def tensors(self) -> dict[str, Tensor]:
         out = {}
@@ -182,20 +242,40 @@ class KernelOperator(Operator):
             out |= {f"{block.names[0]}/a": (n, r, c, i), f"{block.names[0]}/g": (k, n, r, c, o)}
         return out if self.K is None else out | {"K": tuple(self.K.whole.shape)}
 
-    def inverse(self, damping: float) -> Inverse:
-        self._check(damping)
+    def inverse(self, damping: Damping) -> Inverse:
+        if self.power == 0:
+            return IdentityInverse(self.layout)
+        λ = self.absolute(damping)
+        if isinstance(damping, Relative) and λ == 0:  # so is G
+            return KernelPowerInverse(self.layout, self, torch.zeros_like(self.range[0]), 0.0)
+        self._check(λ)
+        if self.power != 1:
+            values = self.range[0]
+            return KernelPowerInverse(self.layout, self, (values + λ).pow(-self.power), λ**-self.power)
         if self.K is not None:
-            return PushThroughInverse.of(self.layout, PushThrough.of(replace(self, K=None), self.K, damping))
+            return PushThroughInverse.of(self.layout, PushThrough.of(replace(self, K=None), self.K, λ))
         gram = self.gram()
-        factor = cholesky(gram, damping, "the kernel")
-        refuse_lost_damping(damping, gram.diagonal(), "the kernel metric")
-        return WoodburyInverse(self.layout, self, factor, damping)
+        factor = cholesky(gram, λ, "the kernel")
+        refuse_lost_damping(λ, gram.diagonal(), "the kernel metric")
+        return WoodburyInverse(self.layout, self, factor, λ)
 
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def absolute(self, damping: Damping) -> float:
+        if not isinstance(damping, Relative):
+            return damping
+        return damping.epsilon * float(self.gram().diagonal().sum()) / self.layout.size
+
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None:
             self.refuse("Pinv(weight=…)", "its solution has the least plain norm; use Dense for another norm")
-        if damping > 0:
+        if self.power == 0:
+            return IdentityInverse(self.layout)
+        if damping != 0:
             return self.inverse(damping)
+        if self.power != 1:
+            values = self.range[0]
+            if rtol is not None:
+                values = torch.where(values > rtol * values[-1:], values, 0.0)
+            return KernelPowerInverse(self.layout, self, inverse_powered(values, self.power), 0.0)
         gram = self.gram()
         check_finite(gram, "the kernel")
         values, vectors = torch.linalg.eigh(gram)
@@ -275,6 +355,34 @@ class KernelPseudoInverse(Inverse):
         t = self.kernel.push(ω)
         inner = self.vectors @ (self.scale * (self.vectors.T @ t.reshape(-1)))
         return self.kernel.pull(inner.view_as(t))
+
+
+@final
+@dataclass(frozen=True)
+class KernelPowerInverse(Inverse):
+    """(G + λ)^-p = Q (w + λ)^-p Qᵀ + λ^-p (1 − QQᵀ), with the eigenvectors Q of G in its range."""
+
+    layout: Layout
+    kernel: KernelOperator
+    inside: Tensor  # (w + λ)^-p [r]
+    outside: float  # λ^-p
+
+    def solve(self, ω: Tensor) -> Tensor:
+        return self._scaled(ω, self.inside, self.outside)
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        return torch.stack([self._scaled(row, self.inside.sqrt(), math.sqrt(self.outside)) for row in ξ])
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        return self.coloured(ω)
+
+    def _scaled(self, t: Tensor, inside: Tensor, outside: float) -> Tensor:
+        # The first projection leaves rounding of what is inside, which is multiplied by λ^-p: project again.
+        G = self.kernel
+        inner = G.inside(t)
+        rest = t - G.combined(inner)
+        again = G.inside(rest)
+        return G.combined(inside * (inner + again)) + outside * (rest - G.combined(again))
 
 
 @final

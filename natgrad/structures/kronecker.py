@@ -35,14 +35,14 @@ from natgrad.accelerate.inverses import (
 )
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import NonFiniteError
-from natgrad.linalg import refuse_singular
+from natgrad.linalg import Damping, Relative, inverse_powered, refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullback.layer import Block
 from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.rules.features import Moment
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, WorkSharing, check_shape
+from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing, check_shape
 from natgrad.structures.layered import (
     EIGENVECTORS,
     Basis,
@@ -51,16 +51,18 @@ from natgrad.structures.layered import (
     LayerOperator,
     SidesCost,
     eigenvalues,
+    factor_power,
     group_weights,
     joined,
     layer_tensors,
+    recomposed,
     separated,
     spectra,
 )
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Kronecker(Layered):
     """G ≈ S ⊗ A on every layer, A = E[a aᵀ], S = E[g gᵀ] (Martens and Grosse 2015; Luk and Grosse 2018, (2.8)).
 
@@ -68,7 +70,7 @@ class Kronecker(Layered):
     independent examples, "reduce" sums over them first (Eschenhagen et al. 2023). ``fallback`` is the structure of the
     parameters that no layer rule covers; with ``strict`` there must be none. Of a factor with more than ``largest``
     rows (a vocabulary) only the diagonal is kept. With ``bias="separate"`` a bias is a layer of its own, apart from its
-    weight. ``opt.plan()`` shows all of this.
+    weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is G^p = S^p ⊗ A^p.
 
     A parameter that no module tells of has the factors of the operations that use it: products, convolutions, lookups.
     Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact diagonal of
@@ -122,8 +124,9 @@ class Kronecker(Layered):
             split.blocks,
             tuple(lay_out(s) for s, _ in factors),
             tuple(lay_out(a) for _, a in factors),
-            None if split.uncovered is None else self.fallback.estimate(split.uncovered),
+            self.fallback_estimate(split),
             split.unseen,
+            power=self.power,
         )
 
     @without_autocast
@@ -131,7 +134,8 @@ class Kronecker(Layered):
         """Factor by factor, and in place; a layer that the pass did not use keeps its average."""
         assert isinstance(average, KroneckerOperator)
         split = self.split(pullback, average)
-        fallback = None if split.uncovered is None else self.fallback.estimate(split.uncovered).finite()
+        fallback = self.fallback_estimate(split)
+        fallback = None if fallback is None else fallback.finite()
         average.same_layers(split.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = FactorAverage(average, [numbers[block.names] for block in split.used], weight)
@@ -145,7 +149,7 @@ class Kronecker(Layered):
         pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used))
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
-        return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen)
+        return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
 
     def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> KroneckerOperator:
         """Factor by factor, and in place; a matrix without a gradient keeps its average."""
@@ -161,7 +165,8 @@ class Kronecker(Layered):
         saved = [(tensors[f"{block.names[0]}/S"], tensors[f"{block.names[0]}/A"]) for block in split.used]
         factors = split.of_all(saved, lambda block: self.zeros(block, dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
-        return KroneckerOperator(Layout.of(model.params, dtype), split.blocks, left, right, fallback, split.unseen)
+        layout = Layout.of(model.params, dtype)
+        return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
 
 
 @final
@@ -220,7 +225,7 @@ class FactorAverage(FactorSink):
 @final
 @dataclass(frozen=True)
 class KroneckerOperator(LayerOperator):
-    """G = S ⊗ A on every layer: v = W [c o i] goes to S W A.
+    """G = S ⊗ A on every layer: v = W [c o i] goes to S W A, or with a ``power`` p to S^p W A^p.
 
     ``fallback`` is the metric on the parameters that no layer rule covers, in another structure.
     """
@@ -231,6 +236,7 @@ class KroneckerOperator(LayerOperator):
     right: tuple[SymFactor, ...]  # A [c i i] of every layer, or its diagonal [c i]
     fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
+    power: float = field(default=1.0, kw_only=True)
 
     @property
     def by_letter(self) -> Mapping[str, Sequence[Tensor]]:
@@ -242,21 +248,27 @@ class KroneckerOperator(LayerOperator):
         return tuple(t.data_ptr() for t in (*self.left, *self.right))
 
     def applied(self, b: int, w: Tensor) -> Tensor:
-        return two_sided(self.left[b], w, self.right[b])
+        # Powers are not kept: the factors change in place.
+        return two_sided(factor_power(self.left[b], self.power), w, factor_power(self.right[b], self.power))
 
     def layer_diagonal(self, b: int) -> Tensor:
-        values = diagonal(self.left[b]).unsqueeze(-1) * diagonal(self.right[b]).unsqueeze(-2)
+        s, a = factor_power(self.left[b], self.power), factor_power(self.right[b], self.power)
+        values = diagonal(s).unsqueeze(-1) * diagonal(a).unsqueeze(-2)
         return values.expand(self.blocks[b].shape)
 
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
         values = s.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
         return values.expand(self.blocks[b].shape)
 
-    def spectrum(self) -> tuple[list[Tensor], Basis]:
-        """The products s_o a_i, in the eigenvectors of the factors."""
+    def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
+        """The products s_o a_i + λ, in the eigenvectors of the factors; (s_o + λ_S)(a_i + λ_A) if λ is relative."""
         (s, q), (a, p) = spectra(self.left), spectra(self.right)
-        sides = zip(self.blocks, s, a, strict=True)
-        products = [(x.unsqueeze(-1) * y.unsqueeze(-2)).expand(block.shape) for block, x, y in sides]
+        if isinstance(damping, Relative):
+            s, a = [damping.added(x) for x in s], [damping.added(x) for x in a]
+        products = [x.unsqueeze(-1) * y.unsqueeze(-2) for x, y in zip(s, a, strict=True)]
+        if not isinstance(damping, Relative) and damping != 0:
+            products = [x.add_(damping) for x in products]
+        products = [x.expand(block.shape) for block, x in zip(self.blocks, products, strict=True)]
         return products, Basis(tuple(q), tuple(p))
 
     def lerp(self, other: Operator, weight: float) -> KroneckerOperator:
@@ -275,28 +287,39 @@ class KroneckerOperator(LayerOperator):
         same = fallback is self.fallback and self.unseen <= unseen
         return self if same else replace(self, fallback=fallback, unseen=self.unseen & unseen)
 
-    def inverse(self, damping: float) -> Inverse:
-        """(G + λ)⁻¹ exactly: by Cholesky of the factors without damping, through their eigenvalues with it."""
+    def inverse(self, damping: Damping) -> Inverse:
+        """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.
+
+        Relative damping is that of the factors, (S + λ_S)^-p ⊗ (A + λ_A)^-p.
+        """
+        if self.power == 0:
+            return IdentityInverse(self.layout)
         fallback = self.fallback_inverse(damping)
         return self._undamped_inverse(fallback) if damping == 0 else self.spectral_inverse(fallback, damping)
 
     def factored_inverse(
         self,
-        damping: float,
+        damping: Damping,
         warm: Mapping[str, Tensor],
         newton: Newton | None = None,
         into: Inverse | None = None,
     ) -> Inverse:
-        """(S + √λ/π)⁻¹ ⊗ (A + π√λ)⁻¹ with π² = (tr A/dim A)/(tr S/dim S) (Martens and Grosse 2015, section 6.3).
+        """(S + λ_S)^-p ⊗ (A + λ_A)^-p, λ_S = √λ/π, λ_A = π√λ, π² = (tr A/dim A)/(tr S/dim S).
 
-        An approximation of (G + λ)⁻¹ that needs no eigenvalues. Where a factor is zero (a layer with no gradient) π is
-        1. A factor that cannot be inverted keeps its last inverse, from ``warm`` or ``into``, and FactorisationError is
-        raised when the others are done; on a GPU the inverse has ``failed``, a step or two later. Without a last
-        inverse SingularMetricError is raised at once.
+        An approximation of (G + λ)^-p (Martens and Grosse 2015, section 6.3). Relative damping is ε·tr S/dim S and
+        ε·tr A/dim A; it, and other powers than 1, go through the eigenvalues of the factors.
+
+        Where a factor is zero (a layer with no gradient) π is 1. A factor that cannot be inverted keeps its last
+        inverse, from ``warm`` or ``into``, and FactorisationError is raised when the others are done; on a GPU the
+        inverse has ``failed``, a step or two later. Without a last inverse SingularMetricError is raised at once.
         """
+        if self.power == 0:
+            return IdentityInverse(self.layout)
         fallback = self.fallback_inverse(damping)
         if damping == 0 or not self.blocks:
             return self._undamped_inverse(fallback)
+        if self.power != 1 or isinstance(damping, Relative):
+            return self._power_inverse(damping, fallback, into)
         if isinstance(into, ProductInverse) and into.fits(self):
             out = into if fallback is None and into.fallback is None else replace(into, fallback=fallback)
         else:
@@ -309,7 +332,7 @@ class KroneckerOperator(LayerOperator):
         return out
 
     def _undamped_inverse(self, fallback: Inverse | None) -> ProductInverse:
-        """S⁻¹ ⊗ A⁻¹; a singular factor raises, by the name of its layer."""
+        """S^-p ⊗ A^-p; a singular factor raises, by the name of its layer."""
         for side, factors in (("S", self.left), ("A", self.right)):
             for block, factor in zip(self.blocks, factors, strict=True):
                 groups = eigenvalues(factor.double())
@@ -318,12 +341,43 @@ class KroneckerOperator(LayerOperator):
                 for values in groups:
                     rounding = factor.shape[-1] * torch.finfo(factor.dtype).eps
                     refuse_singular(values, rounding, False, 0.0, f"the factor {side} of {block.title}")
+        if self.power != 1:
+            return self._power_inverse(0.0, fallback)
         out = ProductInverse.empty(self, fallback)
         out.compute_(self, 0.0)
         return out
 
-    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: float) -> Inverse:
+    def _power_inverse(self, damping: Damping, fallback: Inverse | None, into: Inverse | None = None) -> ProductInverse:
+        """(S + λ_S)^-p ⊗ (A + λ_A)^-p through the eigenvalues of the factors, in the memory of ``into`` if it fits.
+
+        A factor that is zero, and has no scale for its damping to be relative to, has the inverse zero.
+        """
+        if isinstance(into, ProductInverse) and into.fits(self):
+            out = into if fallback is into.fallback else replace(into, fallback=fallback)
+        else:
+            out = ProductInverse.empty(self, fallback)
+        inverses: dict[str, list[Tensor]] = {}
+        for letter, side, shifts in zip("SA", (self.left, self.right), self._shifts(damping), strict=True):
+            values, vectors = spectra(side)
+            damped = (λ.clamp(min=0) + shift.unsqueeze(-1) for λ, shift in zip(values, shifts, strict=True))
+            scales = (inverse_powered(λ, self.power) for λ in damped)
+            inverses[letter] = [recomposed(d, q) for d, q in zip(scales, vectors, strict=True)]
+        out.load_(layer_tensors(self.blocks, inverses))
+        return out
+
+    def _shifts(self, damping: Damping) -> tuple[list[Tensor], list[Tensor]]:
+        """λ_S and λ_A [c] of every layer."""
+        if isinstance(damping, Relative):
+            sides = ([diagonal(factor) for factor in side] for side in (self.left, self.right))
+            left, right = ([(damping.epsilon * d.mean()).expand(len(d)) for d in side] for side in sides)
+            return left, right
+        balances = [balance([a], [s]) for s, a in zip(self.left, self.right, strict=True)]
+        return [damping**0.5 / π for π in balances], [damping**0.5 * π for π in balances]
+
+    def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
         """Every process inverts the factors of its share of the layers."""
+        if self.power == 0:
+            return IdentityInverse(self.layout)
         share, inverses = sharing.share(self.blocks), list[Inverse]()
 
         def inverted() -> Mapping[str, Tensor]:
@@ -339,11 +393,13 @@ class KroneckerOperator(LayerOperator):
             inverse.inherit(inverses[0])  # a GPU tells later that a factor could not be inverted
         return inverse
 
-    def mend(self, inverse: Inverse, damping: float) -> None:
-        if isinstance(inverse, ProductInverse) and inverse.fits(self):
-            inverse.compute_(self, damping, warm=True)
-        else:
+    def mend(self, inverse: Inverse, damping: Damping) -> None:
+        if not isinstance(inverse, ProductInverse) or not inverse.fits(self):
             super().mend(inverse, damping)
+        elif self.power != 1 or isinstance(damping, Relative):
+            self._power_inverse(damping, inverse.fallback, inverse)
+        else:
+            inverse.compute_(self, damping, warm=True)
 
     def layers_from(self, tensors: Mapping[str, Tensor], fallback: Inverse | None) -> Inverse | None:
         if not self._has_product_inverse(tensors):

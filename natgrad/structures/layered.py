@@ -19,6 +19,7 @@ from typing import ClassVar, Literal, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from natgrad.accelerate import fused
 from natgrad.accelerate.inverses import (
@@ -33,7 +34,15 @@ from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import spectrum
 from natgrad.errors import IncompatibleError, UncoveredError
 from natgrad.geometry import Covector, Vector, unflatten
-from natgrad.linalg import refuse_indefinite, refuse_singular
+from natgrad.linalg import (
+    Damping,
+    Relative,
+    check_power,
+    inverse_powered,
+    powered,
+    refuse_indefinite,
+    refuse_singular,
+)
 from natgrad.model import Model, check_slots
 from natgrad.pullback.gradient import GradientSample, matrices
 from natgrad.pullback.layer import Block
@@ -43,6 +52,7 @@ from natgrad.pullback.sharing import Sharing
 from natgrad.structures.base import (
     FALLBACK,
     Cost,
+    IdentityInverse,
     Inverse,
     LayerSpectrum,
     Layout,
@@ -63,7 +73,7 @@ EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golu
 # The structure.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layered(Structure):
     """Two factors for every layer, and another structure for the parameters that no layer rule covers."""
 
@@ -74,9 +84,11 @@ class Layered(Structure):
     strict: bool = False
     largest: int = 16384
     bias: Literal["joint", "separate"] = "joint"
+    power: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        check_power(self.power, f"{name}(power=…)")
         if self.bias not in ("joint", "separate"):
             raise ValueError(f'{name}(bias=…) is "joint" or "separate", not {self.bias!r}')
         if self.sharing not in ("expand", "reduce"):
@@ -88,6 +100,11 @@ class Layered(Structure):
         if not self.fallback.bounded:
             raise ValueError(
                 f"{name}(fallback={self.fallback!r}) cannot be averaged over time: use Diagonal() or BlockDense()"
+            )
+        if self.fallback.power not in (1, self.power):
+            raise ValueError(
+                f"{name}(power={self.power:g}, fallback={self.fallback!r}) has two powers: the fallback takes that of "
+                "the layers, so give it none"
             )
         if self.largest < 1:
             raise ValueError(f"{name}(largest=…) must be at least 1, got {self.largest}")
@@ -148,6 +165,12 @@ class Layered(Structure):
     def sharing_rule(self) -> Sharing:
         """How positions that share a weight enter the factors."""
         return Sharing(self.sharing, self.largest)
+
+    def fallback_estimate(self, split: LayerSplit, like: Operator | None = None) -> Operator | None:
+        """The metric on the uncovered parameters, with the power of the layers."""
+        if split.uncovered is None:
+            return None
+        return self.fallback.estimate(split.uncovered, like).with_power(self.power)
 
     def split(self, pullback: Pullback, like: Operator | None = None) -> LayerSplit:
         """The layers that have a rule, and the pullback to the other parameters; raises where ``strict`` or memory do.
@@ -215,7 +238,7 @@ class Layered(Structure):
         self.admit_numbers(sum(map(self.layer_elements, blocks)), layout, sample.memory)
         uncovered = [block for block in sample.blocks if block.rule is None]
         rest = replace(sample.over([block.names[0] for block in uncovered]), blocks=_moved(uncovered))
-        of_fallback = self.fallback.of_gradient(rest) if uncovered else None
+        of_fallback = self.fallback.of_gradient(rest).with_power(self.power) if uncovered else None
         return LayerSplit(blocks, sample.without - set(rest.ω)), layout, of_fallback
 
     def diagonal_sides(self, blocks: Sequence[Block]) -> list[tuple[bool, bool]]:
@@ -242,7 +265,8 @@ class Layered(Structure):
         uncovered = [block for block in blocks if block not in covered]
         params = {name: p for name, p in model.params.items() if name not in names}
         smaller = replace(model, params=params)
-        return split, self.fallback.restore(smaller, _repositioned(uncovered, params), below)
+        fallback = self.fallback.restore(smaller, _repositioned(uncovered, params), below)
+        return split, None if fallback is None else fallback.with_power(self.power)
 
     def _check_factors(self, block: Block, tensors: Mapping[str, Tensor]) -> None:
         """S and A of a layer are there both or not at all, and have their shapes."""
@@ -369,9 +393,10 @@ class LayerOperator(Operator):
 
     A layer that the forward pass did not use (an expert, a block that was dropped) is zero, and its parameters are
     ``unseen``: an average counts the passes that used a layer. ``fallback`` is the metric on the parameters that no
-    layer rule covers, in another structure.
+    layer rule covers, in another structure and of the same power.
     """
 
+    damped_by_parts: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
@@ -381,19 +406,28 @@ class LayerOperator(Operator):
 
     @abstractmethod
     def applied(self, b: int, w: Tensor) -> Tensor:
-        """G W [c o i] of the layer number b."""
+        """G^p W [c o i] of the layer number b."""
 
     @abstractmethod
     def layer_diagonal(self, b: int) -> Tensor:
-        """The diagonal of the layer's block, packed [c o i]."""
+        """The diagonal of the layer's block of G^p, packed [c o i]."""
 
     @abstractmethod
     def layer_values(self, b: int, s: Tensor, a: Tensor) -> Tensor:
-        """The eigenvalues [c o i] of the block, in double precision; those of S and A are s [c o] and a [c i]."""
+        """The eigenvalues [c o i] of the block of G, in double precision; those of S and A are s [c o] and a [c i]."""
 
     @abstractmethod
-    def spectrum(self) -> tuple[list[Tensor], Basis]:
-        """The eigenvalues [c o i] of every block, and the basis they belong to."""
+    def spectrum(self, damping: Damping = 0.0) -> tuple[list[Tensor], Basis]:
+        """The eigenvalues [c o i] of every block of G + λ, and the basis they belong to.
+
+        With relative damping a block that is zero stays zero.
+        """
+
+    def with_power(self, power: float) -> Self:
+        out = super().with_power(power)
+        if out is self or self.fallback is None:
+            return out
+        return replace(out, fallback=self.fallback.with_power(power))  # type: ignore[type-var]  # a dataclass
 
     @property
     @abstractmethod
@@ -437,34 +471,40 @@ class LayerOperator(Operator):
             out[index[:, None], index] = self.fallback.dense()
         return out
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
         total = self._empty().zero_()
-        for block, values in zip(self.blocks, self.spectrum()[0], strict=True):
+        if self.power == 0:
+            return total
+        for block, values in zip(self.blocks, self.spectrum(damping)[0], strict=True):
             self.refuse_singular(block, values, damping)
-            total = total + (values + damping).log().sum()
+            total = total + self.power * values.log().sum()
         return total if self.fallback is None else total + self.fallback.logdet(damping)
 
-    def refuse_singular(self, block: Block, values: Tensor, damping: float) -> None:
-        """Raise, by the name of its layer, if one of the eigenvalues [c o i] + λ is zero up to rounding."""
+    def refuse_singular(self, block: Block, damped: Tensor, damping: Damping) -> None:
+        """Raise, by the name of its layer, if one of the eigenvalues [c o i] of G + λ is zero up to rounding."""
         what = f"the block {block.title} of the metric"
-        refuse_singular((values + damping).flatten().sort().values, self._rounding(block), False, damping, what)
+        refuse_singular(damped.flatten().sort().values, self._rounding(block), False, damping, what)
 
     # Inverses.
 
-    def fallback_inverse(self, damping: float) -> Inverse | None:
+    def fallback_inverse(self, damping: Damping) -> Inverse | None:
         return None if self.fallback is None else self.fallback.inverse(damping)
 
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         if weight is not None:
             self.refuse("Pinv(weight=…)", "a weight has no Kronecker factors; use Dense or BlockDense")
+        if self.power == 0:
+            return IdentityInverse(self.layout)
         fallback = None if self.fallback is None else self.fallback.pseudo_inverse(damping, rtol, None)
         rtol = max(map(self._rounding, self.blocks), default=0.0) if rtol is None else rtol
         return self.spectral_inverse(fallback, damping, rtol)
 
-    def spectral_inverse(self, fallback: Inverse | None, damping: float, rtol: float | None = None) -> SpectralInverse:
-        """(G + λ)⁻¹ by the eigenvalues; with ``rtol`` a pseudo-inverse, which drops the small ones."""
-        values, basis = self.spectrum()
-        scales = tuple(reciprocals(layer, damping, rtol) for layer in values)
+    def spectral_inverse(
+        self, fallback: Inverse | None, damping: Damping, rtol: float | None = None
+    ) -> SpectralInverse:
+        """(G + λ)^-p by the eigenvalues; with ``rtol`` a pseudo-inverse, which drops the small ones."""
+        damped, basis = self.spectrum(damping)
+        scales = tuple(inverse_scales(layer, self.power, damping, rtol) for layer in damped)
         return SpectralInverse(self.layout, self.blocks, fallback, basis.left, basis.right, scales)
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
@@ -595,15 +635,18 @@ def fallback_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(FALLBACK): t for key, t in tensors.items() if key.startswith(FALLBACK)}
 
 
-def reciprocals(values: Tensor, damping: float, rtol: float | None) -> Tensor:
-    """1/(λ + damping) [c o i] of the eigenvalues of a layer; with ``rtol``, 0 for those below rtol of the largest."""
+def inverse_scales(damped: Tensor, power: float, damping: Damping, rtol: float | None) -> Tensor:
+    """(G + λ)^-p [c o i] of the eigenvalues of G + λ in a layer; with ``rtol``, 0 for those below rtol of the largest.
+
+    With relative damping they are zero where the layer is: so is its step.
+    """
     if rtol is None:
-        return (values.clamp(min=0) + damping).reciprocal()  # what is below zero is rounding
-    damped = values + damping
+        least = 0.0 if isinstance(damping, Relative) else damping  # what is below is rounding
+        return inverse_powered(damped.clamp(min=least), power)
     refuse_indefinite(damped.flatten(), rtol, damping, "the metric")
     # All groups have one largest eigenvalue: a group that should be zero (the bias of the keys of attention) is noise
     # beside the others.
-    return torch.where(damped > rtol * damped.amax(), damped, torch.inf).reciprocal()
+    return torch.where(damped > rtol * damped.amax(), damped, torch.inf).pow(-power)
 
 
 # Inverses.
@@ -846,6 +889,19 @@ def spectra(side: Sequence[SymFactor]) -> tuple[list[Tensor], list[Rotation]]:
         for at, layer_values, layer_vectors in zip(positions, λ.split(counts), q.split(counts), strict=True):
             values[at], vectors[at] = layer_values, layer_vectors
     return values, vectors
+
+
+def factor_power(factor: SymFactor, power: float) -> SymFactor:
+    """The factor to a power between 0 and 1."""
+    if power == 1:
+        return factor
+    (values,), (vectors,) = spectra([factor])
+    return recomposed(powered(values, power, "a factor of the metric"), vectors)
+
+
+def recomposed(values: Tensor, vectors: Rotation) -> SymFactor:
+    """Q diag(λ) Qᵀ [c d d] of eigenvalues [c d] and eigenvectors; a diagonal [c d] in the axes."""
+    return values if vectors is None else (vectors * values.unsqueeze(-2)) @ vectors.mT
 
 
 def eigenvalues(factor: SymFactor) -> Tensor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import cast, final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from natgrad.linalg import check_finite, cholesky, refuse_singular
+from natgrad.linalg import Damping, Relative, check_finite, check_power, cholesky, inverse_powered, refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
-from natgrad.structures.base import Cost, Inverse, Layout, Operator, Structure
+from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, Structure
 from natgrad.structures.dense import CholeskyInverse, Dense, restored_inverse
 from natgrad.structures.kernel import Kernel
 
@@ -22,12 +23,15 @@ _LARGEST = 4096  # parameters, up to which a matrix is affordable
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LowRank(Structure):
     """The ``rank`` largest eigenpairs of G, and the diagonal of what is left as a floor.
 
     Averaging cuts back to the rank every time: an average over micro-batches, or over time, has the diagonal of the
     joint batch exactly, and its leading eigenpairs only as far as each part had kept them.
+
+    A diagonal and a range have no eigenvectors in common. With a ``power`` below 1 the floor is therefore one number,
+    its mean: G = U diag(s) Uᵀ + d, and G^p has (s + d)^p on the range of U and d^p beside it.
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -37,8 +41,10 @@ class LowRank(Structure):
     """
 
     rank: int
+    power: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_power(self.power, "LowRank(power=…)")
         if not isinstance(self.rank, int) or self.rank < 1:
             raise ValueError(f"LowRank(rank) needs a positive rank, got {self.rank!r}")
 
@@ -53,18 +59,19 @@ class LowRank(Structure):
         if pullback.model.size <= pullback.columns * pullback.n:
             matrix = Dense().estimate(pullback).matrix
             values, u = leading(matrix, self.rank)
-            return floored(layout, u, values, matrix.diagonal(), self.rank)
+            return floored(layout, u, values, matrix.diagonal(), self.rank).with_power(self.power)
         # Eigenvectors of G = RᵀR are Rᵀw/√s for the eigenvectors w of the smaller R Rᵀ; R itself is never formed.
         kernel = Kernel().estimate(pullback)
         values, w = leading(kernel.gram(), self.rank)
         u = values.new_empty(layout.size, values.numel())
         for j, value in enumerate(values):
             u[:, j] = kernel.pull(w[:, j].view(kernel.factors[0].g.shape[:2])) / value.sqrt()
-        return floored(layout, u, values, kernel.diagonal(), self.rank)
+        return floored(layout, u, values, kernel.diagonal(), self.rank).with_power(self.power)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> LowRankOperator:
         layout = Layout.of(model.params, tensors["values"].dtype)
-        return LowRankOperator(layout, tensors["vectors"], tensors["values"], tensors["floor"], self.rank)
+        u, values, floor = (tensors[key] for key in ("vectors", "values", "floor"))
+        return LowRankOperator(layout, u, values, floor, self.rank, power=self.power)
 
     def cost(self, blocks: Sequence[Block], *, exact: bool = False, iterative: bool = False) -> Cost:
         p, r = sum(block.size for block in blocks), self.rank
@@ -74,29 +81,52 @@ class LowRank(Structure):
 @final
 @dataclass(frozen=True)
 class LowRankOperator(Operator):
-    """G ≈ U diag(s) Uᵀ + diag(d): the leading eigenpairs, and a floor that keeps the diagonal of G exact."""
+    """G ≈ U diag(s) Uᵀ + diag(d): the leading eigenpairs, and a floor that keeps the diagonal of G exact.
+
+    With another ``power`` than 1 the floor has one number, and keeps the trace.
+    """
 
     layout: Layout
     vectors: Tensor  # U [p r]
     values: Tensor  # s [r]
     floor: Tensor  # d [p]
     rank: int  # eigenpairs that a moving average may keep; one batch can have fewer
+    power: float = field(default=1.0, kw_only=True)
+
+    def with_power(self, power: float) -> Self:
+        out = super().with_power(power)
+        if out is self or power == 1:
+            return out
+        return replace(out, floor=out.floor.mean().expand_as(out.floor).clone())
 
     def product(self, v: Tensor) -> Tensor:
-        return self.vectors @ (self.values * (self.vectors.T @ v)) + self.floor * v
+        s, d = self._powers()
+        return self.vectors @ (s * (self.vectors.T @ v)) + d * v
 
     def diagonal(self) -> Tensor:
-        return self.vectors.square() @ self.values + self.floor
+        s, d = self._powers()
+        return self.vectors.square() @ s + d
 
     def dense(self) -> Tensor:
-        return (self.vectors * self.values) @ self.vectors.T + self.floor.diag()
+        s, d = self._powers()
+        return (self.vectors * s) @ self.vectors.T + d.diag()
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        """log det(E + BBᵀ) = log det E + log det(1 + BᵀE⁻¹B), E = d + λ."""
-        if self._bare(damping):
-            return 2 * cholesky(self.dense(), damping, _WHAT).diagonal().log().sum()
-        e, _, factor = self._capacity(damping)
-        return e.log().sum() + 2 * factor.diagonal().log().sum()
+    def _powers(self) -> tuple[Tensor, Tensor]:
+        """s [r] and d [p] of G^p = U diag(s) Uᵀ + diag(d)."""
+        if self.power == 1:
+            return self.values, self.floor
+        outside = self.floor.pow(self.power)
+        return (self.values + self.floor[0]).pow(self.power) - outside[0], outside
+
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
+        """log det(E + BBᵀ) = log det E + log det(1 + BᵀE⁻¹B), E = d + λ, times the power."""
+        if self.power == 0:
+            return self.floor.new_zeros(())
+        λ, G = self.absolute(damping), replace(self, power=1.0)
+        if self._bare(λ):
+            return self.power * 2 * cholesky(G.dense(), λ, _WHAT).diagonal().log().sum()
+        e, _, factor = self._capacity(λ)
+        return self.power * (e.log().sum() + 2 * factor.diagonal().log().sum())
 
     def lerp(self, other: Operator, weight: float) -> LowRankOperator:
         """The two ranges together, cut back to the rank; what is cut goes into the floor, so the diagonal stays."""
@@ -105,9 +135,11 @@ class LowRankOperator(Operator):
         root = torch.cat(
             [self.vectors * ((1 - weight) * self.values).sqrt(), new.vectors * (weight * new.values).sqrt()], dim=1
         )
-        diagonal = torch.lerp(self.diagonal(), new.diagonal(), weight)
+        here, there = (replace(G, power=1.0).diagonal() for G in (self, new))
+        diagonal = torch.lerp(here, there, weight)
         values, w = leading(root.T @ root, self.rank)
-        return floored(self.layout, root @ w / values.sqrt(), values, diagonal, self.rank)
+        joined = floored(self.layout, root @ w / values.sqrt(), values, diagonal, self.rank)
+        return joined.with_power(self.power)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"vectors": self.vectors, "values": self.values, "floor": self.floor}
@@ -119,16 +151,35 @@ class LowRankOperator(Operator):
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         if "factor" in tensors:
             return LowRankInverse(self.layout, tensors["scale"], tensors["root"], tensors["factor"])
+        if "inside" in tensors:
+            return RangeInverse(self.layout, tensors["vectors"], tensors["inside"], tensors["outside"])
         return restored_inverse(self.layout, [torch.arange(self.layout.size, device=self.floor.device)], tensors)
 
-    def inverse(self, damping: float) -> Inverse:
-        if self._bare(damping):
+    def inverse(self, damping: Damping) -> Inverse:
+        if self.power == 0:
+            return IdentityInverse(self.layout)
+        λ = self.absolute(damping)
+        zero = isinstance(damping, Relative) and λ == 0
+        if self.power != 1 or zero:
+            return self._range_inverse(λ, zero)
+        if self._bare(λ):
             whole = torch.arange(self.floor.numel(), device=self.floor.device)
-            return CholeskyInverse.of(self.layout, [whole], [self.dense()], damping, _WHAT)
-        e, b, factor = self._capacity(damping)
+            return CholeskyInverse.of(self.layout, [whole], [self.dense()], λ, 1.0, _WHAT)
+        e, b, factor = self._capacity(λ)
         return LowRankInverse(self.layout, e.reciprocal(), b, factor)
 
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def _range_inverse(self, damping: float, zero: bool) -> RangeInverse:
+        """(s + d + λ)^-p on the range of U, (d + λ)^-p beside it; a metric that is ``zero`` has the inverse zero."""
+        check_finite(self.floor, _WHAT)
+        inside, outside = self.values + self.floor[0] + damping, self.floor[0] + damping
+        beside = outside.expand(self.floor.numel() - self.values.numel())
+        if not zero:
+            spectrum = torch.cat([beside, inside]).sort().values
+            refuse_singular(spectrum, spectrum.numel() * torch.finfo(spectrum.dtype).eps, False, damping, _WHAT)
+        scales = (inverse_powered(t.clamp(min=0), self.power) for t in (inside, outside))
+        return RangeInverse(self.layout, self.vectors, *scales)
+
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         self.refuse("Pinv", "its floor and its range have no common eigenbasis; it has its own inverse, Cholesky()")
 
     def _bare(self, damping: float) -> bool:
@@ -185,6 +236,37 @@ class LowRankInverse(Inverse):
 
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.scale, "root": self.root, "factor": self.factor}
+
+
+@final
+@dataclass(frozen=True)
+class RangeInverse(Inverse):
+    """One number outside the range of U, one for every column inside: d (1 − UUᵀ) + U diag(s) Uᵀ."""
+
+    layout: Layout
+    vectors: Tensor  # U [p r], orthonormal
+    inside: Tensor  # s [r]
+    outside: Tensor  # d []
+
+    def solve(self, ω: Tensor) -> Tensor:
+        return self._scaled(ω.unsqueeze(0), self.inside, self.outside).squeeze(0)
+
+    def coloured(self, ξ: Tensor) -> Tensor:
+        return self._scaled(ξ, self.inside.sqrt(), self.outside.sqrt())
+
+    def whitened(self, ω: Tensor) -> Tensor:
+        return self.coloured(ω)
+
+    def _scaled(self, t: Tensor, inside: Tensor, outside: Tensor) -> Tensor:
+        """Of every row of t [s p]. The projection is repeated: the first one leaves rounding of what is inside."""
+        U = self.vectors
+        inner = t @ U
+        rest = t - inner @ U.T
+        again = rest @ U
+        return ((inner + again) * inside) @ U.T + outside * (rest - again @ U.T)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"vectors": self.vectors, "inside": self.inside, "outside": self.outside}
 
 
 def leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:

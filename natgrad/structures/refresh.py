@@ -58,6 +58,10 @@ class Refresh(Structure):
                 "by keeping it, and its graph would be held. Use every=1"
             )
 
+    @property
+    def power(self) -> float:  # type: ignore[override]  # of the inner structure
+        return self.structure.power
+
     def elements(self, pullback: Pullback) -> int:
         return self.structure.elements(pullback)
 

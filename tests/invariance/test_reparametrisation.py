@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.linalg import Damping
 from natgrad.operators import Inverse, Layout, Operator
 from natgrad.solve import Solver
 from tests.golden import agrees, golden, tensor
@@ -24,7 +25,7 @@ class Generalised(Solver):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+    def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         matrix = G.dense()
         plus = torch.linalg.pinv(matrix, hermitian=True, rtol=1e-11)
         eye = torch.eye(len(matrix), dtype=matrix.dtype)
@@ -232,5 +233,5 @@ def test_k6_natural_gradient_steps_are_invariant_to_linear_maps_of_the_parameter
 class Identity(Solver):
     """Gradient descent: the covector taken for a vector."""
 
-    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+    def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         return Matrix(G.layout, torch.eye(G.layout.size, dtype=torch.float64))

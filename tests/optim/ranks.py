@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import natgrad as ng
 from natgrad.errors import NatgradError
+from natgrad.linalg import Damping
 from tests.optim.tasks import seeded
 
 N, STEPS, HALF = 12, 6, 3  # examples, steps, and where a run is interrupted
@@ -63,7 +64,7 @@ class Counting(ng.solve.Solver):
     seen: list[int] = field(default_factory=list)
 
     def init(
-        self, G: ng.operators.Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None
+        self, G: ng.operators.Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None
     ) -> ng.operators.Inverse:
         """As ``Factored``."""
         assert isinstance(G, ng.operators.KroneckerOperator)

@@ -14,6 +14,7 @@ from torch import Tensor
 import natgrad as ng
 from natgrad.accelerate.roots import spectrum
 from natgrad.errors import FactorisationError, SingularMetricError
+from natgrad.linalg import Damping
 from natgrad.operators import KroneckerOperator
 from natgrad.solve import Solver
 from natgrad.structures.base import Inverse, Operator
@@ -35,7 +36,7 @@ class Failing(Solver):
     at: frozenset[int]
     calls: list[int] = field(default_factory=list)
 
-    def init(self, G: Operator, damping: float = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
+    def init(self, G: Operator, damping: Damping = 0.0, warm: Mapping[str, Tensor] | None = None) -> Inverse:
         self.calls.append(len(self.calls))
         if self.calls[-1] in self.at:
             raise FactorisationError("the eigenvalues of a factor of size 3 cannot be found")

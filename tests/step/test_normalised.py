@@ -40,7 +40,7 @@ def test_no_scale_of_the_loss_is_left() -> None:
 
 
 @pytest.mark.parametrize("momentum_on", ["steps", "gradients"])
-def test_a_zero_gradient_is_a_zero_step(momentum_on: str) -> None:
+def test_a_zero_gradient_is_a_zero_step(momentum_on: Any) -> None:
     model = seeded(lambda: nn.Linear(3, 2))
     before = [p.detach().clone() for p in model.parameters()]
     opt = ng.NaturalGradient(model, ng.Euclidean(), step=ng.Normalised(), momentum=0.9, momentum_on=momentum_on)

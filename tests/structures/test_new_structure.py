@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import IncompatibleError
+from natgrad.linalg import Damping
 from natgrad.model import Model
 from natgrad.operators import Inverse, Layout, Operator
 from natgrad.pullback.layer import Block
@@ -48,8 +49,8 @@ class ScalarOperator(Operator):
     def dense(self) -> Tensor:
         return self.diagonal().diag()
 
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        return self.layout.size * (self.scale + damping).log()
+    def logdet(self, damping: Damping = 0.0) -> Tensor:
+        return self.layout.size * (self.scale + self.absolute(damping)).log()
 
     def lerp(self, other: Operator, weight: float) -> ScalarOperator:
         self.same_kind(other)
@@ -58,10 +59,10 @@ class ScalarOperator(Operator):
     def tensors(self) -> dict[str, Tensor]:
         return {"scale": self.scale}
 
-    def inverse(self, damping: float) -> Inverse:
-        return ScalarInverse(self.layout, self.scale + damping)
+    def inverse(self, damping: Damping) -> Inverse:
+        return ScalarInverse(self.layout, self.scale + self.absolute(damping))
 
-    def pseudo_inverse(self, damping: float, rtol: float | None, weight: Tensor | None) -> Inverse:
+    def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         return self.inverse(damping)
 
 

@@ -1,0 +1,244 @@
+"""Powers of the metric: G^p is the dense power of G in every structure, and the points G^p form one geodesic."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from natgrad.errors import IncompatibleError, SingularMetricError
+from natgrad.structures import Structure
+from tests import zoo
+from tests.pulled import close, covector, normal, pull
+
+STRUCTURES: dict[str, Any] = {
+    "Diagonal": ng.Diagonal,
+    "Dense": ng.Dense,
+    "BlockDense": ng.BlockDense,
+    "Kronecker": ng.Kronecker,
+    "EigenKronecker": ng.EigenKronecker,
+    "LowRank": lambda power=1.0: ng.LowRank(3, power=power),
+    "Kernel": ng.Kernel,
+}
+POWERS = [1.0, 0.75, 0.5, 0.3, 0.25]
+
+
+def pullback(model: str = "mlp_tanh") -> ng.Pullback:
+    return pull(zoo.case(model).make(), ng.Fisher(ng.Gaussian()))
+
+
+def oracle_power(matrix: Tensor, power: float) -> Tensor:
+    """By eigenvalues, those within rounding as zero; the power 0 is the identity."""
+    if power == 0:
+        return torch.eye(len(matrix), dtype=matrix.dtype)
+    values, vectors = torch.linalg.eigh(matrix)
+    values = torch.where(values > 1e-13 * values[-1], values, 0.0)
+    return (vectors * values.pow(power)) @ vectors.T
+
+
+def damped_power(matrix: Tensor, damping: float, power: float) -> Tensor:
+    """(G + λ)^-p."""
+    values, vectors = torch.linalg.eigh(matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype))
+    return (vectors * values.pow(-power)) @ vectors.T
+
+
+@pytest.mark.parametrize("power", [*POWERS, 0.0])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("model", ["mlp_tanh", "conv", "layer_norm", "tied_weights"])
+def test_an_operator_with_a_power_is_the_dense_power(model: str, structure: str, power: float) -> None:
+    pb = pullback(model)
+    G = STRUCTURES[structure](power=power).estimate(pb)
+    matrix = G.with_power(1.0).dense()
+    expected = oracle_power(matrix, power)
+    close(G.dense(), expected, 1e-7)  # (10⁻³²)^¼: squares that are zero up to rounding
+    v = normal(len(matrix))
+    close(G.product(v), expected @ v, 1e-7)
+    close(G.diagonal(), expected.diagonal(), 1e-7)
+    close(G.trace(), expected.trace(), 1e-7)
+    close(G.logdet(0.1), power * torch.linalg.slogdet(matrix + 0.1 * torch.eye(len(v), dtype=v.dtype)).logabsdet)
+    ω = covector(pb)
+    close(ng.sharp(G, ω, damping=0.1).flatten(), damped_power(matrix, 0.1, power) @ ω.flatten(), 1e-9)
+
+
+@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "LowRank"])
+def test_the_power_one_is_the_metric_as_it_always_was(structure: str) -> None:
+    pb, kind = pullback(), STRUCTURES[structure]
+    close(kind(power=1.0).estimate(pb).dense(), kind().estimate(pb).dense(), 0.0)
+    close(kind(power=0.5).estimate(pb).with_power(1.0).dense(), kind().estimate(pb).dense(), 0.0)
+
+
+def test_powers_of_a_low_rank_metric_have_a_level_floor_and_its_trace() -> None:
+    G = ng.LowRank(3).estimate(pullback())
+    level = G.with_power(0.5).with_power(1.0)
+    close(level.trace(), G.trace())
+    close(level.floor, G.floor.mean().expand_as(G.floor))
+    assert G.with_power(1.0) is G
+
+
+@pytest.mark.parametrize(("p", "q"), [(0.5, 0.5), (0.25, 0.5), (0.3, 0.0)])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_powers_add(structure: str, p: float, q: float) -> None:
+    """G^p G^q = G^(p+q)."""
+    G = STRUCTURES[structure](power=p).estimate(pullback())
+    v = normal(G.layout.size)
+    close(G.product(G.with_power(q).product(v)), G.with_power(p + q).product(v), 1e-9)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_small_powers_tend_to_the_identity(structure: str) -> None:
+    """G^p → 1 on regular matrices: (G + λ)^-p = 1 − p log(G + λ) + O(p²)."""
+    pb, p = pullback(), 1e-4
+    ω = covector(pb)
+    G = STRUCTURES[structure](power=p).estimate(pb)
+    values, vectors = torch.linalg.eigh(G.with_power(1.0).dense())
+    log = vectors @ ((values + 0.1).log() * (vectors.T @ ω.flatten()))
+    v = ng.sharp(G, ω, damping=0.1).flatten()
+    close(v, ω.flatten() - p * log, 100 * p**2)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_power_zero_is_the_gradient_whatever_the_metric_is(structure: str) -> None:
+    """No estimate is looked at: this one holds NaN, and another one is zero and undamped."""
+    pb = pullback()
+    ω = covector(pb)
+    for solver in (ng.Cholesky(), *([ng.Factored()] if structure == "Kronecker" else [])):
+        for scale in (torch.nan, 0.0):
+            spoilt = pull(zoo.case("mlp_tanh").make(), ng.Euclidean())
+            G = STRUCTURES[structure]().estimate(spoilt).with_power(0.0)
+            for t in G.tensors().values():
+                t.mul_(scale)
+            v = ng.sharp(G, ω, solver)
+            assert isinstance(v, ng.Vector)
+            close(v.flatten(), ω.flatten(), 0.0)
+            assert all(v[name].data_ptr() != ω[name].data_ptr() for name in v)
+
+
+@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_sharp_inverts_flat(structure: str, power: float) -> None:
+    """(G^p)♯ (G^p)♭ = 1, for a regular metric and no damping; Kernel needs fewer rows than parameters."""
+    if structure == "Kernel":
+        pytest.skip("Woodbury has no inverse without damping")
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    pb = ng.pullback(model, normal(40, 3), ng.Fisher(ng.Gaussian()))
+    v = ng.Vector(dict(covector(pb)))
+    G = (ng.LowRank(8, power=power) if structure == "LowRank" else STRUCTURES[structure](power=power)).estimate(pb)
+    close(ng.sharp(G, G.flat(v)).flatten(), v.flatten(), 1e-9)
+    if structure == "Kronecker":
+        close(ng.sharp(G, G.flat(v), ng.Factored()).flatten(), v.flatten(), 1e-9)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_pseudo_inverses_have_powers(structure: str) -> None:
+    """((G⁺)^p)² = G⁺ at p = ½, on the range."""
+    if structure == "LowRank":
+        pytest.skip("it has no pseudo-inverse")
+    pb = pullback()
+    G = STRUCTURES[structure](power=0.5).estimate(pb)
+    inverse = ng.Pinv(rtol=1e-10).init(G)
+    ω = G.with_power(1.0).product(covector(pb).flatten())
+    close(inverse.solve(inverse.solve(ω)), ng.Pinv(rtol=1e-10).init(G.with_power(1.0)).solve(ω), 1e-6)
+
+
+def test_a_power_of_a_kronecker_product_is_the_product_of_the_powers() -> None:
+    """(S ⊗ A)^p = S^p ⊗ A^p, and with factored damping each factor has its own."""
+    model = nn.Linear(3, 2).double()
+    pb = ng.pullback(model, normal(20, 3), ng.Fisher(ng.Categorical()))
+    G = ng.Kronecker(power=0.3).estimate(pb)
+    S, A = G.left[0][0], G.right[0][0]
+    order = G.blocks[0].index
+    close(G.dense()[order[:, None], order], torch.kron(oracle_power(S, 0.3), oracle_power(A, 0.3)))
+    λ, π = 0.2, ((A.trace() / len(A)) / (S.trace() / len(S))).sqrt()
+    left, right = damped_power(S, float(λ**0.5 / π), 0.3), damped_power(A, float(λ**0.5 * π), 0.3)
+    ω = covector(pb)
+    v = ng.sharp(G, ω, ng.Factored(), damping=λ).flatten()
+    close(v[order], torch.kron(left, right) @ ω.flatten()[order])
+
+
+@pytest.mark.parametrize("structure", ["Diagonal", "Dense", "BlockDense", "Kronecker", "EigenKronecker", "LowRank"])
+def test_averages_and_checkpoints_are_those_of_the_metric_itself(structure: str) -> None:
+    kind = STRUCTURES[structure]
+    first, second = pullback(), pull(zoo.case("mlp_tanh").make(), ng.Euclidean(reduction="mean"))
+    G = kind(power=0.5).estimate(first)
+    mean = G.lerp(kind(power=0.5).estimate(second, G), 0.25)
+    assert mean.power == 0.5
+    if structure not in ("LowRank", "EigenKronecker"):  # which cut it back, or have a basis
+        plain = 0.75 * G.with_power(1.0).dense() + 0.25 * kind().estimate(second).dense()
+        if structure != "Kronecker":
+            close(mean.with_power(1.0).dense(), plain)
+        close(mean.dense(), oracle_power(mean.with_power(1.0).dense(), 0.5), 1e-9)
+    restored = kind(power=0.5).restore(first.model, first.layers, mean.tensors())
+    assert restored is not None
+    close(restored.dense(), mean.dense(), 0.0)
+
+
+def test_averages_join_operators_of_one_power() -> None:
+    G = ng.Dense().estimate(pullback())
+    with pytest.raises(ValueError, match=r"operators of one power, not 1 and 0\.5"):
+        G.lerp(G.with_power(0.5), 0.5)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("power", [-0.1, 1.5, float("nan")])
+def test_powers_outside_the_geodesic_are_refused(structure: str, power: float) -> None:
+    with pytest.raises(ValueError, match=rf"{structure}\(power=…\) must have a power between 0 and 1, got"):
+        STRUCTURES[structure](power=power)
+    with pytest.raises(ValueError, match=r"Operator\.with_power\(power\) must have a power between 0 and 1"):
+        STRUCTURES[structure]().estimate(pullback()).with_power(power)
+
+
+def test_what_has_no_powers_says_so() -> None:
+    pb = pullback()
+    with pytest.raises(IncompatibleError, match=r"the power 0\.5 does not work with ImplicitOperator: only G itself"):
+        ng.Implicit().estimate(pb).with_power(0.5)
+    with pytest.raises(IncompatibleError, match=r"CG at the power 0\.5 does not work with DenseOperator: products"):
+        ng.CG().init(ng.Dense(power=0.5).estimate(pb), 0.1)
+    with pytest.raises(IncompatibleError, match=r"Pinv\(weight=…\) at the power 0\.5 does not work with DenseOp"):
+        ng.Pinv(weight=torch.eye(pb.model.size)).init(ng.Dense(power=0.5).estimate(pb))
+    with pytest.raises(ValueError, match=r"has two powers: the fallback takes that of the layers, so give it none"):
+        ng.Kronecker(power=0.5, fallback=ng.Diagonal(power=0.25))
+
+
+@pytest.mark.parametrize("structure", ["Dense", "BlockDense", "Kronecker", "EigenKronecker", "Kernel", "Diagonal"])
+def test_a_singular_metric_without_damping_is_refused_at_every_power(structure: str) -> None:
+    pb = ng.pullback(nn.Linear(3, 2).double(), torch.zeros(4, 3, dtype=torch.float64), ng.Euclidean())
+    for power in (1.0, 0.5):
+        with pytest.raises(SingularMetricError, match=r"is singular at damping 0: rank [12] of"):
+            ng.sharp(STRUCTURES[structure](power=power).estimate(pb), covector(pb))
+
+
+def test_indefinite_matrices_have_no_powers() -> None:
+    layout = ng.operators.Layout.of({"w": torch.ones(2, dtype=torch.float64)})
+    G = ng.operators.DenseOperator(layout, torch.diag(torch.tensor([-1.0, 2.0], dtype=torch.float64)), power=0.5)
+    with pytest.raises(SingularMetricError, match=r"indefinite, smallest eigenvalue -1, and has no power 0\.5"):
+        G.dense()
+    with pytest.raises(SingularMetricError, match=r"indefinite at damping 0\.5"):
+        G.inverse(0.5)
+
+
+def test_a_fallback_has_the_power_of_the_layers() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.shift = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.shift.exp()
+
+    pb = ng.pullback(Shifted().double(), normal(12, 3), ng.Euclidean())
+    G = ng.Kronecker(power=0.5).estimate(pb)
+    close(G.dense(), oracle_power(G.with_power(1.0).dense(), 0.5), 1e-9)
+    if G.fallback is not None:
+        assert G.fallback.power == 0.5
+
+
+def test_structures_say_their_power() -> None:
+    assert repr(ng.Diagonal()) == "Diagonal()"
+    assert repr(ng.Refresh(ng.Dense(power=0.5))) == "Refresh(structure=Dense(power=0.5), every=1, decay=0.0, inverse=1)"
+    assert ng.Refresh(ng.Dense(power=0.5)).power == 0.5
+    structure: Structure = replace(ng.Kronecker(), power=0.75)
+    assert structure.power == 0.75
+    assert repr(structure).endswith("power=0.75)")
