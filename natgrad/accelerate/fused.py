@@ -70,10 +70,12 @@ def average_(
     totals: Sequence[Tensor],
     weight: float | Tensor,
     *,
-    count: float = 1.0,
+    count: float | Tensor = 1.0,
     gate: Tensor | None = None,
 ) -> None:
-    """x ← (1 − w) x + w y/count: a moving average; with a gate, w may be a tensor [] of single precision.
+    """x ← (1 − w) x + w y/count: a moving average; with a gate, w and count may be tensors [] of single precision.
+
+    Where the count is a tensor, y is overwritten.
 
     >>> x = torch.zeros(2)
     >>> average_([x], [torch.ones(2)], 0.25)
@@ -82,7 +84,9 @@ def average_(
     """
     if gate is None:
         torch._foreach_mul_(list(tensors), 1 - float(weight))
-        torch._foreach_add_(list(tensors), list(totals), alpha=float(weight) / count)
+        torch._foreach_add_(list(tensors), list(totals), alpha=float(weight) / float(count))
+    elif isinstance(count, Tensor):
+        _sgd(tensors, totals, [], rate=weight, gate=gate, decay=1.0, divisor=count)
     else:  # x + (w/count)(y − count·x): ascent along y with weight decay
         _sgd(tensors, totals, [], rate=weight / count, gate=gate, decay=count)
 
@@ -133,6 +137,23 @@ def copy_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor |
         bad = gate > 0
         values = [torch.where(bad, t, new) for t, new in zip(old, values, strict=True)]
     torch._foreach_copy_(old, list(values))
+
+
+def pad_copy_(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """The rows of y, and zeros after them, into x, which has at least as many.
+
+    >>> x = torch.ones(3, 1)
+    >>> pad_copy_([x], [torch.full((2, 1), 5.0)])
+    >>> x.flatten()
+    tensor([5., 5., 0.])
+    """
+    pairs = [(x, y, y.shape[0]) for x, y in zip(tensors, values, strict=True)]
+    for dtype in {y.dtype for y in values}:  # in one launch, where all have one type
+        alike = [(x[:m], y) for x, y, m in pairs if y.dtype == dtype]
+        torch._foreach_copy_([x for x, _ in alike], [y for _, y in alike])
+    tails = [x[m:] for x, _, m in pairs if x.shape[0] > m]
+    if tails:
+        torch._foreach_zero_(tails)
 
 
 def move_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor | None = None) -> None:

@@ -440,7 +440,7 @@ class Newton:
 @final
 @dataclass(frozen=True)
 class Inversion:
-    """(F + shift)⁻ᵖ into ``out`` and, where p < 1 and it is wanted, (F + shift)⁻¹ into ``whole``.
+    """(F + shift)⁻ᵖ into ``out`` and, where it is wanted, (F + shift)^-½ into ``half``.
 
     >>> job = Inversion(torch.tensor([[3.0, 1.0]]), torch.tensor([1.0]), torch.empty(1, 2))
     >>> invert([job])
@@ -453,7 +453,7 @@ class Inversion:
     out: SymFactor  # of the shape of F
     title: str = "a factor of the metric"
     stack: InverseStack | None = None  # that ``out`` lies in, where a root may take the place of an inverse
-    whole: SymFactor | None = None  # of the shape of F
+    half: SymFactor | None = None  # of the shape of F
 
 
 def invert(
@@ -473,12 +473,14 @@ def invert(
     tried again, and the number of failures comes back as a tensor [] on the device; what failed keeps its last inverse,
     or becomes NaN. ``newton`` refreshes the last inverses where they are near enough.
 
-    ``power``: p < 1 is made by products on a GPU, and by eigenvalues on a processor or if p is not k/2ᵐ. A root whose
-    residual is too large has failed, as a matrix has that Cholesky cannot invert. ``epsilon``: the shifts are at least
+    ``power``: p < 1, and inverse roots beside p = 1, are made by products on a GPU, and by eigenvalues on a processor
+    or if p is not k/2ᵐ. A root whose residual is too large has failed, as a matrix has that Cholesky cannot invert.
+    ``epsilon``: the shifts are at least
     this share of the mean eigenvalue, and no condition number is above (c·d + ε)/ε; a factor whose shift is zero is
     zero itself, and so are its inverses.
     """
-    newton = newton if warm and power == 1 else None
+    roots = power != 1 or any(job.half is not None for job in jobs)
+    newton = newton if warm and not roots else None
     for job in jobs:
         if not is_dense(job.out):
             _invert_diagonal(job, power, dead=epsilon is not None)
@@ -487,11 +489,11 @@ def invert(
     titles: list[str] = []
 
     def stacks(d: int) -> int:
-        if power != 1:
+        if roots:
             return STACKS
         return _NEWTON_STACKS if newton is not None and newton.takes(d) else 1
 
-    for batch in batch_by_size([job.factor for job in dense], stacks, roots=power != 1):
+    for batch in batch_by_size([job.factor for job in dense], stacks, roots=roots):
         alike = [dense[at] for at in batch]
         failed = _invert_batch(alike, power, epsilon, warm, newton, wait)
         if isinstance(failed, Tensor):
@@ -507,8 +509,8 @@ def _invert_diagonal(job: Inversion, power: float, dead: bool) -> None:
     damped = torch.add(job.factor, job.shift.unsqueeze(-1), out=job.out)
     if dead:  # the inverse of zero is zero
         damped.masked_fill_(damped == 0, torch.inf)
-    if job.whole is not None:
-        torch.reciprocal(damped, out=job.whole)
+    if job.half is not None:
+        torch.rsqrt(damped, out=job.half)
     damped.reciprocal_() if power == 1 else damped.pow_(-power)
 
 
@@ -521,14 +523,15 @@ def _invert_batch(
     dead = None if epsilon is None else shifts == 0
     shifts = shifts if dead is None else shifts + dead.to(shifts.dtype)  # else nothing could be inverted
     refreshed = newton is not None and newton.takes(d)
-    if power == 1 and not refreshed and dead is None and len(jobs) == 1 and _take_root(jobs[0]):
+    roots = power != 1 or jobs[0].half is not None
+    if not roots and not refreshed and dead is None and len(jobs) == 1 and _take_root(jobs[0]):
         return []
     for job in jobs:
         if job.stack is not None:
             job.stack.inverses()
-    wholes: Tensor | None = None
-    if power != 1:
-        inverses, wholes, good = _roots(_padded(jobs), shifts, jobs, power, epsilon, wait)
+    halves: Tensor | None = None
+    if roots:
+        inverses, halves, good = _roots(_padded(jobs), shifts, jobs, power, epsilon, wait)
     elif newton is not None and refreshed:
         last = stacked([job.out for job in jobs])
         if dead is not None:
@@ -539,28 +542,28 @@ def _invert_batch(
         inverses = inverses[:, :d, :d]
     looks = not is_asynchronous(inverses.device) or wait
     if looks:
-        wholes = _retry(jobs, shifts, power, inverses, wholes, good)
+        halves = _retry(jobs, shifts, power, inverses, halves, good)
     if dead is not None:
-        for t in (inverses, wholes):
+        for t in (inverses, halves):
             if t is not None:
                 t.masked_fill_(dead[:, None, None], 0.0)
     if not looks:
-        _write(jobs, inverses, wholes, good, warm)
+        _write(jobs, inverses, halves, good, warm)
         return [] if refreshed else (~good).sum()  # Newton reports its failures itself
     titles = [job.title for job in jobs for _ in range(job.factor.shape[0])]
     failed = [title for title, ok in zip(titles, good.tolist(), strict=True) if not ok]
     if failed and not warm:
         raise SingularMetricError(_NOT_POSITIVE.format(", ".join(failed)))
-    _write(jobs, inverses, wholes, good if failed else None, warm)
+    _write(jobs, inverses, halves, good if failed else None, warm)
     return failed
 
 
 def _roots(
     M: Tensor, shifts: Tensor, jobs: Sequence[Inversion], power: float, epsilon: float | None, wait: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(M + shift)⁻ᵖ and, where it is wanted, (M + shift)⁻¹ [b d d], and which succeeded [b]."""
+    """(M + shift)⁻ᵖ and, where it is wanted, (M + shift)^-½ [b d d], and which succeeded [b]."""
     c, d = jobs[0].factor.shape[:2]
-    powers = [power] if jobs[0].whole is None else [power, 1.0]
+    powers = [power] if jobs[0].half is None else [power, 0.5]
     X, residual = inverse_powers(
         M,
         powers,
@@ -608,29 +611,29 @@ def _padded(jobs: Sequence[Inversion], dtype: torch.dtype | None = None) -> Tens
 
 
 def _retry(
-    jobs: Sequence[Inversion], shifts: Tensor, power: float, inverses: Tensor, wholes: Tensor | None, good: Tensor
+    jobs: Sequence[Inversion], shifts: Tensor, power: float, inverses: Tensor, halves: Tensor | None, good: Tensor
 ) -> Tensor | None:
-    """Invert again, in double precision, what failed in single. Gives the whole inverses."""
+    """Invert again, in double precision, what failed in single. Gives the inverse roots."""
     if inverses.dtype == torch.float64 or bool(good.all()):
-        return wholes
+        return halves
     d, dtype = inverses.shape[-1], inverses.dtype
-    if power == 1:
+    if power == 1 and halves is None:
         again, better = inverse(_damped(jobs, shifts, torch.float64)[~good])
         inverses[~good], good[~good] = again[:, :d, :d].to(dtype), better
-        return wholes
-    again, whole, better = _roots(_padded(jobs, torch.float64)[~good], shifts[~good].double(), jobs, power, None, True)
+        return halves
+    again, half, better = _roots(_padded(jobs, torch.float64)[~good], shifts[~good].double(), jobs, power, None, True)
     inverses[~good] = again.to(dtype)
-    if wholes is not None and whole is not None:
-        wholes[~good] = whole.to(dtype)
+    if halves is not None and half is not None:
+        halves[~good] = half.to(dtype)
     good[~good] = better
-    return wholes
+    return halves
 
 
-def _write(jobs: Sequence[Inversion], inverses: Tensor, wholes: Tensor | None, good: Tensor | None, warm: bool) -> None:
+def _write(jobs: Sequence[Inversion], inverses: Tensor, halves: Tensor | None, good: Tensor | None, warm: bool) -> None:
     """Copy the inverses to ``out``; where one is not ``good`` the last one stays, or there is NaN."""
     counts = [job.out.shape[0] for job in jobs]
     goods = [None] * len(jobs) if good is None else good.split(counts)
-    for outs, all_new in (([job.out for job in jobs], inverses), ([job.whole for job in jobs], wholes)):
+    for outs, all_new in (([job.out for job in jobs], inverses), ([job.half for job in jobs], halves)):
         if all_new is None:
             continue
         for out, new, ok in zip(outs, all_new.split(counts), goods, strict=True):

@@ -5,6 +5,12 @@
 The entries k (offsets of a convolution) are groups c of W [c o i] that share their two factors. The mean eigenvalue of
 S is the mean of g², and so is that of A: S ⊗ A has the scale of the square of g gᵀ. A step of a given size
 (``Normalised``, ``Polar``) does not depend on it.
+
+The product that is nearest to g gᵀ in KL divergence has its scale (``natgrad.pullback.nearest``; Lin et al. 2025):
+
+    S ← Σ_k G_k A⁻¹ G_kᵀ/(i·k),   A ← Σ_k G_kᵀ S⁻¹ G_k/(o·k)     with the inverses of the last refresh.
+
+Before the first refresh, and where an inverse is zero, √m stands for A and S, m the mean of g².
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.geometry import Covector
 from natgrad.pullback.layer import Block
 from natgrad.pullback.moments import FactorList, FactorSink
+from natgrad.pullback.nearest import NearestProduct
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import Features, Moment
 
@@ -110,22 +117,28 @@ def matrices(blocks: Sequence[Block]) -> list[Block]:
 
 
 def gradient_factors(
-    sample: GradientSample, blocks: Sequence[Block], diagonals: Diagonals
+    sample: GradientSample, blocks: Sequence[Block], diagonals: Diagonals, nearest: NearestProduct | None = None
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every matrix in ``blocks``."""
     sink = FactorList()
-    stream_gradient(sample, blocks, diagonals, sink)
+    stream_gradient(sample, blocks, diagonals, sink, nearest)
     return sink.pairs()
 
 
-def stream_gradient(sample: GradientSample, blocks: Sequence[Block], diagonals: Diagonals, sink: FactorSink) -> None:
+def stream_gradient(
+    sample: GradientSample,
+    blocks: Sequence[Block],
+    diagonals: Diagonals,
+    sink: FactorSink,
+    nearest: NearestProduct | None = None,
+) -> None:
     """S and A of every matrix in ``blocks`` into the sink: three or four kernels for all matrices of one shape.
 
-    On a GPU they are captured in a graph.
+    On a GPU they are captured in a graph. ``nearest``: in KL divergence, in place of means.
     """
     batches: dict[object, list[int]] = defaultdict(list)
     for b, (block, only) in enumerate(zip(blocks, diagonals, strict=True)):
-        batches[block.shape, only].append(b)
+        batches[block.shape, only, nearest is not None and nearest.fits(block)].append(b)
     gradients = [sample.ω[block.names[0]] for block in blocks]
 
     def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
@@ -133,7 +146,7 @@ def stream_gradient(sample: GradientSample, blocks: Sequence[Block], diagonals: 
         for batch in batches.values():
             count = layers_at_once(tensors[batch[0]].device, tensors[batch[0]].nbytes)
             for at in range(0, len(batch), count):
-                _put(batch[at : at + count], tensors, blocks, diagonals, into)
+                _put(batch[at : at + count], tensors, blocks, diagonals, into, nearest)
         into.flush()
 
     if not blocks:
@@ -141,19 +154,35 @@ def stream_gradient(sample: GradientSample, blocks: Sequence[Block], diagonals: 
     if sink.address_key is None:
         compute(gradients, [sink.weight])
     else:
-        key = "gradient", tuple(block.names for block in blocks), tuple(diagonals), sink.address_key
+        of_blocks = tuple(block.names for block in blocks), tuple(diagonals)
+        key = "gradient", *of_blocks, sink.address_key, None if nearest is None else nearest.address_key
         sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True)
 
 
 def _put(
-    batch: Sequence[int], tensors: Sequence[Tensor], blocks: Sequence[Block], diagonals: Diagonals, sink: FactorSink
+    batch: Sequence[int],
+    tensors: Sequence[Tensor],
+    blocks: Sequence[Block],
+    diagonals: Diagonals,
+    sink: FactorSink,
+    nearest: NearestProduct | None,
 ) -> None:
     """The factors of matrices of one shape."""
     (k, o, i), (only_s, only_a) = blocks[batch[0]].shape, diagonals[batch[0]]
     G = torch.stack([tensors[b] for b in batch]).view(len(batch), o, i, k)
     G = G.to(torch.promote_types(G.dtype, torch.float32))
-    wide = G.flatten(2)  # [b o i·k]
-    tall = wide if k == 1 else G.transpose(2, 3).reshape(len(batch), o * k, i)
+    wide = G.flatten(2) if k == 1 else G.transpose(2, 3).reshape(len(batch), o, k * i)
+    tall = wide.view(len(batch), o * k, i)
+    if nearest is not None:
+        scale = G.square().mean((1, 2, 3)).pow(-0.25).nan_to_num(posinf=0.0)  # of a gradient that is zero
+        if nearest.fits(blocks[batch[0]]):
+            left, right = nearest.roots([blocks[b] for b in batch], scale)
+            half = tall @ right.mT if right.ndim == 3 else tall * right.unsqueeze(1)
+            other = left @ wide if left.ndim == 3 else left.unsqueeze(2) * wide
+            wide, tall = half.view_as(wide), other.view_as(tall)
+        else:
+            wide = wide * scale[:, None, None]
+            tall = wide.view_as(tall)
     S = wide.square().sum(2) if only_s else torch.bmm(wide, wide.mT)
     A = tall.square().sum(1) if only_a else torch.bmm(tall.mT, tall)
     for at, b in enumerate(batch):

@@ -19,15 +19,17 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.modules import buffers_in
+from natgrad.accelerate.moments import rows
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import NatgradError
 from natgrad.model import tensors_of
 from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
+from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing
-from natgrad.pullback.tape import Cotangents, Tape
+from natgrad.pullback.tape import Cotangents, Tape, Use
 from natgrad.rules.base import Replayed
 from natgrad.rules.features import Features, Moment
 
@@ -45,27 +47,43 @@ def passes(pb: Pullback) -> Iterator[tuple[Tape, Iterator[Cotangents]]]:
 
 
 def second_moments(
-    pb: Pullback, layers: Sequence[Block], sharing: Sharing, watch: Watch | None = None
+    pb: Pullback,
+    layers: Sequence[Block],
+    sharing: Sharing,
+    watch: Watch | None = None,
+    nearest: NearestProduct | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``layers``, which have rules, summed over the parts of the batch that fit into memory.
 
     ``watch`` is called with the cotangents too.
     """
     kinds = [kind for block in layers for kind in block.kinds]
+    fitted = frozenset(b for b, kind in enumerate(kinds) if nearest is not None and nearest.fits(kind))
     left: dict[int, Moment] = {}
     right: dict[int, Moment] = {}
+
+    def add(side: dict[int, Moment], b: int, moment: Moment) -> None:
+        side[b] = side[b] + moment if b in side else moment
+
     for tape, chunks in passes(pb) if kinds else ():
         for g in chunks:
             for b, kind in enumerate(kinds):
-                s = sharing.output_moment(sharing.outputs(g.of(tape, kind)), kind)
-                left[b] = left[b] + s if b in left else s
+                h = g.of(tape, kind)
+                if nearest is not None and b in fitted:
+                    share = h.shape[0] / (pb.columns * pb.n)
+                    s, a = nearest.factors(tape.inputs(kind), h, kind, sharing, share=share)
+                    add(right, b, a.over(1))
+                else:
+                    s = sharing.output_moment(sharing.outputs(h), kind)
+                add(left, b, s)
             if watch is not None:
                 watch(tape, g)
         for b, kind in enumerate(kinds):
-            a = sharing.input_moment(sharing.inputs(tape.inputs(kind)), kind)
-            right[b] = right[b] + a if b in right else a
+            if b not in fitted:
+                add(right, b, sharing.input_moment(sharing.inputs(tape.inputs(kind)), kind))
     dtype = pb.y.dtype
-    pairs = iter([(left[b].total.to(dtype), right[b].mean().to(dtype)) for b in range(len(kinds))])
+    means = [right[b].total if b in fitted else right[b].mean() for b in range(len(kinds))]
+    pairs = iter([(left[b].total.to(dtype), a.to(dtype)) for b, a in enumerate(means)])
     return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
 
 
@@ -136,28 +154,33 @@ class FactorList(FactorSink):
         return [(self.factors[b, "S"], self.factors[b, "A"]) for b in range(len(self.factors) // 2)]
 
 
-def factors_of(pb: Pullback, blocks: Sequence[Block], sharing: Sharing) -> list[tuple[Tensor, Tensor]]:
+def factors_of(
+    pb: Pullback, blocks: Sequence[Block], sharing: Sharing, nearest: NearestProduct | None = None
+) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``blocks``, which have rules."""
     sink = FactorList()
-    stream(pb, blocks, sharing, sink)
+    stream(pb, blocks, sharing, sink, nearest)
     return sink.pairs()
 
 
-def stream(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: FactorSink) -> None:
+def stream(
+    pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: FactorSink, nearest: NearestProduct | None = None
+) -> None:
     """S and A of every layer in ``blocks``, which have rules, into the sink.
 
     Inputs come first, while there are no cotangents. Cotangents are used inside the backward pass, where they arrive.
+    ``nearest``: the layers that it fits have its factors in place of means.
     """
     if not blocks:
         return
     if pb.coupling is None and not whole(pb):
-        for b, (s, a) in enumerate(second_moments(pb, blocks, sharing)):
+        for b, (s, a) in enumerate(second_moments(pb, blocks, sharing, nearest=nearest)):
             sink.put(b, "A", Moment(a, 1))
             sink.put(b, "S", Moment(s, 1))
         sink.flush()
         return
     tape = pb.tape(pb.ranges[0])
-    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape))
+    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape), nearest)
     graphs = None if sink.address_key is None else pb.graph_cache
     kernels = CapturedKernels(graphs, layers, tape, sink)
     kernels.inputs(range(len(blocks)))
@@ -178,10 +201,17 @@ class LayerFactors:
     dtype: torch.dtype
     n: int
     relation: Mixing | Weights | None = None
+    nearest: NearestProduct | None = None
 
     def late(self, b: int) -> bool:
-        """Whether A depends on cotangents: that of a tied weight does, and with a coupling both have one scale."""
-        return self.relation is not None or bool(self.blocks[b].facets)
+        """Whether A depends on cotangents.
+
+        That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale.
+        """
+        return self.relation is not None or bool(self.blocks[b].facets) or self._fits(self.blocks[b])
+
+    def _fits(self, block: Block) -> bool:
+        return self.nearest is not None and self.nearest.fits(block)
 
     def put_inputs(self, b: int, tape: Tape, sink: FactorSink) -> None:
         """A, unless it is late."""
@@ -194,6 +224,11 @@ class LayerFactors:
         if not self.late(b):
             sink.put(b, "S", self._outputs(block, g.of(tape, block)).over(self.n))
             return
+        if self.nearest is not None and self.nearest.fits(block):
+            of_s, of_a = self.nearest.factors(tape.inputs(block), g.of(tape, block), block, self.sharing)
+            sink.put(b, "A", of_a.over(self.n))
+            sink.put(b, "S", of_s.over(self.n))
+            return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if block.facets:
             S, A = joined(block, [(s / self.n, moment.mean()) for s, moment in pairs])
@@ -202,6 +237,18 @@ class LayerFactors:
             ((s, moment),), n = pairs, self.n
         sink.put(b, "A", moment)
         sink.put(b, "S", Moment(s, n))
+
+    def padded_inputs(self, b: int, tape: Tape, count: Scalar) -> Moment:
+        """A where only so many positions of the tape are real, and the others zero."""
+        block = self.blocks[b]
+        if isinstance(count, Tensor):
+            return tape.inputs(block).padded_moment(count).to(self.dtype)
+        return self._inputs(block, tape).over(int(count))  # nothing was appended
+
+    def padded_outputs(self, b: int, tape: Tape, g: Cotangents, n: Scalar) -> Moment:
+        """S where only n examples are real."""
+        block = self.blocks[b]
+        return self._outputs(block, g.of(tape, block)).over(n if isinstance(n, Tensor) else int(n))
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
@@ -223,6 +270,11 @@ class CapturedKernels:
 
     There is one graph for the inputs, whose memory is free again before there are cotangents. These have one or, where
     they are large, several: what has been used is forgotten.
+
+    Where every batch has another size, no address comes again. Then the rows of all examples are padded with zeros to
+    one of few sizes: zero rows add nothing to Σ a aᵀ and Σ g gᵀ, and the true counts are scalars of the graph. Indices
+    of embeddings, and inputs of normalisations with statistics of a batch, have no zero and are not padded, nor are
+    positions that are reduced or layers whose A is late.
     """
 
     graphs: GraphCache[None] | None
@@ -234,6 +286,10 @@ class CapturedKernels:
         """A of these layers, unless it is late."""
         early = [b for b in numbers if not self.layers.late(b)]
         captured = [b for b in early if b in self._capturable]
+        if self._unsettled("A", captured, self._called(self._uses_of(captured))):
+            padded = [b for b in captured if self._pads_inputs(b)]
+            self._padded_inputs(padded)
+            captured = [b for b in captured if b not in padded]
         at_uses = self._uses_of(captured)
         called = self._called(at_uses)
 
@@ -245,7 +301,8 @@ class CapturedKernels:
             sink.flush()
 
         if captured and self.graphs is not None:
-            self.graphs.run(compute, called, [self.sink.weight], self._key("A", captured, at_uses))
+            key = self._key("A", captured, at_uses)
+            self.graphs.run(compute, called, [self.sink.weight], key, size=self.layers.n)
         for b in early:
             if b not in self._capturable:
                 self.layers.put_inputs(b, self.tape, self.sink)
@@ -253,6 +310,10 @@ class CapturedKernels:
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
         """S of these layers and, where it is late, A."""
         captured = [b for b in numbers if b in self._capturable]
+        if self._unsettled("S", captured, [t for at in self._uses_of(captured) for t in g.outer[at]]):
+            padded = [b for b in captured if self._pads(b)]
+            self._padded_outputs(padded, g)
+            captured = [b for b in captured if b not in padded]
         at_uses = self._uses_of(captured)
         late = self._uses_of([b for b in captured if self.layers.late(b)])
 
@@ -267,10 +328,88 @@ class CapturedKernels:
 
         if captured and self.graphs is not None:
             tensors = [*self._called(late), *(t for at in at_uses for t in g.outer[at])]
-            self.graphs.run(compute, tensors, [self.sink.weight], self._key("S", captured, at_uses))
+            key = self._key("S", captured, at_uses)
+            self.graphs.run(compute, tensors, [self.sink.weight], key, size=self.layers.n)
         others = [b for b in numbers if b not in self._capturable]
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
+
+    def _unsettled(self, side: Side, numbers: Sequence[int], tensors: Sequence[Tensor]) -> bool:
+        """Whether what these layers read keeps coming at new addresses."""
+        if not numbers or self.graphs is None:
+            return False
+        return self.graphs.unsettled(tensors, self._key(side, numbers, self._uses_of(numbers)))
+
+    def _padded_inputs(self, numbers: Sequence[int]) -> None:
+        """A of these layers, from rows of all examples that are padded."""
+        at_uses = self._uses_of(numbers)
+        uses = [self.tape.uses[at] for at in at_uses]
+        tensors = [rows(use.call.x, use.call.x.ndim - self._row_axes(use)) for use in uses]
+        counts = [max(1, self._positions(b)) for b in numbers]
+        distinct = list(dict.fromkeys(counts))
+        slots = tuple(distinct.index(count) for count in counts)
+
+        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            tape = self._tape_reading(at_uses, iter(tensors))
+            sink = self.sink.with_weight(scalars[0])
+            for b, slot in zip(numbers, slots, strict=True):
+                sink.put(b, "A", self.layers.padded_inputs(b, tape, scalars[1 + slot]))
+            sink.flush()
+
+        self._run_padded(compute, tensors, distinct, (self._key("A", numbers, at_uses), slots))
+
+    def _padded_outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
+        """S of these layers, likewise; the columns of the root are rows too."""
+        at_uses = self._uses_of(numbers)
+        uses = [self.tape.uses[at] for at in at_uses]
+        tensors = [
+            rows(g.outer[at][0], len(use.shape) - self._row_axes(use)) for at, use in zip(at_uses, uses, strict=True)
+        ]
+
+        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            sink = self.sink.with_weight(scalars[0])
+            mine = Cotangents({at: (t.unsqueeze(0),) for at, t in zip(at_uses, tensors, strict=True)}, {})
+            for b in numbers:
+                sink.put(b, "S", self.layers.padded_outputs(b, self.tape, mine, scalars[1]))
+            sink.flush()
+
+        self._run_padded(compute, tensors, [max(1, self.layers.n)], self._key("S", numbers, at_uses))
+
+    def _run_padded(
+        self,
+        compute: Callable[[Sequence[Tensor], Sequence[Scalar]], None],
+        tensors: Sequence[Tensor],
+        counts: Sequence[int],
+        key: Hashable,
+    ) -> None:
+        if tensors and self.graphs is not None:
+            self.graphs.run_padded(compute, tensors, [self.sink.weight, *map(float, counts)], key)
+
+    def _pads(self, b: int) -> bool:
+        """Whether zero rows may be appended to the cotangents of a layer."""
+        if self.layers.late(b) or self.layers.sharing.how != "expand":
+            return False
+        uses = self.tape.of(self.layers.blocks[b])
+        return all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
+
+    def _pads_inputs(self, b: int) -> bool:
+        """Whether zero rows may be appended to its inputs."""
+        block = self.layers.blocks[b]
+        if not self._pads(b) or block.sparse or block.shape[2] > self.layers.sharing.largest:
+            return False
+        uses = self.tape.of(block)
+        alone = all(len(use.call.args) == 1 and not use.call.kwargs and use.call.x.ndim > 1 for use in uses)
+        return alone and all(use.rule.paddable(use.module, block.keys) for use in uses)
+
+    def _row_axes(self, use: Use) -> int:
+        """How many leading axes of an input or output hold rows that are all treated alike; 0 where that is unknown."""
+        n = self.layers.n
+        return use.rule.leading(use.module, use.shape) or int(use.shape[0] == n > 1 and len(use.shape) > 1)
+
+    def _positions(self, b: int) -> int:
+        """How many there are of a layer, of all examples."""
+        block = self.layers.blocks[b]
+        return sum(use.shape.numel() for use in self.tape.of(block)) // (block.shape[0] * block.shape[1])
 
     @cached_property
     def _capturable(self) -> frozenset[int]:
@@ -305,8 +444,8 @@ class CapturedKernels:
         return (
             side,
             self.layers.sharing,
-            self.layers.n,
             None if self.layers.relation is None else self.layers.relation.address_key,
+            None if self.layers.nearest is None else self.layers.nearest.address_key,
             tuple(self.layers.blocks[b].names for b in numbers),
             tuple(use.call.training for use in uses),
             tuple(t.data_ptr() for t in buffers),

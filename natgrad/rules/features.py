@@ -46,7 +46,9 @@ _GRADIENTS = 2**24  # numbers, of per-example gradients at a time
 @final
 @dataclass(frozen=True, repr=False)
 class Moment:
-    """Σ x xᵀ [c d d], or its diagonal [c d], and how many positions were summed (a tensor [c] where some are masked).
+    """Σ x xᵀ [c d d], or its diagonal [c d], and how many positions were summed.
+
+    The count is a tensor [c] where some are masked, and [], above zero, where it is a number on the device.
 
     The sum over ``rows`` is formed when ``total`` is asked for: a moving average takes it without. The total may be
     shared: do not write into it.
@@ -137,6 +139,18 @@ class Features(ABC):
         """Σ x xᵀ [c d d] over k, n and r, in single precision at least."""
         return Moment(_product(single(self.dense())), self.count())
 
+    @property
+    def homogeneous(self) -> bool:
+        """Whether the last coordinate is homogeneous: 1, also where the inputs of the layer are zero."""
+        return False
+
+    def padded_moment(self, count: Tensor) -> Moment:
+        """Σ x xᵀ where so many positions are real: the inputs of the others were zero, and they are not counted."""
+        total = self.moment().total
+        if self.homogeneous:
+            total[..., -1, -1] = count.to(total.dtype)
+        return Moment(total, count)
+
     def squares(self) -> Moment:
         """The diagonal of that, [c d]."""
         x = single(self.dense())
@@ -159,6 +173,33 @@ class Features(ABC):
     def project(self, w: Tensor) -> Tensor:
         """x·w [*k n r p] for w [d p], where there is one group."""
         return self.dense().squeeze(-2).to(w.dtype) @ w
+
+    def lengths(self, root: Tensor) -> Tensor:
+        """Σ_k ‖Rx‖² [n r c] of every position, for R [c d d] or its diagonal [c d], some examples at a time."""
+        return torch.cat([piece._lengths(root) for piece in self._pieces()])
+
+    def _lengths(self, root: Tensor) -> Tensor:
+        if root.ndim == 2:
+            y = self.dense().to(root.dtype) * root
+        elif self.shape[-2] == 1:
+            y = self.project(root[0].mT).unsqueeze(-2)
+        else:
+            y = torch.einsum("...ci,cji->...cj", self.dense().to(root.dtype), root)
+        squares = torch.linalg.vector_norm(y, dim=-1).square()
+        return squares if squares.ndim == 3 else squares.sum(0)
+
+    def weighed(self, weights: Tensor) -> Features:
+        """√w x for w [n r c]: positions that count w times."""
+        return Weighed(self, weights)
+
+    def _pieces(self) -> list[Features]:
+        """Of some examples each, so many as have ``_GRADIENTS`` numbers."""
+        *_, n, r, c, d = shape = self.shape
+        step = max(1, _GRADIENTS // max(1, math.prod(shape[:-4]) * r * c * d))
+        return [self] if step >= n else [self._narrowed(start, min(step, n - start)) for start in range(0, n, step)]
+
+    def _narrowed(self, start: int, count: int) -> Features:
+        return self._map(lambda x, axis: x.narrow(axis, start, count))
 
     def gradients(self, g: Tensor, limit: int) -> Iterator[Tensor]:
         """Σ_r g xᵀ [n c o i] of inputs x with cotangents g [k n r c o]: of one column, and of some outputs, at a time.
@@ -221,6 +262,38 @@ class DenseFeatures(Features):
 
 @final
 @dataclass(frozen=True)
+class Weighed(Features):
+    """√w x of features x [*k n r c d] and weights w [n r c]. Σ w x xᵀ needs the x of some examples at a time."""
+
+    base: Features
+    weights: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def dense(self) -> Tensor:
+        x = self.base.dense()
+        dtype = torch.promote_types(x.dtype, self.weights.dtype)
+        return x.to(dtype) * self.weights.sqrt().unsqueeze(-1).to(dtype)
+
+    def moment(self) -> Moment:
+        total = reduce(torch.add, (_product(piece.dense()) for piece in self._pieces()))
+        return Moment(total, self.count())
+
+    def squares(self) -> Moment:
+        pieces = (piece.dense().square() for piece in self._pieces())
+        return Moment(reduce(torch.add, (x.sum(tuple(range(x.ndim - 2))) for x in pieces)), self.count())
+
+    def _narrowed(self, start: int, count: int) -> Features:
+        return Weighed(self.base._narrowed(start, count), self.weights.narrow(0, start, count))
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return DenseFeatures(combine(self.dense(), -4))
+
+
+@final
+@dataclass(frozen=True)
 class Rows(Features):
     """x [*k n r d] of one group; with ``ones`` the homogeneous coordinate comes last.
 
@@ -240,6 +313,10 @@ class Rows(Features):
     def dense(self) -> Tensor:
         return _with_ones(self.x.unsqueeze(-2), self.ones, -4)
 
+    @property
+    def homogeneous(self) -> bool:
+        return self.ones is not False
+
     def moment(self) -> Moment:
         return Moment(None, self.count(), self)
 
@@ -247,6 +324,18 @@ class Rows(Features):
         d = self.x.shape[-1]
         out = self.x.to(w.dtype) @ w[:d]
         return out if self.ones is False else out + _column(self.ones, out, -3) * w[d]
+
+    def _lengths(self, root: Tensor) -> Tensor:
+        return super()._lengths(root if root.ndim == 3 else torch.diag_embed(root))
+
+    def weighed(self, weights: Tensor) -> Features:
+        """Positions become examples, so that each has its own homogeneous coordinate √w."""
+        root = weights.sqrt().flatten(0, 1)  # [n·r 1]
+        x = single(self.x).flatten(-3, -2).unsqueeze(-2) * root.unsqueeze(-1).to(single(self.x).dtype)
+        if self.ones is False:
+            return Rows(x)
+        ones = root.squeeze(-1)
+        return Rows(x, ones if self.ones is True else ones * self.ones.repeat_interleave(self.x.shape[-2]))
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return Rows(combine(self.x, -3), _combined(self.ones, self.x, -3, combine))
@@ -290,6 +379,10 @@ class Patches(Features):
     def dense(self) -> Tensor:
         a = patches(self._images, self.axes, self.groups)
         return _with_ones(a.unflatten(0, self.x.shape[: self._examples + 1]), self.ones, -4)
+
+    @property
+    def homogeneous(self) -> bool:
+        return self.ones is not False
 
     def moment(self) -> Moment:
         x, count = self._images, self.count()
@@ -345,6 +438,10 @@ class Entries(Features):
 
     def dense(self) -> Tensor:
         return _with_ones(self.x.unsqueeze(-1), self.ones, -4)
+
+    @property
+    def homogeneous(self) -> bool:
+        return self.ones is not False
 
     def moment(self) -> Moment:
         x = single(self.x)
@@ -415,6 +512,13 @@ class OneHot(Features):
     def project(self, w: Tensor) -> Tensor:
         return w[self.index] * self.values.to(w.dtype).unsqueeze(-1)
 
+    def lengths(self, root: Tensor) -> Tensor:
+        squares = root.square() if root.ndim == 2 else root.square().sum(1)  # ‖R e_i‖² [1 d]
+        return (squares[0, self.index] * self.values.to(root.dtype).square()).unsqueeze(-1)
+
+    def weighed(self, weights: Tensor) -> Features:
+        return replace(self, values=self.values * weights.squeeze(-1).sqrt().to(self.values.dtype))
+
     def squared_gradients(self, g: Tensor) -> Tensor:
         """At every position its g times the sum of those at the same coordinate: no one-hot vector is formed."""
         g = g.squeeze(3) * self.values.to(g.dtype).unsqueeze(-1)  # [k n r o]
@@ -458,6 +562,10 @@ class Joined(Features):
     def dense(self) -> Tensor:
         return torch.cat([use.dense() for use in self.uses], dim=-3)
 
+    @property
+    def homogeneous(self) -> bool:
+        return any(use.homogeneous for use in self.uses)
+
     def count(self, weights: Tensor | None = None) -> int | Tensor:
         return reduce(operator.add, [use.count(weights) for use in self.uses])
 
@@ -483,6 +591,13 @@ class Joined(Features):
 
     def scaled(self, weights: Tensor) -> Features:
         return Joined(tuple(use.scaled(weights) for use in self.uses))
+
+    def lengths(self, root: Tensor) -> Tensor:
+        return torch.cat([use.lengths(root) for use in self.uses], dim=1)
+
+    def weighed(self, weights: Tensor) -> Features:
+        each = weights.split([use.shape[-3] for use in self.uses], dim=1)
+        return Joined(tuple(use.weighed(w) for use, w in zip(self.uses, each, strict=True)))
 
 
 def mix_examples(x: Tensor, L: Tensor, axis: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, cast, final
 
 import torch
@@ -35,7 +35,7 @@ from natgrad.accelerate.inverses import (
 )
 from natgrad.accelerate.replay import Scalar
 from natgrad.errors import NonFiniteError
-from natgrad.linalg import Damping, Relative, inverse_powered, refuse_singular
+from natgrad.linalg import Damping, Relative, refuse_singular
 from natgrad.model import Model
 from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullback.layer import Block
@@ -55,7 +55,6 @@ from natgrad.structures.layered import (
     group_weights,
     joined,
     layer_tensors,
-    recomposed,
     separated,
     spectra,
 )
@@ -206,8 +205,8 @@ class FactorAverage(FactorSink):
             share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
             moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
         if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
-            moment = Moment(moment.mean(), 1) if isinstance(moment.count, Tensor) else moment
-            assert isinstance(moment.count, int)
+            masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
+            moment = Moment(moment.mean(), 1) if masked else moment
             self._averages.add(factor, moment.total, count=moment.count, weight=weight)
             return
         if not moment.is_finite():
@@ -307,9 +306,11 @@ class KroneckerOperator(LayerOperator):
         """(S + λ_S)^-p ⊗ (A + λ_A)^-p, λ_S = √λ/π, λ_A = π√λ, π² = (tr A/dim A)/(tr S/dim S).
 
         An approximation of (G + λ)^-p (Martens and Grosse 2015, section 6.3). Relative damping is ε·tr S/dim S and
-        ε·tr A/dim A; it, and other powers than 1, go through the eigenvalues of the factors.
+        ε·tr A/dim A. Inverses are made by Cholesky or ``newton``, powers below 1 by products on a GPU and by
+        eigenvalues on a processor (``natgrad.accelerate.roots``).
 
-        Where a factor is zero (a layer with no gradient) π is 1. A factor that cannot be inverted keeps its last
+        Where a factor is zero (a layer with no gradient) π is 1; with relative damping its inverse is zero, and so is
+        the step of the layer. A factor that cannot be inverted keeps its last
         inverse, from ``warm`` or ``into``, and FactorisationError is raised when the others are done; on a GPU the
         inverse has ``failed``, a step or two later. Without a last inverse SingularMetricError is raised at once.
         """
@@ -318,8 +319,6 @@ class KroneckerOperator(LayerOperator):
         fallback = self.fallback_inverse(damping)
         if damping == 0 or not self.blocks:
             return self._undamped_inverse(fallback)
-        if self.power != 1 or isinstance(damping, Relative):
-            return self._power_inverse(damping, fallback, into)
         if isinstance(into, ProductInverse) and into.fits(self):
             out = into if fallback is None and into.fallback is None else replace(into, fallback=fallback)
         else:
@@ -328,7 +327,8 @@ class KroneckerOperator(LayerOperator):
                 out.compute_(self, damping)
                 return out
             out.load_(warm)
-        out.refresh_(self, damping, newton if newton is not None and newton.trusted() else None)
+        trusted = newton is not None and self.power == 1 and newton.trusted()
+        out.refresh_(self, damping, newton if trusted else None)
         return out
 
     def _undamped_inverse(self, fallback: Inverse | None) -> ProductInverse:
@@ -341,38 +341,9 @@ class KroneckerOperator(LayerOperator):
                 for values in groups:
                     rounding = factor.shape[-1] * torch.finfo(factor.dtype).eps
                     refuse_singular(values, rounding, False, 0.0, f"the factor {side} of {block.title}")
-        if self.power != 1:
-            return self._power_inverse(0.0, fallback)
         out = ProductInverse.empty(self, fallback)
         out.compute_(self, 0.0)
         return out
-
-    def _power_inverse(self, damping: Damping, fallback: Inverse | None, into: Inverse | None = None) -> ProductInverse:
-        """(S + λ_S)^-p ⊗ (A + λ_A)^-p through the eigenvalues of the factors, in the memory of ``into`` if it fits.
-
-        A factor that is zero, and has no scale for its damping to be relative to, has the inverse zero.
-        """
-        if isinstance(into, ProductInverse) and into.fits(self):
-            out = into if fallback is into.fallback else replace(into, fallback=fallback)
-        else:
-            out = ProductInverse.empty(self, fallback)
-        inverses: dict[str, list[Tensor]] = {}
-        for letter, side, shifts in zip("SA", (self.left, self.right), self._shifts(damping), strict=True):
-            values, vectors = spectra(side)
-            damped = (λ.clamp(min=0) + shift.unsqueeze(-1) for λ, shift in zip(values, shifts, strict=True))
-            scales = (inverse_powered(λ, self.power) for λ in damped)
-            inverses[letter] = [recomposed(d, q) for d, q in zip(scales, vectors, strict=True)]
-        out.load_(layer_tensors(self.blocks, inverses))
-        return out
-
-    def _shifts(self, damping: Damping) -> tuple[list[Tensor], list[Tensor]]:
-        """λ_S and λ_A [c] of every layer."""
-        if isinstance(damping, Relative):
-            sides = ([diagonal(factor) for factor in side] for side in (self.left, self.right))
-            left, right = ([(damping.epsilon * d.mean()).expand(len(d)) for d in side] for side in sides)
-            return left, right
-        balances = [balance([a], [s]) for s, a in zip(self.left, self.right, strict=True)]
-        return [damping**0.5 / π for π in balances], [damping**0.5 * π for π in balances]
 
     def shared_inverse(self, invert: Callable[[Operator], Inverse], sharing: WorkSharing, damping: Damping) -> Inverse:
         """Every process inverts the factors of its share of the layers."""
@@ -394,12 +365,10 @@ class KroneckerOperator(LayerOperator):
         return inverse
 
     def mend(self, inverse: Inverse, damping: Damping) -> None:
-        if not isinstance(inverse, ProductInverse) or not inverse.fits(self):
-            super().mend(inverse, damping)
-        elif self.power != 1 or isinstance(damping, Relative):
-            self._power_inverse(damping, inverse.fallback, inverse)
-        else:
+        if isinstance(inverse, ProductInverse) and inverse.fits(self):
             inverse.compute_(self, damping, warm=True)
+        else:
+            super().mend(inverse, damping)
 
     def layers_from(self, tensors: Mapping[str, Tensor], fallback: Inverse | None) -> Inverse | None:
         if not self._has_product_inverse(tensors):
@@ -416,26 +385,27 @@ class KroneckerOperator(LayerOperator):
 @final
 @dataclass(frozen=True)
 class ProductInverse(LayerInverse):
-    """v = S⁻¹ W A⁻¹. The inverses lie in one stack for each batch of layers, and are refreshed there."""
+    """v = S^-p W A^-p, damped. The inverses lie in one stack for each batch of layers, and are refreshed there."""
 
     layout: Layout
     blocks: tuple[Block, ...]
     fallback: Inverse | None
     dense: tuple[tuple[bool, bool], ...]  # of every layer, whether S and A are matrices
-    stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S⁻¹ [b·c o o] and A⁻¹ [b·c i i]
+    power: float = 1.0
+    stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S^-p [b·c o o] and A^-p [b·c i i]
     batch: BatchedInverse = field(default_factory=BatchedInverse)
 
     @staticmethod
     def empty(G: KroneckerOperator, fallback: Inverse | None) -> ProductInverse:
         """Memory for the inverses of G, with nothing in it yet."""
-        out = ProductInverse(G.layout, G.blocks, fallback, _dense_sides(G))
+        out = ProductInverse(G.layout, G.blocks, fallback, _dense_sides(G), G.power)
         pairs = ((G.left[batch[0]], G.right[batch[0]], len(batch)) for batch in out.batches)
         return replace(out, stacks=tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs))
 
     def fits(self, G: KroneckerOperator) -> bool:
         """Whether the inverse of G can be computed in this memory."""
         here, there = ([(b.names, b.shape) for b in blocks] for blocks in (self.blocks, G.blocks))
-        if here != there or self.dense != _dense_sides(G):
+        if here != there or self.dense != _dense_sides(G) or self.power != G.power:
             return False
         like = G.left[0]
         memory = [stack.memory for pair in self.stacks for stack in pair]
@@ -447,26 +417,37 @@ class ProductInverse(LayerInverse):
             check_shape(f"{key} of the inverse of the metric", tensors[key], t.shape)
             t.copy_(tensors[key])
 
-    def compute_(self, G: KroneckerOperator, damping: float, *, warm: bool = False) -> None:
+    def compute_(self, G: KroneckerOperator, damping: Damping, *, warm: bool = False) -> None:
         """From G, waiting for the device; a matrix that cannot be inverted raises, after a retry in double precision.
 
         ``warm``: there is an inverse, which stays where it raises.
         """
-        self.batch.compute_(self._jobs((*G.left, *G.right), damping), warm=warm)
+        relative = isinstance(damping, Relative)
+        number = damping.epsilon if isinstance(damping, Relative) else damping
+        jobs = self._jobs((*G.left, *G.right), number, relative=relative)
+        self.batch.compute_(jobs, power=self.power, epsilon=number if relative else None, warm=warm)
 
-    def refresh_(self, G: KroneckerOperator, damping: float, newton: Newton | None) -> None:
+    def refresh_(self, G: KroneckerOperator, damping: Damping, newton: Newton | None) -> None:
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
+        relative = isinstance(damping, Relative)
+        number = damping.epsilon if isinstance(damping, Relative) else damping
         addresses = tuple(stack.memory.data_ptr() for pair in self.stacks for stack in pair)
-        self.batch.refresh_(self._jobs, (*G.left, *G.right), damping, newton, addresses)
+        jobs = partial(self._jobs, relative=relative)
+        factors = (*G.left, *G.right)
+        self.batch.refresh_(jobs, factors, number, newton, addresses, power=self.power, relative=relative)
 
-    def _jobs(self, factors: Sequence[SymFactor], damping: Scalar) -> list[Inversion]:
+    def _jobs(self, factors: Sequence[SymFactor], damping: Scalar, *, relative: bool) -> list[Inversion]:
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
         jobs: list[Inversion] = []
         for batch, stacks in zip(self.batches, self.stacks, strict=True):
             s, a = [left[b] for b in batch], [right[b] for b in batch]
-            c, π = s[0].shape[0], balance(a, s)
-            shifts = damping**0.5 / π, damping**0.5 * π
+            if relative:
+                shifts = damping * _mean_eigenvalues(s), damping * _mean_eigenvalues(a)
+            else:
+                π = balance(a, s)
+                shifts = damping**0.5 / π, damping**0.5 * π
+            c = s[0].shape[0]
             for letter, side, shift, stack in zip("SA", (s, a), shifts, stacks, strict=True):
                 outs = _unaligned(stack.memory, side[0].shape[-1]).split(c)
                 for b, factor, λ, out in zip(batch, side, shift.split(c), outs, strict=True):
@@ -526,6 +507,12 @@ class ProductInverse(LayerInverse):
 
 def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:
     return tuple((is_dense(s), is_dense(a)) for s, a in zip(G.left, G.right, strict=True))
+
+
+def _mean_eigenvalues(factors: Sequence[SymFactor]) -> Tensor:
+    """[b·c]: for every group of every layer the mean eigenvalue of all groups of the layer."""
+    means = torch.stack([diagonal(factor).mean() for factor in factors])
+    return means.unsqueeze(1).expand(-1, factors[0].shape[0]).reshape(-1)
 
 
 def _memory(factor: SymFactor, count: int) -> InverseStack:

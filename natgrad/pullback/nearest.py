@@ -1,0 +1,83 @@
+"""The Kronecker product S ⊗ A that is nearest in KL divergence, one step of its fixed point (Lin et al. 2025).
+
+KL(N(0, G) ‖ N(0, S ⊗ A)), with G = E[(g ⊗ a)(g ⊗ a)ᵀ] over examples and their positions, is least where
+
+    S = E[g gᵀ · aᵀA⁻¹a]/i,   A = E[a aᵀ · gᵀS⁻¹g]/o.
+
+A step takes the inverses of the last refresh, as roots: aᵀA⁻¹a = ‖A^-½ a‖². For matrices W [o i *k] of which only the
+gradients G_k are known, E[g gᵀ · aᵀA⁻¹a] is Σ_k G_k A⁻¹ G_kᵀ (``natgrad.pullback.gradient``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.inverses import SymFactor, diagonal, stacked
+from natgrad.pullback.layer import Block
+from natgrad.pullback.sharing import Sharing
+from natgrad.rules.features import Features, Moment
+
+Halves: TypeAlias = Mapping[tuple[str, ...], tuple[SymFactor, SymFactor]]  # S^-½ and A^-½ by the parameters of a layer
+
+
+@final
+@dataclass(frozen=True)
+class NearestProduct:
+    """The step of the fixed point for layers that have an inverse; the others have the means of both sides.
+
+    A factor whose inverse is zero (inputs that were always zero) does not weigh: the other one is a mean. So it keeps
+    its scale, where the fixed point would lose it.
+    """
+
+    halves: Halves
+    dtype: torch.dtype  # of the factors
+
+    @property
+    def address_key(self) -> Hashable:
+        """Where captured kernels read."""
+        return tuple((names, *(t.data_ptr() for t in pair)) for names, pair in self.halves.items())
+
+    def fits(self, block: Block) -> bool:
+        """Whether there is an inverse of this layer."""
+        return block.names in self.halves
+
+    def factors(
+        self, a: Features, g: Features, block: Block, sharing: Sharing, *, share: float = 1.0
+    ) -> tuple[Moment, Moment]:
+        """Σ w g gᵀ and Σ v a aᵀ of a layer, w = aᵀA⁻¹a/i and v = Σ_k gᵀS⁻¹g/o; both are to be divided by N.
+
+        ``share``: what the cotangents are of all, by their sum of squares.
+        """
+        left, right = self.halves[block.names]
+        a, g = sharing.inputs(a), sharing.outputs(g)
+        w = _mean_lengths(a, right, 1.0)
+        v = _mean_lengths(g, left, share * a.shape[-4] / _positive(a.count()))  # a mean of a aᵀ is over N·R positions
+        S = sharing.output_moment(g.weighed(w), block).to(self.dtype)
+        return S, sharing.input_moment(a.weighed(v), block).to(self.dtype)
+
+    def roots(self, blocks: Sequence[Block], otherwise: Tensor) -> tuple[SymFactor, SymFactor]:
+        """S^-½ and A^-½ [b d d] of layers of one shape; a multiple [b] of the identity where a root is zero."""
+        sides = zip(*(self.halves[block.names] for block in blocks), strict=True)
+        left, right = (_alive(stacked(side), otherwise) for side in sides)
+        return left, right
+
+
+def _alive(root: SymFactor, otherwise: Tensor) -> SymFactor:
+    on_diagonal = diagonal(root)
+    more = torch.where(on_diagonal.sum(1) > 0, 0.0, otherwise.to(root.dtype)).unsqueeze(1).expand_as(on_diagonal)
+    return root + (torch.diag_embed(more) if root.ndim == 3 else more)
+
+
+def _mean_lengths(x: Features, root: SymFactor, otherwise: float | Tensor) -> Tensor:
+    """‖Rx‖²/d [n r c], or another number where R is zero."""
+    lengths = x.lengths(root) / root.shape[-1]
+    return torch.where(diagonal(root).sum() > 0, lengths, torch.as_tensor(otherwise, device=root.device).to(lengths))
+
+
+def _positive(count: int | Tensor) -> int | Tensor:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
