@@ -328,9 +328,10 @@ def presets(report: Report, case: Case) -> None:
     result = report.race(f"training step of a preset: {problem.name}", whole, ADAMW, rounds, count, warmup, turns)
     alone = {name: stepping(problem, make, cycle) for name, make in PRESETS.items()}
     apart = report.race(f"step of an optimizer alone: {problem.name}", alone, ADAMW, rounds, count, warmup, turns)
+    muon, soap = apart.ratio(MUON, TORCH_MUON), apart.ratio(OUR_SOAP, REFERENCE_SOAP)
     claims = [
-        (f"step of natgrad's Muon alone over that of torch's, {problem.name}", apart.ratio(MUON, TORCH_MUON), 0.6),
-        (f"step of natgrad's SOAP alone over the reference's, {problem.name}", apart.ratio(OUR_SOAP, REFERENCE_SOAP), 0.5),
+        (f"step of natgrad's Muon alone over that of torch's, {problem.name}", muon, 0.6),
+        (f"step of natgrad's SOAP alone over the reference's, {problem.name}", soap, 0.5),
     ]
     if case.natural is not None:
         ratio = result.ratio(NATURAL, ADAMW)

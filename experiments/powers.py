@@ -1,9 +1,9 @@
-"""Which power of the metric? A quadratic with noisy gradients, solved exactly; and the figure of the page on optimizers.
+"""Which power of the metric? A quadratic with noisy gradients, solved exactly; and the figure that shows it.
 
     python -m experiments.powers docs/figures
 
-The loss is ½ Σ_i h_i e_i² with h_i = i^-3/2, from e_i = 1. The gradient of a batch of B examples has noise of covariance
-H/B, as a Fisher metric says. A step with the power p is e ← e − η_t H^-p (He + ξ), so that
+The loss is ½ Σ_i h_i e_i² with h_i = i^-3/2, from e_i = 1. The gradient of a batch of B examples has noise of
+covariance H/B, as a Fisher metric says. A step with the power p is e ← e − η_t H^-p (He + ξ), so that
 
     E e_i² ← (1 − η_t h_i^{1−p})² E e_i² + η_t² h_i^{1−2p}/B.
 
@@ -70,7 +70,10 @@ def worse(power: float, batch: float) -> str:
 
 def table() -> str:
     """The best power for every batch, and what other powers cost."""
-    lines = ["| examples in a batch | best power | p = 0 | p = ½ | p = ¾ | p = 1 |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| examples in a batch | best power | p = 0 | p = ½ | p = ¾ | p = 1 |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for batch in BATCHES:
         costs = " | ".join(worse(power, batch) for power in (0.0, 0.5, 0.75, 1.0))
         lines.append(f"| {batch} | {best(batch):g} | {costs} |")

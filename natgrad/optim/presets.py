@@ -256,10 +256,9 @@ def Natural(
     damping: Damping = _SHARE,
     rms: float = 0.2,
     polar: bool = False,
-    fit: Literal["mean", "kl"] = "kl",
     decay: float = 0.95,
     metric_every: int = 1,
-    inverse_every: int | Literal["fresh"] = 10,
+    inverse_every: int = 10,
     sharing: Literal["expand", "reduce"] = "expand",
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
@@ -270,23 +269,20 @@ def Natural(
 ) -> NaturalGradient:
     """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p.
 
-    M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983), S ⊗ A the Kronecker product
-    that is nearest to the second moment of the gradients in KL divergence (Lin et al. 2025), λ_S = ε·tr S/dim S and
-    λ_A = ε·tr A/dim A (``Relative``). With p = ½ the noise of v is white: G^p is the metric half-way between the
-    identity and G. Every matrix steps by the root mean square lr·rms, which is about that of Adam, so ``lr`` is on the
-    scale of AdamW's. Embeddings and parameters with fewer than two axes are stepped by AdamW with the same learning
-    rate, schedule and weight decay. Give it the head of a language model as well:
-    ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
+    M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983), S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o
+    their second moments, λ_S = ε·tr S/dim S and λ_A = ε·tr A/dim A (``Relative``). With p = ½ the noise of v is white:
+    G^p is the metric half-way between the identity and G. Every matrix steps by the root mean square lr·rms, which is
+    about that of Adam, so ``lr`` is on the scale of AdamW's. Embeddings and parameters with fewer than two axes are
+    stepped by AdamW with the same learning rate, schedule and weight decay. Give it the head of a language model as
+    well: ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
 
     Two numbers need thought: ``lr``, from a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no
     layer rule and no loss is needed.
 
     A ``metric`` takes the place of the gradients' second moment: ``ng.Fisher(family, samples=1)`` has the factors of
-    K-FAC, from one more backward pass (p = ¾ suits it), ``ng.Empirical()`` the same from the cotangents of the loss.
-    ``polar=True``: v = G^-p/2 polar(G^-p/2 M), steepest descent in the spectral norm of G^p (``Polar``). ``fit="mean"``
-    averages each side by itself, as K-FAC and Shampoo do. The metric is estimated every ``metric_every`` steps, and
-    its roots are computed in the steps 1, 2, 4, 8, … and then every ``inverse_every`` (or when they are no longer
-    "fresh": ``Refresh``). ``docs/optimizers.md`` compares the choices. The other arguments are those of ``KFAC``.
+    K-FAC, from one more backward pass (p = ¾ suits it). ``polar=True``: v = G^-p/2 polar(G^-p/2 M), steepest descent in
+    the spectral norm of G^p (``Polar``). The metric is estimated every ``metric_every`` steps, and its roots are
+    computed every ``inverse_every`` steps. The other arguments are those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -329,7 +325,7 @@ def Shampoo(
     rms: float = 0.2,
     decay: float = 0.95,
     metric_every: int = 1,
-    inverse_every: int | Literal["fresh"] = 10,
+    inverse_every: int = 10,
     groups: Iterable[dict[str, Any]] = (),
     memory: int = MEMORY,
 ) -> NaturalGradient:
@@ -339,7 +335,7 @@ def Shampoo(
     the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
     it from a second optimizer ("grafting"). Momentum is of gradients, with Nesterov's step; embeddings and parameters
     with fewer than two axes have AdamW. A kernel [o i *k] has one factor for o and one for i, which its offsets share.
-    The arguments are those of ``Natural``, which differs in the fit of S and A.
+    The arguments are those of ``Natural``.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)
@@ -370,19 +366,17 @@ def SOAP(
     damping: Damping = _TINY,
     decay: float = 0.95,
     metric_every: int = 1,
-    basis_every: int = 10,
     groups: Iterable[dict[str, Any]] = (),
     memory: int = MEMORY,
 ) -> NaturalGradient:
     """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
 
-    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, computed every ``basis_every`` steps (and in the steps
-    1, 2, 4, 8, …), D = E[(Qᵀ∇P)²] in every step. This is ``EigenKronecker(power=½)``. What differs from the paper's
-    algorithm: the first gradient takes a step; new bases are whole eigendecompositions, and D is carried into them,
-    where the paper makes one step of an iteration and leaves D as it is; λ is 10⁻⁶ of the mean of D (the paper adds
-    10⁻⁸ to √D: ``damping=1e-16``), so that rounding along directions without a gradient is not amplified; momentum is
-    Nesterov's and not corrected for its start, so that the first steps are shorter; embeddings and parameters with
-    fewer than two axes have AdamW.
+    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, D = E[(Qᵀ∇P)²]. This is ``EigenKronecker(power=½)``.
+    What differs from the paper's algorithm: the first gradient takes a step; new bases are whole eigendecompositions,
+    and D is carried into them, where the paper makes one step of an iteration and leaves D as it is; λ is 10⁻⁶ of the
+    mean of D (the paper adds 10⁻⁸ to √D: ``damping=1e-16``), so that rounding along directions without a gradient is
+    not amplified; momentum is Nesterov's and not corrected for its start, so that the first steps are shorter;
+    embeddings and parameters with fewer than two axes have AdamW.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
