@@ -146,6 +146,8 @@ class NaturalGradient(torch.optim.Optimizer):
             if rules:
                 raise ValueError(f"{metric!r} needs no layer rules, and reads none: leave out rules=")
             blocks = structure.gradient_blocks(blocks)
+        elif metric.source == "backward":
+            schedule.structure.check_backward()
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule, self.momentum_on = step, momentum_on
         self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole)
@@ -258,6 +260,7 @@ class NaturalGradient(torch.optim.Optimizer):
             if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
                 self.flag.check(ω, "the gradient")
             self.tracker.see_gradient(ω, without_grad)
+        self.tracker.finish_backward(ω, without_grad)
         G, estimated = self.tracker.average_with_new()
         pending = self._pending(G.unseen - without_grad)
         self.tracker.pending_params |= pending

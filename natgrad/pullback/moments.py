@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -193,7 +193,8 @@ def stream(
 class LayerFactors:
     """The layers, what becomes of their positions, and what couples the n examples.
 
-    Cotangents are those of the root itself: products of them are divided by n where they are used.
+    Cotangents are those of the root itself: products of them are divided by n where they are used. ``of_mean``: they
+    are those of a loss that is a mean over the examples, 1/n of those of a root.
     """
 
     blocks: tuple[Block, ...]
@@ -202,6 +203,7 @@ class LayerFactors:
     n: int
     relation: Mixing | Weights | None = None
     nearest: NearestProduct | None = None
+    of_mean: bool = False
 
     def late(self, b: int) -> bool:
         """Whether A depends on cotangents.
@@ -222,21 +224,27 @@ class LayerFactors:
         """S and, where it is late, A."""
         block = self.blocks[b]
         if not self.late(b):
-            sink.put(b, "S", self._outputs(block, g.of(tape, block)).over(self.n))
+            sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block))))
             return
         if self.nearest is not None and self.nearest.fits(block):
-            of_s, of_a = self.nearest.factors(tape.inputs(block), g.of(tape, block), block, self.sharing)
-            sink.put(b, "A", of_a.over(self.n))
-            sink.put(b, "S", of_s.over(self.n))
+            share = self.n**-2.0 if self.of_mean else 1.0
+            of_s, of_a = self.nearest.factors(tape.inputs(block), g.of(tape, block), block, self.sharing, share=share)
+            sink.put(b, "A", self._over_examples(of_a))
+            sink.put(b, "S", self._over_examples(of_s))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if block.facets:
-            S, A = joined(block, [(s / self.n, moment.mean()) for s, moment in pairs])
+            scale = self.n if self.of_mean else 1 / self.n
+            S, A = joined(block, [(s * scale, moment.mean()) for s, moment in pairs])
             s, moment, n = S, Moment(A, 1), 1
         else:
             ((s, moment),), n = pairs, self.n
         sink.put(b, "A", moment)
         sink.put(b, "S", Moment(s, n))
+
+    def _over_examples(self, moment: Moment) -> Moment:
+        """Of products of cotangents."""
+        return Moment(moment.total * self.n, 1) if self.of_mean else moment.over(self.n)
 
     def padded_inputs(self, b: int, tape: Tape, count: Scalar) -> Moment:
         """A where only so many positions of the tape are real, and the others zero."""
@@ -247,8 +255,8 @@ class LayerFactors:
 
     def padded_outputs(self, b: int, tape: Tape, g: Cotangents, n: Scalar) -> Moment:
         """S where only n examples are real."""
-        block = self.blocks[b]
-        return self._outputs(block, g.of(tape, block)).over(n if isinstance(n, Tensor) else int(n))
+        moment = self._outputs(self.blocks[b], g.of(tape, self.blocks[b]))
+        return Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
@@ -444,6 +452,7 @@ class CapturedKernels:
         return (
             side,
             self.layers.sharing,
+            self.layers.of_mean,
             None if self.layers.relation is None else self.layers.relation.address_key,
             None if self.layers.nearest is None else self.layers.nearest.address_key,
             tuple(self.layers.blocks[b].names for b in numbers),
@@ -541,6 +550,98 @@ def stream_cotangents(
     for at in consumed.symmetric_difference(early).difference(outer):  # no path of the graph leads there
         outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
     consume(list(left), tape.with_inner(outer))
+
+
+@final
+class BackwardHooks:
+    """Cotangents of a backward pass that the user runs, consumed where they arrive.
+
+    They wait until more than ``room`` bytes of them have arrived, as in ``stream_cotangents``. Layers that are called
+    several times, and those that hide layers, wait for ``finish``, which consumes what is left.
+    """
+
+    def __init__(self, tape: Tape, blocks: Sequence[Block], consume: Consume, room: int | None = None) -> None:
+        self._blocks, self._consume = blocks, consume
+        self._uses_of = [tape.use_ids(block) for block in blocks]
+        self._left = dict.fromkeys(range(len(blocks)))  # numbers of layers
+        self._boxes: dict[int, dict[int, Tensor]] = {}  # by the position of a use, the cotangents of its outputs
+        self._consumed: set[int] = set()  # positions of uses
+        self._waiting = 0  # bytes
+        total = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
+        self._room = waiting_bytes(tape.y.device, total) if room is None else room
+        outputs: dict[Any, list[tuple[int, int, int]]] = {}
+        for at in sorted({at for of_block in self._uses_of for at in of_block}):
+            for j, edge in enumerate(tape.uses[at].edges):
+                if edge is not None:
+                    outputs.setdefault(edge.node, []).append((at, j, edge.output_nr))
+        self._handles = [node.register_prehook(partial(self._receive, of_node)) for node, of_node in outputs.items()]
+        # Without the graph, which holds the hooks and with them this object.
+        uses = tuple(replace(use, edges=(None,) * len(use.edges), source=None) for use in tape.uses)
+        self.tape = replace(tape, y=tape.y.detach(), uses=uses, operations=None)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether a backward pass has come to one of the layers, or there are none."""
+        return bool(self._boxes) or len(self._left) < len(self._blocks) or not self._blocks
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The numbers of the layers that no backward pass has come to, after ``finish``."""
+        return frozenset(self._left)
+
+    def finish(self) -> None:
+        """Consume all that has arrived, and let go of the graph."""
+        self.remove()
+        numbers = [b for b in self._left if any(at in self._boxes for at in self._uses_of[b])]
+        if numbers:
+            self._give(numbers, inner=True)
+
+    def remove(self) -> None:
+        """No longer wait for cotangents."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _receive(self, outputs: Sequence[tuple[int, int, int]], grads: Arrived) -> None:
+        for at, j, output in outputs:
+            g, box = grads[output], self._boxes.setdefault(at, {})
+            if j in box or at in self._consumed:
+                raise NatgradError(
+                    f"two backward passes came to the outputs of {self.tape.uses[at].module} in one forward pass: call "
+                    "backward once, on the sum of the losses"
+                )
+            if g is not None:
+                box[j] = g.detach()
+                self._waiting += g.nbytes
+        if self._waiting > self._room:
+            ready = [b for b in self._left if self._is_ready(b)]
+            if ready:
+                self._give(ready, inner=False)
+
+    def _is_ready(self, b: int) -> bool:
+        """Whether a layer needs no other cotangents than those that wait."""
+        (at, *more), use = self._uses_of[b], self.tape.uses[self._uses_of[b][0]]
+        return not more and at in self._boxes and not self._blocks[b].facets and not isinstance(use.rule, Replayed)
+
+    def _give(self, numbers: Sequence[int], *, inner: bool) -> None:
+        outer = {at: self._outer(at) for at in {at for b in numbers for at in self._uses_of[b]}}
+        for b in numbers:
+            del self._left[b]
+        needed = {at for b in self._left for at in self._uses_of[b]}
+        self._consumed |= outer.keys() - needed
+        for at in outer.keys() - needed:
+            self._boxes.pop(at, None)
+        self._waiting = sum(g.nbytes for box in self._boxes.values() for g in box.values())
+        self._consume(numbers, self.tape.with_inner(outer) if inner else Cotangents(outer, {}))
+
+    def _outer(self, at: int) -> tuple[Tensor, ...]:
+        """The cotangents of all outputs of a use, with the examples first; zero where no path of the graph leads."""
+        use, box = self.tape.uses[at], self._boxes.get(at, {})
+        like = next(iter(box.values()), self.tape.y)
+        return tuple(
+            use.batch_first(box[j].unsqueeze(0)) if j in box else like.new_zeros(1, *shape)
+            for j, shape in enumerate(use.shapes)
+        )
 
 
 def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:

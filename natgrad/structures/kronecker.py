@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.averages import PendingAverages, lay_out
-from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.devices import full_precision, is_asynchronous
 from natgrad.accelerate.inverses import (
     BatchedInverse,
     InverseStack,
@@ -37,12 +37,32 @@ from natgrad.accelerate.replay import Scalar
 from natgrad.errors import NonFiniteError
 from natgrad.linalg import Damping, Relative, refuse_singular
 from natgrad.model import Model
+from natgrad.output.hessian import Empirical
 from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullback.layer import Block
-from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
+from natgrad.pullback.moments import (
+    BackwardHooks,
+    CapturedKernels,
+    FactorList,
+    FactorSink,
+    LayerFactors,
+    Side,
+    factors_of,
+    stream,
+)
 from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullback.tape import Cotangents
 from natgrad.rules.features import Moment
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing, check_shape
+from natgrad.structures.base import (
+    BackwardEstimate,
+    Cost,
+    IdentityInverse,
+    Inverse,
+    Layout,
+    Operator,
+    WorkSharing,
+    check_shape,
+)
 from natgrad.structures.layered import (
     EIGENVECTORS,
     Basis,
@@ -158,6 +178,15 @@ class Kronecker(Layered):
         stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink)
         return average.absorbed(fallback, weight, split.unseen)
 
+    def check_backward(self) -> None:
+        self.fallback.gradient_blocks([])
+
+    def in_backward(
+        self, pullback: Pullback, average: Operator | None, *, in_place: bool, weigh: Callable[[], float]
+    ) -> KroneckerInBackward:
+        assert average is None or isinstance(average, KroneckerOperator)
+        return KroneckerInBackward(self, pullback, average, weigh if in_place else None)
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
         dtype = split.dtype(tensors, fallback)
@@ -219,6 +248,86 @@ class FactorAverage(FactorSink):
 
     def flush(self) -> None:
         self._averages.flush()
+
+
+@final
+class KroneckerInBackward(BackwardEstimate):
+    """A = E[a aᵀ] and S = E[g gᵀ] of every layer, with the cotangents g of a backward pass that the user runs.
+
+    ``weigh``: gives the weight of the estimate in the ``average``, which is then changed in place. Layers that no
+    backward pass comes to keep their averages.
+    """
+
+    def __init__(
+        self,
+        structure: Kronecker,
+        pullback: Pullback,
+        average: KroneckerOperator | None,
+        weigh: Callable[[], float] | None,
+    ) -> None:
+        self._structure, self._average, self._weigh = structure, average, weigh
+        self._split = split = structure.split(pullback, average)
+        self._layout = Layout(pullback.model.like, pullback.y.dtype) if average is None else average.layout
+        self._sink: FactorSink | None = None
+        self._weight = 1.0
+        tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
+        of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
+        layers = LayerFactors(tuple(split.used), structure.sharing_rule, pullback.y.dtype, pullback.n, of_mean=of_mean)
+        self._hooks = BackwardHooks(tape, split.used, self._consume)
+        self._layers, self._tape, self._graphs = layers, self._hooks.tape, pullback.graph_cache
+
+    @property
+    def arrived(self) -> bool:
+        return self._hooks.arrived
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    @torch.no_grad()
+    def _consume(self, numbers: Sequence[int], g: Cotangents) -> None:
+        if self._sink is None:
+            self._sink = self._begun()
+        graphs = None if self._sink.address_key is None else self._graphs
+        kernels = CapturedKernels(graphs, self._layers, self._tape, self._sink)
+        with full_precision(self._tape.y.device):
+            kernels.inputs(numbers)
+            kernels.outputs(numbers, g)
+            self._sink.flush()
+
+    def _begun(self) -> FactorSink:
+        """Where the factors go."""
+        if self._average is None or self._weigh is None:
+            return FactorList()
+        self._average.same_layers(self._split.blocks)
+        self._weight = self._weigh()
+        numbers = {block.names: b for b, block in enumerate(self._average.blocks)}
+        return FactorAverage(self._average, [numbers[block.names] for block in self._split.used], self._weight)
+
+    @torch.no_grad()
+    def finish(self, sample: GradientSample) -> KroneckerOperator:
+        self._hooks.finish()
+        split, used = self._split, self._split.used
+        absent = {name for b in self._hooks.absent for name in used[b].names}
+        unseen = split.unseen | absent
+        fallback = None if split.uncovered is None else self._of_uncovered(sample, split.uncovered)
+        sink = self._begun() if self._sink is None else self._sink  # no layer has a rule
+        if isinstance(sink, FactorAverage):
+            return sink.average.absorbed(fallback, self._weight, unseen)
+        assert isinstance(sink, FactorList)
+        dtype, factors = self._layout.dtype, sink.factors
+        pairs = [
+            (factors[b, "S"], factors[b, "A"]) if (b, "S") in factors else self._structure.zeros(block, dtype)
+            for b, block in enumerate(used)
+        ]
+        both = split.of_all(pairs, lambda block: self._structure.zeros(block, dtype))
+        left, right = tuple(lay_out(s) for s, _ in both), tuple(lay_out(a) for _, a in both)
+        power = self._structure.power
+        return KroneckerOperator(self._layout, split.blocks, left, right, fallback, unseen, power=power)
+
+    def _of_uncovered(self, sample: GradientSample, uncovered: Pullback) -> Operator:
+        below = None if self._average is None else self._average.fallback
+        rest = replace(sample.over(list(uncovered.model.params)), blocks=uncovered.layers)
+        return self._structure.fallback_of(rest, below)
 
 
 @final
