@@ -67,6 +67,7 @@ from natgrad.structures.refresh import Refresh
 
 T = TypeVar("T")
 UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no pass has used
+HALVES = ("S^-½", "A^-½")  # letters of the roots that an estimate of Kronecker factors in KL divergence weighs with
 EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
 
 
@@ -230,8 +231,10 @@ class Layered(Structure):
         ``like``: what the estimate will be averaged with.
         """
         if like is not None:
-            below = like.fallback
-            of_fallback = None if below is None else self.fallback.of_gradient(sample.over(below.layout.like), below)
+            of_fallback, below = None, like.fallback
+            if below is not None:
+                rest = sample.over(below.layout.like)
+                of_fallback = self.fallback.of_gradient(rest, below).with_power(self.power)
             return LayerSplit(like.blocks, sample.without - set(like.uncovered.names)), like.layout, of_fallback
         layout = Layout.of(sample.ω)
         blocks = tuple(block for block in sample.blocks if block.rule is not None)
@@ -587,10 +590,11 @@ class LayerOperator(Operator):
         return out | {f"{name}/{UNSEEN}": self._empty(0) for name in unseen}
 
     def averaged(self) -> dict[str, Tensor] | None:
-        """All but the basis, in which both are."""
+        """All but the basis, in which both are, and what both are weighed with."""
         if self.fallback is not None and self.fallback.averaged() is None:
             return None
-        return self._named({letter: side for letter, side in self.by_letter.items() if letter not in "QP"})
+        kept = ("Q", "P", *HALVES)
+        return self._named({letter: side for letter, side in self.by_letter.items() if letter not in kept})
 
     def _named(self, by_letter: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:
         below = {} if self.fallback is None else self.fallback.tensors()
