@@ -59,7 +59,9 @@ from natgrad.step import Fixed as Fixed
 from natgrad.step import GeodesicCorrected as GeodesicCorrected
 from natgrad.step import KLClip as KLClip
 from natgrad.step import LevenbergMarquardt as LevenbergMarquardt
+from natgrad.step import Normalised as Normalised
 from natgrad.step import Penalty as Penalty
+from natgrad.step import Polar as Polar
 from natgrad.step import SelfTuned as SelfTuned
 from natgrad.step import TrustRegion as TrustRegion
 from natgrad.step import exponential as exponential

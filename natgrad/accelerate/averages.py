@@ -42,10 +42,13 @@ class PendingAverages:
         self._waiting: list[Pending] = []
         self._bytes = 0
 
-    def add(self, factor: Tensor, total: Tensor, *, count: int, weight: Scalar) -> None:
-        """Average a factor [c d d], or a diagonal [c d], now or at the next ``flush``."""
+    def add(self, factor: Tensor, total: Tensor, *, count: int | Tensor, weight: Scalar) -> None:
+        """Average a factor [c d d], or a diagonal [c d], now or at the next ``flush``.
+
+        Where the count is a tensor [], of single precision and above zero, the total is overwritten.
+        """
         assert factor.shape == total.shape
-        self._waiting.append(Pending.of(factor, total, weight, max(count, 1)))
+        self._waiting.append(Pending.of(factor, total, weight, count if isinstance(count, Tensor) else max(count, 1)))
         self._bytes += total.numel() * total.element_size()
         if self._bytes > self._most:
             self.flush()
@@ -88,10 +91,15 @@ class Pending:
     total: Tensor
     diagonal: Tensor | None  # None where the whole total is looked at
     weight: Scalar
-    count: int
+    count: int | Tensor
+
+    @property
+    def scale(self) -> tuple[int, int]:
+        """Those that have the same one are averaged at once."""
+        return id(self.weight), id(self.count) if isinstance(self.count, Tensor) else self.count
 
     @staticmethod
-    def of(factor: Tensor, total: Tensor, weight: Scalar, count: int) -> Pending:
+    def of(factor: Tensor, total: Tensor, weight: Scalar, count: int | Tensor) -> Pending:
         """In the memory of the factor; what lies between the rows of a matrix may be anything."""
         if not _padded(factor):
             diagonal = _diagonal(total) if total.numel() >= _LARGE else None
@@ -107,11 +115,11 @@ class Pending:
 def average_together(pending: Sequence[Pending]) -> None:
     """(1 − w) x + w y/count of all of them in few launches; nothing, if one of the y is not finite."""
     gate = _not_finite(pending)
-    for key in dict.fromkeys((id(one.weight), one.count) for one in pending):
-        alike = [one for one in pending if (id(one.weight), one.count) == key]
+    for scale in dict.fromkeys(one.scale for one in pending):
+        alike = [one for one in pending if one.scale == scale]
         for launch in _launches(alike):
             factors, totals = zip(*launch, strict=True)
-            fused.average_(factors, totals, alike[0].weight, count=key[1], gate=gate)
+            fused.average_(factors, totals, alike[0].weight, count=alike[0].count, gate=gate)
 
 
 def _launches(pending: Sequence[Pending], most: int = _LAUNCH) -> Iterator[list[tuple[Tensor, Tensor]]]:

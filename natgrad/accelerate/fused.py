@@ -70,10 +70,12 @@ def average_(
     totals: Sequence[Tensor],
     weight: float | Tensor,
     *,
-    count: float = 1.0,
+    count: float | Tensor = 1.0,
     gate: Tensor | None = None,
 ) -> None:
-    """x ← (1 − w) x + w y/count: a moving average; with a gate, w may be a tensor [] of single precision.
+    """x ← (1 − w) x + w y/count: a moving average; with a gate, w and count may be tensors [] of single precision.
+
+    Where the count is a tensor, y is overwritten.
 
     >>> x = torch.zeros(2)
     >>> average_([x], [torch.ones(2)], 0.25)
@@ -82,9 +84,50 @@ def average_(
     """
     if gate is None:
         torch._foreach_mul_(list(tensors), 1 - float(weight))
-        torch._foreach_add_(list(tensors), list(totals), alpha=float(weight) / count)
+        torch._foreach_add_(list(tensors), list(totals), alpha=float(weight) / float(count))
+    elif isinstance(count, Tensor):
+        _sgd(tensors, totals, [], rate=weight, gate=gate, decay=1.0, divisor=count)
     else:  # x + (w/count)(y − count·x): ascent along y with weight decay
         _sgd(tensors, totals, [], rate=weight / count, gate=gate, decay=count)
+
+
+def adamw_(
+    tensors: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    *,
+    rate: float | Tensor,
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+    gate: Tensor | None = None,
+) -> None:
+    """torch's fused step of AdamW; ``counts`` of steps are tensors [] of single precision on the device.
+
+    >>> x, m, s, t = torch.ones(1), torch.zeros(1), torch.zeros(1), torch.zeros(())
+    >>> adamw_([x], [torch.ones(1)], [m], [s], [t], rate=0.5, betas=(0.9, 0.95), epsilon=0.0, weight_decay=0.0)
+    >>> x, t
+    (tensor([0.5000]), tensor(1.))
+    """
+    torch._foreach_add_(list(counts), 1.0 if gate is None else 1.0 - gate)
+    torch._fused_adamw_(
+        list(tensors),
+        _laid_out_like(tensors, gradients),
+        list(means),
+        list(squares),
+        [],
+        list(counts),
+        lr=rate,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=epsilon,
+        amsgrad=False,
+        maximize=False,
+        found_inf=gate,
+    )
 
 
 def copy_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor | None = None) -> None:
@@ -94,6 +137,23 @@ def copy_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor |
         bad = gate > 0
         values = [torch.where(bad, t, new) for t, new in zip(old, values, strict=True)]
     torch._foreach_copy_(old, list(values))
+
+
+def pad_copy_(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """The rows of y, and zeros after them, into x, which has at least as many.
+
+    >>> x = torch.ones(3, 1)
+    >>> pad_copy_([x], [torch.full((2, 1), 5.0)])
+    >>> x.flatten()
+    tensor([5., 5., 0.])
+    """
+    pairs = [(x, y, y.shape[0]) for x, y in zip(tensors, values, strict=True)]
+    for dtype in {y.dtype for y in values}:  # in one launch, where all have one type
+        alike = [(x[:m], y) for x, y, m in pairs if y.dtype == dtype]
+        torch._foreach_copy_([x for x, _ in alike], [y for _, y in alike])
+    tails = [x[m:] for x, _, m in pairs if x.shape[0] > m]
+    if tails:
+        torch._foreach_zero_(tails)
 
 
 def move_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor | None = None) -> None:
@@ -143,6 +203,16 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors))).sum()
 
 
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """‖x‖ [] of every tensor, in single precision at least.
+
+    >>> norms([torch.tensor([3.0, 4.0])])
+    [tensor(5.)]
+    """
+    dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    return list(torch._foreach_norm(list(tensors), dtype=dtype))
+
+
 def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """A gate [] that closes if a tensor holds NaN or infinity, without waiting for the device.
 
@@ -174,6 +244,12 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].flatten() if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
 
 
+def _laid_out_like(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """The others with the strides of the tensors: fused kernels read both side by side, whatever their strides."""
+    pairs = zip(tensors, others, strict=True)
+    return [y if y.stride() == x.stride() else torch.empty_like(x).copy_(y) for x, y in pairs]
+
+
 def _sgd(
     tensors: Sequence[Tensor],
     others: Sequence[Tensor],
@@ -186,12 +262,9 @@ def _sgd(
     divisor: Tensor | None = None,
 ) -> None:
     """torch's fused step of stochastic gradient descent; with a decay it ascends, x + rate·(y − decay·x)."""
-    # The kernel reads its tensors side by side, whatever their strides.
-    pairs = zip(tensors, others, strict=True)
-    alike = [y if y.stride() == x.stride() else torch.empty_like(x).copy_(y) for x, y in pairs]
     torch._fused_sgd_(
         list(tensors),
-        alike,
+        _laid_out_like(tensors, others),
         list(momenta),
         weight_decay=decay,
         momentum=momentum,

@@ -3,7 +3,8 @@
 Second moments, inverses and the update of the parameters are hundreds of small kernels, and a GPU waits for the host to
 launch them. In a training loop torch's allocator hands out the same addresses again and again. A graph that was
 captured on these addresses is then the whole computation. Where the addresses differ, the kernels are launched one by
-one, as without a cache.
+one, as without a cache. Where they keep differing, because every batch has another size, sums over rows are replayed
+on copies with zero rows after the others, so that there are few sizes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.moments import switches
+from natgrad.accelerate.fused import pad_copy_
+from natgrad.accelerate.moments import channels_last, switches
 from natgrad.lru import LRU
 
 T = TypeVar("T")
@@ -28,6 +31,9 @@ _CAPACITY = 64  # entries of every table; a loop has few address patterns, or ne
 _CAPTURE_COST = 4  # runs that take as long as one capture
 _COPY_BYTES = 2**22  # inputs up to this size are copied to a fixed address rather than recognised by their own
 _PATIENCE = 16  # runs without a graph, after which larger inputs are copied too if they may be
+_SIZES = 8  # that padded tensors have, between two powers of two
+_ALIGNMENT = 256  # bytes, as torch's allocator
+_BUFFER_BYTES = 2**31  # of padded copies; kernels of larger tensors take longer than to launch them
 
 
 class Capture(Protocol):
@@ -99,16 +105,37 @@ class ReplayStats:
     captures: int = 0
     replays: int = 0
     misses: int = 0  # runs for which there was no graph
+    copied: int = 0  # replays on copies of large tensors
+    last: Hashable = None  # addresses of the last run, once they are unsettled
+    repeats: int = 0  # runs in a row that had them
 
-    @property
-    def worthwhile(self) -> bool:
-        """Whether its captures have saved as much time as they took."""
-        return self.replays >= _CAPTURE_COST * self.captures
+    def worthwhile(self, free: int = 0) -> bool:
+        """Whether its captures, all but the first ``free``, have saved as much time as they took."""
+        return self.replays >= _CAPTURE_COST * (self.captures - free)
 
     @property
     def unsettled(self) -> bool:
         """Whether its tensors keep coming at new addresses."""
-        return self.misses > max(_PATIENCE, self.replays)
+        return self.misses > max(_PATIENCE, self.replays - self.copied)
+
+    def settles(self, addresses: Hashable) -> bool:
+        """Whether unsettled tensors, which now have these addresses, have had them time after time."""
+        self.repeats = self.repeats + 1 if addresses == self.last else 0
+        self.last = addresses
+        if self.repeats < _PATIENCE:
+            return False
+        self.misses = self.repeats = 0
+        return True
+
+
+def padded_size(count: int) -> int:
+    """Rounded up to one of eight sizes between two powers of two: at most an eighth more.
+
+    >>> [padded_size(count) for count in (0, 7, 17, 1000, 1025)]
+    [0, 7, 18, 1024, 1152]
+    """
+    step = max(1, 2 ** (count.bit_length() - 1) // _SIZES)
+    return -(-count // step) * step
 
 
 @final
@@ -129,6 +156,8 @@ class GraphCache(Generic[T]):
     def __init__(self, *, capacity: int = _CAPACITY, capture: Capture | None = None) -> None:
         self._capture: Capture = CudaGraphs() if capture is None else capture
         self._graphs = LRU[Hashable, _Graph[T]](capacity=capacity)
+        self._padded = LRU[Hashable, _Graph[T]](capacity=capacity)
+        self._buffer: Tensor | None = None  # bytes that all padded graphs read, one after the other
         self._sightings = LRU[Hashable, int](capacity=_CAPACITY)  # of address patterns that have no graph
         self.stats = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
         self._enabled = True
@@ -142,11 +171,13 @@ class GraphCache(Generic[T]):
         scalars: Sequence[float],
         key: Hashable,
         *,
+        size: Hashable = None,
         may_copy: bool = False,
     ) -> T:
         """``fn(tensors, scalars)``. ``fn`` writes in place and must depend on nothing but its arguments and ``key``.
 
-        ``key`` stands for all else that ``fn`` reads or writes: shapes, options, addresses of what it holds.
+        ``key`` stands for all else that ``fn`` reads or writes: options, addresses of what it holds. What changes with
+        the batch is not in the key but in ``size``, if the shapes of the tensors do not tell.
         Small tensors are copied to where the graph reads them, so that they may lie anywhere. With ``may_copy`` large
         ones are too, if they keep coming at new addresses. In a graph the scalars are tensors [] of single precision,
         so that they may change between replays. What comes back from a replay is the result of the capture, with new
@@ -154,35 +185,111 @@ class GraphCache(Generic[T]):
         """
         if not self.possible(tensors):
             return fn(tensors, scalars)
-        computation = (key, len(scalars), switches())
-        stats = self.stats.get(computation)
-        if stats is None:
-            stats = self.stats[computation] = ReplayStats()
+        stats, computation = self._stats(key)
         small = sum(t.numel() * t.element_size() for t in tensors) <= _COPY_BYTES
         copy = small or (may_copy and stats.unsettled)
         # A copy goes to where it is read, whatever its strides.
-        pattern = computation, *[t.shape if copy else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+        addresses = [t.shape if copy else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+        pattern = computation, len(scalars), size, *addresses
         graph = self._graphs.get(pattern)
         if graph is None:
-            sightings = self._sightings.get(pattern) or 0
-            if sightings >= (1 if stats.worthwhile else _CAPTURE_COST):
-                graph = self._captured(fn, tensors, len(scalars), copy)
+            if self._due(pattern, stats):
+                graph = self._captured(fn, [torch.empty_like(t) for t in tensors] if copy else tensors, len(scalars))
             if graph is None:
-                self._sightings[pattern] = sightings + 1
                 stats.misses += 1
                 return fn(tensors, scalars)
-            del self._sightings[pattern]
-            stats.captures += 1
-            self._graphs[pattern] = graph
-        stats.replays += 1
+            # Tensors of the user are not kept alive: their addresses are compared.
+            self._graphs[pattern] = graph = graph if copy else replace(graph, inputs=[])
         if copy:
             torch._foreach_copy_(graph.inputs, list(tensors))
+            stats.copied += not small
+        return self._replayed(graph, scalars, stats)
+
+    def unsettled(self, tensors: Sequence[Tensor], key: Hashable) -> bool:
+        """Whether the tensors of this computation keep coming at new addresses: then ``run_padded`` is faster."""
+        if not self.possible(tensors):
+            return False
+        stats, _ = self._stats(key)
+        first, last = tensors[0], tensors[-1]
+        return stats.unsettled and not stats.settles((first.data_ptr(), first.shape, last.data_ptr(), last.shape))
+
+    def run_padded(
+        self,
+        fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T],
+        rows: Sequence[Tensor],
+        scalars: Sequence[float],
+        key: Hashable,
+    ) -> T:
+        """``run`` for tensors [m *rest] that come in ever new sizes m: zero rows are appended, so that there are few.
+
+        ``fn`` must give the same with zero rows after the others: the true numbers of rows, where they matter, are
+        among the scalars. The copies lie in one buffer for all graphs, which is as large as those of one run, and of
+        2 GiB at most: larger tensors are not copied.
+
+        >>> def add(tensors, scalars):
+        ...     return tensors[0].sum(0) / scalars[0]
+        >>> GraphCache().run_padded(add, [torch.ones(3, 2)], [3.0], key="mean")
+        tensor([1., 1.])
+        """
+        if not self.possible(rows):
+            return fn(rows, scalars)
+        stats, computation = self._stats((key, "padded"))
+        copies = [_padded(t) for t in rows]
+        pattern = computation, len(scalars), *copies
+        graph = self._padded.get(pattern)
+        if graph is None:
+            if sum(map(_nbytes, copies)) <= _BUFFER_BYTES and self._due(pattern, stats, free=_SIZES):
+                graph = self._captured(fn, self._in_buffer(copies, rows[0].device), len(scalars))
+            if graph is None:
+                stats.misses += 1
+                return fn(rows, scalars)
+            self._padded[pattern] = graph
+        pad_copy_(graph.inputs, rows)
+        return self._replayed(graph, scalars, stats)
+
+    def _stats(self, key: Hashable) -> tuple[ReplayStats, Hashable]:
+        """The history of a computation, and what it is: under other switches it is another one."""
+        computation = key, switches()
+        stats = self.stats.get(computation)
+        if stats is None:
+            stats = self.stats[computation] = ReplayStats()
+        return stats, computation
+
+    def _due(self, pattern: Hashable, stats: ReplayStats, free: int = 0) -> bool:
+        """Whether a pattern that has no graph has been seen often enough to be captured."""
+        sightings = self._sightings.get(pattern) or 0
+        due = sightings >= (1 if stats.worthwhile(free) else _CAPTURE_COST)
+        if due:
+            del self._sightings[pattern]
+            stats.captures += 1
+        else:
+            self._sightings[pattern] = sightings + 1
+        return due
+
+    def _replayed(self, graph: _Graph[T], scalars: Sequence[float], stats: ReplayStats) -> T:
+        stats.replays += 1
         for at, value in enumerate(scalars):
             if value != self._values[at]:  # else a launch is saved
                 self._scalars[at].fill_(value)
                 self._values[at] = value
         graph.replay()
         return graph.result
+
+    def _in_buffer(self, copies: Sequence[_Padded], device: torch.device) -> list[Tensor]:
+        """Memory for these tensors in the buffer; if it has to grow, graphs that read the old one are captured anew."""
+        starts = [0, *accumulate(-(-_nbytes(copy) // _ALIGNMENT) * _ALIGNMENT for copy in copies)]
+        if self._buffer is None or self._buffer.device != device or len(self._buffer) < starts[-1]:
+            for pattern in self._padded:
+                self._sightings[pattern] = _CAPTURE_COST
+            self._padded.clear()
+            self._buffer = None  # before the new one is allocated
+            self._buffer = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        tensors = []
+        for copy, start in zip(copies, starts, strict=False):
+            m, rest, stride, dtype = copy
+            flat = self._buffer[start : start + _nbytes(copy)].view(dtype)
+            tensors.append(flat.view(m, *rest) if stride is None else flat.as_strided((m, *rest), stride))
+        return tensors
 
     def possible(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a function of these tensors may be captured: on a GPU, unless an earlier capture failed."""
@@ -191,14 +298,15 @@ class GraphCache(Generic[T]):
     def clear(self) -> None:
         """Forget all graphs: what they read or write is no longer in use."""
         self._graphs.clear()
+        self._padded.clear()
         self._sightings.clear()
+        self._buffer = None
 
     def _captured(
-        self, fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T], tensors: Sequence[Tensor], count: int, copy: bool
+        self, fn: Callable[[Sequence[Tensor], Sequence[Scalar]], T], inputs: Sequence[Tensor], count: int
     ) -> _Graph[T] | None:
-        """The graph of ``fn``; None, now and ever after, where it cannot be captured."""
-        inputs = [torch.empty_like(t) for t in tensors] if copy else list(tensors)
-        device = tensors[0].device
+        """The graph of ``fn`` on these tensors; None, now and ever after, where it cannot be captured."""
+        device = inputs[0].device
         while len(self._scalars) < count:  # in single precision, as the fused kernels that read them require
             self._scalars.append(torch.zeros((), device=device))
             self._values.append(0.0)
@@ -208,5 +316,18 @@ class GraphCache(Generic[T]):
             _log.info("a computation cannot be captured as a CUDA graph (%s): its kernels are launched singly", error)
             self._enabled = False
             return None
-        # Tensors of the user are not kept alive: their addresses are compared.
-        return _Graph(replay, result, inputs if copy else [])
+        return _Graph(replay, result, list(inputs))
+
+
+_Padded: TypeAlias = tuple[int, torch.Size, tuple[int, ...] | None, torch.dtype]  # m, *rest, strides, type
+
+
+def _padded(t: Tensor) -> _Padded:
+    """What the padded copy of a tensor [m *rest] is like: contiguous, unless t has other strides that are as dense."""
+    dense = not t.is_contiguous() and t.ndim > 2 and channels_last(t)
+    return padded_size(t.shape[0]), t.shape[1:], t.stride() if dense else None, t.dtype
+
+
+def _nbytes(copy: _Padded) -> int:
+    m, rest, _, dtype = copy
+    return m * rest.numel() * dtype.itemsize

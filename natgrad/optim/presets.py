@@ -45,7 +45,7 @@ def KFAC(
     step: StepRule = _CLIP,
     solver: Solver | None = None,
     sharing: Literal["expand", "reduce"] = "expand",
-    fallback: Structure = _DIAGONAL,
+    fallback: Structure | Literal["adamw"] = _DIAGONAL,
     strict: bool = False,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
@@ -64,7 +64,8 @@ def KFAC(
     ``opt.step(closure)``.
 
     ``sharing``, ``fallback`` and ``strict`` are those of ``Kronecker``; parameters that no layer rule covers have the
-    structure ``fallback``. The other arguments are those of ``NaturalGradient``.
+    structure ``fallback``. With ``fallback="adamw"``, which is that of ``NaturalGradient``, embeddings, gains and
+    biases are stepped by AdamW. The other arguments are those of ``NaturalGradient``.
 
     G is a mean over the examples. For a loss that is a mean over tokens give ``Fisher(family, reduction="mean")``: by
     default the terms of an example are summed, S is larger by their number, and the steps are too short.
@@ -81,10 +82,11 @@ def KFAC(
     ...     nn.functional.cross_entropy(model(x), t).backward()
     ...     opt.step()
     """
+    below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(Kronecker(sharing, fallback, strict), step, metric_every, inverse_every, decay),
+        structure=_schedule(Kronecker(sharing, below, strict), step, metric_every, inverse_every, decay),
         solver=Factored(_newton(model)) if solver is None else solver,
         step=step,
         lr=lr,
@@ -93,6 +95,7 @@ def KFAC(
         momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
+        fallback=optimizer,
         rules=rules,
         output=output,
         examples=examples,
@@ -116,7 +119,7 @@ def EKFAC(
     step: StepRule = _CLIP,
     solver: Solver = _CHOLESKY,
     sharing: Literal["expand", "reduce"] = "expand",
-    fallback: Structure = _DIAGONAL,
+    fallback: Structure | Literal["adamw"] = _DIAGONAL,
     strict: bool = False,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
@@ -134,10 +137,11 @@ def EKFAC(
     the eigenbasis of the first micro-batch, later ones in that of all examples so far. To make the first step exact,
     call ``opt.refresh(x)`` with the joint batch before it.
     """
+    below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(EigenKronecker(sharing, fallback, strict), step, metric_every, inverse_every, decay),
+        structure=_schedule(EigenKronecker(sharing, below, strict), step, metric_every, inverse_every, decay),
         solver=solver,
         step=step,
         lr=lr,
@@ -146,6 +150,7 @@ def EKFAC(
         momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
+        fallback=optimizer,
         rules=rules,
         output=output,
         examples=examples,
@@ -173,7 +178,7 @@ def SobolevKFAC(
     step: StepRule = _CLIP,
     solver: Solver | None = None,
     sharing: Literal["expand", "reduce"] = "expand",
-    fallback: Structure = _DIAGONAL,
+    fallback: Structure | Literal["adamw"] = _DIAGONAL,
     strict: bool = False,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
@@ -240,6 +245,11 @@ def _newton(model: nn.Module) -> Newton | None:
     """Newton's iteration for the inverses, where matrix products are much faster than factorisations."""
     p = next(model.parameters(), None) if isinstance(model, nn.Module) else None  # NaturalGradient refuses the rest
     return Newton() if p is not None and prefers_newton(p) else None
+
+
+def _fallbacks(fallback: Structure | Literal["adamw"]) -> tuple[Structure, Literal["adamw"] | None]:
+    """The fallback of the structure, and that of the optimizer."""
+    return (_DIAGONAL, "adamw") if fallback == "adamw" else (fallback, None)
 
 
 def _schedule(

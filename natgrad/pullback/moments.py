@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.modules import buffers_in
+from natgrad.accelerate.moments import rows
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.vjp import waiting_bytes
 from natgrad.errors import NatgradError
@@ -28,7 +29,7 @@ from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing
-from natgrad.pullback.tape import Cotangents, Tape
+from natgrad.pullback.tape import Cotangents, Tape, Use
 from natgrad.rules.base import Replayed
 from natgrad.rules.features import Features, Moment
 
@@ -192,7 +193,8 @@ def stream(
 class LayerFactors:
     """The layers, what becomes of their positions, and what couples the n examples.
 
-    Cotangents are those of the root itself: products of them are divided by n where they are used.
+    Cotangents are those of the root itself: products of them are divided by n where they are used. ``of_mean``: they
+    are those of a loss that is a mean over the examples, 1/n of those of a root.
     """
 
     blocks: tuple[Block, ...]
@@ -201,6 +203,7 @@ class LayerFactors:
     n: int
     relation: Mixing | Weights | None = None
     nearest: NearestProduct | None = None
+    of_mean: bool = False
 
     def late(self, b: int) -> bool:
         """Whether A depends on cotangents.
@@ -221,21 +224,39 @@ class LayerFactors:
         """S and, where it is late, A."""
         block = self.blocks[b]
         if not self.late(b):
-            sink.put(b, "S", self._outputs(block, g.of(tape, block)).over(self.n))
+            sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block))))
             return
         if self.nearest is not None and self.nearest.fits(block):
-            of_s, of_a = self.nearest.factors(tape.inputs(block), g.of(tape, block), block, self.sharing)
-            sink.put(b, "A", of_a.over(self.n))
-            sink.put(b, "S", of_s.over(self.n))
+            share = self.n**-2.0 if self.of_mean else 1.0
+            of_s, of_a = self.nearest.factors(tape.inputs(block), g.of(tape, block), block, self.sharing, share=share)
+            sink.put(b, "A", self._over_examples(of_a))
+            sink.put(b, "S", self._over_examples(of_s))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if block.facets:
-            S, A = joined(block, [(s / self.n, moment.mean()) for s, moment in pairs])
+            scale = self.n if self.of_mean else 1 / self.n
+            S, A = joined(block, [(s * scale, moment.mean()) for s, moment in pairs])
             s, moment, n = S, Moment(A, 1), 1
         else:
             ((s, moment),), n = pairs, self.n
         sink.put(b, "A", moment)
         sink.put(b, "S", Moment(s, n))
+
+    def _over_examples(self, moment: Moment) -> Moment:
+        """Of products of cotangents."""
+        return Moment(moment.total * self.n, 1) if self.of_mean else moment.over(self.n)
+
+    def padded_inputs(self, b: int, tape: Tape, count: Scalar) -> Moment:
+        """A where only so many positions of the tape are real, and the others zero."""
+        block = self.blocks[b]
+        if isinstance(count, Tensor):
+            return tape.inputs(block).padded_moment(count).to(self.dtype)
+        return self._inputs(block, tape).over(int(count))  # nothing was appended
+
+    def padded_outputs(self, b: int, tape: Tape, g: Cotangents, n: Scalar) -> Moment:
+        """S where only n examples are real."""
+        moment = self._outputs(self.blocks[b], g.of(tape, self.blocks[b]))
+        return Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
@@ -257,6 +278,11 @@ class CapturedKernels:
 
     There is one graph for the inputs, whose memory is free again before there are cotangents. These have one or, where
     they are large, several: what has been used is forgotten.
+
+    Where every batch has another size, no address comes again. Then the rows of all examples are padded with zeros to
+    one of few sizes: zero rows add nothing to Σ a aᵀ and Σ g gᵀ, and the true counts are scalars of the graph. Indices
+    of embeddings, and inputs of normalisations with statistics of a batch, have no zero and are not padded, nor are
+    positions that are reduced or layers whose A is late.
     """
 
     graphs: GraphCache[None] | None
@@ -268,6 +294,10 @@ class CapturedKernels:
         """A of these layers, unless it is late."""
         early = [b for b in numbers if not self.layers.late(b)]
         captured = [b for b in early if b in self._capturable]
+        if self._unsettled("A", captured, self._called(self._uses_of(captured))):
+            padded = [b for b in captured if self._pads_inputs(b)]
+            self._padded_inputs(padded)
+            captured = [b for b in captured if b not in padded]
         at_uses = self._uses_of(captured)
         called = self._called(at_uses)
 
@@ -279,7 +309,8 @@ class CapturedKernels:
             sink.flush()
 
         if captured and self.graphs is not None:
-            self.graphs.run(compute, called, [self.sink.weight], self._key("A", captured, at_uses))
+            key = self._key("A", captured, at_uses)
+            self.graphs.run(compute, called, [self.sink.weight], key, size=self.layers.n)
         for b in early:
             if b not in self._capturable:
                 self.layers.put_inputs(b, self.tape, self.sink)
@@ -287,6 +318,10 @@ class CapturedKernels:
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
         """S of these layers and, where it is late, A."""
         captured = [b for b in numbers if b in self._capturable]
+        if self._unsettled("S", captured, [t for at in self._uses_of(captured) for t in g.outer[at]]):
+            padded = [b for b in captured if self._pads(b)]
+            self._padded_outputs(padded, g)
+            captured = [b for b in captured if b not in padded]
         at_uses = self._uses_of(captured)
         late = self._uses_of([b for b in captured if self.layers.late(b)])
 
@@ -301,10 +336,88 @@ class CapturedKernels:
 
         if captured and self.graphs is not None:
             tensors = [*self._called(late), *(t for at in at_uses for t in g.outer[at])]
-            self.graphs.run(compute, tensors, [self.sink.weight], self._key("S", captured, at_uses))
+            key = self._key("S", captured, at_uses)
+            self.graphs.run(compute, tensors, [self.sink.weight], key, size=self.layers.n)
         others = [b for b in numbers if b not in self._capturable]
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
+
+    def _unsettled(self, side: Side, numbers: Sequence[int], tensors: Sequence[Tensor]) -> bool:
+        """Whether what these layers read keeps coming at new addresses."""
+        if not numbers or self.graphs is None:
+            return False
+        return self.graphs.unsettled(tensors, self._key(side, numbers, self._uses_of(numbers)))
+
+    def _padded_inputs(self, numbers: Sequence[int]) -> None:
+        """A of these layers, from rows of all examples that are padded."""
+        at_uses = self._uses_of(numbers)
+        uses = [self.tape.uses[at] for at in at_uses]
+        tensors = [rows(use.call.x, use.call.x.ndim - self._row_axes(use)) for use in uses]
+        counts = [max(1, self._positions(b)) for b in numbers]
+        distinct = list(dict.fromkeys(counts))
+        slots = tuple(distinct.index(count) for count in counts)
+
+        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            tape = self._tape_reading(at_uses, iter(tensors))
+            sink = self.sink.with_weight(scalars[0])
+            for b, slot in zip(numbers, slots, strict=True):
+                sink.put(b, "A", self.layers.padded_inputs(b, tape, scalars[1 + slot]))
+            sink.flush()
+
+        self._run_padded(compute, tensors, distinct, (self._key("A", numbers, at_uses), slots))
+
+    def _padded_outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
+        """S of these layers, likewise; the columns of the root are rows too."""
+        at_uses = self._uses_of(numbers)
+        uses = [self.tape.uses[at] for at in at_uses]
+        tensors = [
+            rows(g.outer[at][0], len(use.shape) - self._row_axes(use)) for at, use in zip(at_uses, uses, strict=True)
+        ]
+
+        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            sink = self.sink.with_weight(scalars[0])
+            mine = Cotangents({at: (t.unsqueeze(0),) for at, t in zip(at_uses, tensors, strict=True)}, {})
+            for b in numbers:
+                sink.put(b, "S", self.layers.padded_outputs(b, self.tape, mine, scalars[1]))
+            sink.flush()
+
+        self._run_padded(compute, tensors, [max(1, self.layers.n)], self._key("S", numbers, at_uses))
+
+    def _run_padded(
+        self,
+        compute: Callable[[Sequence[Tensor], Sequence[Scalar]], None],
+        tensors: Sequence[Tensor],
+        counts: Sequence[int],
+        key: Hashable,
+    ) -> None:
+        if tensors and self.graphs is not None:
+            self.graphs.run_padded(compute, tensors, [self.sink.weight, *map(float, counts)], key)
+
+    def _pads(self, b: int) -> bool:
+        """Whether zero rows may be appended to the cotangents of a layer."""
+        if self.layers.late(b) or self.layers.sharing.how != "expand":
+            return False
+        uses = self.tape.of(self.layers.blocks[b])
+        return all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
+
+    def _pads_inputs(self, b: int) -> bool:
+        """Whether zero rows may be appended to its inputs."""
+        block = self.layers.blocks[b]
+        if not self._pads(b) or block.sparse or block.shape[2] > self.layers.sharing.largest:
+            return False
+        uses = self.tape.of(block)
+        alone = all(len(use.call.args) == 1 and not use.call.kwargs and use.call.x.ndim > 1 for use in uses)
+        return alone and all(use.rule.paddable(use.module, block.keys) for use in uses)
+
+    def _row_axes(self, use: Use) -> int:
+        """How many leading axes of an input or output hold rows that are all treated alike; 0 where that is unknown."""
+        n = self.layers.n
+        return use.rule.leading(use.module, use.shape) or int(use.shape[0] == n > 1 and len(use.shape) > 1)
+
+    def _positions(self, b: int) -> int:
+        """How many there are of a layer, of all examples."""
+        block = self.layers.blocks[b]
+        return sum(use.shape.numel() for use in self.tape.of(block)) // (block.shape[0] * block.shape[1])
 
     @cached_property
     def _capturable(self) -> frozenset[int]:
@@ -339,7 +452,7 @@ class CapturedKernels:
         return (
             side,
             self.layers.sharing,
-            self.layers.n,
+            self.layers.of_mean,
             None if self.layers.relation is None else self.layers.relation.address_key,
             None if self.layers.nearest is None else self.layers.nearest.address_key,
             tuple(self.layers.blocks[b].names for b in numbers),
@@ -437,6 +550,98 @@ def stream_cotangents(
     for at in consumed.symmetric_difference(early).difference(outer):  # no path of the graph leads there
         outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
     consume(list(left), tape.with_inner(outer))
+
+
+@final
+class BackwardHooks:
+    """Cotangents of a backward pass that the user runs, consumed where they arrive.
+
+    They wait until more than ``room`` bytes of them have arrived, as in ``stream_cotangents``. Layers that are called
+    several times, and those that hide layers, wait for ``finish``, which consumes what is left.
+    """
+
+    def __init__(self, tape: Tape, blocks: Sequence[Block], consume: Consume, room: int | None = None) -> None:
+        self._blocks, self._consume = blocks, consume
+        self._uses_of = [tape.use_ids(block) for block in blocks]
+        self._left = dict.fromkeys(range(len(blocks)))  # numbers of layers
+        self._boxes: dict[int, dict[int, Tensor]] = {}  # by the position of a use, the cotangents of its outputs
+        self._consumed: set[int] = set()  # positions of uses
+        self._waiting = 0  # bytes
+        total = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
+        self._room = waiting_bytes(tape.y.device, total) if room is None else room
+        outputs: dict[Any, list[tuple[int, int, int]]] = {}
+        for at in sorted({at for of_block in self._uses_of for at in of_block}):
+            for j, edge in enumerate(tape.uses[at].edges):
+                if edge is not None:
+                    outputs.setdefault(edge.node, []).append((at, j, edge.output_nr))
+        self._handles = [node.register_prehook(partial(self._receive, of_node)) for node, of_node in outputs.items()]
+        # Without the graph, which holds the hooks and with them this object.
+        uses = tuple(replace(use, edges=(None,) * len(use.edges), source=None) for use in tape.uses)
+        self.tape = replace(tape, y=tape.y.detach(), uses=uses, operations=None)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether a backward pass has come to one of the layers, or there are none."""
+        return bool(self._boxes) or len(self._left) < len(self._blocks) or not self._blocks
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The numbers of the layers that no backward pass has come to, after ``finish``."""
+        return frozenset(self._left)
+
+    def finish(self) -> None:
+        """Consume all that has arrived, and let go of the graph."""
+        self.remove()
+        numbers = [b for b in self._left if any(at in self._boxes for at in self._uses_of[b])]
+        if numbers:
+            self._give(numbers, inner=True)
+
+    def remove(self) -> None:
+        """No longer wait for cotangents."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _receive(self, outputs: Sequence[tuple[int, int, int]], grads: Arrived) -> None:
+        for at, j, output in outputs:
+            g, box = grads[output], self._boxes.setdefault(at, {})
+            if j in box or at in self._consumed:
+                raise NatgradError(
+                    f"two backward passes came to the outputs of {self.tape.uses[at].module} in one forward pass: call "
+                    "backward once, on the sum of the losses"
+                )
+            if g is not None:
+                box[j] = g.detach()
+                self._waiting += g.nbytes
+        if self._waiting > self._room:
+            ready = [b for b in self._left if self._is_ready(b)]
+            if ready:
+                self._give(ready, inner=False)
+
+    def _is_ready(self, b: int) -> bool:
+        """Whether a layer needs no other cotangents than those that wait."""
+        (at, *more), use = self._uses_of[b], self.tape.uses[self._uses_of[b][0]]
+        return not more and at in self._boxes and not self._blocks[b].facets and not isinstance(use.rule, Replayed)
+
+    def _give(self, numbers: Sequence[int], *, inner: bool) -> None:
+        outer = {at: self._outer(at) for at in {at for b in numbers for at in self._uses_of[b]}}
+        for b in numbers:
+            del self._left[b]
+        needed = {at for b in self._left for at in self._uses_of[b]}
+        self._consumed |= outer.keys() - needed
+        for at in outer.keys() - needed:
+            self._boxes.pop(at, None)
+        self._waiting = sum(g.nbytes for box in self._boxes.values() for g in box.values())
+        self._consume(numbers, self.tape.with_inner(outer) if inner else Cotangents(outer, {}))
+
+    def _outer(self, at: int) -> tuple[Tensor, ...]:
+        """The cotangents of all outputs of a use, with the examples first; zero where no path of the graph leads."""
+        use, box = self.tape.uses[at], self._boxes.get(at, {})
+        like = next(iter(box.values()), self.tape.y)
+        return tuple(
+            use.batch_first(box[j].unsqueeze(0)) if j in box else like.new_zeros(1, *shape)
+            for j, shape in enumerate(use.shapes)
+        )
 
 
 def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:

@@ -100,6 +100,10 @@ class Rule(ABC):
         """How many axes of an output of this shape are all treated alike, as are those of the input: any may have n."""
         return 0
 
+    def paddable(self, module: nn.Module, keys: Keys) -> bool:
+        """Whether a of zero inputs is zero but for the homogeneous coordinate: then zero examples may be appended."""
+        return False
+
     def columns(self, module: nn.Module, block: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """By local name, the parts [c o j] that ``pack`` lays side by side, each a reshape of its tensor; None where a
         rule packs in its own way.

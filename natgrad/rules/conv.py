@@ -34,6 +34,9 @@ class ConvRule(Rule):
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, "weight", "bias") for kind in _CONVS)
 
+    def paddable(self, module: nn.Module, keys: Keys) -> bool:
+        return "weight" in keys
+
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Features:
         layer = cast(_Conv, module)
         patches = Patches(*_padded(layer, call.x), layer.groups, "bias" in keys)

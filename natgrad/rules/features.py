@@ -46,7 +46,9 @@ _GRADIENTS = 2**24  # numbers, of per-example gradients at a time
 @final
 @dataclass(frozen=True, repr=False)
 class Moment:
-    """Σ x xᵀ [c d d], or its diagonal [c d], and how many positions were summed (a tensor [c] where some are masked).
+    """Σ x xᵀ [c d d], or its diagonal [c d], and how many positions were summed.
+
+    The count is a tensor [c] where some are masked, and [], above zero, where it is a number on the device.
 
     The sum over ``rows`` is formed when ``total`` is asked for: a moving average takes it without. The total may be
     shared: do not write into it.
@@ -136,6 +138,18 @@ class Features(ABC):
     def moment(self) -> Moment:
         """Σ x xᵀ [c d d] over k, n and r, in single precision at least."""
         return Moment(_product(single(self.dense())), self.count())
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether the last coordinate is homogeneous: 1, also where the inputs of the layer are zero."""
+        return False
+
+    def padded_moment(self, count: Tensor) -> Moment:
+        """Σ x xᵀ where so many positions are real: the inputs of the others were zero, and they are not counted."""
+        total = self.moment().total
+        if self.homogeneous:
+            total[..., -1, -1] = count.to(total.dtype)
+        return Moment(total, count)
 
     def squares(self) -> Moment:
         """The diagonal of that, [c d]."""
@@ -299,6 +313,10 @@ class Rows(Features):
     def dense(self) -> Tensor:
         return _with_ones(self.x.unsqueeze(-2), self.ones, -4)
 
+    @property
+    def homogeneous(self) -> bool:
+        return self.ones is not False
+
     def moment(self) -> Moment:
         return Moment(None, self.count(), self)
 
@@ -362,6 +380,10 @@ class Patches(Features):
         a = patches(self._images, self.axes, self.groups)
         return _with_ones(a.unflatten(0, self.x.shape[: self._examples + 1]), self.ones, -4)
 
+    @property
+    def homogeneous(self) -> bool:
+        return self.ones is not False
+
     def moment(self) -> Moment:
         x, count = self._images, self.count()
         if isinstance(self.ones, bool) and few_patches(x, self.axes, self.groups):
@@ -416,6 +438,10 @@ class Entries(Features):
 
     def dense(self) -> Tensor:
         return _with_ones(self.x.unsqueeze(-1), self.ones, -4)
+
+    @property
+    def homogeneous(self) -> bool:
+        return self.ones is not False
 
     def moment(self) -> Moment:
         x = single(self.x)
@@ -535,6 +561,10 @@ class Joined(Features):
 
     def dense(self) -> Tensor:
         return torch.cat([use.dense() for use in self.uses], dim=-3)
+
+    @property
+    def homogeneous(self) -> bool:
+        return any(use.homogeneous for use in self.uses)
 
     def count(self, weights: Tensor | None = None) -> int | Tensor:
         return reduce(operator.add, [use.count(weights) for use in self.uses])

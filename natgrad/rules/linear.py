@@ -27,6 +27,9 @@ class LinearRule(Rule):
     def leading(self, module: nn.Module, shape: Sequence[int]) -> int:
         return len(shape) - 1
 
+    def paddable(self, module: nn.Module, keys: Keys) -> bool:
+        return True
+
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Rows:
         x = positions_in_one_axis(call.x if call.x.ndim > 1 else call.x.unsqueeze(0), 0)
         return Rows(x if "weight" in keys else x[..., :0], "bias" in keys)
@@ -64,6 +67,9 @@ class PReLURule(Rule):
 
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return _channels(module), 1, 1
+
+    def paddable(self, module: nn.Module, keys: Keys) -> bool:
+        return True
 
     def inputs(self, module: nn.Module, keys: Keys, call: Call) -> Entries:
         return Entries(_by_channel(module, single(call.x).clamp(max=0), 1).mT)

@@ -50,6 +50,10 @@ class NormRule(Rule):
     def shape(self, module: nn.Module, keys: Keys) -> tuple[int, int, int]:
         return cast(Tensor, module.weight).numel(), 1, len(keys)
 
+    def paddable(self, module: nn.Module, keys: Keys) -> bool:
+        """Zeros have mean zero: they stay zero, unless they are divided by it."""
+        return "weight" in keys and cast(float | None, module.eps) != 0
+
     def pack(self, module: nn.Module, block: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([block[key].reshape(-1, 1, 1) for key in _NAMES if key in block], dim=-1)
 
@@ -144,6 +148,10 @@ class ChannelEntries(Features):
     def dense(self) -> Tensor:
         return self.entries.dense()
 
+    @property
+    def homogeneous(self) -> bool:
+        return self.ones
+
     def moment(self) -> Moment:
         n, _, r = self.x.shape
         mean, variance = self.mean * self.scale + self.shift, self.variance * self.scale.square()
@@ -204,6 +212,9 @@ class BatchNormRule(ChannelNormRule):
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, *_NAMES) for kind in _BATCH) and cast(_BatchNorm, module).affine
 
+    def paddable(self, module: nn.Module, keys: Keys) -> bool:
+        return False  # its constants are not those of an example
+
     def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         layer = cast(_BatchNorm, module)
         if batch_statistics(layer, call.training):
@@ -219,6 +230,9 @@ class InstanceNormRule(ChannelNormRule):
 
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, *_NAMES) for kind in _INSTANCE) and cast(_InstanceNorm, module).affine
+
+    def paddable(self, module: nn.Module, keys: Keys) -> bool:
+        return super().paddable(module, keys) and not cast(_InstanceNorm, module).track_running_stats
 
     def batch_axis(self, module: nn.Module, call: Call) -> int | None:
         return None if call.x.ndim == _spatial(module) + 1 else 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.averages import PendingAverages, lay_out
-from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.devices import full_precision, is_asynchronous
 from natgrad.accelerate.inverses import (
     BatchedInverse,
     InverseStack,
@@ -37,13 +37,33 @@ from natgrad.accelerate.replay import Scalar
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.linalg import Damping, Relative, refuse_singular
 from natgrad.model import Model
+from natgrad.output.hessian import Empirical
 from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullback.layer import Block
-from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
+from natgrad.pullback.moments import (
+    BackwardHooks,
+    CapturedKernels,
+    FactorList,
+    FactorSink,
+    LayerFactors,
+    Side,
+    factors_of,
+    stream,
+)
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullback.tape import Cotangents
 from natgrad.rules.features import Moment
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing, check_shape
+from natgrad.structures.base import (
+    BackwardEstimate,
+    Cost,
+    IdentityInverse,
+    Inverse,
+    Layout,
+    Operator,
+    WorkSharing,
+    check_shape,
+)
 from natgrad.structures.layered import (
     EIGENVECTORS,
     HALVES,
@@ -136,7 +156,7 @@ class Kronecker(Layered):
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
-        estimates = factors_of(pullback, split.used, self.sharing_rule, self._nearest(like, pullback))
+        estimates = factors_of(pullback, split.used, self.sharing_rule, self.nearest(like, pullback))
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
@@ -150,7 +170,7 @@ class Kronecker(Layered):
             halves=_halves_of(like),
         )
 
-    def _nearest(self, average: Operator | None, pullback: Pullback | None = None) -> NearestProduct | None:
+    def nearest(self, average: Operator | None, pullback: Pullback | None = None) -> NearestProduct | None:
         """The fit in KL divergence with the inverses that the average has."""
         if self.fit == "mean":
             return None
@@ -174,7 +194,7 @@ class Kronecker(Layered):
         average.same_layers(split.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = FactorAverage(average, [numbers[block.names] for block in split.used], weight)
-        stream(pullback, split.used, self.sharing_rule, sink, self._nearest(average, pullback))
+        stream(pullback, split.used, self.sharing_rule, sink, self.nearest(average, pullback))
         return average.absorbed(fallback, weight, split.unseen)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
@@ -184,7 +204,7 @@ class Kronecker(Layered):
         """
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used), self._nearest(like))
+        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used), self.nearest(like))
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
         return KroneckerOperator(
@@ -204,8 +224,17 @@ class Kronecker(Layered):
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
         sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
-        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink, self._nearest(average))
+        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink, self.nearest(average))
         return average.absorbed(fallback, weight, split.unseen)
+
+    def check_backward(self) -> None:
+        self.fallback.gradient_blocks([])
+
+    def in_backward(
+        self, pullback: Pullback, average: Operator | None, *, in_place: bool, weigh: Callable[[], float]
+    ) -> KroneckerInBackward:
+        assert average is None or isinstance(average, KroneckerOperator)
+        return KroneckerInBackward(self, pullback, average, weigh if in_place else None)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
@@ -265,8 +294,8 @@ class FactorAverage(FactorSink):
             share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
             moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
         if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
-            moment = Moment(moment.mean(), 1) if isinstance(moment.count, Tensor) else moment
-            assert isinstance(moment.count, int)
+            masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
+            moment = Moment(moment.mean(), 1) if masked else moment
             self._averages.add(factor, moment.total, count=moment.count, weight=weight)
             return
         if not moment.is_finite():
@@ -279,6 +308,98 @@ class FactorAverage(FactorSink):
 
     def flush(self) -> None:
         self._averages.flush()
+
+
+@final
+class KroneckerInBackward(BackwardEstimate):
+    """A = E[a aᵀ] and S = E[g gᵀ] of every layer, with the cotangents g of a backward pass that the user runs.
+
+    ``weigh``: gives the weight of the estimate in the ``average``, which is then changed in place. Layers that no
+    backward pass comes to keep their averages.
+    """
+
+    def __init__(
+        self,
+        structure: Kronecker,
+        pullback: Pullback,
+        average: KroneckerOperator | None,
+        weigh: Callable[[], float] | None,
+    ) -> None:
+        self._structure, self._average, self._weigh = structure, average, weigh
+        self._split = split = structure.split(pullback, average)
+        self._layout = Layout(pullback.model.like, pullback.y.dtype) if average is None else average.layout
+        self._sink: FactorSink | None = None
+        self._weight = 1.0
+        tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
+        of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
+        nearest, dtype = structure.nearest(average, pullback), pullback.y.dtype
+        layers = LayerFactors(
+            tuple(split.used), structure.sharing_rule, dtype, pullback.n, nearest=nearest, of_mean=of_mean
+        )
+        self._hooks = BackwardHooks(tape, split.used, self._consume)
+        self._layers, self._tape, self._graphs = layers, self._hooks.tape, pullback.graph_cache
+
+    @property
+    def arrived(self) -> bool:
+        return self._hooks.arrived
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    @torch.no_grad()
+    def _consume(self, numbers: Sequence[int], g: Cotangents) -> None:
+        if self._sink is None:
+            self._sink = self._begun()
+        graphs = None if self._sink.address_key is None else self._graphs
+        kernels = CapturedKernels(graphs, self._layers, self._tape, self._sink)
+        with full_precision(self._tape.y.device):
+            kernels.inputs(numbers)
+            kernels.outputs(numbers, g)
+            self._sink.flush()
+
+    def _begun(self) -> FactorSink:
+        """Where the factors go."""
+        if self._average is None or self._weigh is None:
+            return FactorList()
+        self._average.same_layers(self._split.blocks)
+        self._weight = self._weigh()
+        numbers = {block.names: b for b, block in enumerate(self._average.blocks)}
+        return FactorAverage(self._average, [numbers[block.names] for block in self._split.used], self._weight)
+
+    @torch.no_grad()
+    def finish(self, sample: GradientSample) -> KroneckerOperator:
+        self._hooks.finish()
+        split, used = self._split, self._split.used
+        absent = {name for b in self._hooks.absent for name in used[b].names}
+        unseen = split.unseen | absent
+        fallback = None if split.uncovered is None else self._of_uncovered(sample, split.uncovered)
+        sink = self._begun() if self._sink is None else self._sink  # no layer has a rule
+        if isinstance(sink, FactorAverage):
+            return sink.average.absorbed(fallback, self._weight, unseen)
+        assert isinstance(sink, FactorList)
+        dtype, factors = self._layout.dtype, sink.factors
+        pairs = [
+            (factors[b, "S"], factors[b, "A"]) if (b, "S") in factors else self._structure.zeros(block, dtype)
+            for b, block in enumerate(used)
+        ]
+        both = split.of_all(pairs, lambda block: self._structure.zeros(block, dtype))
+        left, right = tuple(lay_out(s) for s, _ in both), tuple(lay_out(a) for _, a in both)
+        return KroneckerOperator(
+            self._layout,
+            split.blocks,
+            left,
+            right,
+            fallback,
+            unseen,
+            power=self._structure.power,
+            fit=self._structure.fit,
+            halves=_halves_of(self._average),
+        )
+
+    def _of_uncovered(self, sample: GradientSample, uncovered: Pullback) -> Operator:
+        below = None if self._average is None else self._average.fallback
+        rest = replace(sample.over(list(uncovered.model.params)), blocks=uncovered.layers)
+        return self._structure.fallback_of(rest, below)
 
 
 @final
@@ -441,8 +562,8 @@ class KroneckerOperator(LayerOperator):
             left, right = (tuple(side[b] for b in share) for side in (self.left, self.right))
             blocks = tuple(self.blocks[b] for b in share)
             if share:
-                part = replace(self, blocks=blocks, left=left, right=right, fallback=None, halves=())
-                inverses.append(invert(part))
+                owned = replace(self, blocks=blocks, left=left, right=right, fallback=None, halves=())
+                inverses.append(invert(owned))
             return inverses[0].tensors() if inverses else {}
 
         inverse = self.layers_from(sharing.gathered(inverted), self.fallback_inverse(damping))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from natgrad.accelerate import replay
 from natgrad.accelerate.replay import CudaGraphs, GraphCache, Scalar, capturing
 from tests.accelerate.eager_graphs import EagerGraphs
 
@@ -244,3 +245,49 @@ def test_a_replay_returns_the_result_of_the_capture() -> None:
     assert found[1] is found[2] is found[3]
     assert float(found[0]) == 0.0
     assert float(found[3]) == 6.0
+
+
+# Tensors of ever new sizes, padded with zero rows.
+
+
+def _means(cache: GraphCache[None], *, width: int = 3) -> list[int]:
+    """Run a mean over rows in many sizes; the sizes of the buffer after each."""
+    mean, sizes = torch.zeros(width, dtype=torch.float64), list[int]()
+
+    def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+        mean.copy_(torch.stack([t.double().sum(0) for t in tensors]).sum(0) / scalars[0])
+
+    for m in (17, 18, 24, 31, 30, 17, 25, 18, 32, 31, 17, 29, 18, 24, 32, 30):
+        tensors = [torch.randn(m, width), torch.randn(m, width).half()]
+        cache.run_padded(compute, tensors, [2.0 * m], "mean")
+        expected = torch.cat([t.double() for t in tensors]).mean(0)
+        torch.testing.assert_close(mean, expected, rtol=1e-12, atol=1e-12)
+        sizes.append(0 if cache._buffer is None else cache._buffer.numel())
+    return sizes
+
+
+def test_rows_of_changing_number_are_replayed_in_few_sizes() -> None:
+    graphs = EagerGraphs()
+    sizes = _means(GraphCache(capture=graphs))
+    assert graphs.log.count("replay") == 11  # 18, 24, 32, 30 and 26 rows come for a first time
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 512 + 256  # 32 rows of 3 numbers, in multiples of 256 bytes: of one run
+
+
+def test_rows_that_are_too_many_bytes_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_BUFFER_BYTES", 100)
+    graphs = EagerGraphs()
+    assert not any(_means(GraphCache(capture=graphs)))
+    assert not graphs.log
+
+
+def test_tensors_are_unsettled_until_they_lie_still() -> None:
+    cache = GraphCache[None](capture=EagerGraphs())
+    patterns = _patterns(40)
+    for pattern in patterns:
+        assert not cache.unsettled([pattern], "other")
+        settled = not cache.unsettled([pattern], "S")
+        cache.run(lambda *_: None, [pattern], [], "S")
+    assert not settled
+    found = [cache.unsettled([patterns[0]], "S") for _ in range(20)]
+    assert found == [True] * 16 + [False] * 4

@@ -3,19 +3,23 @@
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.accelerate import replay
 from natgrad.accelerate.moments import column_moments, symmetric_product
+from natgrad.accelerate.replay import GraphCache
 from natgrad.accelerate.vjp import vjp
 from natgrad.rules import RULES, Call, Rule
 from natgrad.rules.base import cotangent_features, input_features
 from tests.cuda.waiting import no_waiting
 from tests.optim.tasks import seeded
-from tests.pulled import close, normal
+from tests.pulled import Rooted, close, normal
+from tests.structures.test_changing_sizes import CASES, made
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "layer": (lambda: nn.LayerNorm(4), (6, 4)),
@@ -263,3 +267,59 @@ def test_a_recording_is_of_one_precision() -> None:
     assert moment() == pytest.approx(1.0, rel=1e-3)
     torch.set_float32_matmul_precision("highest")
     assert moment() == pytest.approx((1.0 + 2**-9) ** 2, rel=1e-3)
+
+
+def _sizes(count: int) -> list[int]:
+    """Between 16 and 31."""
+    return torch.randint(16, 32, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def _padded_replays(cache: GraphCache[None]) -> int:
+    """From graphs of padded rows."""
+    return sum(stats.replays for key, stats in cache.stats.items() if "'padded'" in repr(key))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_factors_of_changing_sizes_are_those_of_each_batch_on_the_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    build, batch = CASES[name]
+    here, structure, cache = seeded(lambda: made(build, batch(20))), ng.Kronecker(), GraphCache[None]()
+    there = copy.deepcopy(here).to("cuda", torch.float32)
+
+    def pull(n: int, device: str, dtype: torch.dtype) -> ng.Pullback:
+        model, x = (here, batch(n)) if device == "cpu" else (there, batch(n).cuda())
+        s = normal(1, *here(batch(n)).shape, seed=n).to(device, dtype)
+        return ng.pullback(model, x.to(dtype) if x.is_floating_point() else x, Rooted(s))
+
+    expected = structure.estimate(pull(20, "cpu", torch.float64))
+    first = structure.estimate(pull(20, "cuda", torch.float32))
+    found = first.lerp(first, 0.5)
+    for n in _sizes(60):
+        expected = expected.lerp(structure.estimate(pull(n, "cpu", torch.float64)), 0.25)
+        found = structure.absorb(replace(pull(n, "cuda", torch.float32), graph_cache=cache), found, 0.25)
+    for key, t in expected.tensors().items():
+        close(found.tensors()[key].cpu().double(), t, 1e-4)
+    assert cache.possible([torch.ones(1, device="cuda")])  # no capture has failed
+    assert name == "tied" or _padded_replays(cache) > 20
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutions"])
+def test_an_optimizer_with_batches_of_changing_size_has_the_factors_of_the_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    build, batch = CASES[name]
+    model, found = seeded(lambda: made(build, batch(20))), []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        there = copy.deepcopy(model).to(device, dtype)
+        opt = ng.KFAC(there, ng.Euclidean(), lr=0.0, metric_every=1, inverse_every=100)
+        for n in _sizes(60):
+            opt.zero_grad()
+            there(batch(n).to(device, dtype)).square().sum().backward()
+            opt.step()
+        found.append({key: t.cpu().double() for key, t in opt.state_dict()["natgrad"]["operator"].items()})
+        assert device == "cpu" or _padded_replays(opt.tracker.observer.cache.graphs) > 20
+    for key, t in found[0].items():
+        close(found[1][key], t, 1e-4)

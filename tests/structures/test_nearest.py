@@ -261,6 +261,7 @@ def test_gradients_have_the_factors_of_kl_shampoo(power: float, every: int) -> N
 
 METRICS: dict[str, Callable[[], ng.OutputMetric]] = {
     "gradients": ng.BatchGradient,
+    "own": ng.Empirical,
     "layers": ng.Euclidean,
     "sampled": lambda: ng.Fisher(ng.Gaussian(), samples=1),
 }
