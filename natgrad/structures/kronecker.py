@@ -105,6 +105,9 @@ class Kronecker(Layered):
     KL(N(0, G) ‖ N(0, S ⊗ A)) is least. A factor that is zero, and has an inverse that is zero, does not weigh the other
     one. A weight that is tied to another kind of layer, and a stack of experts, keep the means of both sides.
 
+    With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
+    the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
+
     A parameter that no module tells of has the factors of the operations that use it: products, convolutions, lookups.
     Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact diagonal of
     G. So have parameters that a function stands before (``weight_norm``, a merged LoRA): W = f(θ) has a product S ⊗ A,
@@ -134,11 +137,30 @@ class Kronecker(Layered):
 
     in_place: ClassVar[bool] = True
     fit: Fit = field(default="mean", kw_only=True)
+    sides: Literal["both", "inputs"] = field(default="both", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fit not in ("mean", "kl"):
             raise ValueError(f'Kronecker(fit=…) is "mean" or "kl", not {self.fit!r}')
+        if self.sides not in ("both", "inputs"):
+            raise ValueError(f'Kronecker(sides=…) is "both" or "inputs", not {self.sides!r}')
+        if self.fit == "kl" and self.sides == "inputs":
+            raise ValueError(
+                'Kronecker(sides="inputs", fit="kl") has one side, and nothing to weigh it with: use fit="mean"'
+            )
+
+    @property
+    def _inputs_only(self) -> bool:
+        return self.sides == "inputs"
+
+    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        s, a = super().shapes(block)
+        return (s[:2] if self._inputs_only else s), a
+
+    def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        s, a = super().zeros(block, dtype)
+        return (torch.ones_like(s) if self._inputs_only else s), a
 
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
@@ -156,7 +178,8 @@ class Kronecker(Layered):
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
-        estimates = factors_of(pullback, split.used, self.sharing_rule, self.nearest(like, pullback))
+        nearest = self.nearest(like, pullback)
+        estimates = factors_of(pullback, split.used, self.sharing_rule, nearest, inputs_only=self._inputs_only)
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
@@ -194,7 +217,8 @@ class Kronecker(Layered):
         average.same_layers(split.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = FactorAverage(average, [numbers[block.names] for block in split.used], weight)
-        stream(pullback, split.used, self.sharing_rule, sink, self.nearest(average, pullback))
+        nearest, inputs_only = self.nearest(average, pullback), self._inputs_only
+        stream(pullback, split.used, self.sharing_rule, sink, nearest, inputs_only=inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
@@ -204,7 +228,8 @@ class Kronecker(Layered):
         """
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used), self.nearest(like))
+        sides = self.diagonal_sides(split.used)
+        pairs = gradient_factors(sample, split.used, sides, self.nearest(like), inputs_only=self._inputs_only)
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
         return KroneckerOperator(
@@ -224,10 +249,15 @@ class Kronecker(Layered):
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
         sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
-        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink, self.nearest(average))
+        sides, nearest = self.diagonal_sides(split.used), self.nearest(average)
+        stream_gradient(sample, split.used, sides, sink, nearest, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def check_backward(self) -> None:
+        if self._inputs_only:
+            raise IncompatibleError(
+                'Kronecker(sides="inputs") needs no cotangents, and so no backward pass: use it with Euclidean()'
+            )
         self.fallback.gradient_blocks([])
 
     def in_backward(
