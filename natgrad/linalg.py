@@ -313,9 +313,11 @@ def newton(
     return x, decrement
 
 
-def check_damping(damping: Damping, dtype: torch.dtype = torch.float64) -> None:
+def check_damping(damping: Damping, dtype: torch.dtype = torch.float64, *, relative: bool = True) -> None:
     """Damping is a non-negative number, and one that a metric of this precision can be added to; or it is relative."""
     if isinstance(damping, Relative):
+        if not relative:
+            raise TypeError(f"damping must be a number here, got {damping!r}: there are no factors to be damped apart")
         return
     if not damping >= 0 or damping == float("inf"):
         raise ValueError(f"damping must be a finite number ≥ 0, got {damping}")

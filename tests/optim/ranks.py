@@ -132,6 +132,19 @@ CASES = {
     "batch_gradient": Case(
         _natural(metric=ng.BatchGradient(), structure=ng.Refresh(ng.Kronecker(), 2, 0.9, 3), lr=0.02), pieces=2
     ),
+    "powers": Case(
+        _natural(
+            structure=ng.Refresh(ng.Kronecker(power=0.5), 2, 0.9, 3),
+            solver=ng.Factored(),
+            damping=ng.Relative(0.01),
+            lr=0.05,
+        ),
+        Uncovered,
+    ),
+    "powers_spectral": Case(
+        _natural(structure=ng.Refresh(ng.EigenKronecker(power=0.75), 2, 0.9, 3), damping=ng.Relative(0.01), lr=0.05)
+    ),
+    "power_zero": Case(_natural(structure=ng.Kronecker(power=0.0), solver=ng.Factored())),
     "kernel": Case(_natural(structure=ng.Kernel())),
     "trust_region": Case(_natural(structure=ng.Kronecker(), step=ng.TrustRegion(0.01, ng.Backtracking()))),
     "geodesic": Case(_natural(structure=ng.Kronecker(), step=ng.GeodesicCorrected())),
@@ -139,7 +152,7 @@ CASES = {
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
-RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient")
+RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers")
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:

@@ -275,3 +275,9 @@ def test_a_group_holds_a_number() -> None:
     groups = [{"params": [model.get_parameter("0.weight")], "damping": ng.Relative(0.1)}]
     with pytest.raises(ValueError, match=r"a parameter group holds the number ε of Relative\(epsilon=0\.1\)"):
         ng.NaturalGradient(model, ng.Euclidean(), groups=groups)
+
+
+def test_where_one_number_is_needed_a_share_is_refused() -> None:
+    frame = ng.functionspace.TangentFrame.of(ng.pullback(network(), normal(5, 3), ng.Euclidean()))
+    with pytest.raises(TypeError, match=r"damping must be a number here, got Relative\(epsilon=0\.1\)"):
+        ng.functionspace.TangentKernel(frame, ng.Relative(0.1))  # type: ignore[arg-type]
