@@ -31,7 +31,11 @@ from natgrad.natural import natural_gradient as natural_gradient
 from natgrad.natural import sharp as sharp
 from natgrad.optim import EKFAC as EKFAC
 from natgrad.optim import KFAC as KFAC
+from natgrad.optim import SOAP as SOAP
+from natgrad.optim import Muon as Muon
+from natgrad.optim import Natural as Natural
 from natgrad.optim import NaturalGradient as NaturalGradient
+from natgrad.optim import Shampoo as Shampoo
 from natgrad.optim import SobolevKFAC as SobolevKFAC
 from natgrad.output import BatchGradient as BatchGradient
 from natgrad.output import Bregman as Bregman

@@ -22,7 +22,7 @@ from natgrad.accelerate.modules import buffers_in
 from natgrad.accelerate.moments import rows
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.vjp import waiting_bytes
-from natgrad.errors import NatgradError
+from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.model import tensors_of
 from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
@@ -155,23 +155,36 @@ class FactorList(FactorSink):
 
 
 def factors_of(
-    pb: Pullback, blocks: Sequence[Block], sharing: Sharing, nearest: NearestProduct | None = None
+    pb: Pullback,
+    blocks: Sequence[Block],
+    sharing: Sharing,
+    nearest: NearestProduct | None = None,
+    *,
+    inputs_only: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``blocks``, which have rules."""
     sink = FactorList()
-    stream(pb, blocks, sharing, sink, nearest)
+    stream(pb, blocks, sharing, sink, nearest, inputs_only=inputs_only)
     return sink.pairs()
 
 
 def stream(
-    pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: FactorSink, nearest: NearestProduct | None = None
+    pb: Pullback,
+    blocks: Sequence[Block],
+    sharing: Sharing,
+    sink: FactorSink,
+    nearest: NearestProduct | None = None,
+    *,
+    inputs_only: bool = False,
 ) -> None:
     """S and A of every layer in ``blocks``, which have rules, into the sink.
 
     Inputs come first, while there are no cotangents. Cotangents are used inside the backward pass, where they arrive.
-    ``nearest``: the layers that it fits have its factors in place of means.
+    ``nearest``: the layers that it fits have its factors in place of means. ``inputs_only``: S is the identity.
     """
-    if not blocks:
+    if inputs_only:
+        stream_inputs(pb, blocks, sharing, sink)
+    if not blocks or inputs_only:
         return
     if pb.coupling is None and not whole(pb):
         for b, (s, a) in enumerate(second_moments(pb, blocks, sharing, nearest=nearest)):
@@ -188,13 +201,48 @@ def stream(
     sink.flush()
 
 
+def stream_inputs(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: FactorSink) -> None:
+    """A of every layer in ``blocks``, and S = 1, into the sink. There is no root and no backward pass."""
+    if pb.coupling is not None:
+        raise IncompatibleError(
+            f'Kronecker(sides="inputs") does not work with {pb.metric!r}: the coupling of the examples has one scale '
+            'for both factors. Use sides="both"'
+        )
+    if not blocks:
+        return
+    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, inputs_only=True)
+    first, *others = (pb.tape(examples) for examples in pb.ranges)
+    if not others:
+        graphs = None if sink.address_key is None else pb.graph_cache
+        CapturedKernels(graphs, layers, first, sink).inputs(range(len(blocks)))
+    else:
+        moments = FactorMoments()
+        for tape in (first, *others):
+            for b in range(len(blocks)):
+                layers.put_inputs(b, tape, moments)
+        for (b, side), moment in moments.totals.items():
+            sink.put(b, side, moment)
+    sink.flush()
+
+
+@final
+class FactorMoments(FactorSink):
+    """Adds up S and A of every layer over the parts of a batch."""
+
+    def __init__(self) -> None:
+        self.totals: dict[tuple[int, Side], Moment] = {}
+
+    def put(self, b: int, side: Side, moment: Moment) -> None:
+        self.totals[b, side] = self.totals[b, side] + moment if (b, side) in self.totals else moment
+
+
 @final
 @dataclass(frozen=True)
 class LayerFactors:
     """The layers, what becomes of their positions, and what couples the n examples.
 
     Cotangents are those of the root itself: products of them are divided by n where they are used. ``of_mean``: they
-    are those of a loss that is a mean over the examples, 1/n of those of a root.
+    are those of a loss that is a mean over the examples, 1/n of those of a root. ``inputs_only``: S is the identity.
     """
 
     blocks: tuple[Block, ...]
@@ -204,20 +252,26 @@ class LayerFactors:
     relation: Mixing | Weights | None = None
     nearest: NearestProduct | None = None
     of_mean: bool = False
+    inputs_only: bool = False
 
     def late(self, b: int) -> bool:
         """Whether A depends on cotangents.
 
         That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale.
         """
-        return self.relation is not None or bool(self.blocks[b].facets) or self._fits(self.blocks[b])
+        block = self.blocks[b]
+        return not self.inputs_only and (self.relation is not None or bool(block.facets) or self._fits(block))
 
     def _fits(self, block: Block) -> bool:
         return self.nearest is not None and self.nearest.fits(block)
 
     def put_inputs(self, b: int, tape: Tape, sink: FactorSink) -> None:
         """A, unless it is late."""
-        if not self.late(b):
+        if self.inputs_only:
+            kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
+            sink.put(b, "A", self._inputs(kind, tape))
+            sink.put(b, "S", Moment(torch.ones(kind.shape[:2], dtype=self.dtype, device=kind.device), 1))
+        elif not self.late(b):
             sink.put(b, "A", self._inputs(self.blocks[b], tape))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
@@ -453,6 +507,7 @@ class CapturedKernels:
             side,
             self.layers.sharing,
             self.layers.of_mean,
+            self.layers.inputs_only,
             None if self.layers.relation is None else self.layers.relation.address_key,
             None if self.layers.nearest is None else self.layers.nearest.address_key,
             tuple(self.layers.blocks[b].names for b in numbers),

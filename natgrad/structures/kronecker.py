@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ClassVar, cast, final
+from typing import ClassVar, Literal, cast, final
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.replay import Scalar
-from natgrad.errors import NonFiniteError
+from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.linalg import Damping, Relative, refuse_singular
 from natgrad.model import Model
 from natgrad.output.hessian import Empirical
@@ -91,6 +91,9 @@ class Kronecker(Layered):
     rows (a vocabulary) only the diagonal is kept. With ``bias="separate"`` a bias is a layer of its own, apart from its
     weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is G^p = S^p ⊗ A^p.
 
+    With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
+    the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
+
     A parameter that no module tells of has the factors of the operations that use it: products, convolutions, lookups.
     Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact diagonal of
     G. So have parameters that a function stands before (``weight_norm``, a merged LoRA): W = f(θ) has a product S ⊗ A,
@@ -119,6 +122,24 @@ class Kronecker(Layered):
     """
 
     in_place: ClassVar[bool] = True
+    sides: Literal["both", "inputs"] = field(default="both", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sides not in ("both", "inputs"):
+            raise ValueError(f'Kronecker(sides=…) is "both" or "inputs", not {self.sides!r}')
+
+    @property
+    def _inputs_only(self) -> bool:
+        return self.sides == "inputs"
+
+    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        s, a = super().shapes(block)
+        return (s[:2] if self._inputs_only else s), a
+
+    def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        s, a = super().zeros(block, dtype)
+        return (torch.ones_like(s) if self._inputs_only else s), a
 
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
@@ -136,7 +157,7 @@ class Kronecker(Layered):
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
-        estimates = factors_of(pullback, split.used, self.sharing_rule)
+        estimates = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
@@ -158,14 +179,15 @@ class Kronecker(Layered):
         average.same_layers(split.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = FactorAverage(average, [numbers[block.names] for block in split.used], weight)
-        stream(pullback, split.used, self.sharing_rule, sink)
+        stream(pullback, split.used, self.sharing_rule, sink, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
         """S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k) of every matrix (Gupta, Koren and Singer 2018)."""
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used))
+        sides = self.diagonal_sides(split.used)
+        pairs = gradient_factors(sample, split.used, sides, inputs_only=self._inputs_only)
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
         return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
@@ -175,10 +197,14 @@ class Kronecker(Layered):
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
         sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
-        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink)
+        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def check_backward(self) -> None:
+        if self._inputs_only:
+            raise IncompatibleError(
+                'Kronecker(sides="inputs") needs no cotangents, and so no backward pass: use it with Euclidean()'
+            )
         self.fallback.gradient_blocks([])
 
     def in_backward(
@@ -327,7 +353,7 @@ class KroneckerInBackward(BackwardEstimate):
     def _of_uncovered(self, sample: GradientSample, uncovered: Pullback) -> Operator:
         below = None if self._average is None else self._average.fallback
         rest = replace(sample.over(list(uncovered.model.params)), blocks=uncovered.layers)
-        return self._structure.fallback.of_gradient(rest, below)
+        return self._structure.fallback_of(rest, below)
 
 
 @final

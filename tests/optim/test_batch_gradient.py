@@ -234,7 +234,10 @@ def test_powers_of_the_factors_are_shampoo(power: float, solver: ng.solve.Solver
         torch.testing.assert_close((before[name] - p.detach()) / 1e-3, v, rtol=1e-4, atol=1e-8)
 
 
-STRUCTURES = (ng.Diagonal(), ng.Dense(), ng.BlockDense(), ng.Kronecker(), ng.EigenKronecker())
+STRUCTURES = (
+    *(ng.Diagonal(), ng.Dense(), ng.BlockDense(), ng.Kronecker(), ng.EigenKronecker()),
+    *(ng.Kronecker(power=0.5), ng.EigenKronecker(power=0.5)),  # the fallback of the vectors has the power, too
+)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
