@@ -150,12 +150,12 @@ def powered(values: Tensor, power: float, what: str) -> Tensor:
 
 
 def inverse_powered(values: Tensor, power: float) -> Tensor:
-    """x^-p of positive numbers, and 0 of zero.
+    """x^-p of positive numbers, and 0 of zero; NaN stays NaN.
 
     >>> inverse_powered(torch.tensor([0.0, 4.0]), 0.5)
     tensor([0.0000, 0.5000])
     """
-    return torch.where(values > 0, values, torch.inf).pow(-power)
+    return torch.where(values == 0, torch.inf, values).pow(-power)
 
 
 def check_power(power: float, what: str) -> None:

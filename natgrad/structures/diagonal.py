@@ -146,8 +146,8 @@ class DiagonalOperator(Operator):
     def _damped(self, damping: Damping) -> Tensor:
         """d + λ [p], positive; with relative damping also zero, for parameters where d is zero throughout."""
         damped = self.values + self._shift(damping)
-        if damping != 0 and not can_read(damped):
-            return damped  # a GPU is not waited for: what is not finite shows in the step
+        if damping != 0 and not can_read(damped):  # squares are not negative, and an average of them is finite
+            return damped
         check_finite(self.values, "the diagonal of the metric")
         bad = damped < 0 if isinstance(damping, Relative) else damped <= 0
         if bool(bad.any()):
