@@ -391,6 +391,10 @@ class Operator(ABC):
         """The same metric, with what is amortised over many estimates (eigenvectors) computed anew."""
         return self
 
+    def informed(self, inverse: Inverse, damping: Damping) -> Operator:
+        """The same metric, with what the next estimates need of its inverse, which has been made."""
+        return self
+
     # Averages.
 
     @abstractmethod
