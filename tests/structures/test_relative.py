@@ -208,8 +208,9 @@ def test_an_optimizer_holds_the_number_and_resumes_exactly(structure: str, power
     trained(opt, model, 5)
     trained(other, twin, 5)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-    assert "mean eigenvalue, factor by factor" in str(opt.plan())
-    assert "Relative(0.02)" in str(opt.diagnostics())
+    if power > 0:  # the identity has no damping to speak of
+        assert "mean eigenvalue, factor by factor" in str(opt.plan())
+        assert "Relative(0.02)" in str(opt.diagnostics())
 
 
 def test_a_scheduler_may_change_the_number() -> None:
