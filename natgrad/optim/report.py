@@ -217,7 +217,8 @@ def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> 
 def _schedule(tracker: MetricTracker) -> str:
     schedule, metric = tracker.schedule, tracker.metric
     average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
-    return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {_inverted(schedule)}"
+    power = "" if schedule.power == 1 else f", to the power {schedule.power:g}"
+    return f"metric: {metric!r}{power}, estimated every {_steps(schedule.every)}{average}, {_inverted(schedule)}"
 
 
 def _inverted(schedule: Refresh) -> str:
