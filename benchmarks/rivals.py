@@ -201,7 +201,7 @@ class SOAP(_Eigenbasis):
     ...     optimizer.zero_grad()
     ...     w.square().sum().backward()
     ...     optimizer.step()
-    >>> bool(w.norm() < 0.5)
+    >>> bool(w.norm() < 1)
     True
     """
 
