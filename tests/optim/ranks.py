@@ -138,6 +138,15 @@ CASES = {
     # Of gradients with a null space of more dimensions rounding chooses the basis, as for EK-FAC below.
     "soap": Case(lambda m: ng.SOAP(m, lr=0.02, damping=ng.Relative(1e-2)), lambda: nn.Linear(3, 3)),
     "muon": Case(lambda m: ng.Muon(m, lr=0.02, iteration="minimax")),
+    # The loss of a process has twice the weight here; a step of a given size does not depend on that.
+    "own_backward": Case(
+        _natural(
+            metric=ng.Empirical(reduction="sum"),
+            structure=ng.Refresh(ng.Kronecker(), 2, 0.9, 3),
+            damping=ng.Relative(0.1),
+            step=ng.Normalised(),
+        )
+    ),
     "kernel": Case(_natural(structure=ng.Kernel())),
     "trust_region": Case(_natural(structure=ng.Kronecker(), step=ng.TrustRegion(0.01, ng.Backtracking()))),
     "geodesic": Case(_natural(structure=ng.Kronecker(), step=ng.GeodesicCorrected())),
