@@ -172,8 +172,8 @@ CASES = {
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
-RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers", "natural", "muon")
-RESUMED += ("kronecker_fresh",)
+RESUMED = ["kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers", "natural", "muon"]
+RESUMED += ["kronecker_fresh"]
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
