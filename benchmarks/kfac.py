@@ -12,6 +12,8 @@ factors   Kronecker factors of a batch, one sampled target per example, over for
 changing  the same where every batch has another size, so that a GPU never sees the same addresses twice
 steps     training steps over fused AdamW's, averaged over a whole refresh cycle; "10 & 100" means factors every ten
           steps, inverses every hundred
+presets   the optimizers of docs/optimizers.md: training steps over fused AdamW's, averaged over a cycle of ten; then
+          the optimizers' steps alone, the same gradient every time; then the peak memory of a training step
 sobolev   Sobolev K-FAC steps over K-FAC steps
 memory    peak memory of a training step that refreshes everything, less the factors and inverses, over SGD's
 resnet18  ResNet-18 at full width: the first K-FAC step, a step with new factors and a plain step, over AdamW's
@@ -42,6 +44,7 @@ from benchmarks import networks
 from benchmarks.harness import Race, SubprocessRunner, duels, machine, now, peak_memory, settle, together
 from benchmarks.networks import Problem, gradient
 from benchmarks.report import Report, Row, Target, markdown, save, table
+from benchmarks.rivals import Together
 from benchmarks.soap import SOAP
 
 OURS, OURS_TF32, FROM_NOTHING = "natgrad", "natgrad, all in tf32", "natgrad, from nothing"
@@ -59,13 +62,15 @@ class Case:
     """A network and the bounds it has to meet; None where there is no bound.
 
     ``factors``: time over forward+backward. ``margin``: the fastest peer's time over ours. ``steps``: time over
-    AdamW's, by (metric_every, inverse_every). ``sobolev``: Sobolev K-FAC steps over K-FAC steps.
+    AdamW's, by (metric_every, inverse_every). ``natural``: training steps of ``ng.Natural`` over AdamW's. ``sobolev``:
+    Sobolev K-FAC steps over K-FAC steps.
     """
 
     make: Make
     factors: float | None = None
     margin: float = 1.0
     steps: Mapping[tuple[int, int], float | None] = field(default_factory=dict)
+    natural: float | None = None
     sobolev: float | None = None
 
 
@@ -73,10 +78,10 @@ def cases(device: torch.device) -> list[Case]:
     """The networks of a device."""
     if device.type == "cuda":
         return [
-            Case(partial(networks.autoencoder, 1000), 1.2, steps={(10, 100): 1.25, (1, 10): 3.0}),
-            Case(partial(networks.vgg, 128), 1.3, steps={(10, 100): 1.25, (1, 10): 4.0}, sobolev=1.1),
+            Case(partial(networks.autoencoder, 1000), 1.2, steps={(10, 100): 1.25, (1, 10): 3.0}, natural=1.25),
+            Case(partial(networks.vgg, 128), 1.3, steps={(10, 100): 1.25, (1, 10): 4.0}, natural=1.3, sobolev=1.1),
             Case(partial(networks.vgg, 128, norm=nn.BatchNorm2d), steps={(10, 100): None}, sobolev=1.1),
-            Case(partial(networks.gpt, 32, 256), 1.1, steps={(10, 100): 1.15, (1, 10): 2.5}),
+            Case(partial(networks.gpt, 32, 256), 1.1, steps={(10, 100): 1.15, (1, 10): 2.5}, natural=1.2),
         ]
     free: dict[tuple[int, int], float | None] = {(10, 100): None, (1, 10): None}
     return [
@@ -288,6 +293,83 @@ def steps(report: Report, case: Case) -> None:
             report.targets.append(Target(claim, ratio, bound, True))
 
 
+NATURAL, MUON, TORCH_MUON = "natgrad Natural", "natgrad Muon", "torch's Muon, and AdamW fused"
+OUR_SOAP, REFERENCE_SOAP, SHAMPOO = "natgrad SOAP, every 10", "SOAP, every 10", "natgrad Shampoo"
+
+
+def torch_muon(model: nn.Module) -> Any:
+    """torch's Muon for matrices, and kernels as such; fused AdamW for embeddings, gains and biases."""
+    tiny, decay = 1e-5, 0.1
+    return Together(
+        model,
+        lambda hidden: torch.optim.Muon(hidden, lr=tiny, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        lr=tiny,
+        weight_decay=decay,
+        lend=True,
+    )
+
+
+PRESETS: dict[str, Callable[[nn.Module], Any]] = {  # learning rates are small: the timed network hardly changes
+    ADAMW: adamw,
+    NATURAL: lambda model: ng.Natural(model, lr=1e-5),
+    SHAMPOO: lambda model: ng.Shampoo(model, lr=1e-5),
+    MUON: lambda model: ng.Muon(model, lr=1e-5),
+    TORCH_MUON: torch_muon,
+    OUR_SOAP: lambda model: ng.SOAP(model, lr=1e-5),
+    REFERENCE_SOAP: soap,
+}
+
+
+def presets(report: Report, case: Case) -> None:
+    """Whole training steps, and the optimizers' steps alone, over ten steps: one cycle of all of them."""
+    problem, cycle, (rounds, warmup) = case.make(report.device), 10, report.cycles
+    count, turns = dict.fromkeys(PRESETS, cycle), dict.fromkeys(PRESETS, TURNS)
+    whole = {name: training(problem, make, cycle) for name, make in PRESETS.items()}
+    result = report.race(f"training step of a preset: {problem.name}", whole, ADAMW, rounds, count, warmup, turns)
+    alone = {name: stepping(problem, make, cycle) for name, make in PRESETS.items()}
+    apart = report.race(f"step of an optimizer alone: {problem.name}", alone, ADAMW, rounds, count, warmup, turns)
+    muon, soap = apart.ratio(MUON, TORCH_MUON), apart.ratio(OUR_SOAP, REFERENCE_SOAP)
+    claims = [
+        (f"step of natgrad's Muon alone over that of torch's, {problem.name}", muon, 0.6),
+        (f"step of natgrad's SOAP alone over the reference's, {problem.name}", soap, 0.5),
+    ]
+    if case.natural is not None:
+        ratio = result.ratio(NATURAL, ADAMW)
+        claims.append((f"training step of Natural over fused AdamW, {problem.name}", ratio, case.natural))
+    report.targets += [Target(claim, ratio.median, bound, True) for claim, ratio, bound in claims]
+    peak = {
+        name: peak_memory(prepare_training, case.make, _OF_PROBLEM[name], report.device, device=report.device)
+        for name in _OF_PROBLEM
+    }
+    note = ", ".join(f"{name}: {size / 2**20:.0f} MB" for name, size in peak.items())
+    claim = f"peak memory of a training step of Natural over AdamW's, {problem.name}"
+    report.targets.append(Target(claim, peak[NATURAL] / peak[ADAMW], 1.5, True, note))
+
+
+def _natural(problem: Problem) -> Optimizer:
+    return PRESETS[NATURAL]
+
+
+def _adamw(problem: Problem) -> Optimizer:
+    return adamw
+
+
+_OF_PROBLEM = {ADAMW: _adamw, NATURAL: _natural}
+
+
+def stepping(problem: Problem, optimizer: Callable[[nn.Module], Any], steps: int) -> Contestant:
+    """So many steps of an optimizer with the gradient of the first batch, which stays where it is."""
+    problem = replace(problem, model=copy.deepcopy(problem.model))
+    opt = optimizer(problem.model)
+    problem.loss(problem.model(problem.x), problem.t).backward()
+
+    def contestant() -> None:
+        for _ in range(steps):
+            opt.step()
+
+    return contestant
+
+
 def sobolev(report: Report, case: Case) -> None:
     """Sobolev K-FAC steps over K-FAC steps. A kernel of tokens does not exist: language models are left out."""
     problem = case.make(report.device)
@@ -408,6 +490,7 @@ def sections() -> dict[str, Callable[[Report, Case], None]]:
         "factors": factors,
         "changing": changing,
         "steps": steps,
+        "presets": presets,
         "sobolev": sobolev,
         "memory": memory,
         "resnet18": resnet18,

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import curves
 from benchmarks.report import claim_table, ratio_table
+from experiments import powers
 from experiments.regression_record import tables as regression_tables
 
 ROOT = Path(__file__).parent.parent
@@ -173,7 +174,7 @@ def online_table() -> str:
     return "\n".join(["| distribution | optimizer | rate | error / bound |", "| --- | --- | --- | --- |", *rows])
 
 
-NAMES = {
+NAMES: dict[str, Any] = {"powers": powers} | {
     function.__name__: function
     for function in (
         *(results, machine, ratios, section, claims, ratio, claim, span, training, vi_table),

@@ -52,13 +52,13 @@ class Contender:
 # Matrices and the rest of the parameters.
 
 
-def matrices(model: nn.Module, task: Task) -> list[nn.Parameter]:
-    """The hidden weights: two axes or more, neither an embedding nor in the head that the task names."""
+def matrices(model: nn.Module, head: tuple[str, ...] = ()) -> list[nn.Parameter]:
+    """The hidden weights: two axes or more, neither an embedding nor in the ``head``, which begins their names."""
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     return [
         p
         for name, p in model.named_parameters()
-        if p.ndim > 1 and id(p) not in embeddings and not name.startswith(task.head)
+        if p.ndim > 1 and id(p) not in embeddings and not name.startswith(head)
     ]
 
 
@@ -72,14 +72,14 @@ class Together:
     def __init__(
         self,
         model: nn.Module,
-        task: Task,
         make: Callable[[list[nn.Parameter]], Optimizer],
         *,
         lr: float,
         weight_decay: float,
+        head: tuple[str, ...] = (),
         lend: bool = False,
     ) -> None:
-        hidden = matrices(model, task)
+        hidden = matrices(model, head)
         taken = {id(p) for p in hidden}
         others = [p for p in model.parameters() if id(p) not in taken]
         self.lent = [(p, nn.Parameter(p.detach().view(len(p), -1))) for p in hidden if lend and p.ndim > 2]
@@ -97,7 +97,7 @@ class Together:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         for p in self.parameters:
             p.grad = None
@@ -322,10 +322,10 @@ def _muon(adjust: str, times: float) -> Make:
         decay = weight_decay / times  # of the product with the learning rate, like AdamW's
         return Together(
             model,
-            task,
             lambda hidden: torch.optim.Muon(hidden, lr=times * lr, weight_decay=decay, adjust_lr_fn=adjust),
             lr=lr,
             weight_decay=weight_decay,
+            head=task.head,
             lend=True,
         )
 
@@ -342,7 +342,11 @@ def _kl_shampoo(betas: tuple[float, float]) -> Make:
 
     def make(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
         return Together(
-            model, task, lambda hidden: KLShampoo(hidden, lr, betas, weight_decay), lr=lr, weight_decay=weight_decay
+            model,
+            lambda hidden: KLShampoo(hidden, lr, betas, weight_decay),
+            lr=lr,
+            weight_decay=weight_decay,
+            head=task.head,
         )
 
     return make
@@ -353,6 +357,58 @@ def _kfac(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepp
     return ng.KFAC(model, ng.Fisher(task.family(), samples=1), lr=lr, weight_decay=weight_decay)
 
 
+def _head(model: nn.Module, task: Task) -> list[dict[str, Any]]:
+    """The parameter group that leaves the head to AdamW."""
+    head = [p for name, p in model.named_parameters() if name.startswith(task.head)]
+    return [{"params": head, "fallback": "adamw"}] if head else []
+
+
+def _natural(power: float = 0.5, momentum: float = 0.95, polar: bool = False) -> Make:
+    """``ng.Natural`` with the second moment of the gradients."""
+
+    def make(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
+        return ng.Natural(
+            model,
+            lr=lr,
+            weight_decay=weight_decay,
+            power=power,
+            momentum=momentum,
+            polar=polar,
+            groups=_head(model, task),
+        )
+
+    return make
+
+
+def _natural_fisher(power: float, momentum: float) -> Make:
+    """``ng.Natural`` with the factors of K-FAC, of targets that the model samples."""
+
+    def make(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
+        return ng.Natural(
+            model,
+            ng.Fisher(task.family(), samples=1),
+            lr=lr,
+            weight_decay=weight_decay,
+            power=power,
+            momentum=momentum,
+            groups=_head(model, task),
+        )
+
+    return make
+
+
+def _ng_muon(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
+    return ng.Muon(model, lr=lr, weight_decay=weight_decay, groups=_head(model, task))
+
+
+def _ng_soap(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
+    return ng.SOAP(model, lr=lr, weight_decay=weight_decay, groups=_head(model, task))
+
+
+def _ng_shampoo(model: nn.Module, lr: float, weight_decay: float, task: Task) -> Stepper:
+    return ng.Shampoo(model, lr=lr, weight_decay=weight_decay, groups=_head(model, task))
+
+
 VISION = ("image",)
 CONTENDERS: dict[str, Contender] = {
     "sgd": Contender(_sgd, 0.05, (5e-4, 5e-3), VISION),
@@ -360,7 +416,15 @@ CONTENDERS: dict[str, Contender] = {
     "muon": Contender(_muon("match_rms_adamw", 1.0), 4e-3),
     "soap": Contender(_soap, 2e-3),
     "kl-shampoo": Contender(_kl_shampoo((0.9, 0.98)), 2e-3),
+    "natural": Contender(_natural(), 4e-3),
     # Variants, run when they are named.
+    "natural-75": Contender(_natural(power=0.75), 4e-3),
+    "natural-90": Contender(_natural(momentum=0.9), 4e-3),
+    "natural-polar": Contender(_natural(polar=True), 4e-3),
+    "natural-fisher": Contender(_natural_fisher(0.75, 0.9), 4e-3),
+    "ng-muon": Contender(_ng_muon, 4e-3),
+    "ng-soap": Contender(_ng_soap, 2e-3),
+    "ng-shampoo": Contender(_ng_shampoo, 4e-3),
     "muon-original": Contender(_muon("original", 10.0), 2e-3),
     "kl-shampoo-95": Contender(_kl_shampoo((0.95, 0.95)), 2e-3),
     "kfac": Contender(_kfac, 0.1, (0.0, 0.01)),

@@ -31,7 +31,11 @@ from natgrad.natural import natural_gradient as natural_gradient
 from natgrad.natural import sharp as sharp
 from natgrad.optim import EKFAC as EKFAC
 from natgrad.optim import KFAC as KFAC
+from natgrad.optim import SOAP as SOAP
+from natgrad.optim import Muon as Muon
+from natgrad.optim import Natural as Natural
 from natgrad.optim import NaturalGradient as NaturalGradient
+from natgrad.optim import Shampoo as Shampoo
 from natgrad.optim import SobolevKFAC as SobolevKFAC
 from natgrad.output import BatchGradient as BatchGradient
 from natgrad.output import Bregman as Bregman
@@ -59,7 +63,9 @@ from natgrad.step import Fixed as Fixed
 from natgrad.step import GeodesicCorrected as GeodesicCorrected
 from natgrad.step import KLClip as KLClip
 from natgrad.step import LevenbergMarquardt as LevenbergMarquardt
+from natgrad.step import Normalised as Normalised
 from natgrad.step import Penalty as Penalty
+from natgrad.step import Polar as Polar
 from natgrad.step import SelfTuned as SelfTuned
 from natgrad.step import TrustRegion as TrustRegion
 from natgrad.step import exponential as exponential

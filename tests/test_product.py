@@ -280,6 +280,28 @@ def test_any_metric_in_any_structure_with_any_solver(model: str, metric: str, st
         close(v, oracle.pinv(matrix, w.flatten(), 1e-12), 1e-5)
 
 
+@pytest.mark.parametrize("power", [0.5, 0.3])
+@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "Implicit"])
+@pytest.mark.parametrize("metric", ["Fisher categorical", "Fisher sampled", "GradientCovariance", "Sobolev"])
+@pytest.mark.parametrize("model", MODELS)
+def test_any_metric_in_any_structure_has_powers(model: str, metric: str, structure: str, power: float) -> None:
+    """(G + λ)^-p and, relative to it, p log det."""
+    at, operator, λ = setting(metric, model), estimate(metric, model, structure).with_power(power), 0.2
+    matrix = _level(at.G, 3) if structure == "LowRank" else kept(metric, model, structure)
+    values, vectors = torch.linalg.eigh(matrix)
+    w = covector(at.pb)
+    expected = vectors @ ((values + λ).pow(-power) * (vectors.T @ w.flatten()))
+    close(ng.sharp(operator, w, ng.Cholesky(), λ).flatten(), expected, 1e-9)
+    close(operator.logdet(λ), power * (values + λ).log().sum(), 1e-9)
+
+
+def _level(G: Tensor, rank: int) -> Tensor:
+    """The leading eigenpairs, and what is left of the trace spread evenly."""
+    values, vectors = torch.linalg.eigh(G)
+    lead = (vectors[:, -rank:] * values[-rank:]) @ vectors[:, -rank:].T
+    return lead + (G - lead).trace() / len(G) * torch.eye(len(G), dtype=G.dtype)
+
+
 @pytest.mark.parametrize("structure", ["Kronecker expand", "Kronecker reduce", "EigenKronecker"])
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("model", MODELS)

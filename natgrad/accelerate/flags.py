@@ -68,8 +68,9 @@ class Flag:
             raise NonFiniteError(f"{what} of {', '.join(bad)} holds NaN or infinity. Nothing was changed")
 
     def look(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the flag on the device."""
-        self.value = nonfinite(list(tensors.values()))
+        """Set the flag on the device. What was found before in this step stays."""
+        value = nonfinite(list(tensors.values()))
+        self.value = value if self.value is None else torch.maximum(self.value, value)
 
     def send(self, what: str, step: int) -> None:
         """Send the flag to the host, for ``raise_pending``; on a CPU there is none, as ``check`` has raised."""

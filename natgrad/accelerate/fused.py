@@ -91,6 +91,45 @@ def average_(
         _sgd(tensors, totals, [], rate=weight / count, gate=gate, decay=count)
 
 
+def adamw_(
+    tensors: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    counts: Sequence[Tensor],
+    *,
+    rate: float | Tensor,
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+    gate: Tensor | None = None,
+) -> None:
+    """torch's fused step of AdamW; ``counts`` of steps are tensors [] of single precision on the device.
+
+    >>> x, m, s, t = torch.ones(1), torch.zeros(1), torch.zeros(1), torch.zeros(())
+    >>> adamw_([x], [torch.ones(1)], [m], [s], [t], rate=0.5, betas=(0.9, 0.95), epsilon=0.0, weight_decay=0.0)
+    >>> x, t
+    (tensor([0.5000]), tensor(1.))
+    """
+    torch._foreach_add_(list(counts), 1.0 if gate is None else 1.0 - gate)
+    torch._fused_adamw_(
+        list(tensors),
+        _laid_out_like(tensors, gradients),
+        list(means),
+        list(squares),
+        [],
+        list(counts),
+        lr=rate,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=epsilon,
+        amsgrad=False,
+        maximize=False,
+        found_inf=gate,
+    )
+
+
 def copy_(tensors: Sequence[Tensor], values: Sequence[Tensor], *, gate: Tensor | None = None) -> None:
     """x ← y, bit for bit."""
     old = list(tensors)
@@ -164,6 +203,16 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors))).sum()
 
 
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """‖x‖ [] of every tensor, in single precision at least.
+
+    >>> norms([torch.tensor([3.0, 4.0])])
+    [tensor(5.)]
+    """
+    dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    return list(torch._foreach_norm(list(tensors), dtype=dtype))
+
+
 def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """A gate [] that closes if a tensor holds NaN or infinity, without waiting for the device.
 
@@ -195,6 +244,12 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].flatten() if len(tensors) == 1 else torch.cat([t.flatten() for t in tensors])
 
 
+def _laid_out_like(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """The others with the strides of the tensors: fused kernels read both side by side, whatever their strides."""
+    pairs = zip(tensors, others, strict=True)
+    return [y if y.stride() == x.stride() else torch.empty_like(x).copy_(y) for x, y in pairs]
+
+
 def _sgd(
     tensors: Sequence[Tensor],
     others: Sequence[Tensor],
@@ -207,12 +262,9 @@ def _sgd(
     divisor: Tensor | None = None,
 ) -> None:
     """torch's fused step of stochastic gradient descent; with a decay it ascends, x + rate·(y − decay·x)."""
-    # The kernel reads its tensors side by side, whatever their strides.
-    pairs = zip(tensors, others, strict=True)
-    alike = [y if y.stride() == x.stride() else torch.empty_like(x).copy_(y) for x, y in pairs]
     torch._fused_sgd_(
         list(tensors),
-        alike,
+        _laid_out_like(tensors, others),
         list(momenta),
         weight_decay=decay,
         momentum=momentum,

@@ -22,6 +22,7 @@ from natgrad.optim.update import check_numbers, common_damping, like, number_of
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import loaded, with_layers
 from natgrad.structures.base import Inverse, Operator, StateError, Structure, check_shape
+from natgrad.structures.identity import constant
 
 T = TypeVar("T")
 Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
@@ -56,7 +57,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
     inverse = preconditioner.inverse
     return {
         **_signature(tracker, preconditioner),
-        "solver": in_words(preconditioner.solver),
+        "solver": _solver(preconditioner),
         "dtype": str(tracker.model.example.dtype),
         "step": tracker.step,
         "mass": (tracker.weight.total, step_size),
@@ -100,18 +101,19 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
     tensors = placed(state["operator"])
     layers = loaded(model, observer.blocks, state.get("operations", ()))
     blocks = with_layers(observer.blocks, layers)
-    average = operator_of(tracker.structure, model, blocks, tensors) if tensors else None
+    average = operator_of(tracker.structure, model, blocks, tensors) if tensors else constant(tracker.structure, model)
     inverse: Inverse | None = None
     warm: dict[str, Tensor] | None = None
-    if state["solver"] != in_words(solver):
-        words = state["solver"], in_words(solver)
+    if state["solver"] != _solver(preconditioner):
+        words = state["solver"], _solver(preconditioner)
         _log.info("the state was saved with the solver %s, here it is %s: the next step inverts anew", *words)
     elif average is None:
         warm = placed(state["inverse"])
     else:  # its inverse may be older than it, and is computed again only where it has no tensors
         saved = placed(state["inverse"])
-        inverse = _inverse_of(average, saved) if saved else None
-        inverse = inverse or preconditioner.world.inverse(solver, average, λ, warm=saved)
+        G = preconditioner.inverted_metric(average)
+        inverse = _inverse_of(G, saved) if saved else None
+        inverse = inverse or preconditioner.world.inverse(solver, G, λ, warm=saved)
 
     def go_on() -> None:
         if state.get("examples") == "inputs":  # of outputs that were found to be flattened
@@ -139,6 +141,12 @@ def _signature(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[s
         "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
         "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in declared},
     }
+
+
+def _solver(preconditioner: Preconditioner) -> str:
+    """In words, with the share of the power that it inverts."""
+    share = preconditioner.power_share
+    return in_words(preconditioner.solver) + ("" if share == 1 else f" of {share:g} of the power")
 
 
 def _seed(generator: torch.Generator, saved: Tensor, saved_rank: int, rank: int) -> None:
@@ -227,8 +235,9 @@ def check_plain(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], n
             raise ValueError(f"the state has momentum of a parameter number {key}, which no group has. {_NOTHING}")
         name = names[id(params[key])]
         tensors = {what: t for what, t in entry.items() if isinstance(t, Tensor)}
-        if "momentum" in tensors:  # what a hook of the user's keeps may have any shape
-            _check_shape(f"momentum of {name}", tensors["momentum"], tuple(params[key].shape))
+        for what in ("momentum", "exp_avg", "exp_avg_sq"):  # what a hook of the user's keeps may have any shape
+            if what in tensors:
+                _check_shape(f"{what} of {name}", tensors[what], tuple(params[key].shape))
         check_finite(name, tensors)
 
 

@@ -18,6 +18,7 @@ from natgrad.geometry import Covector, Vector, require_all
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Inputs, Model, check_slots, unwrapped
+from natgrad.optim.adamw import AdamWUpdate, Fallback, check_fallback, without_metric
 from natgrad.optim.checkpoint import check_plain, check_signature, export, restore
 from natgrad.optim.distributed import world_of
 from natgrad.optim.preconditioner import Preconditioner
@@ -71,7 +72,12 @@ class NaturalGradient(torch.optim.Optimizer):
     (``LevenbergMarquardt``) needs ``opt.step(closure)``: ``opt.needs_closure`` and ``repr(opt)`` say so, and the logger
     "natgrad" does at construction.
 
-    ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. ``rules``:
+    ``groups`` are parameter groups as in torch.optim; parameters that no group names form the first one. With
+    ``fallback="adamw"`` parameters with fewer than two axes (gains, biases) and the weights of embeddings are stepped
+    by AdamW, with the learning rate and the weight decay of their group, and the metric is over the others: a head is
+    among these unless it is tied to an embedding. A group may say otherwise for all of its parameters, ``{"params":
+    head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. ``opt.last`` and rules that evaluate the loss see
+    the parameters of the metric. ``rules``:
     layer rules for modules of your own. ``output`` takes what the model returns to its output tensor. With
     ``examples="inputs"`` outputs that the model flattens over positions, [n·t *out], belong to the n examples that its
     first input has on its first axis. ``generator`` is for sampled metrics; by default the optimizer has its own, so
@@ -101,6 +107,7 @@ class NaturalGradient(torch.optim.Optimizer):
         momentum_on: MomentumOn = "steps",
         weight_decay: float = 0.0,
         groups: Iterable[dict[str, Any]] = (),
+        fallback: Fallback = None,
         rules: Sequence[Rule] = (),
         output: Callable[[Any], Tensor] | None = None,
         examples: Literal["inputs"] | None = None,
@@ -110,10 +117,13 @@ class NaturalGradient(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        wrapped, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
+        whole, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
         world = world_of(wrapping)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(complete(wrapped, groups), numbers)
+        check_fallback(fallback)
+        given, by_adamw = without_metric(whole, complete(whole, groups), fallback)
+        super().__init__(given, numbers)
+        wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
         check_slots(
@@ -122,6 +132,7 @@ class NaturalGradient(torch.optim.Optimizer):
             solver=(solver, Solver),
             step=(step, StepRule),
         )
+        step.admit(wrapped.params)
         if step.adapts_damping and isinstance(damping, Relative):
             raise IncompatibleError(
                 f"{type(step).__name__} does not work with damping={damping!r}: it adapts the number λ of G + λ·1. "
@@ -135,18 +146,25 @@ class NaturalGradient(torch.optim.Optimizer):
             if rules:
                 raise ValueError(f"{metric!r} needs no layer rules, and reads none: leave out rules=")
             blocks = structure.gradient_blocks(blocks)
+        elif metric.source == "backward":
+            schedule.structure.check_backward()
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule, self.momentum_on = step, momentum_on
-        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world)
-        self.preconditioner = Preconditioner(solver, schedule, damping=damping, device=device, world=world)
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole)
+        self.preconditioner = Preconditioner(
+            solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
+        )
         self.flag = Flag()
         # The gradients of a loop lie in few places: those of passes with and without an estimate.
         self._graphs: GraphCache[tuple[dict[str, Tensor], Tensor | None]] = GraphCache(capacity=4)
-        names = {id(p): name for name, p in wrapped.params.items()}
-        self._names = [[names[id(p)] for p in group["params"]] for group in self.param_groups]
+        self._params = whole.params
+        names = {id(p): name for name, p in whole.params.items()}
+        of_groups = [[(names[id(p)], p) for p in group["params"]] for group in self.param_groups]
+        self._members = [[(name, p) for name, p in pairs if name not in by_adamw] for pairs in of_groups]
+        self._members_of_adamw = [[(name, p) for name, p in pairs if name in by_adamw] for pairs in of_groups]
         self._last: Step | _Plain | None = None
         self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
-        if metric.source != "gradients":
+        if metric.source != "gradients" and not self.tracker.constant:
             attach(self.tracker, self)
         if self.rule.needs_closure:
             _log.info("%s evaluates the loss again: call opt.step(closure)", type(self.rule).__name__)
@@ -192,7 +210,9 @@ class NaturalGradient(torch.optim.Optimizer):
     def plan(self) -> Plan:
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
         tracker, damping = self.tracker, self.preconditioner.damping
-        return plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self.momentum_on)
+        result = plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self.momentum_on)
+        names = [name for pairs in self._members_of_adamw for name, _ in pairs]
+        return replace(result, notes=(*result.notes, f"AdamW steps {', '.join(names)}")) if names else result
 
     def diagnostics(self) -> Diagnostics:
         """Conditions, damping, staleness and the last step, layer by layer; it waits for the device."""
@@ -226,7 +246,7 @@ class NaturalGradient(torch.optim.Optimizer):
                 rng_state = get_rng_state(self.tracker.model.example.device)
                 with torch.enable_grad():
                     loss = closure()
-                loss_at = _loss_at(self.tracker, closure, loss, rng_state)
+                loss_at = _loss_at(self.tracker, self._params, closure, loss, rng_state)
             with self.tracker.checked():
                 self._step(loss_at)
         finally:
@@ -240,6 +260,7 @@ class NaturalGradient(torch.optim.Optimizer):
             if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
                 self.flag.check(ω, "the gradient")
             self.tracker.see_gradient(ω, without_grad)
+        self.tracker.finish_backward(ω, without_grad)
         G, estimated = self.tracker.average_with_new()
         pending = self._pending(G.unseen - without_grad)
         self.tracker.pending_params |= pending
@@ -254,17 +275,23 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _plain_step(self, ω: Covector, without_grad: frozenset[str], damping: Damping) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again."""
-        names, rule, flag, inverse = list(ω), self.rule, self.flag, self.preconditioner.prepare(damping)
+        rule, flag, inverse = self.rule, self.flag, self.preconditioner.prepare(damping)
+        adamw = self._adamw()
+        of_adamw = adamw.gradients
+        names, count = [*ω, *of_adamw], len(ω)
         assert isinstance(rule, PlainRule)
 
         def run(gradients: Sequence[Tensor], rates: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
-            update = self._update(without_grad, rates)
-            of_step = Covector(dict(zip(names, gradients, strict=True)))
+            update, named = self._update(without_grad, rates), list(zip(names, gradients, strict=True))
+            of_step, others = Covector(dict(named[:count])), dict(named[count:])
+            if others:
+                flag.check(others, "the gradient")
             velocity = plain_step(of_step, update, sharp=self.preconditioner.sharp_with_pairing, rule=rule, flag=flag)
+            adamw.step(others, rates, flag.value)
             return velocity, flag.value
 
-        gradients, rates = list(ω.values()), [group["lr"] for group in self.param_groups]
-        if without_grad or inverse.remembers or not is_asynchronous(gradients[0].device):
+        gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
+        if without_grad or not adamw.complete or inverse.remembers or not is_asynchronous(gradients[0].device):
             velocity, _ = run(gradients, rates)
         else:
             numbers = [float(rate) for rate in rates]
@@ -275,14 +302,17 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _update(self, without_grad: frozenset[str], rates: Sequence[Rate] | None = None) -> ParamUpdate:
         groups, on = self.param_groups, self.momentum_on
-        return ParamUpdate(groups, self._names, self.state, momentum_on=on, without_grad=without_grad, rates=rates)
+        return ParamUpdate(groups, self._members, self.state, momentum_on=on, without_grad=without_grad, rates=rates)
+
+    def _adamw(self) -> AdamWUpdate:
+        return AdamWUpdate(self.param_groups, self._members_of_adamw, self.state)
 
     def _graph_key(self) -> Hashable:
         """What a captured step depends on beside gradients and learning rates: options, and where tensors lie."""
         params = [p for group in self.param_groups for p in group["params"]]
         # Not state[p]: torch hashes a tensor in Python, and this is asked in every step.
-        momenta = [of_param["momentum"] for of_param in self.state.values() if "momentum" in of_param]
-        addresses = tuple(t.data_ptr() for t in (*params, *momenta))
+        states = [t for of_param in self.state.values() for t in of_param.values() if isinstance(t, Tensor)]
+        addresses = tuple(t.data_ptr() for t in (*params, *states))
         options = tuple((group["momentum"], group["weight_decay"]) for group in self.param_groups)
         return self.preconditioner.version, options, addresses
 
@@ -302,6 +332,9 @@ class NaturalGradient(torch.optim.Optimizer):
         remembered: Vector | Covector | None = None
         if can_read(next(iter(ω.values()))):  # on a GPU a gradient that is not finite shows in the step
             self.flag.check(ω, "the gradient")
+        adamw = self._adamw()
+        if of_adamw := adamw.gradients:
+            self.flag.check(of_adamw, "the gradient")
 
         def smooth(ω: Covector) -> Covector:
             nonlocal remembered
@@ -343,6 +376,8 @@ class NaturalGradient(torch.optim.Optimizer):
             step = replace(step, displacement=update.at_rest(step.displacement), landing=landing)
         self.flag.check(step.displacement, "the step")
         update.apply(step, remembered, self.flag)
+        if step.accepted:
+            adamw.step(of_adamw, [group["lr"] for group in self.param_groups], self.flag.value)
         for group in self.param_groups:
             group["damping"] = step.damping
         return step
@@ -351,7 +386,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """The gradient, with zeros where there is none, and the parameters that have none."""
         params = self.tracker.model.params
         without = [name for name, p in params.items() if p.grad is None]
-        if len(without) == len(params):
+        if all(p.grad is None for p in self._params.values()):
             raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
         self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
@@ -394,10 +429,13 @@ class NaturalGradient(torch.optim.Optimizer):
             raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
         go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
         check_signature("optimizer", state_dict["natgrad"], {"momentum_on": self.momentum_on})
-        check_plain(state_dict, self.param_groups, {id(p): name for name, p in self.tracker.model.params.items()})
+        check_plain(state_dict, self.param_groups, {id(p): name for name, p in self._params.items()})
         plain = {key: value for key, value in state_dict.items() if key != "natgrad"}
         # Copies: torch would go on in the tensors of the dictionary, which could then be loaded once only.
         super().load_state_dict(plain | {"state": _copied(plain["state"])})
+        for p in self.state:
+            if "step" in self.state[p]:  # torch leaves it where it was saved
+                self.state[p]["step"] = self.state[p]["step"].to(p.device, torch.float32)
         go_on()
         self._last = None
         self._graphs.clear()
@@ -413,8 +451,12 @@ class _Plain:
     damping: float
 
 
-def _loss_at(tracker: MetricTracker, closure: Callable[[], Any], value: Any, rng_state: Tensor) -> Loss:
+def _loss_at(
+    tracker: MetricTracker, params: Mapping[str, Tensor], closure: Callable[[], Any], value: Any, rng_state: Tensor
+) -> Loss:
     """The closure's loss at other parameters, or, for None, the ``value`` that it had here. Nothing stays changed.
+
+    ``params``: of the model, also those that have no metric, which stay where they are.
 
     The closure draws the same random numbers again (dropout has the same masks), from the random state before its
     first call. Buffers, such as running statistics, do not see the parameters that were only tried.
@@ -423,12 +465,12 @@ def _loss_at(tracker: MetricTracker, closure: Callable[[], Any], value: Any, rng
     def loss_at(landing: Mapping[str, Tensor] | None) -> float:
         if landing is None:
             return tracker.mean_over_ranks(_number(value))
-        params, device = tracker.model.params, tracker.model.example.device
+        device = tracker.model.example.device
         saved = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
         now = get_rng_state(device)
         try:
             for name, p in params.items():
-                p.copy_(landing[name])
+                p.copy_(landing.get(name, p))
                 p.grad = None
             set_rng_state(device, rng_state)
             with torch.enable_grad(), tracker.suspended(), untouched(tracker.module):

@@ -27,13 +27,20 @@ _log = logging.getLogger("natgrad")
 class Preconditioner:
     """(G + λ)⁻¹, which a solver makes again when the schedule says so, if G or λ has changed.
 
-    ``world``: the processes that share the work.
+    ``world``: the processes that share the work. ``power_share`` s: a step rule needs (G + λ)^-sp of a metric G^p.
     """
 
     def __init__(
-        self, solver: Solver, schedule: Refresh, *, damping: Damping, device: torch.device, world: World
+        self,
+        solver: Solver,
+        schedule: Refresh,
+        *,
+        damping: Damping,
+        device: torch.device,
+        world: World,
+        power_share: float = 1.0,
     ) -> None:
-        self.solver, self.schedule, self.world = solver, schedule, world
+        self.solver, self.schedule, self.world, self.power_share = solver, schedule, world, power_share
         self.inverse: Inverse | None = None
         self.warm: dict[str, Tensor] | None = None  # what the first inverse of an iterative solver starts from
         self.damping = damping  # of the inverse
@@ -80,6 +87,10 @@ class Preconditioner:
             return True
         return (self.outdated or self.damping != damping) and self.schedule.inverse_due(self._step)
 
+    def inverted_metric(self, G: Operator) -> Operator:
+        """The metric that is inverted for the step rule: G^p, or at its share of the power."""
+        return G if self.power_share == 1 else G.with_power(self.power_share * G.power)
+
     def prepare(self, damping: Damping) -> Inverse:
         """(G + λ)⁻¹, made again if that is due. A factorisation that fails leaves the last one, and says so once."""
         last, G = self.inverse, self._operator
@@ -90,7 +101,7 @@ class Preconditioner:
         self._overwritten |= last is not None and self.solver.overwrites and self.world.size == 1
         try:
             with full_precision(self._device):
-                self.inverse = self.world.inverse(self.solver, G, damping, last=last, warm=self.warm)
+                self.inverse = self._inverse(G, damping, last)
         except FactorisationError as error:
             if last is None:
                 raise
@@ -105,6 +116,9 @@ class Preconditioner:
         self.damping, self.outdated = damping, False
         assert self.inverse is not None
         return self.inverse
+
+    def _inverse(self, G: Operator, damping: Damping, last: Inverse | None) -> Inverse:
+        return self.world.inverse(self.solver, self.inverted_metric(G), damping, last=last, warm=self.warm)
 
     def sharp(self, ω: Covector, damping: Damping) -> Vector:
         """(G + λ)⁻¹ω in the precision of the metric, under autocast too. The result may be overwritten."""
@@ -151,7 +165,7 @@ class Preconditioner:
             return NOT_POSITIVE
         try:
             with full_precision(self._device):
-                G.mend(inverse, self.damping)
+                self.inverted_metric(G).mend(inverse, self.damping)
         except FactorisationError as error:
             return str(error)
         return None

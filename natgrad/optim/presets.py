@@ -1,4 +1,4 @@
-"""K-FAC, EK-FAC and Sobolev K-FAC: one choice in each slot of the natural gradient."""
+"""Presets: one choice in each slot of the natural gradient. K-FAC and its kin; optimizers to train networks with."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import prefers_newton
 from natgrad.accelerate.inverses import Newton
 from natgrad.kernels.sobolev import Lengthscale, Median
-from natgrad.linalg import Damping
+from natgrad.linalg import Damping, Relative
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.update import MomentumOn
+from natgrad.output.batch_gradient import BatchGradient
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
 from natgrad.pullback.pullback import MEMORY
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Factored, Solver
 from natgrad.step.base import StepRule
-from natgrad.step.rules import KLClip
+from natgrad.step.normalised import Normalised
+from natgrad.step.polar import Polar
+from natgrad.step.rules import Fixed, KLClip
 from natgrad.structures.base import Structure
 from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.eigen_kronecker import EigenKronecker
@@ -28,6 +31,7 @@ from natgrad.structures.kronecker import Kronecker
 from natgrad.structures.refresh import Refresh
 
 _DIAGONAL, _CHOLESKY, _CLIP, _QUARTER = Diagonal(), Cholesky(), KLClip(), Median(divisor=4.0)
+_GRADIENTS, _SHARE, _TINY = BatchGradient(), Relative(1e-2), Relative(1e-6)
 
 
 def KFAC(
@@ -45,7 +49,7 @@ def KFAC(
     step: StepRule = _CLIP,
     solver: Solver | None = None,
     sharing: Literal["expand", "reduce"] = "expand",
-    fallback: Structure = _DIAGONAL,
+    fallback: Structure | Literal["adamw"] = _DIAGONAL,
     strict: bool = False,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
@@ -64,7 +68,8 @@ def KFAC(
     ``opt.step(closure)``.
 
     ``sharing``, ``fallback`` and ``strict`` are those of ``Kronecker``; parameters that no layer rule covers have the
-    structure ``fallback``. The other arguments are those of ``NaturalGradient``.
+    structure ``fallback``. With ``fallback="adamw"``, which is that of ``NaturalGradient``, embeddings, gains and
+    biases are stepped by AdamW. The other arguments are those of ``NaturalGradient``.
 
     G is a mean over the examples. For a loss that is a mean over tokens give ``Fisher(family, reduction="mean")``: by
     default the terms of an example are summed, S is larger by their number, and the steps are too short.
@@ -81,10 +86,11 @@ def KFAC(
     ...     nn.functional.cross_entropy(model(x), t).backward()
     ...     opt.step()
     """
+    below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(Kronecker(sharing, fallback, strict), step, metric_every, inverse_every, decay),
+        structure=_schedule(Kronecker(sharing, below, strict), step, metric_every, inverse_every, decay),
         solver=Factored(_newton(model)) if solver is None else solver,
         step=step,
         lr=lr,
@@ -93,6 +99,7 @@ def KFAC(
         momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
+        fallback=optimizer,
         rules=rules,
         output=output,
         examples=examples,
@@ -116,7 +123,7 @@ def EKFAC(
     step: StepRule = _CLIP,
     solver: Solver = _CHOLESKY,
     sharing: Literal["expand", "reduce"] = "expand",
-    fallback: Structure = _DIAGONAL,
+    fallback: Structure | Literal["adamw"] = _DIAGONAL,
     strict: bool = False,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
@@ -134,10 +141,11 @@ def EKFAC(
     the eigenbasis of the first micro-batch, later ones in that of all examples so far. To make the first step exact,
     call ``opt.refresh(x)`` with the joint batch before it.
     """
+    below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(EigenKronecker(sharing, fallback, strict), step, metric_every, inverse_every, decay),
+        structure=_schedule(EigenKronecker(sharing, below, strict), step, metric_every, inverse_every, decay),
         solver=solver,
         step=step,
         lr=lr,
@@ -146,6 +154,7 @@ def EKFAC(
         momentum_on=momentum_on,
         weight_decay=weight_decay,
         groups=groups,
+        fallback=optimizer,
         rules=rules,
         output=output,
         examples=examples,
@@ -173,7 +182,7 @@ def SobolevKFAC(
     step: StepRule = _CLIP,
     solver: Solver | None = None,
     sharing: Literal["expand", "reduce"] = "expand",
-    fallback: Structure = _DIAGONAL,
+    fallback: Structure | Literal["adamw"] = _DIAGONAL,
     strict: bool = False,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
@@ -236,10 +245,202 @@ def SobolevKFAC(
     )
 
 
+def Natural(
+    model: nn.Module,
+    metric: OutputMetric | None = None,
+    *,
+    lr: float = 3e-3,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    power: float = 0.5,
+    damping: Damping = _SHARE,
+    rms: float = 0.2,
+    polar: bool = False,
+    decay: float = 0.95,
+    metric_every: int = 1,
+    inverse_every: int = 10,
+    sharing: Literal["expand", "reduce"] = "expand",
+    groups: Iterable[dict[str, Any]] = (),
+    rules: Sequence[Rule] = (),
+    output: Callable[[Any], Tensor] | None = None,
+    examples: Literal["inputs"] | None = None,
+    generator: torch.Generator | None = None,
+    memory: int = MEMORY,
+) -> NaturalGradient:
+    """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p.
+
+    M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983), S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o
+    their second moments, λ_S = ε·tr S/dim S and λ_A = ε·tr A/dim A (``Relative``). With p = ½ the noise of v is white:
+    G^p is the metric half-way between the identity and G. Every matrix steps by the root mean square lr·rms, which is
+    about that of Adam, so ``lr`` is on the scale of AdamW's. Embeddings and parameters with fewer than two axes are
+    stepped by AdamW with the same learning rate, schedule and weight decay. Give it the head of a language model as
+    well: ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
+
+    Two numbers need thought: ``lr``, from a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no
+    layer rule and no loss is needed.
+
+    A ``metric`` takes the place of the gradients' second moment: ``ng.Fisher(family, samples=1)`` has the factors of
+    K-FAC, from one more backward pass (p = ¾ suits it). ``polar=True``: v = G^-p/2 polar(G^-p/2 M), steepest descent in
+    the spectral norm of G^p (``Polar``). The metric is estimated every ``metric_every`` steps, and its roots are
+    computed every ``inverse_every`` steps. The other arguments are those of ``KFAC``.
+
+    >>> import torch, natgrad as ng
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    >>> x, t = torch.randn(32, 4), torch.arange(32) % 3
+    >>> opt = ng.Natural(model, lr=1e-2)
+    >>> for _ in range(3):
+    ...     opt.zero_grad()
+    ...     nn.functional.cross_entropy(model(x), t).backward()
+    ...     opt.step()
+    """
+    return NaturalGradient(
+        model,
+        _GRADIENTS if metric is None else metric,
+        structure=Refresh(Kronecker(sharing, power=power), metric_every, decay, inverse_every),
+        solver=Factored(),
+        step=Polar(rms) if polar else Normalised(rms),
+        lr=lr,
+        damping=damping,
+        momentum=momentum,
+        momentum_on="gradients",
+        weight_decay=weight_decay,
+        groups=groups,
+        fallback="adamw",
+        rules=rules,
+        output=output,
+        examples=examples,
+        generator=generator,
+        memory=memory,
+    )
+
+
+def Shampoo(
+    model: nn.Module,
+    *,
+    lr: float = 3e-3,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    power: float = 0.5,
+    damping: Damping = _SHARE,
+    rms: float = 0.2,
+    decay: float = 0.95,
+    metric_every: int = 1,
+    inverse_every: int = 10,
+    groups: Iterable[dict[str, Any]] = (),
+    memory: int = MEMORY,
+) -> NaturalGradient:
+    """Shampoo (Gupta, Koren and Singer 2018): v = (S + λ_S)^-p M (A + λ_A)^-p, S = E[∇∇ᵀ]/i, A = E[∇ᵀ∇]/o.
+
+    The original has p = ¼, and sums in place of moving averages; p = ½, the default, is nearer to the inverse root of
+    the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
+    it from a second optimizer ("grafting"). Momentum is of gradients, with Nesterov's step; embeddings and parameters
+    with fewer than two axes have AdamW. A kernel [o i *k] has one factor for o and one for i, which its offsets share.
+    The arguments are those of ``Natural``.
+
+    >>> import torch, natgrad as ng
+    >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)
+    """
+    return NaturalGradient(
+        model,
+        _GRADIENTS,
+        structure=Refresh(Kronecker(power=power), metric_every, decay, inverse_every),
+        solver=Factored(),
+        step=Normalised(rms),
+        lr=lr,
+        damping=damping,
+        momentum=momentum,
+        momentum_on="gradients",
+        weight_decay=weight_decay,
+        groups=groups,
+        fallback="adamw",
+        memory=memory,
+    )
+
+
+def SOAP(
+    model: nn.Module,
+    *,
+    lr: float = 3e-3,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    damping: Damping = _TINY,
+    decay: float = 0.95,
+    metric_every: int = 1,
+    groups: Iterable[dict[str, Any]] = (),
+    memory: int = MEMORY,
+) -> NaturalGradient:
+    """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
+
+    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, D = E[(Qᵀ∇P)²]. This is ``EigenKronecker(power=½)``.
+    What differs from the paper's algorithm: the first gradient takes a step; new bases are whole eigendecompositions,
+    and D is carried into them, where the paper makes one step of an iteration and leaves D as it is; λ is 10⁻⁶ of the
+    mean of D (the paper adds 10⁻⁸ to √D: ``damping=1e-16``), so that rounding along directions without a gradient is
+    not amplified; momentum is Nesterov's and not corrected for its start, so that the first steps are shorter;
+    embeddings and parameters with fewer than two axes have AdamW.
+
+    >>> import torch, natgrad as ng
+    >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
+    """
+    return NaturalGradient(
+        model,
+        _GRADIENTS,
+        structure=Refresh(EigenKronecker(power=0.5), metric_every, decay),
+        solver=_CHOLESKY,
+        step=Fixed(),
+        lr=lr,
+        damping=damping,
+        momentum=momentum,
+        momentum_on="gradients",
+        weight_decay=weight_decay,
+        groups=groups,
+        fallback="adamw",
+        memory=memory,
+    )
+
+
+def Muon(
+    model: nn.Module,
+    *,
+    lr: float = 3e-3,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+    rms: float = 0.2,
+    iteration: Literal["muon", "minimax"] = "muon",
+    groups: Iterable[dict[str, Any]] = (),
+) -> NaturalGradient:
+    """Muon (Jordan et al. 2024): θ ← (1 − lr·wd)θ − lr·rms·√max(o, i)·polar(M), polar(UΣVᵀ) = UVᵀ.
+
+    Steepest descent in the spectral norm, the identity being the metric: nothing is estimated. Its steps are those of
+    ``torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`` (Liu et al. 2025), matrices of one shape as one batch. A kernel
+    [o i *k] is the matrix [o i·k]; embeddings and parameters with fewer than two axes have AdamW. M and the other
+    arguments are those of ``Natural``, ``iteration`` is that of ``Polar``.
+
+    >>> import torch, natgrad as ng
+    >>> opt = ng.Muon(nn.Linear(4, 3), lr=3e-3)
+    """
+    return NaturalGradient(
+        model,
+        _GRADIENTS,
+        structure=Diagonal(power=0.0),
+        step=Polar(rms, iteration),
+        lr=lr,
+        momentum=momentum,
+        momentum_on="gradients",
+        weight_decay=weight_decay,
+        groups=groups,
+        fallback="adamw",
+    )
+
+
 def _newton(model: nn.Module) -> Newton | None:
     """Newton's iteration for the inverses, where matrix products are much faster than factorisations."""
     p = next(model.parameters(), None) if isinstance(model, nn.Module) else None  # NaturalGradient refuses the rest
     return Newton() if p is not None and prefers_newton(p) else None
+
+
+def _fallbacks(fallback: Structure | Literal["adamw"]) -> tuple[Structure, Literal["adamw"] | None]:
+    """The fallback of the structure, and that of the optimizer."""
+    return (_DIAGONAL, "adamw") if fallback == "adamw" else (fallback, None)
 
 
 def _schedule(

@@ -31,7 +31,8 @@ from natgrad.pullback.gradient import GradientSample
 from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, Pullback
 from natgrad.pullback.tape import Recorder, Tape
 from natgrad.step.queries import BatchQueries
-from natgrad.structures.base import Operator
+from natgrad.structures.base import BackwardEstimate, Operator
+from natgrad.structures.identity import constant
 from natgrad.structures.refresh import Refresh
 
 NOTHING_SEEN = (
@@ -40,10 +41,23 @@ NOTHING_SEEN = (
     "called compiled, and the optimizer was made with the plain one (give torch.compile(model) to the optimizer), or "
     "its hooks were removed (make a new optimizer)"
 )
+_CONSTANT = (
+    "the step rule asks for the batch, and a structure with power=0 looks at none: use Fixed(), KLClip(), Normalised() "
+    "or Polar(), or power > 0"
+)
 NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
+NO_BACKWARD = (
+    "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
+    "takes the cotangents of loss.backward(), with a loss that is computed from model(x), called outside "
+    "torch.no_grad(). Else give it the loss, Empirical(loss), and call opt.refresh(x, target)"
+)
+COMPILED_BACKWARD = (
+    "Empirical() takes the cotangents of the layers in the user's own backward pass, and a compiled model shows none: "
+    "give it the loss, Empirical(loss), and call opt.refresh(x, target), or use BatchGradient()"
+)
 NO_OUTPUTS = (
-    "BatchGradient is the second moment of gradients, and sees no batch and no outputs: there is nothing to refresh, "
-    "and no divergence for a step rule. Use Fixed or KLClip with it, or a metric on the outputs (Fisher, Empirical)"
+    "{} is made of gradients, and is no metric on outputs: there is nothing to refresh, and no divergence for a step "
+    "rule. Use a rule that only scales (Fixed, KLClip) with it, or a metric on the outputs (Fisher, Empirical(loss))"
 )
 _TWO_MODES = (
     "between two steps the metric saw a forward pass in evaluation mode beside one in training mode: call the model "
@@ -134,7 +148,8 @@ class MetricTracker:
     until a step has succeeded with them: if it fails, the average stays as it was.
 
     A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
-    ``wrapping``: the model as it was handed over and what it wraps, down to the plain module.
+    ``wrapping``: the model as it was handed over and what it wraps, down to the plain module. ``whole``: the model with
+    all parameters, also those that the optimizer steps without a metric.
     """
 
     def __init__(
@@ -144,12 +159,14 @@ class MetricTracker:
         generator: torch.Generator,
         wrapping: Sequence[nn.Module] = (),
         world: World | None = None,
+        whole: Model | None = None,
     ) -> None:
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
         self.world = World() if world is None else world
         self.model, self.metric = observer.model, observer.metric
-        self.average: Operator | None = None
+        self.average: Operator | None = constant(self.structure, self.model)
+        self.constant = self.average is not None  # nothing is estimated, and no pass is looked at
         self.fresh: Operator | None = None  # the estimate of this step, where it is not in the average yet
         self.absorbed = False  # an estimate of this step is in the average
         self.weight = EmaWeight(schedule.decay)
@@ -161,6 +178,7 @@ class MetricTracker:
         self._joined = False  # whether ``fresh`` is that of all processes
         self._refreshed = False  # passes until the next step are ignored
         self._suspended = False
+        self._in_backward: list[tuple[int, BackwardEstimate]] = []  # of this step, with their numbers of examples
         self._recorders = {
             eagerly: Recorder(observer.model, observer.blocks, of_user=not eagerly) for eagerly in (False, True)
         }
@@ -168,7 +186,7 @@ class MetricTracker:
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
-        self._check = ModelCheck(self.model, self.module, observer.blocks)
+        self._check = ModelCheck(self.model if whole is None else whole, self.module, observer.blocks)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
         # A hook on a compiled module itself runs outside of the compiled code.
@@ -184,7 +202,8 @@ class MetricTracker:
     @property
     def due(self) -> bool:
         """Whether the metric is estimated for this step."""
-        return self.average is None or self.schedule.metric_due(self.step) or bool(self.pending_params)
+        due = self.average is None or self.schedule.metric_due(self.step) or bool(self.pending_params)
+        return due and not self.constant
 
     @property
     def has_estimate(self) -> bool:
@@ -194,10 +213,10 @@ class MetricTracker:
     @property
     def batch_queries(self) -> BatchQueries:
         """What a step rule may ask about the batch of this step."""
-        if self.metric.source == "gradients":
-            raise IncompatibleError(NO_OUTPUTS)
+        if self.metric.source != "outputs":
+            raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         if self.batch is None:
-            raise NatgradError(NOTHING_SEEN)
+            raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
         return BatchQueries(self.batch, self.metric, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
@@ -212,7 +231,8 @@ class MetricTracker:
     def average_with_new(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
         if self.due and not self.has_estimate:
-            raise NatgradError(NEEDS_TARGET if self.metric.needs_target else NOTHING_SEEN)
+            nothing = NO_BACKWARD if self.metric.source == "backward" else NOTHING_SEEN
+            raise NatgradError(NEEDS_TARGET if self.metric.needs_target else nothing)
         if self.fresh is None:
             assert self.average is not None
             return self.average, self.absorbed
@@ -243,8 +263,44 @@ class MetricTracker:
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
         self.absorbed, self.weight.examples = False, 0
         self._modes.clear()
+        self._forget_backward()
 
     # Where estimates come from.
+
+    def finish_backward(self, ω: Covector, without: frozenset[str]) -> None:
+        """The estimates of the passes of this step that the user's backward pass came through."""
+        observer = self.observer
+        sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
+        for n, estimate in self._in_backward:
+            if not estimate.arrived:
+                continue
+            with full_precision(self.model.example.device):
+                G = estimate.finish(sample)
+            if self.absorbed:
+                self.average = G
+            else:
+                self._hold_estimate(G, n)
+            self._examples += n
+        self._forget_backward()
+
+    def _wait_for_backward(self, pb: Pullback) -> None:
+        """Estimate the metric of this pass in the backward pass that the user is going to run."""
+
+        def weigh() -> float:
+            weight = replace(self.weight).next(pb.n)
+            self.weight.next(pb.n)
+            self.absorbed = True
+            return weight
+
+        estimate = self.structure.in_backward(pb, self.average, in_place=self._absorbs(), weigh=weigh)
+        self._in_backward.append((pb.n, estimate))
+        pb.tapes.clear()
+
+    def _forget_backward(self) -> None:
+        """Wait for no backward pass."""
+        for _, estimate in self._in_backward:
+            estimate.remove()
+        self._in_backward.clear()
 
     @property
     def sees_gradients(self) -> bool:
@@ -271,9 +327,11 @@ class MetricTracker:
                 self.fresh, self._examples, self._joined = estimate.finite(wait=self.average is None), 1, True
 
     def refresh(self, x: Inputs, target: Any = None) -> None:
-        """Estimate the metric in a forward pass of our own."""
-        if self.metric.source == "gradients":
-            raise IncompatibleError(NO_OUTPUTS)
+        """Estimate the metric in a forward pass of our own, unless it is constant."""
+        if self.constant:
+            return
+        if self.metric.source != "outputs":
+            raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         check_inputs(self.model, x)
         self.metric.check_target(target)
         if not self.structure.one_pass:
@@ -322,8 +380,13 @@ class MetricTracker:
         if not self.structure.one_pass:
             self.model.check_separable()
         eagerly = compiled or self.watched is not self.module or self._check.compiled()
+        # The first pass that waits for a backward pass is not run again to see its operations.
+        waits = self.metric.source == "backward"
+        if waits and eagerly:
+            raise IncompatibleError(COMPILED_BACKWARD)
+        operations = self.observer.operations or (waits and self.average is None)
         self._recorder = self._recorders[eagerly]
-        self._recorder.start(Arguments(args, kwargs), operations=self.observer.operations)
+        self._recorder.start(Arguments(args, kwargs), operations=operations)
         if eagerly or not self.structure.one_pass:
             self._rng_state = get_rng_state(self.model.example.device)
         if eagerly:
@@ -414,6 +477,9 @@ class MetricTracker:
             self.use_model(pb.model)
         self.batch = pb.batch
         self._note_terms(pb.y)
+        if self.metric.source == "backward":
+            self._wait_for_backward(pb)
+            return
         if self._absorbs():
             assert self.average is not None
             self.average = self.structure.absorb(pb, self.average, replace(self.weight).next(pb.n))
@@ -437,9 +503,13 @@ class MetricTracker:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
             common = self.world.mean(estimate, pb.n, self._restored)
             estimate = self.structure.estimate(pb, self.world.renewed(common))
+        self._hold_estimate(estimate, pb.n)
+
+    def _hold_estimate(self, estimate: Operator, n: int) -> None:
         # The first one is checked on a GPU, too: there is no average yet that it could be kept out of (``merged``).
-        estimate = estimate.finite(wait=like is None) if self.world.size == 1 else estimate
-        self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, pb.n / (self._examples + pb.n))
+        first = self.fresh is None and self.average is None
+        estimate = estimate.finite(wait=first) if self.world.size == 1 else estimate
+        self.fresh = estimate if self.fresh is None else self.fresh.lerp(estimate, n / (self._examples + n))
 
     def _restored(self, tensors: Mapping[str, Tensor]) -> Operator | None:
         return self.structure.restore(self.model, self.observer.blocks, tensors)

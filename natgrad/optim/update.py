@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, final
 
@@ -16,11 +16,11 @@ from natgrad.accelerate.flags import Flag
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
-from natgrad.step.base import PlainRule, Step, rescale_, squared_length
+from natgrad.optim.adamw import Members
+from natgrad.step.base import PlainRule, Sharp, Step, rescale_, squared_length
 
 MomentumOn: TypeAlias = Literal["gradients", "steps"]
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
-Sharp: TypeAlias = Callable[[Covector], tuple[Vector, Tensor]]  # ω ↦ ω♯ and ⟨ω, ω♯⟩
 
 
 def complete(model: Model, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -123,13 +123,14 @@ class ParamUpdate:
 
     ``momentum_on`` "steps": m ← μm + v. On "gradients", m ← μm + (1 − μ)ω, and the step is (μm + (1 − μ)ω)♯. A
     parameter ``without_grad`` does not move, has no weight decay and keeps its momentum, as in torch.optim.
-    ``names``: of the parameters of every group. ``rates`` take the place of the learning rates of the groups.
+    ``members``: names and parameters of every group, those that have a metric. ``rates`` take the place of the learning
+    rates of the groups.
     """
 
     def __init__(
         self,
         groups: Sequence[Mapping[str, Any]],
-        names: Sequence[Sequence[str]],
+        members: Members,
         state: MutableMapping[Tensor, Any],
         *,
         momentum_on: MomentumOn,
@@ -138,14 +139,12 @@ class ParamUpdate:
     ) -> None:
         self.without_grad, self.state, self.groups = without_grad, state, list[MovingGroup]()
         self.momentum_on = momentum_on
-        for group, of_group, rate in zip(groups, names, rates or [group["lr"] for group in groups], strict=True):
-            params = group["params"]
-            if without_grad:
-                moving = [at for at, name in enumerate(of_group) if name not in without_grad]
-                of_group, params = [of_group[at] for at in moving], [params[at] for at in moving]
-            if of_group:
+        for group, of_group, rate in zip(groups, members, rates or [group["lr"] for group in groups], strict=True):
+            moving = [(name, p) for name, p in of_group if name not in without_grad] if without_grad else of_group
+            if moving:
+                names, params = zip(*moving, strict=True)
                 numbers = group["momentum"], group["weight_decay"]
-                self.groups.append(MovingGroup(of_group, params, rate, *numbers, state, momentum_on))
+                self.groups.append(MovingGroup(names, params, rate, *numbers, state, momentum_on))
 
     @property
     def rates(self) -> list[tuple[Sequence[str], Rate]]:
@@ -251,7 +250,7 @@ def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRu
     kept nowhere else.
     """
     smoothed, on_steps = update.smoothed(ω), update.momentum_on == "steps"
-    v, pairing = sharp(smoothed)
+    v, pairing = rule.direction(smoothed, sharp)
     rates = update.rates
     if len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
         square = pairing * rates[0][1] ** 2 if rates else pairing

@@ -9,10 +9,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from natgrad.errors import IncompatibleError
 from natgrad.families.base import over_terms
 from natgrad.linalg import symmetric_root
 from natgrad.model import Inputs, map_tensors
-from natgrad.output.metric import OutputMetric, one_hot_columns
+from natgrad.output.metric import OutputMetric, Reduction, Source, one_hot_columns, weight
 
 Scalar = Callable[..., Tensor]
 Field = Callable[[Tensor], Tensor]  # y [n *out] ↦ one number for each example [n]
@@ -106,7 +107,7 @@ class Divergence(OutputMetric):
 class LossMetric(OutputMetric):
     """A metric made from the training loss ``loss(y, t)`` at the training targets."""
 
-    loss: Scalar
+    loss: Scalar | None
 
     @property
     def needs_target(self) -> bool:
@@ -115,6 +116,7 @@ class LossMetric(OutputMetric):
     def of_outputs(self, target: Any) -> Field:
         """y ↦ ℓ(y_n, t_n) [n]."""
         self.check_target(target)
+        assert self.loss is not None
         return per_example(self.loss, target)
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
@@ -161,12 +163,42 @@ class Empirical(LossMetric):
     batch does not matter; class weights need ``reduction="sum"``, because a weighted mean over one example loses its
     weight. ρ = ½⟨∇ℓ(y0), y − y0⟩².
 
+    ``Empirical()``, without a loss, takes the cotangents of the loss that the training loop calls backward on, where
+    they arrive: an optimizer with ``Kronecker`` then needs no targets and no backward pass of its own. ``reduction``
+    says what that loss is over the batch: cotangents of a "mean" (the default of torch's losses) are multiplied by the
+    number N of examples, those of a "sum" are taken as they are; so G is the same for both, and that of
+    ``Empirical(loss)``. Terms of an example (tokens) are what the loss makes of them. Cotangents come through the batch
+    statistics of a normalisation, and with a ``GradScaler`` they have its scale. Parameters that no layer rule covers
+    have the second moment of their gradient, as with ``BatchGradient``.
+
     >>> metric = Empirical(torch.nn.functional.cross_entropy)
     >>> metric.root(torch.zeros(1, 2), torch.tensor([0]))
     tensor([[[-0.5000,  0.5000]]])
     """
 
-    loss: Scalar
+    loss: Scalar | None = None
+    reduction: Reduction = "mean"
+
+    def __post_init__(self) -> None:
+        weight(self.reduction, 1)
+        if self.loss is not None and self.reduction != "mean":
+            raise ValueError("Empirical(loss) calls the loss on single examples, without a reduction: leave it out")
+
+    @property
+    def source(self) -> Source:
+        return "backward" if self.loss is None else "outputs"
+
+    @property
+    def needs_target(self) -> bool:
+        return self.loss is not None
+
+    def of_outputs(self, target: Any) -> Field:
+        if self.loss is None:
+            raise IncompatibleError(
+                "Empirical() is made of the cotangents of a training loop: it works in optimizers, with Kronecker and "
+                "rules that need no divergence (Fixed, KLClip). Give it the loss, Empirical(loss), to have it anywhere"
+            )
+        return super().of_outputs(target)
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         g = gradient(self.of_outputs(target), y)

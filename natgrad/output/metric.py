@@ -15,7 +15,7 @@ from natgrad.families.base import over_terms
 from natgrad.model import Inputs, map_tensors
 
 Reduction = Literal["sum", "mean"]
-Source = Literal["outputs", "gradients"]
+Source = Literal["outputs", "backward", "gradients"]
 _ELEMENTS = 2**22  # of an exact root that is computed only to be mixed
 
 
@@ -68,7 +68,7 @@ class OutputMetric(ABC):
 
     @property
     def source(self) -> Source:
-        """What an optimizer estimates G from: a root at the outputs of a pass, or the gradients of the steps."""
+        """What an optimizer estimates G from: a root at the outputs, the user's backward pass, or the gradients."""
         return "outputs"
 
     @abstractmethod

@@ -117,11 +117,16 @@ def matrices(blocks: Sequence[Block]) -> list[Block]:
 
 
 def gradient_factors(
-    sample: GradientSample, blocks: Sequence[Block], diagonals: Diagonals, nearest: NearestProduct | None = None
+    sample: GradientSample,
+    blocks: Sequence[Block],
+    diagonals: Diagonals,
+    nearest: NearestProduct | None = None,
+    *,
+    inputs_only: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every matrix in ``blocks``."""
     sink = FactorList()
-    stream_gradient(sample, blocks, diagonals, sink, nearest)
+    stream_gradient(sample, blocks, diagonals, sink, nearest, inputs_only=inputs_only)
     return sink.pairs()
 
 
@@ -131,10 +136,13 @@ def stream_gradient(
     diagonals: Diagonals,
     sink: FactorSink,
     nearest: NearestProduct | None = None,
+    *,
+    inputs_only: bool = False,
 ) -> None:
     """S and A of every matrix in ``blocks`` into the sink: three or four kernels for all matrices of one shape.
 
-    On a GPU they are captured in a graph. ``nearest``: in KL divergence, in place of means.
+    On a GPU they are captured in a graph. ``nearest``: in KL divergence, in place of means. ``inputs_only``: S is the
+    identity.
     """
     batches: dict[object, list[int]] = defaultdict(list)
     for b, (block, only) in enumerate(zip(blocks, diagonals, strict=True)):
@@ -146,7 +154,7 @@ def stream_gradient(
         for batch in batches.values():
             count = layers_at_once(tensors[batch[0]].device, tensors[batch[0]].nbytes)
             for at in range(0, len(batch), count):
-                _put(batch[at : at + count], tensors, blocks, diagonals, into, nearest)
+                _put(batch[at : at + count], tensors, blocks, diagonals, into, nearest, inputs_only)
         into.flush()
 
     if not blocks:
@@ -155,7 +163,7 @@ def stream_gradient(
         compute(gradients, [sink.weight])
     else:
         of_blocks = tuple(block.names for block in blocks), tuple(diagonals)
-        key = "gradient", *of_blocks, sink.address_key, None if nearest is None else nearest.address_key
+        key = "gradient", inputs_only, *of_blocks, sink.address_key, None if nearest is None else nearest.address_key
         sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True)
 
 
@@ -166,6 +174,7 @@ def _put(
     diagonals: Diagonals,
     sink: FactorSink,
     nearest: NearestProduct | None,
+    inputs_only: bool,
 ) -> None:
     """The factors of matrices of one shape."""
     (k, o, i), (only_s, only_a) = blocks[batch[0]].shape, diagonals[batch[0]]
@@ -183,7 +192,10 @@ def _put(
         else:
             wide = wide * scale[:, None, None]
             tall = wide.view_as(tall)
-    S = wide.square().sum(2) if only_s else torch.bmm(wide, wide.mT)
+    if inputs_only:
+        S = wide.new_full((len(batch), o), i * k)
+    else:
+        S = wide.square().sum(2) if only_s else torch.bmm(wide, wide.mT)
     A = tall.square().sum(1) if only_a else torch.bmm(tall.mT, tall)
     for at, b in enumerate(batch):
         sink.put(b, "S", Moment(S[at : at + 1], i * k))

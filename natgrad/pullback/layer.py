@@ -229,6 +229,7 @@ def _claims(model: Model, rules: Sequence[Rule]) -> _Claims:
         rule = next((rule for rule in rules if rule.covers(module)), None)
         # Parameters of the module that its rule does not cover are claimed without a rule.
         params = trainable(module) if rule is None else trainable(module) | rule.parameters(module)
+        params = {key: p for key, p in params.items() if id(p) in names}  # the model may be of some of them only
         layers = () if rule is None else rule.layers(module)
         spoken_for |= {module.get_submodule(key.rpartition(".")[0]) for key in params if "." in key}
         for key, p in params.items():

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
@@ -22,7 +22,7 @@ from natgrad.accelerate.modules import buffers_in
 from natgrad.accelerate.moments import rows
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.vjp import waiting_bytes
-from natgrad.errors import NatgradError
+from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.model import tensors_of
 from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
@@ -155,23 +155,36 @@ class FactorList(FactorSink):
 
 
 def factors_of(
-    pb: Pullback, blocks: Sequence[Block], sharing: Sharing, nearest: NearestProduct | None = None
+    pb: Pullback,
+    blocks: Sequence[Block],
+    sharing: Sharing,
+    nearest: NearestProduct | None = None,
+    *,
+    inputs_only: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every layer in ``blocks``, which have rules."""
     sink = FactorList()
-    stream(pb, blocks, sharing, sink, nearest)
+    stream(pb, blocks, sharing, sink, nearest, inputs_only=inputs_only)
     return sink.pairs()
 
 
 def stream(
-    pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: FactorSink, nearest: NearestProduct | None = None
+    pb: Pullback,
+    blocks: Sequence[Block],
+    sharing: Sharing,
+    sink: FactorSink,
+    nearest: NearestProduct | None = None,
+    *,
+    inputs_only: bool = False,
 ) -> None:
     """S and A of every layer in ``blocks``, which have rules, into the sink.
 
     Inputs come first, while there are no cotangents. Cotangents are used inside the backward pass, where they arrive.
-    ``nearest``: the layers that it fits have its factors in place of means.
+    ``nearest``: the layers that it fits have its factors in place of means. ``inputs_only``: S is the identity.
     """
-    if not blocks:
+    if inputs_only:
+        stream_inputs(pb, blocks, sharing, sink)
+    if not blocks or inputs_only:
         return
     if pb.coupling is None and not whole(pb):
         for b, (s, a) in enumerate(second_moments(pb, blocks, sharing, nearest=nearest)):
@@ -188,12 +201,48 @@ def stream(
     sink.flush()
 
 
+def stream_inputs(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink: FactorSink) -> None:
+    """A of every layer in ``blocks``, and S = 1, into the sink. There is no root and no backward pass."""
+    if pb.coupling is not None:
+        raise IncompatibleError(
+            f'Kronecker(sides="inputs") does not work with {pb.metric!r}: the coupling of the examples has one scale '
+            'for both factors. Use sides="both"'
+        )
+    if not blocks:
+        return
+    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, inputs_only=True)
+    first, *others = (pb.tape(examples) for examples in pb.ranges)
+    if not others:
+        graphs = None if sink.address_key is None else pb.graph_cache
+        CapturedKernels(graphs, layers, first, sink).inputs(range(len(blocks)))
+    else:
+        moments = FactorMoments()
+        for tape in (first, *others):
+            for b in range(len(blocks)):
+                layers.put_inputs(b, tape, moments)
+        for (b, side), moment in moments.totals.items():
+            sink.put(b, side, moment)
+    sink.flush()
+
+
+@final
+class FactorMoments(FactorSink):
+    """Adds up S and A of every layer over the parts of a batch."""
+
+    def __init__(self) -> None:
+        self.totals: dict[tuple[int, Side], Moment] = {}
+
+    def put(self, b: int, side: Side, moment: Moment) -> None:
+        self.totals[b, side] = self.totals[b, side] + moment if (b, side) in self.totals else moment
+
+
 @final
 @dataclass(frozen=True)
 class LayerFactors:
     """The layers, what becomes of their positions, and what couples the n examples.
 
-    Cotangents are those of the root itself: products of them are divided by n where they are used.
+    Cotangents are those of the root itself: products of them are divided by n where they are used. ``of_mean``: they
+    are those of a loss that is a mean over the examples, 1/n of those of a root. ``inputs_only``: S is the identity.
     """
 
     blocks: tuple[Block, ...]
@@ -202,53 +251,60 @@ class LayerFactors:
     n: int
     relation: Mixing | Weights | None = None
     nearest: NearestProduct | None = None
+    of_mean: bool = False
+    inputs_only: bool = False
 
     def late(self, b: int) -> bool:
         """Whether A depends on cotangents.
 
         That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale.
         """
-        return self.relation is not None or bool(self.blocks[b].facets) or self._fits(self.blocks[b])
+        block = self.blocks[b]
+        return not self.inputs_only and (self.relation is not None or bool(block.facets) or self._fits(block))
 
     def _fits(self, block: Block) -> bool:
         return self.nearest is not None and self.nearest.fits(block)
 
-    def put_inputs(self, b: int, tape: Tape, sink: FactorSink) -> None:
-        """A, unless it is late."""
-        if not self.late(b):
-            sink.put(b, "A", self._inputs(self.blocks[b], tape))
+    def put_inputs(self, b: int, tape: Tape, sink: FactorSink, count: Scalar | None = None) -> None:
+        """A, unless it is late. ``count``: where it is a tensor, so many positions are real, and the others zero."""
+        if self.late(b):
+            return
+        kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
+        real = tape.inputs(kind).padded_moment(count).to(self.dtype) if isinstance(count, Tensor) else None
+        sink.put(b, "A", self._inputs(kind, tape) if real is None else real)
+        if self.inputs_only:
+            sink.put(b, "S", Moment(torch.ones(kind.shape[:2], dtype=self.dtype, device=kind.device), 1))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
         """S and, where it is late, A."""
         block = self.blocks[b]
         if not self.late(b):
-            sink.put(b, "S", self._outputs(block, g.of(tape, block)).over(self.n))
+            sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block))))
             return
         if self.nearest is not None and self.nearest.fits(block):
-            of_s, of_a = self.nearest.factors(tape.inputs(block), g.of(tape, block), block, self.sharing)
-            sink.put(b, "A", of_a.over(self.n))
-            sink.put(b, "S", of_s.over(self.n))
+            share = self.n**-2.0 if self.of_mean else 1.0
+            of_s, of_a = self.nearest.factors(tape.inputs(block), g.of(tape, block), block, self.sharing, share=share)
+            sink.put(b, "A", self._over_examples(of_a))
+            sink.put(b, "S", self._over_examples(of_s))
             return
         pairs = [self._pair(kind, tape, g) for kind in block.kinds]
         if block.facets:
-            S, A = joined(block, [(s / self.n, moment.mean()) for s, moment in pairs])
+            scale = self.n if self.of_mean else 1 / self.n
+            S, A = joined(block, [(s * scale, moment.mean()) for s, moment in pairs])
             s, moment, n = S, Moment(A, 1), 1
         else:
             ((s, moment),), n = pairs, self.n
         sink.put(b, "A", moment)
         sink.put(b, "S", Moment(s, n))
 
-    def padded_inputs(self, b: int, tape: Tape, count: Scalar) -> Moment:
-        """A where only so many positions of the tape are real, and the others zero."""
-        block = self.blocks[b]
-        if isinstance(count, Tensor):
-            return tape.inputs(block).padded_moment(count).to(self.dtype)
-        return self._inputs(block, tape).over(int(count))  # nothing was appended
+    def _over_examples(self, moment: Moment) -> Moment:
+        """Of products of cotangents."""
+        return Moment(moment.total * self.n, 1) if self.of_mean else moment.over(self.n)
 
     def padded_outputs(self, b: int, tape: Tape, g: Cotangents, n: Scalar) -> Moment:
         """S where only n examples are real."""
-        block = self.blocks[b]
-        return self._outputs(block, g.of(tape, block)).over(n if isinstance(n, Tensor) else int(n))
+        moment = self._outputs(self.blocks[b], g.of(tape, self.blocks[b]))
+        return Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
@@ -348,7 +404,7 @@ class CapturedKernels:
             tape = self._tape_reading([at for at, _ in padded.uses], iter(tensors))
             sink = self.sink.with_weight(scalars[0])
             for b, at in zip(padded.numbers, scalar_of, strict=True):
-                sink.put(b, "A", self.layers.padded_inputs(b, tape, scalars[at]))
+                self.layers.put_inputs(b, tape, sink, scalars[at])
             sink.flush()
 
         if tensors and self.graphs is not None:
@@ -375,8 +431,8 @@ class CapturedKernels:
 
     def _padded_rows(self, side: Side, numbers: Sequence[int]) -> PaddedRows:
         """Cached by the kind of graph."""
-        blocks, several = [self.layers.blocks[b] for b in numbers], self.layers.n > 1
-        key = ("padded", side, several, self.layers.sharing, tuple(block.names for block in blocks), *numbers)
+        names = tuple((b, self.layers.blocks[b].names, self.layers.late(b)) for b in numbers)
+        key = ("padded", side, self.layers.n > 1, self.layers.sharing, names)
         if key not in self.tape.memo:
             pads = self._pads_inputs if side == "A" else self._pads
             padded = [b for b in numbers if pads(b)]
@@ -390,7 +446,7 @@ class CapturedKernels:
 
     def _pads(self, b: int) -> bool:
         """Whether zero rows may be appended to the cotangents of a layer."""
-        if self.layers.late(b) or self.layers.sharing.how != "expand":
+        if self.layers.late(b) or self.layers.blocks[b].facets or self.layers.sharing.how != "expand":
             return False
         uses = self.tape.of(self.layers.blocks[b])
         return all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
@@ -448,6 +504,8 @@ class CapturedKernels:
         key = (
             side,
             self.layers.sharing,
+            self.layers.of_mean,
+            self.layers.inputs_only,
             None if self.layers.relation is None else self.layers.relation.address_key,
             None if self.layers.nearest is None else self.layers.nearest.address_key,
             tuple(self.layers.blocks[b].names for b in numbers),
@@ -559,6 +617,98 @@ def stream_cotangents(
     for at in consumed.symmetric_difference(early).difference(outer):  # no path of the graph leads there
         outer[at] = (s.new_zeros(1, *tape.uses[at].shape),)
     consume(list(left), tape.with_inner(outer))
+
+
+@final
+class BackwardHooks:
+    """Cotangents of a backward pass that the user runs, consumed where they arrive.
+
+    They wait until more than ``room`` bytes of them have arrived, as in ``stream_cotangents``. Layers that are called
+    several times, and those that hide layers, wait for ``finish``, which consumes what is left.
+    """
+
+    def __init__(self, tape: Tape, blocks: Sequence[Block], consume: Consume, room: int | None = None) -> None:
+        self._blocks, self._consume = blocks, consume
+        self._uses_of = [tape.use_ids(block) for block in blocks]
+        self._left = dict.fromkeys(range(len(blocks)))  # numbers of layers
+        self._boxes: dict[int, dict[int, Tensor]] = {}  # by the position of a use, the cotangents of its outputs
+        self._consumed: set[int] = set()  # positions of uses
+        self._waiting = 0  # bytes
+        total = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
+        self._room = waiting_bytes(tape.y.device, total) if room is None else room
+        outputs: dict[Any, list[tuple[int, int, int]]] = {}
+        for at in sorted({at for of_block in self._uses_of for at in of_block}):
+            for j, edge in enumerate(tape.uses[at].edges):
+                if edge is not None:
+                    outputs.setdefault(edge.node, []).append((at, j, edge.output_nr))
+        self._handles = [node.register_prehook(partial(self._receive, of_node)) for node, of_node in outputs.items()]
+        # Without the graph, which holds the hooks and with them this object.
+        uses = tuple(replace(use, edges=(None,) * len(use.edges), source=None) for use in tape.uses)
+        self.tape = replace(tape, y=tape.y.detach(), uses=uses, operations=None)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether a backward pass has come to one of the layers, or there are none."""
+        return bool(self._boxes) or len(self._left) < len(self._blocks) or not self._blocks
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The numbers of the layers that no backward pass has come to, after ``finish``."""
+        return frozenset(self._left)
+
+    def finish(self) -> None:
+        """Consume all that has arrived, and let go of the graph."""
+        self.remove()
+        numbers = [b for b in self._left if any(at in self._boxes for at in self._uses_of[b])]
+        if numbers:
+            self._give(numbers, inner=True)
+
+    def remove(self) -> None:
+        """No longer wait for cotangents."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _receive(self, outputs: Sequence[tuple[int, int, int]], grads: Arrived) -> None:
+        for at, j, output in outputs:
+            g, box = grads[output], self._boxes.setdefault(at, {})
+            if j in box or at in self._consumed:
+                raise NatgradError(
+                    f"two backward passes came to the outputs of {self.tape.uses[at].module} in one forward pass: call "
+                    "backward once, on the sum of the losses"
+                )
+            if g is not None:
+                box[j] = g.detach()
+                self._waiting += g.nbytes
+        if self._waiting > self._room:
+            ready = [b for b in self._left if self._is_ready(b)]
+            if ready:
+                self._give(ready, inner=False)
+
+    def _is_ready(self, b: int) -> bool:
+        """Whether a layer needs no other cotangents than those that wait."""
+        (at, *more), use = self._uses_of[b], self.tape.uses[self._uses_of[b][0]]
+        return not more and at in self._boxes and not self._blocks[b].facets and not isinstance(use.rule, Replayed)
+
+    def _give(self, numbers: Sequence[int], *, inner: bool) -> None:
+        outer = {at: self._outer(at) for at in {at for b in numbers for at in self._uses_of[b]}}
+        for b in numbers:
+            del self._left[b]
+        needed = {at for b in self._left for at in self._uses_of[b]}
+        self._consumed |= outer.keys() - needed
+        for at in outer.keys() - needed:
+            self._boxes.pop(at, None)
+        self._waiting = sum(g.nbytes for box in self._boxes.values() for g in box.values())
+        self._consume(numbers, self.tape.with_inner(outer) if inner else Cotangents(outer, {}))
+
+    def _outer(self, at: int) -> tuple[Tensor, ...]:
+        """The cotangents of all outputs of a use, with the examples first; zero where no path of the graph leads."""
+        use, box = self.tape.uses[at], self._boxes.get(at, {})
+        like = next(iter(box.values()), self.tape.y)
+        return tuple(
+            use.batch_first(box[j].unsqueeze(0)) if j in box else like.new_zeros(1, *shape)
+            for j, shape in enumerate(use.shapes)
+        )
 
 
 def _early_uses(tape: Tape, blocks: Sequence[Block], room: int) -> tuple[Sequence[int], frozenset[int]]:

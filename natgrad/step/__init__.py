@@ -12,6 +12,8 @@ from natgrad.step.constraints import Constraint as Constraint
 from natgrad.step.constraints import Penalty as Penalty
 from natgrad.step.geodesic import christoffel as christoffel
 from natgrad.step.geodesic import exponential as exponential
+from natgrad.step.normalised import Normalised as Normalised
+from natgrad.step.polar import Polar as Polar
 from natgrad.step.queries import BatchQueries as BatchQueries
 from natgrad.step.queries import BatchQueries as Look  # noqa: F401 - its earlier name
 from natgrad.step.rules import Backtracking as Backtracking

@@ -18,6 +18,7 @@ from natgrad.structures.base import Operator
 Rates: TypeAlias = Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
 Scale: TypeAlias = Tensor | Mapping[str, Tensor] | None  # a number [], one for each parameter by name, or None for 1
 Loss: TypeAlias = Callable[[Mapping[str, Tensor] | None], float]
+Sharp: TypeAlias = Callable[[Covector], tuple[Vector, Tensor]]  # ω ↦ ω♯ and ⟨ω, ω♯⟩
 
 
 @final
@@ -133,6 +134,14 @@ class StepRule(ABC):
         """After how many steps the presets estimate the metric, and invert it, for this rule."""
         return 10, 100
 
+    @property
+    def power_share(self) -> float:
+        """s, where ``sharp`` is to be (G + λ)^-sp for a metric with the power p; 1 is the metric itself."""
+        return 1.0
+
+    def admit(self, params: Mapping[str, Tensor]) -> None:  # noqa: B027 - most rules take all
+        """Refuse, by name, parameters that the rule has no step for."""
+
     @abstractmethod
     def take(self, context: StepContext) -> Step:
         """The step from here."""
@@ -141,17 +150,25 @@ class StepRule(ABC):
 class PlainRule(StepRule):
     """A rule that multiplies the natural gradient v by numbers: δ = −lr·(μm + c·v).
 
-    Such a step is made in place, without memory for δ, and on a GPU captured as a CUDA graph: ``scale`` must not look
-    at the value of a tensor.
+    Such a step is made in place, without memory for δ, and on a GPU captured as a CUDA graph: ``scale`` and
+    ``direction`` must not look at the value of a tensor.
     """
+
+    def direction(self, ω: Covector, sharp: Sharp) -> tuple[Vector, Tensor]:
+        """v, in memory of its own, and ⟨ω, v⟩ []: by default the natural gradient."""
+        return sharp(ω)
 
     @abstractmethod
     def scale(self, v: Vector, square: Tensor) -> Scale:
         """c from v and ``square`` = ⟨lr·ω, lr·v⟩ []: one number, or a number for each parameter."""
 
     def take(self, context: StepContext) -> Step:
+        def sharp(ω: Covector) -> tuple[Vector, Tensor]:
+            v = context.sharp(ω, context.damping)
+            return v, pairing([(ω[name], t) for name, t in v.items()])
+
         ω = context.smooth(context.differential)
-        v = context.sharp(ω, context.damping)
+        v, _ = self.direction(ω, sharp)
         rescale_(v, self.scale(v, squared_length(ω, v, context.rates)))
         return Step(context.move(v), context.damping)
 

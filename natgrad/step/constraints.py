@@ -53,6 +53,13 @@ class Constrained(StepRule):
     def schedule(self) -> tuple[int, int]:
         return self.rule.schedule
 
+    @property
+    def power_share(self) -> float:
+        return self.rule.power_share
+
+    def admit(self, params: Mapping[str, Tensor]) -> None:
+        self.rule.admit(params)
+
     def take(self, context: StepContext) -> Step:
         step = self.rule.take(self.constraint.before(context))
         return self.constraint.after(context, step) if step.accepted else step

@@ -107,7 +107,7 @@ class Structure(ABC):
     """A choice of what to keep of the metric G = RᵀCR/N.
 
     With ``power`` p its operators are the metric G^p, the point at p on the geodesic from the identity to G among
-    positive matrices: p = 1 is the natural gradient, p = 0 the gradient.
+    positive matrices (Bhatia 2007): p = 1 is the natural gradient, p = 0 the gradient.
     """
 
     power: float = 1.0
@@ -155,6 +155,25 @@ class Structure(ABC):
     def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> Operator:
         """The moving average (1 − w) Ḡ + w g gᵀ."""
         return average.merged(self.of_gradient(sample, average), weight)
+
+    # The cotangents of the user's backward pass (``Empirical()``).
+
+    def check_backward(self) -> None:
+        """Refuse where this structure cannot be estimated in a backward pass that the user runs."""
+        raise IncompatibleError(
+            f"Empirical() does not work with {type(self).__name__}, which is not made layer by layer, where cotangents "
+            "arrive: use Kronecker, or give it the loss, Empirical(loss)"
+        )
+
+    def in_backward(
+        self, pullback: Pullback, average: Operator | None, *, in_place: bool, weigh: Callable[[], float]
+    ) -> BackwardEstimate:
+        """An estimate that is made while the user's backward pass runs, from the pass of this pullback.
+
+        ``average``: what it will be averaged with. With ``in_place`` that changes where cotangents arrive; ``weigh``
+        gives the weight of the estimate, and is called once, when the first of them does.
+        """
+        raise NotImplementedError
 
     def extracted(self, G: Operator) -> Operator | None:
         """This structure of a metric that is kept in another one; None where that needs the pullback."""
@@ -209,6 +228,23 @@ class Structure(ABC):
                 f"{type(self).__name__} of {layout.size:,} parameters needs {needed:,} bytes, over the bound "
                 f"memory={memory:,}. Raise memory=, or use Kronecker or Diagonal"
             )
+
+
+class BackwardEstimate(ABC):
+    """An estimate that the user's backward pass makes."""
+
+    @property
+    @abstractmethod
+    def arrived(self) -> bool:
+        """Whether a backward pass has begun."""
+
+    @abstractmethod
+    def finish(self, sample: GradientSample) -> Operator:
+        """The estimate or, in place, the new average; ``sample`` is for parameters that no layer rule covers."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """No longer wait for a backward pass."""
 
 
 class StateError(ValueError):

@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ClassVar, cast, final
+from typing import ClassVar, Literal, cast, final
 
 import torch
 from torch import Tensor
 
 from natgrad.accelerate.averages import PendingAverages, lay_out
-from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.devices import full_precision, is_asynchronous
 from natgrad.accelerate.inverses import (
     BatchedInverse,
     InverseStack,
@@ -34,15 +34,35 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.replay import Scalar
-from natgrad.errors import NonFiniteError
+from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.linalg import Damping, Relative, refuse_singular
 from natgrad.model import Model
+from natgrad.output.hessian import Empirical
 from natgrad.pullback.gradient import GradientSample, gradient_factors, stream_gradient
 from natgrad.pullback.layer import Block
-from natgrad.pullback.moments import FactorSink, Side, factors_of, stream
+from natgrad.pullback.moments import (
+    BackwardHooks,
+    CapturedKernels,
+    FactorList,
+    FactorSink,
+    LayerFactors,
+    Side,
+    factors_of,
+    stream,
+)
 from natgrad.pullback.pullback import Pullback, without_autocast
+from natgrad.pullback.tape import Cotangents
 from natgrad.rules.features import Moment
-from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing, check_shape
+from natgrad.structures.base import (
+    BackwardEstimate,
+    Cost,
+    IdentityInverse,
+    Inverse,
+    Layout,
+    Operator,
+    WorkSharing,
+    check_shape,
+)
 from natgrad.structures.layered import (
     EIGENVECTORS,
     Basis,
@@ -70,6 +90,9 @@ class Kronecker(Layered):
     parameters that no layer rule covers; with ``strict`` there must be none. Of a factor with more than ``largest``
     rows (a vocabulary) only the diagonal is kept. With ``bias="separate"`` a bias is a layer of its own, apart from its
     weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is G^p = S^p ⊗ A^p.
+
+    With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
+    the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
 
     A parameter that no module tells of has the factors of the operations that use it: products, convolutions, lookups.
     Gains and offsets (positions, a class token, LayerScale) have a group for every entry, and so the exact diagonal of
@@ -99,6 +122,24 @@ class Kronecker(Layered):
     """
 
     in_place: ClassVar[bool] = True
+    sides: Literal["both", "inputs"] = field(default="both", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sides not in ("both", "inputs"):
+            raise ValueError(f'Kronecker(sides=…) is "both" or "inputs", not {self.sides!r}')
+
+    @property
+    def _inputs_only(self) -> bool:
+        return self.sides == "inputs"
+
+    def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        s, a = super().shapes(block)
+        return (s[:2] if self._inputs_only else s), a
+
+    def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        s, a = super().zeros(block, dtype)
+        return (torch.ones_like(s) if self._inputs_only else s), a
 
     def layer_elements(self, block: Block) -> int:
         return sum(map(math.prod, self.shapes(block)))
@@ -116,7 +157,7 @@ class Kronecker(Layered):
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
-        estimates = factors_of(pullback, split.used, self.sharing_rule)
+        estimates = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
@@ -138,14 +179,15 @@ class Kronecker(Layered):
         average.same_layers(split.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = FactorAverage(average, [numbers[block.names] for block in split.used], weight)
-        stream(pullback, split.used, self.sharing_rule, sink)
+        stream(pullback, split.used, self.sharing_rule, sink, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
         """S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k) of every matrix (Gupta, Koren and Singer 2018)."""
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used))
+        sides = self.diagonal_sides(split.used)
+        pairs = gradient_factors(sample, split.used, sides, inputs_only=self._inputs_only)
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
         return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
@@ -155,8 +197,21 @@ class Kronecker(Layered):
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
         sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
-        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink)
+        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
+
+    def check_backward(self) -> None:
+        if self._inputs_only:
+            raise IncompatibleError(
+                'Kronecker(sides="inputs") needs no cotangents, and so no backward pass: use it with Euclidean()'
+            )
+        self.fallback.gradient_blocks([])
+
+    def in_backward(
+        self, pullback: Pullback, average: Operator | None, *, in_place: bool, weigh: Callable[[], float]
+    ) -> KroneckerInBackward:
+        assert average is None or isinstance(average, KroneckerOperator)
+        return KroneckerInBackward(self, pullback, average, weigh if in_place else None)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
@@ -219,6 +274,86 @@ class FactorAverage(FactorSink):
 
     def flush(self) -> None:
         self._averages.flush()
+
+
+@final
+class KroneckerInBackward(BackwardEstimate):
+    """A = E[a aᵀ] and S = E[g gᵀ] of every layer, with the cotangents g of a backward pass that the user runs.
+
+    ``weigh``: gives the weight of the estimate in the ``average``, which is then changed in place. Layers that no
+    backward pass comes to keep their averages.
+    """
+
+    def __init__(
+        self,
+        structure: Kronecker,
+        pullback: Pullback,
+        average: KroneckerOperator | None,
+        weigh: Callable[[], float] | None,
+    ) -> None:
+        self._structure, self._average, self._weigh = structure, average, weigh
+        self._split = split = structure.split(pullback, average)
+        self._layout = Layout(pullback.model.like, pullback.y.dtype) if average is None else average.layout
+        self._sink: FactorSink | None = None
+        self._weight = 1.0
+        tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
+        of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
+        layers = LayerFactors(tuple(split.used), structure.sharing_rule, pullback.y.dtype, pullback.n, of_mean=of_mean)
+        self._hooks = BackwardHooks(tape, split.used, self._consume)
+        self._layers, self._tape, self._graphs = layers, self._hooks.tape, pullback.graph_cache
+
+    @property
+    def arrived(self) -> bool:
+        return self._hooks.arrived
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    @torch.no_grad()
+    def _consume(self, numbers: Sequence[int], g: Cotangents) -> None:
+        if self._sink is None:
+            self._sink = self._begun()
+        graphs = None if self._sink.address_key is None else self._graphs
+        kernels = CapturedKernels(graphs, self._layers, self._tape, self._sink)
+        with full_precision(self._tape.y.device):
+            kernels.inputs(numbers)
+            kernels.outputs(numbers, g)
+            self._sink.flush()
+
+    def _begun(self) -> FactorSink:
+        """Where the factors go."""
+        if self._average is None or self._weigh is None:
+            return FactorList()
+        self._average.same_layers(self._split.blocks)
+        self._weight = self._weigh()
+        numbers = {block.names: b for b, block in enumerate(self._average.blocks)}
+        return FactorAverage(self._average, [numbers[block.names] for block in self._split.used], self._weight)
+
+    @torch.no_grad()
+    def finish(self, sample: GradientSample) -> KroneckerOperator:
+        self._hooks.finish()
+        split, used = self._split, self._split.used
+        absent = {name for b in self._hooks.absent for name in used[b].names}
+        unseen = split.unseen | absent
+        fallback = None if split.uncovered is None else self._of_uncovered(sample, split.uncovered)
+        sink = self._begun() if self._sink is None else self._sink  # no layer has a rule
+        if isinstance(sink, FactorAverage):
+            return sink.average.absorbed(fallback, self._weight, unseen)
+        assert isinstance(sink, FactorList)
+        dtype, factors = self._layout.dtype, sink.factors
+        pairs = [
+            (factors[b, "S"], factors[b, "A"]) if (b, "S") in factors else self._structure.zeros(block, dtype)
+            for b, block in enumerate(used)
+        ]
+        both = split.of_all(pairs, lambda block: self._structure.zeros(block, dtype))
+        left, right = tuple(lay_out(s) for s, _ in both), tuple(lay_out(a) for _, a in both)
+        power = self._structure.power
+        return KroneckerOperator(self._layout, split.blocks, left, right, fallback, unseen, power=power)
+
+    def _of_uncovered(self, sample: GradientSample, uncovered: Pullback) -> Operator:
+        below = None if self._average is None else self._average.fallback
+        rest = replace(sample.over(list(uncovered.model.params)), blocks=uncovered.layers)
+        return self._structure.fallback_of(rest, below)
 
 
 @final

@@ -231,15 +231,19 @@ class Layered(Structure):
         """
         if like is not None:
             below = like.fallback
-            of_fallback = None if below is None else self.fallback.of_gradient(sample.over(below.layout.like), below)
+            of_fallback = None if below is None else self.fallback_of(sample.over(below.layout.like), below)
             return LayerSplit(like.blocks, sample.without - set(like.uncovered.names)), like.layout, of_fallback
         layout = Layout.of(sample.ω)
         blocks = tuple(block for block in sample.blocks if block.rule is not None)
         self.admit_numbers(sum(map(self.layer_elements, blocks)), layout, sample.memory)
         uncovered = [block for block in sample.blocks if block.rule is None]
         rest = replace(sample.over([block.names[0] for block in uncovered]), blocks=_moved(uncovered))
-        of_fallback = self.fallback.of_gradient(rest).with_power(self.power) if uncovered else None
+        of_fallback = self.fallback_of(rest) if uncovered else None
         return LayerSplit(blocks, sample.without - set(rest.ω)), layout, of_fallback
+
+    def fallback_of(self, sample: GradientSample, like: Operator | None = None) -> Operator:
+        """The second moment of the uncovered parameters, to the power of the layers."""
+        return self.fallback.of_gradient(sample, like).with_power(self.power)
 
     def diagonal_sides(self, blocks: Sequence[Block]) -> list[tuple[bool, bool]]:
         """Of every layer, whether only the diagonals of S and A are kept."""

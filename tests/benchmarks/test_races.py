@@ -288,9 +288,9 @@ def test_the_head_and_embeddings_are_left_to_adamw() -> None:
     task = TASKS["tiny-decoder"]
     model = task.network()
     names = {id(p): name for name, p in model.named_parameters()}
-    hidden = {names[id(p)] for p in rivals.matrices(model, task)}
+    hidden = {names[id(p)] for p in rivals.matrices(model, task.head)}
     assert "layers.0.attention.q.weight" in hidden
     assert not hidden & {"tokens.weight", "head.weight", "norm.weight"}
     task = TASKS["tiny-autoencoder"]
     model = task.network()
-    assert len(rivals.matrices(model, task)) == 4
+    assert len(rivals.matrices(model, task.head)) == 4

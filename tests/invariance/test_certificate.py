@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NonFiniteError
 from natgrad.invariance import (
+    Certificate,
     Change,
     Chosen,
     Coordinates,
@@ -108,6 +109,23 @@ def test_coordinate_wise_optimizers_are_not_invariant(kind: str, name: str) -> N
     assert not found.invariant
     assert found.largest > 1e-3
     assert found.differences[0] < 1e-13  # they begin as the same function
+
+
+@pytest.mark.parametrize("kind", TASKS)
+@pytest.mark.parametrize("power", [0.75, 0.5, 0.0])
+@pytest.mark.parametrize("structure", [ng.Kronecker, ng.BlockDense])
+def test_powers_below_one_are_not_invariant(kind: str, power: float, structure: Any) -> None:
+    """(BᵀGB)^p is not Bᵀ G^p B, and rounding has nothing to do with it."""
+    task = TASKS[kind]
+
+    def found(power: float) -> Certificate:
+        make = natural(structure(power=power), lr=1e-2)
+        return certify(make, task.model(), task.batch(), steps=2)
+
+    below = found(power)
+    assert not below.invariant
+    assert below.rounded is None
+    assert below.largest > max(1e-4, 100 * found(1.0).largest)
 
 
 @pytest.mark.parametrize("kind", TASKS)

@@ -199,7 +199,45 @@ def test_eigen_kronecker_has_the_second_moments_in_the_eigenvectors() -> None:
         torch.testing.assert_close(found[f"{name}/D"], expected)
 
 
-STRUCTURES = (ng.Diagonal(), ng.Dense(), ng.BlockDense(), ng.Kronecker(), ng.EigenKronecker())
+def test_the_half_power_of_the_diagonal_is_adam() -> None:
+    """Without momentum: θ ← θ − lr g/√v̂, with Adam's correction for the start of the average."""
+
+    def trained(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Tensor:
+        torch.manual_seed(0)
+        model = convolutional().double()
+        steps(model, images, make(model), 5)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    expected = trained(lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, betas=(0.0, DECAY), eps=0.0))
+    found = trained(lambda m: optimizer(m, ng.Diagonal(power=0.5), lr=1e-2, damping=0.0))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("solver", [ng.Cholesky(), ng.Factored()], ids=repr)
+@pytest.mark.parametrize("power", [0.5, 0.75])
+def test_powers_of_the_factors_are_shampoo(power: float, solver: ng.solve.Solver) -> None:
+    """(S + ε tr S/o)^-p G_k (A + ε tr A/i)^-p at every offset k."""
+    torch.manual_seed(0)
+    model, ε = convolutional().double(), 1e-2
+    opt = optimizer(model, ng.Kronecker(power=power), damping=ng.Relative(ε), solver=solver)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    (gradient,) = steps(model, images, opt, 1)
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            continue
+        sides = []
+        for factor in factors(gradient[name]):
+            λ, q = torch.linalg.eigh(factor)
+            sides.append(q @ torch.diag((λ + ε * λ.mean()) ** -power) @ q.T)
+        g = gradient[name].reshape(*p.shape[:2], -1)
+        v = torch.einsum("op,pik,ij->ojk", sides[0], g, sides[1]).reshape(p.shape)
+        torch.testing.assert_close((before[name] - p.detach()) / 1e-3, v, rtol=1e-4, atol=1e-8)
+
+
+STRUCTURES = (
+    *(ng.Diagonal(), ng.Dense(), ng.BlockDense(), ng.Kronecker(), ng.EigenKronecker()),
+    *(ng.Kronecker(power=0.5), ng.EigenKronecker(power=0.5)),  # the fallback of the vectors has the power, too
+)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)

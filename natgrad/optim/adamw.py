@@ -1,0 +1,112 @@
+"""AdamW for parameters that no metric suits (embeddings, gains, biases, heads), inside the same optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from natgrad.accelerate import fused
+from natgrad.model import Model
+
+Fallback: TypeAlias = Literal["adamw"] | None
+Members: TypeAlias = Sequence[Sequence[tuple[str, Tensor]]]  # names and parameters of every group
+
+_BETAS, _EPSILON = (0.9, 0.95), 1e-8
+
+
+def without_metric(
+    model: Model, groups: Iterable[Mapping[str, Any]], fallback: Fallback
+) -> tuple[list[dict[str, Any]], frozenset[str]]:
+    """The parameter groups without their "fallback", and the names of the parameters that AdamW steps.
+
+    A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, where
+    the optimizer's ``fallback`` is "adamw", it has those with fewer than two axes and the weights of embeddings.
+    """
+    embeddings = _embeddings(model)
+    names = {id(p): name for name, p in model.params.items()}
+    chosen: set[str] = set()
+    plain: list[dict[str, Any]] = []
+    for group in groups:
+        check_fallback(group.get("fallback", fallback))
+        all_of_it = "fallback" in group
+        if group.get("fallback", fallback) == "adamw":
+            chosen |= {names[id(p)] for p in group["params"] if all_of_it or p.ndim < 2 or id(p) in embeddings}
+        plain.append({key: value for key, value in group.items() if key != "fallback"})
+    if len(chosen) == len(model.params):
+        raise ValueError(
+            'fallback="adamw" leaves no parameter for the metric: use torch.optim.AdamW, or give groups with '
+            '"fallback": None'
+        )
+    return plain, frozenset(chosen)
+
+
+def check_fallback(fallback: object) -> None:
+    """Refuse what is no optimizer; the structures have their own fallback."""
+    if fallback is not None and fallback != "adamw":
+        raise ValueError(
+            f'fallback= of an optimizer or a parameter group is "adamw" or None, got {fallback!r}; a structure for '
+            "parameters without a layer rule belongs to the structure, Kronecker(fallback=…)"
+        )
+
+
+def _embeddings(model: Model) -> set[int]:
+    modules = () if model.module is None else model.module.modules()
+    return {id(m.weight) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+
+
+@final
+class AdamWUpdate:
+    """One step of AdamW (Loshchilov and Hutter 2019), equal to that of ``torch.optim.AdamW``, by its fused kernel.
+
+        m ← β₁m + (1 − β₁)ω,  s ← β₂s + (1 − β₂)ω²,  θ ← (1 − lr·wd)θ − lr·m̂/(√ŝ + ε)
+
+    with m̂ = m/(1 − β₁ᵗ), ŝ = s/(1 − β₂ᵗ), β = (0.9, 0.95) and ε = 10⁻⁸. m, s and t lie in the state of every parameter
+    under the names that torch gives them, t as a tensor on the device, so that the step can be captured. A parameter
+    without a gradient is left alone.
+    """
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], members: Members, state: MutableMapping[Tensor, Any]
+    ) -> None:
+        self._groups, self._members, self._state = groups, members, state
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that there are, by name, in the order of the groups."""
+        return {name: p.grad for of_group in self._members for name, p in of_group if p.grad is not None}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all parameters have a gradient."""
+        return all(p.grad is not None for of_group in self._members for _, p in of_group)
+
+    def step(self, gradients: Mapping[str, Tensor], rates: Sequence[float | Tensor], gate: Tensor | None) -> None:
+        """Move the parameters that have gradients, each group with its rate; nothing where the gate is closed."""
+        for group, of_group, rate in zip(self._groups, self._members, rates, strict=True):
+            moving = [(name, p) for name, p in of_group if name in gradients]
+            if not moving:
+                continue
+            params = [p for _, p in moving]
+            states = [self._state_of(p) for p in params]
+            fused.adamw_(
+                params,
+                [gradients[name] for name, _ in moving],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["step"] for state in states],
+                rate=rate,
+                betas=_BETAS,
+                epsilon=_EPSILON,
+                weight_decay=group["weight_decay"],
+                gate=gate,
+            )
+
+    def _state_of(self, p: Tensor) -> Any:
+        state = self._state[p]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        return state

@@ -1,0 +1,251 @@
+"""Empirical() without a loss: the cotangents of the user's backward pass give the factors of Empirical(loss)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import IncompatibleError, NatgradError
+from tests.optim.states import Net
+
+LOSS = F.cross_entropy
+N = 6
+
+
+class Text(nn.Module):
+    """An embedding, a normalisation, attention and a head: [n t] → [n 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+        self.mix, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.table(x))
+        return self.head((h + self.mix(h, h, h)[0]).mean(1))
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, and an LSTM: [n t 3] → [n 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.step, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lstm(x)[0][:, -1]
+        return self.head(self.step(self.step(h).tanh()).tanh())
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, 3))
+
+
+def reals(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(N, *shape, dtype=torch.float64)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (plain, reals(3)),
+    "convolution": (convolutional, reals(2, 5, 5)),
+    "text": (Text, lambda: torch.randint(7, (N, 5))),
+    "twice": (Twice, reals(5, 3)),
+}
+
+
+def targets() -> Tensor:
+    return torch.randint(3, (N,))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_factors_are_those_of_the_loss_with_targets(name: str, reduction: Literal["sum", "mean"]) -> None:
+    """In the first estimate, and in the averages of later ones, which change in place."""
+    build, batch = CASES[name]
+
+    def trained(own: bool) -> ng.NaturalGradient:
+        torch.manual_seed(0)
+        model = build().double()
+        metric = ng.Empirical(reduction=reduction) if own else ng.Empirical(LOSS)
+        opt = ng.NaturalGradient(model, metric, structure=ng.Refresh(ng.Kronecker(), 1, 0.9), lr=1e-2, damping=1.0)
+        for _ in range(3):
+            x, t = batch(), targets()
+            opt.zero_grad()
+            if not own:
+                opt.refresh(x, t)
+            LOSS(model(x), t, reduction=reduction).backward()
+            opt.step()
+        return opt
+
+    found, expected = trained(True).tracker.average, trained(False).tracker.average
+    assert found is not None
+    assert expected is not None
+    assert found.tensors().keys() == expected.tensors().keys()
+    for key, t in expected.tensors().items():
+        torch.testing.assert_close(found.tensors()[key], t, msg=key)
+
+
+def optimizer(model: nn.Module, output: Callable[..., Tensor] | None = None) -> ng.NaturalGradient:
+    structure = ng.Refresh(ng.Kronecker(), 1, 0.9)
+    return ng.NaturalGradient(model, ng.Empirical(), structure=structure, lr=1e-2, damping=1.0, output=output)
+
+
+def test_accumulated_passes_count_by_their_examples() -> None:
+    """In turns, or one backward pass through both; a pass without a backward pass counts for nothing."""
+    found = []
+    for together in (False, True, None):
+        torch.manual_seed(0)
+        model = plain().double()
+        opt = optimizer(model)
+        for _ in range(2):
+            opt.zero_grad()
+            x, t = torch.randn(N, 3, dtype=torch.float64), targets()
+            if together is None:
+                LOSS(model(x), t).backward()
+            else:
+                model(x)
+                losses = []
+                for part in (slice(0, 2), slice(2, N)):
+                    loss = LOSS(model(x[part]), t[part])
+                    losses.append(loss * len(t[part]) / N if together else loss)
+                    if not together:
+                        losses[-1].backward()
+                if together:
+                    (losses[0] * N / 2 + losses[1] * N / 4).backward()
+                for p in model.parameters():  # the same step in all three
+                    p.grad = torch.zeros_like(p)
+            if together is None:
+                for p in model.parameters():
+                    p.grad = torch.zeros_like(p)
+            opt.step()
+        assert opt.tracker.average is not None
+        found.append(opt.tracker.average.tensors())
+    for other in found[1:]:
+        for key, t in other.items():
+            torch.testing.assert_close(t, found[0][key], msg=key)
+
+
+def test_no_backward_pass_of_our_own_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = plain(), torch.randn(N, 3)
+    opt = optimizer(model)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("torch.autograd.grad was called")
+
+    monkeypatch.setattr(torch.autograd, "grad", refuse)
+    for _ in range(2):
+        LOSS(model(x), targets()).backward()
+        opt.step()
+
+
+class Heads(nn.Module):
+    """Two outputs, of which the loss may read one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x).tanh()
+        return self.one(h), self.two(h)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_that_no_backward_pass_comes_to_keeps_its_factors(first: bool) -> None:
+    """Or has none yet, and all of the first estimate later."""
+    torch.manual_seed(0)
+    model, x = Heads().double(), torch.randn(N, 3, dtype=torch.float64)
+    opt = optimizer(model, output=lambda out: torch.cat(out, 1))
+    found: list[dict[str, Tensor]] = []
+    for both in (first, not first):
+        opt.zero_grad()
+        one, two = model(x)
+        loss = LOSS(one, targets())
+        (loss + LOSS(two, targets()) if both else loss).backward()
+        opt.step()
+        assert opt.tracker.average is not None
+        found.append({key: t.clone() for key, t in opt.tracker.average.tensors().items()})
+    if first:
+        assert torch.equal(found[1]["two.weight/S"], found[0]["two.weight/S"])
+        assert torch.equal(found[1]["two.weight/A"], found[0]["two.weight/A"])
+    else:
+        assert "two.weight/S" not in found[0]
+        torch.testing.assert_close(found[1]["two.weight/A"], found[1]["one.weight/A"], atol=1e-2, rtol=1e-2)
+    assert not torch.equal(found[1]["one.weight/S"], found[0]["one.weight/S"])
+
+
+def test_parameters_without_a_rule_have_the_square_of_their_gradient() -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    opt = optimizer(model)
+    squares = []
+    for _ in range(2):
+        opt.zero_grad()
+        LOSS(model(torch.randn(N, 3, dtype=torch.float64)), torch.randint(2, (N,))).backward()
+        assert model.mix.grad is not None
+        squares.append(model.mix.grad.flatten().square())
+        opt.step()
+    assert opt.tracker.average is not None
+    tensors = opt.tracker.average.tensors()
+    assert "hidden.weight/S" in tensors
+    torch.testing.assert_close(tensors["fallback/values"], (0.9 * squares[0] + squares[1]) / 1.9)
+
+
+def test_resuming_is_exact() -> None:
+    torch.manual_seed(0)
+    model = convolutional()
+    opt = optimizer(model)
+    x, t = torch.randn(N, 2, 5, 5), targets()
+
+    def train(model: nn.Module, opt: ng.NaturalGradient) -> None:
+        for _ in range(3):
+            opt.zero_grad()
+            LOSS(model(x), t).backward()
+            opt.step()
+
+    train(model, opt)
+    again = convolutional()
+    again.load_state_dict(model.state_dict())
+    resumed = optimizer(again)
+    resumed.load_state_dict(opt.state_dict())
+    train(model, opt)
+    train(again, resumed)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_bad_input() -> None:
+    model, x = plain(), torch.randn(N, 3)
+    for structure in (ng.Dense(), ng.Diagonal(), ng.EigenKronecker(), ng.Implicit()):
+        with pytest.raises(IncompatibleError, match=r"Empirical\(\) does not work with"):
+            ng.NaturalGradient(model, ng.Empirical(), structure=structure)
+    with pytest.raises(ValueError, match="without a reduction"):
+        ng.Empirical(LOSS, reduction="sum")
+    with pytest.raises(IncompatibleError, match="cotangents of a training loop"):
+        ng.Dense().estimate(ng.pullback(model, x, ng.Empirical()))
+    opt = optimizer(model)
+    with pytest.raises(IncompatibleError, match="nothing to refresh"):
+        opt.refresh(x)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model(x)
+    with pytest.raises(NatgradError, match="no backward pass came through a forward pass"):
+        opt.step()
+    y = model(x)
+    LOSS(y, targets()).backward(retain_graph=True)
+    with pytest.raises(NatgradError, match="two backward passes came to the outputs of Linear"):
+        LOSS(y, targets()).backward()
+    compiled = torch.compile(plain(), backend="eager")
+    opt = optimizer(compiled)  # type: ignore[arg-type]
+    with pytest.raises(IncompatibleError, match="a compiled model shows none"):
+        compiled(x)

@@ -1,0 +1,213 @@
+"""Muon, Shampoo, SOAP and Natural, step by step beside torch.optim and beside references in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import natgrad as ng
+from tests import oracle
+from tests.optim.tasks import seeded
+
+STEPS = 13  # a cycle of ten and its end
+Optimizers = Iterable[Any]
+
+
+class Net(nn.Module):
+    """Tokens, a convolution with offsets, a wide and a tall matrix, gains and biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.conv = nn.Embedding(7, 3), nn.Conv1d(3, 4, 2)
+        self.norm, self.wide, self.tall = nn.LayerNorm(4), nn.Linear(4, 3), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [n r] to logits [n r-1 5]."""
+        h = torch.tanh(self.conv(self.tokens(x).mT)).mT
+        return self.tall(torch.tanh(self.wide(self.norm(h))))
+
+
+MATRICES = ("conv.weight", "wide.weight", "tall.weight")
+
+
+def _net(dtype: torch.dtype = torch.float64) -> Net:
+    return seeded(lambda: Net().to(dtype))
+
+
+def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What a metric steps, and what AdamW does."""
+    params = dict(model.named_parameters())
+    return [params[name] for name in MATRICES], [p for name, p in params.items() if name not in MATRICES]
+
+
+def _train(model: nn.Module, optimizers: Optimizers, steps: int = STEPS) -> list[Tensor]:
+    """θ after every step, on a task that is the same every time; the learning rates fall."""
+    path = []
+    for step in range(steps):
+        x = seeded(lambda: torch.randint(7, (6, 5)), 100 + step)
+        for p in model.parameters():
+            p.grad = None
+        nn.functional.cross_entropy(model(x).flatten(0, 1), x[:, 1:].flatten() % 5).backward()
+        for opt in optimizers:
+            opt.step()
+            for group in opt.param_groups:
+                group["lr"] *= 0.9
+        path.append(oracle.flatten(model.parameters()))
+    return path
+
+
+def _adamw(params: list[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+
+
+class Lent:
+    """Kernels as matrices in the same memory, for an optimizer of matrices."""
+
+    def __init__(self, params: list[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self.pairs = [(p, nn.Parameter(p.detach().view(len(p), -1))) for p in params]
+        self.optimizer = make([matrix for _, matrix in self.pairs])
+        self.param_groups = self.optimizer.param_groups
+
+    def step(self) -> None:
+        """One step with the gradients of the kernels."""
+        for p, matrix in self.pairs:
+            assert p.grad is not None
+            matrix.grad = p.grad.view(matrix.shape)
+        self.optimizer.step()
+
+
+def test_muon_takes_the_steps_of_torchs_muon_and_of_its_adamw() -> None:
+    """In bfloat16, where products in another order differ in the third digit; AdamW's part is equal."""
+    model, hand = _net(torch.float32), _net(torch.float32)
+    hidden, rest = _parts(hand)
+    options: dict[str, Any] = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    muon = Lent(hidden, lambda params: torch.optim.Muon(params, lr=0.01, **options))
+    start = oracle.flatten(model.parameters())
+    found = _train(model, [ng.Muon(model, lr=0.01, weight_decay=0.1)])
+    expected = _train(hand, [muon, _adamw(rest, 0.01, 0.1)])
+    for θ, other in zip(found, expected, strict=True):
+        assert (θ - other).norm() < 0.02 * (other - start).norm()
+
+
+def test_the_parameters_that_adamw_steps_are_torchs_to_the_last_digits() -> None:
+    """The gradients of the others are detached from them: the same numbers go into both."""
+    model, hand = _net(), _net()
+    for net in (model, hand):
+        for p in _parts(net)[0]:
+            p.requires_grad_(False)
+    model.wide.weight.requires_grad_()  # somebody must have a metric; its steps are of length zero
+    groups = [{"params": [model.wide.weight], "lr": 0.0}]
+    found = _train(model, [ng.Muon(model, lr=0.01, weight_decay=0.1, groups=groups)])
+    expected = _train(hand, [_adamw(_parts(hand)[1], 0.01, 0.1)])
+    for θ, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(θ, other, rtol=1e-12, atol=1e-14)
+
+
+def test_muon_that_has_converged_steps_by_the_polar_factor() -> None:
+    """θ ← (1 − lr·wd)θ − lr·0.2·√max(o, i)·UVᵀ of the momentum UΣVᵀ, here by singular values."""
+
+    class Polar:
+        def __init__(self, params: list[nn.Parameter]) -> None:
+            self.params, self.param_groups = params, [{"lr": 0.01}]
+            self.m = [torch.zeros_like(p) for p in params]
+
+        @torch.no_grad()
+        def step(self) -> None:
+            (group,) = self.param_groups
+            for p, m in zip(self.params, self.m, strict=True):
+                assert p.grad is not None
+                m.mul_(0.95).add_(p.grad, alpha=0.05)
+                u, _, vh = torch.linalg.svd((0.95 * m + 0.05 * p.grad).flatten(1), full_matrices=False)
+                v = 0.2 * max(u.shape[0], vh.shape[1]) ** 0.5 * (u @ vh)
+                p.mul_(1 - group["lr"] * 0.1).sub_(v.view(p.shape), alpha=group["lr"])
+
+    model, hand = _net(), _net()
+    hidden, rest = _parts(hand)
+    found = _train(model, [ng.Muon(model, lr=0.01, weight_decay=0.1, iteration="minimax")])
+    expected = _train(hand, [Polar(hidden), _adamw(rest, 0.01, 0.1)])
+    for θ, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(θ, other, rtol=1e-7, atol=1e-9)
+
+
+def _refreshes(step: int, every: int) -> bool:
+    """Whether roots are new in the step 0, 1, …"""
+    return step % every == 0
+
+
+class Reference:
+    """Natural and Shampoo: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float, power: float, kl: bool, every: int = 10) -> None:
+        self.params, self.param_groups, self.power, self.kl, self.every = params, [{"lr": lr}], power, kl, every
+        self.t, self.state = 0, [dict[str, Tensor]() for _ in params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Statistics, roots if they are due, and a step."""
+        (group,) = self.param_groups
+        for p, state in zip(self.params, self.state, strict=True):
+            assert p.grad is not None
+            g = p.grad.flatten(2) if p.ndim > 2 else p.grad[..., None]  # [o i k]
+            m = state["m"] = 0.95 * state.get("m", torch.zeros_like(g)) + 0.05 * g
+            weight = 0.05 / (1 - 0.95 ** (self.t + 1))
+            for key, new in self.factors(g, state).items():
+                state[key] = new if self.t == 0 else state[key].lerp(new, weight)
+            if _refreshes(self.t, self.every):
+                for key in "SA":
+                    λ, Q = torch.linalg.eigh(state[key])
+                    λ = λ.clamp(min=0) + 1e-2 * state[key].trace() / len(λ)
+                    state[f"{key}^-p"], state[f"{key}^-1"] = (Q * λ**-self.power) @ Q.T, (Q / λ) @ Q.T
+            v = torch.einsum("op,pik,ij->ojk", state["S^-p"], 0.95 * m + 0.05 * g, state["A^-p"])
+            v = 0.2 * v / v.square().mean().sqrt()
+            p.mul_(1 - group["lr"] * 0.1).sub_(v.reshape(p.shape), alpha=group["lr"])
+        self.t += 1
+
+    def factors(self, g: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """S and A of one gradient: each by itself, or weighted by the last inverse of the other."""
+        o, i, k = g.shape
+        scale = g.square().mean().rsqrt() if self.kl else 1.0  # before there is an inverse
+        one = {"S^-1": scale * torch.eye(o, dtype=g.dtype), "A^-1": scale * torch.eye(i, dtype=g.dtype)}
+        inverse = one | state if self.kl else one
+        return {
+            "S": torch.einsum("oik,ij,pjk->op", g, inverse["A^-1"], g) / (i * k),
+            "A": torch.einsum("oik,op,pjk->ij", g, inverse["S^-1"], g) / (o * k),
+        }
+
+
+REFERENCES: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], Callable[[list[nn.Parameter]], Reference]]] = {
+    "natural": (
+        lambda model: ng.Natural(model, lr=0.01),
+        lambda params: Reference(params, 0.01, 0.5, kl=False),
+    ),
+    "natural_75": (
+        lambda model: ng.Natural(model, lr=0.01, power=0.75, inverse_every=3),
+        lambda params: Reference(params, 0.01, 0.75, kl=False, every=3),
+    ),
+    "natural_1": (
+        lambda model: ng.Natural(model, lr=0.01, power=1.0),
+        lambda params: Reference(params, 0.01, 1.0, kl=False),
+    ),
+    "shampoo": (
+        lambda model: ng.Shampoo(model, lr=0.01),
+        lambda params: Reference(params, 0.01, 0.5, kl=False),
+    ),
+    "shampoo_of_2018": (
+        lambda model: ng.Shampoo(model, lr=0.01, power=0.25),
+        lambda params: Reference(params, 0.01, 0.25, kl=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_presets_take_the_steps_of_a_reference_in_plain_torch(name: str) -> None:
+    ours, theirs = REFERENCES[name]
+    model, hand = _net(), _net()
+    hidden, rest = _parts(hand)
+    found = _train(model, [ours(model)])
+    expected = _train(hand, [theirs(hidden), _adamw(rest, 0.01, 0.1)])
+    for θ, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(θ, other, rtol=1e-7, atol=1e-9)

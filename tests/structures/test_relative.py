@@ -1,0 +1,277 @@
+"""Relative damping, λ = ε·(mean eigenvalue) factor by factor, has no units; a factor that is zero has no step."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import IncompatibleError, SingularMetricError
+from natgrad.solve import Solver
+from natgrad.structures import Structure
+from tests.pulled import close, covector, normal
+
+STRUCTURES: dict[str, Any] = {
+    "Diagonal": ng.Diagonal,
+    "Dense": ng.Dense,
+    "BlockDense": ng.BlockDense,
+    "Kronecker": ng.Kronecker,
+    "EigenKronecker": ng.EigenKronecker,
+    "LowRank": lambda power=1.0: ng.LowRank(3, power=power),
+    "Kernel": ng.Kernel,
+}
+SOLVERS = {name: [ng.Cholesky()] for name in STRUCTURES} | {"Kronecker": [ng.Cholesky(), ng.Factored()]}
+EPSILON = 0.03
+
+
+class Times(nn.Module):
+    """A number: the units of what comes after it."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.number * x
+
+
+def network(before: float = 1.0, after: float = 1.0) -> nn.Sequential:
+    """One function, whatever the units of the inputs and the outputs of its middle layer are."""
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
+    model = nn.Sequential(layers[0], nn.Tanh(), Times(before), layers[1], Times(after), nn.Tanh(), layers[2]).double()
+    with torch.no_grad():
+        model.get_parameter("3.weight").div_(before * after)
+    return model
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    """Not a likelihood: its scale is anybody's choice."""
+    return (F.softplus(y) + 0.5 * (y - target) ** 2).sum(-1).mean()
+
+
+def damped(matrix: Tensor, damping: float, power: float) -> Tensor:
+    """(G + λ)^-p."""
+    values, vectors = torch.linalg.eigh(matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype))
+    return (vectors * values.pow(-power)) @ vectors.T
+
+
+def mean_damped(matrix: Tensor, power: float) -> Tensor:
+    return damped(matrix, EPSILON * float(matrix.trace()) / len(matrix), power)
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5, 0.75])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_damping_is_a_share_of_the_mean_eigenvalue_of_every_part(structure: str, power: float) -> None:
+    model = network()
+    pb = ng.pullback(model, normal(20, 3), ng.Fisher(ng.Categorical()))
+    G = STRUCTURES[structure](power=power).estimate(pb)
+    matrix, ω = G.with_power(1.0).dense(), covector(pb)
+    sizes = [p.numel() for p in model.parameters()]
+    if structure in ("Dense", "LowRank", "Kernel"):
+        expected = mean_damped(matrix, power)
+    elif structure == "Diagonal":
+        pieces = [d + EPSILON * d.mean() for d in matrix.diagonal().split(sizes)]
+        expected = torch.cat(pieces).pow(-power).diag()
+    else:
+        expected = torch.zeros_like(matrix)
+        for b, index in enumerate(torch.arange(len(matrix)).split([sizes[0] + sizes[1], sizes[2], sum(sizes[3:])])):
+            block = matrix[index[:, None], index]
+            if structure == "Kronecker":
+                at = G.blocks[b].index
+                inverses = (mean_damped(factor[b][0], power) for factor in (G.left, G.right))
+                expected[at[:, None], at] = torch.kron(*inverses)
+            else:
+                expected[index[:, None], index] = mean_damped(block, power)
+    for solver in SOLVERS[structure]:
+        close(ng.sharp(G, ω, solver, ng.Relative(EPSILON)).flatten(), expected @ ω.flatten(), 1e-9)
+    if structure != "Kronecker":  # which damps its factors, not their product
+        close(G.logdet(ng.Relative(EPSILON)), -torch.linalg.slogdet(expected).logabsdet, 1e-9)
+
+
+def test_conjugate_gradients_take_the_mean_eigenvalue_of_the_whole() -> None:
+    pb = ng.pullback(network(), normal(20, 3), ng.Fisher(ng.Categorical()))
+    ω, exact = covector(pb), ng.CG(tol=1e-13, max_steps=1000)
+    expected = ng.sharp(ng.Dense().estimate(pb), ω, damping=ng.Relative(EPSILON)).flatten()
+    for structure in (ng.Dense(), ng.Implicit(), ng.Kernel()):
+        close(ng.sharp(structure.estimate(pb), ω, exact, ng.Relative(EPSILON)).flatten(), expected, 1e-8)
+    with pytest.raises(IncompatibleError, match=r"one number for Relative\(0\.03\) does not work with KroneckerOp"):
+        ng.sharp(ng.Kronecker().estimate(pb), ω, exact, ng.Relative(EPSILON))
+
+
+def step(model: nn.Module, structure: Structure, solver: Solver, scale: float, damping: Any) -> Any:
+    """The damped direction of ``scale`` times the loss, in the metric of that loss."""
+    x, target = normal(20, 3), normal(20, 2, seed=1)
+
+    def loss(y: Tensor, t: Tensor) -> Tensor:
+        return scale * loss_of(y, t)
+
+    metric = ng.Empirical(lambda y, t: len(y) * loss(y, t))
+    G = structure.estimate(ng.pullback(model, x, metric, target))
+    return ng.sharp(G, ng.differential(model, loss(model(x), target)), solver, damping)
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_scaling_the_loss_leaves_the_direction(structure: str, power: float) -> None:
+    """L → cL takes G to c²G and ω to cω, so that v → c^(1−2p) v. With an absolute damping it does not."""
+    for solver in SOLVERS[structure]:
+        kind, c = STRUCTURES[structure](power=power), 7.0
+        v, w = (step(network(), kind, solver, scale, ng.Relative(EPSILON)).flatten() for scale in (1.0, c))
+        close(w, c ** (1 - 2 * power) * v, 1e-9)
+        v, w = (step(network(), kind, solver, scale, 0.1).flatten() for scale in (1.0, c))
+        assert float((w - c ** (1 - 2 * power) * v).norm()) > 0.1 * float(w.norm())
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5])
+@pytest.mark.parametrize("structure", ["Diagonal", "BlockDense", "Kronecker", "EigenKronecker"])
+@pytest.mark.parametrize("units", [{"before": 5.0}, {"after": 0.2}], ids=["inputs", "outputs"])
+def test_the_units_of_a_layer_do_not_matter(units: dict[str, float], structure: str, power: float) -> None:
+    """a → ca or g → cg, with W → W/c: the layer has G → c²G and ω → cω, and no other layer notices."""
+    (c,) = units.values()
+    for solver in SOLVERS[structure]:
+        kind = STRUCTURES[structure](power=power)
+        v, w = (step(network(**of), kind, solver, 1.0, ng.Relative(EPSILON)) for of in ({}, units))
+        for name in v:
+            factor = c ** (1 - 2 * power) if name == "3.weight" else 1.0
+            close(w[name], factor * v[name], 1e-9)
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_what_is_zero_has_no_step(structure: str, power: float) -> None:
+    """All of the metric, in a layer whose inputs are zero; no NaN, and no 0/0."""
+    model = nn.Linear(3, 2, bias=False).double()
+    pb = ng.pullback(model, torch.zeros(4, 3, dtype=torch.float64), ng.Euclidean())
+    for solver in SOLVERS[structure]:
+        v = ng.sharp(STRUCTURES[structure](power=power).estimate(pb), covector(pb), solver, ng.Relative(0.01))
+        close(v.flatten(), torch.zeros(6, dtype=torch.float64), 0.0)
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5])
+@pytest.mark.parametrize("structure", ["Diagonal", "BlockDense", "Kronecker", "EigenKronecker"])
+def test_a_dead_layer_stands_still_and_the_others_do_not_notice(structure: str, power: float) -> None:
+    """Units that never fire have S = 0, and the layer after them A = 0 but for its bias."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        model.get_parameter("0.bias").fill_(-100.0)
+    pb = ng.pullback(model, normal(10, 3), ng.Euclidean())
+    for solver in SOLVERS[structure]:
+        v = ng.sharp(STRUCTURES[structure](power=power).estimate(pb), covector(pb), solver, ng.Relative(0.01))
+        assert not v["0.weight"].any()
+        assert not v["0.bias"].any()
+        assert bool(v.flatten().isfinite().all())
+        assert bool(v["2.bias"].all())
+
+
+def test_a_determinant_of_zero_is_refused() -> None:
+    pb = ng.pullback(nn.Linear(3, 2).double(), torch.zeros(4, 3, dtype=torch.float64), ng.Euclidean())
+    with pytest.raises(
+        SingularMetricError, match=r"the block weight \+ bias of the metric is singular|diagonal metric"
+    ):
+        ng.Diagonal().estimate(pb).logdet(ng.Relative(0.01))
+
+
+# The optimizer.
+
+
+def trained(opt: Any, model: nn.Module, steps: int, x: Tensor | None = None) -> None:
+    x, target = normal(20, 3) if x is None else x, normal(20, 2, seed=1)
+    for _ in range(steps):
+        opt.zero_grad()
+        loss_of(model(x), target).backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("structure", ["Diagonal", "Dense", "BlockDense", "Kronecker", "EigenKronecker", "LowRank"])
+def test_an_optimizer_holds_the_number_and_resumes_exactly(structure: str, power: float) -> None:
+    model = network()
+    solver = SOLVERS[structure][-1]
+
+    def make(of: nn.Module) -> ng.NaturalGradient:
+        schedule = ng.Refresh(STRUCTURES[structure](power=power), every=2, decay=0.9, inverse=3)
+        damping = ng.Relative(0.02)
+        return ng.NaturalGradient(
+            of, ng.Euclidean(), structure=schedule, solver=solver, damping=damping, lr=0.01, momentum=0.9
+        )
+
+    opt = make(model)
+    trained(opt, model, 4)
+    assert opt.param_groups[0]["damping"] == 0.02
+    twin = copy.deepcopy(model)
+    other = make(twin)
+    other.load_state_dict(opt.state_dict())
+    trained(opt, model, 5)
+    trained(other, twin, 5)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert "mean eigenvalue, factor by factor" in str(opt.plan())
+    assert "Relative(0.02)" in str(opt.diagnostics())
+
+
+def test_a_scheduler_may_change_the_number() -> None:
+    """As a new optimizer with it would, from the same metric."""
+    steps = []
+    for damping in (ng.Relative(0.5), ng.Relative(0.1)):
+        model = network()
+        opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kronecker(), damping=damping, lr=0.01)
+        opt.param_groups[0]["damping"] = 0.1
+        trained(opt, model, 1)
+        steps.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    close(steps[0], steps[1], 0.0)
+
+
+def test_a_batch_of_zeros_moves_only_what_it_can() -> None:
+    """The first layer has A = 0 but for its bias."""
+    model = network()
+    opt = ng.KFAC(model, ng.Euclidean(), damping=ng.Relative(0.01), lr=0.01)
+    before = model.get_parameter("0.weight").detach().clone()
+    trained(opt, model, 2, torch.zeros(20, 3, dtype=torch.float64))
+    close(model.get_parameter("0.weight").detach(), before, 0.0)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_states_of_absolute_and_relative_damping_are_not_mixed() -> None:
+    relative, absolute = (
+        ng.NaturalGradient(network(), ng.Euclidean(), damping=damping) for damping in (ng.Relative(0.1), 0.1)
+    )
+    with pytest.raises(ValueError, match=r"another optimizer: its damping is relative, here it is absolute"):
+        absolute.load_state_dict(relative.state_dict())
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_share_is_a_positive_number(epsilon: float) -> None:
+    with pytest.raises(ValueError, match=r"Relative\(epsilon\) must be positive and finite, got .*give damping=0"):
+        ng.Relative(epsilon)
+
+
+@pytest.mark.parametrize("rule", [ng.LevenbergMarquardt(), ng.SelfTuned()])
+def test_rules_that_adapt_the_damping_refuse_a_relative_one(rule: Any) -> None:
+    message = rf"{type(rule).__name__} does not work with damping=Relative\(epsilon=0\.1\): it adapts the number λ"
+    for step_rule in (rule, ng.Constrained(rule, ng.Clipping({"0.bias": (-1.0, 1.0)}))):
+        with pytest.raises(IncompatibleError, match=message if step_rule is rule else "it adapts the number λ"):
+            ng.NaturalGradient(network(), ng.Euclidean(), step=step_rule, damping=ng.Relative(0.1))
+
+
+def test_levenberg_marquardt_refuses_other_powers() -> None:
+    model = network()
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Dense(power=0.5), step=ng.LevenbergMarquardt())
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = loss_of(model(normal(20, 3)), normal(20, 2, seed=1))
+        loss.backward()
+        return loss
+
+    with pytest.raises(IncompatibleError, match=r"LevenbergMarquardt at the power 0\.5 does not work with DenseOp"):
+        opt.step(closure)
+
+
+def test_a_group_holds_a_number() -> None:
+    model = network()
+    groups = [{"params": [model.get_parameter("0.weight")], "damping": ng.Relative(0.1)}]
+    with pytest.raises(ValueError, match=r"a parameter group holds the number ε of Relative\(epsilon=0\.1\)"):
+        ng.NaturalGradient(model, ng.Euclidean(), groups=groups)
