@@ -271,7 +271,7 @@ class NaturalGradient(torch.optim.Optimizer):
             else:
                 self._last = self._general_step(self.rule, ω, without_grad | pending, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
-        self.tracker.commit(G, estimated)
+        self.tracker.commit(self.preconditioner.informed(G), estimated)
 
     def _plain_step(self, ω: Covector, without_grad: frozenset[str], damping: Damping) -> _Plain:
         """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again."""

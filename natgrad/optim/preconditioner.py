@@ -81,6 +81,11 @@ class Preconditioner:
             self.inverse = inverse.overwritten(self.inverse)
         self.version += self.inverse is not inverse
 
+    def informed(self, G: Operator) -> Operator:
+        """G, with what its next estimates need of an inverse that was made in this step."""
+        new = self.inverse is not None and self.inverted == self._step
+        return G.informed(self.inverse, self.damping) if new and self.inverse is not None else G
+
     def due(self, damping: Damping) -> bool:
         """Whether the inverse is made again in this step."""
         if self.inverse is None or self.solver.doubtful:

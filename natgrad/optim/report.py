@@ -151,6 +151,8 @@ def plan(
     >>> found.bytes  # 2 (20² + 65² + 10² + 21²) numbers of 4 bytes
     41328
     """
+    if tracker.constant:
+        return _identity(tracker, _movement(rule, groups, momentum_on))
     schedule, blocks = tracker.schedule, _blocks(tracker)
     damping = like(given, float(groups[0]["damping"]))
     rows = tuple(_row(tracker, block, solver, damping != 0) for block in blocks)
@@ -165,6 +167,18 @@ def plan(
         *_exceptions(tracker, result),
     )
     return replace(result, notes=notes)
+
+
+def _identity(tracker: MetricTracker, movement: str) -> Plan:
+    """The plan of a metric that costs nothing."""
+    blocks = tracker.observer.blocks
+    rows = [Row(block.names, _rule_of(block), "identity", block.shape, Cost(0, 0, 0, 0)) for block in blocks]
+    notes = "metric: the identity (power 0): nothing is estimated, inverted or damped", movement
+    return Plan(tuple(rows), None, tracker.schedule, tracker.model.example.element_size(), notes)
+
+
+def _rule_of(block: Block) -> str | None:
+    return None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
 
 
 def _blocks(tracker: MetricTracker) -> list[Block]:
@@ -193,10 +207,9 @@ def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> 
     shown = tracker.average is not None or tracker.metric.source == "gradients"
     if block.rule is None and not shown and structure.by_layer:
         return Row(block.names, None, _PENDING, block.shape, None)
-    rule = None if block.rule is None else type(block.rule).__name__.removesuffix("Rule")
     exact = damped and not solver.damps_factors
     cost = structure.cost([block], exact=exact, iterative=solver.iterative) if structure.by_layer else None
-    return Row(block.names, rule, structure.title(block), block.shape, cost)
+    return Row(block.names, _rule_of(block), structure.title(block), block.shape, cost)
 
 
 def _schedule(tracker: MetricTracker) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -21,8 +21,6 @@ from natgrad.accelerate.inverses import SymFactor, diagonal, stacked
 from natgrad.pullback.layer import Block
 from natgrad.pullback.sharing import Sharing
 from natgrad.rules.features import Features, Moment
-
-Halves: TypeAlias = Mapping[tuple[str, ...], tuple[SymFactor, SymFactor]]  # S^-½ and A^-½ by the parameters of a layer
 
 
 @final
@@ -34,7 +32,7 @@ class NearestProduct:
     its scale, where the fixed point would lose it.
     """
 
-    halves: Halves
+    halves: Mapping[tuple[str, ...], tuple[SymFactor, SymFactor]]  # S^-½ and A^-½ by the parameters of a layer
     dtype: torch.dtype  # of the factors
 
     @property
@@ -76,7 +74,8 @@ def _alive(root: SymFactor, otherwise: Tensor) -> SymFactor:
 def _mean_lengths(x: Features, root: SymFactor, otherwise: float | Tensor) -> Tensor:
     """‖Rx‖²/d [n r c], or another number where R is zero."""
     lengths = x.lengths(root) / root.shape[-1]
-    return torch.where(diagonal(root).sum() > 0, lengths, torch.as_tensor(otherwise, device=root.device).to(lengths))
+    number = otherwise.to(lengths) if isinstance(otherwise, Tensor) else otherwise
+    return torch.where(diagonal(root).sum() > 0, lengths, number)
 
 
 def _positive(count: int | Tensor) -> int | Tensor:

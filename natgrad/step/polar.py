@@ -97,7 +97,7 @@ class Polar(PlainRule):
 
 def _sides(t: Tensor) -> tuple[int, int]:
     """o and i of a matrix, or of a kernel as one."""
-    return t.shape[0], t[0].numel() if len(t) else 0
+    return t.shape[0], math.prod(t.shape[1:])
 
 
 def _wide(t: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from natgrad.accelerate.devices import can_read, is_asynchronous
-from natgrad.accelerate.fused import copy_, nonfinite, pairing
+from natgrad.accelerate.fused import copy_, nonfinite, pairing, scaled
 from natgrad.accelerate.inverses import Newton
 from natgrad.errors import FactorisationError, IncompatibleError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Covector, Vector, unflatten
@@ -391,6 +391,10 @@ class Operator(ABC):
         """The same metric, with what is amortised over many estimates (eigenvectors) computed anew."""
         return self
 
+    def informed(self, inverse: Inverse, damping: Damping) -> Operator:
+        """The same metric, with what the next estimates need of its inverse, which has been made."""
+        return self
+
     # Averages.
 
     @abstractmethod
@@ -544,7 +548,8 @@ class IdentityInverse(Inverse):
         return ω.clone()
 
     def sharp(self, ω: Covector) -> Vector:
-        return Vector({name: ω[name].clone() for name in self.layout.like})
+        names = list(self.layout.like)
+        return Vector(dict(zip(names, scaled([ω[name] for name in names], 1.0), strict=True)))
 
     def coloured(self, ξ: Tensor) -> Tensor:
         return ξ

@@ -10,10 +10,10 @@ without coordinates Luk and Grosse 2018.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ClassVar, Literal, cast, final
+from typing import ClassVar, Literal, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from natgrad.pullback.moments import (
     factors_of,
     stream,
 )
+from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Cotangents
 from natgrad.rules.features import Moment
@@ -65,6 +66,7 @@ from natgrad.structures.base import (
 )
 from natgrad.structures.layered import (
     EIGENVECTORS,
+    HALVES,
     Basis,
     Layered,
     LayerInverse,
@@ -79,6 +81,9 @@ from natgrad.structures.layered import (
     spectra,
 )
 
+Fit: TypeAlias = Literal["mean", "kl"]
+Halves: TypeAlias = tuple[SymFactor, SymFactor]  # S^-½ and A^-½ of a layer, damped
+
 
 @final
 @dataclass(frozen=True, repr=False)
@@ -90,6 +95,15 @@ class Kronecker(Layered):
     parameters that no layer rule covers; with ``strict`` there must be none. Of a factor with more than ``largest``
     rows (a vocabulary) only the diagonal is kept. With ``bias="separate"`` a bias is a layer of its own, apart from its
     weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is G^p = S^p ⊗ A^p.
+
+    ``fit``: "mean" takes the mean of each side, as above. "kl" takes the product that is nearest in KL divergence,
+
+        S ← E[g gᵀ · aᵀA⁻¹a]/i,   A ← E[a aᵀ · gᵀS⁻¹g]/o        (Lin et al. 2025)
+
+    with the inverses of the last refresh, damped; before the first one it is the mean. These are the means where a and
+    g are independent. Averaged and refreshed again and again this tends to the fixed point, at which the divergence
+    KL(N(0, G) ‖ N(0, S ⊗ A)) is least. A factor that is zero, and has an inverse that is zero, does not weigh the other
+    one. A weight that is tied to another kind of layer, and a stack of experts, keep the means of both sides.
 
     With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
     the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
@@ -122,12 +136,19 @@ class Kronecker(Layered):
     """
 
     in_place: ClassVar[bool] = True
+    fit: Fit = field(default="mean", kw_only=True)
     sides: Literal["both", "inputs"] = field(default="both", kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fit not in ("mean", "kl"):
+            raise ValueError(f'Kronecker(fit=…) is "mean" or "kl", not {self.fit!r}')
         if self.sides not in ("both", "inputs"):
             raise ValueError(f'Kronecker(sides=…) is "both" or "inputs", not {self.sides!r}')
+        if self.fit == "kl" and self.sides == "inputs":
+            raise ValueError(
+                'Kronecker(sides="inputs", fit="kl") has one side, and nothing to weigh it with: use fit="mean"'
+            )
 
     @property
     def _inputs_only(self) -> bool:
@@ -157,7 +178,8 @@ class Kronecker(Layered):
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:
         """With every parameter in the layers, or in the fallback, as it is in ``like``."""
         split, dtype = self.split(pullback, like), pullback.y.dtype
-        estimates = factors_of(pullback, split.used, self.sharing_rule, inputs_only=self._inputs_only)
+        nearest = self.nearest(like, pullback)
+        estimates = factors_of(pullback, split.used, self.sharing_rule, nearest, inputs_only=self._inputs_only)
         factors = split.of_all(estimates, lambda block: self.zeros(block, dtype))
         return KroneckerOperator(
             Layout(pullback.model.like, dtype),
@@ -167,7 +189,23 @@ class Kronecker(Layered):
             self.fallback_estimate(split),
             split.unseen,
             power=self.power,
+            fit=self.fit,
+            halves=_halves_of(like),
         )
+
+    def nearest(self, average: Operator | None, pullback: Pullback | None = None) -> NearestProduct | None:
+        """The fit in KL divergence with the inverses that the average has."""
+        if self.fit == "mean":
+            return None
+        if pullback is not None and pullback.coupled is not None:
+            raise IncompatibleError(
+                'Kronecker(fit="kl") weighs every example by itself, and this metric couples them: use fit="mean"'
+            )
+        if not isinstance(average, KroneckerOperator):
+            return NearestProduct({}, torch.float32)
+        pairs = zip(average.blocks, average.halves, strict=False)
+        halves = {block.names: pair for block, pair in pairs if pair is not None}
+        return NearestProduct(halves, average.layout.dtype)
 
     @without_autocast
     def absorb(self, pullback: Pullback, average: Operator, weight: float) -> KroneckerOperator:
@@ -179,25 +217,40 @@ class Kronecker(Layered):
         average.same_layers(split.blocks)
         numbers = {block.names: b for b, block in enumerate(average.blocks)}
         sink = FactorAverage(average, [numbers[block.names] for block in split.used], weight)
-        stream(pullback, split.used, self.sharing_rule, sink, inputs_only=self._inputs_only)
+        nearest, inputs_only = self.nearest(average, pullback), self._inputs_only
+        stream(pullback, split.used, self.sharing_rule, sink, nearest, inputs_only=inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def of_gradient(self, sample: GradientSample, like: Operator | None = None) -> KroneckerOperator:
-        """S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k) of every matrix (Gupta, Koren and Singer 2018)."""
+        """S = Σ_k G_k G_kᵀ/(i·k) and A = Σ_k G_kᵀ G_k/(o·k) of every matrix (Gupta, Koren and Singer 2018).
+
+        In KL divergence S = Σ_k G_k A⁻¹ G_kᵀ/(i·k) and A = Σ_k G_kᵀ S⁻¹ G_k/(o·k) (Lin et al. 2025).
+        """
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
         sides = self.diagonal_sides(split.used)
-        pairs = gradient_factors(sample, split.used, sides, inputs_only=self._inputs_only)
+        pairs = gradient_factors(sample, split.used, sides, self.nearest(like), inputs_only=self._inputs_only)
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
-        return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
+        return KroneckerOperator(
+            layout,
+            split.blocks,
+            left,
+            right,
+            fallback,
+            split.unseen,
+            power=self.power,
+            fit=self.fit,
+            halves=_halves_of(like),
+        )
 
     def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> KroneckerOperator:
         """Factor by factor, and in place; a matrix without a gradient keeps its average."""
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
         sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
-        stream_gradient(sample, split.used, self.diagonal_sides(split.used), sink, inputs_only=self._inputs_only)
+        sides, nearest = self.diagonal_sides(split.used), self.nearest(average)
+        stream_gradient(sample, split.used, sides, sink, nearest, inputs_only=self._inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def check_backward(self) -> None:
@@ -219,8 +272,19 @@ class Kronecker(Layered):
         saved = [(tensors[f"{block.names[0]}/S"], tensors[f"{block.names[0]}/A"]) for block in split.used]
         factors = split.of_all(saved, lambda block: self.zeros(block, dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
-        layout = Layout.of(model.params, dtype)
-        return KroneckerOperator(layout, split.blocks, left, right, fallback, split.unseen, power=self.power)
+        roots = [[tensors.get(f"{block.names[0]}/{letter}") for letter in HALVES] for block in split.blocks]
+        halves = tuple(None if s is None or a is None else (s, a) for s, a in roots) if self.fit == "kl" else ()
+        return KroneckerOperator(
+            Layout.of(model.params, dtype),
+            split.blocks,
+            left,
+            right,
+            fallback,
+            split.unseen,
+            power=self.power,
+            fit=self.fit,
+            halves=halves,
+        )
 
 
 @final
@@ -298,7 +362,10 @@ class KroneckerInBackward(BackwardEstimate):
         self._weight = 1.0
         tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
         of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
-        layers = LayerFactors(tuple(split.used), structure.sharing_rule, pullback.y.dtype, pullback.n, of_mean=of_mean)
+        nearest, dtype = structure.nearest(average, pullback), pullback.y.dtype
+        layers = LayerFactors(
+            tuple(split.used), structure.sharing_rule, dtype, pullback.n, nearest=nearest, of_mean=of_mean
+        )
         self._hooks = BackwardHooks(tape, split.used, self._consume)
         self._layers, self._tape, self._graphs = layers, self._hooks.tape, pullback.graph_cache
 
@@ -347,8 +414,17 @@ class KroneckerInBackward(BackwardEstimate):
         ]
         both = split.of_all(pairs, lambda block: self._structure.zeros(block, dtype))
         left, right = tuple(lay_out(s) for s, _ in both), tuple(lay_out(a) for _, a in both)
-        power = self._structure.power
-        return KroneckerOperator(self._layout, split.blocks, left, right, fallback, unseen, power=power)
+        return KroneckerOperator(
+            self._layout,
+            split.blocks,
+            left,
+            right,
+            fallback,
+            unseen,
+            power=self._structure.power,
+            fit=self._structure.fit,
+            halves=_halves_of(self._average),
+        )
 
     def _of_uncovered(self, sample: GradientSample, uncovered: Pullback) -> Operator:
         below = None if self._average is None else self._average.fallback
@@ -361,7 +437,8 @@ class KroneckerInBackward(BackwardEstimate):
 class KroneckerOperator(LayerOperator):
     """G = S ⊗ A on every layer: v = W [c o i] goes to S W A, or with a ``power`` p to S^p W A^p.
 
-    ``fallback`` is the metric on the parameters that no layer rule covers, in another structure.
+    ``fallback`` is the metric on the parameters that no layer rule covers, in another structure. ``halves``: of the
+    last refresh, what the next estimates with ``fit="kl"`` need.
     """
 
     layout: Layout
@@ -371,10 +448,22 @@ class KroneckerOperator(LayerOperator):
     fallback: Operator | None = None
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
+    fit: Fit = field(default="mean", kw_only=True)
+    halves: tuple[Halves | None, ...] = field(default=(), kw_only=True)  # (S + λ_S)^-½ and (A + λ_A)^-½ of every layer
 
     @property
-    def by_letter(self) -> Mapping[str, Sequence[Tensor]]:
-        return {"S": self.left, "A": self.right}
+    def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
+        factors: dict[str, Sequence[Tensor | None]] = {"S": self.left, "A": self.right}
+        for side, letter in enumerate(HALVES if self.halves else ()):
+            factors[letter] = [None if pair is None else pair[side] for pair in self.halves]
+        return factors
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        out = super().shapes()
+        for block, s, a, pair in zip(self.blocks, self.left, self.right, self.halves, strict=False):
+            if pair is not None and block.names[0] not in self.unseen:
+                out |= {f"{block.names[0]}/{letter}": tuple(t.shape) for letter, t in zip(HALVES, (s, a), strict=True)}
+        return out
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -420,6 +509,19 @@ class KroneckerOperator(LayerOperator):
             fallback = self.fallback.merged(fallback, weight)
         same = fallback is self.fallback and self.unseen <= unseen
         return self if same else replace(self, fallback=fallback, unseen=self.unseen & unseen)
+
+    def informed(self, inverse: Inverse, damping: Damping) -> KroneckerOperator:
+        """With (S + λ_S)^-½ and (A + λ_A)^-½, which the next estimates in KL divergence need."""
+        if self.fit == "mean" or self.power == 0 or not self.blocks:
+            return self
+        if not isinstance(inverse, ProductInverse) or not inverse.fits(self.with_power(inverse.power)):
+            inverse = ProductInverse.empty(self, None)  # of a solver whose inverse is no product
+            inverse.compute_(self, damping)
+        pairs = dict(inverse.halves())
+        # A tied weight has inputs and cotangents of several kinds, and an expert may be new.
+        single = [not block.facets and block.rule is not None and not block.rule.stacked for block in self.blocks]
+        halves = tuple(pairs[b] if single[b] and self.saw(b) else None for b in range(len(self.blocks)))
+        return self if _addresses(halves) == _addresses(self.halves) else replace(self, halves=halves)
 
     def inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p exactly: of the factors without damping, through their eigenvalues with it.
@@ -490,7 +592,8 @@ class KroneckerOperator(LayerOperator):
             left, right = (tuple(side[b] for b in share) for side in (self.left, self.right))
             blocks = tuple(self.blocks[b] for b in share)
             if share:
-                inverses.append(invert(replace(self, blocks=blocks, left=left, right=right, fallback=None)))
+                owned = replace(self, blocks=blocks, left=left, right=right, fallback=None, halves=())
+                inverses.append(invert(owned))
             return inverses[0].tensors() if inverses else {}
 
         inverse = self.layers_from(sharing.gathered(inverted), self.fallback_inverse(damping))
@@ -528,27 +631,34 @@ class ProductInverse(LayerInverse):
     dense: tuple[tuple[bool, bool], ...]  # of every layer, whether S and A are matrices
     power: float = 1.0
     stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S^-p [b·c o o] and A^-p [b·c i i]
+    half_stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # and, where estimates need them too, S^-½ and A^-½
     batch: BatchedInverse = field(default_factory=BatchedInverse)
 
     @staticmethod
     def empty(G: KroneckerOperator, fallback: Inverse | None) -> ProductInverse:
         """Memory for the inverses of G, with nothing in it yet."""
         out = ProductInverse(G.layout, G.blocks, fallback, _dense_sides(G), G.power)
-        pairs = ((G.left[batch[0]], G.right[batch[0]], len(batch)) for batch in out.batches)
-        return replace(out, stacks=tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs))
+        pairs = [(G.left[batch[0]], G.right[batch[0]], len(batch)) for batch in out.batches]
+        stacks = tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs)
+        if G.fit == "mean":
+            return replace(out, stacks=stacks)
+        more = stacks if G.power == 0.5 else tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs)
+        return replace(out, stacks=stacks, half_stacks=more)
 
     def fits(self, G: KroneckerOperator) -> bool:
         """Whether the inverse of G can be computed in this memory."""
         here, there = ([(b.names, b.shape) for b in blocks] for blocks in (self.blocks, G.blocks))
         if here != there or self.dense != _dense_sides(G) or self.power != G.power:
             return False
+        if bool(self.half_stacks) != (G.fit == "kl"):
+            return False
         like = G.left[0]
         memory = [stack.memory for pair in self.stacks for stack in pair]
         return all(t.dtype == like.dtype and t.device == like.device for t in memory)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy S⁻¹ and A⁻¹ of every layer."""
-        for key, t in self._inverses().items():
+        """Copy S^-p and A^-p of every layer."""
+        for key, t in self._all().items():
             check_shape(f"{key} of the inverse of the metric", tensors[key], t.shape)
             t.copy_(tensors[key])
 
@@ -566,7 +676,7 @@ class ProductInverse(LayerInverse):
         """From G, in place of the inverse that is there. A GPU is not waited for: ``failed`` tells later."""
         relative = isinstance(damping, Relative)
         number = damping.epsilon if isinstance(damping, Relative) else damping
-        addresses = tuple(stack.memory.data_ptr() for pair in self.stacks for stack in pair)
+        addresses = tuple(s.memory.data_ptr() for pair in (*self.stacks, *self.half_stacks) for s in pair)
         jobs = partial(self._jobs, relative=relative)
         factors = (*G.left, *G.right)
         self.batch.refresh_(jobs, factors, number, newton, addresses, power=self.power, relative=relative)
@@ -575,7 +685,8 @@ class ProductInverse(LayerInverse):
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
         jobs: list[Inversion] = []
-        for batch, stacks in zip(self.batches, self.stacks, strict=True):
+        apart = bool(self.half_stacks) and self.half_stacks is not self.stacks
+        for at, (batch, stacks) in enumerate(zip(self.batches, self.stacks, strict=True)):
             s, a = [left[b] for b in batch], [right[b] for b in batch]
             if relative:
                 shifts = damping * _mean_eigenvalues(s), damping * _mean_eigenvalues(a)
@@ -583,10 +694,14 @@ class ProductInverse(LayerInverse):
                 π = balance(a, s)
                 shifts = damping**0.5 / π, damping**0.5 * π
             c = s[0].shape[0]
-            for letter, side, shift, stack in zip("SA", (s, a), shifts, stacks, strict=True):
-                outs = _unaligned(stack.memory, side[0].shape[-1]).split(c)
-                for b, factor, λ, out in zip(batch, side, shift.split(c), outs, strict=True):
-                    jobs.append(Inversion(factor, λ, out, f"the factor {letter} of {self.blocks[b].title}", stack))
+            halves = self.half_stacks[at] if apart else (None, None)
+            for letter, side, shift, stack, half in zip("SA", (s, a), shifts, stacks, halves, strict=True):
+                size = side[0].shape[-1]
+                outs = _unaligned(stack.memory, size).split(c)
+                roots = [None] * len(batch) if half is None else _unaligned(half.memory, size).split(c)
+                for b, factor, λ, out, root in zip(batch, side, shift.split(c), outs, roots, strict=True):
+                    title = f"the factor {letter} of {self.blocks[b].title}"
+                    jobs.append(Inversion(factor, λ, out, title, stack, root))
         return jobs
 
     def failed(self) -> bool:
@@ -624,20 +739,42 @@ class ProductInverse(LayerInverse):
         return separated(two_sided(L, w, R, w if in_place else None), columns)
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.fallback_inverse_tensors() | self._inverses()
+        return self.fallback_inverse_tensors() | self._all()
 
-    def _inverses(self) -> dict[str, Tensor]:
-        """Views of S⁻¹ and A⁻¹ of every layer, without the padding; roots are inverted."""
+    def _all(self) -> dict[str, Tensor]:
+        apart = bool(self.half_stacks) and self.half_stacks is not self.stacks
+        more = self._views(self.half_stacks, HALVES) if apart else {}
+        return self._views(self.stacks, ("S", "A")) | more
+
+    def halves(self) -> Iterator[tuple[int, Halves]]:
+        """Views of S^-½ and A^-½ of every layer, with its number."""
+        views = self._views(self.half_stacks, HALVES)
+        for b, block in enumerate(self.blocks):
+            s, a = (views[f"{block.names[0]}/{letter}"] for letter in HALVES)
+            yield b, (s, a)
+
+    def _views(
+        self, of_batches: Sequence[tuple[InverseStack, InverseStack]], letters: tuple[str, str]
+    ) -> dict[str, Tensor]:
+        """Views of the stacks of every layer, without the padding; roots are inverted."""
         out: dict[str, Tensor] = {}
-        for batch, stacks in zip(self.batches, self.stacks, strict=True):
+        for batch, stacks in zip(self.batches, of_batches, strict=True):
             blocks = [self.blocks[b] for b in batch]
             (_, o, i), c = blocks[0].shape, blocks[0].factor_groups
             sides = (
                 (letter, _unaligned(stack.inverses(), d).split(c))
-                for letter, stack, d in zip("SA", stacks, (o, i), strict=True)
+                for letter, stack, d in zip(letters, stacks, (o, i), strict=True)
             )
             out |= layer_tensors(blocks, dict(sides))
         return out
+
+
+def _halves_of(like: Operator | None) -> tuple[Halves | None, ...]:
+    return like.halves if isinstance(like, KroneckerOperator) else ()
+
+
+def _addresses(halves: Sequence[Halves | None]) -> list[tuple[int, ...]]:
+    return [() if pair is None else tuple(t.data_ptr() for t in pair) for pair in halves]
 
 
 def _dense_sides(G: KroneckerOperator) -> tuple[tuple[bool, bool], ...]:

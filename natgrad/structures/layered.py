@@ -67,6 +67,7 @@ from natgrad.structures.refresh import Refresh
 
 T = TypeVar("T")
 UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no pass has used
+HALVES = ("S^-½", "A^-½")  # letters of the roots that an estimate of Kronecker factors in KL divergence weighs with
 EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
 
 
@@ -591,10 +592,11 @@ class LayerOperator(Operator):
         return out | {f"{name}/{UNSEEN}": self._empty(0) for name in unseen}
 
     def averaged(self) -> dict[str, Tensor] | None:
-        """All but the basis, in which both are."""
+        """All but the basis, in which both are, and what both are weighed with."""
         if self.fallback is not None and self.fallback.averaged() is None:
             return None
-        return self._named({letter: side for letter, side in self.by_letter.items() if letter not in "QP"})
+        fixed = ("Q", "P", *HALVES)
+        return self._named({letter: side for letter, side in self.by_letter.items() if letter not in fixed})
 
     def _named(self, by_letter: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:
         below = {} if self.fallback is None else self.fallback.tensors()

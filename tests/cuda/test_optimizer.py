@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NonFiniteError
 from tests.cuda.waiting import no_waiting
+from tests.optim.states import alike
 from tests.optim.tasks import KINDS, Task, task
 
 
@@ -137,6 +138,59 @@ def test_a_bad_gradient_changes_nothing_where_clip_and_move_are_one_pass(value: 
     assert all(torch.equal(loop.opt.state[p]["momentum"], m) for p, m in pairs)
     with pytest.raises(NonFiniteError, match=f"the step held NaN or infinity at step {steps}"):
         loop.opt.step()
+
+
+def _matrices_by_polar(model: nn.Module, metric: ng.OutputMetric, **options: Any) -> ng.NaturalGradient:
+    """Muon for matrices, AdamW for the rest."""
+    identity, rule = ng.Diagonal(power=0), ng.Polar(iteration="minimax")
+    return ng.NaturalGradient(model, metric, structure=identity, step=rule, momentum=0.9, fallback="adamw", **options)
+
+
+_ON_GRADIENTS: dict[str, Any] = {"momentum_on": "gradients"}
+_SLOW: dict[str, Any] = {"metric_every": 100, "inverse_every": 100, "solver": ng.Factored(), **_ON_GRADIENTS}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "momentum on gradients": _SLOW,
+    "normalised": {"step": ng.Normalised(), **_SLOW},
+    "adamw": {"fallback": "adamw", **_SLOW},
+    "polar": {"make": _matrices_by_polar, **_ON_GRADIENTS},
+    "polar in a metric": {"step": ng.Polar(iteration="minimax"), "fallback": "adamw", **_SLOW},
+}
+
+
+@pytest.mark.parametrize("variant", _VARIANTS)
+def test_steps_of_other_rules_are_those_of_the_cpu_and_are_recorded(variant: str) -> None:
+    here, there = (_Loop(device, torch.float64, **_VARIANTS[variant]) for device in ("cpu", "cuda"))
+    torch.testing.assert_close(there.run(12), here.run(12), rtol=1e-5, atol=1e-5)
+    recorded = _Loop("cuda", torch.float32, **_VARIANTS[variant])
+    recorded.go(12)
+    assert sum(stats.replays for stats in recorded.opt._graphs.stats.values()) == 10
+
+
+@pytest.mark.parametrize("variant", _VARIANTS)
+@pytest.mark.parametrize("name", ["3.weight", "4.weight"])  # of the metric, and of AdamW where there is one
+def test_a_bad_gradient_changes_nothing_whatever_the_rule(variant: str, name: str) -> None:
+    loop = _Loop("cuda", torch.float32, **_VARIANTS[variant])
+    before = loop.run(12)
+    states = loop.opt.state_dict()["state"]
+    loop.opt.zero_grad()
+    nn.functional.cross_entropy(loop.model(loop.x), loop.t).backward()
+    grad = loop.model.get_parameter(name).grad
+    assert grad is not None
+    grad.view(-1)[0] = torch.nan
+    loop.opt.step()
+    torch.cuda.synchronize()
+    assert torch.equal(torch.cat([p.detach().flatten().cpu() for p in loop.model.parameters()]), before)
+    assert alike(loop.opt.state_dict()["state"], states)
+    with pytest.raises(NonFiniteError, match="the step held NaN or infinity at step 12"):
+        loop.opt.step()
+
+
+@pytest.mark.parametrize("variant", _VARIANTS)
+def test_a_recorded_step_of_other_rules_waits_for_nothing(variant: str) -> None:
+    loop = _Loop("cuda", torch.float32, **_VARIANTS[variant])
+    loop.run(12)
+    with no_waiting():
+        loop.go(20)
 
 
 def test_cotangents_that_are_used_on_the_way_have_the_factors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

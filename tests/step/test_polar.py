@@ -180,3 +180,15 @@ def test_parameters_that_are_no_matrices_are_refused_by_name() -> None:
             ng.NaturalGradient(model, ng.Euclidean(), step=rule)
     with pytest.raises(ValueError, match=r'Polar\(iteration=…\) is "muon" or "minimax", not \'svd\''):
         ng.Polar(iteration="svd")  # type: ignore[arg-type]
+
+
+def test_the_plan_of_the_identity_metric_is_free_and_its_diagnostics_are_steps() -> None:
+    model = matrices()
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Kronecker(power=0), step=ng.Polar())
+    plan = opt.plan()
+    assert plan.bytes == plan.flops == 0
+    assert "metric: the identity (power 0): nothing is estimated, inverted or damped" in str(plan)
+    fed(opt, model, 0)
+    assert opt.last is not None
+    length = torch.cat([δ.flatten() for δ in opt.last.displacement.values()]).norm()
+    assert opt.diagnostics().step == pytest.approx(float(length))
