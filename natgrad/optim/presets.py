@@ -466,4 +466,4 @@ def _schedule(
     for name, count in (("metric_every", every), ("inverse_every", inverse)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1 step, got {count}")
-    return Refresh(structure, every, decay, inverse, early)
+    return Refresh(structure, every, decay, inverse, early=early)
