@@ -132,6 +132,19 @@ CASES = {
     "batch_gradient": Case(
         _natural(metric=ng.BatchGradient(), structure=ng.Refresh(ng.Kronecker(), 2, 0.9, 3), lr=0.02), pieces=2
     ),
+    "powers": Case(
+        _natural(
+            structure=ng.Refresh(ng.Kronecker(power=0.5), 2, 0.9, 3),
+            solver=ng.Factored(),
+            damping=ng.Relative(0.01),
+            lr=0.05,
+        ),
+        Uncovered,
+    ),
+    "powers_spectral": Case(
+        _natural(structure=ng.Refresh(ng.EigenKronecker(power=0.75), 2, 0.9, 3), damping=ng.Relative(0.01), lr=0.05)
+    ),
+    "power_zero": Case(_natural(structure=ng.Kronecker(power=0.0), solver=ng.Factored())),
     "natural": Case(lambda m: ng.Natural(m, lr=0.02)),
     "natural_fisher": Case(lambda m: ng.Natural(m, EXACT, lr=0.02, power=0.75), pieces=2),
     "shampoo": Case(lambda m: ng.Shampoo(m, lr=0.02, inverse_every=2), pieces=2),
@@ -154,7 +167,7 @@ CASES = {
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
-RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "natural", "muon")
+RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers", "natural", "muon")
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
