@@ -237,7 +237,7 @@ def _repeated(contestant: Contestant, often: int) -> None:
 
 
 def changing(report: Report, case: Case) -> None:
-    """The factors where every batch has another size: the host launches every kernel, and nothing is replayed."""
+    """The factors where every batch has another size: what is replayed reads padded copies."""
     problem = case.make(report.device)
     if has_batch_norm(problem):
         return
