@@ -1,6 +1,7 @@
 """On a GPU: a bad step changes nothing without waiting for the device, and is reported by the next."""
 
 import importlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,6 +210,31 @@ def test_a_recorded_step_waits_for_nothing() -> None:
     loop.run(45)
     with no_waiting():
         loop.go(20)
+
+
+@pytest.mark.parametrize("budget", [None, 0.1])
+def test_a_metric_without_a_period_waits_for_nothing_unless_it_is_inverted(budget: float | None) -> None:
+    """Its drift and the time of its inverses are read when they are there."""
+    structure = ng.Refresh(ng.Kronecker(), decay=0.9, inverse="fresh", drift=1e6, budget=budget)
+    loop = _Loop("cuda", torch.float32, make=partial(ng.NaturalGradient, structure=structure, solver=ng.Factored()))
+    loop.run(70)
+    assert loop.opt.preconditioner.inverted == 63
+    with no_waiting():
+        loop.go(30)
+
+
+def test_a_metric_without_a_period_is_inverted_in_the_steps_of_the_cpu() -> None:
+    structure = ng.Refresh(ng.Kronecker(), decay=0.9, inverse="fresh", drift=0.05, early=False, budget=None)
+    make = partial(ng.NaturalGradient, structure=structure, solver=ng.Factored())
+    found = []
+    for device in ("cpu", "cuda"):
+        loop, steps = _Loop(device, make=make), set()
+        for _ in range(40):
+            loop.go(1)
+            steps.add(loop.opt.preconditioner.inverted)
+        found.append(steps)
+    assert found[0] == found[1]
+    assert len(found[0]) > 2
 
 
 @pytest.mark.parametrize("every", [(1, 3), (2, 4)])
