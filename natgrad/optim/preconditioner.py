@@ -87,7 +87,7 @@ class Preconditioner:
         self.version += self.inverse is not inverse
 
     def _begin(self, G: Operator, damping: Damping, changed: bool) -> Operator:
-        """G, with its basis computed again if that and the inverse are due; or with its drift on the way to the host."""
+        """G, with its basis computed again if that and the inverse are due; or its drift is on the way to the host."""
         if self.due(damping):
             if self.freshness is not None:
                 self.freshness.begin()
