@@ -150,12 +150,12 @@ def powered(values: Tensor, power: float, what: str) -> Tensor:
 
 
 def inverse_powered(values: Tensor, power: float) -> Tensor:
-    """x^-p of positive numbers, and 0 of zero.
+    """x^-p of positive numbers, and 0 of zero; NaN stays NaN.
 
     >>> inverse_powered(torch.tensor([0.0, 4.0]), 0.5)
     tensor([0.0000, 0.5000])
     """
-    return torch.where(values > 0, values, torch.inf).pow(-power)
+    return torch.where(values == 0, torch.inf, values).pow(-power)
 
 
 def check_power(power: float, what: str) -> None:
@@ -313,9 +313,11 @@ def newton(
     return x, decrement
 
 
-def check_damping(damping: Damping, dtype: torch.dtype = torch.float64) -> None:
+def check_damping(damping: Damping, dtype: torch.dtype = torch.float64, *, relative: bool = True) -> None:
     """Damping is a non-negative number, and one that a metric of this precision can be added to; or it is relative."""
     if isinstance(damping, Relative):
+        if not relative:
+            raise TypeError(f"damping must be a number here, got {damping!r}: there are no factors to be damped apart")
         return
     if not damping >= 0 or damping == float("inf"):
         raise ValueError(f"damping must be a finite number ≥ 0, got {damping}")

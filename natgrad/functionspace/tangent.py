@@ -283,7 +283,7 @@ class TangentKernel:
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        check_damping(self.damping)
+        check_damping(self.damping, relative=False)
 
     def __call__(self, x: Inputs, y: Inputs = None) -> Tensor:
         """K_f [n m k l] between points x and y, in the precision of the model; y = None is x itself."""

@@ -37,6 +37,11 @@ class InnerProduct:
     solver: Solver = field(default_factory=Cholesky)
     damping: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.damping != 0 and self.operator.power != 1:
+            power = f"InnerProduct(damping={self.damping:g}) at the power {self.operator.power:g}"
+            self.operator.refuse(power, "♭ adds λ to G^p, and ♯ to G; use damping=0, or power=1")
+
     @cached_property
     def _inverse(self) -> Inverse:
         return self.solver.init(self.operator, self.damping)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.accelerate import fused
+from natgrad.geometry import require_all
 from natgrad.model import Model
 
 Fallback: TypeAlias = Literal["adamw"] | None
@@ -75,8 +76,8 @@ class AdamWUpdate:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Those that there are, by name, in the order of the groups."""
-        return {name: p.grad for of_group in self._members for name, p in of_group if p.grad is not None}
+        """Those that there are, by name, in the order of the groups; sparse ones are refused."""
+        return require_all({name: p.grad for pairs in self._members for name, p in pairs if p.grad is not None})
 
     @property
     def complete(self) -> bool:

@@ -286,7 +286,7 @@ class NaturalGradient(torch.optim.Optimizer):
             of_step, others = Covector(dict(named[:count])), dict(named[count:])
             if others:
                 flag.check(others, "the gradient")
-            velocity = plain_step(of_step, update, sharp=self.preconditioner.sharp_with_pairing, rule=rule, flag=flag)
+            velocity = plain_step(of_step, update, inverse=self.preconditioner, rule=rule, flag=flag)
             adamw.step(others, rates, flag.value)
             return velocity, flag.value
 

@@ -27,7 +27,7 @@ from natgrad.step.rules import Fixed, KLClip
 from natgrad.structures.base import Structure
 from natgrad.structures.diagonal import Diagonal
 from natgrad.structures.eigen_kronecker import EigenKronecker
-from natgrad.structures.kronecker import Kronecker
+from natgrad.structures.kronecker import Fit, Kronecker
 from natgrad.structures.refresh import Refresh
 
 _DIAGONAL, _CHOLESKY, _CLIP, _QUARTER = Diagonal(), Cholesky(), KLClip(), Median(divisor=4.0)
@@ -256,6 +256,7 @@ def Natural(
     damping: Damping = _SHARE,
     rms: float = 0.2,
     polar: bool = False,
+    fit: Fit = "kl",
     decay: float = 0.95,
     metric_every: int = 1,
     inverse_every: int = 10,
@@ -269,20 +270,22 @@ def Natural(
 ) -> NaturalGradient:
     """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p.
 
-    M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983), S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o
-    their second moments, λ_S = ε·tr S/dim S and λ_A = ε·tr A/dim A (``Relative``). With p = ½ the noise of v is white:
-    G^p is the metric half-way between the identity and G. Every matrix steps by the root mean square lr·rms, which is
-    about that of Adam, so ``lr`` is on the scale of AdamW's. Embeddings and parameters with fewer than two axes are
-    stepped by AdamW with the same learning rate, schedule and weight decay. Give it the head of a language model as
-    well: ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
+    M = μm + (1 − μ)∇ with m ← μm + (1 − μ)∇ is the momentum of gradients (Nesterov 1983), S ⊗ A the Kronecker product
+    nearest to the second moment of the gradients in KL divergence, S = E[∇A⁻¹∇ᵀ]/i, A = E[∇ᵀS⁻¹∇]/o (Lin et al. 2025),
+    λ_S = ε·tr S/dim S and λ_A = ε·tr A/dim A (``Relative``). With p = ½ the noise of v is white: G^p is the metric
+    half-way between the identity and G. Every matrix steps by the root mean square lr·rms, which is about that of Adam,
+    so ``lr`` is on the scale of AdamW's. Embeddings and parameters with fewer than two axes are stepped by AdamW with
+    the same learning rate, schedule and weight decay. Give it the head of a language model as well:
+    ``groups=[{"params": model.head.parameters(), "fallback": "adamw"}]``.
 
     Two numbers need thought: ``lr``, from a few runs a factor of 2 apart, and ``weight_decay``. No forward hook, no
     layer rule and no loss is needed.
 
     A ``metric`` takes the place of the gradients' second moment: ``ng.Fisher(family, samples=1)`` has the factors of
-    K-FAC, from one more backward pass (p = ¾ suits it). ``polar=True``: v = G^-p/2 polar(G^-p/2 M), steepest descent in
-    the spectral norm of G^p (``Polar``). The metric is estimated every ``metric_every`` steps, and its roots are
-    computed every ``inverse_every`` steps. The other arguments are those of ``KFAC``.
+    K-FAC, from one more backward pass (p = ¾ suits it), ``ng.Empirical()`` those of the loss's own cotangents.
+    ``fit="mean"`` averages each side by itself, as K-FAC and Shampoo do. ``polar=True``: v = G^-p/2 polar(G^-p/2 M),
+    steepest descent in the spectral norm of G^p (``Polar``). The metric is estimated every ``metric_every`` steps. Its
+    roots are computed every ``inverse_every`` steps. The other arguments are those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -296,7 +299,7 @@ def Natural(
     return NaturalGradient(
         model,
         _GRADIENTS if metric is None else metric,
-        structure=Refresh(Kronecker(sharing, power=power), metric_every, decay, inverse_every),
+        structure=Refresh(Kronecker(sharing, fit=fit, power=power), metric_every, decay, inverse_every),
         solver=Factored(),
         step=Polar(rms) if polar else Normalised(rms),
         lr=lr,
@@ -335,7 +338,7 @@ def Shampoo(
     the second moment of all entries, and trains better. The size of a step is that of Adam (``rms``), where others take
     it from a second optimizer ("grafting"). Momentum is of gradients, with Nesterov's step; embeddings and parameters
     with fewer than two axes have AdamW. A kernel [o i *k] has one factor for o and one for i, which its offsets share.
-    The arguments are those of ``Natural``.
+    The arguments are those of ``Natural``, which differs in the fit of S and A.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.Shampoo(nn.Linear(4, 3), power=0.25)

@@ -216,7 +216,8 @@ def _schedule(tracker: MetricTracker) -> str:
     schedule, metric = tracker.schedule, tracker.metric
     average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
     inverse = f"inverted every {schedule.inverse} steps" if schedule.inverse > 1 else "inverted when it has changed"
-    return f"metric: {metric!r}, estimated every {_steps(schedule.every)}{average}, {inverse}"
+    power = "" if schedule.power == 1 else f", to the power {schedule.power:g}"
+    return f"metric: {metric!r}{power}, estimated every {_steps(schedule.every)}{average}, {inverse}"
 
 
 def _damping(solver: Solver, λ: Damping) -> str:

@@ -143,6 +143,9 @@ class MetricTracker:
     examples. After ``refresh`` the forward passes until the next step are ignored, so they may be in training mode. If
     a step is never made (``GradScaler`` skips it), its estimate is averaged with the next, at the same parameters.
 
+    With ``BatchGradient`` no pass is looked at, and every step's gradient is one estimate. With ``Empirical()`` a pass
+    leaves hooks in its graph, and the user's backward pass makes the estimate.
+
     Kronecker factors are averaged in place during the pass: the estimate never exists beside the average. Estimates of
     other structures, the first estimate, and those of several processes until they are joined, are held in ``fresh``
     until a step has succeeded with them: if it fails, the average stays as it was.

@@ -17,7 +17,8 @@ from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.optim.adamw import Members
-from natgrad.step.base import PlainRule, Sharp, Step, rescale_, squared_length
+from natgrad.optim.preconditioner import Preconditioner
+from natgrad.step.base import PlainRule, Step, rescale_, squared_length
 
 MomentumOn: TypeAlias = Literal["gradients", "steps"]
 Rate: TypeAlias = float | Tensor  # a tensor [] on the device in a captured step, so that a schedule may change it
@@ -240,7 +241,9 @@ def displacement(
     return Vector({name: moved[name] if name in moved else torch.zeros_like(t) for name, t in like.items()})
 
 
-def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRule, flag: Flag) -> dict[str, Tensor]:
+def plain_step(
+    ω: Covector, update: ParamUpdate, *, inverse: Preconditioner, rule: PlainRule, flag: Flag
+) -> dict[str, Tensor]:
     """v = ω♯, m ← μm + c·v, θ ← (1 − lr·wd)θ − lr·m with the numbers c of the rule: everything in place.
 
     With momentum on gradients v = (μm + (1 − μ)ω)♯ for the new m, and θ ← (1 − lr·wd)θ − lr·c·v.
@@ -250,7 +253,11 @@ def plain_step(ω: Covector, update: ParamUpdate, *, sharp: Sharp, rule: PlainRu
     kept nowhere else.
     """
     smoothed, on_steps = update.smoothed(ω), update.momentum_on == "steps"
-    v, pairing = rule.direction(smoothed, sharp)
+    if type(rule).direction is PlainRule.direction:
+        v, pairing = inverse.sharp_with_pairing(smoothed)  # which some inverses have on the way
+    else:
+        v = rule.direction(smoothed, inverse.sharp_apart)
+        pairing = fused.pairing([(smoothed[name], t) for name, t in v.items()])
     rates = update.rates
     if len(rates) == 1 or all(rate is rates[0][1] for _, rate in rates):
         square = pairing * rates[0][1] ** 2 if rates else pairing

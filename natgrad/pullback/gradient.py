@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NoReturn, TypeAlias, final
 
@@ -33,7 +33,9 @@ from natgrad.pullback.nearest import NearestProduct
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import Features, Moment
 
-Diagonals: TypeAlias = Sequence[tuple[bool, bool]]  # of every matrix, whether only the diagonals of S and A are kept
+Shapes: TypeAlias = Callable[
+    [Block], tuple[tuple[int, ...], tuple[int, ...]]
+]  # of S and A, [c d d] or a diagonal [c d]
 
 
 @final
@@ -119,21 +121,21 @@ def matrices(blocks: Sequence[Block]) -> list[Block]:
 def gradient_factors(
     sample: GradientSample,
     blocks: Sequence[Block],
-    diagonals: Diagonals,
+    shapes: Shapes,
     nearest: NearestProduct | None = None,
     *,
     inputs_only: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """S and A of every matrix in ``blocks``."""
     sink = FactorList()
-    stream_gradient(sample, blocks, diagonals, sink, nearest, inputs_only=inputs_only)
+    stream_gradient(sample, blocks, shapes, sink, nearest, inputs_only=inputs_only)
     return sink.pairs()
 
 
 def stream_gradient(
     sample: GradientSample,
     blocks: Sequence[Block],
-    diagonals: Diagonals,
+    shapes: Shapes,
     sink: FactorSink,
     nearest: NearestProduct | None = None,
     *,
@@ -144,17 +146,17 @@ def stream_gradient(
     On a GPU they are captured in a graph. ``nearest``: in KL divergence, in place of means. ``inputs_only``: S is the
     identity.
     """
-    batches: dict[object, list[int]] = defaultdict(list)
-    for b, (block, only) in enumerate(zip(blocks, diagonals, strict=True)):
-        batches[block.shape, only, nearest is not None and nearest.fits(block)].append(b)
     gradients = [sample.ω[block.names[0]] for block in blocks]
 
     def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
         into = sink.with_weight(scalars[0])
+        batches: dict[object, list[int]] = defaultdict(list)
+        for b, block in enumerate(blocks):
+            batches[block.shape, shapes(block), nearest is not None and nearest.fits(block)].append(b)
         for batch in batches.values():
             count = layers_at_once(tensors[batch[0]].device, tensors[batch[0]].nbytes)
             for at in range(0, len(batch), count):
-                _put(batch[at : at + count], tensors, blocks, diagonals, into, nearest, inputs_only)
+                _put(batch[at : at + count], tensors, blocks, shapes, into, nearest, inputs_only)
         into.flush()
 
     if not blocks:
@@ -162,8 +164,8 @@ def stream_gradient(
     if sink.address_key is None:
         compute(gradients, [sink.weight])
     else:
-        of_blocks = tuple(block.names for block in blocks), tuple(diagonals)
-        key = "gradient", inputs_only, *of_blocks, sink.address_key, None if nearest is None else nearest.address_key
+        # Where the factors lie tells which matrices they are of.
+        key = "gradient", inputs_only, sink.address_key, None if nearest is None else nearest.address_key
         sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True)
 
 
@@ -171,13 +173,13 @@ def _put(
     batch: Sequence[int],
     tensors: Sequence[Tensor],
     blocks: Sequence[Block],
-    diagonals: Diagonals,
+    shapes: Shapes,
     sink: FactorSink,
     nearest: NearestProduct | None,
     inputs_only: bool,
 ) -> None:
     """The factors of matrices of one shape."""
-    (k, o, i), (only_s, only_a) = blocks[batch[0]].shape, diagonals[batch[0]]
+    (k, o, i), (only_s, only_a) = blocks[batch[0]].shape, (len(side) == 2 for side in shapes(blocks[batch[0]]))
     G = torch.stack([tensors[b] for b in batch]).view(len(batch), o, i, k)
     G = G.to(torch.promote_types(G.dtype, torch.float32))
     wide = G.flatten(2) if k == 1 else G.transpose(2, 3).reshape(len(batch), o, k * i)

@@ -18,7 +18,6 @@ from natgrad.structures.base import Operator
 Rates: TypeAlias = Sequence[tuple[Sequence[str], float | Tensor]]  # names of parameters, and their learning rate
 Scale: TypeAlias = Tensor | Mapping[str, Tensor] | None  # a number [], one for each parameter by name, or None for 1
 Loss: TypeAlias = Callable[[Mapping[str, Tensor] | None], float]
-Sharp: TypeAlias = Callable[[Covector], tuple[Vector, Tensor]]  # ω ↦ ω♯ and ⟨ω, ω♯⟩
 
 
 @final
@@ -154,8 +153,8 @@ class PlainRule(StepRule):
     ``direction`` must not look at the value of a tensor.
     """
 
-    def direction(self, ω: Covector, sharp: Sharp) -> tuple[Vector, Tensor]:
-        """v, in memory of its own, and ⟨ω, v⟩ []: by default the natural gradient."""
+    def direction(self, ω: Covector, sharp: Callable[[Covector], Vector]) -> Vector:
+        """v, in memory of its own: by default the natural gradient."""
         return sharp(ω)
 
     @abstractmethod
@@ -163,12 +162,8 @@ class PlainRule(StepRule):
         """c from v and ``square`` = ⟨lr·ω, lr·v⟩ []: one number, or a number for each parameter."""
 
     def take(self, context: StepContext) -> Step:
-        def sharp(ω: Covector) -> tuple[Vector, Tensor]:
-            v = context.sharp(ω, context.damping)
-            return v, pairing([(ω[name], t) for name, t in v.items()])
-
         ω = context.smooth(context.differential)
-        v, _ = self.direction(ω, sharp)
+        v = self.direction(ω, lambda ω: context.sharp(ω, context.damping))
         rescale_(v, self.scale(v, squared_length(ω, v, context.rates)))
         return Step(context.move(v), context.damping)
 

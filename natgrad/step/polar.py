@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -15,7 +15,7 @@ from natgrad.accelerate import fused
 from natgrad.accelerate.roots import MUON, minimax, polar
 from natgrad.errors import IncompatibleError
 from natgrad.geometry import Covector, Vector
-from natgrad.step.base import PlainRule, Sharp, rescale_
+from natgrad.step.base import PlainRule, rescale_
 from natgrad.step.normalised import check_rms, ratios
 
 _CONDITION = 1e4  # singular values below the largest by this factor need not become one
@@ -63,13 +63,12 @@ class Polar(PlainRule):
                 'fallback="adamw" gives them to AdamW'
             )
 
-    def direction(self, ω: Covector, sharp: Sharp) -> tuple[Vector, Tensor]:
-        whitened, _ = sharp(ω)
-        factors = self._polar(whitened)
-        v, _ = sharp(Covector(factors))
+    def direction(self, ω: Covector, sharp: Callable[[Covector], Vector]) -> Vector:
+        factors = self._polar(sharp(ω))
+        v = sharp(Covector(factors))
         lengths = {name: self.rms * math.sqrt(max(_sides(t))) for name, t in v.items()}
         rescale_(v, ratios(lengths, v, torch.stack(fused.norms(list(factors.values())))))
-        return v, fused.pairing([(ω[name], t) for name, t in v.items()])
+        return v
 
     def scale(self, v: Vector, square: Tensor) -> None:
         return None

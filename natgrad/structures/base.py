@@ -186,6 +186,11 @@ class Structure(ABC):
         Raises ``StateError`` where they do not fit the model.
         """
 
+    def require_whole(self, user: str) -> None:
+        """Refuse a power on behalf of a user for whom G is the curvature of a loss, and not only a metric."""
+        if self.power != 1:
+            raise IncompatibleError(f"{user} does not work with {self!r}: its precision is G, not G^p. Use power=1")
+
     def arrange(self, blocks: Sequence[Block]) -> list[Block]:
         """The layers as this structure keeps them."""
         return list(blocks)

@@ -9,6 +9,7 @@ from typing import ClassVar, cast, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import can_read
 from natgrad.linalg import (
     Damping,
     Relative,
@@ -144,8 +145,10 @@ class DiagonalOperator(Operator):
 
     def _damped(self, damping: Damping) -> Tensor:
         """d + λ [p], positive; with relative damping also zero, for parameters where d is zero throughout."""
-        check_finite(self.values, "the diagonal of the metric")
         damped = self.values + self._shift(damping)
+        if damping != 0 and not can_read(damped):  # squares are not negative, and an average of them is finite
+            return damped
+        check_finite(self.values, "the diagonal of the metric")
         bad = damped < 0 if isinstance(damping, Relative) else damped <= 0
         if bool(bad.any()):
             refuse_singular(damped.sort().values, 0.0, True, damping, _WHAT)

@@ -108,7 +108,7 @@ class EigenKronecker(Layered):
         """S and A as in ``Kronecker``, and D = (QᵀG_kP)² in the basis of ``like`` (Vyas et al. 2024)."""
         assert like is None or isinstance(like, EigenKroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        pairs = gradient_factors(sample, split.used, self.diagonal_sides(split.used))
+        pairs = gradient_factors(sample, split.used, self.shapes)
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
         basis = Basis.of(left, right) if like is None else like.basis

@@ -232,8 +232,8 @@ class Kronecker(Layered):
         """
         assert like is None or isinstance(like, KroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
-        sides = self.diagonal_sides(split.used)
-        pairs = gradient_factors(sample, split.used, sides, self.nearest(like), inputs_only=self._inputs_only)
+        nearest, inputs_only = self.nearest(like), self._inputs_only
+        pairs = gradient_factors(sample, split.used, self.shapes, nearest, inputs_only=inputs_only)
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(lay_out(s) for s, _ in factors), tuple(lay_out(a) for _, a in factors)
         return KroneckerOperator(
@@ -253,8 +253,8 @@ class Kronecker(Layered):
         assert isinstance(average, KroneckerOperator)
         split, _, fallback = self.split_gradient(sample, average)
         sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
-        sides, nearest = self.diagonal_sides(split.used), self.nearest(average)
-        stream_gradient(sample, split.used, sides, sink, nearest, inputs_only=self._inputs_only)
+        nearest, inputs_only = self.nearest(average), self._inputs_only
+        stream_gradient(sample, split.used, self.shapes, sink, nearest, inputs_only=inputs_only)
         return average.absorbed(fallback, weight, split.unseen)
 
     def check_backward(self) -> None:

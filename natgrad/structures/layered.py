@@ -246,10 +246,6 @@ class Layered(Structure):
         """The second moment of the uncovered parameters, to the power of the layers."""
         return self.fallback.of_gradient(sample, like).with_power(self.power)
 
-    def diagonal_sides(self, blocks: Sequence[Block]) -> list[tuple[bool, bool]]:
-        """Of every layer, whether only the diagonals of S and A are kept."""
-        return [(len(s) == 2, len(a) == 2) for s, a in map(self.shapes, blocks)]
-
     def restored_split(
         self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]
     ) -> tuple[LayerSplit, Operator | None]:

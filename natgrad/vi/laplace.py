@@ -81,6 +81,7 @@ class Laplace:
     ) -> None:
         structure = structure or Dense()
         check_slots(metric=(metric, OutputMetric), structure=(structure, Structure))
+        structure.require_whole("Laplace")
         _check_precision(prior_precision)
         self.model = Model.of(model)
         self.mode = Vector({name: p.detach().clone() for name, p in self.model.params.items()})  # θ*

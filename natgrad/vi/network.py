@@ -103,6 +103,7 @@ class VariationalNetwork:
         generator: torch.Generator | None = None,
     ) -> None:
         check_slots(metric=(metric, OutputMetric), structure=(structure, Structure), prior=(prior, Prior))
+        structure.require_whole("VariationalNetwork")
         if pairs < 1:
             raise ValueError(f"VariationalNetwork(pairs=…) needs one pair of samples or more, got {pairs}")
         self.model = Model.of(model)

@@ -132,12 +132,34 @@ CASES = {
     "batch_gradient": Case(
         _natural(metric=ng.BatchGradient(), structure=ng.Refresh(ng.Kronecker(), 2, 0.9, 3), lr=0.02), pieces=2
     ),
+    "powers": Case(
+        _natural(
+            structure=ng.Refresh(ng.Kronecker(power=0.5), 2, 0.9, 3),
+            solver=ng.Factored(),
+            damping=ng.Relative(0.01),
+            lr=0.05,
+        ),
+        Uncovered,
+    ),
+    "powers_spectral": Case(
+        _natural(structure=ng.Refresh(ng.EigenKronecker(power=0.75), 2, 0.9, 3), damping=ng.Relative(0.01), lr=0.05)
+    ),
+    "power_zero": Case(_natural(structure=ng.Kronecker(power=0.0), solver=ng.Factored())),
     "natural": Case(lambda m: ng.Natural(m, lr=0.02)),
     "natural_fisher": Case(lambda m: ng.Natural(m, EXACT, lr=0.02, power=0.75), pieces=2),
     "shampoo": Case(lambda m: ng.Shampoo(m, lr=0.02, inverse_every=2), pieces=2),
     # Of gradients with a null space of more dimensions rounding chooses the basis, as for EK-FAC below.
     "soap": Case(lambda m: ng.SOAP(m, lr=0.02, damping=ng.Relative(1e-2)), lambda: nn.Linear(3, 3)),
     "muon": Case(lambda m: ng.Muon(m, lr=0.02, iteration="minimax")),
+    # The loss of a process has twice the weight here; a step of a given size does not depend on that.
+    "own_backward": Case(
+        _natural(
+            metric=ng.Empirical(reduction="sum"),
+            structure=ng.Refresh(ng.Kronecker(), 2, 0.9, 3),
+            damping=ng.Relative(0.1),
+            step=ng.Normalised(),
+        )
+    ),
     "kernel": Case(_natural(structure=ng.Kernel())),
     "trust_region": Case(_natural(structure=ng.Kronecker(), step=ng.TrustRegion(0.01, ng.Backtracking()))),
     "geodesic": Case(_natural(structure=ng.Kronecker(), step=ng.GeodesicCorrected())),
@@ -145,7 +167,7 @@ CASES = {
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
-RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "natural", "muon")
+RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers", "natural", "muon")
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:

@@ -349,6 +349,15 @@ def test_what_is_no_fallback_is_refused() -> None:
         made(nn.Embedding(3, 2))
 
 
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = text()
+    model.words.sparse = True
+    opt = made(model)
+    backward(model, 0)
+    with pytest.raises(TypeError, match=r"the gradient of words\.weight is sparse: take a dense layer"):
+        opt.step()
+
+
 def test_polar_steps_the_matrices_of_a_model_with_biases() -> None:
     model = text()
     opt = made(model, structure=ng.Kronecker(), step=ng.Polar(), momentum_on="gradients", lr=0.1)

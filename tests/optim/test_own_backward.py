@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
 from natgrad.errors import IncompatibleError, NatgradError
@@ -199,6 +200,58 @@ def test_parameters_without_a_rule_have_the_square_of_their_gradient() -> None:
     tensors = opt.tracker.average.tensors()
     assert "hidden.weight/S" in tensors
     torch.testing.assert_close(tensors["fallback/values"], (0.9 * squares[0] + squares[1]) / 1.9)
+
+
+class Checkpointed(nn.Module):
+    """A part of the model may be run again in the backward pass."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.again = nn.Linear(3, 4), nn.Linear(4, 3), again
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return self.last(checkpoint(self.body, h, use_reentrant=False) if self.again else self.body(h))
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed(again)
+        opt = optimizer(model)
+        for _ in range(2):
+            opt.zero_grad()
+            LOSS(model(torch.randn(N, 3)), targets()).backward()
+            opt.step()
+        assert opt.tracker.average is not None
+        found.append(opt.tracker.average.tensors())
+    for key, t in found[0].items():
+        assert torch.equal(found[1][key], t), key
+
+
+def test_half_precision_is_that_of_the_loss_with_targets() -> None:
+    """Under autocast, in single precision factors."""
+    found = []
+    for metric in (ng.Empirical(), ng.Empirical(LOSS)):
+        torch.manual_seed(0)
+        model = plain()
+        opt = ng.NaturalGradient(model, metric, structure=ng.Refresh(ng.Kronecker(), 1, 0.9), lr=1e-2, damping=1.0)
+        for _ in range(2):
+            opt.zero_grad()
+            x, t = torch.randn(N, 3), targets()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                if metric.needs_target:
+                    opt.refresh(x, t)
+                loss = LOSS(model(x), t)
+            loss.backward()
+            opt.step()
+        assert opt.tracker.average is not None
+        found.append(opt.tracker.average.tensors())
+    for key, t in found[1].items():
+        assert found[0][key].dtype is torch.float32
+        torch.testing.assert_close(found[0][key], t, rtol=3e-2, atol=1e-3, msg=key)
 
 
 def test_resuming_is_exact() -> None:

@@ -267,6 +267,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "power_below": (lambda m: ng.Shampoo(m, power=-0.25), ValueError, "power between 0 and 1, got -0.25"),
     "rms": (lambda m: ng.Muon(m, rms=0.0), ValueError, "must be positive and finite, got 0.0"),
     "damping": (lambda m: ng.Natural(m, damping=ng.Relative(-1.0)), ValueError, "must be positive and finite, got -1"),
+    "fit": (lambda m: ng.Natural(m, fit="best"), ValueError, 'is "mean" or "kl", not \'best\''),  # type: ignore[arg-type]
     "metric": (lambda m: ng.Natural(m, "fisher"), TypeError, "metric"),  # type: ignore[arg-type]
     "loss": (lambda m: ng.Natural(m, F.cross_entropy), TypeError, "metric"),  # type: ignore[arg-type]
     "polar": (

@@ -181,14 +181,14 @@ class Reference:
 REFERENCES: dict[str, tuple[Callable[[nn.Module], ng.NaturalGradient], Callable[[list[nn.Parameter]], Reference]]] = {
     "natural": (
         lambda model: ng.Natural(model, lr=0.01),
-        lambda params: Reference(params, 0.01, 0.5, kl=False),
+        lambda params: Reference(params, 0.01, 0.5, kl=True),
     ),
     "natural_75": (
         lambda model: ng.Natural(model, lr=0.01, power=0.75, inverse_every=3),
-        lambda params: Reference(params, 0.01, 0.75, kl=False, every=3),
+        lambda params: Reference(params, 0.01, 0.75, kl=True, every=3),
     ),
-    "natural_1": (
-        lambda model: ng.Natural(model, lr=0.01, power=1.0),
+    "natural_mean": (
+        lambda model: ng.Natural(model, lr=0.01, power=1.0, fit="mean"),
         lambda params: Reference(params, 0.01, 1.0, kl=False),
     ),
     "shampoo": (

@@ -242,3 +242,19 @@ def test_structures_say_their_power() -> None:
     structure: Structure = replace(ng.Kronecker(), power=0.75)
     assert structure.power == 0.75
     assert repr(structure).endswith("power=0.75)")
+
+
+def test_a_plan_says_the_power() -> None:
+    model = nn.Linear(3, 2)
+    assert "to the power 0.75, estimated" in str(
+        ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Dense(power=0.75)).plan()
+    )
+    assert "to the power" not in str(ng.NaturalGradient(model, ng.Euclidean()).plan())
+
+
+def test_where_the_metric_is_a_curvature_powers_are_refused() -> None:
+    model, half, x = nn.Linear(3, 2).double(), ng.Dense(power=0.5), normal(5, 3)
+    with pytest.raises(IncompatibleError, match=r"Laplace does not work with Dense\(power=0\.5\): its precision is G"):
+        ng.vi.Laplace(model, x, ng.Euclidean(), half)
+    with pytest.raises(IncompatibleError, match=r"InnerProduct\(damping=0\.1\) at the power 0\.5 does not work with"):
+        ng.mirror.InnerProduct(half.estimate(ng.pullback(model, x, ng.Euclidean())), damping=0.1)
