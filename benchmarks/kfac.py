@@ -145,7 +145,13 @@ def inputs_of(problem: Problem) -> list[Tensor]:
 def kfac(problem: Problem, metric_every: int, inverse_every: int) -> Optimizer:
     """K-FAC with momentum; the learning rate is small, so that the timed network hardly changes."""
     return lambda model: ng.KFAC(
-        model, metric(problem), lr=1e-4, momentum=0.9, metric_every=metric_every, inverse_every=inverse_every
+        model,
+        metric(problem),
+        lr=1e-4,
+        momentum=0.9,
+        metric_every=metric_every,
+        inverse_every=inverse_every,
+        early=False,
     )
 
 
@@ -237,7 +243,7 @@ def _repeated(contestant: Contestant, often: int) -> None:
 
 
 def changing(report: Report, case: Case) -> None:
-    """The factors where every batch has another size: the host launches every kernel, and nothing is replayed."""
+    """The factors where every batch has another size: what is replayed reads padded copies."""
     problem = case.make(report.device)
     if has_batch_norm(problem):
         return
@@ -387,12 +393,12 @@ def sobolev(report: Report, case: Case) -> None:
 
 def plain_kfac(metric: ng.OutputMetric, model: nn.Module) -> torch.optim.Optimizer:
     """The unit of the section."""
-    return ng.KFAC(model, metric, lr=1e-4, metric_every=10, inverse_every=100)
+    return ng.KFAC(model, metric, lr=1e-4, metric_every=10, inverse_every=100, early=False)
 
 
 def sobolev_kfac(metric: ng.OutputMetric, model: nn.Module) -> torch.optim.Optimizer:
     """The same schedule with a coupled metric."""
-    return ng.SobolevKFAC(model, metric, lr=1e-4, lengthscale=20.0, metric_every=10, inverse_every=100)
+    return ng.SobolevKFAC(model, metric, lr=1e-4, lengthscale=20.0, metric_every=10, inverse_every=100, early=False)
 
 
 _COUPLINGS = {KFAC: plain_kfac, SOBOLEV: sobolev_kfac}

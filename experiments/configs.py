@@ -161,6 +161,7 @@ class KFAC(Config):
             weight_decay=c.decoupled,
             metric_every=c.metric_every,
             inverse_every=c.inverse_every,
+            early=False,
             step=ng.KLClip(c.clip),
             solver=self.solver,
             generator=torch.Generator(device=device).manual_seed(seed),

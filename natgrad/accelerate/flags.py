@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import final
+from typing import Generic, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -14,6 +13,8 @@ from torch import Tensor
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.fused import largest, nonfinite, total_norm
 from natgrad.errors import NonFiniteError
+
+Note = TypeVar("Note")
 
 _AHEAD = 8  # steps that the host may run ahead of what it has read
 
@@ -29,14 +30,64 @@ def to_host_async(number: Tensor) -> Tensor:
 
 
 @final
-@dataclass(frozen=True)
-class _Reading:
-    """The value of a flag on its way to the host."""
+class Readback(Generic[Note]):
+    """Numbers on their way to the host, each with a note; they arrive in the order in which they were sent.
 
-    value: Tensor  # pinned
-    arrived: torch.cuda.Event
-    what: str
-    step: int
+    On a CPU they are there at once. On a GPU ``arrived`` asks without waiting, and ``take`` waits for the first one.
+
+    >>> readback = Readback[str]()
+    >>> readback.send(torch.tensor([1.0, 2.0]), "a note")
+    >>> readback.arrived(), readback.first, readback.take(), len(readback)
+    (True, 'a note', ([1.0, 2.0], 'a note'), 0)
+    """
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[Tensor, torch.cuda.Event | None, Note]] = deque()
+        self._spare: list[tuple[Tensor, torch.cuda.Event]] = []  # creating them takes longer than using them
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    @property
+    def first(self) -> Note:
+        """The note of the numbers that arrive next."""
+        return self._sent[0][2]
+
+    def send(self, numbers: Tensor, note: Note) -> None:
+        """Send a tensor, which may change afterwards; all have the same shape."""
+        if not is_asynchronous(numbers.device):
+            self._sent.append((numbers.clone(), None, note))
+            return
+        # A copy to memory that is not pinned would wait.
+        new = not self._spare
+        host, event = (torch.empty(numbers.shape, pin_memory=True), torch.cuda.Event()) if new else self._spare.pop()
+        host.copy_(numbers, non_blocking=True)
+        event.record()
+        self._sent.append((host, event, note))
+
+    def arrived(self) -> bool:
+        """Whether the first one is there."""
+        event = self._sent[0][1]
+        return event is None or event.query()
+
+    def take(self) -> tuple[list[float], Note]:
+        """The first one, with its note; the device is waited for until it has sent it."""
+        host, event, note = self._sent.popleft()
+        if event is not None:
+            event.synchronize()
+            self._spare.append((host, event))
+        return host.flatten().tolist(), note
+
+    def all(self) -> list[tuple[list[float], Note]]:
+        """All that have been sent, which stay; the device is waited for."""
+        for _, event, _ in self._sent:
+            if event is not None:
+                event.synchronize()
+        return [(host.flatten().tolist(), note) for host, _, note in self._sent]
+
+    def clear(self) -> None:
+        """Forget what has been sent."""
+        self._sent.clear()
 
 
 @final
@@ -50,8 +101,7 @@ class Flag:
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
-        self._readings: deque[_Reading] = deque()
-        self._spare: list[tuple[Tensor, torch.cuda.Event]] = []  # creating them takes longer than using them
+        self._readings: Readback[tuple[str, int]] = Readback()  # what was not finite, and in which step
 
     def check(self, tensors: Mapping[str, Tensor], what: str) -> None:
         """Raise (CPU), or set the flag (GPU), if a tensor is not finite."""
@@ -76,10 +126,7 @@ class Flag:
         """Send the flag to the host, for ``raise_pending``; on a CPU there is none, as ``check`` has raised."""
         if self.value is None:
             return
-        host, arrived = self._spare.pop() if self._spare else (torch.empty((), pin_memory=True), torch.cuda.Event())
-        host.copy_(self.value, non_blocking=True)
-        arrived.record()
-        self._readings.append(_Reading(host, arrived, what, step))
+        self._readings.send(self.value, (what, step))
 
     def raise_pending(self) -> None:
         """Raise the error of an earlier step, which was not applied, and begin a new one.
@@ -87,12 +134,8 @@ class Flag:
         Readings that have not arrived are left for later, up to eight of them.
         """
         self.value = None
-        while self._readings and (len(self._readings) > _AHEAD or self._readings[0].arrived.query()):
-            reading = self._readings.popleft()
-            reading.arrived.synchronize()
-            self._spare.append((reading.value, reading.arrived))
-            if float(reading.value) > 0:
+        while self._readings and (len(self._readings) > _AHEAD or self._readings.arrived()):
+            (flag,), (what, step) = self._readings.take()
+            if flag > 0:
                 self._readings.clear()
-                raise NonFiniteError(
-                    f"{reading.what} held NaN or infinity at step {reading.step}: that step changed nothing"
-                )
+                raise NonFiniteError(f"{what} held NaN or infinity at step {step}: that step changed nothing")

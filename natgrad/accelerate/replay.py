@@ -206,7 +206,10 @@ class GraphCache(Generic[T]):
         return self._replayed(graph, scalars, stats)
 
     def unsettled(self, tensors: Sequence[Tensor], key: Hashable) -> bool:
-        """Whether the tensors of this computation keep coming at new addresses: then ``run_padded`` is faster."""
+        """Whether the tensors of a computation keep coming at new addresses: then ``run_padded`` is faster.
+
+        Two of them are enough: they tell whether the addresses have settled again.
+        """
         if not self.possible(tensors):
             return False
         stats, _ = self._stats(key)

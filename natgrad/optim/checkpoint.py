@@ -29,7 +29,7 @@ Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
 
 _log = logging.getLogger("natgrad")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Kinds = {  # but for "operations" and "examples", which states of 0.1.0 do not have
+_ENTRIES: Kinds = {  # but for "operations", "examples" and "freshness", which states of 0.1.0 do not have
     "metric": str,
     "structure": str,
     "solver": str,
@@ -48,13 +48,14 @@ _ENTRIES: Kinds = {  # but for "operations" and "examples", which states of 0.1.
     "generator": Tensor,
     "rank": int,
 }
+_FRESHNESS: Kinds = {"since": int, "drift": float, "wait": float, "sketch": Tensor, "readings": (list, tuple)}
 
 
 def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:
     """Tensors, numbers and words only, so that ``torch.load(weights_only=True)`` reads them."""
     # One of several processes has seen a part of the examples: it says nothing of how many there were.
     step_size = tracker.weight.step_size if tracker.world.size == 1 else 0
-    inverse = preconditioner.inverse
+    inverse, freshness = preconditioner.inverse, preconditioner.freshness
     return {
         **_signature(tracker, preconditioner),
         "solver": _solver(preconditioner),
@@ -70,6 +71,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "inverse": (preconditioner.warm or {}) if inverse is None else inverse.tensors(),
         "inverse_damping": number_of(preconditioner.damping),
         "outdated": preconditioner.outdated,
+        "freshness": None if freshness is None else freshness.state(),
         "generator": tracker.generator.get_state(),
         "rank": tracker.world.rank,
     }
@@ -86,6 +88,10 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
     check_signature("optimizer", state, _signature(tracker, preconditioner))
     for what, entry in (("the metric", "operator"), ("the inverse of the metric", "inverse")):
         check_finite(what, state[entry])
+    freshness = state.get("freshness")  # of a metric that is inverted when it has moved
+    if freshness is not None:
+        check_entries(freshness, _FRESHNESS, 'the "freshness" of the state')
+        check_finite("the freshness", {"sketch": freshness["sketch"]})
     if "guess" in state["inverse"]:  # what an iterative solver starts from is over all parameters
         _check_shape("guess of the inverse of the metric", state["inverse"]["guess"], (tracker.model.size,))
     check_generator(state["generator"], tracker.generator)
@@ -125,6 +131,8 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         tracker.discard()
         preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
         preconditioner.inverted, preconditioner.outdated = state["inverted"], state["outdated"]
+        if preconditioner.freshness is not None:
+            preconditioner.freshness.load(freshness)
         _seed(tracker.generator, state["generator"].cpu(), state["rank"], tracker.world.rank)
 
     return go_on

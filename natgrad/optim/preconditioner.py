@@ -16,6 +16,7 @@ from natgrad.errors import FactorisationError, NatgradError, SingularMetricError
 from natgrad.geometry import Covector, Vector
 from natgrad.linalg import Damping
 from natgrad.optim.distributed import World
+from natgrad.optim.freshness import Freshness
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import NOT_POSITIVE, Inverse, Operator
 from natgrad.structures.refresh import Refresh
@@ -44,6 +45,7 @@ class Preconditioner:
         self.inverse: Inverse | None = None
         self.warm: dict[str, Tensor] | None = None  # what the first inverse of an iterative solver starts from
         self.damping = damping  # of the inverse
+        self.freshness = Freshness(schedule, device=device, world=world) if schedule.fresh else None
         self.outdated = False  # the metric has been estimated since it was inverted
         self.inverted = 0  # the step in which the inverse was made
         self.inverted_before: int | None = None  # the step of the inverse before this one, if there was one
@@ -61,16 +63,19 @@ class Preconditioner:
         Gives G, with the parts that are amortised over many estimates (a basis) computed again if the inverse is due.
         An inverse that was made in the memory of the last one cannot be restored: it is then due again.
         """
-        inverse, saved = self.inverse, (self.damping, self.outdated, self.inverted, self.inverted_before)
+        if self.freshness is not None:
+            self.freshness.read(step)
+        inverse, freshness = self.inverse, copy.copy(self.freshness)
+        saved = self.damping, self.outdated, self.inverted, self.inverted_before
         if inverse is not None and inverse.remembers:
             self.inverse = copy.copy(inverse)  # an iterative inverse changes when it is used
         self._overwritten, self._step = False, step
         self.outdated |= changed or self.damping != damping
         try:
-            self._operator = self._renewed(G) if self.due(damping) else G
+            self._operator = self._begin(G, damping, changed)
             yield self._operator
         except BaseException:
-            self.inverse = inverse
+            self.inverse, self.freshness = inverse, freshness
             self.damping, self.outdated, self.inverted, self.inverted_before = saved
             self.outdated |= self._overwritten
             raise
@@ -81,6 +86,16 @@ class Preconditioner:
             self.inverse = inverse.overwritten(self.inverse)
         self.version += self.inverse is not inverse
 
+    def _begin(self, G: Operator, damping: Damping, changed: bool) -> Operator:
+        """G, with its basis computed again if the inverse is due, else with its drift on the way to the host."""
+        if self.due(damping):
+            if self.freshness is not None:
+                self.freshness.begin()
+            return self._renewed(G)
+        if self.freshness is not None and changed:
+            self.freshness.measure(G, self._step)
+        return G
+
     def informed(self, G: Operator) -> Operator:
         """G, with what its next estimates need of an inverse that was made in this step."""
         new = self.inverse is not None and self.inverted == self._step
@@ -90,7 +105,11 @@ class Preconditioner:
         """Whether the inverse is made again in this step."""
         if self.inverse is None or self.solver.doubtful:
             return True
-        return (self.outdated or self.damping != damping) and self.schedule.inverse_due(self._step)
+        if not (self.outdated or self.damping != damping):
+            return False
+        if self.schedule.inverse_due(self._step):
+            return True
+        return self.freshness is not None and self.freshness.due(self._step, damping, self.damping)
 
     def inverted_metric(self, G: Operator) -> Operator:
         """The metric that is inverted for the step rule: G^p, or at its share of the power."""
@@ -118,6 +137,8 @@ class Preconditioner:
             if last is not None and self.inverted != self._step:
                 self.inverted_before = self.inverted
             self.inverted, self.warm = self._step, None
+        if self.freshness is not None:
+            self.freshness.inverted(G, self._step)
         self.damping, self.outdated = damping, False
         assert self.inverse is not None
         return self.inverse

@@ -45,6 +45,7 @@ def KFAC(
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
+    early: bool = True,
     decay: float = 0.95,
     step: StepRule = _CLIP,
     solver: Solver | None = None,
@@ -62,10 +63,11 @@ def KFAC(
 
     A drop-in optimizer for any model and any metric on its outputs. The metric is estimated every ``metric_every``
     steps (default 10; 2 with ``SelfTuned``), enters a moving average with ``decay``, and is inverted every
-    ``inverse_every`` steps (default 100; 5 with ``SelfTuned``). The default ``solver`` is ``Factored()``; on a GPU it
-    refreshes inverses by Newton's iteration where the last one is near enough. ``opt.plan()`` says what becomes of
-    every parameter. ``step=ng.SelfTuned()`` chooses learning rate, momentum and damping by itself and needs
-    ``opt.step(closure)``.
+    ``inverse_every`` steps (default 100; 5 with ``SelfTuned``). ``early``: in the beginning, when it changes fastest,
+    it is also inverted in the steps 1, 2, 4, 8, … and estimated in every step (``Refresh``). The default ``solver`` is
+    ``Factored()``; on a GPU it refreshes inverses by Newton's iteration where the last one is near enough.
+    ``opt.plan()`` says what becomes of every parameter. ``step=ng.SelfTuned()`` chooses learning rate, momentum and
+    damping by itself and needs ``opt.step(closure)``.
 
     ``sharing``, ``fallback`` and ``strict`` are those of ``Kronecker``; parameters that no layer rule covers have the
     structure ``fallback``. With ``fallback="adamw"``, which is that of ``NaturalGradient``, embeddings, gains and
@@ -90,7 +92,7 @@ def KFAC(
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(Kronecker(sharing, below, strict), step, metric_every, inverse_every, decay),
+        structure=_schedule(Kronecker(sharing, below, strict), step, metric_every, inverse_every, early, decay),
         solver=Factored(_newton(model)) if solver is None else solver,
         step=step,
         lr=lr,
@@ -119,6 +121,7 @@ def EKFAC(
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
+    early: bool = True,
     decay: float = 0.95,
     step: StepRule = _CLIP,
     solver: Solver = _CHOLESKY,
@@ -145,7 +148,7 @@ def EKFAC(
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(EigenKronecker(sharing, below, strict), step, metric_every, inverse_every, decay),
+        structure=_schedule(EigenKronecker(sharing, below, strict), step, metric_every, inverse_every, early, decay),
         solver=solver,
         step=step,
         lr=lr,
@@ -178,6 +181,7 @@ def SobolevKFAC(
     weight_decay: float = 0.0,
     metric_every: int | None = None,
     inverse_every: int | None = None,
+    early: bool = True,
     decay: float = 0.95,
     step: StepRule = _CLIP,
     solver: Solver | None = None,
@@ -230,6 +234,7 @@ def SobolevKFAC(
         weight_decay=weight_decay,
         metric_every=metric_every,
         inverse_every=inverse_every,
+        early=early,
         decay=decay,
         step=step,
         solver=solver,
@@ -285,7 +290,8 @@ def Natural(
     K-FAC, from one more backward pass (p = ¾ suits it), ``ng.Empirical()`` those of the loss's own cotangents.
     ``fit="mean"`` averages each side by itself, as K-FAC and Shampoo do. ``polar=True``: v = G^-p/2 polar(G^-p/2 M),
     steepest descent in the spectral norm of G^p (``Polar``). The metric is estimated every ``metric_every`` steps. Its
-    roots are computed every ``inverse_every`` steps. The other arguments are those of ``KFAC``.
+    roots are computed every ``inverse_every`` steps, and in the steps 1, 2, 4, … before. The other arguments are those
+    of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -447,7 +453,12 @@ def _fallbacks(fallback: Structure | Literal["adamw"]) -> tuple[Structure, Liter
 
 
 def _schedule(
-    structure: Structure, step: StepRule, metric_every: int | None, inverse_every: int | None, decay: float
+    structure: Structure,
+    step: StepRule,
+    metric_every: int | None,
+    inverse_every: int | None,
+    early: bool,
+    decay: float,
 ) -> Refresh:
     usual = step.schedule if isinstance(step, StepRule) else (10, 100)  # NaturalGradient refuses what is no rule
     every = usual[0] if metric_every is None else metric_every
@@ -455,4 +466,4 @@ def _schedule(
     for name, count in (("metric_every", every), ("inverse_every", inverse)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1 step, got {count}")
-    return Refresh(structure, every, decay, inverse)
+    return Refresh(structure, every, decay, inverse, early)

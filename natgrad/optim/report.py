@@ -59,9 +59,10 @@ class Plan:
     """A row a layer, the schedule and the totals; ``print`` it before training.
 
     ``bytes`` of the metric and its inverse, in the precision they are kept in; ``flops`` of a step, inverses shared out
-    over the steps between them; ``position_flops``: what the estimate adds, shared out likewise, for every position of
-    every example and every column of the metric's root (an output, or a sample). Each is None where it depends on the
-    batch. ``notes``: what a reader should know about damping, momentum, and parameters that are treated otherwise.
+    over the steps between them, without those that have no period; ``position_flops``: what the estimate adds, shared
+    out likewise, for every position of every example and every column of the metric's root (an output, or a sample).
+    Each is None where it depends on the batch. ``notes``: what a reader should know about damping, momentum, and
+    parameters that are treated otherwise.
     """
 
     rows: tuple[Row, ...]
@@ -95,7 +96,8 @@ class Plan:
 
     @property
     def flops(self) -> float | None:
-        between = max(self.schedule.every, self.schedule.inverse)
+        every, inverse = self.schedule.every, self.schedule.inverse
+        between = math.inf if isinstance(inverse, str) else max(every, inverse)
         return None if self.costs is None else sum(cost.solve + cost.invert / between for cost in self.costs)
 
     @property
@@ -215,9 +217,16 @@ def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> 
 def _schedule(tracker: MetricTracker) -> str:
     schedule, metric = tracker.schedule, tracker.metric
     average = f", averaged with decay {schedule.decay:g}" if schedule.decay else ""
-    inverse = f"inverted every {schedule.inverse} steps" if schedule.inverse > 1 else "inverted when it has changed"
     power = "" if schedule.power == 1 else f", to the power {schedule.power:g}"
-    return f"metric: {metric!r}{power}, estimated every {_steps(schedule.every)}{average}, {inverse}"
+    return f"metric: {metric!r}{power}, estimated every {_steps(schedule.every)}{average}, {_inverted(schedule)}"
+
+
+def _inverted(schedule: Refresh) -> str:
+    first = " and at first in the steps 1, 2, 4, …" if schedule.early else ""
+    if isinstance(schedule.inverse, str):
+        time = "" if schedule.budget is None else f", in at most {schedule.budget:.0%} of the time"
+        return f"inverted when it has moved by {schedule.drift:.0%}{first}{time}"
+    return f"inverted every {schedule.inverse} steps{first}" if schedule.inverse > 1 else "inverted when it has changed"
 
 
 def _damping(solver: Solver, λ: Damping) -> str:

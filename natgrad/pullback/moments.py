@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
@@ -265,14 +265,15 @@ class LayerFactors:
     def _fits(self, block: Block) -> bool:
         return self.nearest is not None and self.nearest.fits(block)
 
-    def put_inputs(self, b: int, tape: Tape, sink: FactorSink) -> None:
-        """A, unless it is late."""
+    def put_inputs(self, b: int, tape: Tape, sink: FactorSink, count: Scalar | None = None) -> None:
+        """A, unless it is late. ``count``: where it is a tensor, so many positions are real, and the others zero."""
+        if self.late(b):
+            return
+        kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
+        real = tape.inputs(kind).padded_moment(count).to(self.dtype) if isinstance(count, Tensor) else None
+        sink.put(b, "A", self._inputs(kind, tape) if real is None else real)
         if self.inputs_only:
-            kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
-            sink.put(b, "A", self._inputs(kind, tape))
             sink.put(b, "S", Moment(torch.ones(kind.shape[:2], dtype=self.dtype, device=kind.device), 1))
-        elif not self.late(b):
-            sink.put(b, "A", self._inputs(self.blocks[b], tape))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
         """S and, where it is late, A."""
@@ -299,13 +300,6 @@ class LayerFactors:
     def _over_examples(self, moment: Moment) -> Moment:
         """Of products of cotangents."""
         return Moment(moment.total * self.n, 1) if self.of_mean else moment.over(self.n)
-
-    def padded_inputs(self, b: int, tape: Tape, count: Scalar) -> Moment:
-        """A where only so many positions of the tape are real, and the others zero."""
-        block = self.blocks[b]
-        if isinstance(count, Tensor):
-            return tape.inputs(block).padded_moment(count).to(self.dtype)
-        return self._inputs(block, tape).over(int(count))  # nothing was appended
 
     def padded_outputs(self, b: int, tape: Tape, g: Cotangents, n: Scalar) -> Moment:
         """S where only n examples are real."""
@@ -348,11 +342,11 @@ class CapturedKernels:
         """A of these layers, unless it is late."""
         early = [b for b in numbers if not self.layers.late(b)]
         captured = [b for b in early if b in self._capturable]
-        if self._unsettled("A", captured, self._called(self._uses_of(captured))):
-            padded = [b for b in captured if self._pads_inputs(b)]
-            self._padded_inputs(padded)
-            captured = [b for b in captured if b not in padded]
-        at_uses = self._uses_of(captured)
+        at_uses, key = self._uses_and_key("A", captured)
+        if self._unsettled(key, [self.tape.uses[at].call.x for at in (*at_uses[:1], *at_uses[-1:])]):
+            rest = self._put_padded_inputs(captured, key)
+            if rest != captured:
+                captured, (at_uses, key) = rest, self._uses_and_key("A", rest)
         called = self._called(at_uses)
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
@@ -363,7 +357,6 @@ class CapturedKernels:
             sink.flush()
 
         if captured and self.graphs is not None:
-            key = self._key("A", captured, at_uses)
             self.graphs.run(compute, called, [self.sink.weight], key, size=self.layers.n)
         for b in early:
             if b not in self._capturable:
@@ -372,11 +365,11 @@ class CapturedKernels:
     def outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
         """S of these layers and, where it is late, A."""
         captured = [b for b in numbers if b in self._capturable]
-        if self._unsettled("S", captured, [t for at in self._uses_of(captured) for t in g.outer[at]]):
-            padded = [b for b in captured if self._pads(b)]
-            self._padded_outputs(padded, g)
-            captured = [b for b in captured if b not in padded]
-        at_uses = self._uses_of(captured)
+        at_uses, key = self._uses_and_key("S", captured)
+        if self._unsettled(key, [g.outer[at][0] for at in (*at_uses[:1], *at_uses[-1:])]):
+            rest = self._put_padded_outputs(captured, g, key)
+            if rest != captured:
+                captured, (at_uses, key) = rest, self._uses_and_key("S", rest)
         late = self._uses_of([b for b in captured if self.layers.late(b)])
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
@@ -390,66 +383,70 @@ class CapturedKernels:
 
         if captured and self.graphs is not None:
             tensors = [*self._called(late), *(t for at in at_uses for t in g.outer[at])]
-            key = self._key("S", captured, at_uses)
             self.graphs.run(compute, tensors, [self.sink.weight], key, size=self.layers.n)
         others = [b for b in numbers if b not in self._capturable]
         for b in _forgetting(self.tape, self.layers.blocks, g, others):
             self.layers.put_outputs(b, self.tape, g, self.sink)
 
-    def _unsettled(self, side: Side, numbers: Sequence[int], tensors: Sequence[Tensor]) -> bool:
-        """Whether what these layers read keeps coming at new addresses."""
-        if not numbers or self.graphs is None:
-            return False
-        return self.graphs.unsettled(tensors, self._key(side, numbers, self._uses_of(numbers)))
+    def _unsettled(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
+        """Whether what some layers read, of which these are the first and the last, keeps coming at new addresses."""
+        return self.graphs is not None and self.graphs.unsettled(tensors, key)
 
-    def _padded_inputs(self, numbers: Sequence[int]) -> None:
-        """A of these layers, from rows of all examples that are padded."""
-        at_uses = self._uses_of(numbers)
-        uses = [self.tape.uses[at] for at in at_uses]
-        tensors = [rows(use.call.x, use.call.x.ndim - self._row_axes(use)) for use in uses]
-        counts = [max(1, self._positions(b)) for b in numbers]
+    def _put_padded_inputs(self, numbers: Sequence[int], key: Hashable) -> list[int]:
+        """A of layers, from padded rows of all examples; the numbers of those whose inputs cannot be padded."""
+        padded = self._padded_rows("A", numbers)
+        tensors = [rows(self.tape.uses[at].call.x, trailing) for at, trailing in padded.uses]
+        counts = [max(1, self._positions(b)) for b in padded.numbers]
         distinct = list(dict.fromkeys(counts))
-        slots = tuple(distinct.index(count) for count in counts)
+        scalar_of = tuple(1 + distinct.index(count) for count in counts)
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            tape = self._tape_reading(at_uses, iter(tensors))
+            tape = self._tape_reading([at for at, _ in padded.uses], iter(tensors))
             sink = self.sink.with_weight(scalars[0])
-            for b, slot in zip(numbers, slots, strict=True):
-                sink.put(b, "A", self.layers.padded_inputs(b, tape, scalars[1 + slot]))
+            for b, at in zip(padded.numbers, scalar_of, strict=True):
+                self.layers.put_inputs(b, tape, sink, scalars[at])
             sink.flush()
 
-        self._run_padded(compute, tensors, distinct, (self._key("A", numbers, at_uses), slots))
+        if tensors and self.graphs is not None:
+            scalars = [self.sink.weight, *map(float, distinct)]
+            self.graphs.run_padded(compute, tensors, scalars, (key, padded.numbers, scalar_of))
+        return padded.others
 
-    def _padded_outputs(self, numbers: Sequence[int], g: Cotangents) -> None:
-        """S of these layers, likewise; the columns of the root are rows too."""
-        at_uses = self._uses_of(numbers)
-        uses = [self.tape.uses[at] for at in at_uses]
-        tensors = [
-            rows(g.outer[at][0], len(use.shape) - self._row_axes(use)) for at, use in zip(at_uses, uses, strict=True)
-        ]
+    def _put_padded_outputs(self, numbers: Sequence[int], g: Cotangents, key: Hashable) -> list[int]:
+        """S of layers, likewise; the columns of the root are rows, too."""
+        padded = self._padded_rows("S", numbers)
+        tensors = [rows(g.outer[at][0], trailing) for at, trailing in padded.uses]
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
             sink = self.sink.with_weight(scalars[0])
-            mine = Cotangents({at: (t.unsqueeze(0),) for at, t in zip(at_uses, tensors, strict=True)}, {})
-            for b in numbers:
+            mine = Cotangents({at: (t.unsqueeze(0),) for (at, _), t in zip(padded.uses, tensors, strict=True)}, {})
+            for b in padded.numbers:
                 sink.put(b, "S", self.layers.padded_outputs(b, self.tape, mine, scalars[1]))
             sink.flush()
 
-        self._run_padded(compute, tensors, [max(1, self.layers.n)], self._key("S", numbers, at_uses))
-
-    def _run_padded(
-        self,
-        compute: Callable[[Sequence[Tensor], Sequence[Scalar]], None],
-        tensors: Sequence[Tensor],
-        counts: Sequence[int],
-        key: Hashable,
-    ) -> None:
         if tensors and self.graphs is not None:
-            self.graphs.run_padded(compute, tensors, [self.sink.weight, *map(float, counts)], key)
+            scalars = [self.sink.weight, float(max(1, self.layers.n))]
+            self.graphs.run_padded(compute, tensors, scalars, (key, padded.numbers))
+        return padded.others
+
+    def _padded_rows(self, side: Side, numbers: Sequence[int]) -> PaddedRows:
+        """Cached by the kind of graph."""
+        names = tuple((b, self.layers.blocks[b].names, self.layers.late(b)) for b in numbers)
+        key = ("padded", side, self.layers.n > 1, self.layers.sharing, names)
+        if key not in self.tape.memo:
+            pads = self._pads_inputs if side == "A" else self._pads
+            padded = [b for b in numbers if pads(b)]
+            uses = [(at, self.tape.uses[at]) for at in self._uses_of(padded)]
+            ranks = [use.call.x.ndim if side == "A" else len(use.shape) for _, use in uses]
+            trailing = [rank - self._row_axes(use) for rank, (_, use) in zip(ranks, uses, strict=True)]
+            at_uses = tuple(zip((at for at, _ in uses), trailing, strict=True))
+            others = [b for b in numbers if b not in padded]
+            self.tape.memo[key] = PaddedRows(tuple(padded), at_uses, others)
+        return cast(PaddedRows, self.tape.memo[key])
 
     def _pads(self, b: int) -> bool:
         """Whether zero rows may be appended to the cotangents of a layer."""
-        if self.layers.late(b) or self.layers.sharing.how != "expand":
+        if self.layers.late(b) or self.layers.blocks[b].facets or self.layers.sharing.how != "expand":
             return False
         uses = self.tape.of(self.layers.blocks[b])
         return all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
@@ -499,11 +496,12 @@ class CapturedKernels:
         changed = (replace(use, call=calls[at]) if at in calls else use for at, use in enumerate(self.tape.uses))
         return replace(self.tape, uses=tuple(changed))
 
-    def _key(self, side: Side, numbers: Sequence[int], at_uses: Sequence[int]) -> Hashable:
-        """All that the kernels depend on, beside what they read."""
+    def _uses_and_key(self, side: Side, numbers: Sequence[int]) -> tuple[list[int], Hashable]:
+        """The positions of the uses of layers, and all that their kernels depend on, beside what they read."""
+        at_uses = self._uses_of(numbers)
         uses = [self.tape.uses[at] for at in at_uses]
         buffers = [t for use in uses for t in buffers_in(use.module).values() if t is not None]
-        return (
+        key = (
             side,
             self.layers.sharing,
             self.layers.of_mean,
@@ -515,6 +513,20 @@ class CapturedKernels:
             tuple(t.data_ptr() for t in buffers),
             self.sink.address_key,
         )
+        return at_uses, key
+
+
+@final
+@dataclass(frozen=True)
+class PaddedRows:
+    """Layers whose rows can be padded with zeros, and the others.
+
+    ``uses``: of the former, with the number of axes of a row.
+    """
+
+    numbers: tuple[int, ...]
+    uses: tuple[tuple[int, int], ...]
+    others: list[int]
 
 
 def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Iterable[int]) -> Iterator[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback
 from natgrad.structures.base import Operator, Structure
 
+_BEGINNING = 64  # steps in which a metric without a period is inverted whenever the number of steps has doubled
+_EVERY_STEP = 16  # steps in which an early schedule estimates the metric every time
+
 
 @final
 @dataclass(frozen=True)
@@ -22,30 +25,49 @@ class Refresh(Structure):
     """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (Grosse 2021, (32)).
 
     It is inverted every ``inverse`` steps; in between the last inverse is used, and a change of the damping waits. With
-    ``inverse=1`` it is inverted whenever the metric or the damping has changed. The average is corrected for its start,
-    Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the full weight. Kronecker factors of one
-    process are also weighted by their numbers of examples. The optimizers use this; ``estimate`` is that of the inner
-    structure.
+    ``inverse=1`` it is inverted whenever the metric or the damping has changed. ``early``: in the beginning, when the
+    metric changes fastest, it is also inverted in the steps 1, 2, 4, 8, … before the first period is over, and
+    estimated in each of the first 16 of them.
 
-    >>> from natgrad.structures import Diagonal
-    >>> Refresh(Diagonal(), every=10, decay=0.95)
-    Refresh(structure=Diagonal(), every=10, decay=0.95, inverse=1)
+    With ``inverse="fresh"`` there is no period. After the steps 1, 2, 4, …, 64 the metric is inverted when its factors
+    F have moved by ``drift`` since the last inverse: √(mean over the factors of ‖F̄ − F‖²/‖F‖²), from products with
+    random signs, or when the damping has. One factor of a hundred that doubles has the same weight as all that change
+    by a tenth. The number is that of four steps ago, for which no device is waited for. ``budget``: inverting takes at
+    most this part of the time of the other steps, which is measured; the steps until 64 are free. Clocks differ from
+    run to run: with ``budget=None`` there is none, and a run can be repeated and resumed bit for bit.
+
+    The average is corrected for its start, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the full
+    weight. Kronecker factors of one process are also weighted by their numbers of examples. The optimizers use this;
+    ``estimate`` is that of the inner structure.
+
+    >>> from natgrad.structures import Dense, Diagonal
+    >>> schedule = Refresh(Diagonal(), every=10, decay=0.95, inverse=20)
+    >>> [step for step in range(1, 50) if schedule.inverse_due(step - 1)]
+    [1, 2, 4, 8, 16, 21, 41]
+    >>> Refresh(Dense(), every=10, decay=0.95, inverse="fresh", drift=0.2)
+    Refresh(structure=Dense(), every=10, decay=0.95, inverse='fresh', early=True, drift=0.2, budget=0.1)
     """
 
     structure: Structure
     every: int = 1
     decay: float = 0.0
-    inverse: int = 1
+    inverse: int | Literal["fresh"] = 1
+    early: bool = True
+    drift: float = 0.1
+    budget: float | None = 0.1
 
     def __post_init__(self) -> None:
         check_slots(structure=(self.structure, Structure))
         if isinstance(self.structure, Refresh):
             raise ValueError(f"Refresh({self.structure!r}) has two schedules: give it {self.structure.structure!r}")
-        if self.every < 1 or self.inverse < 1:
-            which, got = ("every", self.every) if self.every < 1 else ("inverse", self.inverse)
-            raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
+        if isinstance(self.inverse, str) and not self.fresh:
+            raise ValueError(f'Refresh(inverse=…) is a number of steps or "fresh", not {self.inverse!r}')
+        for which, got in (("every", self.every), ("inverse", self._period)):
+            if got is not None and got < 1:
+                raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
         if not 0 <= self.decay < 1:
             raise ValueError(f"Refresh(decay=…) must be in [0, 1), got {self.decay}")
+        self._check_fresh()
         name = type(self.structure).__name__
         if self.decay > 0 and not self.structure.bounded:
             raise IncompatibleError(
@@ -57,6 +79,32 @@ class Refresh(Structure):
                 f"Refresh(every={self.every}) does not work with {name}: it is never factored, so nothing is saved "
                 "by keeping it, and its graph would be held. Use every=1"
             )
+
+    def _check_fresh(self) -> None:
+        given = [name for name in ("drift", "budget") if getattr(self, name) != getattr(Refresh, name)]
+        if given and not self.fresh:
+            raise ValueError(
+                f"Refresh(inverse={self.inverse}, {given[0]}=…) has a period, and {given[0]} is for metrics that have "
+                f'none: leave it out, or give inverse="fresh"'
+            )
+        for name in ("drift", "budget"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Refresh({name}=…) must be positive, got {value}")
+        if self.fresh and not self.structure.stored:
+            raise IncompatibleError(
+                f'Refresh(inverse="fresh") does not work with {type(self.structure).__name__}: it is never factored, '
+                "so no inverse grows old. Use inverse=1"
+            )
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the inverse has no period, and is made again when the metric has moved."""
+        return self.inverse == "fresh"
+
+    @property
+    def _period(self) -> int | None:
+        return None if isinstance(self.inverse, str) else self.inverse
 
     @property
     def power(self) -> float:  # type: ignore[override]  # of the inner structure
@@ -79,11 +127,15 @@ class Refresh(Structure):
 
     def metric_due(self, step: int) -> bool:
         """Whether the metric is estimated for the step number 0, 1, …"""
-        return step % self.every == 0
+        return step % self.every == 0 or (self._beginning(step) and step < _EVERY_STEP)
 
     def inverse_due(self, step: int) -> bool:
-        """Whether a metric that has changed is inverted for the step number 0, 1, …"""
-        return step % self.inverse == 0
+        """Whether a metric that has changed is inverted for the step number 0, 1, …, however little it has moved."""
+        doubled = (step + 1) & step == 0  # step + 1 is a power of 2
+        return (self._beginning(step) and doubled) or (self._period is not None and step % self._period == 0)
+
+    def _beginning(self, step: int) -> bool:
+        return self.early and step < (_BEGINNING if self._period is None else self._period)
 
     def weight(self, step: int) -> float:
         """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""

@@ -1,7 +1,8 @@
 """On a GPU: a bad step changes nothing without waiting for the device, and is reported by the next."""
 
 import importlib
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -146,6 +147,14 @@ def _matrices_by_polar(model: nn.Module, metric: ng.OutputMetric, **options: Any
     return ng.NaturalGradient(model, metric, structure=identity, step=rule, momentum=0.9, fallback="adamw", **options)
 
 
+def _square_root(statistics: ng.OutputMetric, fit: Literal["mean", "kl"] = "mean") -> Any:
+    """Factors of every step, in another metric than that of the loop; their roots are those of the first."""
+    structure = ng.Refresh(ng.Kronecker(power=0.5, fit=fit), 1, 0.9, 100)
+    slots: dict[str, Any] = {"structure": structure, "solver": ng.Factored(), "step": ng.Normalised()}
+    numbers: dict[str, Any] = {"damping": ng.Relative(1e-2), "momentum": 0.9, "fallback": "adamw"}
+    return lambda model, _, **options: ng.NaturalGradient(model, statistics, **slots, **numbers, **options)
+
+
 _ON_GRADIENTS: dict[str, Any] = {"momentum_on": "gradients"}
 _SLOW: dict[str, Any] = {"metric_every": 100, "inverse_every": 100, "solver": ng.Factored(), **_ON_GRADIENTS}
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -153,6 +162,9 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "normalised": {"step": ng.Normalised(), **_SLOW},
     "adamw": {"fallback": "adamw", **_SLOW},
     "polar": {"make": _matrices_by_polar, **_ON_GRADIENTS},
+    "gradients": {"make": _square_root(ng.BatchGradient()), **_ON_GRADIENTS},
+    "nearest to gradients": {"make": _square_root(ng.BatchGradient(), "kl"), **_ON_GRADIENTS},
+    "own backward": {"make": _square_root(ng.Empirical()), **_ON_GRADIENTS},
     "polar in a metric": {"step": ng.Polar(iteration="minimax"), "fallback": "adamw", **_SLOW},
 }
 
@@ -209,6 +221,31 @@ def test_a_recorded_step_waits_for_nothing() -> None:
     loop.run(45)
     with no_waiting():
         loop.go(20)
+
+
+@pytest.mark.parametrize("budget", [None, 0.1])
+def test_a_metric_without_a_period_waits_for_nothing_unless_it_is_inverted(budget: float | None) -> None:
+    """Its drift and the time of its inverses are read when they are there."""
+    structure = ng.Refresh(ng.Kronecker(), decay=0.9, inverse="fresh", drift=1e6, budget=budget)
+    loop = _Loop("cuda", torch.float32, make=partial(ng.NaturalGradient, structure=structure, solver=ng.Factored()))
+    loop.run(70)
+    assert loop.opt.preconditioner.inverted == 63
+    with no_waiting():
+        loop.go(30)
+
+
+def test_a_metric_without_a_period_is_inverted_in_the_steps_of_the_cpu() -> None:
+    structure = ng.Refresh(ng.Kronecker(), decay=0.9, inverse="fresh", drift=0.05, early=False, budget=None)
+    make = partial(ng.NaturalGradient, structure=structure, solver=ng.Factored())
+    found = []
+    for device in ("cpu", "cuda"):
+        loop, steps = _Loop(device, make=make), set()
+        for _ in range(40):
+            loop.go(1)
+            steps.add(loop.opt.preconditioner.inverted)
+        found.append(steps)
+    assert found[0] == found[1]
+    assert len(found[0]) > 2
 
 
 @pytest.mark.parametrize("every", [(1, 3), (2, 4)])

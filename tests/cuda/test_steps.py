@@ -38,7 +38,8 @@ def _trained(device: str, build: Callable[[], nn.Module], make: Make, autocast: 
 
 
 def _kfac(**options: Any) -> Make:
-    settings: dict[str, Any] = {"lr": 0.05, "metric_every": 20, "inverse_every": 20, "solver": ng.Factored(), **options}
+    settings: dict[str, Any] = {"lr": 0.05, "metric_every": 20, "inverse_every": 20, "early": False, **options}
+    settings["solver"] = ng.Factored()
     return lambda model: ng.KFAC(model, FISHER, **settings)
 
 

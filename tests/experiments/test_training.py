@@ -100,6 +100,7 @@ def written_out(model: nn.Module, clip: float = 0.01, metric_every: int = 10, in
         weight_decay=0.03,
         metric_every=metric_every,
         inverse_every=inverse_every,
+        early=False,
         step=ng.KLClip(clip),
         generator=torch.Generator().manual_seed(0),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -108,6 +109,9 @@ class Case:
     apart: bool = False  # one process sees the shards one after the other: examples are coupled inside of each
 
 
+FRESH: dict[str, Any] = {"inverse": "fresh", "early": False, "drift": 0.01, "budget": None}
+
+
 def _natural(**options: Any) -> Callable[[nn.Module], ng.NaturalGradient]:
     return lambda model: ng.NaturalGradient(model, **{"metric": EXACT, "lr": 0.2, "damping": 0.1, **options})
 
@@ -125,6 +129,7 @@ CASES = {
     "ekfac": Case(lambda m: ng.EKFAC(m, EXACT, lr=0.2, metric_every=1, inverse_every=1)),
     "ekfac_schedules": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE)),
     "ekfac_uncovered": Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Uncovered),
+    "kronecker_fresh": Case(_natural(structure=ng.Refresh(ng.Kronecker(), decay=0.9, **FRESH), solver=ng.Factored())),
     "diagonal": Case(_natural(structure=ng.Refresh(ng.Diagonal(), every=2, decay=0.9), momentum=0.5)),
     "block_dense": Case(_natural(structure=ng.Refresh(ng.BlockDense(), every=2, decay=0.9))),
     "dense": Case(_natural(structure=ng.Refresh(ng.Dense(), decay=0.9))),
@@ -167,7 +172,8 @@ CASES = {
     "self_tuned": Case(_natural(structure=ng.Kronecker(), step=ng.SelfTuned()), closure=True),
 }
 WIDE = Case(lambda m: ng.EKFAC(m, EXACT, **SCHEDULE), Wide)
-RESUMED = ("kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers", "natural", "muon")
+RESUMED = ["kfac", "kfac_schedules", "ekfac_schedules", "diagonal", "batch_gradient", "powers", "natural", "muon"]
+RESUMED += ["kronecker_fresh"]
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
@@ -233,6 +239,7 @@ def worker(rank: int, folder: Path) -> None:
             found[f"{name}/resumed"], found[f"{name}/state"] = _resumed(CASES[name], folder / f"{name}.pt", rank)
         found["names"] = _names()
         found["shares"] = _shares(rank)
+        found["clocks"] = _clocks(rank)
         found["errors"] = [_error(make, rank) for make in ERRORS.values()]
         found["sampled"] = _sampled(rank)
         found["strangers"] = [_stranger(first, rank) for first in (True, False)]
@@ -260,10 +267,30 @@ def _names() -> list[str]:
 def _shares(rank: int) -> list[int]:
     """How many layers this process inverted, every time."""
     solver = Counting()
-    case = Case(lambda m: ng.KFAC(m, EXACT, metric_every=1, inverse_every=2, solver=solver))
+    case = Case(lambda m: ng.KFAC(m, EXACT, metric_every=1, inverse_every=2, early=False, solver=solver))
     model = DistributedDataParallel(build(case))
     train(case, model, case.make(model), range(4), rank)
     return solver.seen
+
+
+def _clocks(rank: int) -> list[int]:
+    """The steps in which the metric is inverted, where an inverse takes the processes different times."""
+
+    class Uneven(ng.solve.Solver):
+        def init(
+            self, G: ng.operators.Operator, damping: Any = 0.0, warm: Mapping[str, Tensor] | None = None
+        ) -> ng.operators.Inverse:
+            time.sleep(0.02 * (1 - rank))
+            return ng.Factored().init(G, damping, warm)
+
+    structure = ng.Refresh(ng.Kronecker(), **(FRESH | {"budget": 0.5}))
+    case = Case(_natural(structure=structure, solver=Uneven()))
+    model, steps = DistributedDataParallel(build(case)), set()
+    opt = case.make(model)
+    for step in range(40):
+        train(case, model, opt, range(step, step + 1), rank)
+        steps.add(opt.preconditioner.inverted)
+    return sorted(steps)
 
 
 ERRORS = {

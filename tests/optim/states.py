@@ -37,9 +37,9 @@ def _structured(structure: Structure, **options: Any) -> Make:
 
 
 MAKES: dict[str, Make] = {
-    "kfac": lambda m: ng.KFAC(m, EXACT),
-    "ekfac": lambda m: ng.EKFAC(m, EXACT),
-    "exact": lambda m: ng.KFAC(m, EXACT, solver=ng.Cholesky()),
+    "kfac": lambda m: ng.KFAC(m, EXACT, early=False),
+    "ekfac": lambda m: ng.EKFAC(m, EXACT, early=False),
+    "exact": lambda m: ng.KFAC(m, EXACT, early=False, solver=ng.Cholesky()),
     "blocks": lambda m: ng.KFAC(m, EXACT, fallback=ng.BlockDense()),
     "natural": lambda m: ng.Natural(m, lr=0.01),
     "shampoo": lambda m: ng.Shampoo(m, lr=0.01),

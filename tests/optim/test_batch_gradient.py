@@ -342,12 +342,15 @@ def test_half_precision_is_summed_in_single() -> None:
     torch.testing.assert_close(opt.tracker.average.tensors()["weight/A"][0], factors(gradient)[1])
 
 
+@pytest.mark.parametrize("damping", [0.1, ng.Relative(1e-2)], ids=repr)
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
-def test_first_gradients_of_zero_make_steps_of_zero(structure: ng.structures.Structure) -> None:
+def test_first_gradients_of_zero_make_steps_of_zero(
+    structure: ng.structures.Structure, damping: float | ng.Relative
+) -> None:
     torch.manual_seed(0)
     model = convolutional().double()
     before = [p.detach().clone() for p in model.parameters()]
-    opt = optimizer(model, structure)
+    opt = optimizer(model, structure, damping=damping)
     (0 * model(images()).sum()).backward()
     opt.step()
     for p, q in zip(model.parameters(), before, strict=True):

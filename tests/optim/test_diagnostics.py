@@ -76,14 +76,14 @@ def test_eigen_kronecker_is_judged_by_its_own_eigenvalues() -> None:
 
 def test_ages_count_the_steps_since_the_metric_was_estimated_and_inverted() -> None:
     of = task("coins")
-    opt = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=4)
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=4, early=False)
     ages = []
     for _ in range(6):
         of.step(opt)
         found = opt.diagnostics()
         ages.append((found.metric_age, found.inverse_age))
     assert ages == [(0, 0), (1, 1), (0, 2), (1, 3), (0, 0), (1, 1)]
-    resumed = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=4)
+    resumed = ng.KFAC(of.model, of.kind.metric, metric_every=2, inverse_every=4, early=False)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert (
         (resumed.tracker.estimated, resumed.preconditioner.inverted)
@@ -94,7 +94,7 @@ def test_ages_count_the_steps_since_the_metric_was_estimated_and_inverted() -> N
 
 def test_an_estimate_out_of_turn_is_new() -> None:
     of = task("coins")
-    opt = ng.KFAC(of.model, of.kind.metric, metric_every=10)
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=10, early=False)
     for _ in range(3):
         of.step(opt)
     assert opt.diagnostics().metric_age == 2
@@ -154,7 +154,7 @@ def test_parameters_without_factors_have_a_step_and_every_structure_can_be_diagn
 
 def test_the_table_has_a_line_a_layer_and_says_how_old_everything_is() -> None:
     of = task("coins")
-    opt = ng.KFAC(of.model, of.kind.metric, damping=λ)
+    opt = ng.KFAC(of.model, of.kind.metric, damping=λ, early=False)
     for _ in range(3):
         of.step(opt)
     lines = str(opt.diagnostics()).splitlines()

@@ -99,6 +99,12 @@ def test_every_layer_is_inverted_by_one_process_only(found: list[dict[str, Any]]
     assert all(a + b == 3 and a > 0 and b > 0 for a, b in zip(first, second, strict=True))
 
 
+def test_processes_with_different_clocks_invert_in_the_same_steps(found: list[dict[str, Any]]) -> None:
+    """The first one decides: an inverse takes it 20 ms, and at most half of the time of the other steps."""
+    assert found[0]["clocks"] == found[1]["clocks"]
+    assert 2 <= len(found[0]["clocks"]) <= 10
+
+
 def test_the_largest_layers_go_to_different_processes() -> None:
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2), nn.Linear(2, 50), nn.Linear(50, 50), nn.Linear(50, 3))
     owners = shares(layers_of(Model.of(model)), 2)

@@ -180,7 +180,7 @@ def test_what_a_gpu_could_not_invert_and_care_cannot_either_stays_and_is_told_on
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     of = task("coins")
-    opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=2)
+    opt = ng.KFAC(of.model, of.kind.metric, metric_every=1, inverse_every=2, early=False)
     for _ in range(3):
         of.step(opt)
     assert opt.diagnostics().inverse_age == 0

@@ -116,7 +116,7 @@ def test_examples_that_mix_are_named_once_and_fall_back(
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_model_that_is_cast_afterwards_is_refused(steps: int) -> None:
     model = nn.Sequential(nn.Linear(3, 2))
-    opt = ng.KFAC(model, GAUSSIAN)
+    opt = ng.KFAC(model, GAUSSIAN, early=False)
     train(opt, model, steps)
     model.double()
     match = r"0\.weight is torch\.float64 on cpu, and was torch\.float32 on cpu.*make the optimizer after it"

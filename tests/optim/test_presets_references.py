@@ -134,8 +134,8 @@ def test_muon_that_has_converged_steps_by_the_polar_factor() -> None:
 
 
 def _refreshes(step: int, every: int) -> bool:
-    """Whether roots are new in the step 0, 1, …"""
-    return step % every == 0
+    """Whether roots are new in the step 0, 1, …: every so often, and before that whenever the steps have doubled."""
+    return step % every == 0 or (step < every and step + 1 in (1, 2, 4, 8))
 
 
 class Reference:

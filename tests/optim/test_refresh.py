@@ -209,6 +209,16 @@ def test_a_metric_with_targets_asks_for_them() -> None:
         (lambda: ng.Refresh(ng.Dense(), decay=-0.1), r"must be in \[0, 1\)"),
         (lambda: ng.Refresh(ng.Kernel(), decay=0.5), "does not work with Kernel: every average would be larger"),
         (lambda: ng.Refresh(ng.Implicit(), every=2), "does not work with Implicit"),
+        (lambda: ng.Refresh(ng.Dense(), inverse=0), r"Refresh\(inverse=…\) must be at least 1, got 0"),
+        (lambda: ng.Refresh(ng.Dense(), inverse="new"), "is a number of steps or \"fresh\", not 'new'"),  # type: ignore[arg-type]
+        (lambda: ng.Refresh(ng.Dense(), inverse="fresh", drift=0.0), r"Refresh\(drift=…\) must be positive, got 0"),
+        (lambda: ng.Refresh(ng.Dense(), inverse="fresh", budget=-1.0), r"Refresh\(budget=…\) must be positive, got -1"),
+        (
+            lambda: ng.Refresh(ng.Dense(), inverse=9, drift=0.2),
+            'drift is for metrics that have none: .*inverse="fresh"',
+        ),
+        (lambda: ng.Refresh(ng.Dense(), budget=None), "budget is for metrics that have none"),
+        (lambda: ng.Refresh(ng.Implicit(), inverse="fresh"), "does not work with Implicit: .* no inverse grows old"),
     ],
 )
 def test_impossible_schedules_are_refused(make: type, message: str) -> None:

@@ -137,18 +137,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize(("how", "k", "gpu"), [("expand", 1, False), ("expand", 2, True), ("reduce", 2, False)])
+@pytest.mark.parametrize(("structure", "k", "gpu"), [
+    (ng.Kronecker(), 1, False),
+    (ng.Kronecker(), 2, True),
+    (ng.Kronecker("reduce"), 2, False),
+    (ng.Kronecker(sides="inputs"), 1, False),
+])  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_factors_of_changing_sizes_are_those_of_each_batch(
-    name: str, how: str, k: int, gpu: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, structure: ng.Kronecker, k: int, gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``gpu``: the averages are taken as there, many in one launch."""
     monkeypatch.setattr(kronecker, "is_asynchronous", lambda device: gpu)
     monkeypatch.setattr(replay, "_PATIENCE", 1)
     build, batch = CASES[name]
-    model, structure = seeded(lambda: made(build, batch(20))), ng.Kronecker(how)  # type: ignore[arg-type]
-    graphs = EagerGraphs()
-    cache = GraphCache[None](capture=graphs)
+    model, cache = seeded(lambda: made(build, batch(20))), GraphCache[None](capture=EagerGraphs())
 
     def pull(n: int) -> ng.Pullback:
         x = batch(n)
@@ -162,7 +165,7 @@ def test_factors_of_changing_sizes_are_those_of_each_batch(
         found = structure.absorb(replace(pulled, graph_cache=cache), found, WEIGHT)
         for key, t in expected.tensors().items():
             close(found.tensors()[key], t, 1e-7 if gpu else 1e-12)  # there, weight/count is in single precision
-    if how == "expand" and name != "tied":
+    if structure.sharing == "expand" and name != "tied":
         padded = [stats for key, stats in cache.stats.items() if "'padded'" in repr(key)]
         assert all(stats.replays >= 4 for stats in padded)
         assert padded

@@ -47,7 +47,7 @@ def test_k1_kfac_trains_with_averaged_factors_a_cached_inverse_damping_and_momen
     """S and A every second step, averaged; inverses every fourth; m ← μm + (S + √λ/π)⁻¹∇(A + π√λ)⁻¹."""
     of, (lr, λ, μ, β) = task("coins"), (0.2, 0.05, 0.9, 0.8)
     options: dict[str, Any] = {"metric_every": 2, "inverse_every": 4, "decay": β, "step": ng.KLClip(1e9)}
-    opt = ng.KFAC(of.model, of.kind.metric, lr=lr, damping=λ, momentum=μ, **options)
+    opt = ng.KFAC(of.model, of.kind.metric, lr=lr, damping=λ, momentum=μ, early=False, **options)
     θ, m = of.theta(), torch.zeros(17, dtype=torch.float64)
     factors: list[tuple[Tensor, Tensor]] = []
     inverse, weight = torch.empty(0), 0.0

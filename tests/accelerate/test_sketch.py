@@ -1,0 +1,37 @@
+"""Sketches: how far matrices have moved, from products with random signs."""
+
+import torch
+from torch import Tensor
+
+from natgrad.accelerate.sketch import Sketch
+
+
+def _moments(sizes: list[int]) -> list[Tensor]:
+    roots = (torch.randn(1, d, 2 * d, dtype=torch.float64) for d in sizes)
+    return [root @ root.mT / (2 * root.shape[1]) for root in roots]
+
+
+def test_the_drift_is_that_of_frobenius_norms_in_the_mean() -> None:
+    torch.manual_seed(0)
+    sizes = list(range(2, 102))
+    then, other = _moments(sizes), _moments(sizes)
+    now = [0.9 * a + 0.1 * b for a, b in zip(then, other, strict=True)]
+    squares = [((a - b).norm() / b.norm()).square() for a, b in zip(now, then, strict=True)]
+    exact = torch.stack(squares).mean().sqrt()
+    drift = Sketch.of(now).drift(Sketch.of(then).values)
+    torch.testing.assert_close(drift, exact, rtol=0.05, atol=0.0)
+
+
+def test_a_change_of_scale_is_measured_exactly() -> None:
+    torch.manual_seed(1)
+    then = [*_moments([3, 5]), torch.rand(1, 7, dtype=torch.float64), torch.rand(4, dtype=torch.float64)]
+    now = [1.3 * m for m in then]
+    drift = Sketch.of(now).drift(Sketch.of(then).values)
+    torch.testing.assert_close(drift, torch.tensor(0.3, dtype=torch.float64))
+
+
+def test_zeros_that_stay_have_not_moved_and_zeros_that_move_have() -> None:
+    zero, one = torch.zeros(1, 3, 3), torch.eye(3)[None]
+    then = Sketch.of([zero, one]).values
+    assert float(Sketch.of([zero, one]).drift(then)) == 0.0
+    assert float(Sketch.of([1e-6 * one, one]).drift(then)) == float("inf")
