@@ -240,7 +240,7 @@ def trained(
 ) -> tuple[nn.Module, ng.NaturalGradient, list[dict[str, Tensor]]]:
     torch.manual_seed(0)
     model = layers_of().double()
-    structure = ng.Refresh(ng.Kronecker(fit="kl", power=power, bias="separate"), 1, 0.9, inverse=every)
+    structure = ng.Refresh(ng.Kronecker(fit="kl", power=power, bias="separate"), 1, 0.9, inverse=every, early=False)
     given: dict[str, Any] = {"lr": 1e-2, "damping": ng.Relative(0.01), "solver": ng.Factored()} | options
     opt = ng.NaturalGradient(model, metric, structure=structure, **given)
     return model, opt, run(model, opt, range(steps))
