@@ -234,10 +234,10 @@ def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
     symmetric = 0.5 * (matrices + matrices.mT)
     try:
         values, vectors = torch.linalg.eigh(symmetric)
-        found = is_asynchronous(vectors.device) or bool(vectors.isfinite().all())
+        converged = is_asynchronous(vectors.device) or bool(vectors.isfinite().all())
     except RuntimeError:
-        found = False
-    if not found:
+        converged = False
+    if not converged:
         try:
             values, vectors = torch.linalg.eigh(symmetric.double())
         except RuntimeError as error:

@@ -368,6 +368,11 @@ def test_no_hook_is_put_on_the_model() -> None:
     rows = {row.names[0]: (row.rule, row.structure) for row in opt.plan().rows}
     assert rows == {"weight": ("Matrix", "Kronecker"), "bias": (None, "Diagonal (fallback)")}
     assert "rule covers" not in str(opt.plan())
+    assert "a position" not in str(opt.plan())
+    products = 2 * 6 * (2 + 3)  # multiplications and additions of G Gᵀ and Gᵀ G, as many as of a rotation
+    cost = opt.plan().rows[0].cost
+    assert cost is not None
+    assert cost.solve == 3 * products
 
 
 @pytest.mark.parametrize(
