@@ -161,7 +161,8 @@ class Reference:
                 for key in "SA":
                     λ, Q = torch.linalg.eigh(state[key])
                     λ = λ.clamp(min=0) + 1e-2 * state[key].trace() / len(λ)
-                    state[f"{key}^-p"], state[f"{key}^-1"] = (Q * λ**-self.power) @ Q.T, (Q / λ) @ Q.T
+                    state[f"{key}^-p"], inverse = (Q * λ**-self.power) @ Q.T, (Q / λ) @ Q.T
+                    state[f"{key}^-1"] = inverse * len(λ) / (inverse * state[key]).sum()  # the mean of xᵀF⁻¹x is d
             v = torch.einsum("op,pik,ij->ojk", state["S^-p"], 0.95 * m + 0.05 * g, state["A^-p"])
             v = 0.2 * v / v.square().mean().sqrt()
             p.mul_(1 - group["lr"] * 0.1).sub_(v.reshape(p.shape), alpha=group["lr"])
