@@ -161,6 +161,7 @@ class GraphCache(Generic[T]):
         self._sightings = LRU[Hashable, int](capacity=_CAPACITY)  # of address patterns that have no graph
         self.stats = LRU[Hashable, ReplayStats](capacity=_CAPACITY)  # by ``key``
         self._enabled = True
+        self._moving = False  # whether an unsettled computation was the last that was asked for
         self._scalars: list[Tensor] = []  # read by all graphs
         self._values: list[float] = []  # what they hold
 
@@ -208,13 +209,17 @@ class GraphCache(Generic[T]):
     def unsettled(self, tensors: Sequence[Tensor], key: Hashable) -> bool:
         """Whether the tensors of a computation keep coming at new addresses: then ``run_padded`` is faster.
 
-        Two of them are enough: they tell whether the addresses have settled again.
+        Two of them are enough: they tell whether the addresses have settled again. A computation that has never been
+        replayed is taken to be like the last of the others that were.
         """
         if not self.possible(tensors):
             return False
         stats, _ = self._stats(key)
+        if not stats.unsettled:
+            return self._moving and not stats.replays
         first, last = tensors[0], tensors[-1]
-        return stats.unsettled and not stats.settles((first.data_ptr(), first.shape, last.data_ptr(), last.shape))
+        self._moving = not stats.settles((first.data_ptr(), first.shape, last.data_ptr(), last.shape))
+        return self._moving
 
     def run_padded(
         self,

@@ -226,14 +226,18 @@ def suited_precision(n: int) -> Precision:
 def spectrum(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Ascending eigenvalues [b d] and eigenvectors [b d d] of symmetric matrices [b d d].
 
-    The routines for GPUs sometimes fail to converge: they are then repeated in double precision.
+    The routines for GPUs sometimes fail to converge, and that for processors may return NaN for small numbers of low
+    rank: they are then repeated in double precision.
     """
     if matrices.shape[-1] == 1:  # a normalisation has one number for every channel
         return matrices.squeeze(-1), torch.ones_like(matrices)
     symmetric = 0.5 * (matrices + matrices.mT)
     try:
         values, vectors = torch.linalg.eigh(symmetric)
+        converged = is_asynchronous(vectors.device) or bool(vectors.isfinite().all())
     except RuntimeError:
+        converged = False
+    if not converged:
         try:
             values, vectors = torch.linalg.eigh(symmetric.double())
         except RuntimeError as error:

@@ -115,8 +115,9 @@ class Plan:
             total += [
                 f"{self.bytes:,} bytes",
                 f"{self.flops:.2g} flops a step",
-                f"and {self.position_flops:.2g} a position and column",
             ]
+            # Gradients have no positions.
+            total += [f"and {self.position_flops:.2g} a position and column"] if self.position_flops else []
         elif any(row.structure == _PENDING for row in self.rows):
             total.append("memory and cost are known after the first pass")
         else:
@@ -211,7 +212,16 @@ def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> 
         return Row(block.names, None, _PENDING, block.shape, None)
     exact = damped and not solver.damps_factors
     cost = structure.cost([block], exact=exact, iterative=solver.iterative) if structure.by_layer else None
+    if cost is not None and tracker.metric.source == "gradients":
+        cost = _once_a_step(cost, block, tracker.schedule.every)
     return Row(block.names, _rule_of(block), structure.title(block), block.shape, cost)
+
+
+def _once_a_step(cost: Cost, block: Block, every: int) -> Cost:
+    """With an estimate from the gradient, which takes G Gᵀ and Gᵀ G once, whatever the number of positions."""
+    sides = [2 * shape[1] if len(shape) == 3 else 1 for letter, shape in cost.factors.items() if letter in "SA"]
+    products = block.size * (sum(sides) or 1)
+    return replace(cost, solve=cost.solve + products // every, position=0)
 
 
 def _schedule(tracker: MetricTracker) -> str:
@@ -223,6 +233,8 @@ def _schedule(tracker: MetricTracker) -> str:
 
 def _inverted(schedule: Refresh) -> str:
     first = " and at first in the steps 1, 2, 4, …" if schedule.early else ""
+    if schedule.basis is not None:
+        return f"inverted when it has changed, its eigenvectors are new every {schedule.basis} steps{first}"
     if isinstance(schedule.inverse, str):
         time = "" if schedule.budget is None else f", in at most {schedule.budget:.0%} of the time"
         return f"inverted when it has moved by {schedule.drift:.0%}{first}{time}"

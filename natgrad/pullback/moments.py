@@ -498,6 +498,8 @@ class CapturedKernels:
 
     def _uses_and_key(self, side: Side, numbers: Sequence[int]) -> tuple[list[int], Hashable]:
         """The positions of the uses of layers, and all that their kernels depend on, beside what they read."""
+        if not numbers:
+            return [], None
         at_uses = self._uses_of(numbers)
         uses = [self.tape.uses[at] for at in at_uses]
         buffers = [t for use in uses for t in buffers_in(use.module).values() if t is not None]

@@ -284,10 +284,12 @@ def test_rows_that_are_too_many_bytes_are_not_copied(monkeypatch: pytest.MonkeyP
 def test_tensors_are_unsettled_until_they_lie_still() -> None:
     cache = GraphCache[None](capture=EagerGraphs())
     patterns = _patterns(40)
-    for pattern in patterns:
-        assert not cache.unsettled([pattern], "other")
-        settled = not cache.unsettled([pattern], "S")
+    for at, pattern in enumerate(patterns):
+        for key in ("S", "another that is new"):
+            assert cache.unsettled([pattern], key) == (at > 16)
         cache.run(lambda *_: None, [pattern], [], "S")
-    assert not settled
+        cache.run(lambda *_: None, [patterns[0]], [], "replayed")
+        assert not cache.unsettled([pattern], "replayed")
     found = [cache.unsettled([patterns[0]], "S") for _ in range(20)]
     assert found == [True] * 16 + [False] * 4
+    assert not cache.unsettled([patterns[0]], "another that is new")

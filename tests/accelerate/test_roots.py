@@ -333,3 +333,20 @@ def test_the_polar_factor_of_zero_is_zero_and_singular_values_of_zero_stay() -> 
     M = torch.diag(torch.tensor([2.0, 1.0, 0.0]))
     X = polar(M, schedule=minimax(100.0), dtype=torch.float32)
     torch.testing.assert_close(X, torch.diag(torch.tensor([1.0, 1.0, 0.0])))
+
+
+def test_eigenvectors_that_are_not_finite_are_computed_again_in_double_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A processor's routine has returned NaN for a factor of rank 8 and size 288 with entries near 10⁻⁵."""
+    eigh = torch.linalg.eigh
+
+    def broken(A: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = eigh(A)
+        return (values, vectors) if A.dtype == torch.float64 else (values, vectors * torch.nan)
+
+    monkeypatch.setattr(torch.linalg, "eigh", broken)
+    values, vectors = roots.spectrum(torch.diag(torch.tensor([3.0, 1.0]))[None])
+    assert values.dtype == vectors.dtype == torch.float32
+    torch.testing.assert_close(values, torch.tensor([[1.0, 3.0]]))
+    torch.testing.assert_close(vectors[0].abs(), torch.tensor([[0.0, 1.0], [1.0, 0.0]]))

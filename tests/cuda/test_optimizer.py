@@ -2,7 +2,7 @@
 
 import importlib
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -147,6 +147,14 @@ def _matrices_by_polar(model: nn.Module, metric: ng.OutputMetric, **options: Any
     return ng.NaturalGradient(model, metric, structure=identity, step=rule, momentum=0.9, fallback="adamw", **options)
 
 
+def _square_root(statistics: ng.OutputMetric, fit: Literal["mean", "kl"] = "mean") -> Any:
+    """Factors of every step, in another metric than that of the loop; their roots are those of the first."""
+    structure = ng.Refresh(ng.Kronecker(power=0.5, fit=fit), 1, 0.9, 100)
+    slots: dict[str, Any] = {"structure": structure, "solver": ng.Factored(), "step": ng.Normalised()}
+    numbers: dict[str, Any] = {"damping": ng.Relative(1e-2), "momentum": 0.9, "fallback": "adamw"}
+    return lambda model, _, **options: ng.NaturalGradient(model, statistics, **slots, **numbers, **options)
+
+
 _ON_GRADIENTS: dict[str, Any] = {"momentum_on": "gradients"}
 _SLOW: dict[str, Any] = {"metric_every": 100, "inverse_every": 100, "solver": ng.Factored(), **_ON_GRADIENTS}
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -154,6 +162,9 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "normalised": {"step": ng.Normalised(), **_SLOW},
     "adamw": {"fallback": "adamw", **_SLOW},
     "polar": {"make": _matrices_by_polar, **_ON_GRADIENTS},
+    "gradients": {"make": _square_root(ng.BatchGradient()), **_ON_GRADIENTS},
+    "nearest to gradients": {"make": _square_root(ng.BatchGradient(), "kl"), **_ON_GRADIENTS},
+    "own backward": {"make": _square_root(ng.Empirical()), **_ON_GRADIENTS},
     "polar in a metric": {"step": ng.Polar(iteration="minimax"), "fallback": "adamw", **_SLOW},
 }
 

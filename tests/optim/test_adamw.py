@@ -97,6 +97,22 @@ def test_the_others_are_stepped_by_adamw_as_torch_does(rule: Any) -> None:
     assert all(list(opt.state[model.get_parameter(name)]) == ["momentum"] for name in MATRICES)
 
 
+class Bare(nn.Module):
+    """A matrix, an offset and a gain that no module has, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head, self.last = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False), nn.Linear(5, 4)
+        self.matrix, self.offset = nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.zeros(5))
+        self.gain, self.head.weight = nn.Parameter(torch.ones(5)), self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 7] of words [n t]."""
+        h = torch.tanh(self.words(x) @ self.matrix + self.offset) * self.gain
+        out: Tensor = self.head(torch.tanh(self.last(h))).mean(1)
+        return out
+
+
 class Recurrent(nn.Module):
     """An LSTM, attention and a convolution with normalisation, all with biases."""
 
@@ -118,14 +134,15 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(
     "structure", [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.Kronecker(), ng.EigenKronecker()], ids=repr
 )
-@pytest.mark.parametrize("build", [Text, Recurrent])
+@pytest.mark.parametrize("build", [Text, Recurrent, Bare])
 def test_the_metric_is_that_of_the_model_with_the_others_frozen(build: type[nn.Module], structure: Structure) -> None:
     model, frozen = (seeded(lambda: build().double()) for _ in range(2))
     if structure not in (ng.Kronecker(), ng.EigenKronecker()):
         for m in (model, frozen):
             m.eval()  # the others have no batch statistics
-    for p, module in ((p, m) for m in frozen.modules() for p in m.parameters(recurse=False)):
-        p.requires_grad_(p.ndim > 1 and not isinstance(module, nn.Embedding))
+    embeddings = {m.weight for m in frozen.modules() if isinstance(m, nn.Embedding)}
+    for p in frozen.parameters():
+        p.requires_grad_(p.ndim > 1 and p not in embeddings)
     opts = made(model, structure=structure), made(frozen, structure=structure, fallback=None)
     for m, opt in zip((model, frozen), opts, strict=True):
         train(m, opt, range(1))

@@ -342,12 +342,15 @@ def test_half_precision_is_summed_in_single() -> None:
     torch.testing.assert_close(opt.tracker.average.tensors()["weight/A"][0], factors(gradient)[1])
 
 
+@pytest.mark.parametrize("damping", [0.1, ng.Relative(1e-2)], ids=repr)
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
-def test_first_gradients_of_zero_make_steps_of_zero(structure: ng.structures.Structure) -> None:
+def test_first_gradients_of_zero_make_steps_of_zero(
+    structure: ng.structures.Structure, damping: float | ng.Relative
+) -> None:
     torch.manual_seed(0)
     model = convolutional().double()
     before = [p.detach().clone() for p in model.parameters()]
-    opt = optimizer(model, structure)
+    opt = optimizer(model, structure, damping=damping)
     (0 * model(images()).sum()).backward()
     opt.step()
     for p, q in zip(model.parameters(), before, strict=True):
@@ -365,6 +368,11 @@ def test_no_hook_is_put_on_the_model() -> None:
     rows = {row.names[0]: (row.rule, row.structure) for row in opt.plan().rows}
     assert rows == {"weight": ("Matrix", "Kronecker"), "bias": (None, "Diagonal (fallback)")}
     assert "rule covers" not in str(opt.plan())
+    assert "a position" not in str(opt.plan())
+    products = 2 * 6 * (2 + 3)  # multiplications and additions of G Gᵀ and Gᵀ G, as many as of a rotation
+    cost = opt.plan().rows[0].cost
+    assert cost is not None
+    assert cost.solve == 3 * products
 
 
 @pytest.mark.parametrize(
