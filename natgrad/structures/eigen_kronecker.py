@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate.inverses import Newton, SymFactor
+from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
@@ -25,7 +26,6 @@ from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing
 from natgrad.structures.layered import (
-    EIGENVECTORS,
     Basis,
     Layered,
     LayerOperator,
