@@ -66,6 +66,23 @@ def balance(a: Sequence[SymFactor], s: Sequence[SymFactor]) -> Tensor:
     return torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).sqrt()
 
 
+def share_scale_(a: Sequence[SymFactor], s: Sequence[SymFactor]) -> None:
+    """A 2^-e and S 2^e in place, with the e for which their mean eigenvalues are nearest, in every group.
+
+    S ⊗ A stays as it is, bit for bit.
+
+    >>> a, s = torch.tensor([[16.0]]), torch.tensor([[1.0]])
+    >>> share_scale_([a], [s])
+    >>> a, s
+    (tensor([[4.]]), tensor([[4.]]))
+    """
+    scale = balance(a, s).log2().round().exp2()
+    for factor, of_layer in zip(a, scale.split([len(factor) for factor in a]), strict=True):
+        factor.div_(of_layer.view(-1, *[1] * (factor.ndim - 1)))
+    for factor, of_layer in zip(s, scale.split([len(factor) for factor in s]), strict=True):
+        factor.mul_(of_layer.view(-1, *[1] * (factor.ndim - 1)))
+
+
 def aligned(factor: SymFactor) -> SymFactor:
     """On a GPU a matrix padded with zeros to whole vectors; else the factor itself."""
     missing = -factor.shape[-1] % _ALIGNED
@@ -438,7 +455,9 @@ class Newton:
 @final
 @dataclass(frozen=True)
 class Inversion:
-    """(F + shift)⁻ᵖ into ``out`` and, where it is wanted, (F + shift)^-½ into ``half``.
+    """(F + shift)⁻ᵖ into ``out`` and, where it is wanted, a multiple R of (F + shift)^-½ into ``half``.
+
+    R whitens what F is the second moment of, in the mean: tr(R F R) = d, whatever the damping. It is zero where F is.
 
     >>> job = Inversion(torch.tensor([[3.0, 1.0]]), torch.tensor([1.0]), torch.empty(1, 2))
     >>> invert([job])
@@ -508,6 +527,8 @@ def _invert_diagonal(job: Inversion, power: float, dead: bool) -> None:
         damped.masked_fill_(damped == 0, torch.inf)
     if job.half is not None:
         torch.rsqrt(damped, out=job.half)
+        trace = (job.factor * job.half.square()).sum(-1, keepdim=True)
+        job.half.mul_(_whitening_scale(trace, job.half.shape[-1]))
     damped.reciprocal_() if power == 1 else damped.pow_(-power)
 
 
@@ -556,20 +577,33 @@ def _invert_batch(
 
 
 def _roots(
-    M: Tensor, shifts: Tensor, jobs: Sequence[Inversion], power: float, epsilon: float | None, wait: bool
+    M: Tensor,
+    shifts: Tensor,
+    jobs: Sequence[Inversion],
+    power: float,
+    epsilon: float | None,
+    wait: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(M + shift)⁻ᵖ and, where it is wanted, (M + shift)^-½ [b d d], and which succeeded [b]."""
     c, d = jobs[0].factor.shape[:2]
-    powers = [power] if jobs[0].half is None else [power, 0.5]
+    whitens = jobs[0].half is not None
     X, residual = inverse_powers(
         M,
-        powers,
+        [power, 0.5] if whitens and power != 0.5 else [power],
         shift=shifts,
         condition=None if epsilon is None else c * d / epsilon + 1,
         precision="single" if wait else suited_precision(d),
     )
-    first, *more = (t[:, :d, :d] for t in X)
-    return first, more[0] if more else None, residual <= _ROOT_ERROR
+    good, inverses, root = residual <= _ROOT_ERROR, X[0][:, :d, :d], X[-1][:, :d, :d]
+    if not whitens:
+        return inverses, None, good
+    trace = (torch.bmm(M[:, :d, :d], root) * root).sum((1, 2), keepdim=True)
+    return inverses, root * _whitening_scale(trace, d), good
+
+
+def _whitening_scale(trace: Tensor, d: int) -> Tensor:
+    """√(d/t) for t = tr(F(F + shift)⁻¹), and 0 where that is zero."""
+    return torch.where(trace > 0, d / trace, 0.0).sqrt()
 
 
 def _take_root(job: Inversion) -> bool:
@@ -618,7 +652,8 @@ def _retry(
         again, better = inverse(_damped(jobs, shifts, torch.float64)[~good])
         inverses[~good], good[~good] = again[:, :d, :d].to(dtype), better
         return halves
-    again, half, better = _roots(_padded(jobs, torch.float64)[~good], shifts[~good].double(), jobs, power, None, True)
+    M = _padded(jobs, torch.float64)[~good]
+    again, half, better = _roots(M, shifts[~good].double(), jobs, power, None, True)
     inverses[~good] = again.to(dtype)
     if halves is not None and half is not None:
         halves[~good] = half.to(dtype)

@@ -4,8 +4,10 @@ KL(N(0, G) ‖ N(0, S ⊗ A)), with G = E[(g ⊗ a)(g ⊗ a)ᵀ] over examples a
 
     S = E[g gᵀ · aᵀA⁻¹a]/i,   A = E[a aᵀ · gᵀS⁻¹g]/o.
 
-A step takes the inverses of the last refresh, as roots: aᵀA⁻¹a = ‖A^-½ a‖². For matrices W [o i *k] of which only the
-gradients G_k are known, E[g gᵀ · aᵀA⁻¹a] is Σ_k G_k A⁻¹ G_kᵀ (``natgrad.pullback.gradient``).
+A step takes the inverses of the last refresh, as roots: aᵀA⁻¹a = ‖A^-½ a‖². These are damped, and scaled so that
+‖A^-½ a‖² is i in the mean. Then a and g that are independent have the means E[g gᵀ] and E[a aᵀ], and the scale of S ⊗ A
+does not move from one factor into the other. For matrices W [o i *k] of which only the gradients G_k are known,
+E[g gᵀ · aᵀA⁻¹a] is Σ_k G_k A⁻¹ G_kᵀ (``natgrad.pullback.gradient``).
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def _mean_lengths(x: Features, root: SymFactor, otherwise: float | Tensor) -> Te
     """‖Rx‖²/d [n r c], or another number where R is zero."""
     lengths = x.lengths(root) / root.shape[-1]
     number = otherwise.to(lengths) if isinstance(otherwise, Tensor) else otherwise
-    return torch.where(diagonal(root).sum() > 0, lengths, number)
+    return torch.where(diagonal(root).sum(-1) > 0, lengths, number)
 
 
 def _positive(count: int | Tensor) -> int | Tensor:

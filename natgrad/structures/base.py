@@ -116,6 +116,7 @@ class Structure(ABC):
     one_pass: ClassVar[bool] = False  # an estimate needs one forward pass, whose random numbers are then constants
     in_place: ClassVar[bool] = False  # ``absorb`` updates an average in place: no estimate is ever whole
     by_layer: ClassVar[bool] = False  # layers with a rule are kept apart, and treated otherwise than the rest
+    has_basis: ClassVar[bool] = False  # its operators have eigenvectors, which may be kept while they are averaged
     suggested: ClassVar[bool] = False  # an error about memory may name this structure as one that fits
 
     def __repr__(self) -> str:

@@ -58,6 +58,8 @@ class EigenKronecker(Layered):
     tensor([0.5000, 2.0000, 0.5000, 2.0000])
     """
 
+    has_basis: ClassVar[bool] = True
+
     def layer_elements(self, block: Block) -> int:
         sides = self.shapes(block)
         return block.size + sum(math.prod(shape) * (2 if len(shape) == 3 else 1) for shape in sides)

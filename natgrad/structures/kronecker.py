@@ -30,6 +30,7 @@ from natgrad.accelerate.inverses import (
     balance,
     diagonal,
     is_dense,
+    share_scale_,
     two_sided,
     two_sided_columns,
 )
@@ -100,10 +101,13 @@ class Kronecker(Layered):
 
         S ← E[g gᵀ · aᵀA⁻¹a]/i,   A ← E[a aᵀ · gᵀS⁻¹g]/o        (Lin et al. 2025)
 
-    with the inverses of the last refresh, damped; before the first one it is the mean. These are the means where a and
-    g are independent. Averaged and refreshed again and again this tends to the fixed point, at which the divergence
-    KL(N(0, G) ‖ N(0, S ⊗ A)) is least. A factor that is zero, and has an inverse that is zero, does not weigh the other
-    one. A weight that is tied to another kind of layer, and a stack of experts, keep the means of both sides.
+    with the inverses of the last refresh; before the first one it is the mean. Averaged and refreshed again and again
+    this tends to the fixed point, at which the divergence KL(N(0, G) ‖ N(0, S ⊗ A)) is least. The inverses are damped,
+    and i and o become tr A(A + λ_A)⁻¹ and tr S(S + λ_S)⁻¹: else S would grow and A shrink, or the other way round,
+    without end. What noise moves from one factor into the other is brought back at a refresh, by a power of two that
+    leaves S ⊗ A as it is. So this is the product of the means where a and g are independent, whatever the damping. A
+    factor that is zero does not weigh the other one. A weight that is tied to another kind of layer, and a stack of
+    experts, keep the means of both sides.
 
     With ``sides="inputs"`` S is the identity, G ≈ 1 ⊗ A (Benzing 2022): a pass needs no cotangents, and the metric on
     the outputs does not matter. ``Cholesky`` damps 1 ⊗ A + λ, and ``Factored`` both factors, as always.
@@ -449,7 +453,7 @@ class KroneckerOperator(LayerOperator):
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
     fit: Fit = field(default="mean", kw_only=True)
-    halves: tuple[Halves | None, ...] = field(default=(), kw_only=True)  # (S + λ_S)^-½ and (A + λ_A)^-½ of every layer
+    halves: tuple[Halves | None, ...] = field(default=(), kw_only=True)  # (S + λ_S)^-½ and (A + λ_A)^-½, scaled
 
     @property
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
@@ -509,6 +513,12 @@ class KroneckerOperator(LayerOperator):
             fallback = self.fallback.merged(fallback, weight)
         same = fallback is self.fallback and self.unseen <= unseen
         return self if same else replace(self, fallback=fallback, unseen=self.unseen & unseen)
+
+    def renewed(self, sharing: WorkSharing | None = None) -> KroneckerOperator:
+        """In KL divergence with one scale for S and A, in place: S ⊗ A does not say how they share it."""
+        if self.fit == "kl" and self.blocks:
+            share_scale_(self.right, self.left)
+        return self
 
     def informed(self, inverse: Inverse, damping: Damping) -> KroneckerOperator:
         """With (S + λ_S)^-½ and (A + λ_A)^-½, which the next estimates in KL divergence need."""
@@ -631,7 +641,7 @@ class ProductInverse(LayerInverse):
     dense: tuple[tuple[bool, bool], ...]  # of every layer, whether S and A are matrices
     power: float = 1.0
     stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # of every batch, S^-p [b·c o o] and A^-p [b·c i i]
-    half_stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # and, where estimates need them too, S^-½ and A^-½
+    half_stacks: tuple[tuple[InverseStack, InverseStack], ...] = ()  # where estimates in KL divergence need S^-½, A^-½
     batch: BatchedInverse = field(default_factory=BatchedInverse)
 
     @staticmethod
@@ -642,7 +652,7 @@ class ProductInverse(LayerInverse):
         stacks = tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs)
         if G.fit == "mean":
             return replace(out, stacks=stacks)
-        more = stacks if G.power == 0.5 else tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs)
+        more = tuple((_memory(s, count), _memory(a, count)) for s, a, count in pairs)
         return replace(out, stacks=stacks, half_stacks=more)
 
     def fits(self, G: KroneckerOperator) -> bool:
@@ -685,7 +695,6 @@ class ProductInverse(LayerInverse):
         """What is inverted, with factored damping, and where it goes; ``factors``: all S, then all A."""
         left, right = factors[: len(self.blocks)], factors[len(self.blocks) :]
         jobs: list[Inversion] = []
-        apart = bool(self.half_stacks) and self.half_stacks is not self.stacks
         for at, (batch, stacks) in enumerate(zip(self.batches, self.stacks, strict=True)):
             s, a = [left[b] for b in batch], [right[b] for b in batch]
             if relative:
@@ -694,7 +703,7 @@ class ProductInverse(LayerInverse):
                 π = balance(a, s)
                 shifts = damping**0.5 / π, damping**0.5 * π
             c = s[0].shape[0]
-            halves = self.half_stacks[at] if apart else (None, None)
+            halves = self.half_stacks[at] if self.half_stacks else (None, None)
             for letter, side, shift, stack, half in zip("SA", (s, a), shifts, stacks, halves, strict=True):
                 size = side[0].shape[-1]
                 outs = _unaligned(stack.memory, size).split(c)
@@ -742,8 +751,7 @@ class ProductInverse(LayerInverse):
         return self.fallback_inverse_tensors() | self._all()
 
     def _all(self) -> dict[str, Tensor]:
-        apart = bool(self.half_stacks) and self.half_stacks is not self.stacks
-        more = self._views(self.half_stacks, HALVES) if apart else {}
+        more = self._views(self.half_stacks, HALVES) if self.half_stacks else {}
         return self._views(self.stacks, ("S", "A")) | more
 
     def halves(self) -> Iterator[tuple[int, Halves]]:
