@@ -591,7 +591,7 @@ def _roots(
         M,
         [power, 0.5] if whitens and power != 0.5 else [power],
         shift=shifts,
-        condition=None if epsilon is None else c * d / epsilon + 1,
+        condition=1e6 if epsilon is None else c * d / epsilon + 1,
         precision="single" if wait else suited_precision(d),
     )
     good, inverses, root = residual <= _ROOT_ERROR, X[0][:, :d, :d], X[-1][:, :d, :d]
