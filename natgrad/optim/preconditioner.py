@@ -87,11 +87,11 @@ class Preconditioner:
         self.version += self.inverse is not inverse
 
     def _begin(self, G: Operator, damping: Damping, changed: bool) -> Operator:
-        """G, with its basis computed again if the inverse is due, else with its drift on the way to the host."""
+        """G, with its basis computed again if that and the inverse are due; or its drift is on the way to the host."""
         if self.due(damping):
             if self.freshness is not None:
                 self.freshness.begin()
-            return self._renewed(G)
+            return self._renewed(G) if self.inverse is None or self.schedule.basis_due(self._step) else G
         if self.freshness is not None and changed:
             self.freshness.measure(G, self._step)
         return G

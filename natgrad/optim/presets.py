@@ -264,7 +264,8 @@ def Natural(
     fit: Fit = "kl",
     decay: float = 0.95,
     metric_every: int = 1,
-    inverse_every: int = 10,
+    inverse_every: int | Literal["fresh"] = 10,
+    early: bool = True,
     sharing: Literal["expand", "reduce"] = "expand",
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
@@ -305,7 +306,7 @@ def Natural(
     return NaturalGradient(
         model,
         _GRADIENTS if metric is None else metric,
-        structure=Refresh(Kronecker(sharing, fit=fit, power=power), metric_every, decay, inverse_every),
+        structure=Refresh(Kronecker(sharing, fit=fit, power=power), metric_every, decay, inverse_every, early),
         solver=Factored(),
         step=Polar(rms) if polar else Normalised(rms),
         lr=lr,
@@ -334,7 +335,8 @@ def Shampoo(
     rms: float = 0.2,
     decay: float = 0.95,
     metric_every: int = 1,
-    inverse_every: int = 10,
+    inverse_every: int | Literal["fresh"] = 10,
+    early: bool = True,
     groups: Iterable[dict[str, Any]] = (),
     memory: int = MEMORY,
 ) -> NaturalGradient:
@@ -352,7 +354,7 @@ def Shampoo(
     return NaturalGradient(
         model,
         _GRADIENTS,
-        structure=Refresh(Kronecker(power=power), metric_every, decay, inverse_every),
+        structure=Refresh(Kronecker(power=power), metric_every, decay, inverse_every, early),
         solver=Factored(),
         step=Normalised(rms),
         lr=lr,
@@ -375,17 +377,20 @@ def SOAP(
     damping: Damping = _TINY,
     decay: float = 0.95,
     metric_every: int = 1,
+    basis_every: int = 10,
+    early: bool = True,
     groups: Iterable[dict[str, Any]] = (),
     memory: int = MEMORY,
 ) -> NaturalGradient:
     """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
 
-    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, D = E[(Qᵀ∇P)²]. This is ``EigenKronecker(power=½)``.
-    What differs from the paper's algorithm: the first gradient takes a step; new bases are whole eigendecompositions,
-    and D is carried into them, where the paper makes one step of an iteration and leaves D as it is; λ is 10⁻⁶ of the
-    mean of D (the paper adds 10⁻⁸ to √D: ``damping=1e-16``), so that rounding along directions without a gradient is
-    not amplified; momentum is Nesterov's and not corrected for its start, so that the first steps are shorter;
-    embeddings and parameters with fewer than two axes have AdamW.
+    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, computed every ``basis_every`` steps and (``early``)
+    in the steps 1, 2, 4, 8, …, and D = E[(Qᵀ∇P)²] in every step. This is ``EigenKronecker(power=½)``. What differs from
+    the paper's algorithm: the first gradient takes a step; new bases are whole eigendecompositions, and D is carried
+    into them, where the paper makes one step of an iteration and leaves D as it is; λ is 10⁻⁶ of the mean of D (the
+    paper adds 10⁻⁸ to √D: ``damping=1e-16``), so that rounding along directions without a gradient is not amplified;
+    momentum is Nesterov's and not corrected for its start, so that the first steps are shorter; embeddings and
+    parameters with fewer than two axes have AdamW.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
@@ -393,7 +398,7 @@ def SOAP(
     return NaturalGradient(
         model,
         _GRADIENTS,
-        structure=Refresh(EigenKronecker(power=0.5), metric_every, decay),
+        structure=Refresh(EigenKronecker(power=0.5), metric_every, decay, early=early, basis=basis_every),
         solver=_CHOLESKY,
         step=Fixed(),
         lr=lr,

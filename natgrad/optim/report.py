@@ -233,6 +233,8 @@ def _schedule(tracker: MetricTracker) -> str:
 
 def _inverted(schedule: Refresh) -> str:
     first = " and at first in the steps 1, 2, 4, …" if schedule.early else ""
+    if schedule.basis is not None:
+        return f"inverted when it has changed, its eigenvectors are new every {schedule.basis} steps{first}"
     if isinstance(schedule.inverse, str):
         time = "" if schedule.budget is None else f", in at most {schedule.budget:.0%} of the time"
         return f"inverted when it has moved by {schedule.drift:.0%}{first}{time}"

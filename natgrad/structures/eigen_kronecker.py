@@ -61,6 +61,7 @@ class EigenKronecker(Layered):
     """
 
     gradient_in_place: ClassVar[bool] = True
+    has_basis: ClassVar[bool] = True
 
     def layer_elements(self, block: Block) -> int:
         sides = self.shapes(block)
@@ -168,13 +169,13 @@ def squared_gradients(
         k, o, i = blocks[batch[0]].shape
         count = layers_at_once(blocks[batch[0]].device, k * o * i * dtype.itemsize)
         for at in range(0, len(batch), count):
-            part = batch[at : at + count]
-            w = torch.cat([blocks[b].packed(sample.ω).to(dtype) for b in part])
+            numbers = batch[at : at + count]
+            w = torch.cat([blocks[b].packed(sample.ω).to(dtype) for b in numbers])
             q, p = (
-                w.new_ones(len(part), d) if side[0] is None else torch.cat([t for t in side if t is not None]).mT
-                for d, side in ((o, [sides[b][0] for b in part]), (i, [sides[b][1] for b in part]))
+                w.new_ones(len(numbers), d) if side[0] is None else torch.cat([t for t in side if t is not None]).mT
+                for d, side in ((o, [sides[b][0] for b in numbers]), (i, [sides[b][1] for b in numbers]))
             )
-            squares.update(zip(part, two_sided(q, w, p).square().split(k), strict=True))
+            squares.update(zip(numbers, two_sided(q, w, p).square().split(k), strict=True))
     return [squares[b] for b in range(len(blocks))]
 
 

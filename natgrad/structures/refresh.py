@@ -36,6 +36,9 @@ class Refresh(Structure):
     most this part of the time of the other steps, which is measured; the steps until 64 are free. Clocks differ from
     run to run: with ``budget=None`` there is none, and a run can be repeated and resumed bit for bit.
 
+    ``basis``: a structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
+    and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.
+
     The average is corrected for its start, Ḡ_t = Σ_s β^{t−s} G_s / Σ_s β^{t−s}, so that the first estimate has the full
     weight. Kronecker factors of one process are also weighted by their numbers of examples. The optimizers use this;
     ``estimate`` is that of the inner structure.
@@ -45,7 +48,7 @@ class Refresh(Structure):
     >>> [step for step in range(1, 50) if schedule.inverse_due(step - 1)]
     [1, 2, 4, 8, 16, 21, 41]
     >>> Refresh(Dense(), every=10, decay=0.95, inverse="fresh", drift=0.2)
-    Refresh(structure=Dense(), every=10, decay=0.95, inverse='fresh', early=True, drift=0.2, budget=0.1)
+    Refresh(structure=Dense(), every=10, decay=0.95, inverse='fresh', early=True, drift=0.2, budget=0.1, basis=None)
     """
 
     structure: Structure
@@ -55,6 +58,7 @@ class Refresh(Structure):
     early: bool = True
     drift: float = 0.1
     budget: float | None = 0.1
+    basis: int | None = None
 
     def __post_init__(self) -> None:
         check_slots(structure=(self.structure, Structure))
@@ -62,13 +66,18 @@ class Refresh(Structure):
             raise ValueError(f"Refresh({self.structure!r}) has two schedules: give it {self.structure.structure!r}")
         if isinstance(self.inverse, str) and not self.fresh:
             raise ValueError(f'Refresh(inverse=…) is a number of steps or "fresh", not {self.inverse!r}')
-        for which, got in (("every", self.every), ("inverse", self._period)):
+        for which, got in (("every", self.every), ("inverse", self._period), ("basis", self.basis)):
             if got is not None and got < 1:
                 raise ValueError(f"Refresh({which}=…) must be at least 1, got {got}")
         if not 0 <= self.decay < 1:
             raise ValueError(f"Refresh(decay=…) must be in [0, 1), got {self.decay}")
         self._check_fresh()
         name = type(self.structure).__name__
+        if self.basis is not None and not self.structure.has_basis:
+            raise IncompatibleError(
+                f"Refresh(basis={self.basis}) does not work with {name}, which has no eigenvectors to keep: leave "
+                "it out, or use EigenKronecker"
+            )
         if self.decay > 0 and not self.structure.bounded:
             raise IncompatibleError(
                 f"Refresh(decay={self.decay}) does not work with {name}: every average would be larger than the last. "
@@ -127,15 +136,22 @@ class Refresh(Structure):
 
     def metric_due(self, step: int) -> bool:
         """Whether the metric is estimated for the step number 0, 1, …"""
-        return step % self.every == 0 or (self._beginning(step) and step < _EVERY_STEP)
+        return step % self.every == 0 or (self._beginning(step, self._period) and step < _EVERY_STEP)
 
     def inverse_due(self, step: int) -> bool:
         """Whether a metric that has changed is inverted for the step number 0, 1, …, however little it has moved."""
-        doubled = (step + 1) & step == 0  # step + 1 is a power of 2
-        return (self._beginning(step) and doubled) or (self._period is not None and step % self._period == 0)
+        return self._due(step, self._period)
 
-    def _beginning(self, step: int) -> bool:
-        return self.early and step < (_BEGINNING if self._period is None else self._period)
+    def basis_due(self, step: int) -> bool:
+        """Whether a metric that is inverted for the step number 0, 1, … has its eigenvectors computed again."""
+        return self.basis is None or self._due(step, self.basis)
+
+    def _due(self, step: int, period: int | None) -> bool:
+        doubled = (step + 1) & step == 0  # step + 1 is a power of 2
+        return (self._beginning(step, period) and doubled) or (period is not None and step % period == 0)
+
+    def _beginning(self, step: int, period: int | None) -> bool:
+        return self.early and step < (_BEGINNING if period is None else period)
 
     def weight(self, step: int) -> float:
         """The weight of the estimate number ``step`` = 1, 2, … in the corrected average: (1 − β)/(1 − β^t)."""

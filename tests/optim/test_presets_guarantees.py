@@ -268,6 +268,8 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "rms": (lambda m: ng.Muon(m, rms=0.0), ValueError, "must be positive and finite, got 0.0"),
     "damping": (lambda m: ng.Natural(m, damping=ng.Relative(-1.0)), ValueError, "must be positive and finite, got -1"),
     "fit": (lambda m: ng.Natural(m, fit="best"), ValueError, 'is "mean" or "kl", not \'best\''),  # type: ignore[arg-type]
+    "basis": (lambda m: ng.SOAP(m, basis_every=0), ValueError, r"Refresh\(basis=…\) must be at least 1, got 0"),
+    "no_basis": (lambda m: ng.Refresh(ng.Kronecker(), basis=3), IncompatibleError, "no eigenvectors to keep"),
     "metric": (lambda m: ng.Natural(m, "fisher"), TypeError, "metric"),  # type: ignore[arg-type]
     "loss": (lambda m: ng.Natural(m, F.cross_entropy), TypeError, "metric"),  # type: ignore[arg-type]
     "polar": (
