@@ -306,7 +306,7 @@ def Natural(
     return NaturalGradient(
         model,
         _GRADIENTS if metric is None else metric,
-        structure=Refresh(Kronecker(sharing, fit=fit, power=power), metric_every, decay, inverse_every, early),
+        structure=Refresh(Kronecker(sharing, fit=fit, power=power), metric_every, decay, inverse_every, early=early),
         solver=Factored(),
         step=Polar(rms) if polar else Normalised(rms),
         lr=lr,
@@ -354,7 +354,7 @@ def Shampoo(
     return NaturalGradient(
         model,
         _GRADIENTS,
-        structure=Refresh(Kronecker(power=power), metric_every, decay, inverse_every, early),
+        structure=Refresh(Kronecker(power=power), metric_every, decay, inverse_every, early=early),
         solver=Factored(),
         step=Normalised(rms),
         lr=lr,
@@ -471,4 +471,4 @@ def _schedule(
     for name, count in (("metric_every", every), ("inverse_every", inverse)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1 step, got {count}")
-    return Refresh(structure, every, decay, inverse, early)
+    return Refresh(structure, every, decay, inverse, early=early)

@@ -315,7 +315,7 @@ class MetricTracker:
 
         It is that of all examples, whatever the passes and processes that it was summed over: every step counts once.
         """
-        observer, alone = self.observer, self.average is not None and self.structure.in_place
+        observer, alone = self.observer, self.average is not None and self.structure.gradient_in_place
         sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
         with full_precision(self.model.example.device):
             if alone:

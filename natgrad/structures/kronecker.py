@@ -140,6 +140,7 @@ class Kronecker(Layered):
     """
 
     in_place: ClassVar[bool] = True
+    gradient_in_place: ClassVar[bool] = True
     fit: Fit = field(default="mean", kw_only=True)
     sides: Literal["both", "inputs"] = field(default="both", kw_only=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, final
 
 from torch import Tensor
@@ -20,7 +20,7 @@ _EVERY_STEP = 16  # steps in which an early schedule estimates the metric every 
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Refresh(Structure):
     """Another structure, estimated every ``every`` steps and averaged over time with ``decay`` (Grosse 2021, (32)).
 
@@ -48,17 +48,17 @@ class Refresh(Structure):
     >>> [step for step in range(1, 50) if schedule.inverse_due(step - 1)]
     [1, 2, 4, 8, 16, 21, 41]
     >>> Refresh(Dense(), every=10, decay=0.95, inverse="fresh", drift=0.2)
-    Refresh(structure=Dense(), every=10, decay=0.95, inverse='fresh', early=True, drift=0.2, budget=0.1, basis=None)
+    Refresh(structure=Dense(), every=10, decay=0.95, inverse='fresh', drift=0.2)
     """
 
     structure: Structure
     every: int = 1
     decay: float = 0.0
     inverse: int | Literal["fresh"] = 1
-    early: bool = True
-    drift: float = 0.1
-    budget: float | None = 0.1
-    basis: int | None = None
+    early: bool = field(default=True, kw_only=True)
+    drift: float = field(default=0.1, kw_only=True)
+    budget: float | None = field(default=0.1, kw_only=True)
+    basis: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_slots(structure=(self.structure, Structure))
