@@ -35,6 +35,16 @@ def schedule(step: int, steps: int = STEPS) -> float:
     return min(1.0, (step + 1) / (0.05 * steps)) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
 
 
+def expected(squares: Tensor, h: Tensor, η: Tensor, power: float, batch: float) -> Tensor:
+    """E e² after a step, from E e² before it.
+
+    >>> one = torch.ones(1)
+    >>> expected(one, one, 0.5 * one, 1.0, 4.0)  # ¼ + ¼/4
+    tensor([0.3125])
+    """
+    return (1 - η * h ** (1 - power)).square() * squares + η.square() * h ** (1 - 2 * power) / batch
+
+
 @cache
 def remaining(power: float, batch: float) -> float:
     """The expected loss after all steps, over that at the start, with the best learning rate.
@@ -48,8 +58,7 @@ def remaining(power: float, batch: float) -> float:
     rates = torch.logspace(-5, 1, 121, dtype=torch.float64)[:, None]
     squares = torch.ones(len(rates), SIZE, dtype=torch.float64)
     for step in range(STEPS):
-        η = rates * schedule(step)
-        squares = (1 - η * h ** (1 - power)).square() * squares + η.square() * h ** (1 - 2 * power) / batch
+        squares = expected(squares, h, rates * schedule(step), power, batch)
     losses = (h * squares).sum(1) / h.sum()
     return float(losses.nan_to_num(nan=math.inf).min())
 

@@ -111,7 +111,8 @@ def adamw_(
     >>> x, t
     (tensor([0.5000]), tensor(1.))
     """
-    torch._foreach_add_(list(counts), 1.0 if gate is None else 1.0 - gate)
+    # A list: with a single tensor torch waits for its value.
+    torch._foreach_add_(list(counts), [1.0 - gate] * len(counts) if gate is not None else 1.0)
     torch._fused_adamw_(
         list(tensors),
         _laid_out_like(tensors, gradients),

@@ -33,10 +33,8 @@ _LARGE = 1024  # rows, from which products are faster on a GPU than the many sma
 _CAPTURED = 2048  # rows, from which the kernels take longer than their launches, and a graph would hold much memory
 _ROOT = 2048  # rows, from which triangular solves on a CPU are as fast as products with an inverse
 _NEWTON_STACKS = 4  # that Newton's iteration holds, for one of Cholesky's
-_ROOTS_BATCHED, _ROOTS_BYTES = (
-    2048,
-    2**27,
-)  # as above, for roots by products on a GPU, which one matrix leaves half idle
+_ROOTS_BATCHED = 2048  # rows, as above, for roots by products on a GPU, which one matrix leaves half idle
+_ROOTS_BYTES = 2**27
 _ROOT_ERROR = 0.1  # the largest residual of a root that is used
 _NOT_POSITIVE = (
     "{} is not positive after damping, in double precision neither: raise the damping, or use a larger batch"
@@ -494,9 +492,8 @@ def invert(
 
     ``power``: p < 1, and inverse roots beside p = 1, are made by products on a GPU, and by eigenvalues on a processor
     or if p is not k/2ᵐ. A root whose residual is too large has failed, as a matrix has that Cholesky cannot invert.
-    ``epsilon``: the shifts are at least
-    this share of the mean eigenvalue, and no condition number is above (c·d + ε)/ε; a factor whose shift is zero is
-    zero itself, and so are its inverses.
+    ``epsilon``: the shifts are at least this share of the mean eigenvalue, and no condition number is above
+    (c·d + ε)/ε; a factor whose shift is zero is zero itself, and so are its inverses.
     """
     roots = power != 1 or any(job.half is not None for job in jobs)
     newton = newton if warm and not roots else None
@@ -594,7 +591,7 @@ def _roots(
         M,
         [power, 0.5] if whitens and power != 0.5 else [power],
         shift=shifts,
-        condition=None if epsilon is None else c * d / epsilon + 1,
+        condition=1e6 if epsilon is None else c * d / epsilon + 1,
         precision="single" if wait else suited_precision(d),
     )
     good, inverses, root = residual <= _ROOT_ERROR, X[0][:, :d, :d], X[-1][:, :d, :d]

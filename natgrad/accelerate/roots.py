@@ -2,8 +2,8 @@
 
 On a GPU products are much faster than eigenvalues. The iterations here are Newton and Schulz's for the matrix sign,
 with the coefficients that are best for a given condition number (Amsel et al. 2025). Nothing waits for the device:
-every root comes with its measured residual as a tensor, and where that is too large the previous root stays. On a CPU,
-and where eigenvalues are asked for, the powers come from an eigendecomposition.
+every root comes with its measured residual as a tensor, by which a caller tells whether it has failed. On a CPU, and
+where eigenvalues are asked for, the powers come from an eigendecomposition.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from natgrad.accelerate.devices import full_precision, is_asynchronous
 from natgrad.errors import FactorisationError
 
 Coefficients: TypeAlias = tuple[float, float, float]  # of σ ↦ aσ + bσ³ + cσ⁵
-Precision: TypeAlias = Literal["single", "split", "tf32"]
+Precision: TypeAlias = Literal["single", "split"]
 Method: TypeAlias = Literal["auto", "products", "eigenvalues"]
 
 MUON: tuple[Coefficients, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et al. 2024
@@ -30,6 +30,7 @@ _SMALLEST = 1e-7  # norm that a matrix is divided by, as in torch.optim.Muon
 _MOST = 2**22  # condition number that single precision can tell from a singular matrix
 _DENOMINATOR = 64  # of a power; each factor of two is an iteration of its own
 _SPLIT = 1024  # rows, from which three products in tf32 take less time than one in single precision
+EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
 STACKS = 6  # of a batch that the iteration holds
 
 
@@ -37,12 +38,11 @@ STACKS = 6  # of a batch that the iteration holds
 
 
 @lru_cache(maxsize=256)
-def minimax(condition: float, error: float = 1e-6, safety: float = 1.0) -> tuple[Coefficients, ...]:
+def minimax(condition: float, error: float = 1e-6) -> tuple[Coefficients, ...]:
     """Odd quintics whose composition takes every σ in [1/condition, 1] to 1 ± ``error``, in as few steps as possible.
 
     Each is the best approximation of 1 on the interval that the last one leaves, which is optimal for the composition
-    too (Amsel et al. 2025). Near 1 they become Newton and Schulz's (15σ − 10σ³ + 3σ⁵)/8. ``safety`` > 1 leaves room for
-    rounding: values may exceed the interval by this factor.
+    too (Amsel et al. 2025). Near 1 they become Newton and Schulz's (15σ − 10σ³ + 3σ⁵)/8.
 
     >>> def compose(schedule, s):
     ...     for a, b, c in schedule:
@@ -52,10 +52,8 @@ def minimax(condition: float, error: float = 1e-6, safety: float = 1.0) -> tuple
     >>> len(schedule), all(abs(compose(schedule, s) - 1) < 1e-6 for s in (0.001, 0.01, 0.3, 1.0))
     (7, True)
     """
-    if not 1 <= condition < math.inf or not 1e-12 <= error < 1 or safety < 1:
-        raise ValueError(
-            f"minimax needs 1 ≤ condition < ∞, 1e-12 ≤ error < 1 and safety ≥ 1, got {condition}, {error}, {safety}"
-        )
+    if not 1 <= condition < math.inf or not 1e-12 <= error < 1:
+        raise ValueError(f"minimax needs 1 ≤ condition < ∞ and 1e-12 ≤ error < 1, got {condition}, {error}")
     low, high = 1 / condition, 1.0
     schedule: list[Coefficients] = []
     while 1 - low > error or not schedule:
@@ -63,7 +61,7 @@ def minimax(condition: float, error: float = 1e-6, safety: float = 1.0) -> tuple
             a, b, c, high = 15 / 8, -10 / 8, 3 / 8, 1.0
         else:
             a, b, c, deviation = _best_quintic(low, high)
-            a, b, c, high = a / safety, b / safety**3, c / safety**5, 1 + deviation
+            high = 1 + deviation
         schedule.append((a, b, c))
         low = min(a * low + b * low**3 + c * low**5, 1.0)
     return tuple(schedule)
@@ -91,7 +89,7 @@ def _best_quintic(low: float, high: float) -> tuple[float, float, float, float]:
 
 @contextmanager
 def _products_in(precision: Precision, device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """A product of float32 stacks: as such, by three products in tf32 (about 2⁻²¹), or by one (2⁻¹¹).
+    """A product of float32 stacks: as such, or by three products in tf32 (about 2⁻²¹).
 
     Whatever the user has set; it is set back. On a CPU single precision is single precision.
     """
@@ -131,50 +129,18 @@ def leading_bits(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def inverse_power(
-    A: Tensor,
-    power: float | Fraction,
-    *,
-    epsilon: float = 0.0,
-    condition: float | None = None,
-    previous: Tensor | None = None,
-    tolerance: float = 0.1,
-    precision: Precision = "single",
-    method: Method = "auto",
-) -> tuple[Tensor, Tensor]:
-    """(A + ε·(tr A/n)·1)⁻ᵖ [b n n] of symmetric positive semidefinite A [b n n], and its residual [b].
-
-    As ``inverse_powers``. Where the residual is not finite or exceeds ``tolerance``, the result is ``previous`` if it
-    is given. The residual is the new root's then too, so that a caller who reads it later can ask for more precision
-    the next time.
-
-    >>> A = torch.diag_embed(torch.tensor([[4.0, 1.0, 0.25]]))
-    >>> X, residual = inverse_power(A, 0.5, method="products")
-    >>> X.diagonal(dim1=1, dim2=2), bool(residual < 1e-5)
-    (tensor([[0.5000, 1.0000, 2.0000]]), True)
-    """
-    (X,), residual = inverse_powers(
-        A, [power], epsilon=epsilon, condition=condition, precision=precision, method=method
-    )
-    if previous is not None:
-        X = torch.where((residual <= tolerance)[:, None, None], X, previous)
-    return X, residual
-
-
-@torch.no_grad()
 def inverse_powers(
     A: Tensor,
     powers: Sequence[float | Fraction],
     *,
     shift: Tensor | None = None,
-    epsilon: float = 0.0,
-    condition: float | None = None,
+    condition: float = 1e6,
     precision: Precision = "single",
     method: Method = "auto",
 ) -> tuple[list[Tensor], Tensor]:
     """(A + λ)⁻ᵖ [b n n] for some p, of symmetric positive semidefinite A [b n n], and the residual [b] of the roots.
 
-    λ = ε·tr A/n + ``shift`` [b]. By products, p is k/2ᵐ. With M the damped matrix over a bound of its largest
+    λ is ``shift`` [b]. By products, p is k/2ᵐ. With M the damped matrix over a bound of its largest
     eigenvalue, Y₀ = M and Z₀ = 1,
 
         Y ← Y h(ZY), Z ← h(ZY) Z,  h(T) = a + bT + cT²,
@@ -187,11 +153,11 @@ def inverse_powers(
 
     The residual is ‖1 − Z M Z‖_F/√n of Z = M^-½, measured in single precision, and the largest of all roots that the
     powers are made of. Rounding leaves at most about 10⁻⁷ times the condition number, ``precision`` "split" (three
-    products in tf32 for one) a little more; "tf32" leaves about 5·10⁻⁵ times it, and fails from 10⁴ on.
+    products in tf32 for one) a little more.
 
-    ``condition``: the largest condition number that is expected; with ε > 0 it is known, n(1 + ε)/ε. ``method``
-    "eigenvalues" allows any p in [0, 1]; "auto" is products on a GPU for p = k/2ᵐ below double precision. Half
-    precision becomes single. A matrix of zeros without a shift has no scale: its powers are 1.
+    ``condition``: the largest condition number that is expected. ``method`` "eigenvalues" allows any p in [0, 1];
+    "auto" is products on a GPU for p = k/2ᵐ below double precision. Half precision becomes single. A matrix of zeros
+    without a shift has no scale: its powers are 1.
 
     >>> A = torch.diag_embed(torch.tensor([[3.0, 0.0]]))
     >>> (root, inverse), _ = inverse_powers(A, [0.5, 1], shift=torch.ones(1), method="products")
@@ -201,21 +167,44 @@ def inverse_powers(
     for power in powers:
         if not 0 <= power <= 1:
             raise ValueError(f"a power of a metric is between 0 and 1, got {power}: 1 is the inverse, 0 the identity")
-    if not 0 <= epsilon < math.inf:
-        raise ValueError(f"relative damping is a share of the mean eigenvalue and not negative, got {epsilon}")
     if A.ndim != 3 or A.shape[-1] != A.shape[-2]:
         raise ValueError(f"roots are of a stack of square matrices [b n n], got {list(A.shape)}")
     with full_precision(A.device):
-        M, scale, least, good = _damped(A, shift, epsilon)
+        M, scale, least, good = _damped(A, shift)
         if by_eigenvalues(A, powers, method):
             unscaled, residual = _by_eigenvalues(M, [float(power) for power in powers], least)
         else:
-            worst = _condition(A.shape[-1], epsilon, condition)
+            worst = max(1.0, min(condition, float(_MOST)))
             unscaled, residual = _by_products(M, [_dyadic(power) for power in powers], worst, precision)
     out = [X * scale.pow(-float(power))[:, None, None] for X, power in zip(unscaled, powers, strict=True)]
     for X in out:
         good = good & X.abs().amax((1, 2)).isfinite()
     return out, torch.where(good & residual.isfinite(), residual, math.inf)
+
+
+def root_flops(n: int, powers: Sequence[float], device: torch.device, condition: float = 1e6) -> int:
+    """Operations, in leading terms, of these inverse powers of one matrix [n n] in single precision on a device.
+
+    >>> root_flops(10, [0.5], torch.device("cpu")), root_flops(10, [0.5], torch.device("cuda"))
+    (11000, 54000)
+    """
+    like = torch.empty(0, device="meta") if is_asynchronous(device) else torch.empty(0, device="cpu")
+    if by_eigenvalues(like, powers):
+        return (EIGENVECTORS + 2 * len(powers)) * n**3
+    return 2 * product_count([_dyadic(power) for power in powers], max(1.0, min(condition, float(_MOST)))) * n**3
+
+
+def product_count(powers: Sequence[Fraction], condition: float) -> int:
+    """How many products of two matrices ``inverse_powers`` makes."""
+    depth = max([1, *(power.denominator.bit_length() - 1 for power in powers)])
+    needed = [_roots_of(power, depth) for power in powers]
+    roots = sorted({j for of_power in needed for j in of_power if j})
+    count = 1  # the square, for a bound of the largest eigenvalue
+    for j in range(1, max(roots, default=0) + 1):
+        steps = len(minimax(condition ** (0.5**j)))
+        count += (j > 1) + 4 * steps - 3 - (j == roots[-1])
+    count += sum(len(of_power) - 1 for of_power in needed)
+    return count + sum(j + 1 for j in roots)  # the residuals
 
 
 def suited_precision(n: int) -> Precision:
@@ -255,14 +244,6 @@ def by_eigenvalues(A: Tensor, powers: Sequence[float | Fraction], method: Method
     return method == "eigenvalues"
 
 
-def _condition(n: int, epsilon: float, condition: float | None) -> float:
-    """The condition number to be prepared for: tr M/(ε tr A/n) at most, what the caller says, what float32 can hold."""
-    if condition is None:
-        condition = 1e6 if epsilon == 0 else math.inf
-    bound = n * (1 + epsilon) / epsilon if epsilon > 0 else math.inf
-    return max(1.0, min(condition, bound, float(_MOST)))
-
-
 def _is_dyadic(power: float | Fraction) -> bool:
     denominator = Fraction(power).denominator
     return denominator <= _DENOMINATOR and denominator & (denominator - 1) == 0
@@ -282,7 +263,7 @@ def _dyadic(power: float | Fraction) -> Fraction:
     return Fraction(power)
 
 
-def _damped(A: Tensor, shift: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _damped(A: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """M = (A + λ)/s with norm 1 [b n n], the scale s [b], λ/s [b], and whether A is finite [b].
 
     Matrices of zeros, or with NaN or infinity, become 1.
@@ -294,10 +275,8 @@ def _damped(A: Tensor, shift: Tensor | None, epsilon: float) -> tuple[Tensor, Te
     usable = good & (largest > 0)
     largest = torch.where(usable, largest, 1.0)
     M = torch.where(usable[:, None, None], M / largest[:, None, None], 0.0)
-    diagonal = M.diagonal(dim1=1, dim2=2)
-    least = epsilon * diagonal.mean(1)
-    least = least if shift is None else least + torch.where(usable, shift / largest, 0.0)
-    diagonal.add_((least + torch.where(usable, 0.0, 1.0)).to(M.dtype).unsqueeze(1))
+    least = torch.zeros_like(largest) if shift is None else torch.where(usable, shift / largest, 0.0)
+    M.diagonal(dim1=1, dim2=2).add_(torch.where(usable, least, 1.0).to(M.dtype).unsqueeze(1))
     norm = torch.linalg.matrix_norm(M)
     return M / norm[:, None, None], largest * norm, least / norm, good
 
@@ -328,7 +307,7 @@ def _by_products(
         for j in range(1, last + 1):
             square = square if j == 1 else product(Y, Y)
             # Y has eigenvalues from condition^-(1/2ʲ⁻¹) to 1, and the iteration sees their square roots.
-            schedule = minimax(condition ** (0.5**j), error, 1.01 if precision == "tf32" else 1.0)
+            schedule = minimax(condition ** (0.5**j), error)
             Y, Z = _square_roots(Y, square, schedule, product, last=j == last)
             if any(j in of_power for of_power in needed):
                 roots[j] = Z

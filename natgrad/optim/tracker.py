@@ -272,6 +272,8 @@ class MetricTracker:
 
     def finish_backward(self, ω: Covector, without: frozenset[str]) -> None:
         """The estimates of the passes of this step that the user's backward pass came through."""
+        if not self._in_backward:
+            return
         observer = self.observer
         sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
         for n, estimate in self._in_backward:
@@ -315,7 +317,7 @@ class MetricTracker:
 
         It is that of all examples, whatever the passes and processes that it was summed over: every step counts once.
         """
-        observer, alone = self.observer, self.average is not None and self.structure.in_place
+        observer, alone = self.observer, self.average is not None and self.structure.gradient_in_place
         sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
         with full_precision(self.model.example.device):
             if alone:

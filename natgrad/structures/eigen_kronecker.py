@@ -6,6 +6,7 @@ G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ,   S = Q · Qᵀ,  A = P · Pᵀ,   D = Σ_
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeAlias, cast, final
@@ -13,7 +14,9 @@ from typing import ClassVar, TypeAlias, cast, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.inverses import Newton, SymFactor
+from natgrad.accelerate.averages import PendingAverages
+from natgrad.accelerate.inverses import Newton, SymFactor, layers_at_once, two_sided
+from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
@@ -25,7 +28,6 @@ from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing
 from natgrad.structures.layered import (
-    EIGENVECTORS,
     Basis,
     Layered,
     LayerOperator,
@@ -58,6 +60,7 @@ class EigenKronecker(Layered):
     tensor([0.5000, 2.0000, 0.5000, 2.0000])
     """
 
+    gradient_in_place: ClassVar[bool] = True
     has_basis: ClassVar[bool] = True
 
     def layer_elements(self, block: Block) -> int:
@@ -114,13 +117,24 @@ class EigenKronecker(Layered):
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
         basis = Basis.of(left, right) if like is None else like.basis
-        turned = (
-            rotated(q, block.packed(sample.ω).to(layout.dtype), p)
-            for block, (q, p) in zip(split.blocks, basis.sides, strict=True)
-        )
-        scales = tuple(g.square().contiguous() for g in turned)
+        scales = tuple(squared_gradients(sample, split.blocks, basis.sides, layout.dtype))
         blocks, unseen = split.blocks, split.unseen
         return EigenKroneckerOperator(layout, blocks, left, right, basis, scales, fallback, unseen, power=self.power)
+
+    def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> EigenKroneckerOperator:
+        """In place, all three in few launches; a matrix without a gradient keeps its average."""
+        assert isinstance(average, EigenKroneckerOperator)
+        new = self.of_gradient(sample, average)
+        averages = PendingAverages((*average.left, *average.right, *average.scales))
+        for letter in "SAD":
+            for b, (old, other) in enumerate(zip(average.by_letter[letter], new.by_letter[letter], strict=True)):
+                if new.saw(b) and old is not None and other is not None:
+                    averages.add(old, other, count=1, weight=weight if average.saw(b) else 1.0)
+        averages.flush()
+        fallback = average.fallback
+        if fallback is not None and new.fallback is not None:
+            fallback = fallback.merged(new.fallback, weight)
+        return replace(average, fallback=fallback, unseen=average.unseen & new.unseen)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
@@ -141,6 +155,28 @@ class EigenKronecker(Layered):
             return None
         alike = [block.names for block in like.blocks] == [block.names for block in covered]
         return like.basis if alike else None
+
+
+def squared_gradients(
+    sample: GradientSample, blocks: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype
+) -> list[Tensor]:
+    """(QᵀG_kP)² [k o i] of every matrix; those of one shape are rotated as one batch."""
+    batches: dict[object, list[int]] = defaultdict(list)
+    for b, (block, (q, p)) in enumerate(zip(blocks, sides, strict=True)):
+        batches[block.shape, q is None, p is None].append(b)
+    squares: dict[int, Tensor] = {}
+    for batch in batches.values():
+        k, o, i = blocks[batch[0]].shape
+        count = layers_at_once(blocks[batch[0]].device, k * o * i * dtype.itemsize)
+        for at in range(0, len(batch), count):
+            numbers = batch[at : at + count]
+            w = torch.cat([blocks[b].packed(sample.ω).to(dtype) for b in numbers])
+            q, p = (
+                w.new_ones(len(numbers), d) if side[0] is None else torch.cat([t for t in side if t is not None]).mT
+                for d, side in ((o, [sides[b][0] for b in numbers]), (i, [sides[b][1] for b in numbers]))
+            )
+            squares.update(zip(numbers, two_sided(q, w, p).square().split(k), strict=True))
+    return [squares[b] for b in range(len(blocks))]
 
 
 def _zeros(block: Block, dtype: torch.dtype) -> Tensor:

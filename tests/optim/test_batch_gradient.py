@@ -199,6 +199,29 @@ def test_eigen_kronecker_has_the_second_moments_in_the_eigenvectors() -> None:
         torch.testing.assert_close(found[f"{name}/D"], expected)
 
 
+@pytest.mark.parametrize("largest", [3, 16384])
+def test_second_moments_are_averaged_in_a_basis_that_stays(largest: int) -> None:
+    """Matrices of one shape as one batch; the axes are the basis where only a diagonal is kept."""
+    torch.manual_seed(0)
+    model = nn.Sequential(convolutional(), nn.Linear(2, 2), nn.Linear(2, 2)).double()
+    structure = ng.Refresh(ng.EigenKronecker(largest=largest), 1, DECAY, inverse=100, early=False)
+    opt = ng.NaturalGradient(model, ng.BatchGradient(), structure=structure, lr=1e-3, damping=0.1)
+    seen = steps(model, images, opt, 4)
+    assert opt.tracker.average is not None
+    found = opt.tracker.average.tensors()
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            continue
+        sides = [
+            torch.linalg.eigh(factor)[1] if len(factor) <= largest else torch.eye(len(factor), dtype=p.dtype)
+            for factor in factors(seen[0][name])
+        ]
+        turned = [torch.einsum("op,oik,ij->kpj", sides[0], g[name].reshape(*p.shape[:2], -1), sides[1]) for g in seen]
+        torch.testing.assert_close(found[f"{name}/D"], average([t.square() for t in turned]))
+        s = average([factors(g[name])[0] for g in seen])
+        torch.testing.assert_close(found[f"{name}/S"][0], s if len(s) <= largest else s.diagonal())
+
+
 def test_the_half_power_of_the_diagonal_is_adam() -> None:
     """Without momentum: θ ← θ − lr g/√v̂, with Adam's correction for the start of the average."""
 
