@@ -19,7 +19,7 @@ from natgrad.optim.distributed import World
 from natgrad.structures.base import Operator
 from natgrad.structures.refresh import Refresh
 
-_PARTS = 8  # of its age, by one of which an inverse grows older until its drift is measured again
+_EIGHTHS = 8  # an inverse grows older by an eighth of its age until its drift is measured again
 _LATER = 4  # steps after which the host reads a drift: a device that is not that far behind is not waited for
 
 
@@ -68,7 +68,7 @@ class Freshness:
     def measure(self, G: Operator, step: int) -> None:
         """The metric has changed, and is not inverted in this step: send how far it has moved, if it is time to."""
         age = step - self.since
-        if age + _LATER < self.wait or _PARTS * (step - self.measured) < age:
+        if age + _LATER < self.wait or _EIGHTHS * (step - self.measured) < age:
             return
         self.measured = step
         now, wait = self._sketch(G), self._measured_wait()
