@@ -409,10 +409,10 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
-    metric_age, inverse_age = tracker.step - 1 - tracker.estimated, tracker.step - 1 - preconditioner.inverted
-    ages = (None, None) if tracker.constant else (metric_age, inverse_age)
+    last_step = tracker.step - 1
+    ages = (None, None) if tracker.constant else (last_step - tracker.estimated, last_step - preconditioner.inverted)
     damping = like(λ, last.damping)
-    return Diagnostics(tuple(ordered), damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
+    return Diagnostics(tuple(ordered), damping, ages[0], ages[1], _norm(δ, ω, tuple(δ)), last.accepted)
 
 
 def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float, step: float) -> Health:
