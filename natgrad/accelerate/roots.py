@@ -30,6 +30,7 @@ _SMALLEST = 1e-7  # norm that a matrix is divided by, as in torch.optim.Muon
 _MOST = 2**22  # condition number that single precision can tell from a singular matrix
 _DENOMINATOR = 64  # of a power; each factor of two is an iteration of its own
 _SPLIT = 1024  # rows, from which three products in tf32 take less time than one in single precision
+EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
 STACKS = 6  # of a batch that the iteration holds
 
 
@@ -179,6 +180,31 @@ def inverse_powers(
     for X in out:
         good = good & X.abs().amax((1, 2)).isfinite()
     return out, torch.where(good & residual.isfinite(), residual, math.inf)
+
+
+def root_flops(n: int, powers: Sequence[float], device: torch.device, condition: float = 1e6) -> int:
+    """Operations, in leading terms, of these inverse powers of one matrix [n n] in single precision on a device.
+
+    >>> root_flops(10, [0.5], torch.device("cpu")), root_flops(10, [0.5], torch.device("cuda"))
+    (11000, 54000)
+    """
+    like = torch.empty(0, device="meta") if is_asynchronous(device) else torch.empty(0, device="cpu")
+    if by_eigenvalues(like, powers):
+        return (EIGENVECTORS + 2 * len(powers)) * n**3
+    return 2 * product_count([_dyadic(power) for power in powers], max(1.0, min(condition, float(_MOST)))) * n**3
+
+
+def product_count(powers: Sequence[Fraction], condition: float) -> int:
+    """How many products of two matrices ``inverse_powers`` makes."""
+    depth = max([1, *(power.denominator.bit_length() - 1 for power in powers)])
+    needed = [_roots_of(power, depth) for power in powers]
+    roots = sorted({j for of_power in needed for j in of_power if j})
+    count = 1  # the square, for a bound of the largest eigenvalue
+    for j in range(1, max(roots, default=0) + 1):
+        steps = len(minimax(condition ** (0.5**j)))
+        count += (j > 1) + 4 * steps - 3 - (j == roots[-1])
+    count += sum(len(of_power) - 1 for of_power in needed)
+    return count + sum(j + 1 for j in roots)  # the residuals
 
 
 def suited_precision(n: int) -> Precision:

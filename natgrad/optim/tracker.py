@@ -272,6 +272,8 @@ class MetricTracker:
 
     def finish_backward(self, ω: Covector, without: frozenset[str]) -> None:
         """The estimates of the passes of this step that the user's backward pass came through."""
+        if not self._in_backward:
+            return
         observer = self.observer
         sample = GradientSample(ω, without, observer.blocks, observer.memory, observer.cache.graphs)
         for n, estimate in self._in_backward:

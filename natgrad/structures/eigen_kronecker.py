@@ -16,6 +16,7 @@ from torch import Tensor
 
 from natgrad.accelerate.averages import PendingAverages
 from natgrad.accelerate.inverses import Newton, SymFactor, layers_at_once, two_sided
+from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
@@ -27,7 +28,6 @@ from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing
 from natgrad.structures.layered import (
-    EIGENVECTORS,
     Basis,
     Layered,
     LayerOperator,

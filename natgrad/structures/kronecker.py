@@ -35,6 +35,7 @@ from natgrad.accelerate.inverses import (
     two_sided_columns,
 )
 from natgrad.accelerate.replay import Scalar
+from natgrad.accelerate.roots import EIGENVECTORS, root_flops
 from natgrad.errors import IncompatibleError, NonFiniteError
 from natgrad.linalg import Damping, Relative, refuse_singular
 from natgrad.model import Model
@@ -66,7 +67,6 @@ from natgrad.structures.base import (
     check_shape,
 )
 from natgrad.structures.layered import (
-    EIGENVECTORS,
     HALVES,
     Basis,
     Layered,
@@ -175,9 +175,19 @@ class Kronecker(Layered):
         shapes = self.shapes(block)
         sides, factors = SidesCost.of(block, shapes), dict(zip("SA", shapes, strict=True))
         if not exact:
-            return Cost(2 * sides.numbers, sides.cubes, sides.solve, sides.numbers, factors)
+            fitted = self.fit == "kl"  # whose roots are kept too; every row is multiplied by one before it is squared
+            numbers, position = (3, 3) if fitted else (2, 1)
+            invert = self._root_cost(block) if fitted or self.power < 1 else sides.cubes
+            return Cost(numbers * sides.numbers, invert, sides.solve, position * sides.numbers, factors)
         numbers = sides.numbers + sides.rotations + block.size
         return Cost(numbers, EIGENVECTORS * sides.cubes, 2 * sides.solve, sides.numbers, factors)
+
+    def _root_cost(self, block: Block) -> int:
+        """Operations of (S + λ_S)^-p and (A + λ_A)^-p and, in KL divergence, of their square roots."""
+        powers = [self.power] if self.fit == "mean" or self.power == 0.5 else [self.power, 0.5]
+        more = 2 if self.fit == "kl" else 0  # a product, for the scale of the roots
+        matrices = [shape for shape in self.shapes(block) if len(shape) == 3]
+        return sum(c * (root_flops(d, powers, block.device) + more * d**3) for c, d, _ in matrices)
 
     @without_autocast
     def estimate(self, pullback: Pullback, like: Operator | None = None) -> KroneckerOperator:

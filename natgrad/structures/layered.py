@@ -68,7 +68,6 @@ from natgrad.structures.refresh import Refresh
 T = TypeVar("T")
 UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no pass has used
 HALVES = ("S^-½", "A^-½")  # letters of the roots that an estimate of Kronecker factors in KL divergence weighs with
-EIGENVECTORS = 9  # times d³ operations, for eigenvalues and eigenvectors (Golub and Van Loan 2013, section 8.3)
 
 
 # The structure.

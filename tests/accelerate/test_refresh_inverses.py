@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import natgrad as ng
-from natgrad.accelerate import inverses, replay
+from natgrad.accelerate import inverses, replay, roots
 from natgrad.structures.kronecker import ProductInverse
 from tests.accelerate.eager_graphs import EagerGraphs
 from tests.accelerate.test_inverses import operator_of, scaled
@@ -90,3 +92,33 @@ def test_an_inverse_that_is_made_anew_every_time_is_never_captured(graphs: Eager
     for _ in range(2):
         ng.Factored().again(last, G, 0.1)
     assert graphs.log == ["capture", "replay", "replay"]
+
+
+@pytest.mark.parametrize("power", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("fit", ["mean", "kl"])
+@pytest.mark.parametrize("name", ["mlp_tanh", "conv", "layer_norm"])
+def test_powers_that_a_gpu_makes_by_products_are_those_of_the_eigenvalues(
+    name: str, fit: Any, power: float, graphs: EagerGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, as a graph, in padded memory; and the roots that the next estimates are weighed with."""
+    monkeypatch.setattr(inverses, "_CAPTURED", 2048)
+    _, G = operator_of(name)
+    G = replace(G, power=power, fit=fit, left=_single(G.left), right=_single(G.right))
+    solver, ε = ng.Factored(), ng.Relative(0.1)
+    expected = solver.init(G, ε).tensors()
+    for module in (inverses, roots):
+        monkeypatch.setattr(module, "is_asynchronous", lambda device: True)
+    inverse = solver.init(G, ε)
+    for _ in range(3):
+        assert solver.again(inverse, G, ε) is inverse
+    assert graphs.log == ["capture", "replay", "replay"]
+    assert not inverse.failed()
+    found = inverse.tensors()
+    assert found.keys() == expected.keys()
+    assert any("½" in key for key in found) == (fit == "kl")
+    for key, t in found.items():
+        close(t, expected[key], 1e-3)
+
+
+def _single(factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(factor.float() for factor in factors)

@@ -1,6 +1,7 @@
 """Roots and polar factors by products, against eigenvalues and singular values in double precision."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -239,6 +240,32 @@ def test_nothing_waits_for_the_device(precision: roots.Precision) -> None:
         both()
         with pytest.raises(AssertionError):
             float(A.sum())
+
+
+class _Counting(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = Counter[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("condition", [10.0, 4e4, 1e6])
+@pytest.mark.parametrize("powers", [[0.5], [0.75], [1.0], [0.25], [0.75, 0.5], [1.0, 0.5], [0.0]])
+def test_the_plan_counts_the_products(powers: list[float], condition: float) -> None:
+    A = symmetric(spread(6, 5.0))[None].float()
+    inverse_powers(A, powers, condition=condition, method="products")  # the coefficients are computed once
+    with _Counting() as counting:
+        inverse_powers(A, powers, condition=condition, method="products")
+    products = roots.product_count([Fraction(power) for power in powers], condition)
+    assert counting.counts[torch.ops.aten.bmm] == products
+    assert counting.counts.total() < 4 * products + 90  # launches of one batch of matrices, whatever their number
+    flops = roots.root_flops(100, powers, torch.device("cuda"), condition)
+    assert flops == 2 * products * 100**3
 
 
 # Bad input.

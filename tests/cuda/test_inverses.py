@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,52 @@ def test_recorded_inverses_follow_their_factors_and_the_damping() -> None:
         for key, found in inverse.tensors().items():
             torch.testing.assert_close(found, expected[key], rtol=1e-4, atol=1e-4 * float(expected[key].abs().max()))
     assert not inverse.failed()
+
+
+@pytest.mark.parametrize("power", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("fit", ["mean", "kl"])
+def test_recorded_powers_are_those_of_the_eigenvalues_of_the_cpu(fit: Any, power: float) -> None:
+    G = replace(estimated(20, 30, 30, 30, 900, 2100, 3), power=power, fit=fit)
+    solver, factors = ng.Factored(), [*G.left, *G.right]
+    inverse = solver.init(G, ng.Relative(0.1))
+    for turn in range(4):
+        ε = ng.Relative(0.1 + 0.005 * turn)
+        torch._foreach_mul_(factors, 1.1)
+        if turn > 1:
+            with no_waiting():
+                solver.again(inverse, G, ε)
+        else:
+            solver.again(inverse, G, ε)  # and the second time recorded
+    assert not inverse.failed()
+    with torch.device("cpu"):
+        there = replace(G, left=tuple(f.cpu() for f in G.left), right=tuple(f.cpu() for f in G.right))
+        expected = solver.init(there, ε).tensors()
+    for key, found in inverse.tensors().items():
+        scale = float(expected[key].abs().max())
+        torch.testing.assert_close(found.cpu(), expected[key], rtol=2e-3, atol=2e-3 * scale)
+
+
+@pytest.mark.parametrize("metric", [ng.BatchGradient(), ng.Euclidean()], ids=["gradients", "layers"])
+def test_steps_with_the_fit_in_kl_divergence_are_those_of_the_cpu_and_wait_for_nothing(metric: ng.OutputMetric) -> None:
+    def trained(device: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(54, 20), nn.Tanh(), nn.Linear(20, 3)
+        )
+        structure = ng.Refresh(ng.Kronecker(fit="kl", power=0.75), 1, 0.9, inverse=2, early=False)
+        batches = torch.randn(14, 16, 2, 5, 5).to(device)
+        opt = ng.NaturalGradient(
+            model.to(device), metric, structure=structure, solver=ng.Factored(), lr=1e-3, damping=ng.Relative(0.1)
+        )
+        for step, x in enumerate(batches):
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            with no_waiting() if device == "cuda" and step > 10 else nullcontext():
+                opt.step()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    for found, expected in zip(trained("cuda"), trained("cpu"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_factor_that_fails_in_a_recording_is_heard_of_and_keeps_its_inverse() -> None:

@@ -87,6 +87,26 @@ def test_costs_are_those_of_cholesky_of_two_products_and_of_two_squares() -> Non
     assert row.cost.position == o**2 + i**2
 
 
+@pytest.mark.parametrize(
+    ("power", "fit", "cubes"), [(0.5, "mean", 11), (0.75, "mean", 11), (0.5, "kl", 13), (1.0, "kl", 15)]
+)
+def test_powers_and_the_fit_in_kl_divergence_cost_roots(power: float, fit: Any, cubes: int) -> None:
+    """On a processor eigenvectors, a product for every power, and one for the scale of the roots that are kept."""
+    model = nn.Linear(9, 4)
+    structure = ng.Refresh(ng.Kronecker(power=power, fit=fit), decay=0.9)
+    opt = ng.NaturalGradient(model, FISHER, structure=structure, solver=ng.Factored(), damping=ng.Relative(0.1))
+    plan, o, i = opt.plan(), 4, 10
+    (row,) = plan.rows
+    assert row.cost is not None
+    assert row.cost.invert == cubes * (o**3 + i**3)
+    model(torch.randn(8, 9)).square().sum().backward()
+    opt.step()
+    assert opt.tracker.average is not None
+    assert opt.preconditioner.inverse is not None
+    tensors = [*opt.tracker.average.tensors().values(), *opt.preconditioner.inverse.tensors().values()]
+    assert plan.bytes == sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+
 @pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC])
 def test_exact_damping_costs_eigenvectors_and_the_way_into_their_basis_and_back(
     preset: Callable[..., ng.NaturalGradient],
