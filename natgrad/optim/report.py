@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def flops(self) -> float | None:
-        every, inverse = self.schedule.every, self.schedule.inverse
+        every, inverse = self.schedule.every, self.schedule.basis or self.schedule.inverse  # eigenvectors cost most
         between = math.inf if isinstance(inverse, str) else max(every, inverse)
         return None if self.costs is None else sum(cost.solve + cost.invert / between for cost in self.costs)
 
