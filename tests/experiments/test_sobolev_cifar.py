@@ -149,6 +149,7 @@ def test_the_sobolev_arm_takes_the_steps_of_sobolev_kfac() -> None:
             lengthscale=20.0,
             momentum=c.momentum,
             weight_decay=c.decoupled,
+            early=False,  # as in the paper
             step=clip,
             generator=generator,
         )
