@@ -186,7 +186,11 @@ def _spectra(matrices: Tensor) -> Tensor:
 
 
 def refuse_singular(values: Tensor, rtol: float, failed: bool, damping: Damping, what: str) -> None:
-    """Raise with rank, smallest eigenvalue and the two remedies, if the ascending ``values`` call for it."""
+    """Raise if one of the ascending ``values`` is not above ``rtol`` times the largest.
+
+    ``failed``: a factorisation has failed, so that this raises in any case. The error has the rank, the smallest
+    eigenvalue and the two remedies.
+    """
     smallest, largest = float(values[0]), float(values[-1])
     rank = int((values > rtol * max(largest, 0.0)).sum())
     if not failed and rank == values.numel():

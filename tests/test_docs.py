@@ -107,3 +107,8 @@ def test_the_architecture_page_names_what_exists() -> None:
     for nouns, path in re.findall(r"^\| (`[^|]+`) \| `([^|`]+)` \|", text, re.MULTILINE):
         for noun in re.findall(r"`(\w+)`", nouns):
             assert re.search(rf"^class {noun}\b", (ROOT / path).read_text(), re.MULTILINE), f"{noun} in {path}"
+    for path, names in re.findall(r"^\| \d+ \| `([^|`]+)` \| (.+) \|$", text, re.MULTILINE):  # what is to be read
+        beside = [(ROOT / path).parent / name for name in re.findall(r"`(\w+\.py)`", names)]
+        code = "\n".join(file.read_text() for file in [ROOT / path, *beside])
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", re.sub(r"`\w+\.py`|`opt[^`]*`", "", names)):
+            assert re.search(rf"^ *(class|def) {name}\b", code, re.MULTILINE), f"{name} in {path}"

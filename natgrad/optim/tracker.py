@@ -290,11 +290,14 @@ class MetricTracker:
 
     def _wait_for_backward(self, pb: Pullback) -> None:
         """Estimate the metric of this pass in the backward pass that the user is going to run."""
+        itself, n = weakref.ref(self), pb.n  # not the tracker, which holds the estimate
 
         def weigh() -> float:
-            weight = replace(self.weight).next(pb.n)
-            self.weight.next(pb.n)
-            self.absorbed = True
+            tracker = itself()
+            assert tracker is not None
+            weight = replace(tracker.weight).next(n)
+            tracker.weight.next(n)
+            tracker.absorbed = True
             return weight
 
         estimate = self.structure.in_backward(pb, self.average, in_place=self._absorbs(), weigh=weigh)

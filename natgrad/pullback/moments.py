@@ -630,7 +630,8 @@ class BackwardHooks:
     """
 
     def __init__(self, tape: Tape, blocks: Sequence[Block], consume: Consume, room: int | None = None) -> None:
-        self._blocks, self._consume = blocks, consume
+        self._blocks = blocks
+        self._consume: Consume | None = consume
         self._uses_of = [tape.use_ids(block) for block in blocks]
         self._left = dict.fromkeys(range(len(blocks)))  # numbers of layers
         self._boxes: dict[int, dict[int, Tensor]] = {}  # by the position of a use, the cotangents of its outputs
@@ -660,16 +661,18 @@ class BackwardHooks:
 
     def finish(self) -> None:
         """Consume all that has arrived, and let go of the graph."""
-        self.remove()
         numbers = [b for b in self._left if any(at in self._boxes for at in self._uses_of[b])]
         if numbers:
             self._give(numbers, inner=True)
+        self.remove()
 
     def remove(self) -> None:
-        """No longer wait for cotangents."""
+        """No longer wait for cotangents, and hold neither them nor those who wait: that would be a reference cycle."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._boxes.clear()
+        self._consume = None
 
     def _receive(self, outputs: Sequence[tuple[int, int, int]], grads: Arrived) -> None:
         for at, j, output in outputs:
@@ -701,6 +704,7 @@ class BackwardHooks:
         for at in outer.keys() - needed:
             self._boxes.pop(at, None)
         self._waiting = sum(g.nbytes for box in self._boxes.values() for g in box.values())
+        assert self._consume is not None
         self._consume(numbers, self.tape.with_inner(outer) if inner else Cotangents(outer, {}))
 
     def _outer(self, at: int) -> tuple[Tensor, ...]:

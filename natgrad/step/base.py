@@ -159,7 +159,7 @@ class PlainRule(StepRule):
 
     @abstractmethod
     def scale(self, v: Vector, square: Tensor) -> Scale:
-        """c from v and ``square`` = ⟨lr·ω, lr·v⟩ []: one number, or a number for each parameter."""
+        """c from v and ``square`` = ⟨lr·ω, lr·v⟩ []: a tensor [], one for each parameter by name, or None for 1."""
 
     def take(self, context: StepContext) -> Step:
         ω = context.smooth(context.differential)
@@ -176,7 +176,16 @@ def squared_length(ω: Covector, v: Vector, rates: Rates) -> Tensor:
 
 def rescale_(v: Vector, scale: Scale) -> None:
     """v ← c·v, in place."""
+    if scale is None:
+        return
     if isinstance(scale, Tensor):
         scale_(list(v.values()), scale)
-    elif scale is not None:
-        scale_([v[name] for name in scale], list(scale.values()))
+        return
+    if not isinstance(scale, Mapping):
+        raise TypeError(
+            f"scale of a PlainRule returns a tensor [], a dict with one for each parameter, or None, got {scale!r}"
+        )
+    if scale.keys() != v.keys():
+        odd = ", ".join(sorted(scale.keys() ^ v.keys()))
+        raise ValueError(f"scale of a PlainRule returns a number for each parameter: it differs from these in {odd}")
+    scale_([v[name] for name in scale], list(scale.values()))

@@ -60,7 +60,7 @@ class Polar(PlainRule):
         flat = [name for name, p in params.items() if p.ndim < 2]
         if flat:
             raise IncompatibleError(
-                f"Polar is for matrices, and {', '.join(flat)} {'is' if len(flat) == 1 else 'are'} none: "
+                f"Polar is for matrices, and these have fewer than two axes: {', '.join(flat)}. "
                 'fallback="adamw" gives them to AdamW'
             )
 

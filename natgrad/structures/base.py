@@ -146,7 +146,7 @@ class Structure(ABC):
     def gradient_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         """The layers as this structure keeps them where it is estimated from gradients; refuses where it cannot be."""
         raise IncompatibleError(
-            f"BatchGradient does not work with {type(self).__name__}, which is made of the rows of examples: use "
+            f"BatchGradient does not work with {type(self).__name__}, which has no estimate from a gradient: use "
             "Diagonal, BlockDense, Dense, Kronecker or EigenKronecker, or a metric on the outputs (Fisher, Empirical)"
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import natgrad as ng
 from natgrad.errors import IncompatibleError, NatgradError
+from natgrad.structures.base import BackwardEstimate
 from tests.optim.states import Net
 
 LOSS = F.cross_entropy
@@ -279,6 +282,30 @@ def test_resuming_is_exact() -> None:
     train(again, resumed)
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_of_a_pass_stays_after_the_step(backward: bool) -> None:
+    """Without the garbage collector: inputs of layers are large."""
+    model = plain()
+    opt = optimizer(model)
+    LOSS(model(torch.randn(N, 3)), targets()).backward()
+    opt.step()
+    kept: list[weakref.ref[Tensor]] = []
+    handle = model.get_submodule("2").register_forward_pre_hook(lambda _, args: kept.append(weakref.ref(args[0])))
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(N, 3)
+        if not backward:
+            model(x)  # nobody calls backward through this one
+        LOSS(model(x), targets()).backward()
+        opt.step()
+        assert not [thing for thing in gc.get_objects() if issubclass(type(thing), BackwardEstimate)]
+        assert all(reference() is None for reference in kept)
+    finally:
+        gc.enable()
+        handle.remove()
 
 
 def test_bad_input() -> None:

@@ -275,7 +275,7 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "polar": (
         lambda m: ng.Muon(m, groups=[{"params": list(m.parameters()), "fallback": None}]),
         IncompatibleError,
-        "Polar is for matrices, and conv.bias, norm.weight, norm.bias, hidden.bias, last.bias are none",
+        "fewer than two axes: conv.bias, norm.weight, norm.bias, hidden.bias, last.bias",
     ),
     "vectors": (lambda m: ng.Natural(m.norm), ValueError, "leaves no parameter for the metric"),
     "momentum": (lambda m: ng.SOAP(m, momentum=1.0), ValueError, r"momentum must be in \[0, 1\), got 1.0"),

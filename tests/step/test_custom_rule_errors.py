@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import natgrad as ng
-from natgrad.step import Step, StepContext, StepRule
+from natgrad.step import PlainRule, Step, StepContext, StepRule
 
 
 @final
@@ -25,10 +25,22 @@ class Custom(StepRule):
         return self.function(context)
 
 
-def step(function: Callable[[StepContext], Any]) -> None:
+@final
+@dataclass(frozen=True)
+class CustomPlain(PlainRule):
+    """A plain rule made of its scale."""
+
+    value: Any
+
+    def scale(self, v: ng.Vector, square: torch.Tensor) -> Any:
+        return self.value
+
+
+def step(function: Callable[[StepContext], Any] | PlainRule) -> None:
     torch.manual_seed(0)
     model = nn.Linear(2, 1).double()
-    opt = ng.NaturalGradient(model, ng.Euclidean(), step=Custom(function), damping=0.1, lr=0.1)
+    rule = function if isinstance(function, PlainRule) else Custom(function)
+    opt = ng.NaturalGradient(model, ng.Euclidean(), step=rule, damping=0.1, lr=0.1)
     model(torch.randn(4, 2, dtype=torch.float64)).square().mean().backward()
     opt.step()
 
@@ -46,6 +58,13 @@ def test_a_covector_is_no_velocity() -> None:
 def test_a_rule_returns_a_step() -> None:
     with pytest.raises(TypeError, match=r"Custom.take must return a Step, got Vector"):
         step(lambda context: context.natural())
+
+
+def test_a_plain_rule_returns_tensors_for_all_parameters_or_one() -> None:
+    with pytest.raises(TypeError, match=r"scale of a PlainRule returns a tensor \[\], a dict .*, got 0\.5"):
+        step(CustomPlain(0.5))
+    with pytest.raises(ValueError, match="a number for each parameter: it differs from these in bias"):
+        step(CustomPlain({"weight": torch.ones(())}))
 
 
 def test_the_loss_needs_a_closure() -> None:
