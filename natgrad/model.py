@@ -376,4 +376,6 @@ def check_slots(**slots: tuple[Any, type]) -> None:
         hint = getattr(value, "as_metric", None)  # a family knows the metric that it was meant to be
         if slot == "metric" and hint is not None:
             got += f", {hint}"
+        elif slot == "metric" and callable(value) and not isinstance(value, type):
+            got += ", a function: write Empirical(…), or Fisher(family) of the distribution whose −log p is the loss"
         raise TypeError(f"{slot} must be a natgrad {kind.__name__}, got {got}")

@@ -48,7 +48,14 @@ _ENTRIES: Kinds = {  # but for "operations", "examples" and "freshness", which s
     "generator": Tensor,
     "rank": int,
 }
-_FRESHNESS: Kinds = {"since": int, "drift": float, "wait": float, "sketch": Tensor, "readings": (list, tuple)}
+_FRESHNESS: Kinds = {
+    "since": int,
+    "measured": int,
+    "drift": float,
+    "wait": float,
+    "sketch": Tensor,
+    "readings": (list, tuple),
+}
 
 
 def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, Any]:

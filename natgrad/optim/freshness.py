@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import median_low
 from typing import Any, final
 
 import torch
@@ -18,6 +19,7 @@ from natgrad.optim.distributed import World
 from natgrad.structures.base import Operator
 from natgrad.structures.refresh import Refresh
 
+_EIGHTHS = 8  # an inverse grows older by an eighth of its age until its drift is measured again
 _LATER = 4  # steps after which the host reads a drift: a device that is not that far behind is not waited for
 
 
@@ -27,10 +29,12 @@ class Freshness:
 
     The drift is computed on the device and sent to the host, which reads it a fixed number of steps later: what is
     decided does not depend on the speed of the device. The first of several processes sends its numbers to the others,
-    so that all of them decide alike.
+    so that all of them decide alike. It is measured when the inverse is older by an eighth than at the last time, and
+    not before it can matter: a step of a metric that changes every time costs nothing in between.
 
-    ``schedule``: one without a period. With a budget b, an inverse that took the time c is followed by c/(b t) steps
-    without one at least, where t is the mean time of the steps before it.
+    ``schedule``: one without a period. With a budget b, inverses that take the time c are c/(b t) steps apart at least,
+    where t is the time of a step between them. Both times are the medians of the last three, so that an interruption is
+    forgotten.
     """
 
     def __init__(self, schedule: Refresh, *, device: torch.device, world: World) -> None:
@@ -39,11 +43,13 @@ class Freshness:
         self.sketch: Tensor | None = None  # of the metric that was inverted
         self.drift = 0.0  # since then, as far as the host has read
         self.wait = 0.0  # steps from one inverse to the next, at least
+        self.measured = 0  # the step in which the drift was last measured
         self._readings: Readback[int] = Readback()  # drift and wait, with the step
         self._watch = Stopwatch(device)
         self._start: Mark | None = None  # of the inverse that is being made
         self._end: Mark | None = None  # of the last one
         self._timed: tuple[Mark, Mark, Mark, int] | None = None  # two inverses, and the steps between them
+        self._times: tuple[tuple[float, float], ...] = ()  # of inverses, and of a step before them
 
     def read(self, step: int) -> None:
         """Read what was sent long enough ago."""
@@ -60,7 +66,11 @@ class Freshness:
         return moved and step - self.since >= self.wait
 
     def measure(self, G: Operator, step: int) -> None:
-        """The metric has changed, and is not inverted in this step: send how far it has moved."""
+        """The metric has changed, and is not inverted in this step: send how far it has moved, if it is time to."""
+        age = step - self.since
+        if age + _LATER < self.wait or _EIGHTHS * (step - self.measured) < age:
+            return
+        self.measured = step
         now, wait = self._sketch(G), self._measured_wait()
         if self.sketch is None or now.values.shape != self.sketch.shape:  # there are new layers
             drift = torch.full((), math.inf, device=self._device)
@@ -80,7 +90,7 @@ class Freshness:
             if self._end is not None and step > self.since:
                 self._timed = self._end, self._start, end, step - self.since
             self._end, self._start = end, None
-        self.since, self.drift, self.sketch = step, 0.0, self._sketch(G).values
+        self.since, self.measured, self.drift, self.sketch = step, step, 0.0, self._sketch(G).values
 
     def _sketch(self, G: Operator) -> Sketch:
         """Of the factors; of the metric itself where it has none that are averaged."""
@@ -92,14 +102,16 @@ class Freshness:
             return Sketch.of([G.product(z.squeeze(1))])
 
     def _measured_wait(self) -> float:
-        """From the time of the last inverse, as soon as that is known."""
-        if self._timed is None or self.schedule.budget is None:
+        """From the times of the last inverses, as far as they are known."""
+        if self._timed is not None:
+            before, start, end, steps = self._timed
+            cost, others = self._watch.seconds(start, end), self._watch.seconds(before, start)
+            if cost is not None and others is not None:
+                self._times, self._timed = (*self._times[-2:], (cost, others / steps)), None
+        if not self._times or self.schedule.budget is None:
             return self.wait
-        before, start, end, steps = self._timed
-        cost, others = self._watch.seconds(start, end), self._watch.seconds(before, start)
-        if cost is None or others is None:
-            return self.wait
-        return cost * steps / (self.schedule.budget * others) if others > 0 else self.wait
+        inverse, step = (median_low(times) for times in zip(*self._times, strict=True))
+        return inverse / (self.schedule.budget * step) if step > 0 else self.wait
 
     # Checkpoints.
 
@@ -108,17 +120,18 @@ class Freshness:
         if self.sketch is None:
             return None
         readings = [(at, drift, wait) for (drift, wait), at in self._readings.all()]
-        numbers = {"since": self.since, "drift": self.drift, "wait": self.wait}
+        numbers = {"since": self.since, "measured": self.measured, "drift": self.drift, "wait": self.wait}
         return numbers | {"sketch": self.sketch.clone(), "readings": readings}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a state; from None (of a run that had a period) the metric is inverted when it has changed."""
         self._readings.clear()
         self._start = self._end = self._timed = None
+        self._times = ()
         if state is None:
-            self.since, self.drift, self.wait, self.sketch = 0, 0.0, 0.0, None
+            self.since, self.measured, self.drift, self.wait, self.sketch = 0, 0, 0.0, 0.0, None
             return
-        self.since, self.drift, self.wait = state["since"], state["drift"], state["wait"]
+        self.since, self.measured, self.drift, self.wait = (state[n] for n in ("since", "measured", "drift", "wait"))
         self.sketch = state["sketch"].to(self._device, copy=True)
         for at, drift, wait in state["readings"]:
             self._readings.send(torch.tensor([drift, wait]), at)

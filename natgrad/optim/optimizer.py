@@ -184,7 +184,14 @@ class NaturalGradient(torch.optim.Optimizer):
         closure = ", which evaluates the loss again: opt.step(closure)" if self.needs_closure else ""
         tracker, solver = self.tracker, self.preconditioner.solver
         slots = {"metric": tracker.metric, "structure": tracker.schedule, "solver": solver, "step": self.rule}
-        return "\n".join([first, *(f"{slot}: {value!r}" for slot, value in slots.items())]) + f"{closure}\n{rest}"
+        lines = [first, *(f"{slot}: {value!r}" for slot, value in slots.items())]
+        lines[-1] += closure
+        if isinstance(self.preconditioner.damping, Relative):
+            lines.append("damping: relative to the mean eigenvalue of every factor")
+        lines.append(f"momentum: on {self.momentum_on}")
+        if count := sum(map(len, self._members_of_adamw)):
+            lines.append(f"fallback: AdamW for {count} of {len(self._params)} parameters")
+        return "\n".join([*lines, rest])
 
     @property
     def needs_closure(self) -> bool:

@@ -384,13 +384,13 @@ def SOAP(
 ) -> NaturalGradient:
     """SOAP (Vyas et al. 2024): v = Q (QᵀMP/√(D + λ)) Pᵀ, Adam in the eigenbasis of Shampoo's factors.
 
-    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, computed every ``basis_every`` steps and (``early``)
-    in the steps 1, 2, 4, 8, …, and D = E[(Qᵀ∇P)²] in every step. This is ``EigenKronecker(power=½)``. What differs from
-    the paper's algorithm: the first gradient takes a step; new bases are whole eigendecompositions, and D is carried
-    into them, where the paper makes one step of an iteration and leaves D as it is; λ is 10⁻⁶ of the mean of D (the
-    paper adds 10⁻⁸ to √D: ``damping=1e-16``), so that rounding along directions without a gradient is not amplified;
-    momentum is Nesterov's and not corrected for its start, so that the first steps are shorter; embeddings and
-    parameters with fewer than two axes have AdamW.
+    Q and P are the eigenvectors of S = E[∇∇ᵀ]/i and A = E[∇ᵀ∇]/o, D = E[(Qᵀ∇P)²] in every step: this is
+    ``EigenKronecker(power=½, eigenvectors="iterated")``. Every ``basis_every`` steps and (``early``) in the steps
+    1, 2, 4, 8, … Q ← QR(SQ), P ← QR(AP). What differs from the paper's algorithm: the first gradient takes a step; D is
+    carried into a new basis, where the paper only sorts it; λ is 10⁻⁶ of the mean of D (the paper adds 10⁻⁸ to √D:
+    ``damping=1e-16``), so that rounding along directions without a gradient is not amplified; momentum is Nesterov's
+    and not corrected for its start, so that the first steps are shorter; embeddings and parameters with fewer than two
+    axes have AdamW.
 
     >>> import torch, natgrad as ng
     >>> opt = ng.SOAP(nn.Linear(4, 3), lr=1e-3)
@@ -398,7 +398,9 @@ def SOAP(
     return NaturalGradient(
         model,
         _GRADIENTS,
-        structure=Refresh(EigenKronecker(power=0.5), metric_every, decay, early=early, basis=basis_every),
+        structure=Refresh(
+            EigenKronecker(power=0.5, eigenvectors="iterated"), metric_every, decay, early=early, basis=basis_every
+        ),
         solver=_CHOLESKY,
         step=Fixed(),
         lr=lr,

@@ -24,6 +24,7 @@ from natgrad.structures.base import Cost, LayerSpectrum
 from natgrad.structures.refresh import Refresh
 
 _PENDING = "found at the first pass"
+_IDENTITY = "metric: the identity (power 0): nothing is estimated, inverted or damped"
 
 
 @final
@@ -96,7 +97,7 @@ class Plan:
 
     @property
     def flops(self) -> float | None:
-        every, inverse = self.schedule.every, self.schedule.inverse
+        every, inverse = self.schedule.every, self.schedule.basis or self.schedule.inverse  # eigenvectors cost most
         between = math.inf if isinstance(inverse, str) else max(every, inverse)
         return None if self.costs is None else sum(cost.solve + cost.invert / between for cost in self.costs)
 
@@ -176,7 +177,7 @@ def _identity(tracker: MetricTracker, movement: str) -> Plan:
     """The plan of a metric that costs nothing."""
     blocks = tracker.observer.blocks
     rows = [Row(block.names, _rule_of(block), "identity", block.shape, Cost(0, 0, 0, 0)) for block in blocks]
-    notes = "metric: the identity (power 0): nothing is estimated, inverted or damped", movement
+    notes = _IDENTITY, movement
     return Plan(tuple(rows), None, tracker.schedule, tracker.model.example.element_size(), notes)
 
 
@@ -357,14 +358,15 @@ class Diagnostics:
     """The layers, and what they have in common; ``print`` it.
 
     ``metric_age`` and ``inverse_age``: steps since the metric was estimated, and since it was inverted, 0 if the last
-    step did so. ``step``: √(δᵀGδ) of the last step, whole; for a Fisher metric ½ of its square is, to second order, the
-    divergence of the outputs after the step from those before. ``accepted``: whether the last step was made.
+    step did so, and None in the identity metric (power 0), which never is. ``step``: √(δᵀGδ) of the last step, whole;
+    for a Fisher metric ½ of its square is, to second order, the divergence of the outputs after the step from those
+    before. ``accepted``: whether the last step was made.
     """
 
     layers: tuple[Health, ...]
     damping: Damping
-    metric_age: int
-    inverse_age: int
+    metric_age: int | None
+    inverse_age: int | None
     step: float
     accepted: bool
 
@@ -373,9 +375,11 @@ class Diagnostics:
         cells = [_cells(layer) for layer in self.layers]
         lines = _table(heads, cells, left=1)
         refused = "" if self.accepted else ", which was refused"
-        lines.append(f"last step{refused}: √(δᵀGδ) = {self.step:.3g}; damping λ = {self.damping:.3g}")
-        lines.append(f"the metric was estimated {_ago(self.metric_age)}, and inverted {_ago(self.inverse_age)}")
-        return "\n".join(lines)
+        length = f"last step{refused}: √(δᵀGδ) = {self.step:.3g}"
+        if self.metric_age is None or self.inverse_age is None:
+            return "\n".join([*lines, f"{length}; {_IDENTITY}"])
+        ages = f"the metric was estimated {_ago(self.metric_age)}, and inverted {_ago(self.inverse_age)}"
+        return "\n".join([*lines, f"{length}; damping λ = {self.damping:.3g}", ages])
 
 
 def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: Step | None) -> Diagnostics:
@@ -405,9 +409,10 @@ def diagnostics(tracker: MetricTracker, preconditioner: Preconditioner, last: St
         layers += [Health(names, _norm(δ, ω, names), {}) for names in others if names]
     order = {name: at for at, name in enumerate(tracker.model.params)}
     ordered = sorted(layers, key=lambda layer: order[layer.names[0]])
-    ages = (tracker.step - 1 - tracker.estimated, tracker.step - 1 - preconditioner.inverted)
+    last_step = tracker.step - 1
+    ages = (None, None) if tracker.constant else (last_step - tracker.estimated, last_step - preconditioner.inverted)
     damping = like(λ, last.damping)
-    return Diagnostics(tuple(ordered), damping, *ages, _norm(δ, ω, tuple(δ)), last.accepted)
+    return Diagnostics(tuple(ordered), damping, ages[0], ages[1], _norm(δ, ω, tuple(δ)), last.accepted)
 
 
 def _layer(layer: LayerSpectrum, damping: Damping, factored: bool, power: float, step: float) -> Health:

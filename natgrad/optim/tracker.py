@@ -57,7 +57,8 @@ COMPILED_BACKWARD = (
 )
 NO_OUTPUTS = (
     "{} is made of gradients, and is no metric on outputs: there is nothing to refresh, and no divergence for a step "
-    "rule. Use a rule that only scales (Fixed, KLClip) with it, or a metric on the outputs (Fisher, Empirical(loss))"
+    "rule. Use a rule that only scales (Fixed, KLClip, Normalised, Polar) with it, or a metric on the outputs (Fisher, "
+    "Empirical(loss))"
 )
 _TWO_MODES = (
     "between two steps the metric saw a forward pass in evaluation mode beside one in training mode: call the model "

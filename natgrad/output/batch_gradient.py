@@ -27,7 +27,9 @@ class BatchGradient(OutputMetric):
 
     G has the scale of the loss, squared: the mean over a batch is ``1/N`` of the sum. It contains the signal beside the
     noise, and so calls for a power of ½ rather than 1. A parameter without a gradient in a step keeps its part of the
-    average. Where all gradients so far were zero, G is zero on that parameter, and with a damping so is the step.
+    average; the correction for the start of the average counts all steps, except for matrices, of which the first
+    gradient counts in full. Where all gradients so far were zero, G is zero on that parameter, and with a damping so is
+    the step.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1, bias=False)

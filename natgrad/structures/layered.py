@@ -853,12 +853,34 @@ class Basis:
         """Q and P of every layer."""
         return list(zip(self.left, self.right, strict=True))
 
+    def followed(self, left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
+        """QR(SQ) and QR(AP), sorted: a step of the orthogonal iteration; eigenvectors where there is no basis."""
+        return Basis(_followed(left, self.left), _followed(right, self.right))
+
     def carried(self, scales: Sequence[Tensor], old: Basis) -> tuple[Tensor, ...]:
         """D' = (U∘U) D (V∘V)ᵀ, U = Q'ᵀQ, V = P'ᵀP: the diagonal, in this basis, of what is D [c o i] in another."""
         if old is self:
             return tuple(scales)
         pairs = zip(scales, self.sides, old.sides, strict=True)
         return tuple(spread(_overlap(q, q0), d, _overlap(p, p0)) for d, (q, p), (q0, p0) in pairs)
+
+
+def _followed(side: Sequence[SymFactor], old: Sequence[Rotation]) -> tuple[Rotation, ...]:
+    """QR(FQ) with sorted columns, of the factors F of one side."""
+    new: list[Rotation] = [None] * len(side)
+    anew = [at for at, q in enumerate(old) if q is None and is_dense(side[at])]
+    for at, exact in zip(anew, spectra([side[at] for at in anew])[1], strict=True):
+        new[at] = exact
+    positions = [at for at, q in enumerate(old) if q is not None]
+    for batch in batch_by_size([side[at] for at in positions]):
+        numbers = [positions[at] for at in batch]
+        Q = stacked([q for q in (old[at] for at in numbers) if q is not None])
+        moved = stacked([side[at] for at in numbers]) @ Q
+        order = (Q * moved).sum(1).argsort(dim=1, descending=True)  # by the eigenvalues qᵀFq
+        columns = torch.linalg.qr(moved.gather(2, order.unsqueeze(1).expand_as(moved))).Q
+        for at, q in zip(numbers, columns.split([len(side[at]) for at in numbers]), strict=True):
+            new[at] = q
+    return tuple(new)
 
 
 def rotated(q: Rotation, w: Tensor, p: Rotation) -> Tensor:

@@ -55,6 +55,7 @@ CONSTRUCTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: _linear(groups=[{"params": [torch.ones(1)]}]), ValueError, "1 tensors that are not trainable parameters"),
     (lambda: _linear(metric=ng.Euclidean), TypeError, r"metric must be .*OutputMetric.* write Euclidean\(…\)"),
     (lambda: _linear(metric="fisher"), TypeError, "metric must be a natgrad OutputMetric, got 'fisher'"),
+    (lambda: _linear(metric=nn.CrossEntropyLoss()), TypeError, r"got CrossEntropyLoss\(\), a function: write Emp"),
     (lambda: _linear(structure=ng.Cholesky()), TypeError, "structure must be a natgrad Structure"),
     (lambda: _linear(solver=ng.CG), TypeError, r"solver must be .* write CG\(…\)"),
     (lambda: _linear(step=0.1), TypeError, "step must be a natgrad StepRule, got 0.1"),
@@ -172,3 +173,15 @@ def test_every_option_is_a_keyword_with_a_visible_default(make: Callable[..., ng
         assert {"metric_every", "inverse_every", "decay", "sharing", "fallback", "strict"} <= names
     with pytest.raises(TypeError, match="positional argument"):
         make(nn.Linear(2, 2), ng.Euclidean(), 0.1)
+
+
+def test_repr_tells_where_momentum_is_what_is_relative_and_what_adamw_steps() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    lines = repr(ng.Natural(model)).splitlines()
+    assert "damping: relative to the mean eigenvalue of every factor" in lines
+    assert "momentum: on gradients" in lines
+    assert "fallback: AdamW for 2 of 4 parameters" in lines
+    plain = repr(ng.NaturalGradient(model, ng.Euclidean()))
+    assert "momentum: on steps" in plain
+    assert "relative" not in plain
+    assert "AdamW" not in plain

@@ -168,3 +168,17 @@ def test_before_the_first_step_there_is_nothing_to_diagnose() -> None:
     opt = of.optimizer()
     with pytest.raises(NatgradError, match=r"nothing to diagnose before the first step: opt\.plan\(\)"):
         opt.diagnostics()
+
+
+def test_the_identity_metric_has_no_age() -> None:
+    of = task("coins")
+    opt = ng.Muon(of.model)
+    for _ in range(3):
+        of.step(opt)
+    found = opt.diagnostics()
+    assert found.metric_age is None
+    assert found.inverse_age is None
+    assert opt.last is not None
+    δ = torch.cat([t.flatten() for t in opt.last.displacement.values()])
+    assert found.step == pytest.approx(float(δ.norm()))
+    assert str(found).endswith("metric: the identity (power 0): nothing is estimated, inverted or damped")

@@ -67,14 +67,19 @@ def test_a_metric_that_doubles_has_moved_by_one(structure: ng.structures.Structu
         on["drift"] = drift * math.sqrt(1 / 2)
     run = Linear(lambda step: 1.0 if step < 100 else math.sqrt(2), schedule=on)
     assert run.inverted(99) == EARLY
-    assert run.inverted(40) == [100 + LATER] * times
+    found = run.inverted(40)
+    assert len(found) == times
+    # The inverse is 36 steps old, and its drift is measured whenever it is older by an eighth.
+    assert all(100 <= step - LATER < 100 + 40 / 8 for step in found)
 
 
 def test_a_slow_drift_adds_up() -> None:
     """Factors that grow by 2 % a step are inverted whenever they have grown by a half: 1.02²¹ ≥ 1.5 > 1.02²⁰."""
     on = {"structure": ng.Dense(), "drift": 0.5, "early": False}
     found = Linear(lambda step: 1.01**step, schedule=on).inverted(120)
-    assert {b - a for a, b in itertools.pairwise(found)} == {math.ceil(math.log(1.5, 1.01**2)) + LATER}
+    grown = math.ceil(math.log(1.5, 1.01**2))
+    assert len(found) > 4
+    assert all(grown <= b - a - LATER <= grown + grown / 8 for a, b in itertools.pairwise(found))
 
 
 def test_a_damping_that_moves_counts_as_drift() -> None:
@@ -117,12 +122,12 @@ class Clock:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
 
-def _slow(clock: Clock, seconds: float) -> ng.solve.Solver:
+def _slow(clock: Clock, seconds: Callable[[], float]) -> ng.solve.Solver:
     """Cholesky that takes so long."""
 
     class Slow(ng.solve.Solver):
         def init(self, G: Operator, damping: Any = 0.0, warm: Any = None) -> Inverse:
-            clock.now += seconds
+            clock.now += seconds()
             return G.inverse(damping)
 
     return Slow()
@@ -139,11 +144,24 @@ def test_inverting_takes_no_more_than_its_part_of_the_time(
         clock.now += 1.0
         return 0.99**step
 
-    run = Linear(scale, schedule=on, solver=_slow(clock, 3.0))
+    run = Linear(scale, schedule=on, solver=_slow(clock, lambda: 3.0))
     run.inverted(100)
     found = run.inverted(400)
     assert {b - a for a, b in itertools.pairwise(found)} == {between}
     assert 3.0 * (len(found) - 1) <= budget * (found[-1] - found[0]) * (1 + 1e-9)
+
+
+def test_an_interruption_of_one_inverse_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes as long as a thousand steps, where the others take as long as three."""
+    clock, on = Clock(monkeypatch), {"structure": ng.Dense(), "drift": 0.01, "budget": 0.1}
+
+    def scale(step: int) -> float:
+        clock.now += 1.0
+        return 0.99**step
+
+    run = Linear(scale, schedule=on, solver=_slow(clock, lambda: 1000.0 if 150 < run.step < 200 else 3.0))
+    run.inverted(100)
+    assert {b - a for a, b in itertools.pairwise(run.inverted(300))} == {30}
 
 
 @pytest.mark.parametrize("at", [3, 6, 20, 70, 103, 105])
@@ -173,15 +191,21 @@ def test_a_state_with_a_period_is_inverted_once_and_then_by_drift() -> None:
     assert new.inverted(100) == [81]
 
 
-def test_a_step_that_fails_leaves_the_schedule_as_it_was() -> None:
-    run = Linear(lambda step: 1.0 if step < 100 else 2.0)
-    run.inverted(102)
-    for _ in range(2):  # in which the metric is inverted
-        run.take()
-        run.opt.zero_grad()
-        with pytest.raises(ValueError, match="no parameter has a gradient"):
-            run.opt.step()
-    assert run.opt.diagnostics().inverse_age == 0
+def test_steps_that_fail_leave_the_schedule_as_it_was() -> None:
+    """Before each step of one run there is one whose gradient is not finite: both runs invert in the same steps."""
+
+    def scale(step: int) -> float:
+        return 1.0 if step < 70 else 1.3 if step < 80 else 2.0
+
+    runs = [Linear(scale, schedule={"structure": ng.Dense(), "drift": 0.2}) for _ in range(2)]
+    for step in range(1, 120):
+        runs[1].opt.zero_grad()
+        runs[1].model(scale(step) * runs[1].x).mul(math.nan).sum().backward()
+        with pytest.raises(ng.errors.NonFiniteError, match="the gradient of weight holds NaN"):
+            runs[1].opt.step()
+        assert torch.equal(*(run.take() for run in runs))
+        assert runs[0].opt.preconditioner.inverted == runs[1].opt.preconditioner.inverted
+    assert runs[0].opt.preconditioner.inverted > 80
 
 
 def test_damaged_entries_of_a_state_are_refused() -> None:

@@ -296,3 +296,29 @@ def test_eigenvalues_that_cannot_be_found_say_so() -> None:
         FactorisationError, match=r"eigenvalues of a factor of size 3 cannot be found, in double.*raise"
     ):
         spectrum(torch.full((1, 3, 3), torch.nan))
+
+
+def test_iterated_eigenvectors_tend_to_the_exact_ones() -> None:
+    """Q ← QR(SQ) diagonalises S in the limit, largest eigenvalue first; it is orthogonal in every step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3).double()
+    structure = ng.EigenKronecker(eigenvectors="iterated")
+    batches = [torch.randn(20, 4, dtype=torch.float64) for _ in range(2)]
+    metric = ng.Fisher(ng.Categorical())
+    first = structure.estimate(ng.pullback(model, batches[0], metric))
+    G = first.lerp(structure.estimate(ng.pullback(model, batches[1], metric), first), 0.5)
+    trace = G.diagonal().sum()
+    for _ in range(400):
+        G = G.renewed()
+        torch.testing.assert_close(G.diagonal().sum(), trace)
+    tensors = G.tensors()
+    for factor, basis in (("S", "Q"), ("A", "P")):
+        F, Q = tensors[f"weight/{factor}"][0], tensors[f"weight/{basis}"][0]
+        torch.testing.assert_close(Q.T @ Q, torch.eye(len(Q), dtype=Q.dtype))
+        values = torch.linalg.eigvalsh(F).flip(0)
+        torch.testing.assert_close(Q.T @ F @ Q, torch.diag(values), rtol=1e-6, atol=1e-8)
+
+
+def test_eigenvectors_are_exact_or_iterated() -> None:
+    with pytest.raises(ValueError, match='is "exact" or "iterated", not \'fast\''):
+        ng.EigenKronecker(eigenvectors="fast")  # type: ignore[arg-type]
