@@ -29,12 +29,12 @@ class Refresh(Structure):
     metric changes fastest, it is also inverted in the steps 1, 2, 4, 8, … before the first period is over, and
     estimated in each of the first 16 of them.
 
-    With ``inverse="fresh"`` there is no period. After the steps 1, 2, 4, …, 64 the metric is inverted when its factors
-    F have moved by ``drift`` since the last inverse: √(mean over the factors of ‖F̄ − F‖²/‖F‖²), from products with
-    random signs, or when the damping has. One factor of a hundred that doubles has the same weight as all that change
-    by a tenth. The number is that of four steps ago, for which no device is waited for. ``budget``: inverting takes at
-    most this part of the time of the other steps, which is measured; the steps until 64 are free. Clocks differ from
-    run to run: with ``budget=None`` there is none, and a run can be repeated and resumed bit for bit.
+    With ``inverse="fresh"`` there is no period. The metric is inverted in the steps 1, 2, 4, …, 64, and whenever its
+    factors F have moved by ``drift`` since the last inverse: √(mean over the factors of ‖F̄ − F‖²/‖F‖²), from products
+    with random signs, or the damping has. One factor of a hundred that doubles counts as much as all that change by a
+    tenth. The host reads this number four steps later, and so does not wait for a device. ``budget``: inverting takes
+    at most this part of the time of the other steps, which is measured; the steps 1, 2, 4, …, 64 are free. Clocks
+    differ from run to run: with ``budget=None`` none is asked, and a run can be repeated and resumed bit for bit.
 
     ``basis``: a structure with eigenvectors (``EigenKronecker``) keeps them for this many steps, early ones excepted,
     and is inverted in them, which costs nothing; by default they are computed again whenever it is inverted.

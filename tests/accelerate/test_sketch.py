@@ -1,7 +1,10 @@
 """Sketches: how far matrices have moved, from products with random signs."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from natgrad.accelerate.sketch import Sketch
 
@@ -35,3 +38,19 @@ def test_zeros_that_stay_have_not_moved_and_zeros_that_move_have() -> None:
     then = Sketch.of([zero, one]).values
     assert float(Sketch.of([zero, one]).drift(then)) == 0.0
     assert float(Sketch.of([1e-6 * one, one]).drift(then)) == float("inf")
+
+
+class NoReading(TorchDispatchMode):
+    """Inside, the host may not look at a number of a tensor, for which it would wait for a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As it is, but for reading."""
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a number"
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_is_read_on_the_way() -> None:
+    then, now = ([c * torch.eye(3)[None], c * torch.ones(1, 4)] for c in (1.0, 2.0))
+    with NoReading():  # type: ignore[no-untyped-call]
+        drift = Sketch.of(now).drift(Sketch.of(then).values)
+    assert float(drift) == 1.0
