@@ -190,8 +190,8 @@ class GraphCache(Generic[T]):
         small = sum(t.numel() * t.element_size() for t in tensors) <= _COPY_BYTES
         copy = small or (may_copy and stats.unsettled)
         # A copy goes to where it is read, whatever its strides.
-        layouts = [(t.shape, t.dtype) if copy else (t.shape, t.dtype, t.data_ptr(), t.stride()) for t in tensors]
-        pattern = computation, len(scalars), size, *layouts
+        addresses = [(t.shape, t.dtype) if copy else (t.shape, t.dtype, t.data_ptr(), t.stride()) for t in tensors]
+        pattern = computation, len(scalars), size, *addresses
         graph = self._graphs.get(pattern)
         if graph is None:
             if self._due(pattern, stats):
