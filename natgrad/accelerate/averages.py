@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from natgrad.accelerate import fused
+from natgrad.accelerate.inverses import diagonal
 from natgrad.accelerate.moments import aligned_size
 from natgrad.accelerate.replay import Scalar
 
@@ -102,14 +103,14 @@ class Pending:
     def of(factor: Tensor, total: Tensor, weight: Scalar, count: int | Tensor) -> Pending:
         """In the memory of the factor; what lies between the rows of a matrix may be anything."""
         if not _padded(factor):
-            diagonal = _diagonal(total) if total.numel() >= _LARGE else None
-            return Pending(factor.view(-1), total.contiguous().view(-1), diagonal, weight, count)
+            on_diagonal = diagonal(total) if total.numel() >= _LARGE else None
+            return Pending(factor.view(-1), total.contiguous().view(-1), on_diagonal, weight, count)
         if total.stride()[1:] != factor.stride()[1:]:
             like = torch.empty_strided(factor.shape, factor.stride(), dtype=total.dtype, device=total.device)
             total = like.copy_(total)
         length = (factor.shape[1] - 1) * factor.stride(1) + factor.shape[2]
-        row, diagonal = total.as_strided((length,), (1,)), _diagonal(total)
-        return Pending(factor.as_strided((length,), (1,)), row, diagonal, weight, count)
+        row = total.as_strided((length,), (1,))
+        return Pending(factor.as_strided((length,), (1,)), row, diagonal(total), weight, count)
 
 
 def average_together(pending: Sequence[Pending]) -> None:
@@ -141,10 +142,6 @@ def _launches(pending: Sequence[Pending], most: int = _LAUNCH) -> Iterator[list[
 def _divided(count: int, by: int) -> int:
     """Rounded up."""
     return -(-count // by)
-
-
-def _diagonal(factor: Tensor) -> Tensor:
-    return factor.diagonal(dim1=-2, dim2=-1) if factor.ndim == 3 else factor
 
 
 def _padded(factor: Tensor) -> bool:

@@ -190,7 +190,7 @@ class GraphCache(Generic[T]):
         small = sum(t.numel() * t.element_size() for t in tensors) <= _COPY_BYTES
         copy = small or (may_copy and stats.unsettled)
         # A copy goes to where it is read, whatever its strides.
-        addresses = [t.shape if copy else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+        addresses = [(t.shape, t.dtype) if copy else (t.shape, t.dtype, t.data_ptr(), t.stride()) for t in tensors]
         pattern = computation, len(scalars), size, *addresses
         graph = self._graphs.get(pattern)
         if graph is None:

@@ -110,9 +110,12 @@ def _split_product(A: Tensor, B: Tensor) -> Tensor:
     """A B as A₁B₁ + (A₁B₂ + A₂B₁), where A₁ holds the leading bits that tf32 keeps and A₂ the others."""
     if A.dtype != torch.float32:
         return torch.bmm(A, B)
-    A1, B1 = leading_bits(A), leading_bits(B)
-    small = torch.bmm(A1, B - B1)
-    small.baddbmm_(A - A1, B1)
+    A1 = leading_bits(A)
+    B1 = A1 if B is A else leading_bits(B)
+    A2 = A - A1
+    B2 = A2 if B is A else B - B1
+    small = torch.bmm(A1, B2)
+    small.baddbmm_(A2, B1)
     return small.baddbmm_(A1, B1)
 
 

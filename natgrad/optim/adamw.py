@@ -24,7 +24,8 @@ def without_metric(
     """The parameter groups without their "fallback", and the names of the parameters that AdamW steps.
 
     A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, where
-    the optimizer's ``fallback`` is "adamw", it has those with fewer than two axes and the weights of embeddings.
+    the optimizer's ``fallback`` is "adamw", it has those with fewer than two axes or no entry, and the weights of
+    embeddings.
     """
     embeddings = _embeddings(model)
     names = {id(p): name for name, p in model.params.items()}
@@ -34,7 +35,8 @@ def without_metric(
         check_fallback(group.get("fallback", fallback))
         all_of_it = "fallback" in group
         if group.get("fallback", fallback) == "adamw":
-            chosen |= {names[id(p)] for p in group["params"] if all_of_it or p.ndim < 2 or id(p) in embeddings}
+            no_matrix = {id(p) for p in group["params"] if p.ndim < 2 or not p.numel()} | embeddings
+            chosen |= {names[id(p)] for p in group["params"] if all_of_it or id(p) in no_matrix}
         plain.append({key: value for key, value in group.items() if key != "fallback"})
     if len(chosen) == len(model.params):
         raise ValueError(

@@ -58,6 +58,8 @@ class NaturalGradient(torch.optim.Optimizer):
     Drop-in: the training loop stays as it is. When the metric is due (in every step, or as
     ``Refresh(structure, every, decay)`` says), a hook on the model's forward pass estimates it from that pass. Call the
     model under ``torch.no_grad()`` to evaluate it. Metrics of the loss need ``opt.refresh(x, target)`` before the step.
+    With ``Empirical()`` it is estimated in your own backward pass. ``BatchGradient()`` has no hook: G is the average of
+    ∇L ∇Lᵀ over the steps, from the gradients that ``opt.step()`` finds.
 
     Momentum is on "steps", vectors, m ← μm + v, θ ← θ − lr·m; or on "gradients", covectors, m ← μm + (1 − μ)ω, and the
     metric of today acts on all of it, v = (μm + (1 − μ)ω)♯, θ ← θ − lr·v (Nesterov 1983). Where the gradient is noisy
@@ -77,11 +79,11 @@ class NaturalGradient(torch.optim.Optimizer):
     by AdamW, with the learning rate and the weight decay of their group, and the metric is over the others: a head is
     among these unless it is tied to an embedding. A group may say otherwise for all of its parameters, ``{"params":
     head.parameters(), "fallback": "adamw"}`` or ``"fallback": None``. ``opt.last`` and rules that evaluate the loss see
-    the parameters of the metric. ``rules``:
-    layer rules for modules of your own. ``output`` takes what the model returns to its output tensor. With
-    ``examples="inputs"`` outputs that the model flattens over positions, [n·t *out], belong to the n examples that its
-    first input has on its first axis. ``generator`` is for sampled metrics; by default the optimizer has its own, so
-    the random stream of the user does not move. ``memory`` bounds, in bytes, what the structure may occupy.
+    the parameters of the metric. ``rules``: layer rules for modules of your own. ``output`` takes what the model
+    returns to its output tensor. With ``examples="inputs"`` outputs that the model flattens over positions, [n·t *out],
+    belong to the n examples that its first input has on its first axis. ``generator`` is for sampled metrics; by
+    default the optimizer has its own, so the random stream of the user does not move. ``memory`` bounds, in bytes, what
+    the structure may occupy.
 
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))

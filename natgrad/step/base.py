@@ -56,9 +56,9 @@ class StepContext:
     ``sharp(ω, λ)`` is (G + λ)⁻¹ω. ``move(v)`` is the displacement −lr·(μm + v) that the optimizer would make of v by
     itself; v is overwritten. ``velocity()`` is the momentum that the last step left. With momentum on gradients it is
     in ``smooth(ω)`` = μm + (1 − μ)ω, there is no velocity, and ``move(v)`` is −lr·v; else ``smooth(ω)`` is ω.
-    ``acceleration(δ)`` = −Γ(δ, δ) is
-    the second derivative of the geodesic with velocity δ. ``loss_at(θ)`` is the loss of the closure at θ (None: here),
-    if there is a closure. ``queries()`` answers questions about the model and its metric on the current batch.
+    ``acceleration(δ)`` = −Γ(δ, δ) is the second derivative of the geodesic with velocity δ. ``loss_at(θ)`` is the loss
+    of the closure at θ (None: here), if there is a closure. ``queries()`` answers questions about the model and its
+    metric on the current batch.
     """
 
     step: int  # the number of steps before this one

@@ -568,9 +568,9 @@ class KroneckerOperator(LayerOperator):
         eigenvalues on a processor (``natgrad.accelerate.roots``).
 
         Where a factor is zero (a layer with no gradient) π is 1; with relative damping its inverse is zero, and so is
-        the step of the layer. A factor that cannot be inverted keeps its last
-        inverse, from ``warm`` or ``into``, and FactorisationError is raised when the others are done; on a GPU the
-        inverse has ``failed``, a step or two later. Without a last inverse SingularMetricError is raised at once.
+        the step of the layer. A factor that cannot be inverted keeps its last inverse, from ``warm`` or ``into``, and
+        FactorisationError is raised when the others are done; on a GPU the inverse has ``failed``, a step or two later.
+        Without a last inverse SingularMetricError is raised at once.
         """
         if self.power == 0:
             return IdentityInverse(self.layout)

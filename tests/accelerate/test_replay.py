@@ -234,6 +234,19 @@ def test_a_replay_has_the_numbers_of_the_call(size: int, may_copy: bool, moving:
     assert graphs.log.count("replay") == replays
 
 
+def test_a_copy_is_not_rounded_to_the_type_of_an_earlier_one() -> None:
+    """Passes with and without autocast have tensors of the same shapes."""
+    total, cache = torch.zeros(1), GraphCache[None](capture=EagerGraphs())
+
+    def copy(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+        total.copy_(tensors[0])
+
+    for dtype in (*3 * [torch.bfloat16], *3 * [torch.float32]):
+        x = torch.full((1,), 1 + 2**-20, dtype=dtype)
+        cache.run(copy, [x], [], "copy")
+        assert float(total) == float(x)
+
+
 def test_a_replay_returns_the_result_of_the_capture() -> None:
     class Remembering(EagerGraphs):
         def capture(self, fn: Any, device: torch.device) -> Any:

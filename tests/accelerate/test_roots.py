@@ -194,28 +194,36 @@ def test_autocast_rounds_nothing() -> None:
 # Lower precision, as far as it can be told without a GPU.
 
 
-def test_split_products_are_nearly_single_precision() -> None:
-    generator = torch.Generator().manual_seed(0)
-    A, B = torch.randn(2, 1, 64, 64, generator=generator)
-    expected = A.double() @ B.double()
-    rough = error(roots.leading_bits(A) @ roots.leading_bits(B), expected)
-    assert 1e-4 < rough < 1e-3
-    assert error(roots._split_product(A, B), expected) < 1e-6
-    M = symmetric(spread(48, 1e4))[None].float()
-    assert error(inverse_power(M, 0.75, method="products", precision="split")[0], exact(M, 0.75)) < 1e-3
+@pytest.mark.parametrize("condition", [1e1, 1e3, 1e5])
+def test_split_products_are_nearly_single_precision(condition: float) -> None:
+    """One product with the bits of tf32 would leave 2¹³ times as much."""
+    A = symmetric(spread(48, condition))[None].float()
+    X, residual = inverse_power(A, 0.75, condition=4 * condition, method="products", precision="split")
+    assert error(X, exact(A, 0.75)) < 10 * (5 + condition) * EPS
+    assert float(residual) < 10 * (20 + 2 * condition) * EPS
 
 
 def test_the_users_precision_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    monkeypatch.setattr(roots, "is_asynchronous", lambda device: True)
-    inside = {}
-    for precision in ("single", "split"):
-        with roots._products_in(precision, torch.device("cpu")):
-            inside[precision] = settings.fp32_precision
-        assert settings.fp32_precision == before
-    assert inside == {"single": "ieee", "split": "tf32"}
-    with pytest.raises(ZeroDivisionError), roots._products_in("split", torch.device("cpu")):
+    bmm, inside, A = torch.bmm, set[str](), torch.eye(2)[None]
+
+    def seen(A: Tensor, B: Tensor) -> Tensor:
+        inside.add(settings.fp32_precision)
+        return bmm(A, B)
+
+    def broken(A: Tensor, B: Tensor) -> Tensor:
         raise ZeroDivisionError
+
+    monkeypatch.setattr(roots, "is_asynchronous", lambda device: True)
+    monkeypatch.setattr(torch, "bmm", seen)
+    inverse_power(A, 0.5, method="products", precision="single")
+    assert inside == {"ieee"}
+    inverse_power(A, 0.5, method="products", precision="split")
+    assert inside == {"ieee", "tf32"}  # a residual is measured in single precision
+    assert settings.fp32_precision == before
+    monkeypatch.setattr(torch, "bmm", broken)
+    with pytest.raises(ZeroDivisionError):
+        inverse_power(A, 0.5, method="products")
     assert settings.fp32_precision == before
 
 

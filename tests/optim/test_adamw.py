@@ -1,6 +1,7 @@
 """One optimizer for all parameters: AdamW for embeddings, gains and biases, the metric for the others."""
 
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -384,3 +385,33 @@ def test_polar_steps_the_matrices_of_a_model_with_biases() -> None:
         losses.append(float(backward(model, 0).detach()))
         opt.step()
     assert losses[-1] < 0.5 * losses[0]
+
+
+class WithEmpty(nn.Module):
+    """One of its layers has no inputs, as where a list of features is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch initialises nothing
+            self.none = nn.Linear(0, 3)
+        self.some = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.some(x) + self.none(x[:, :0])
+
+
+@pytest.mark.parametrize("make", [ng.Natural, ng.Muon, ng.SOAP, lambda m: ng.Natural(m, ng.Empirical())])
+def test_a_weight_without_entries_changes_no_other_step(make: Callable[..., ng.NaturalGradient]) -> None:
+    torch.manual_seed(0)
+    model, plain = WithEmpty().double(), nn.Linear(4, 3).double()
+    plain.load_state_dict(model.some.state_dict())
+    model.none.bias.requires_grad_(False).zero_()
+    x, target = torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3
+    for of in (model, plain):
+        opt = make(of)
+        for _ in range(3):
+            opt.zero_grad()
+            nn.functional.cross_entropy(of(x), target).backward()
+            opt.step()
+    torch.testing.assert_close(model.some.weight, plain.weight, rtol=1e-12, atol=0)
