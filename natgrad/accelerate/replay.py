@@ -52,6 +52,7 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._latest: torch.cuda.CUDAGraph | None = None  # torch refuses a pool whose graphs have all been freed
 
     def possible(self, tensors: Sequence[Tensor]) -> bool:
         """On a GPU, outside of a capture, and not in double precision: a graph reads its scalars in single."""
@@ -66,6 +67,7 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, device, self._pool):
             result = fn()
+        self._latest = graph
         return result, graph.replay
 
 
