@@ -81,10 +81,6 @@ class Preconditioner:
             raise
         finally:
             self._operator = None
-        if inverse is not None and self.inverse is not None and is_asynchronous(self._device):
-            # A captured step reads the inverse where the last one was.
-            self.inverse = inverse.overwritten(self.inverse)
-        self.version += self.inverse is not inverse
 
     def _begin(self, G: Operator, damping: Damping, changed: bool) -> Operator:
         """G, with its basis computed again if that and the inverse are due; or its drift is on the way to the host."""
@@ -137,6 +133,11 @@ class Preconditioner:
             if last is not None and self.inverted != self._step:
                 self.inverted_before = self.inverted
             self.inverted, self.warm = self._step, None
+            if last is not None and is_asynchronous(self._device):
+                # A captured step reads the inverse where the last one was, in this step already.
+                self.inverse = last.overwritten(self.inverse)
+                self._overwritten |= self.inverse is last
+            self.version += self.inverse is not last
         if self.freshness is not None:
             self.freshness.inverted(G, self._step)
         self.damping, self.outdated = damping, False

@@ -216,6 +216,20 @@ def test_cotangents_that_are_used_on_the_way_have_the_factors_of_the_cpu(monkeyp
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("structure", "metric"),
+    [(ng.EigenKronecker(), ng.Fisher(ng.Categorical())), (ng.Kronecker(power=0.5), ng.BatchGradient())],
+    ids=["in new memory", "with a fallback"],
+)
+def test_a_recorded_step_reads_the_inverse_that_was_made_for_it(
+    structure: ng.structures.Structure, metric: ng.OutputMetric
+) -> None:
+    make = partial(ng.NaturalGradient, structure=ng.Refresh(structure, decay=0.9, inverse=2, early=False))
+    options: dict[str, Any] = {"make": make, "metric": metric, "damping": 0.1}
+    here, there = _Loop("cpu", torch.float64, **options), _Loop("cuda", torch.float32, **options)
+    torch.testing.assert_close(there.run(12).double(), here.run(12).double(), rtol=1e-3, atol=1e-3)
+
+
 def test_a_recorded_step_waits_for_nothing() -> None:
     loop = _Loop("cuda", torch.float32, metric_every=10, inverse_every=20)
     loop.run(45)
