@@ -110,7 +110,7 @@ def plain_step() -> dict[str, int]:
     """A step of eight linear layers in which neither the metric nor its inverse is due."""
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(16, 16), nn.Tanh())])
-    backward, opt = loop(model, torch.randn(32, 16), 7)
+    backward, opt = loop(model, torch.randn(32, 16), 22)  # after the early refreshes
     backward()
     with counting() as calls:
         opt.step()
