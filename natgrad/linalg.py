@@ -160,9 +160,9 @@ def inverse_powered(values: Tensor, power: float) -> Tensor:
 
 def check_power(power: float, what: str) -> None:
     """A metric G has the points G^p, 0 ≤ p ≤ 1, of the geodesic from the identity to itself."""
-    if not 0 <= power <= 1:
+    if not isinstance(power, (int, float)) or not 0 <= power <= 1:
         raise ValueError(
-            f"{what} must have a power between 0 and 1, got {power}: 1 is the natural gradient, 0 the gradient"
+            f"{what} must have a power between 0 and 1, got {power!r}: 1 is the natural gradient, 0 the gradient"
         )
 
 
