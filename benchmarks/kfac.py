@@ -44,8 +44,7 @@ from benchmarks import networks
 from benchmarks.harness import Race, SubprocessRunner, duels, machine, now, peak_memory, settle, together
 from benchmarks.networks import Problem, gradient
 from benchmarks.report import Report, Row, Target, markdown, save, table
-from benchmarks.rivals import Together
-from benchmarks.soap import SOAP
+from benchmarks.rivals import SOAP, Together
 
 OURS, OURS_TF32, FROM_NOTHING = "natgrad", "natgrad, all in tf32", "natgrad, from nothing"
 UNIT, ADAMW, SGD = "forward+backward", "AdamW, fused", "SGD with momentum, fused"
@@ -167,7 +166,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def soap(model: nn.Module) -> torch.optim.Optimizer:
     """SOAP with new eigenbases every ten steps."""
-    return SOAP(model.parameters(), lr=1e-5, frequency=10)
+    return SOAP(model.parameters(), lr=1e-5, betas=(0.95, 0.95), weight_decay=0.01)
 
 
 def training(problem: Problem, optimizer: Optimizer, steps: int) -> Contestant:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import natgrad as ng
-from benchmarks import soap
+from benchmarks import rivals as optimizers
 from benchmarks.curves import ADAMW, KFAC, SGD, SOAP, Record, Run, Setting, table
 from benchmarks.harness import machine, now, settle
 from benchmarks.tasks import TrainingTask, digits, mnist
@@ -82,7 +82,7 @@ def rivals(training: TrainingTask) -> list[Rival]:
             sizes,
         ),
         Rival(ADAMW, lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, fused=True), _LRS, sizes),
-        Rival(SOAP, lambda model, lr: soap.SOAP(model.parameters(), lr=lr), _LRS, sizes),
+        Rival(SOAP, lambda model, lr: optimizers.SOAP(model.parameters(), lr, (0.95, 0.95), 0.01), _LRS, sizes),
     ]
 
 

@@ -342,8 +342,9 @@ def _inverse(
     if power == 0:
         return IdentityInverse(layout)
     zero = isinstance(damping, Relative) and not all(bool(matrix.any()) for matrix in matrices)
-    kind = CholeskyInverse if power == 1 and not zero else PowerInverse
-    return kind.of(layout, indices, matrices, damping, power, what)
+    if power == 1 and not zero:
+        return CholeskyInverse.of(layout, indices, matrices, damping, what)
+    return PowerInverse.of(layout, indices, matrices, damping, power, what)
 
 
 @final
@@ -357,14 +358,8 @@ class CholeskyInverse(Inverse):
 
     @staticmethod
     def of(
-        layout: Layout,
-        indices: Sequence[Tensor],
-        matrices: Sequence[Tensor],
-        damping: Damping,
-        power: float,
-        what: str,
+        layout: Layout, indices: Sequence[Tensor], matrices: Sequence[Tensor], damping: Damping, what: str
     ) -> CholeskyInverse:
-        assert power == 1
         batches = _batched(indices, matrices)
         factors = tuple(cholesky(matrix, _shift(matrix, damping), what) for _, matrix in batches)
         return CholeskyInverse(layout, tuple(index for index, _ in batches), factors)

@@ -164,7 +164,7 @@ class LowRankOperator(Operator):
             return self._range_inverse(λ, zero)
         if self._bare(λ):
             whole = torch.arange(self.floor.numel(), device=self.floor.device)
-            return CholeskyInverse.of(self.layout, [whole], [self.dense()], λ, 1.0, _WHAT)
+            return CholeskyInverse.of(self.layout, [whole], [self.dense()], λ, _WHAT)
         e, b, factor = self._capacity(λ)
         return LowRankInverse(self.layout, e.reciprocal(), b, factor)
 

@@ -17,7 +17,7 @@ from benchmarks import curves, kfac, networks, tasks, training
 from benchmarks import kfac_peers as peers
 from benchmarks.harness import Race, SubprocessRunner
 from benchmarks.report import Report, Target, markdown, save, table
-from benchmarks.soap import SOAP
+from benchmarks.rivals import SOAP
 from natgrad.cli.demo import Point
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_soap_turns_with_the_coordinates_of_a_matrix() -> None:
 
     def trained(turn: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
         w = nn.Parameter(turn(torch.ones(4, 3, dtype=torch.float64)))
-        optimizer = SOAP([w], lr=0.05, frequency=3)
+        optimizer = SOAP([w], lr=0.05, betas=(0.95, 0.95), weight_decay=0.01, frequency=3)
         for _ in range(20):
             optimizer.zero_grad()
             (A @ back(w) - B).square().sum().backward()
