@@ -282,3 +282,9 @@ def weighted_pinv(G: Tensor, covector: Tensor, weight: Tensor, rtol: float = 1e-
     """
     L_inverse_T = torch.linalg.inv(torch.linalg.cholesky(weight)).T
     return L_inverse_T @ torch.linalg.pinv(G @ L_inverse_T, rtol=rtol) @ covector
+
+
+def damped_power(matrix: Tensor, damping: float, power: float) -> Tensor:
+    """(G + λ)^-p."""
+    values, vectors = torch.linalg.eigh(matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype))
+    return (vectors * values.pow(-power)) @ vectors.T

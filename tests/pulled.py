@@ -104,3 +104,15 @@ def check_rows(problem: zoo.Problem, k: int = 3) -> ng.Pullback:
 def covector(pb: ng.Pullback, seed: int = 7) -> ng.Covector:
     """A random covector."""
     return ng.Covector(oracle.unflatten(normal(pb.model.size, seed=seed), pb.model.params))
+
+
+# Structures that have powers, by name.
+POWERED: dict[str, Any] = {
+    "Diagonal": ng.Diagonal,
+    "Dense": ng.Dense,
+    "BlockDense": ng.BlockDense,
+    "Kronecker": ng.Kronecker,
+    "EigenKronecker": ng.EigenKronecker,
+    "LowRank": lambda power=1.0: ng.LowRank(3, power=power),
+    "Kernel": ng.Kernel,
+}

@@ -11,17 +11,9 @@ import natgrad as ng
 from natgrad.errors import IncompatibleError, SingularMetricError
 from natgrad.structures import Structure
 from tests import zoo
-from tests.pulled import close, covector, normal, pull
+from tests.oracle import damped_power
+from tests.pulled import POWERED, close, covector, normal, pull
 
-STRUCTURES: dict[str, Any] = {
-    "Diagonal": ng.Diagonal,
-    "Dense": ng.Dense,
-    "BlockDense": ng.BlockDense,
-    "Kronecker": ng.Kronecker,
-    "EigenKronecker": ng.EigenKronecker,
-    "LowRank": lambda power=1.0: ng.LowRank(3, power=power),
-    "Kernel": ng.Kernel,
-}
 POWERS = [1.0, 0.75, 0.5, 0.3, 0.25]
 
 
@@ -38,18 +30,12 @@ def oracle_power(matrix: Tensor, power: float) -> Tensor:
     return (vectors * values.pow(power)) @ vectors.T
 
 
-def damped_power(matrix: Tensor, damping: float, power: float) -> Tensor:
-    """(G + λ)^-p."""
-    values, vectors = torch.linalg.eigh(matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype))
-    return (vectors * values.pow(-power)) @ vectors.T
-
-
 @pytest.mark.parametrize("power", [*POWERS, 0.0])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 @pytest.mark.parametrize("model", ["mlp_tanh", "conv", "layer_norm", "tied_weights"])
 def test_an_operator_with_a_power_is_the_dense_power(model: str, structure: str, power: float) -> None:
     pb = pullback(model)
-    G = STRUCTURES[structure](power=power).estimate(pb)
+    G = POWERED[structure](power=power).estimate(pb)
     matrix = G.with_power(1.0).dense()
     expected = oracle_power(matrix, power)
     close(G.dense(), expected, 1e-7)  # (10⁻³²)^¼: squares that are zero up to rounding
@@ -62,9 +48,9 @@ def test_an_operator_with_a_power_is_the_dense_power(model: str, structure: str,
     close(ng.sharp(G, ω, damping=0.1).flatten(), damped_power(matrix, 0.1, power) @ ω.flatten(), 1e-9)
 
 
-@pytest.mark.parametrize("structure", [name for name in STRUCTURES if name != "LowRank"])
+@pytest.mark.parametrize("structure", [name for name in POWERED if name != "LowRank"])
 def test_the_power_one_is_the_metric_as_it_always_was(structure: str) -> None:
-    pb, kind = pullback(), STRUCTURES[structure]
+    pb, kind = pullback(), POWERED[structure]
     close(kind(power=1.0).estimate(pb).dense(), kind().estimate(pb).dense(), 0.0)
     close(kind(power=0.5).estimate(pb).with_power(1.0).dense(), kind().estimate(pb).dense(), 0.0)
 
@@ -78,27 +64,27 @@ def test_powers_of_a_low_rank_metric_have_a_level_floor_and_its_trace() -> None:
 
 
 @pytest.mark.parametrize(("p", "q"), [(0.5, 0.5), (0.25, 0.5), (0.3, 0.0)])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 def test_powers_add(structure: str, p: float, q: float) -> None:
     """G^p G^q = G^(p+q)."""
-    G = STRUCTURES[structure](power=p).estimate(pullback())
+    G = POWERED[structure](power=p).estimate(pullback())
     v = normal(G.layout.size)
     close(G.product(G.with_power(q).product(v)), G.with_power(p + q).product(v), 1e-9)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 def test_small_powers_tend_to_the_identity(structure: str) -> None:
     """G^p → 1 on regular matrices: (G + λ)^-p = 1 − p log(G + λ) + O(p²)."""
     pb, p = pullback(), 1e-4
     ω = covector(pb)
-    G = STRUCTURES[structure](power=p).estimate(pb)
+    G = POWERED[structure](power=p).estimate(pb)
     values, vectors = torch.linalg.eigh(G.with_power(1.0).dense())
     log = vectors @ ((values + 0.1).log() * (vectors.T @ ω.flatten()))
     v = ng.sharp(G, ω, damping=0.1).flatten()
     close(v, ω.flatten() - p * log, 100 * p**2)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 def test_the_power_zero_is_the_gradient_whatever_the_metric_is(structure: str) -> None:
     """No estimate is looked at: this one holds NaN, and another one is zero and undamped."""
     pb = pullback()
@@ -106,7 +92,7 @@ def test_the_power_zero_is_the_gradient_whatever_the_metric_is(structure: str) -
     for solver in (ng.Cholesky(), *([ng.Factored()] if structure == "Kronecker" else [])):
         for scale in (torch.nan, 0.0):
             spoilt = pull(zoo.case("mlp_tanh").make(), ng.Euclidean())
-            G = STRUCTURES[structure]().estimate(spoilt).with_power(0.0)
+            G = POWERED[structure]().estimate(spoilt).with_power(0.0)
             for t in G.tensors().values():
                 t.mul_(scale)
             v = ng.sharp(G, ω, solver)
@@ -116,7 +102,7 @@ def test_the_power_zero_is_the_gradient_whatever_the_metric_is(structure: str) -
 
 
 @pytest.mark.parametrize("power", POWERS)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 def test_sharp_inverts_flat(structure: str, power: float) -> None:
     """(G^p)♯ (G^p)♭ = 1, for a regular metric and no damping; Kernel needs fewer rows than parameters."""
     if structure == "Kernel":
@@ -125,19 +111,19 @@ def test_sharp_inverts_flat(structure: str, power: float) -> None:
     model = nn.Linear(3, 2).double()
     pb = ng.pullback(model, normal(40, 3), ng.Fisher(ng.Gaussian()))
     v = ng.Vector(dict(covector(pb)))
-    G = (ng.LowRank(8, power=power) if structure == "LowRank" else STRUCTURES[structure](power=power)).estimate(pb)
+    G = (ng.LowRank(8, power=power) if structure == "LowRank" else POWERED[structure](power=power)).estimate(pb)
     close(ng.sharp(G, G.flat(v)).flatten(), v.flatten(), 1e-9)
     if structure == "Kronecker":
         close(ng.sharp(G, G.flat(v), ng.Factored()).flatten(), v.flatten(), 1e-9)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 def test_pseudo_inverses_have_powers(structure: str) -> None:
     """((G⁺)^p)² = G⁺ at p = ½, on the range."""
     if structure == "LowRank":
         pytest.skip("it has no pseudo-inverse")
     pb = pullback()
-    G = STRUCTURES[structure](power=0.5).estimate(pb)
+    G = POWERED[structure](power=0.5).estimate(pb)
     inverse = ng.Pinv(rtol=1e-10).init(G)
     ω = G.with_power(1.0).product(covector(pb).flatten())
     close(inverse.solve(inverse.solve(ω)), ng.Pinv(rtol=1e-10).init(G.with_power(1.0)).solve(ω), 1e-6)
@@ -160,7 +146,7 @@ def test_a_power_of_a_kronecker_product_is_the_product_of_the_powers() -> None:
 
 @pytest.mark.parametrize("structure", ["Diagonal", "Dense", "BlockDense", "Kronecker", "EigenKronecker", "LowRank"])
 def test_averages_and_checkpoints_are_those_of_the_metric_itself(structure: str) -> None:
-    kind = STRUCTURES[structure]
+    kind = POWERED[structure]
     first, second = pullback(), pull(zoo.case("mlp_tanh").make(), ng.Euclidean(reduction="mean"))
     G = kind(power=0.5).estimate(first)
     mean = G.lerp(kind(power=0.5).estimate(second, G), 0.25)
@@ -181,13 +167,13 @@ def test_averages_join_operators_of_one_power() -> None:
         G.lerp(G.with_power(0.5), 0.5)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 @pytest.mark.parametrize("power", [-0.1, 1.5, float("nan"), "half"])
 def test_powers_outside_the_geodesic_are_refused(structure: str, power: Any) -> None:
     with pytest.raises(ValueError, match=rf"{structure}\(power=…\) must have a power between 0 and 1, got"):
-        STRUCTURES[structure](power=power)
+        POWERED[structure](power=power)
     with pytest.raises(ValueError, match=r"Operator\.with_power\(power\) must have a power between 0 and 1"):
-        STRUCTURES[structure]().estimate(pullback()).with_power(power)
+        POWERED[structure]().estimate(pullback()).with_power(power)
 
 
 def test_what_has_no_powers_says_so() -> None:
@@ -207,7 +193,7 @@ def test_a_singular_metric_without_damping_is_refused_at_every_power(structure: 
     pb = ng.pullback(nn.Linear(3, 2).double(), torch.zeros(4, 3, dtype=torch.float64), ng.Euclidean())
     for power in (1.0, 0.5):
         with pytest.raises(SingularMetricError, match=r"is singular at damping 0: rank [12] of"):
-            ng.sharp(STRUCTURES[structure](power=power).estimate(pb), covector(pb))
+            ng.sharp(POWERED[structure](power=power).estimate(pb), covector(pb))
 
 
 def test_indefinite_matrices_have_no_powers() -> None:

@@ -12,18 +12,10 @@ import natgrad as ng
 from natgrad.errors import IncompatibleError, SingularMetricError
 from natgrad.solve import Solver
 from natgrad.structures import Structure
-from tests.pulled import close, covector, normal
+from tests.oracle import damped_power
+from tests.pulled import POWERED, close, covector, normal
 
-STRUCTURES: dict[str, Any] = {
-    "Diagonal": ng.Diagonal,
-    "Dense": ng.Dense,
-    "BlockDense": ng.BlockDense,
-    "Kronecker": ng.Kronecker,
-    "EigenKronecker": ng.EigenKronecker,
-    "LowRank": lambda power=1.0: ng.LowRank(3, power=power),
-    "Kernel": ng.Kernel,
-}
-SOLVERS = {name: [ng.Cholesky()] for name in STRUCTURES} | {"Kronecker": [ng.Cholesky(), ng.Factored()]}
+SOLVERS = {name: [ng.Cholesky()] for name in POWERED} | {"Kronecker": [ng.Cholesky(), ng.Factored()]}
 EPSILON = 0.03
 
 
@@ -53,22 +45,16 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
     return (F.softplus(y) + 0.5 * (y - target) ** 2).sum(-1).mean()
 
 
-def damped(matrix: Tensor, damping: float, power: float) -> Tensor:
-    """(G + λ)^-p."""
-    values, vectors = torch.linalg.eigh(matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype))
-    return (vectors * values.pow(-power)) @ vectors.T
-
-
 def mean_damped(matrix: Tensor, power: float) -> Tensor:
-    return damped(matrix, EPSILON * float(matrix.trace()) / len(matrix), power)
+    return damped_power(matrix, EPSILON * float(matrix.trace()) / len(matrix), power)
 
 
 @pytest.mark.parametrize("power", [1.0, 0.5, 0.75])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 def test_the_damping_is_a_share_of_the_mean_eigenvalue_of_every_part(structure: str, power: float) -> None:
     model = network()
     pb = ng.pullback(model, normal(20, 3), ng.Fisher(ng.Categorical()))
-    G = STRUCTURES[structure](power=power).estimate(pb)
+    G = POWERED[structure](power=power).estimate(pb)
     matrix, ω = G.with_power(1.0).dense(), covector(pb)
     sizes = [p.numel() for p in model.parameters()]
     if structure in ("Dense", "LowRank", "Kernel"):
@@ -115,11 +101,11 @@ def step(model: nn.Module, structure: Structure, solver: Solver, scale: float, d
 
 
 @pytest.mark.parametrize("power", [1.0, 0.5])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 def test_scaling_the_loss_leaves_the_direction(structure: str, power: float) -> None:
     """L → cL takes G to c²G and ω to cω, so that v → c^(1−2p) v. With an absolute damping it does not."""
     for solver in SOLVERS[structure]:
-        kind, c = STRUCTURES[structure](power=power), 7.0
+        kind, c = POWERED[structure](power=power), 7.0
         v, w = (step(network(), kind, solver, scale, ng.Relative(EPSILON)).flatten() for scale in (1.0, c))
         close(w, c ** (1 - 2 * power) * v, 1e-9)
         v, w = (step(network(), kind, solver, scale, 0.1).flatten() for scale in (1.0, c))
@@ -133,7 +119,7 @@ def test_the_units_of_a_layer_do_not_matter(units: dict[str, float], structure: 
     """a → ca or g → cg, with W → W/c: the layer has G → c²G and ω → cω, and no other layer notices."""
     (c,) = units.values()
     for solver in SOLVERS[structure]:
-        kind = STRUCTURES[structure](power=power)
+        kind = POWERED[structure](power=power)
         v, w = (step(network(**of), kind, solver, 1.0, ng.Relative(EPSILON)) for of in ({}, units))
         for name in v:
             factor = c ** (1 - 2 * power) if name == "3.weight" else 1.0
@@ -141,13 +127,13 @@ def test_the_units_of_a_layer_do_not_matter(units: dict[str, float], structure: 
 
 
 @pytest.mark.parametrize("power", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("structure", POWERED)
 def test_what_is_zero_has_no_step(structure: str, power: float) -> None:
     """All of the metric, in a layer whose inputs are zero; no NaN, and no 0/0."""
     model = nn.Linear(3, 2, bias=False).double()
     pb = ng.pullback(model, torch.zeros(4, 3, dtype=torch.float64), ng.Euclidean())
     for solver in SOLVERS[structure]:
-        v = ng.sharp(STRUCTURES[structure](power=power).estimate(pb), covector(pb), solver, ng.Relative(0.01))
+        v = ng.sharp(POWERED[structure](power=power).estimate(pb), covector(pb), solver, ng.Relative(0.01))
         close(v.flatten(), torch.zeros(6, dtype=torch.float64), 0.0)
 
 
@@ -160,7 +146,7 @@ def test_a_dead_layer_stands_still_and_the_others_do_not_notice(structure: str, 
         model.get_parameter("0.bias").fill_(-100.0)
     pb = ng.pullback(model, normal(10, 3), ng.Euclidean())
     for solver in SOLVERS[structure]:
-        v = ng.sharp(STRUCTURES[structure](power=power).estimate(pb), covector(pb), solver, ng.Relative(0.01))
+        v = ng.sharp(POWERED[structure](power=power).estimate(pb), covector(pb), solver, ng.Relative(0.01))
         assert not v["0.weight"].any()
         assert not v["0.bias"].any()
         assert bool(v.flatten().isfinite().all())
@@ -193,7 +179,7 @@ def test_an_optimizer_holds_the_number_and_resumes_exactly(structure: str, power
     solver = SOLVERS[structure][-1]
 
     def make(of: nn.Module) -> ng.NaturalGradient:
-        schedule = ng.Refresh(STRUCTURES[structure](power=power), every=2, decay=0.9, inverse=3)
+        schedule = ng.Refresh(POWERED[structure](power=power), every=2, decay=0.9, inverse=3)
         damping = ng.Relative(0.02)
         return ng.NaturalGradient(
             of, ng.Euclidean(), structure=schedule, solver=solver, damping=damping, lr=0.01, momentum=0.9
