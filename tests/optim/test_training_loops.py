@@ -267,7 +267,7 @@ def test_a_discriminator_is_frozen_while_its_generator_steps(preset: Preset, par
 def test_parameters_that_are_still_frozen_in_their_own_step_are_refused_there() -> None:
     model, (x, t) = _model(), _data()
     opt = ng.KFAC(model, EUCLIDEAN)
-    model[0].weight.requires_grad_(False)  # type: ignore[index,union-attr]
+    model[0].weight.requires_grad_(False)  # type: ignore[index]
     half_square(model(x), t).backward()
     with pytest.raises(NatgradError, match=r"0\.weight was trainable .* and is frozen now"):
         opt.step()
