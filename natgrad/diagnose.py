@@ -52,7 +52,9 @@ class Diagnosis:
 
     @property
     def in_range(self) -> bool | None:
-        return None if self.outside is None else self.outside <= range_rounding(self.spectrum.numel(), self.spectrum.dtype)
+        if self.outside is None:
+            return None
+        return self.outside <= range_rounding(self.spectrum.numel(), self.spectrum.dtype)
 
     def __str__(self) -> str:
         largest, smallest = float(self.spectrum[0]), float(self.spectrum[max(self.rank, 1) - 1])
