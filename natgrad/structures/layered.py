@@ -48,7 +48,7 @@ from natgrad.pullback.gradient import GradientSample, matrices
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.sharing import Sharing
+from natgrad.pullback.sharing import LARGEST, Sharing
 from natgrad.structures.base import (
     FALLBACK,
     Cost,
@@ -83,7 +83,7 @@ class Layered(Structure):
     sharing: Literal["expand", "reduce"] = "expand"
     fallback: Structure = field(default_factory=Diagonal)
     strict: bool = False
-    largest: int = 16384
+    largest: int = LARGEST
     bias: Literal["joint", "separate"] = "joint"
     power: float = field(default=1.0, kw_only=True)
 
@@ -154,8 +154,8 @@ class Layered(Structure):
     def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of S and A of a layer."""
         (_, o, i), c = block.shape, block.factor_groups
-        only_diagonal = block.sparse or i > self.largest
-        return (c, o) if o > self.largest else (c, o, o), (c, i) if only_diagonal else (c, i, i)
+        inputs, outputs = self.sharing_rule.only_diagonal(block)
+        return (c, o) if outputs else (c, o, o), (c, i) if inputs else (c, i, i)
 
     def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """S and A of a layer that a pass did not use."""
