@@ -94,8 +94,9 @@ class Kronecker(Layered):
     ``sharing``: what becomes of positions that share a weight (pixels, tokens, time steps): "expand" takes them for
     independent examples, "reduce" sums over them first (Eschenhagen et al. 2023). ``fallback`` is the structure of the
     parameters that no layer rule covers; with ``strict`` there must be none. Of a factor with more than ``largest``
-    rows (a vocabulary) only the diagonal is kept. With ``bias="separate"`` a bias is a layer of its own, apart from its
-    weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is G^p = S^p ⊗ A^p.
+    rows (a vocabulary), that of the bias not counted, only the diagonal is kept. With ``bias="separate"`` a bias is a
+    layer of its own, apart from its weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is
+    G^p = S^p ⊗ A^p.
 
     ``fit``: "mean" takes the mean of each side, as above. "kl" takes the product that is nearest in KL divergence,
 
