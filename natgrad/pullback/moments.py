@@ -285,9 +285,9 @@ class LayerFactors:
         That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale. Of
         several positions those count to which a cotangent comes.
         """
-        return not self.inputs_only and (b in self.several or self._whole(b))
+        return not self.inputs_only and (b in self.several or self.together(b))
 
-    def _whole(self, b: int) -> bool:
+    def together(self, b: int) -> bool:
         """Whether both factors are made together, because one scales or weighs the other."""
         block = self.blocks[b]
         return self.relation is not None or bool(block.facets) or self._fits(block)
@@ -308,7 +308,7 @@ class LayerFactors:
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
         """S and, where it is late, A."""
         block = self.blocks[b]
-        if not self._whole(b):
+        if not self.together(b):
             h = g.of(tape, block)
             if b in self.several:
                 sink.put(b, "A", self._input_moment(counted(tape.inputs(block), h, block), block))
@@ -334,10 +334,16 @@ class LayerFactors:
         """Of products of cotangents."""
         return Moment(moment.total * self.n, 1) if self.of_mean else moment.over(self.n)
 
-    def padded_outputs(self, b: int, tape: Tape, g: Cotangents, n: Scalar) -> Moment:
-        """S where only n examples are real."""
-        moment = self._outputs(self.blocks[b], g.of(tape, self.blocks[b]))
-        return Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
+    def put_padded_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink, n: Scalar) -> None:
+        """S where only n examples are real and, where it is late, A: no cotangent comes to the other rows."""
+        block = self.blocks[b]
+        h = g.of(tape, block)
+        if self.late(b):
+            a, there = tape.inputs(block), h.reached()
+            sink.put(b, "A", self._input_moment(a if there is None else a.only(there), block))
+        moment = self._outputs(block, h)
+        over = Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
+        sink.put(b, "S", over)
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
@@ -447,20 +453,30 @@ class CapturedKernels:
         return padded.others
 
     def _put_padded_outputs(self, numbers: Sequence[int], g: Cotangents, key: Hashable) -> list[int]:
-        """S of layers, likewise; the columns of the root are rows, too."""
+        """S of layers, likewise; columns of the root are rows, too, unless A is late: then rows of a and g agree."""
         padded = self._padded_rows("S", numbers)
-        tensors = [rows(g.outer[at][0], trailing) for at, trailing in padded.uses]
+        late = set(self._uses_of([b for b in padded.numbers if self.layers.late(b)]))
+        pairs = {
+            at: _matching_rows(self.tape.uses[at].call.x, g.outer[at][0], trailing)
+            for at, trailing in padded.uses
+            if at in late
+        }
+        inputs = [x for x, _ in pairs.values()]
+        tensors = [pairs[at][1] if at in late else rows(g.outer[at][0], trailing) for at, trailing in padded.uses]
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            supply = iter(tensors)
+            tape = self._tape_reading(list(pairs), supply) if pairs else self.tape
             sink = self.sink.with_weight(scalars[0])
-            mine = Cotangents({at: (t.unsqueeze(0),) for (at, _), t in zip(padded.uses, tensors, strict=True)}, {})
+            arrived = ((at, next(supply)) for at, _ in padded.uses)
+            mine = Cotangents({at: (t.movedim(1, 0) if at in late else t.unsqueeze(0),) for at, t in arrived}, {})
             for b in padded.numbers:
-                sink.put(b, "S", self.layers.padded_outputs(b, self.tape, mine, scalars[1]))
+                self.layers.put_padded_outputs(b, tape, mine, sink, scalars[1])
             sink.flush()
 
         if tensors and self.graphs is not None:
             scalars = [self.sink.weight, float(max(1, self.layers.n))]
-            self.graphs.run_padded(compute, tensors, scalars, (key, padded.numbers))
+            self.graphs.run_padded(compute, [*inputs, *tensors], scalars, (key, padded.numbers))
         return padded.others
 
     def _padded_rows(self, side: Side, numbers: Sequence[int]) -> PaddedRows:
@@ -479,20 +495,24 @@ class CapturedKernels:
         return cast(PaddedRows, self.tape.memo[key])
 
     def _pads(self, b: int) -> bool:
-        """Whether zero rows may be appended to the cotangents of a layer."""
-        if self.layers.late(b) or self.layers.blocks[b].facets or self.layers.sharing.how != "expand":
-            return False
-        uses = self.tape.of(self.layers.blocks[b])
-        return all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
+        """Whether zero rows may be appended to the cotangents of a layer and, where A is late, to its inputs."""
+        return self._has_rows(b) and (not self.layers.late(b) or self._pads_inputs(b))
 
     def _pads_inputs(self, b: int) -> bool:
         """Whether zero rows may be appended to its inputs."""
         block = self.layers.blocks[b]
-        if not self._pads(b) or self.layers.sharing.only_diagonal(block)[0]:
+        if not self._has_rows(b) or self.layers.sharing.only_diagonal(block)[0]:
             return False
         uses = self.tape.of(block)
         alone = all(len(use.call.args) == 1 and not use.call.kwargs and use.call.x.ndim > 1 for use in uses)
         return alone and all(use.rule.paddable(use.module, block.keys) for use in uses)
+
+    def _has_rows(self, b: int) -> bool:
+        """Whether the factors of a layer are sums over rows, each by itself."""
+        if self.layers.together(b) or self.layers.sharing.how != "expand":
+            return False
+        uses = self.tape.of(self.layers.blocks[b])
+        return all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
 
     def _row_axes(self, use: Use) -> int:
         """How many leading axes of an input or output hold rows that are all treated alike; 0 where that is unknown."""
@@ -563,6 +583,15 @@ class PaddedRows:
     numbers: tuple[int, ...]
     uses: tuple[tuple[int, int], ...]
     others: list[int]
+
+
+def _matching_rows(x: Tensor, g: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
+    """x [* *i] as [m *i] and g [k * *o] as [m k *o], in the order that x has in memory; *o are ``trailing`` axes."""
+    lead = g.ndim - 1 - trailing
+    order = sorted(range(lead), key=x.stride, reverse=True)
+    x = x.permute(*order, *range(lead, x.ndim))
+    g = g.movedim(0, lead).permute(*order, *range(lead, g.ndim))
+    return x.reshape(-1, *x.shape[lead:]), g.reshape(-1, *g.shape[lead:])
 
 
 def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Iterable[int]) -> Iterator[int]:
