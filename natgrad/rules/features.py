@@ -619,7 +619,8 @@ class OneHot(Features):
         return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
-        return DenseFeatures(self.dense())._map(combine)
+        valid = (self.values != 0).to(self.values.dtype).unsqueeze(-1) if self.masked else None
+        return DenseFeatures(self.dense(), valid)._map(combine)
 
 
 @final
