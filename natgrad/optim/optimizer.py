@@ -37,6 +37,7 @@ from natgrad.optim.update import (
     number_of,
     plain_step,
 )
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
@@ -98,7 +99,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        metric: OutputMetric,
+        metric: OutputMetric | Criterion,
         *,
         structure: Structure = _DENSE,
         solver: Solver = _CHOLESKY,
@@ -128,8 +129,8 @@ class NaturalGradient(torch.optim.Optimizer):
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
+        metric = metric_of(metric)
         check_slots(
-            metric=(metric, OutputMetric),
             structure=(structure, Structure),
             solver=(solver, Solver),
             step=(step, StepRule),

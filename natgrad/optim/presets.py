@@ -15,6 +15,7 @@ from natgrad.linalg import Damping, Relative
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.update import MomentumOn
 from natgrad.output.batch_gradient import BatchGradient
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
 from natgrad.pullback.pullback import MEMORY
@@ -36,7 +37,7 @@ _GRADIENTS, _SHARE, _TINY = BatchGradient(), Relative(1e-2), Relative(1e-6)
 
 def KFAC(
     model: nn.Module,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     *,
     lr: float = 0.1,
     damping: Damping = 1e-2,
@@ -91,7 +92,7 @@ def KFAC(
     below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
-        metric,
+        metric_of(metric, samples=1),
         structure=_schedule(Kronecker(sharing, below, strict), step, metric_every, inverse_every, early, decay),
         solver=Factored(_newton(model)) if solver is None else solver,
         step=step,
@@ -112,7 +113,7 @@ def KFAC(
 
 def EKFAC(
     model: nn.Module,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     *,
     lr: float = 0.1,
     damping: Damping = 1e-2,
@@ -147,7 +148,7 @@ def EKFAC(
     below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
-        metric,
+        metric_of(metric, samples=1),
         structure=_schedule(EigenKronecker(sharing, below, strict), step, metric_every, inverse_every, early, decay),
         solver=solver,
         step=step,
@@ -168,7 +169,7 @@ def EKFAC(
 
 def SobolevKFAC(
     model: nn.Module,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     *,
     nu: float = 1.5,
     lengthscale: float | Tensor | Lengthscale = _QUARTER,
@@ -226,7 +227,7 @@ def SobolevKFAC(
     """
     return KFAC(
         model,
-        Sobolev(metric, nu=nu, lengthscale=lengthscale, jitter=jitter, features=features),
+        Sobolev(metric_of(metric, samples=1), nu=nu, lengthscale=lengthscale, jitter=jitter, features=features),
         lr=lr,
         damping=damping,
         momentum=momentum,
@@ -252,7 +253,7 @@ def SobolevKFAC(
 
 def Natural(
     model: nn.Module,
-    metric: OutputMetric | None = None,
+    metric: OutputMetric | Criterion | None = None,
     *,
     lr: float = 3e-3,
     weight_decay: float = 0.1,
@@ -305,7 +306,7 @@ def Natural(
     """
     return NaturalGradient(
         model,
-        _GRADIENTS if metric is None else metric,
+        _GRADIENTS if metric is None else metric_of(metric, samples=1),
         structure=Refresh(Kronecker(sharing, fit=fit, power=power), metric_every, decay, inverse_every, early=early),
         solver=Factored(),
         step=Polar(rms) if polar else Normalised(rms),
