@@ -29,7 +29,7 @@ Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
 
 _log = logging.getLogger("natgrad")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Kinds = {  # but for what states of 0.1.0 do not have: "operations", "examples", "freshness", "outside", "unreached"
+_ENTRIES: Kinds = {  # those of 0.1.0; newer ones ("operations", "examples", "freshness", "outside", …) may be absent
     "metric": str,
     "structure": str,
     "solver": str,
