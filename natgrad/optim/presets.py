@@ -112,6 +112,7 @@ def KFAC(
         examples=examples,
         generator=generator,
         memory=memory,
+        strict=strict,
     )
 
 
@@ -171,6 +172,7 @@ def EKFAC(
         examples=examples,
         generator=generator,
         memory=memory,
+        strict=strict,
     )
 
 
@@ -284,6 +286,7 @@ def Natural(
     examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
     memory: int = MEMORY,
+    strict: bool = False,
 ) -> NaturalGradient:
     """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p.
 
@@ -334,6 +337,7 @@ def Natural(
         examples=examples,
         generator=generator,
         memory=memory,
+        strict=strict,
     )
 
 
