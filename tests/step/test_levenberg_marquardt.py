@@ -177,6 +177,7 @@ def test_at_a_minimum_it_rests_with_a_finite_damping() -> None:
         opt.step(closure)
         assert opt.last is not None
         assert (opt.last.accepted, opt.last.reason) in ((True, ""), (False, "stationary"))
+    assert opt.last is not None
     assert (opt.last.accepted, opt.last.reason) == (False, "stationary")
     torch.testing.assert_close(oracle.flatten(model.parameters()), rest, rtol=0, atol=1e-12)
     assert opt.param_groups[0]["damping"] <= 1.0
