@@ -194,7 +194,8 @@ class Pullback:
 
     The forward pass has shown, by the first name of each layer: ``positions``, the number of positions r·c of an
     example that share the weight, and ``unused``, the layers that the pass did not use, with their rule; in ``layers``
-    they have no rule, and their rows are zero. ``reasons``: why parameters that were used have no rule, by name.
+    they have no rule, and their rows are zero. ``unreached``: all parameters that the outputs do not depend on.
+    ``reasons``: why parameters that were used have no rule, by name.
     """
 
     batch: Batch
@@ -204,6 +205,7 @@ class Pullback:
     layers: list[Block]  # with their rules
     positions: Mapping[str, int]
     unused: Mapping[str, Block]
+    unreached: frozenset[str]
     reasons: Mapping[str, str]
     memory: int  # bytes that a structure may occupy
     ranges: list[ExampleRange]  # examples that are processed together
@@ -637,6 +639,7 @@ class Observer:
             layers=blocks,
             positions={block.names[0]: tape.positions(block) for block in blocks},
             unused=status.unused,
+            unreached=status.unreached,
             reasons=reasons,
             memory=self.memory,
             ranges=ranges,
