@@ -253,7 +253,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Returns the loss of the closure, if there is one."""
+        """One step. Returns the loss of the closure, detached, if there is one."""
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         self.preconditioner.handle_async_failure(self.tracker.average)
@@ -270,7 +270,7 @@ class NaturalGradient(torch.optim.Optimizer):
         finally:
             self.preconditioner.outdated |= self.tracker.absorbed  # a step that failed has changed the average
             self.tracker.discard()
-        return loss
+        return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _step(self, loss_at: Loss | None) -> None:
         ω, without_grad = self._differential()

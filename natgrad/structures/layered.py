@@ -45,6 +45,7 @@ from natgrad.linalg import (
     refuse_indefinite,
     refuse_singular,
 )
+from natgrad.log import listed
 from natgrad.model import Model, check_slots
 from natgrad.pullback.gradient import GradientSample, matrices
 from natgrad.pullback.layer import Block
@@ -197,7 +198,7 @@ class Layered(Structure):
             if name in pullback.operations.diagonals:
                 by_reason.setdefault(pullback.operations.diagonals[name], []).append(name)
         for reason, names in by_reason.items():
-            pullback.logger.log_once(logging.WARNING, f"{', '.join(names)} {reason}")
+            pullback.logger.log_once(logging.WARNING, f"{listed(names)} {reason}")
 
     def _check_strict(self, uncovered: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """With ``strict``, refuse parameters that no rule covers, with the ``reasons``, by name."""
