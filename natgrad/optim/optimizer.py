@@ -37,6 +37,7 @@ from natgrad.optim.update import (
     number_of,
     plain_step,
 )
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
@@ -104,7 +105,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        metric: OutputMetric,
+        metric: OutputMetric | Criterion,
         *,
         structure: Structure = _DENSE,
         solver: Solver = _CHOLESKY,
@@ -135,8 +136,8 @@ class NaturalGradient(torch.optim.Optimizer):
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
+        metric = metric_of(metric)
         check_slots(
-            metric=(metric, OutputMetric),
             structure=(structure, Structure),
             solver=(solver, Solver),
             step=(step, StepRule),
@@ -253,7 +254,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Returns the loss of the closure, if there is one."""
+        """One step. Returns the loss of the closure, detached, if there is one."""
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         self.preconditioner.handle_async_failure(self.tracker.average)
@@ -270,7 +271,7 @@ class NaturalGradient(torch.optim.Optimizer):
         finally:
             self.preconditioner.outdated |= self.tracker.absorbed  # a step that failed has changed the average
             self.tracker.discard()
-        return loss
+        return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _step(self, loss_at: Loss | None) -> None:
         ω, without_grad = self._differential()
