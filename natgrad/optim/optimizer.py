@@ -126,7 +126,9 @@ class NaturalGradient(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        whole, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
+        check_slots(metric=(metric, OutputMetric))
+        whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
+        wrapping = unwrapped(model)
         world = world_of(wrapping)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         check_fallback(fallback)
@@ -136,7 +138,6 @@ class NaturalGradient(torch.optim.Optimizer):
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
         check_slots(
-            metric=(metric, OutputMetric),
             structure=(structure, Structure),
             solver=(solver, Solver),
             step=(step, StepRule),

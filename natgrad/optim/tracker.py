@@ -465,7 +465,7 @@ class MetricTracker:
                 self._rng_state, get_rng_state(self.model.example.device)
             ):
                 refuse_randomness()
-            tape = recorder.tape(self.model.outputs(raw, Arguments(args, kwargs)))
+            tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
         with AtStep(self.step):  # the parameters have been checked before the pass
@@ -499,7 +499,7 @@ class MetricTracker:
         finally:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
-        tape = recorder.tape(self.model.outputs(raw, batch.x))
+        tape = recorder.tape(*self.model.read(raw, batch.x))
         return self._assemble(batch, tape)
 
     def abandon(self) -> None:
@@ -519,7 +519,7 @@ class MetricTracker:
     def _add(self, pb: Pullback) -> None:
         if pb.model is not self.model:
             self.use_model(pb.model)
-        self.batch = pb.batch
+        self.batch, self.metric = pb.batch, pb.metric
         self._note_terms(pb.y)
         if self.metric.source == "backward":
             self._wait_for_backward(pb)

@@ -74,9 +74,9 @@ class Root:
     stored: Tensor | None = None
 
     @staticmethod
-    def of(observer: Observer, target: Any, y: Tensor, coupled: bool) -> Root:
+    def of(observer: Observer, metric: OutputMetric, target: Any, y: Tensor, coupled: bool) -> Root:
         """Draw samples now. Compute an exact root now only if it is ``coupled``, which needs all examples at once."""
-        metric, check = observer.metric, not observer.deferred
+        check = not observer.deferred
         whole = root_at(metric, y, target, observer.generator, check) if coupled or not metric.exact else None
         return Root(metric, y, target, observer.memory, check, whole)
 
@@ -506,8 +506,8 @@ def pullback(
     >>> ng.Dense().estimate(pb).dense().shape
     torch.Size([9, 9])
     """
-    wrapped = Model.of(model, params, output, examples)
     check_slots(metric=(metric, OutputMetric))
+    wrapped = Model.of(model, params, output, examples, metric.heads)
     return Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
 
@@ -628,14 +628,15 @@ class Observer:
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
         bare = [block for block in blocks if block.rule is None]
         self._log_uncovered([block for block in bare if block.names[0] not in status.unused], reasons)
-        coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
+        metric = self.metric.shaped(tape.shapes)
+        coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             ranges = [(0, y.shape[0])]
         return Pullback(
             batch=replace(batch, model=self.model),
-            metric=self.metric,
+            metric=metric,
             y=y,
-            roots=Root.of(self, batch.target, y, coupled is not None),
+            roots=Root.of(self, metric, batch.target, y, coupled is not None),
             layers=blocks,
             positions={block.names[0]: tape.positions(block) for block in blocks},
             unused=status.unused,
