@@ -185,19 +185,19 @@ class Model:
 
     def read(self, raw: Any, x: Inputs) -> tuple[Tensor, Shapes]:
         """The output tensor y of what the model returned for x, checked, and the shapes [n *out] of its heads."""
-        parts = self.parts(raw)
+        tensors = self.returned(raw)
         if self.heads is None:
-            return (parts[0] if self.examples is None else self.by_example(parts[0], x)), ()
-        if len({part.shape[0] for part in parts}) > 1:
-            sizes = ", ".join(f"{key!r} {part.shape[0]}" for key, part in zip(self.heads, parts, strict=True))
+            return (tensors[0] if self.examples is None else self.by_example(tensors[0], x)), ()
+        if len({tensor.shape[0] for tensor in tensors}) > 1:
+            sizes = ", ".join(f"{key!r} {tensor.shape[0]}" for key, tensor in zip(self.heads, tensors, strict=True))
             raise ValueError(f"all heads need the n examples on their first axis, and have {sizes}")
-        return torch.cat([part.flatten(1) for part in parts], 1), tuple(part.shape for part in parts)
+        return torch.cat([tensor.flatten(1) for tensor in tensors], 1), tuple(tensor.shape for tensor in tensors)
 
     def outputs(self, raw: Any, x: Inputs) -> Tensor:
         """Extract the output tensor y from what the model returned for x, and check it."""
         return self.read(raw, x)[0]
 
-    def parts(self, raw: Any) -> list[Tensor]:
+    def returned(self, raw: Any) -> list[Tensor]:
         """The tensors that the model returned, those of its heads or the only one, before any change of their shape."""
         y = raw if self.output is None else self.output(raw)
         if self.heads is None:

@@ -37,6 +37,7 @@ from natgrad.optim.update import (
     number_of,
     plain_step,
 )
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
@@ -104,7 +105,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        metric: OutputMetric,
+        metric: OutputMetric | Criterion,
         *,
         structure: Structure = _DENSE,
         solver: Solver = _CHOLESKY,
@@ -126,7 +127,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        check_slots(metric=(metric, OutputMetric))
+        metric = metric_of(metric)
         whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
         wrapping = unwrapped(model)
         world = world_of(wrapping)
@@ -254,7 +255,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Returns the loss of the closure, if there is one."""
+        """One step. Returns the loss of the closure, detached, if there is one."""
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         self.preconditioner.handle_async_failure(self.tracker.average)
@@ -271,7 +272,7 @@ class NaturalGradient(torch.optim.Optimizer):
         finally:
             self.preconditioner.outdated |= self.tracker.absorbed  # a step that failed has changed the average
             self.tracker.discard()
-        return loss
+        return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _step(self, loss_at: Loss | None) -> None:
         ω, without_grad = self._differential()
@@ -348,7 +349,7 @@ class NaturalGradient(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         # Not state[p]: torch hashes a tensor in Python, and this is asked in every step.
         states = [t for of_param in self.state.values() for t in of_param.values() if isinstance(t, Tensor)]
-        addresses = tuple(t.data_ptr() for t in (*params, *states))
+        addresses = tuple(map(Tensor.data_ptr, params + states))
         options = tuple((group["momentum"], group["weight_decay"]) for group in self.param_groups)
         return self.preconditioner.version, options, addresses, self.tracker.outside
 
@@ -421,11 +422,13 @@ class NaturalGradient(torch.optim.Optimizer):
     def _differential(self) -> tuple[Covector, frozenset[str]]:
         """The gradient, with zeros where there is none, and the parameters that have none."""
         params = self.tracker.model.params
-        without = [name for name, p in params.items() if p.grad is None]
-        if all(p.grad is None for p in self._params.values()):
-            raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
-        self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+        grads = {name: p.grad for name, p in params.items()}
+        without = [name for name, grad in grads.items() if grad is None]
+        if without or not grads:
+            if all(p.grad is None for p in self._params.values()):
+                raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
+            self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
+            grads.update({name: torch.zeros_like(params[name]) for name in without})
         return Covector(require_all(grads)), frozenset(without)
 
     def _without_metric(self, ω: Covector, names: frozenset[str], estimated: bool) -> frozenset[str]:

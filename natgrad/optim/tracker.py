@@ -181,6 +181,7 @@ class MetricTracker:
         self.unreached: frozenset[str] = frozenset()  # the outputs of no estimate so far depend on them
         self._unreached: frozenset[str] | None = None  # of the estimates of this step
         self.batch: Batch | None = None  # of the last pass
+        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self._examples = 0  # in ``fresh``
         self._joined = False  # whether ``fresh`` is that of all processes
         self._refreshed = False  # passes until the next step are ignored
@@ -224,7 +225,7 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         if self.batch is None:
             raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
-        return BatchQueries(self.batch, self.metric, self.world.mean_of)
+        return BatchQueries(self.batch, self._metric_of_pass, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
@@ -519,7 +520,7 @@ class MetricTracker:
     def _add(self, pb: Pullback) -> None:
         if pb.model is not self.model:
             self.use_model(pb.model)
-        self.batch, self.metric = pb.batch, pb.metric
+        self.batch, self._metric_of_pass = pb.batch, pb.metric
         self._note_terms(pb.y)
         if self.metric.source == "backward":
             self._wait_for_backward(pb)

@@ -22,7 +22,7 @@ class Heads(OutputMetric):
     ``metrics``: by the keys of the dict that the model returns, or by the places in its tuple; a loss stands for its
     metric in ``ng.metric_of({"kind": F.cross_entropy, "box": F.mse_loss}, weights={"box": 0.5})``. ``weights``: of the
     heads in the loss; 1 where none is given. Each head counts its own terms, as its loss does. What the model returns
-    beside them has no part in the metric. An auxiliary loss on activations is that of a head: let the model return
+    beside them has no head in the metric. An auxiliary loss on activations is that of a head: let the model return
     them.
 
     The targets are a dict or tuple, too. In memory the heads [n *out_k] lie side by side, y [n d].
@@ -71,20 +71,25 @@ class Heads(OutputMetric):
     def shaped(self, shapes: Shapes) -> Heads:
         return replace(self, shapes=shapes)
 
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> tuple[Any, ...]:
+        cotangents = [None] * len(self.metrics) if cotangent is None else self.split(cotangent)
+        heads = zip(self._by_head(y, target), cotangents, strict=True)
+        return tuple(metric.prepared(head, t, g) for (metric, _, head, t), g in heads)
+
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
-        parts = zip(self._parts(y, target), self.split(u), strict=True)
-        return self.joined([w * metric.flat(part, v, t) for (metric, w, part, t), v in parts])
+        heads = zip(self._by_head(y, target), self.split(u), strict=True)
+        return self.joined([w * metric.flat(head, v, t) for (metric, w, head, t), v in heads])
 
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        return self._beside(y, [m.root(part, t, generator) * w**0.5 for m, w, part, t in self._parts(y, target)])
+        return self._beside(y, [m.root(head, t, generator) * w**0.5 for m, w, head, t in self._by_head(y, target)])
 
     def shared_root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
-        parts = self._parts(y, target)
-        return self._beside(y, [m.shared_root(part, t, generator) * w**0.5 for m, w, part, t in parts])
+        heads = self._by_head(y, target)
+        return self._beside(y, [m.shared_root(head, t, generator) * w**0.5 for m, w, head, t in heads])
 
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
-        parts = zip(self._parts(y, target), self.split(y0), strict=True)
-        total: Tensor = sum((w * m.divergence(part, part0, t) for (m, w, part, t), part0 in parts), y.new_zeros(()))
+        heads = zip(self._by_head(y, target), self.split(y0), strict=True)
+        total: Tensor = sum((w * m.divergence(head, head0, t) for (m, w, head, t), head0 in heads), y.new_zeros(()))
         return total
 
     def split(self, y: Tensor) -> list[Tensor]:
@@ -98,9 +103,9 @@ class Heads(OutputMetric):
         pieces = y.split(sizes, 1)
         return [piece.reshape(-1, *shape[1:]) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def joined(self, heads: Sequence[Tensor]) -> Tensor:
         """y [n d] of heads [n *out]."""
-        return torch.cat([part.flatten(1) for part in parts], 1)
+        return torch.cat([head.flatten(1) for head in heads], 1)
 
     def targets(self, target: Any) -> list[Any]:
         """Those of every head; None where there are none."""
@@ -117,9 +122,9 @@ class Heads(OutputMetric):
         """w_k."""
         return float(self.weights.get(key, 1.0))
 
-    def _parts(self, y: Tensor, target: Any) -> list[tuple[OutputMetric, float, Tensor, Any]]:
+    def _by_head(self, y: Tensor, target: Any) -> list[tuple[OutputMetric, float, Tensor, Any]]:
         heads = zip(self.metrics.items(), self.split(y), self.targets(target), strict=True)
-        return [(metric, self.weight(key), part, t) for (key, metric), part, t in heads]
+        return [(metric, self.weight(key), head, t) for (key, metric), head, t in heads]
 
     def _beside(self, y: Tensor, roots: Sequence[Tensor]) -> Tensor:
         """The roots [k n *out] of the heads as one [k n d].

@@ -79,6 +79,9 @@ class Sobolev(CouplingMetric):
     def shaped(self, shapes: Shapes) -> Sobolev:
         return replace(self, base=self.base.shaped(shapes)) if shapes else self
 
+    def unflattened(self) -> Sobolev:
+        return replace(self, base=self.base.unflattened())
+
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         return self.base.shared_root(y, target, generator)
 

@@ -18,8 +18,9 @@ from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchro
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
-from natgrad.log import OnceLogger
+from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullback.batch_axis import LayerStatus, StatusCache, check_alike, check_outputs, check_unused
 from natgrad.pullback.chunks import (
@@ -480,7 +481,7 @@ class OperationsNeededError(Exception):
 def pullback(
     model: nn.Module | Callable[..., Any] | Model,
     x: Inputs,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     target: Any = None,
     generator: torch.Generator | None = None,
     *,
@@ -491,6 +492,8 @@ def pullback(
     rules: Sequence[Rule] = (),
 ) -> Pullback:
     """Pull the metric on the outputs of a model back to its parameters (Grosse 2021, section 5).
+
+    ``metric``: a metric, or a loss, which stands for ``metric_of(loss)``; ``target`` are then the targets of the batch.
 
     ``x``: a tensor, a tuple of positional inputs or a dict of keyword inputs, with the examples on the first axis of
     each. ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the
@@ -506,7 +509,7 @@ def pullback(
     >>> ng.Dense().estimate(pb).dense().shape
     torch.Size([9, 9])
     """
-    check_slots(metric=(metric, OutputMetric))
+    metric = metric_of(metric)
     wrapped = Model.of(model, params, output, examples, metric.heads)
     return Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
@@ -550,6 +553,11 @@ class Observer:
     cache: ObserverCache = field(default_factory=ObserverCache)
     deferred: bool = False
 
+    @property
+    def logger(self) -> OnceLogger:
+        """Says once what becomes of a module, however many pullbacks and optimizers it has."""
+        return self.cache.logger if self.model.module is None else OnceLogger.of(self.model.module)
+
     def checked(self, x: Inputs, target: Any = None) -> Pullback:
         """The pullback at inputs and targets, which are checked first."""
         check_inputs(self.model, x)
@@ -571,6 +579,11 @@ class Observer:
                 return self.assemble(batch, tape, ranges, averaged=averaged)
             except OperationsNeededError:  # once
                 assert not asked
+
+    @cached_property
+    def output_metric(self) -> OutputMetric:
+        """The metric of the outputs [n *out], where the model may flatten the terms of its examples."""
+        return self.metric if self.model.examples is None else self.metric.unflattened()
 
     @property
     def operations(self) -> bool:
@@ -618,7 +631,7 @@ class Observer:
                 by_example = replace(tape, y=self.model.by_example(tape.y, batch.x))
                 if not observer._layers(by_example, whole).reasons:
                     self.cache.operations.forget()
-                    self.cache.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
+                    self.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
                     return observer.assemble(batch, by_example, [(0, first)], fleeting)
                 hint = "return outputs [n t *out] with the examples first"
             hint = f", and the outputs have {rows} rows for {first} examples; {hint}"
@@ -628,7 +641,8 @@ class Observer:
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
         bare = [block for block in blocks if block.rule is None]
         self._log_uncovered([block for block in bare if block.names[0] not in status.unused], reasons)
-        metric = self.metric.shaped(tape.shapes)
+        metric = self.output_metric.shaped(tape.shapes)
+        batch = replace(batch, target=metric.prepared(y, batch.target))
         coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             ranges = [(0, y.shape[0])]
@@ -646,7 +660,7 @@ class Observer:
             ranges=ranges,
             tapes={ranges[0]: tape} if ranges == [(0, tape.y.shape[0])] else {},
             operations=self.cache.operations,
-            logger=self.cache.logger,
+            logger=self.logger,
             graph_cache=self.cache.graphs if replays_graphs(y.device) else None,
             coupled=None if coupled is None else _placed(coupled, y),
         )
@@ -668,17 +682,17 @@ class Observer:
         for name, reason in reasons.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, which in by_reason.items():
-            message = _WITHOUT.format(", ".join(sorted(which)), reason)
+            message = _WITHOUT.format(listed(sorted(which)), reason)
             # A function has no modules that could be written otherwise.
-            self.cache.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
+            self.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
         if not blocks:
             return
-        names = ", ".join(name for block in blocks for name in block.names)
+        names = listed(name for block in blocks for name in block.names)
         try:
             self.model.check_separable()
         except BatchStatisticsError:
             message = f"no layer rule covers {names}: their metric is computed in evaluation mode"
-            self.cache.logger.log_once(logging.INFO, message)
+            self.logger.log_once(logging.INFO, message)
 
 
 def _placed(coupled: Coupling, y: Tensor) -> Coupling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,12 +44,22 @@ def heads(kind: str = "dict", **options: Any) -> ng.Heads:
     return ng.Heads(dict(enumerate(METRICS.values())), dict(enumerate(WEIGHTS.values())), **options)
 
 
+def flat_head(key: str, out: Any) -> Tensor:
+    head: Tensor = out[key] if isinstance(out, dict) else out[list(WEIGHTS).index(key)]
+    return head.flatten(1)
+
+
+def both(out: Any) -> Tensor:
+    """The heads side by side."""
+    return torch.cat([flat_head(key, out) for key in WEIGHTS], 1)
+
+
 def expected(model: nn.Module, x: Tensor) -> Tensor:
     """Σ_k w_k J_kᵀ h_k J_k / N."""
     with silent(model):
         total = None
         for (key, w), h in zip(WEIGHTS.items(), (oracle.categorical, oracle.euclidean), strict=True):
-            read = lambda out, key=key: out[key if isinstance(out, dict) else list(WEIGHTS).index(key)].flatten(1)  # noqa: E731
+            read = partial(flat_head, key)
             part = w * oracle.dense(oracle.module_jacobian(model, x, read), h(read(model(x)).detach()))
             total = part if total is None else total + part
     assert total is not None
@@ -172,6 +183,43 @@ def test_wrong_heads_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match='examples="inputs" is for one output'):
         ng.pullback(model, x, heads(), examples="inputs")
     short = nn.ModuleDict({"a": nn.Linear(3, 2)}).double()
-    short.forward = lambda x: (short["a"](x), short["a"](x)[:2])  # type: ignore[method-assign]
+    short.forward = lambda x: (short["a"](x), short["a"](x)[:2])
     with pytest.raises(ValueError, match="all heads need the n examples on their first axis, and have 0 5, 1 2"):
         ng.pullback(short, x, ng.Heads({0: ng.Euclidean(), 1: ng.Euclidean()}))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+@pytest.mark.parametrize("targets", [False, True])
+def test_a_dict_or_tuple_of_losses_is_the_hessian_of_their_weighted_sum(kind: str, targets: bool) -> None:
+    """Each mean is over the terms of its own head: n classes, and 4 n coordinates."""
+    model, x = detector(kind), normal(5, 3)
+    t, u = torch.arange(5) % 3, normal(5, 2, 2)
+    losses: Any = {"kind": F.cross_entropy, "box": nn.MSELoss()} if kind == "dict" else (F.cross_entropy, nn.MSELoss())
+    metric = ng.metric_of(losses, weights=WEIGHTS if kind == "dict" else [1.0, 0.3])
+
+    def total(y: Tensor) -> Tensor:
+        return F.cross_entropy(y[:, :3], t) + 0.3 * F.mse_loss(y[:, 3:], u.flatten(1))
+
+    with silent(model):
+        J = oracle.module_jacobian(model, x, both)
+        H: Tensor = torch.autograd.functional.hessian(total, both(model(x)).detach())
+        J = J.flatten(0, 1)
+        G = J.T @ H.reshape(len(J), len(J)) @ J
+    target = ({"kind": t, "box": u} if kind == "dict" else (t, u)) if targets else None
+    close(ng.Dense().estimate(ng.pullback(model, x, metric, target)).dense(), G)
+
+
+def test_one_line_trains_two_heads() -> None:
+    model, x = detector(), normal(8, 3)
+    opt = ng.Natural(model, {"kind": F.cross_entropy, "box": F.mse_loss}, lr=0.02)
+    first = loss_of(model, x).item()
+    for _ in range(20):
+        opt.zero_grad()
+        loss_of(model, x).backward()
+        opt.step()
+    assert loss_of(model, x).item() < 0.7 * first
+
+
+def test_weights_belong_to_several_losses() -> None:
+    with pytest.raises(ValueError, match="weights= are those of several losses"):
+        ng.metric_of(F.mse_loss, weights=[1.0])
