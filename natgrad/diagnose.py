@@ -1,4 +1,4 @@
-"""What a metric cannot see: rank, spectrum, null directions, range and properness of a pullback."""
+"""What a metric cannot see: rank, spectrum, null directions, range and constancy of the rank of a pullback."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from natgrad.errors import MemoryBoundError
 from natgrad.geometry import Covector, Vector
+from natgrad.linalg import range_rounding
 from natgrad.model import check_slots
 from natgrad.pullback.pullback import Pullback, at
 from natgrad.structures.base import Layout
@@ -25,10 +26,12 @@ class Diagnosis:
     ``spectrum``: the eigenvalues of G that can differ from zero, largest first. ``null_share``: for every parameter,
     the share of its coordinates that lies in the null space (1: the outputs do not see it). ``null_directions``: a few
     vectors that the outputs do not see. ``outside``: ‖ω − Πω‖/‖ω‖ for the projection Π onto the range of G, and
-    ``in_range`` whether that is rounding (None without ω). ``proper``: whether the rank is the same at parameters
-    nearby, ``nearby_rank``. If so, the image of the model is a manifold there and the coordinate vectors span its
-    tangent space; if not, the natural gradient on the model depends on the parametrisation (van Oostrum, Müller and Ay
-    2023, section 2).
+    ``in_range`` whether that is rounding (None without ω). ``constant_rank``: whether the rank is the same at
+    parameters nearby, ``nearby_rank``. If so, the image of a neighbourhood of the parameters is a manifold, and the
+    coordinate vectors span its tangent space; if not, the natural gradient on the model depends on the parametrisation
+    (van Oostrum, Müller and Ay 2023, section 2). Constant rank does not show that the point is proper in their sense:
+    other parameters far away may have the same outputs, where the image of the whole model crosses itself. The rank is
+    compared at a few random parameters, on one batch.
     """
 
     size: int
@@ -44,12 +47,14 @@ class Diagnosis:
         return self.rank < self.size
 
     @property
-    def proper(self) -> bool:
+    def constant_rank(self) -> bool:
         return self.rank == self.nearby_rank
 
     @property
     def in_range(self) -> bool | None:
-        return None if self.outside is None else self.outside <= _rounding(self.spectrum)
+        if self.outside is None:
+            return None
+        return self.outside <= range_rounding(self.spectrum.numel(), self.spectrum.dtype)
 
     def __str__(self) -> str:
         largest, smallest = float(self.spectrum[0]), float(self.spectrum[max(self.rank, 1) - 1])
@@ -58,9 +63,9 @@ class Diagnosis:
             f"eigenvalues from {largest:.3g} down to {smallest:.3g}, condition {largest / smallest:.3g} in the range"
             if self.rank
             else "the metric is zero",
-            "proper: the rank is the same nearby"
-            if self.proper
-            else f"not proper: the rank is {self.nearby_rank} nearby, the step depends on the parametrisation",
+            "constant rank: it is the same nearby"
+            if self.constant_rank
+            else f"no constant rank: it is {self.nearby_rank} nearby, the step depends on the parametrisation",
         ]
         if self.outside is not None:
             inside = "lies in the range of the metric" if self.in_range else "does not lie in the range of the metric"
@@ -146,12 +151,3 @@ def _null(basis: Tensor, visible: Tensor, layout: Layout, count: int) -> tuple[V
     for _ in range(2):  # twice: one projection loses digits where an axis lies almost in the range
         start, _ = torch.linalg.qr(start - basis @ (basis.T @ start))
     return tuple(layout.vector(column) for column in start.T.contiguous())
-
-
-def _rounding(spectrum: Tensor) -> float:
-    """How much of an ω = Rᵀt in the range can seem to lie outside.
-
-    Directions count as null up to the eigenvalue size·ε·λ_max, and ω has the share √λ of each: √(size·ε), and twice
-    that for a t which leans to the small ones. A tenth outside is not rounding in any precision.
-    """
-    return min(0.1, 2 * (spectrum.numel() * torch.finfo(spectrum.dtype).eps) ** 0.5)

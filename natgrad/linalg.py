@@ -239,6 +239,15 @@ def refuse_indefinite(values: Tensor, rtol: float, damping: Damping, what: str) 
         )
 
 
+def range_rounding(size: int, dtype: torch.dtype) -> float:
+    """How much of an ω = Rᵀt in the range of G = RᵀR, of ``size`` eigenvalues, can seem to lie outside.
+
+    Directions count as null up to the eigenvalue size·ε·λ_max, and ω has the share √λ of each: √(size·ε), and twice
+    that for a t which leans to the small ones. A tenth outside is not rounding in any precision.
+    """
+    return min(0.1, 2 * (size * torch.finfo(dtype).eps) ** 0.5)
+
+
 def check_finite(tensor: Tensor, what: str) -> None:
     """Raise if the tensor holds NaN or infinity."""
     if not bool(torch.isfinite(tensor).all()):

@@ -1,4 +1,4 @@
-"""Degenerate metrics are detected and reported: rank, spectrum, null directions, range, properness."""
+"""Degenerate metrics are detected and reported: rank, spectrum, null directions, range, constancy of the rank."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_differential_of_a_likelihood_lies_in_the_range_of_its_fisher_metric
     assert ng.diagnose(pb, random, nearby=0).in_range is False
 
 
-def test_a_dead_layer_is_named_and_the_point_is_not_proper() -> None:
+def test_a_dead_layer_is_named_and_the_rank_is_not_constant() -> None:
     """With a zero outgoing weight the incoming one has no effect here, and has one nearby."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -95,12 +95,12 @@ def test_a_dead_layer_is_named_and_the_point_is_not_proper() -> None:
     assert found.null_share["0.weight"] == pytest.approx(1.0)
     assert found.null_share["0.bias"] == pytest.approx(1.0)
     assert found.nearby_rank > found.rank
-    assert not found.proper
-    assert "not proper: the rank is 13 nearby" in str(found)
+    assert not found.constant_rank
+    assert "no constant rank: it is 13 nearby" in str(found)
     assert "0.weight: 100.0% null" in str(found)
 
 
-def test_the_cusp_is_not_proper_and_the_parabola_is() -> None:
+def test_the_rank_is_not_constant_at_a_cusp_and_is_on_a_parabola() -> None:
     """φ(ξ) = (ξ², ξ³) has dφ = 0 at 0 only (van Oostrum et al. (2023), section 4); φ(ξ) = (ξ, ξ²) is an immersion."""
 
     def look(φ: object, at: float) -> ng.Diagnosis:
@@ -113,10 +113,31 @@ def test_the_cusp_is_not_proper_and_the_parabola_is() -> None:
     def parabola(p: dict[str, Tensor], x: None) -> Tensor:
         return torch.stack([p["ξ"], p["ξ"] ** 2]).view(1, 2)
 
-    assert (look(cusp, 0.0).rank, look(cusp, 0.0).proper) == (0, False)
+    assert (look(cusp, 0.0).rank, look(cusp, 0.0).constant_rank) == (0, False)
     assert "the metric is zero" in str(look(cusp, 0.0))
-    assert (look(cusp, 1.0).rank, look(cusp, 1.0).proper) == (1, True)
-    assert look(parabola, 0.0).proper
+    assert (look(cusp, 1.0).rank, look(cusp, 1.0).constant_rank) == (1, True)
+    assert look(parabola, 0.0).constant_rank
+
+
+def test_constant_rank_does_not_show_that_the_image_has_no_crossing() -> None:
+    """φ(t) = (sin 2t, sin t) is an immersion whose image crosses itself at 0 = φ(0) = φ(π): constant rank, not proper.
+
+    The two branches have different tangents, so that the image has no tangent space there (van Oostrum et al. (2023)).
+    """
+
+    def figure_eight(p: dict[str, Tensor], x: None) -> Tensor:
+        return torch.stack([(2 * p["t"]).sin(), p["t"].sin()]).view(1, 2)
+
+    def look(at: float) -> ng.Diagnosis:
+        params = {"t": torch.tensor(at, dtype=torch.float64)}
+        return ng.diagnose(ng.pullback(figure_eight, None, ng.Euclidean(), params=params))
+
+    for at in (0.0, torch.pi):
+        assert look(at).constant_rank
+        assert "constant rank: it is the same nearby" in str(look(at))
+        assert "proper" not in str(look(at))
+    assert not hasattr(look(0.0), "proper")
+    assert "crosses itself" in str(ng.Diagnosis.__doc__)
 
 
 def test_a_regular_metric_says_so() -> None:

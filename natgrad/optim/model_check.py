@@ -32,7 +32,7 @@ class ModelCheck:
         self._owners = [(m, key, p) for m in modules for key, p in parameters_in(m).items() if id(p) in mine]
         # Parameters that no module holds under a key: only ``named_parameters`` of the user's class lists them.
         self._hidden = bool(mine - {id(p) for _, _, p in self._owners})
-        self._elsewhere = False
+        self._elsewhere = self._was_frozen = False
         self._kinds = {name: _kind(p) for name, p in model.params.items()}
         self._first_seen = [(p, *_kind(p)) for p in model.params.values()]
         self._first = next(iter(model.params))
@@ -40,18 +40,22 @@ class ModelCheck:
         self._forwards = [(block.title, m, _own_forward(m), type(m).forward) for block, m in ruled]
 
     def moved(self, certain: bool) -> bool:
-        """Whether the pass that begins is at other parameters.
+        """Whether the pass that begins is at other parameters, or does not train those that there are.
 
         Either ``torch.func.functional_call`` put them there for a while, or a module was replaced. A parameter is
         where it was if every module above it has the same children, and its own module holds it: names are compared
         only otherwise, or where the module has parameters under no key and the answer must be ``certain``.
+
+        Parameters that are frozen in a pass belong to the step of another model: a generator is trained through a
+        frozen discriminator. If they still are, the step of this optimizer refuses them.
         """
         self._elsewhere = (self._changed() or (certain and self._hidden)) and bool(self._missing())
+        self._was_frozen = False
         if certain and not self._elsewhere and self._other():
-            self._refuse_frozen()
             self._refuse_cast()
+            self._was_frozen = True
         # A layer with another forward: the step of this optimizer refuses it, but the pass may belong to a new one.
-        return self._elsewhere or (certain and bool(self._patched()))
+        return self._elsewhere or self._was_frozen or (certain and bool(self._patched()))
 
     def compiled(self) -> bool:
         """Whether the module, or one inside it, is compiled."""
@@ -70,7 +74,7 @@ class ModelCheck:
         """
         if _kind(self._model.params[self._first]) != self._kinds[self._first]:  # a model is cast or moved as a whole
             self._refuse_cast()
-        suspicious = self._elsewhere or any(p.grad is None for p in self._model.params.values())
+        suspicious = self._elsewhere or self._was_frozen or any(p.grad is None for p in self._model.params.values())
         missing = self._missing() if suspicious and (self._hidden or self._changed()) else []
         if missing:
             raise NatgradError(

@@ -18,6 +18,7 @@ from natgrad.output.batch_gradient import BatchGradient
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
 from natgrad.pullback.pullback import MEMORY
+from natgrad.pullback.sharing import LARGEST
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Factored, Solver
 from natgrad.step.base import StepRule
@@ -52,6 +53,7 @@ def KFAC(
     sharing: Literal["expand", "reduce"] = "expand",
     fallback: Structure | Literal["adamw"] = _DIAGONAL,
     strict: bool = False,
+    largest: int = LARGEST,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
     output: Callable[[Any], Tensor] | None = None,
@@ -69,9 +71,10 @@ def KFAC(
     ``opt.plan()`` says what becomes of every parameter. ``step=ng.SelfTuned()`` chooses learning rate, momentum and
     damping by itself and needs ``opt.step(closure)``.
 
-    ``sharing``, ``fallback`` and ``strict`` are those of ``Kronecker``; parameters that no layer rule covers have the
-    structure ``fallback``. With ``fallback="adamw"``, which is that of ``NaturalGradient``, embeddings, gains and
-    biases are stepped by AdamW. The other arguments are those of ``NaturalGradient``.
+    ``sharing``, ``fallback``, ``strict`` and ``largest`` (rows of a factor that is more than a diagonal) are those of
+    ``Kronecker``; parameters that no layer rule covers have the structure ``fallback``. With ``fallback="adamw"``,
+    which is that of ``NaturalGradient``, embeddings, gains and biases are stepped by AdamW. The other arguments are
+    those of ``NaturalGradient``.
 
     G is a mean over the examples. For a loss that is a mean over tokens give ``Fisher(family, reduction="mean")``: by
     default the terms of an example are summed, S is larger by their number, and the steps are too short.
@@ -92,7 +95,9 @@ def KFAC(
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(Kronecker(sharing, below, strict), step, metric_every, inverse_every, early, decay),
+        structure=_schedule(
+            Kronecker(sharing, below, strict, largest), step, metric_every, inverse_every, early, decay
+        ),
         solver=Factored(_newton(model)) if solver is None else solver,
         step=step,
         lr=lr,
@@ -107,6 +112,7 @@ def KFAC(
         examples=examples,
         generator=generator,
         memory=memory,
+        strict=strict,
     )
 
 
@@ -128,6 +134,7 @@ def EKFAC(
     sharing: Literal["expand", "reduce"] = "expand",
     fallback: Structure | Literal["adamw"] = _DIAGONAL,
     strict: bool = False,
+    largest: int = LARGEST,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
     output: Callable[[Any], Tensor] | None = None,
@@ -148,7 +155,9 @@ def EKFAC(
     return NaturalGradient(
         model,
         metric,
-        structure=_schedule(EigenKronecker(sharing, below, strict), step, metric_every, inverse_every, early, decay),
+        structure=_schedule(
+            EigenKronecker(sharing, below, strict, largest), step, metric_every, inverse_every, early, decay
+        ),
         solver=solver,
         step=step,
         lr=lr,
@@ -163,6 +172,7 @@ def EKFAC(
         examples=examples,
         generator=generator,
         memory=memory,
+        strict=strict,
     )
 
 
@@ -188,6 +198,7 @@ def SobolevKFAC(
     sharing: Literal["expand", "reduce"] = "expand",
     fallback: Structure | Literal["adamw"] = _DIAGONAL,
     strict: bool = False,
+    largest: int = LARGEST,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
     output: Callable[[Any], Tensor] | None = None,
@@ -241,6 +252,7 @@ def SobolevKFAC(
         sharing=sharing,
         fallback=fallback,
         strict=strict,
+        largest=largest,
         groups=groups,
         rules=rules,
         output=output,
@@ -267,12 +279,14 @@ def Natural(
     inverse_every: int | Literal["fresh"] = 10,
     early: bool = True,
     sharing: Literal["expand", "reduce"] = "expand",
+    largest: int = LARGEST,
     groups: Iterable[dict[str, Any]] = (),
     rules: Sequence[Rule] = (),
     output: Callable[[Any], Tensor] | None = None,
     examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
     memory: int = MEMORY,
+    strict: bool = False,
 ) -> NaturalGradient:
     """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p.
 
@@ -306,7 +320,9 @@ def Natural(
     return NaturalGradient(
         model,
         _GRADIENTS if metric is None else metric,
-        structure=Refresh(Kronecker(sharing, fit=fit, power=power), metric_every, decay, inverse_every, early=early),
+        structure=Refresh(
+            Kronecker(sharing, largest=largest, fit=fit, power=power), metric_every, decay, inverse_every, early=early
+        ),
         solver=Factored(),
         step=Polar(rms) if polar else Normalised(rms),
         lr=lr,
@@ -321,6 +337,7 @@ def Natural(
         examples=examples,
         generator=generator,
         memory=memory,
+        strict=strict,
     )
 
 
@@ -337,6 +354,7 @@ def Shampoo(
     metric_every: int = 1,
     inverse_every: int | Literal["fresh"] = 10,
     early: bool = True,
+    largest: int = LARGEST,
     groups: Iterable[dict[str, Any]] = (),
     memory: int = MEMORY,
 ) -> NaturalGradient:
@@ -354,7 +372,7 @@ def Shampoo(
     return NaturalGradient(
         model,
         _GRADIENTS,
-        structure=Refresh(Kronecker(power=power), metric_every, decay, inverse_every, early=early),
+        structure=Refresh(Kronecker(largest=largest, power=power), metric_every, decay, inverse_every, early=early),
         solver=Factored(),
         step=Normalised(rms),
         lr=lr,
@@ -379,6 +397,7 @@ def SOAP(
     metric_every: int = 1,
     basis_every: int = 10,
     early: bool = True,
+    largest: int = LARGEST,
     groups: Iterable[dict[str, Any]] = (),
     memory: int = MEMORY,
 ) -> NaturalGradient:
@@ -399,7 +418,11 @@ def SOAP(
         model,
         _GRADIENTS,
         structure=Refresh(
-            EigenKronecker(power=0.5, eigenvectors="iterated"), metric_every, decay, early=early, basis=basis_every
+            EigenKronecker(largest=largest, power=0.5, eigenvectors="iterated"),
+            metric_every,
+            decay,
+            early=early,
+            basis=basis_every,
         ),
         solver=_CHOLESKY,
         step=Fixed(),

@@ -76,6 +76,18 @@ class Block:
         return math.prod(self.shape)
 
     @property
+    def features(self) -> int:
+        """i without the homogeneous 1 of a bias: how many numbers the weight reads.
+
+        >>> import natgrad as ng
+        >>> (block,) = ng.pullback(nn.Linear(3, 2), torch.zeros(4, 3), ng.Euclidean()).layers
+        >>> block.shape, block.features
+        ((1, 2, 4), 3)
+        """
+        column = self.shape[0] * self.shape[1]
+        return self.shape[2] - sum(place.shape.numel() == column for place in self.slices[1:])
+
+    @property
     def title(self) -> str:
         """The names of the parameters, for messages and tables."""
         return " + ".join(self.names)

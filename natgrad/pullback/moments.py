@@ -454,7 +454,7 @@ class CapturedKernels:
     def _pads_inputs(self, b: int) -> bool:
         """Whether zero rows may be appended to its inputs."""
         block = self.layers.blocks[b]
-        if not self._pads(b) or block.sparse or block.shape[2] > self.layers.sharing.largest:
+        if not self._pads(b) or self.layers.sharing.only_diagonal(block)[0]:
             return False
         uses = self.tape.of(block)
         alone = all(len(use.call.args) == 1 and not use.call.kwargs and use.call.x.ndim > 1 for use in uses)

@@ -18,7 +18,7 @@ from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchro
 from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
-from natgrad.log import OnceLogger
+from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullback.batch_axis import LayerStatus, StatusCache, check_alike, check_outputs, check_unused
@@ -194,7 +194,8 @@ class Pullback:
 
     The forward pass has shown, by the first name of each layer: ``positions``, the number of positions r·c of an
     example that share the weight, and ``unused``, the layers that the pass did not use, with their rule; in ``layers``
-    they have no rule, and their rows are zero. ``reasons``: why parameters that were used have no rule, by name.
+    they have no rule, and their rows are zero. ``unreached``: all parameters that the outputs do not depend on.
+    ``reasons``: why parameters that were used have no rule, by name.
     """
 
     batch: Batch
@@ -204,6 +205,7 @@ class Pullback:
     layers: list[Block]  # with their rules
     positions: Mapping[str, int]
     unused: Mapping[str, Block]
+    unreached: frozenset[str]
     reasons: Mapping[str, str]
     memory: int  # bytes that a structure may occupy
     ranges: list[ExampleRange]  # examples that are processed together
@@ -548,6 +550,11 @@ class Observer:
     cache: ObserverCache = field(default_factory=ObserverCache)
     deferred: bool = False
 
+    @property
+    def logger(self) -> OnceLogger:
+        """Says once what becomes of a module, however many pullbacks and optimizers it has."""
+        return self.cache.logger if self.model.module is None else OnceLogger.of(self.model.module)
+
     def checked(self, x: Inputs, target: Any = None) -> Pullback:
         """The pullback at inputs and targets, which are checked first."""
         check_inputs(self.model, x)
@@ -616,7 +623,7 @@ class Observer:
                 by_example = replace(tape, y=self.model.by_example(tape.y, batch.x))
                 if not observer._layers(by_example, whole).reasons:
                     self.cache.operations.forget()
-                    self.cache.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
+                    self.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
                     return observer.assemble(batch, by_example, [(0, first)], fleeting)
                 hint = "return outputs [n t *out] with the examples first"
             hint = f", and the outputs have {rows} rows for {first} examples; {hint}"
@@ -636,12 +643,13 @@ class Observer:
             layers=blocks,
             positions={block.names[0]: tape.positions(block) for block in blocks},
             unused=status.unused,
+            unreached=status.unreached,
             reasons=reasons,
             memory=self.memory,
             ranges=ranges,
             tapes={ranges[0]: tape} if ranges == [(0, tape.y.shape[0])] else {},
             operations=self.cache.operations,
-            logger=self.cache.logger,
+            logger=self.logger,
             graph_cache=self.cache.graphs if replays_graphs(y.device) else None,
             coupled=None if coupled is None else _placed(coupled, y),
         )
@@ -663,9 +671,9 @@ class Observer:
         for name, reason in reasons.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, which in by_reason.items():
-            message = _WITHOUT.format(", ".join(sorted(which)), reason)
+            message = _WITHOUT.format(listed(sorted(which)), reason)
             # A function has no modules that could be written otherwise.
-            self.cache.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
+            self.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
 
 
 def _placed(coupled: Coupling, y: Tensor) -> Coupling:

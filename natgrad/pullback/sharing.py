@@ -8,6 +8,8 @@ from typing import Literal, final
 from natgrad.pullback.layer import Block
 from natgrad.rules.features import Features, Moment
 
+LARGEST = 16384  # rows of a factor that is kept whole: 1 GiB in single precision
+
 
 @final
 @dataclass(frozen=True)
@@ -18,12 +20,16 @@ class Sharing:
         reduce:  A = Σ_n ā āᵀ/N, ā = mean_r a,     S = Σ_kn ĝ ĝᵀ/N, ĝ = Σ_r g (Eschenhagen et al. 2023)
 
     Both are exact for one position, R = 1, up to the independence of a and g. Masked positions count neither in the sum
-    nor in N·R. Of a factor with more than ``largest`` rows only the diagonal is formed. The second moment of one-hot
-    inputs is kept diagonal too, also that of their means.
+    nor in N·R. Of a factor with more than ``largest`` rows, that of a bias not counted, only the diagonal is formed.
+    The second moment of one-hot inputs is kept diagonal too, also that of their means.
     """
 
     how: Literal["expand", "reduce"] = "expand"
-    largest: int = 16384
+    largest: int = LARGEST
+
+    def only_diagonal(self, block: Block) -> tuple[bool, bool]:
+        """Whether only the diagonals of A and of S are kept."""
+        return block.sparse or block.features > self.largest, block.shape[1] > self.largest
 
     def inputs(self, a: Features) -> Features:
         """The a whose second moment is A."""
@@ -35,8 +41,8 @@ class Sharing:
 
     def input_moment(self, shared: Features, block: Block) -> Moment:
         """A of a layer before its division, from ``inputs``."""
-        return shared.squares() if block.sparse or block.shape[2] > self.largest else shared.moment()
+        return shared.squares() if self.only_diagonal(block)[0] else shared.moment()
 
     def output_moment(self, shared: Features, block: Block) -> Moment:
         """S of a layer before its division, from ``outputs``."""
-        return shared.squares() if block.shape[1] > self.largest else shared.moment()
+        return shared.squares() if self.only_diagonal(block)[1] else shared.moment()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, final
+from typing import ClassVar, NoReturn, final
 
 import torch
 from torch import Tensor
 
 from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
-from natgrad.linalg import Damping, check_damping
+from natgrad.geometry import Covector, Vector
+from natgrad.linalg import Damping, check_damping, range_rounding
+from natgrad.log import OnceLogger
 from natgrad.model import check_slots
 from natgrad.solve.solvers import Solver
 from natgrad.structures.base import Inverse, Layout, Operator, Structure
@@ -40,7 +43,9 @@ class CG(Solver):
     It stops at ``tol`` (relative residual) or after ``max_steps`` products, and says which in ``inverse.report``. A new
     solve starts from the last solution. ``preconditioner``: a structure, inverted with the same damping (it must be
     regular: give damping). On a singular but consistent system the solution of least norm is reached when started at
-    zero; a direction of negative curvature raises.
+    zero. ``sharp`` raises where ω is not in the range of the metric, where an undamped solve is cut short far from a
+    solution, and along a direction of negative curvature. A damped solve that is cut short still descends: the logger
+    "natgrad" says so once.
 
     >>> import natgrad as ng
     >>> model = torch.nn.Linear(2, 1)
@@ -57,6 +62,7 @@ class CG(Solver):
     tol: float = 1e-6
     max_steps: int = 250
     preconditioner: Structure | None = None
+    logger: OnceLogger = field(default_factory=OnceLogger, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.tol > 0:
@@ -110,7 +116,29 @@ class CGInverse(Inverse):
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.guess is None else {"guess": self.guess}
 
+    def sharp(self, ω: Covector) -> Vector:
+        v = super().sharp(ω)
+        assert self.report is not None
+        if self.report.converged:
+            return v
+        cut_short = self.report.steps >= self.solver.max_steps
+        if (self.damping == 0 or not cut_short) and self.report.residual > range_rounding(
+            self.layout.size, self.layout.dtype
+        ):
+            self._refuse()
+        if cut_short:
+            self.solver.logger.log_once(
+                logging.WARNING,
+                "conjugate gradients stopped after max_steps=%d with the relative residual %.2g, over tol=%g: the step "
+                "descends, but is not (G + λ)⁻¹ω. Raise max_steps, tol or the damping, or give a preconditioner",
+                self.solver.max_steps,
+                self.report.residual,
+                self.solver.tol,
+            )
+        return v
+
     def solve(self, ω: Tensor) -> Tensor:
+        """As ``sharp``, for numbers: ``report`` tells how it ended, and only negative curvature raises."""
         largest = float(ω.abs().max()) if ω.numel() else 0.0
         if largest == 0.0:
             self.report = CGReport(0, 0.0, True, "ω is zero")
@@ -150,11 +178,16 @@ class CGInverse(Inverse):
         """The solution; raises where it was not reached, since samples would have another covariance."""
         v = self.solve(ω)
         if self.report is not None and not self.report.converged:
-            raise SingularMetricError(
-                f"conjugate gradients did not reach tol={self.solver.tol:g} ({self.report.reason}, residual "
-                f"{self.report.residual:.3g}): raise the damping, or give CG(tol=…, max_steps=…, preconditioner=…)"
-            )
+            self._refuse()
         return v
+
+    def _refuse(self) -> NoReturn:
+        assert self.report is not None
+        raise SingularMetricError(
+            f"conjugate gradients did not reach tol={self.solver.tol:g} at damping {self.damping:g} "
+            f"({self.report.reason}, residual {self.report.residual:.3g}): raise the damping, or give "
+            "CG(tol=…, max_steps=…, preconditioner=…); Pinv() takes the part of ω in the range"
+        )
 
     def _scaled(self, ω: Tensor, guess: Tensor | None) -> Tensor:
         scale = float(torch.linalg.vector_norm(ω))

@@ -114,8 +114,8 @@ class Pinv(Solver):
     This is (33) of van Oostrum, Müller and Ay (2023). For every W its pushforward is the projection of the gradient
     onto the span of the coordinate vectors (their theorem 1); the vector itself depends on both W and the coordinates.
     ``rtol``: eigenvalues at most rtol times the largest count as zero (default: size × machine epsilon). ``weight``:
-    positive numbers for every parameter (a mapping of tensors by name), or a positive definite matrix [p q] in
-    flattening order.
+    positive numbers for every parameter (a mapping of tensors by name), or for ``Dense`` and ``Kernel`` a positive
+    definite matrix [p q] in flattening order. With damping G + λ has one inverse, whatever the weight.
 
     >>> import natgrad as ng
     >>> G = ng.operators.DenseOperator(ng.operators.Layout.of({"w": torch.ones(2)}), torch.ones(2, 2))

@@ -265,8 +265,8 @@ class KernelOperator(Operator):
         return damping.epsilon * float(self.gram().diagonal().sum()) / self.layout.size
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        if weight is not None:
-            self.refuse("Pinv(weight=…)", "its solution has the least plain norm; use Dense for another norm")
+        if weight is not None and self.power != 1:
+            self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
         if self.power == 0:
             return IdentityInverse(self.layout)
         if damping != 0:
@@ -276,11 +276,27 @@ class KernelOperator(Operator):
             if rtol is not None:
                 values = torch.where(values > rtol * values[-1:], values, 0.0)
             return KernelPowerInverse(self.layout, self, inverse_powered(values, self.power), 0.0)
-        gram = self.gram()
+        weight = torch.linalg.cholesky(weight) if weight is not None and weight.ndim == 2 else weight
+        gram = self.gram() if weight is None else self._weighted_gram(weight)
         check_finite(gram, "the kernel")
         values, vectors = torch.linalg.eigh(gram)
         cut = (gram.shape[0] * torch.finfo(gram.dtype).eps if rtol is None else rtol) * values[-1]
-        return KernelPseudoInverse(self.layout, self, vectors, torch.where(values > cut, values, torch.inf).pow(-2))
+        scale = torch.where(values > cut, values, torch.inf).pow(-2)
+        return KernelPseudoInverse(self.layout, self, vectors, scale, weight)
+
+    def _weighted_gram(self, weight: Tensor) -> Tensor:
+        """R W⁻¹Rᵀ [(k n) (l m)], of W [p] (diagonal), or of L [p q] with W = L Lᵀ."""
+        if weight.ndim == 2:
+            half = torch.linalg.solve_triangular(weight, self.rows().T, upper=False)
+            return half.T @ half
+        k, n = self.factors[0].g.shape[:2]
+        total = self.factors[0].g.new_zeros(k * n, k * n)
+        for block, f in zip(self.blocks, self.factors, strict=True):
+            packed = block.pack(weight).view(f.g.shape[3], f.g.shape[4], f.a.shape[3])
+            for rows, w in zip(_slices(f), packed.split(_step(f), dim=1), strict=True):
+                mixed = (rows if self.K is None else self.K.whiten(rows)).flatten(0, 1) * w.flatten().rsqrt()
+                total.addmm_(mixed, mixed.T)
+        return total
 
     def _check(self, damping: float) -> None:
         """Woodbury divides by λ; without damping, say how singular the metric is."""
@@ -340,21 +356,30 @@ class WoodburyInverse(Inverse):
 @final
 @dataclass(frozen=True)
 class KernelPseudoInverse(Inverse):
-    """G⁺ω = Rᵀ (RRᵀ)⁺² R ω."""
+    """G⁺ω = Rᵀ (RRᵀ)⁺² R ω; with a weight W⁻¹Rᵀ (RW⁻¹Rᵀ)⁺² R W⁻¹ω, the solution of G v = ω of least ‖v‖_W."""
 
     layout: Layout
     kernel: KernelOperator
     vectors: Tensor
     scale: Tensor
+    weight: Tensor | None = None  # W [p], or L [p q] with W = L Lᵀ
 
     def solve(self, ω: Tensor) -> Tensor:
         # Rounding is multiplied by the condition number to the power 3/2, and not to 1: refine.
         return _refined(self._apply, self.kernel, ω, 0.0)
 
     def _apply(self, ω: Tensor) -> Tensor:
-        t = self.kernel.push(ω)
+        t = self.kernel.push(self._unweighted(ω))
         inner = self.vectors @ (self.scale * (self.vectors.T @ t.reshape(-1)))
-        return self.kernel.pull(inner.view_as(t))
+        return self._unweighted(self.kernel.pull(inner.view_as(t)))
+
+    def _unweighted(self, ω: Tensor) -> Tensor:
+        """W⁻¹ω."""
+        if self.weight is None:
+            return ω
+        if self.weight.ndim == 1:
+            return ω / self.weight
+        return torch.cholesky_solve(ω.unsqueeze(1), self.weight).squeeze(1)
 
 
 @final
@@ -459,10 +484,14 @@ def _refined(apply: Callable[[Tensor], Tensor], G: Operator, ω: Tensor, damping
 
 def _slices(f: Factors) -> Iterator[Tensor]:
     """The rows [k n (c o i)] of a block, some outputs o at a time."""
-    k, n, _, c, o = f.g.shape
-    step = max(1, _ELEMENTS // (k * n * c * f.a.shape[3]))
-    for g in f.g.split(step, dim=4) if step < o else [f.g]:
+    for g in f.g.split(_step(f), dim=4):
         yield Factors(f.a, g).rows()
+
+
+def _step(f: Factors) -> int:
+    """How many outputs o at a time."""
+    k, n, _, c, o = f.g.shape
+    return min(max(1, o), max(1, _ELEMENTS // (k * n * c * f.a.shape[3])))
 
 
 def _beside(left: KernelOperator, right: KernelOperator) -> KernelMatrix | None:

@@ -94,8 +94,9 @@ class Kronecker(Layered):
     ``sharing``: what becomes of positions that share a weight (pixels, tokens, time steps): "expand" takes them for
     independent examples, "reduce" sums over them first (Eschenhagen et al. 2023). ``fallback`` is the structure of the
     parameters that no layer rule covers; with ``strict`` there must be none. Of a factor with more than ``largest``
-    rows (a vocabulary) only the diagonal is kept. With ``bias="separate"`` a bias is a layer of its own, apart from its
-    weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is G^p = S^p ⊗ A^p.
+    rows (a vocabulary), that of the bias not counted, only the diagonal is kept. With ``bias="separate"`` a bias is a
+    layer of its own, apart from its weight. ``opt.plan()`` shows all of this. With a ``power`` p below 1 the metric is
+    G^p = S^p ⊗ A^p.
 
     ``fit``: "mean" takes the mean of each side, as above. "kl" takes the product that is nearest in KL divergence,
 
@@ -127,8 +128,10 @@ class Kronecker(Layered):
     is not in the estimate of that pass: the moving average of its factors continues with the next pass that uses it.
     The correction of the average for its start counts all estimates, and is an approximation for such a layer.
 
-    The products S ⊗ A are exact for one datum, for deep linear networks with squared loss, and wherever a and g are
-    independent. Every metric on the outputs will do, also a sampled one (Luk and Grosse 2018, theorem 3.6).
+    Where no positions share a weight, S ⊗ A is its block of G for one datum, for deep linear networks and squared loss,
+    and wherever a and g are independent. Where positions share it, one datum is a sum of products, which no
+    product is; a deep linear network is exact with "expand" if it has an output at every position, with "reduce" if it
+    averages over them. Every metric on the outputs will do, also a sampled one (Luk and Grosse 2018, theorem 3.6).
 
     >>> import torch, natgrad as ng
     >>> model = torch.nn.Linear(2, 1)

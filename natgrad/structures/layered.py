@@ -22,6 +22,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from natgrad.accelerate import fused
+from natgrad.accelerate.bases import followed_all
+from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.inverses import (
     SymFactor,
     batch_by_size,
@@ -32,7 +34,7 @@ from natgrad.accelerate.inverses import (
 )
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import spectrum
-from natgrad.errors import IncompatibleError, UncoveredError
+from natgrad.errors import IncompatibleError, NatgradError, UncoveredError
 from natgrad.geometry import Covector, Vector, unflatten
 from natgrad.linalg import (
     Damping,
@@ -43,12 +45,13 @@ from natgrad.linalg import (
     refuse_indefinite,
     refuse_singular,
 )
+from natgrad.log import listed
 from natgrad.model import Model, check_slots
 from natgrad.pullback.gradient import GradientSample, matrices
 from natgrad.pullback.layer import Block
 from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.sharing import Sharing
+from natgrad.pullback.sharing import LARGEST, Sharing
 from natgrad.structures.base import (
     FALLBACK,
     Cost,
@@ -67,6 +70,7 @@ from natgrad.structures.refresh import Refresh
 
 T = TypeVar("T")
 UNSEEN = "unseen"  # in a checkpoint, in place of the factors of a layer that no pass has used
+_WEIGHTED_STEPS = 1000  # of conjugate gradients, for a solution of least weighted norm
 HALVES = ("S^-½", "A^-½")  # letters of the roots that an estimate of Kronecker factors in KL divergence weighs with
 
 
@@ -82,7 +86,7 @@ class Layered(Structure):
     sharing: Literal["expand", "reduce"] = "expand"
     fallback: Structure = field(default_factory=Diagonal)
     strict: bool = False
-    largest: int = 16384
+    largest: int = LARGEST
     bias: Literal["joint", "separate"] = "joint"
     power: float = field(default=1.0, kw_only=True)
 
@@ -153,8 +157,8 @@ class Layered(Structure):
     def shapes(self, block: Block) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of S and A of a layer."""
         (_, o, i), c = block.shape, block.factor_groups
-        only_diagonal = block.sparse or i > self.largest
-        return (c, o) if o > self.largest else (c, o, o), (c, i) if only_diagonal else (c, i, i)
+        inputs, outputs = self.sharing_rule.only_diagonal(block)
+        return (c, o) if outputs else (c, o, o), (c, i) if inputs else (c, i, i)
 
     def zeros(self, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """S and A of a layer that a pass did not use."""
@@ -194,7 +198,7 @@ class Layered(Structure):
             if name in pullback.operations.diagonals:
                 by_reason.setdefault(pullback.operations.diagonals[name], []).append(name)
         for reason, names in by_reason.items():
-            pullback.logger.log_once(logging.WARNING, f"{', '.join(names)} {reason}")
+            pullback.logger.log_once(logging.WARNING, f"{listed(names)} {reason}")
 
     def _check_strict(self, uncovered: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """With ``strict``, refuse parameters that no rule covers, with the ``reasons``, by name."""
@@ -491,13 +495,20 @@ class LayerOperator(Operator):
         return None if self.fallback is None else self.fallback.inverse(damping)
 
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
-        if weight is not None:
-            self.refuse("Pinv(weight=…)", "a weight has no Kronecker factors; use Dense or BlockDense")
+        if weight is not None and weight.ndim == 2:
+            self.refuse("Pinv(weight=matrix)", "a full weight mixes the layers; give positive numbers a parameter")
+        if weight is not None and self.power != 1:
+            self.refuse(f"Pinv(weight=…) at the power {self.power:g}", "another norm has no powers; leave it out")
         if self.power == 0:
             return IdentityInverse(self.layout)
-        fallback = None if self.fallback is None else self.fallback.pseudo_inverse(damping, rtol, None)
+        below = None if weight is None or self.fallback is None else self.uncovered.take(weight)
+        fallback = None if self.fallback is None else self.fallback.pseudo_inverse(damping, rtol, below)
         rtol = max(map(self._rounding, self.blocks), default=0.0) if rtol is None else rtol
-        return self.spectral_inverse(fallback, damping, rtol)
+        plain = self.spectral_inverse(fallback, damping, rtol)
+        if weight is None:
+            return plain
+        weights = tuple(block.pack(weight) for block in self.blocks)
+        return WeightedInverse(self.layout, self.blocks, fallback, plain.left, plain.right, plain.scales, weights)
 
     def spectral_inverse(
         self, fallback: Inverse | None, damping: Damping, rtol: float | None = None
@@ -819,6 +830,72 @@ class SpectralInverse(LayerInverse):
         return self.fallback_inverse_tensors() | layer_tensors(self.blocks, by_letter)
 
 
+@final
+@dataclass(frozen=True)
+class WeightedInverse(LayerInverse):
+    """The solution of G v = ω of least ‖v‖_W in every layer, for a diagonal weight W that need not be a product.
+
+    With the eigenvectors B of G in its range, those of Q ⊗ P whose eigenvalue is not zero, and M = BᵀW⁻¹B,
+
+        v = W⁻¹B M⁻¹ d M⁻¹ BᵀW⁻¹ω,
+
+    which for ω in the range is W⁻¹B M⁻¹ d Bᵀω. M is never formed. It is solved by conjugate gradients: its condition
+    number is at most that of W.
+    """
+
+    layout: Layout
+    blocks: tuple[Block, ...]
+    fallback: Inverse | None
+    left: tuple[Rotation, ...]  # Q [c o o]
+    right: tuple[Rotation, ...]  # P [c i i]
+    scales: tuple[Tensor, ...]  # d [c o i]: the inverse eigenvalues, and 0 outside of the range
+    weights: tuple[Tensor, ...]  # W [c o i]
+
+    def stacks_with(self, b: int) -> object:
+        return b
+
+    def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
+        (b,) = self.batches[batch]
+        q, p, d, ω = self.left[b], self.right[b], self.scales[b], joined(columns)
+        if bool((d != 0).all()):  # then there is one solution
+            return separated(rotated_back(q, d * rotated(q, ω, p), p), columns)
+        inside = self._solved(b, rotated(q, ω / self.weights[b], p))
+        v = rotated_back(q, self._solved(b, d * inside), p) / self.weights[b]
+        return separated(v, columns)
+
+    def _solved(self, b: int, t: Tensor) -> Tensor:
+        """M⁻¹t [c o i] in the range, by conjugate gradients with the diagonal of M as preconditioner."""
+        q, p, w, inside = self.left[b], self.right[b], self.weights[b], self.scales[b] != 0
+        squares = [None if side is None else side.square() for side in (q, p)]
+        diagonal = rotated(squares[0], w.reciprocal(), squares[1])
+        rounding = torch.finfo(t.dtype).eps
+        t = torch.where(inside, t, 0.0)
+        size = float(t.norm())
+        z, r = torch.zeros_like(t), t
+        u = r / diagonal
+        step, product = u, (r * u).sum()
+        for _ in range(_WEIGHTED_STEPS):
+            if float(r.norm()) <= rounding * size:
+                break
+            moved = torch.where(inside, rotated(q, rotated_back(q, step, p) / w, p), 0.0)
+            α = product / (step * moved).sum()
+            z, r = z + α * step, r - α * moved
+            u = r / diagonal
+            product, before = (r * u).sum(), product
+            step = u + (product / before) * step
+        rest = t - torch.where(inside, rotated(q, rotated_back(q, z, p) / w, p), 0.0)
+        if not float(rest.norm()) <= rounding**0.5 * size:
+            raise NatgradError(
+                f"Pinv(weight=…) did not converge in the layer {self.blocks[b].title}, whose weights are from "
+                f"{float(w.min()):.3g} to {float(w.max()):.3g}: give more even ones, or use Dense or BlockDense"
+            )
+        return z
+
+    def tensors(self) -> dict[str, Tensor]:
+        by_letter = {"Q": self.left, "P": self.right, "weighted d": self.scales, "W": self.weights}
+        return self.fallback_inverse_tensors() | layer_tensors(self.blocks, by_letter)
+
+
 def joined(columns: Sequence[Tensor]) -> Tensor:
     """W [c o i] from blocks of its columns [c o j]; a single one is itself, not a copy."""
     return columns[0] if len(columns) == 1 else torch.cat(list(columns), dim=-1)
@@ -842,6 +919,7 @@ class Basis:
 
     left: tuple[Rotation, ...]  # Q [c o o]
     right: tuple[Rotation, ...]  # P [c i i]
+    failures: Tensor | None = None  # of the last step that followed the factors, as far as the host has read
 
     @staticmethod
     def of(left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
@@ -854,8 +932,22 @@ class Basis:
         return list(zip(self.left, self.right, strict=True))
 
     def followed(self, left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
-        """QR(SQ) and QR(AP), sorted: a step of the orthogonal iteration; eigenvectors where there is no basis."""
-        return Basis(_followed(left, self.left), _followed(right, self.right))
+        """QR(SQ) and QR(AP), sorted: a step of the orthogonal iteration; eigenvectors where there is no basis.
+
+        Where a GPU has failed to make the last step, it is made by a slower method that does not fail.
+        """
+        factors, old = [*left, *right], [*self.left, *self.right]
+        new: list[Rotation] = [None] * len(old)
+        anew = [at for at, q in enumerate(old) if q is None and is_dense(factors[at])]
+        for at, exact in zip(anew, spectra([factors[at] for at in anew])[1], strict=True):
+            new[at] = exact
+        present = [(at, q) for at, q in enumerate(old) if q is not None]
+        doubtful = self.failures is not None and float(self.failures) > 0
+        moved, failures = followed_all([factors[at] for at, _ in present], [q for _, q in present], doubtful=doubtful)
+        for (at, _), q in zip(present, moved, strict=True):
+            new[at] = q
+        on_the_way = None if failures is None else to_host_async(failures)
+        return Basis(tuple(new[: len(left)]), tuple(new[len(left) :]), on_the_way)
 
     def carried(self, scales: Sequence[Tensor], old: Basis) -> tuple[Tensor, ...]:
         """D' = (U∘U) D (V∘V)ᵀ, U = Q'ᵀQ, V = P'ᵀP: the diagonal, in this basis, of what is D [c o i] in another."""
@@ -863,24 +955,6 @@ class Basis:
             return tuple(scales)
         pairs = zip(scales, self.sides, old.sides, strict=True)
         return tuple(spread(_overlap(q, q0), d, _overlap(p, p0)) for d, (q, p), (q0, p0) in pairs)
-
-
-def _followed(side: Sequence[SymFactor], old: Sequence[Rotation]) -> tuple[Rotation, ...]:
-    """QR(FQ) with sorted columns, of the factors F of one side."""
-    new: list[Rotation] = [None] * len(side)
-    anew = [at for at, q in enumerate(old) if q is None and is_dense(side[at])]
-    for at, exact in zip(anew, spectra([side[at] for at in anew])[1], strict=True):
-        new[at] = exact
-    positions = [at for at, q in enumerate(old) if q is not None]
-    for batch in batch_by_size([side[at] for at in positions]):
-        numbers = [positions[at] for at in batch]
-        Q = stacked([q for q in (old[at] for at in numbers) if q is not None])
-        moved = stacked([side[at] for at in numbers]) @ Q
-        order = (Q * moved).sum(1).argsort(dim=1, descending=True)  # by the eigenvalues qᵀFq
-        columns = torch.linalg.qr(moved.gather(2, order.unsqueeze(1).expand_as(moved))).Q
-        for at, q in zip(numbers, columns.split([len(side[at]) for at in numbers]), strict=True):
-            new[at] = q
-    return tuple(new)
 
 
 def rotated(q: Rotation, w: Tensor, p: Rotation) -> Tensor:

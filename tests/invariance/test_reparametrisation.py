@@ -76,11 +76,11 @@ SOLVERS: dict[str, Callable[[nn.Module], Solver]] = {
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("point", ["random", "not proper"])
+@pytest.mark.parametrize("point", ["random", "rank not constant"])
 def test_theorem_1_the_pushforward_is_the_projection_of_the_gradient(solver: str, seed: int, point: str) -> None:
     """dφ G⁻∇L = Π(grad L), the projection onto the span of the coordinate vectors, for every generalised inverse."""
     model, x, t = problem(seed)
-    if point == "not proper":  # with a dead hidden layer, moving its incoming weights does nothing to first order
+    if point == "rank not constant":  # the incoming weights of a dead hidden layer do nothing to first order
         with torch.no_grad():
             model.get_parameter("2.weight").zero_()
     h = torch.tensor([1.7, 0.4], dtype=torch.float64)  # a metric on the outputs, not Euclidean

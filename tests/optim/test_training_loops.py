@@ -238,6 +238,41 @@ def test_a_step_that_the_scaler_skips_leaves_its_estimate_to_the_next_one() -> N
     torch.testing.assert_close(opt.tracker.average.dense(), joint.dense())
 
 
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_discriminator_is_frozen_while_its_generator_steps(preset: Preset, partly: bool) -> None:
+    """Its own steps are those of a loop in which the generator's passes never were."""
+    x, _ = _data()
+
+    def run(generating: bool) -> Tensor:
+        maker, judge = seeded(lambda: mlp(4, 4, 3).double()), seeded(lambda: mlp(3, 4, 1).double())
+        opt = preset(judge, ng.Fisher(ng.Bernoulli()), metric_every=2)
+        frozen = list(judge.parameters())[: 2 if partly else None]
+        z = seeded(lambda: torch.randn(6, 4, dtype=torch.float64), seed=9)
+        for _ in range(4):
+            if generating:
+                for p in frozen:
+                    p.requires_grad_(False)
+                F.softplus(-judge(maker(z))).mean().backward()
+                for p in frozen:
+                    p.requires_grad_(True)
+            opt.zero_grad()
+            (F.softplus(-judge(x)).mean() + F.softplus(judge(maker(z).detach())).mean()).backward()
+            opt.step()
+        return _theta(judge)
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_parameters_that_are_still_frozen_in_their_own_step_are_refused_there() -> None:
+    model, (x, t) = _model(), _data()
+    opt = ng.KFAC(model, EUCLIDEAN)
+    model[0].weight.requires_grad_(False)  # type: ignore[index]
+    half_square(model(x), t).backward()
+    with pytest.raises(NatgradError, match=r"0\.weight was trainable .* and is frozen now"):
+        opt.step()
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_module_that_was_replaced_is_refused_by_name(steps: int) -> None:
     model, (x, t) = _model(), _data()

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.errors import IncompatibleError, NonFiniteError, SingularMetricError
 from natgrad.solve.cg import CGInverse
 from natgrad.structures import Structure
 from tests import oracle, zoo
+from tests.optim.tasks import seeded
 from tests.pulled import close, covector, normal, pull, random_roots
 from tests.solve.matrices import dense, gram, spectral
 
@@ -206,6 +207,53 @@ def test_undamped_natural_gradient_of_an_overparametrised_model_has_the_least_no
     G = structure.estimate(pb)
     w = G.flat(ng.Vector(covector(pb)))
     close(ng.sharp(G, w, EXACT).flatten(), oracle.pinv(G.dense(), w.flatten(), 1e-12), 1e-8)
+
+
+def _outside(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor, ng.Covector]:
+    """A network with more parameters than rows, and a differential at other inputs, which is not in the range."""
+    model = seeded(lambda: zoo.mlp(4, 8, 2)).to(dtype)
+    x, other = normal(5, 4).to(dtype), normal(5, 4, seed=1).to(dtype)
+    return model, x, other, ng.differential(model, model(other).square().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("structure", [ng.Dense(), ng.Kernel(), ng.Implicit()], ids=repr)
+def test_a_covector_outside_the_range_of_an_undamped_metric_raises_as_with_cholesky(
+    structure: Structure, dtype: torch.dtype
+) -> None:
+    model, x, _, ω = _outside(dtype)
+    G = structure.estimate(ng.pullback(model, x, ng.Euclidean()))
+    with pytest.raises(SingularMetricError, match=r"not in the range of the metric.*residual 0\..*: raise the damping"):
+        ng.sharp(G, ω, ng.CG())
+    with pytest.raises(SingularMetricError, match=r"stopped after max_steps=3, residual .*: raise the damping"):
+        ng.sharp(G, ω, ng.CG(max_steps=3))
+    ng.sharp(G, ω, ng.CG(), damping=0.1)
+
+
+def test_natural_gradient_and_the_optimizer_raise_and_leave_the_parameters() -> None:
+    model, x, other, _ = _outside()
+    with pytest.raises(SingularMetricError, match="not in the range of the metric"):
+        ng.natural_gradient(
+            model, x, model(other).square().mean(), ng.Euclidean(), structure=ng.Implicit(), solver=ng.CG()
+        )
+    opt = ng.NaturalGradient(model, ng.Euclidean(), structure=ng.Implicit(), solver=ng.CG(), damping=0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+    with pytest.raises(SingularMetricError, match="not in the range of the metric"):
+        opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_damped_solve_that_is_cut_short_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x, _, ω = _outside()
+    G, solver = ng.Implicit().estimate(ng.pullback(model, x, ng.Euclidean())), ng.CG(max_steps=2)
+    for _ in range(3):
+        ng.sharp(G, ω, solver, damping=1e-6)
+    assert [record.message for record in caplog.records if "max_steps=2" in record.message] == [caplog.messages[0]]
+    assert "Raise max_steps, tol or the damping" in caplog.messages[0]
 
 
 def test_indefinite_metric_raises() -> None:

@@ -1,18 +1,22 @@
 """Woodbury's identity, and the pairs of structure and solver that cannot work: refused by name, before any work."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import natgrad as ng
-from natgrad.errors import IncompatibleError
+from natgrad.errors import IncompatibleError, NatgradError
 from natgrad.operators import Operator
 from natgrad.structures import Structure
 from tests import oracle, zoo
 from tests.pulled import close, covector, pull, random_roots
 
 
-def estimate(structure: Structure, name: str = "mlp_tanh", k: int = 2) -> Operator:
+def estimate(structure: Structure, name: str = "mlp_tanh", k: int = 2, examples: int | None = None) -> Operator:
     problem = zoo.case(name).make()
+    assert isinstance(problem.x, torch.Tensor)
+    problem = replace(problem, x=problem.x[:examples])
     return structure.estimate(pull(problem, random_roots(problem, k)))
 
 
@@ -66,8 +70,9 @@ REFUSED: list[tuple[Structure, ng.solve.Solver, float, str]] = [
     (ng.LowRank(2), ng.Pinv(), 0.1, r"Pinv does not work with LowRankOperator.*Cholesky\(\)"),
     (ng.BlockDense(), ng.Pinv(weight=MATRIX), 0.0, r"Pinv\(weight=matrix\) does not work with BlockDenseOperator"),
     (ng.Diagonal(), ng.Pinv(weight=MATRIX), 0.0, r"Pinv\(weight=matrix\) does not work with DiagonalOperator"),
-    (ng.Kernel(), ng.Pinv(weight=MATRIX), 0.0, r"Pinv\(weight=….*\) does not work with KernelOperator.*Dense"),
-    (ng.Kernel(), ng.Pinv(weight=NUMBERS), 0.0, r"Pinv\(weight=….*\) does not work with KernelOperator.*Dense"),
+    (ng.Kronecker(), ng.Pinv(weight=MATRIX), 0.0, r"Pinv\(weight=matrix\) does not work with KroneckerOperator"),
+    (ng.Kernel(power=0.5), ng.Pinv(weight=NUMBERS), 0.0, r"Pinv\(weight=…\) at the power 0.5 does not .* KernelOp"),
+    (ng.Kronecker(power=0.5), ng.Pinv(weight=NUMBERS), 0.0, r"Pinv\(weight=…\) at the power 0.5 .* KroneckerOp"),
     (ng.Dense(), ng.CG(preconditioner=ng.Kernel()), 0.1, r"preconditioner=Kernel\(\)\) does not work with DenseOp"),
 ]
 
@@ -82,11 +87,54 @@ def test_pairs_that_cannot_work_are_refused_by_name(
     assert issubclass(IncompatibleError, TypeError)
 
 
-@pytest.mark.parametrize("structure", [ng.Dense(), ng.BlockDense(), ng.Diagonal()], ids=repr)
-def test_numbers_a_parameter_are_a_weight_for_the_structures_that_have_one(structure: Structure) -> None:
-    G = estimate(structure)
-    w = G.layout.covector(G.product(torch.linspace(-1, 1, 31, dtype=torch.float64)))
-    weight = {name: 1 + torch.arange(t.numel()).double().view(t.shape) for name, t in NUMBERS.items()}
-    W = torch.diag(torch.cat([t.flatten() for t in weight.values()]))
-    v = ng.sharp(G, w, ng.Pinv(rtol=1e-12, weight=weight)).flatten()
-    close(v, oracle.weighted_pinv(G.dense(), w.flatten(), W, rtol=1e-12), 1e-8)
+WEIGHABLE = [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.Kernel(), ng.Kronecker(), ng.EigenKronecker()]
+
+
+@pytest.mark.parametrize("structure", WEIGHABLE, ids=repr)
+@pytest.mark.parametrize("name", ["mlp_tanh", "conv", "bare_parameter", "layer_norm", "tied_embedding"])
+def test_numbers_a_parameter_are_a_weight_for_the_structures_that_have_one(structure: Structure, name: str) -> None:
+    """Equation 33 of van Oostrum, Müller and Ay (2023), of the matrix that the structure stands for."""
+    G = estimate(structure, name, k=1, examples=2)
+    w = G.product(torch.linspace(-1, 1, G.layout.size, dtype=torch.float64))
+    flat = 1 + torch.arange(G.layout.size, dtype=torch.float64) % 7
+    weight = dict(G.layout.vector(flat).items())
+    v = ng.sharp(G, G.layout.covector(w), ng.Pinv(rtol=1e-12, weight=weight)).flatten()
+    close(v, oracle.weighted_pinv(G.dense(), w, torch.diag(flat), rtol=1e-12), 1e-8)
+    close(G.product(v), w, 1e-9)
+    plain = ng.sharp(G, G.layout.covector(w), ng.Pinv(rtol=1e-12)).flatten()
+    diagonal = isinstance(structure, ng.Diagonal)
+    assert float((v * flat) @ v) < float((plain * flat) @ plain) or diagonal or torch.allclose(v, plain)
+
+
+@pytest.mark.parametrize("structure", [ng.Kernel(), ng.Kronecker(), ng.EigenKronecker()], ids=repr)
+def test_weighted_inverse_is_symmetric_outside_of_the_range_too(structure: Structure) -> None:
+    """w (wGw)⁺ w with w = W^-½: a gradient that the structure does not see raises no loss."""
+    G = estimate(structure, k=1, examples=2)
+    flat = 1 + torch.arange(31, dtype=torch.float64) % 7
+    inverse = ng.Pinv(rtol=1e-11, weight=dict(G.layout.vector(flat).items())).init(G)
+    solved = torch.stack([inverse.solve(e) for e in torch.eye(31, dtype=torch.float64)])
+    root = torch.diag(flat.rsqrt())
+    expected = root @ torch.linalg.pinv(root @ G.dense() @ root, rtol=1e-11, hermitian=True) @ root
+    close(solved / expected.abs().max(), expected / expected.abs().max(), 1e-7)
+
+
+@pytest.mark.parametrize("metric", [ng.Euclidean(), ng.Sobolev(lengthscale=2.0)], ids=repr)
+def test_matrix_is_a_weight_for_the_kernel(metric: ng.OutputMetric) -> None:
+    pb = pull(zoo.case("mlp_tanh").make(), metric)
+    G, size = ng.Kernel().estimate(pb), pb.model.size
+    A = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    W = A @ A.T / size + torch.eye(size, dtype=torch.float64)
+    w = G.product(torch.linspace(-1, 1, size, dtype=torch.float64))
+    for weight in (W, torch.diag(W.diagonal())):
+        v = ng.sharp(G, G.layout.covector(w), ng.Pinv(rtol=1e-11, weight=weight)).flatten()
+        close(v, oracle.weighted_pinv(G.dense(), w, weight, rtol=1e-11), 1e-6)
+    numbers = dict(G.layout.vector(W.diagonal()).items())
+    close(ng.sharp(G, G.layout.covector(w), ng.Pinv(rtol=1e-11, weight=numbers)).flatten(), v, 1e-6)
+
+
+def test_weight_that_is_too_uneven_for_the_factors_is_refused() -> None:
+    G = estimate(ng.Kronecker(), k=1, examples=2)
+    flat = torch.logspace(-150, 150, 31, dtype=torch.float64)
+    inverse = ng.Pinv(weight=dict(G.layout.vector(flat).items())).init(G)
+    with pytest.raises(NatgradError, match=r"Pinv\(weight=…\) did not converge in the layer .* use Dense"):
+        inverse.solve(G.product(torch.ones(31, dtype=torch.float64)))

@@ -74,6 +74,18 @@ def test_kfac_is_exact_for_one_datum(name: str, metric: ng.OutputMetric, structu
     exact(structure, problem, metric, target if metric.needs_target else None)
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_kfac_is_not_exact_for_one_datum_whose_positions_share_the_weight(sharing: Any) -> None:
+    """W's row of G is a sum over positions, R = Σ_r g_r a_rᵀ, and RRᵀ is no product: the docstring says so."""
+    model, x = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()), normal(1, 3, 3)
+    J = oracle.module_jacobian(model, x).reshape(-1, sum(p.numel() for p in model.parameters()))
+    first = slice(0, 16)
+    found = ng.Kronecker(sharing).estimate(ng.pullback(model, x, ng.Euclidean())).dense()[first, first]
+    expected = (J.T @ J)[first, first]
+    assert float((found - expected).norm()) > 0.05 * float(expected.norm())
+    assert "no positions share a weight" in " ".join(str(ng.Kronecker.__doc__).split())
+
+
 @both
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_kfac_is_exact_for_deep_linear_networks_with_squared_loss(structure: Structure, reduction: Any) -> None:

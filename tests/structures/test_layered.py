@@ -225,12 +225,38 @@ def test_parameters_without_a_rule_are_kept_by_the_fallback(kind: Any, fallback:
 def test_a_large_factor_keeps_its_diagonal(kind: Any) -> None:
     problem = zoo.case("mlp_tanh").make()
     pb = pull(problem, random_roots(problem))
-    whole, cut = kind().estimate(pb), kind(largest=4).estimate(pb)
-    assert [t.ndim for t in (*cut.left, *cut.right)] == [3, 3, 3, 2]
+    whole, cut = kind().estimate(pb), kind(largest=3).estimate(pb)
+    assert [t.ndim for t in (*cut.left, *cut.right)] == [2, 3, 3, 2]
     close(cut.right[1], whole.right[1].diagonal(dim1=-2, dim2=-1))
-    assert kind(largest=4).elements(pb) < kind().elements(pb)
+    assert kind(largest=3).elements(pb) < kind().elements(pb)
     assert kind().elements(pb) == sum(t.numel() for t in whole.tensors().values())
-    assert kind(largest=4).elements(pb) == sum(t.numel() for t in cut.tensors().values())
+    assert kind(largest=3).elements(pb) == sum(t.numel() for t in cut.tensors().values())
+
+
+@kinds
+def test_the_row_of_the_bias_does_not_make_a_factor_too_large(kind: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double(), torch.randn(6, 4).double()
+    pb = ng.pullback(model, x, ng.Euclidean())
+    close(kind(largest=4).estimate(pb).dense(), kind().estimate(pb).dense(), 0.0)
+    cut = kind(largest=3).estimate(pb)
+    assert [t.ndim for t in (*cut.left, *cut.right)] == [2, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        lambda model: ng.KFAC(model, ng.Euclidean(), largest=3),
+        lambda model: ng.EKFAC(model, ng.Euclidean(), largest=3),
+        lambda model: ng.SobolevKFAC(model, ng.Euclidean(), largest=3),
+        lambda model: ng.Natural(model, largest=3),
+        lambda model: ng.Shampoo(model, largest=3),
+        lambda model: ng.SOAP(model, largest=3),
+    ],
+    ids=["KFAC", "EKFAC", "SobolevKFAC", "Natural", "Shampoo", "SOAP"],
+)
+def test_the_limit_is_an_argument_of_every_preset(preset: Callable[[nn.Module], ng.NaturalGradient]) -> None:
+    diagonals = preset(nn.Linear(4, 3)).plan().diagonals
+    assert [of.removesuffix(" + bias") for of in diagonals] == ["A of weight"]
 
 
 # What is refused
@@ -266,7 +292,7 @@ def test_refusals_name_the_parameters(kind: Any) -> None:
     with pytest.raises(MemoryBoundError, match=rf"{kind.__name__} of 15 parameters needs \d+ bytes, over the bound"):
         kind().estimate(pull(mixed(), ng.Euclidean(), memory=8))
     weight = torch.eye(pb.model.size, dtype=torch.float64)
-    with pytest.raises(IncompatibleError, match=r"Pinv\(weight=…\) does not work with \w+: a weight has no Kronecker"):
+    with pytest.raises(IncompatibleError, match=r"Pinv\(weight=matrix\) does not work with \w+: .* mixes the layers"):
         kind().estimate(pb).pseudo_inverse(0.0, None, weight)
     with pytest.raises(IncompatibleError, match="a moving average joins operators of one kind"):
         kind().estimate(pb).lerp(ng.Dense().estimate(pb), 0.5)

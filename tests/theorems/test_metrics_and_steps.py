@@ -159,14 +159,14 @@ def test_o1_the_natural_gradient_is_the_solution_of_least_norm_for_a_given_norm(
     assert _relative(weighted, plain) > 0.01
 
 
-@pytest.mark.parametrize("proper", [True, False])
+@pytest.mark.parametrize("constant_rank", [True, False])
 def test_o2_the_pushforward_is_the_projection_of_the_gradient_onto_the_span_of_the_coordinate_vectors(
-    proper: bool,
+    constant_rank: bool,
 ) -> None:
     of = task(n=20)
-    if not proper:
+    if not constant_rank:
         of.model.get_parameter("2.weight").data.zero_()  # the first layer is unseen, here and not nearby
-    assert ng.diagnose(ng.pullback(of.model, of.x, ng.Euclidean())).proper == proper
+    assert ng.diagnose(ng.pullback(of.model, of.x, ng.Euclidean())).constant_rank == constant_rank
     u = normal(20, 2)
     J = oracle.module_jacobian(of.model, of.x).reshape(40, -1)
     v = ng.natural_gradient(of.model, of.x, lambda y: (u * y).sum() / 20, ng.Euclidean(), solver=ng.Pinv(rtol=1e-12))
