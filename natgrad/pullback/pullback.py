@@ -20,6 +20,7 @@ from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
 from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullback.batch_axis import LayerStatus, StatusCache, check_alike, check_outputs, check_unused
 from natgrad.pullback.chunks import (
@@ -76,7 +77,7 @@ class Root:
     @staticmethod
     def of(observer: Observer, target: Any, y: Tensor, coupled: bool) -> Root:
         """Draw samples now. Compute an exact root now only if it is ``coupled``, which needs all examples at once."""
-        metric, check = observer.metric, not observer.deferred
+        metric, check = observer.output_metric, not observer.deferred
         whole = root_at(metric, y, target, observer.generator, check) if coupled or not metric.exact else None
         return Root(metric, y, target, observer.memory, check, whole)
 
@@ -480,7 +481,7 @@ class OperationsNeededError(Exception):
 def pullback(
     model: nn.Module | Callable[..., Any] | Model,
     x: Inputs,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     target: Any = None,
     generator: torch.Generator | None = None,
     *,
@@ -491,6 +492,8 @@ def pullback(
     rules: Sequence[Rule] = (),
 ) -> Pullback:
     """Pull the metric on the outputs of a model back to its parameters (Grosse 2021, section 5).
+
+    ``metric``: a metric, or a loss, which stands for ``metric_of(loss)``; ``target`` are then the targets of the batch.
 
     ``x``: a tensor, a tuple of positional inputs or a dict of keyword inputs, with the examples on the first axis of
     each. ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the
@@ -507,7 +510,7 @@ def pullback(
     torch.Size([9, 9])
     """
     wrapped = Model.of(model, params, output, examples)
-    check_slots(metric=(metric, OutputMetric))
+    metric = metric_of(metric)
     return Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
 
@@ -577,6 +580,11 @@ class Observer:
             except OperationsNeededError:  # once
                 assert not asked
 
+    @cached_property
+    def output_metric(self) -> OutputMetric:
+        """The metric of the outputs [n *out], where the model may flatten the terms of its examples."""
+        return self.metric if self.model.examples is None else self.metric.unflattened()
+
     @property
     def operations(self) -> bool:
         """Whether a pass must record its operations, because parameters are used outside modules with a rule."""
@@ -632,12 +640,13 @@ class Observer:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
         self._log_uncovered(reasons)
-        coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
+        batch = replace(batch, target=self.output_metric.prepared(y, batch.target))
+        coupled = self.output_metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             ranges = [(0, y.shape[0])]
         return Pullback(
             batch=replace(batch, model=self.model),
-            metric=self.metric,
+            metric=self.output_metric,
             y=y,
             roots=Root.of(self, batch.target, y, coupled is not None),
             layers=blocks,
