@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from natgrad.accelerate.autograd_nodes import version_of
 from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
-from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
+from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
 from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
@@ -375,8 +375,8 @@ class Pullback:
         unused = [block.names[0] in self.unused for block in self.layers]
         ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
         bare = [name for block in ruleless for name in block.names]
-        x, y = examples(self.batch.x, chunk, self.n), self.y[chunk[0] : chunk[1]]
-        explicit = rows(self.model, bare, x, y, s, self.logger) if bare else s.new_empty(0)
+        x = examples(self.batch.x, chunk, self.n)
+        explicit = rows(self.model, tape, bare, x, s, self.logger, self.chunk) if bare else s.new_empty(0)
         out: list[Factors | Tied] = []
         start = 0
         for block, a, nothing in zip(self.layers, inputs, unused, strict=True):
@@ -639,8 +639,7 @@ class Observer:
         if tape.operations is not None and layers.bare:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
-        bare = [block for block in blocks if block.rule is None]
-        self._log_uncovered([block for block in bare if block.names[0] not in status.unused], reasons)
+        self._log_uncovered(reasons)
         metric = self.output_metric.shaped(tape.shapes)
         batch = replace(batch, target=metric.prepared(y, batch.target))
         coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
@@ -676,8 +675,8 @@ class Observer:
             blocks, tape, reasons = self.cache.operations.resolve(self.model, blocks, tape, bare)
         return PassLayers(tape, blocks, status, bare, reasons)
 
-    def _log_uncovered(self, blocks: Sequence[Block], reasons: Mapping[str, str]) -> None:
-        """Log once which parameters, those of ``blocks``, have no rule, and for what ``reasons``, by name."""
+    def _log_uncovered(self, reasons: Mapping[str, str]) -> None:
+        """Log once which parameters have no rule, and for what ``reasons``, by name."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in reasons.items():
             by_reason.setdefault(reason, []).append(name)
@@ -685,14 +684,6 @@ class Observer:
             message = _WITHOUT.format(listed(sorted(which)), reason)
             # A function has no modules that could be written otherwise.
             self.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
-        if not blocks:
-            return
-        names = listed(name for block in blocks for name in block.names)
-        try:
-            self.model.check_separable()
-        except BatchStatisticsError:
-            message = f"no layer rule covers {names}: their metric is computed in evaluation mode"
-            self.logger.log_once(logging.INFO, message)
 
 
 def _placed(coupled: Coupling, y: Tensor) -> Coupling:

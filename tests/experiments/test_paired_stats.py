@@ -131,7 +131,7 @@ def test_in_the_papers_comparison_the_end_of_one_schedule_is_reached_with_the_ot
 
 
 def test_epochs_saved_are_told_seed_by_seed(tmp_path: Path) -> None:
-    """K-FAC is at its end in epoch 3, then 2; Sobolev in 1, then never, then in 3 of a seed that K-FAC does not have."""
+    """K-FAC is at its end in epoch 3, then 2; Sobolev in 1, then never; K-FAC does not have the third seed."""
     records = [
         run("amari", 0, [3.0, 2.0, 1.0], [0.1, 0.2, 0.3]),
         run("amari", 1, [3.0, 1.0, 1.0], [0.1, 0.3, 0.3]),
