@@ -20,7 +20,7 @@ Bound: TypeAlias = float | tuple[float, ...]
 _BISECTIONS = 64
 _ROUNDING = 64  # units in the last place that separate the inside from the boundary
 _SUM = 1024  # units in the last place by which the sum of probabilities may differ from 1
-_ADVICE = "start inside, or take shorter steps (a smaller lr or a larger alpha; see reach)"
+_ADVICE = "start inside, or take shorter steps (a smaller lr, or a larger smoothness; see reach)"
 
 
 class Domain(ABC):
