@@ -224,7 +224,7 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         if self.batch is None:
             raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
-        return BatchQueries(self.batch, self.metric, self.world.mean_of)
+        return BatchQueries(self.batch, self.observer.output_metric, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
