@@ -186,7 +186,10 @@ def poisson() -> tuple[Function, Tensor, float]:
 def test_one_step_with_a_far_too_small_constant_is_refused_and_does_not_jump_to_a_vertex(smoothness: float) -> None:
     """The step is 1/α: at α = 1/100 it would end at (1e-69, 1e-35, 1), though the minimum is inside."""
     x, target = tensor([0.6, 0.3, 0.1]), tensor([0.2, 0.3, 0.5])
-    f = lambda p: (p - target).square().sum()  # noqa: E731
+
+    def f(p: Tensor) -> Tensor:
+        return (p - target).square().sum()
+
     with pytest.raises(GuaranteeError, match=r"the step 1/α too long: raise .* smoothness \(BregmanDescent\)"):
         BregmanDescent(SimplexEntropy(), smoothness).grad(f, x)
     found = BregmanDescent(SimplexEntropy(), smoothness, policy=Doubling()).grad(f, x)
