@@ -51,6 +51,7 @@ from natgrad.output import LossHessian as LossHessian
 from natgrad.output import OutputMetric as OutputMetric
 from natgrad.output import Sampled as Sampled
 from natgrad.output import Sobolev as Sobolev
+from natgrad.output import metric_of as metric_of
 from natgrad.pullback import Pullback as Pullback
 from natgrad.pullback import pullback as pullback
 from natgrad.solve import CG as CG

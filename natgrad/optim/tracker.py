@@ -177,6 +177,9 @@ class MetricTracker:
         self.step = 0
         self.estimated = 0  # the step in which the metric was last estimated
         self.pending_params: frozenset[str] = frozenset()  # trained but not in the metric: it is due until they are
+        self.outside: frozenset[str] = frozenset()  # trained, but not through the outputs: an estimate has looked
+        self.unreached: frozenset[str] = frozenset()  # the outputs of no estimate so far depend on them
+        self._unreached: frozenset[str] | None = None  # of the estimates of this step
         self.batch: Batch | None = None  # of the last pass
         self._examples = 0  # in ``fresh``
         self._joined = False  # whether ``fresh`` is that of all processes
@@ -221,7 +224,7 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         if self.batch is None:
             raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
-        return BatchQueries(self.batch, self.metric, self.world.mean_of)
+        return BatchQueries(self.batch, self.observer.output_metric, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
@@ -244,6 +247,7 @@ class MetricTracker:
             joined = self.world.mean(self.fresh, self._examples, self._restored)
             # Here all processes raise; one that raised alone would leave the others waiting.
             self.fresh, self._joined = joined.finite() if self.world.size > 1 else joined, True
+            self._unreached = self._unreached_anywhere()
         weight = replace(self.weight).next_step(self._examples)
         if self.average is None or (self.schedule.decay == 0 and not self.fresh.unseen):
             return self.fresh, True
@@ -252,7 +256,11 @@ class MetricTracker:
 
     def commit(self, operator: Operator, estimated: bool) -> None:
         """A step has succeeded with this operator, which was ``estimated`` for it or not."""
-        self.average, self.pending_params = operator, self.pending_params & operator.unseen
+        unseen = self.unseen(operator)
+        self.pending_params, self.outside = self.pending_params & unseen, self.outside & unseen
+        if self._unreached is not None:
+            self.unreached = self._never_reached
+        self.average = operator
         if self.absorbed:
             self.weight.end_step()
         elif estimated:
@@ -266,8 +274,35 @@ class MetricTracker:
         self.abandon()
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
         self.absorbed, self.weight.examples = False, 0
+        self._unreached = None
         self._modes.clear()
         self._forget_backward()
+
+    # Parameters that the metric knows nothing of.
+
+    def unseen(self, G: Operator) -> frozenset[str]:
+        """The parameters that no estimate in G has seen: the outputs did not depend on them."""
+        never = self._never_reached
+        if not never:
+            return G.unseen
+        return G.unseen | never.difference(*(block.names for block in G.layers))
+
+    @property
+    def _never_reached(self) -> frozenset[str]:
+        """Those that the outputs of no estimate depend on; of the last one only, where there is no average."""
+        if self._unreached is None:
+            return self.unreached
+        forgets = self.average is None or self.schedule.decay == 0
+        return self._unreached if forgets else self.unreached & self._unreached
+
+    def _unreached_anywhere(self) -> frozenset[str] | None:
+        """Those that were unreached in this step in all processes, which go on alike."""
+        if self.world.size == 1 or self._unreached is None:
+            return self._unreached
+        names, here = list(self.model.params), self._unreached
+        reached = torch.tensor([float(name not in here) for name in names], device=self.model.example.device)
+        shares = self.world.mean_of([reached], 1)[0].tolist()
+        return frozenset(name for name, share in zip(names, shares, strict=True) if share == 0)
 
     # Where estimates come from.
 
@@ -489,6 +524,7 @@ class MetricTracker:
         if self.metric.source == "backward":
             self._wait_for_backward(pb)
             return
+        self._unreached = pb.unreached if self._unreached is None else self._unreached & pb.unreached
         if self._absorbs():
             assert self.average is not None
             self.average = self.structure.absorb(pb, self.average, replace(self.weight).next(pb.n))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
@@ -61,6 +61,10 @@ class OutputMetric(ABC):
         """The exact metric that a sampled one estimates."""
         return self
 
+    def unflattened(self) -> OutputMetric:
+        """The same metric for outputs whose first axis has been split in two, [n·t *out] → [n t *out]."""
+        return self
+
     @property
     def needs_target(self) -> bool:
         """Whether the metric depends on the training targets."""
@@ -92,6 +96,14 @@ class OutputMetric(ABC):
                 "they share. Give it a shared_root, or use Sampled(metric, samples) of the exact metric"
             )
         return self.root(y, target, generator)
+
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
+        """The target as ``flat``, ``root`` and ``divergence`` at any range of these examples y [n *out] take it.
+
+        Metrics of a loss count here the terms of the whole batch: those of the targets or, without them, those that
+        ``cotangent`` [n *out] reaches, which is what the user's own loss sends into the outputs.
+        """
+        return target
 
     @abstractmethod
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
@@ -127,6 +139,9 @@ class CouplingMetric(OutputMetric):
     @property
     def needs_target(self) -> bool:
         return self.base.needs_target
+
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
+        return self.base.prepared(y, target, cotangent)
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         return self.base.flat(y, u, target)
@@ -190,6 +205,12 @@ class Sampled(OutputMetric):
 
     def unsampled(self) -> OutputMetric:
         return self.base.unsampled()
+
+    def unflattened(self) -> Sampled:
+        return replace(self, base=self.base.unflattened())
+
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
+        return self.base.prepared(y, target, cotangent)
 
     @property
     def needs_target(self) -> bool:

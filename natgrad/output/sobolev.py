@@ -76,6 +76,9 @@ class Sobolev(CouplingMetric):
     def unsampled(self) -> Sobolev:
         return replace(self, base=self.base.unsampled())
 
+    def unflattened(self) -> Sobolev:
+        return replace(self, base=self.base.unflattened())
+
     def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
         return self.base.shared_root(y, target, generator)
 

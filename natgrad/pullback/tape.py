@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_forward_hook
+from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_forward_hook, without_hooks
 from natgrad.accelerate.vjp import pulled
 from natgrad.model import Inputs, Model, in_library_pass, map_tensors, tensors_of
 from natgrad.pullback.batch_norm import Statistics
@@ -401,7 +401,7 @@ class Tape:
         if not slots:
             return {}
         edges = [self.uses[at].edges[j] for at, j in slots]
-        with self.statistics.constant():
+        with self.statistics.constant(affine=self.operations is not None):
             grads = pulled(self.y, edges, s, self.half)
         by_slot = dict(zip(slots, grads, strict=True))
 
@@ -411,6 +411,13 @@ class Tape:
             return s.new_zeros(s.shape[0], *use.shapes[j]) if g is None else use.batch_first(g)
 
         return {at: tuple(cotangent(at, j) for j in range(len(self.uses[at].edges))) for at in ids}
+
+    def leaf_cotangents(self, leaves: Sequence[Tensor], s: Tensor) -> list[Tensor]:
+        """Jᵀs [k *shape] at leaves of the graph, zero where y does not depend on one; s [k n *out]."""
+        with self.statistics.constant(affine=True), without_hooks(leaves):
+            grads = pulled(self.y, leaves, s, self.half)
+        pairs = zip(leaves, grads, strict=True)
+        return [s.new_zeros(s.shape[0], *p.shape) if g is None else g for p, g in pairs]
 
     def inner_cotangents(self, at: int, outer: tuple[Tensor, ...]) -> Mapping[str, Features]:
         """Cotangents [k n r c o] of the layers of a replayed use, by local parameter name."""

@@ -106,7 +106,7 @@ class LevenbergMarquardt(StepRule):
     lands, weight decay included: above ``good`` the damping is divided by ``factor``, below ``poor`` it is multiplied
     by it. A step that does not lower the loss is not taken; it is tried again with more damping, at most ``tries``
     times. Where the predicted decrease is below the rounding of the loss, the point is stationary and the parameters
-    stay. Needs ``opt.step(closure)``.
+    stay: ``opt.last.accepted`` is False, and ``reason`` says which of the two it was. Needs ``opt.step(closure)``.
     """
 
     poor: float = 0.25
@@ -144,7 +144,7 @@ class LevenbergMarquardt(StepRule):
             if actual < 0 and math.isfinite(actual):
                 return Step(δ, self._adapted(λ, ratio), ratio=ratio)
             if abs(predicted) <= rounding:
-                return Step(-context.whole(δ * 0.0), λ, reason="stationary", landing=context.params)
+                return Step(δ * 0.0, λ, accepted=False, reason="stationary")
             λ = min(λ * self.factor**2, 1 / self.smallest)  # never infinite, however often no step is found
         reason = f"no decrease in {self.tries} tries"
         return Step(δ * 0.0, λ, accepted=False, reason=reason, ratio=ratio)

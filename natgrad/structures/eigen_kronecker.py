@@ -286,7 +286,8 @@ class EigenKroneckerOperator(LayerOperator):
         left, right = [self.left[b] for b in numbers], [self.right[b] for b in numbers]
         if self.eigenvectors == "exact":
             return Basis.of(left, right)
-        old = Basis(tuple(self.basis.left[b] for b in numbers), tuple(self.basis.right[b] for b in numbers))
+        basis = self.basis
+        old = replace(basis, left=tuple(basis.left[b] for b in numbers), right=tuple(basis.right[b] for b in numbers))
         return old.followed(left, right)
 
     def _shared_basis(self, sharing: WorkSharing) -> Basis:
@@ -298,7 +299,8 @@ class EigenKroneckerOperator(LayerOperator):
             return layer_tensors([self.blocks[b] for b in share], {"Q": basis.left, "P": basis.right})
 
         tensors = sharing.gathered(decompose)
-        return Basis(*(tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP"))
+        q, p = (tuple(tensors.get(f"{name}/{side}") for name in names) for side in "QP")
+        return Basis(q, p)
 
     def inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p = Q (QᵀWP / (D + λ)^p) Pᵀ, exactly, and with nothing to be factored."""

@@ -22,6 +22,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 from natgrad.accelerate import fused
+from natgrad.accelerate.bases import followed_all
+from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.inverses import (
     SymFactor,
     batch_by_size,
@@ -43,6 +45,7 @@ from natgrad.linalg import (
     refuse_indefinite,
     refuse_singular,
 )
+from natgrad.log import listed
 from natgrad.model import Model, check_slots
 from natgrad.pullback.gradient import GradientSample, matrices
 from natgrad.pullback.layer import Block
@@ -195,7 +198,7 @@ class Layered(Structure):
             if name in pullback.operations.diagonals:
                 by_reason.setdefault(pullback.operations.diagonals[name], []).append(name)
         for reason, names in by_reason.items():
-            pullback.logger.log_once(logging.WARNING, f"{', '.join(names)} {reason}")
+            pullback.logger.log_once(logging.WARNING, f"{listed(names)} {reason}")
 
     def _check_strict(self, uncovered: Sequence[Block], reasons: Mapping[str, str]) -> None:
         """With ``strict``, refuse parameters that no rule covers, with the ``reasons``, by name."""
@@ -916,6 +919,7 @@ class Basis:
 
     left: tuple[Rotation, ...]  # Q [c o o]
     right: tuple[Rotation, ...]  # P [c i i]
+    failures: Tensor | None = None  # of the last step that followed the factors, as far as the host has read
 
     @staticmethod
     def of(left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
@@ -928,8 +932,22 @@ class Basis:
         return list(zip(self.left, self.right, strict=True))
 
     def followed(self, left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
-        """QR(SQ) and QR(AP), sorted: a step of the orthogonal iteration; eigenvectors where there is no basis."""
-        return Basis(_followed(left, self.left), _followed(right, self.right))
+        """QR(SQ) and QR(AP), sorted: a step of the orthogonal iteration; eigenvectors where there is no basis.
+
+        Where a GPU has failed to make the last step, it is made by a slower method that does not fail.
+        """
+        factors, old = [*left, *right], [*self.left, *self.right]
+        new: list[Rotation] = [None] * len(old)
+        anew = [at for at, q in enumerate(old) if q is None and is_dense(factors[at])]
+        for at, exact in zip(anew, spectra([factors[at] for at in anew])[1], strict=True):
+            new[at] = exact
+        present = [(at, q) for at, q in enumerate(old) if q is not None]
+        doubtful = self.failures is not None and float(self.failures) > 0
+        moved, failures = followed_all([factors[at] for at, _ in present], [q for _, q in present], doubtful=doubtful)
+        for (at, _), q in zip(present, moved, strict=True):
+            new[at] = q
+        on_the_way = None if failures is None else to_host_async(failures)
+        return Basis(tuple(new[: len(left)]), tuple(new[len(left) :]), on_the_way)
 
     def carried(self, scales: Sequence[Tensor], old: Basis) -> tuple[Tensor, ...]:
         """D' = (U∘U) D (V∘V)ᵀ, U = Q'ᵀQ, V = P'ᵀP: the diagonal, in this basis, of what is D [c o i] in another."""
@@ -937,24 +955,6 @@ class Basis:
             return tuple(scales)
         pairs = zip(scales, self.sides, old.sides, strict=True)
         return tuple(spread(_overlap(q, q0), d, _overlap(p, p0)) for d, (q, p), (q0, p0) in pairs)
-
-
-def _followed(side: Sequence[SymFactor], old: Sequence[Rotation]) -> tuple[Rotation, ...]:
-    """QR(FQ) with sorted columns, of the factors F of one side."""
-    new: list[Rotation] = [None] * len(side)
-    anew = [at for at, q in enumerate(old) if q is None and is_dense(side[at])]
-    for at, exact in zip(anew, spectra([side[at] for at in anew])[1], strict=True):
-        new[at] = exact
-    positions = [at for at, q in enumerate(old) if q is not None]
-    for batch in batch_by_size([side[at] for at in positions]):
-        numbers = [positions[at] for at in batch]
-        Q = stacked([q for q in (old[at] for at in numbers) if q is not None])
-        moved = stacked([side[at] for at in numbers]) @ Q
-        order = (Q * moved).sum(1).argsort(dim=1, descending=True)  # by the eigenvalues qᵀFq
-        columns = torch.linalg.qr(moved.gather(2, order.unsqueeze(1).expand_as(moved))).Q
-        for at, q in zip(numbers, columns.split([len(side[at]) for at in numbers]), strict=True):
-            new[at] = q
-    return tuple(new)
 
 
 def rotated(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
