@@ -18,7 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from natgrad.accelerate.modules import children_in, compiles_calls
+from natgrad.accelerate.modules import children_in, compiles_calls, without_checkpoints
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 
@@ -161,7 +161,8 @@ class Model:
 
     def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
         """y [n *out] at ``params``; missing ones keep their values, and ``None`` keeps all."""
-        with unfused(self.function, self.example.device), library_pass(), deterministic(self.example.device):
+        device = self.example.device
+        with unfused(self.function, device), without_checkpoints(), library_pass(), deterministic(device):
             if not isinstance(self.function, nn.Module):
                 return self.outputs(self.function({**self.params, **(params or {})}, x), x)
             args, kwargs = arguments(x)
