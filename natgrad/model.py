@@ -18,7 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from natgrad.accelerate.modules import children_in, compiles_calls
+from natgrad.accelerate.modules import children_in, compiles_calls, without_checkpoints
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 
@@ -172,7 +172,8 @@ class Model:
 
     def evaluated(self, params: Mapping[str, Tensor] | None, x: Inputs) -> tuple[Tensor, Shapes]:
         """y at ``params``, and the shapes of its heads."""
-        with unfused(self.function, self.example.device), library_pass(), deterministic(self.example.device):
+        device = self.example.device
+        with unfused(self.function, device), without_checkpoints(), library_pass(), deterministic(device):
             if not isinstance(self.function, nn.Module):
                 return self.read(self.function({**self.params, **(params or {})}, x), x)
             args, kwargs = arguments(x)
