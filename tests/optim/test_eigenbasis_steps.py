@@ -159,6 +159,7 @@ VIEWS |= {"split_with_sizes", "alias", "detach", "promote_types", "diagonal"}
 class Gpu:
     """In the place of CUDA: what is captured is run again by a replay."""
 
+    captures: bool = True
     replays: int = 0
     kernels: Kernels | None = None
 
@@ -191,7 +192,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Gpu]:
             monkeypatch.setattr(module, "is_asynchronous", lambda device: True)
         monkeypatch.setattr(Flag, "check", lambda self, tensors, what: self.look(tensors))
         monkeypatch.setattr(Flag, "send", lambda self, what, step: None)
-        monkeypatch.setattr(CudaGraphs, "possible", lambda self, tensors: True)
+        monkeypatch.setattr(CudaGraphs, "possible", lambda self, tensors: it.captures)
         monkeypatch.setattr(CudaGraphs, "capture", lambda self, fn, device: it.capture(fn, device))
         return it
 
@@ -216,12 +217,13 @@ def trained(model: nn.Module, opt: ng.NaturalGradient, steps: range, schedule: b
 def test_captured_steps_follow_gradient_rate_damping_and_basis(
     name: str, widths: list[int], gpu: Callable[[], Gpu]
 ) -> None:
-    model, other = net(widths), net(widths)
-    expected = trained(model, STRUCTURES[name](model), range(24), schedule=True)
-    it = gpu()
-    opt = STRUCTURES[name](other)
-    for found, right in zip(trained(other, opt, range(24), schedule=True), expected, strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
+    """Beside steps of a GPU that captures nothing: rounding grows from step to step."""
+    it, runs = gpu(), []
+    for it.captures in (False, True):
+        model = net(widths)
+        runs.append(trained(model, STRUCTURES[name](model), range(24), schedule=True))
+    for found, right in zip(*runs, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
     assert it.replays > 40
 
 
