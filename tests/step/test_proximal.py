@@ -181,10 +181,15 @@ def test_a_trust_region_on_a_quadratic_solves_the_secular_equation(radius: float
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_trust_region_in_either_kl_divergence_has_the_least_loss_of_all_points_in_it(reverse: bool) -> None:
     """(6) and (9) of Grosse (2021) against a grid: two logits less the third, a strongly curved region."""
-    f = lambda p, x: torch.cat([p["w"], p["w"].new_zeros(1)])[None]  # noqa: E731
+
+    def f(p: Params, x: object) -> Tensor:
+        return torch.cat([p["w"], p["w"].new_zeros(1)])[None]
+
+    def J(u: Params) -> Tensor:
+        return -(target * f(u, None).log_softmax(1)[0]).sum() + 0.1 * u["w"][0] ** 2
+
     w = {"w": torch.tensor([0.5, -1.0], dtype=torch.float64)}
     target = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
-    J = lambda u: -(target * f(u, None).log_softmax(1)[0]).sum() + 0.1 * u["w"][0] ** 2  # noqa: E731
     metric, radius = ng.Fisher(ng.Categorical()), 0.3
     rho = ng.proximal.pulled_back(f, None, metric, params=w, reverse=reverse)
     got = ng.proximal.trust_region(J, rho, w, radius)

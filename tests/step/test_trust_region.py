@@ -349,7 +349,7 @@ def test_with_improve_no_step_raises_the_loss() -> None:
         opt = of.optimizer(step=ng.TrustRegion(30.0, look), damping=1e-3)
         found = [of.loss().item()]
         for _ in range(5):
-            opt.step(of.closure(opt))  # type: ignore[arg-type]  # torch types the value as a float
+            opt.step(of.closure(opt))
             found.append(of.loss().item())
         return found
 
