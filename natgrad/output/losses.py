@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +17,36 @@ from natgrad.families.categorical import Categorical, Mask, Masked
 from natgrad.families.diagonal_gaussian import Gaussian
 from natgrad.model import check_slots
 from natgrad.output.fisher import Fisher
+from natgrad.output.heads import Heads
 from natgrad.output.metric import OutputMetric, check_samples
 
-Criterion = Callable[..., Tensor]  # a loss, as (outputs, targets) ↦ one number
+OneLoss: TypeAlias = Callable[..., Tensor]  # (outputs, targets) ↦ one number
+Criterion: TypeAlias = OneLoss | Mapping[Any, Any] | tuple[Any, ...] | list[Any]  # a loss, or one for every head
 
 
-def metric_of(loss: OutputMetric | Criterion, *, samples: int | None = None, axis: int | None = None) -> OutputMetric:
+def metric_of(
+    loss: OutputMetric | Criterion,
+    *,
+    samples: int | None = None,
+    axis: int | None = None,
+    weights: Mapping[Any, float] | Sequence[float] | None = None,
+) -> OutputMetric:
     """The metric of a loss L(y, t): G = Jᵀ ∇²L J, its generalised Gauss–Newton matrix, as L is reduced (Martens 2020).
 
     ``loss``: a loss of torch as a module, a function, or a ``functools.partial`` of one with its options. A metric is
     returned as it is. ``samples``: None for the exact metric, k for k targets an example that are drawn from the model.
-    ``axis``: that of the classes in the outputs of the model; by default 1, as in torch's losses.
+    ``axis``: that of the classes in the outputs of the model; by default 1, as in torch's losses. A dict or tuple of
+    losses, with their ``weights`` in the sum that is trained, is for a model that returns as many outputs (``Heads``).
 
     >>> metric_of(nn.CrossEntropyLoss(ignore_index=0))
     metric_of(CrossEntropyLoss(ignore_index=0)): Fisher(Categorical()), mean over the terms
     """
+    if isinstance(loss, Mapping | tuple | list):
+        losses = loss if isinstance(loss, Mapping) else dict(enumerate(loss))
+        shares = weights if isinstance(weights, Mapping) else dict(enumerate(weights or ()))
+        return Heads({key: metric_of(one, samples=samples, axis=axis) for key, one in losses.items()}, shares)
+    if weights is not None:
+        raise ValueError("weights= are those of several losses, of a dict or tuple: one loss has none")
     if isinstance(loss, OutputMetric):
         return loss
     if isinstance(loss, type) or not callable(loss):
@@ -220,7 +235,7 @@ class ElementLoss(TermLoss):
 _FUNCTIONS: dict[Any, type[nn.Module]] = {F.cross_entropy: nn.CrossEntropyLoss, F.mse_loss: nn.MSELoss}
 
 
-def _module_of(loss: Criterion) -> nn.Module:
+def _module_of(loss: OneLoss) -> nn.Module:
     """The loss as a module, with a reduction that has a metric."""
     options: dict[str, Any] = {}
     function: Any = loss

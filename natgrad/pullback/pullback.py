@@ -75,9 +75,9 @@ class Root:
     stored: Tensor | None = None
 
     @staticmethod
-    def of(observer: Observer, target: Any, y: Tensor, coupled: bool) -> Root:
+    def of(observer: Observer, metric: OutputMetric, target: Any, y: Tensor, coupled: bool) -> Root:
         """Draw samples now. Compute an exact root now only if it is ``coupled``, which needs all examples at once."""
-        metric, check = observer.output_metric, not observer.deferred
+        check = not observer.deferred
         whole = root_at(metric, y, target, observer.generator, check) if coupled or not metric.exact else None
         return Root(metric, y, target, observer.memory, check, whole)
 
@@ -509,8 +509,8 @@ def pullback(
     >>> ng.Dense().estimate(pb).dense().shape
     torch.Size([9, 9])
     """
-    wrapped = Model.of(model, params, output, examples)
     metric = metric_of(metric)
+    wrapped = Model.of(model, params, output, examples, metric.heads)
     return Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
 
@@ -640,15 +640,16 @@ class Observer:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
         self._log_uncovered(reasons)
-        batch = replace(batch, target=self.output_metric.prepared(y, batch.target))
-        coupled = self.output_metric.coupled(batch.x, y.shape[0], y.dtype)
+        metric = self.output_metric.shaped(tape.shapes)
+        batch = replace(batch, target=metric.prepared(y, batch.target))
+        coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             ranges = [(0, y.shape[0])]
         return Pullback(
             batch=replace(batch, model=self.model),
-            metric=self.output_metric,
+            metric=metric,
             y=y,
-            roots=Root.of(self, batch.target, y, coupled is not None),
+            roots=Root.of(self, metric, batch.target, y, coupled is not None),
             layers=blocks,
             positions={block.names[0]: tape.positions(block) for block in blocks},
             unused=status.unused,

@@ -119,5 +119,5 @@ def _rows_on_tape(tape: Tape, names: Sequence[str], s: Tensor, limit: int) -> Te
         column, example = some // n, some % n
         alone = s.new_zeros(len(some), *s.shape[1:])
         alone[torch.arange(len(some), device=s.device), example] = s[column, example]
-        out[some] = torch.cat([g.flatten(1).to(s.dtype) for g in tape.leaf_cotangents(leaves, alone)], dim=1)
+        out[some] = torch.cat([g.reshape(len(g), -1).to(s.dtype) for g in tape.leaf_cotangents(leaves, alone)], dim=1)
     return out.reshape(k, n, -1)
