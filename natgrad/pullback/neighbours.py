@@ -42,14 +42,14 @@ def number_examples(model: Model, x: Inputs) -> bool:
     inputs = tensors_of(x)
     if not any(_is_integer(t) and t.ndim for t in inputs):
         return False
-    seen = _Numbers(inputs)
-    seen.enter()
+    mode = _Numbers(inputs)
+    mode.enter()
     try:
         with torch.no_grad():
             model(None, x)
     finally:
-        seen.leave()
-    return seen.found
+        mode.leave()
+    return mode.indexed
 
 
 @final
@@ -58,14 +58,14 @@ class _Numbers(OperationMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.found = False
+        self.indexed = False
         self._n = next(t.shape[0] for t in inputs if t.ndim)
         self._data = {storage(t) for t in inputs}
         self._integers = {storage(t) for t in inputs if _is_integer(t)}
 
     def see(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = name.rstrip("_") if not name.startswith("_") else "_" + name.strip("_")
-        self.found = self.found or self._numbers_rows(plain, args)
+        self.indexed = self.indexed or self._numbers_rows(plain, args)
         each = (t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,)))
         given = {storage(t) for t in each if isinstance(t, Tensor)}
         data, integers = not given.isdisjoint(self._data), not given.isdisjoint(self._integers)
@@ -90,9 +90,9 @@ class _Numbers(OperationMode):
         return isinstance(index, Tensor) and storage(index) in self._integers
 
 
-def _put(places: set[int], at: int, member: bool) -> None:
+def _put(addresses: set[int], at: int, member: bool) -> None:
     """Memory is given out again: what was there before is forgotten."""
-    (places.add if member else places.discard)(at)
+    (addresses.add if member else addresses.discard)(at)
 
 
 def _is_integer(t: Tensor) -> bool:
