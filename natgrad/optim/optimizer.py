@@ -127,7 +127,9 @@ class NaturalGradient(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        whole, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
+        metric = metric_of(metric)
+        whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
+        wrapping = unwrapped(model)
         world = world_of(wrapping)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         check_fallback(fallback)
@@ -136,7 +138,6 @@ class NaturalGradient(torch.optim.Optimizer):
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
-        metric = metric_of(metric)
         check_slots(
             structure=(structure, Structure),
             solver=(solver, Solver),
@@ -348,7 +349,7 @@ class NaturalGradient(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         # Not state[p]: torch hashes a tensor in Python, and this is asked in every step.
         states = [t for of_param in self.state.values() for t in of_param.values() if isinstance(t, Tensor)]
-        addresses = tuple(t.data_ptr() for t in (*params, *states))
+        addresses = tuple(map(Tensor.data_ptr, params + states))
         options = tuple((group["momentum"], group["weight_decay"]) for group in self.param_groups)
         return self.preconditioner.version, options, addresses, self.tracker.outside
 
@@ -421,11 +422,13 @@ class NaturalGradient(torch.optim.Optimizer):
     def _differential(self) -> tuple[Covector, frozenset[str]]:
         """The gradient, with zeros where there is none, and the parameters that have none."""
         params = self.tracker.model.params
-        without = [name for name, p in params.items() if p.grad is None]
-        if all(p.grad is None for p in self._params.values()):
-            raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
-        self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+        grads = {name: p.grad for name, p in params.items()}
+        without = [name for name, grad in grads.items() if grad is None]
+        if without or not grads:
+            if all(p.grad is None for p in self._params.values()):
+                raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
+            self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
+            grads.update({name: torch.zeros_like(params[name]) for name in without})
         return Covector(require_all(grads)), frozenset(without)
 
     def _without_metric(self, ω: Covector, names: frozenset[str], estimated: bool) -> frozenset[str]:

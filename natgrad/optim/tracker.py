@@ -207,6 +207,7 @@ class MetricTracker:
         self.unreached: frozenset[str] = frozenset()  # the outputs of no estimate so far depend on them
         self._unreached: frozenset[str] | None = None  # of the estimates of this step
         self.batch: Batch | None = None  # of the last pass
+        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self._examples = 0  # in ``fresh``
         self._joined = False  # whether ``fresh`` is that of all processes
         self._refreshed = False  # passes until the next step are ignored
@@ -252,7 +253,7 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         if self.batch is None:
             raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
-        return BatchQueries(self.batch, self.observer.output_metric, self.world.mean_of)
+        return BatchQueries(self.batch, self._metric_of_pass, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
@@ -505,7 +506,7 @@ class MetricTracker:
                 self._rng_state, get_rng_state(self.model.example.device)
             ):
                 refuse_randomness()
-            tape = recorder.tape(self.model.outputs(raw, Arguments(args, kwargs)))
+            tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
         batch = Batch(self.model, Arguments(args, kwargs))
@@ -526,7 +527,7 @@ class MetricTracker:
         """Wait with this pass for the cotangent of the user's loss at its outputs, if the metric asks for it."""
         if not self.metric.awaits:
             return False
-        y = raw if self.model.output is None else self.model.output(raw)
+        y = self.model.returned(raw)[0]
         visible = any(t is y for t in tensors_of(raw)) and y.requires_grad and of_user
         if not visible:
             if self.metric.needs_target:
@@ -584,7 +585,7 @@ class MetricTracker:
         finally:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
-        tape = recorder.tape(self.model.outputs(raw, batch.x))
+        tape = recorder.tape(*self.model.read(raw, batch.x))
         return self._assemble(batch, tape)
 
     def abandon(self) -> None:
@@ -604,7 +605,7 @@ class MetricTracker:
     def _add(self, pb: Pullback) -> None:
         if pb.model is not self.model:
             self.use_model(pb.model)
-        self.batch = pb.batch
+        self.batch, self._metric_of_pass = pb.batch, pb.metric
         self._note_terms(pb.y)
         if self.metric.source == "backward":
             self._wait_for_backward(pb)

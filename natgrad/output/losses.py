@@ -7,9 +7,9 @@ import inspect
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,30 @@ from natgrad.families.diagonal_gaussian import Gaussian
 from natgrad.families.discrete import Bernoulli, Poisson
 from natgrad.model import check_slots
 from natgrad.output.fisher import Fisher
+from natgrad.output.heads import Heads
 from natgrad.output.metric import OutputMetric, Sampled, check_samples, one_hot_columns
 
-Criterion = Callable[..., Tensor]  # a loss, as (outputs, targets) ↦ one number
+OneLoss: TypeAlias = Callable[..., Tensor]  # (outputs, targets) ↦ one number
+Criterion: TypeAlias = OneLoss | Mapping[Any, Any] | tuple[Any, ...] | list[Any]  # a loss, or one for every head
 _log = logging.getLogger("natgrad")
 _WIDEST = 4096  # outputs of an example whose Hessian is computed
 _ROUNDING = 1e-3  # of single precision in a sum that is zero, over its terms
 
 
-def metric_of(loss: OutputMetric | Criterion, *, samples: int | None = None, axis: int | None = None) -> OutputMetric:
+def metric_of(
+    loss: OutputMetric | Criterion,
+    *,
+    samples: int | None = None,
+    axis: int | None = None,
+    weights: Mapping[Any, float] | Sequence[float] | None = None,
+) -> OutputMetric:
     """The metric of a loss L(y, t): G = Jᵀ ∇²L J, its generalised Gauss–Newton matrix, as L is reduced (Martens 2020).
 
     ``loss``: a loss of torch as a module, a function, or a ``functools.partial`` of one with its options; or any other
     ``loss(y, t)`` that returns one number, whose Hessian at the outputs is then computed, with negative eigenvalues set
     to 0. A metric is returned as it is. Wherever a metric is expected, a loss stands for ``metric_of(loss)``; ``KFAC``,
-    ``EKFAC``, ``SobolevKFAC`` and ``Natural`` take ``metric_of(loss, samples=1)``.
+    ``EKFAC``, ``SobolevKFAC`` and ``Natural`` take ``metric_of(loss, samples=1)``. A dict or tuple of losses, with
+    their ``weights`` in the sum that is trained, is for a model that returns as many outputs (``Heads``).
 
     ``samples``: None for the exact metric, k for k random roots an example, which are targets drawn from the model.
     ``axis``: that of the classes in the outputs of the model. By default it is that of torch's losses, 1, unless the
@@ -54,6 +63,12 @@ def metric_of(loss: OutputMetric | Criterion, *, samples: int | None = None, axi
     >>> metric_of(nn.SoftMarginLoss())
     metric_of(SoftMarginLoss()): its Hessian at the outputs, negative eigenvalues set to 0
     """
+    if isinstance(loss, Mapping | tuple | list):
+        losses = loss if isinstance(loss, Mapping) else dict(enumerate(loss))
+        shares = weights if isinstance(weights, Mapping) else dict(enumerate(weights or ()))
+        return Heads({key: metric_of(one, samples=samples, axis=axis) for key, one in losses.items()}, shares)
+    if weights is not None:
+        raise ValueError("weights= are those of several losses, of a dict or tuple: one loss has none")
     if isinstance(loss, OutputMetric):
         return loss
     if isinstance(loss, type) or not callable(loss):
@@ -394,7 +409,7 @@ class HessianLoss(OutputMetric):
     ρ is the quadratic form ½(y − y0)ᵀh(y − y0).
     """
 
-    loss: Criterion
+    loss: OneLoss
     checks: set[str] = field(default_factory=set, compare=False)  # what has been checked, or said
 
     @property
@@ -576,7 +591,7 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
 }
 
 
-def _module_of(loss: Criterion) -> nn.Module | None:
+def _module_of(loss: OneLoss) -> nn.Module | None:
     """The loss as a module of torch, if it is one, or a function of the same name with its options."""
     if isinstance(loss, nn.Module):
         return loss
@@ -609,7 +624,7 @@ def _check_reduction(loss: nn.Module) -> None:
         )
 
 
-def _two_arguments(loss: Criterion) -> Criterion:
+def _two_arguments(loss: OneLoss) -> OneLoss:
     """The loss as a function of outputs and targets; two inputs are stacked on axis 1 of the outputs, [n 2 d]."""
     if isinstance(loss, nn.CosineEmbeddingLoss):
         return Stacked(loss)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families.base import over_terms
-from natgrad.model import Inputs, map_tensors
+from natgrad.model import Inputs, Shapes, map_tensors
 
 Reduction = Literal["sum", "mean"]
 Source = Literal["outputs", "backward", "gradients"]
@@ -83,6 +83,15 @@ class OutputMetric(ABC):
         """What an optimizer estimates G from: a root at the outputs, the user's backward pass, or the gradients."""
         return "outputs"
 
+    @property
+    def heads(self) -> tuple[Any, ...] | None:
+        """The keys of the outputs of the model that it is on, if they are several (``Heads``)."""
+        return None
+
+    def shaped(self, shapes: Shapes) -> OutputMetric:
+        """The metric at a pass whose heads, in the order of ``heads``, have these shapes [n *out]."""
+        return self
+
     @abstractmethod
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         """h_y u [n *out], for a vector u [n *out] of output space: vector → covector."""
@@ -139,6 +148,10 @@ class CouplingMetric(OutputMetric):
     """A metric that couples the examples of another one, ``base``; a single example has the base metric."""
 
     base: OutputMetric
+
+    @property
+    def heads(self) -> tuple[Any, ...] | None:
+        return self.base.heads
 
     @property
     def exact(self) -> bool:
@@ -227,6 +240,13 @@ class Sampled(OutputMetric):
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)
+
+    @property
+    def heads(self) -> tuple[Any, ...] | None:
+        return self.base.heads
+
+    def shaped(self, shapes: Shapes) -> Sampled:
+        return replace(self, base=self.base.shaped(shapes)) if shapes else self
 
     @property
     def needs_target(self) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from natgrad.accelerate.autograd_nodes import version_of
 from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
-from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
+from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
 from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
@@ -79,9 +79,9 @@ class Root:
     stored: Tensor | None = None
 
     @staticmethod
-    def of(observer: Observer, target: Any, y: Tensor, coupled: bool) -> Root:
+    def of(observer: Observer, metric: OutputMetric, target: Any, y: Tensor, coupled: bool) -> Root:
         """Draw samples now. Compute an exact root now only if it is ``coupled``, which needs all examples at once."""
-        metric, check = observer.output_metric, not observer.deferred
+        check = not observer.deferred
         whole = root_at(metric, y, target, observer.generator, check) if coupled or not metric.exact else None
         return Root(metric, y, target, observer.memory, check, whole)
 
@@ -379,8 +379,8 @@ class Pullback:
         unused = [block.names[0] in self.unused for block in self.layers]
         ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
         bare = [name for block in ruleless for name in block.names]
-        x, y = examples(self.batch.x, chunk, self.n), self.y[chunk[0] : chunk[1]]
-        explicit = rows(self.model, bare, x, y, s, self.logger) if bare else s.new_empty(0)
+        x = examples(self.batch.x, chunk, self.n)
+        explicit = rows(self.model, tape, bare, x, s, self.logger, self.chunk) if bare else s.new_empty(0)
         out: list[Factors | Tied] = []
         start = 0
         for block, a, nothing in zip(self.layers, inputs, unused, strict=True):
@@ -513,8 +513,8 @@ def pullback(
     >>> ng.Dense().estimate(pb).dense().shape
     torch.Size([9, 9])
     """
-    wrapped = Model.of(model, params, output, examples)
     metric = metric_of(metric)
+    wrapped = Model.of(model, params, output, examples, metric.heads)
     return Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
 
@@ -643,18 +643,18 @@ class Observer:
         if tape.operations is not None and layers.bare:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
-        bare = [block for block in blocks if block.rule is None]
-        self._log_uncovered([block for block in bare if block.names[0] not in status.unused], reasons)
+        self._log_uncovered(reasons)
+        metric = self.output_metric.shaped(tape.shapes)
         cotangent = None if batch.cotangent is None else batch.cotangent.detach().reshape(y.shape)
-        batch = replace(batch, target=self.output_metric.prepared(y, batch.target, cotangent), cotangent=None)
-        coupled = self.output_metric.coupled(batch.x, y.shape[0], y.dtype)
+        batch = replace(batch, target=metric.prepared(y, batch.target, cotangent), cotangent=None)
+        coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             ranges = [(0, y.shape[0])]
         return Pullback(
             batch=replace(batch, model=self.model),
-            metric=self.output_metric,
+            metric=metric,
             y=y,
-            roots=Root.of(self, batch.target, y, coupled is not None),
+            roots=Root.of(self, metric, batch.target, y, coupled is not None),
             layers=blocks,
             positions={block.names[0]: tape.positions(block) for block in blocks},
             unused=status.unused,
@@ -680,8 +680,8 @@ class Observer:
             blocks, tape, reasons = self.cache.operations.resolve(self.model, blocks, tape, bare)
         return PassLayers(tape, blocks, status, bare, reasons)
 
-    def _log_uncovered(self, blocks: Sequence[Block], reasons: Mapping[str, str]) -> None:
-        """Log once which parameters, those of ``blocks``, have no rule, and for what ``reasons``, by name."""
+    def _log_uncovered(self, reasons: Mapping[str, str]) -> None:
+        """Log once which parameters have no rule, and for what ``reasons``, by name."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in reasons.items():
             by_reason.setdefault(reason, []).append(name)
@@ -689,14 +689,6 @@ class Observer:
             message = _WITHOUT.format(listed(sorted(which)), reason)
             # A function has no modules that could be written otherwise.
             self.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
-        if not blocks:
-            return
-        names = listed(name for block in blocks for name in block.names)
-        try:
-            self.model.check_separable()
-        except BatchStatisticsError:
-            message = f"no layer rule covers {names}: their metric is computed in evaluation mode"
-            self.logger.log_once(logging.INFO, message)
 
 
 def _placed(coupled: Coupling, y: Tensor) -> Coupling:

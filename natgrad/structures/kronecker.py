@@ -121,8 +121,8 @@ class Kronecker(Layered):
     An embedding that is also the weight of a linear head is one layer, W [V d], with one product for both uses, whose
     trace and partial traces are those of the sum of the two (``natgrad.pullback.layer``).
 
-    In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass. The
-    fallback needs passes of its own: these are in evaluation mode, and the log says so once.
+    In training mode the statistics of a batch normalisation and the masks of dropout are constants of the pass, also
+    to parameters without a rule, which are differentiated in its own graph.
 
     A layer that a forward pass does not use (an expert, as a module or in a stack; a block that stochastic depth drops)
     is not in the estimate of that pass: the moving average of its factors continues with the next pass that uses it.
