@@ -24,6 +24,7 @@ from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass
 from natgrad.optim.distributed import World, refuse_strangers
+from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
@@ -164,6 +165,7 @@ class MetricTracker:
         wrapping: Sequence[nn.Module] = (),
         world: World | None = None,
         whole: Model | None = None,
+        loss_check: LossCheck | None = None,
     ) -> None:
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
@@ -194,6 +196,7 @@ class MetricTracker:
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
+        self.loss_check = LossCheck(self.metric) if loss_check is None else loss_check
         self._check = ModelCheck(self.model if whole is None else whole, self.module, observer.blocks)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
@@ -273,6 +276,7 @@ class MetricTracker:
     def discard(self) -> None:
         """Forget the estimate of this step; what is in the average stays."""
         self.abandon()
+        self.loss_check.forget()
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
         self.absorbed, self.weight.examples = False, 0
         self._unreached = None
@@ -458,7 +462,7 @@ class MetricTracker:
         if self._depth:  # a pass that the model makes itself, inside of the one that is recorded
             self._depth -= 1
             return
-        recorder = self._stop()
+        of_user, recorder = self._handle is not None, self._stop()
         try:
             if raw is None:  # the forward pass raised
                 return
@@ -469,7 +473,9 @@ class MetricTracker:
             tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
-        with AtStep(self.step):  # the parameters have been checked before the pass
+        if of_user and self.metric.source == "outputs":
+            self.loss_check.watch(raw, self.model.returned(raw))
+        with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
             batch = Batch(self.model, Arguments(args, kwargs))
             try:
                 pb = self._assemble(batch, tape)
