@@ -25,6 +25,7 @@ from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, tensors_of
 from natgrad.optim.distributed import World, refuse_strangers
+from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
@@ -190,6 +191,7 @@ class MetricTracker:
         wrapping: Sequence[nn.Module] = (),
         world: World | None = None,
         whole: Model | None = None,
+        loss_check: LossCheck | None = None,
     ) -> None:
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
@@ -222,6 +224,7 @@ class MetricTracker:
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
+        self.loss_check = LossCheck(self.metric) if loss_check is None else loss_check
         self._check = ModelCheck(self.model if whole is None else whole, self.module, observer.blocks)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
@@ -310,6 +313,7 @@ class MetricTracker:
     def discard(self) -> None:
         """Forget the estimate of this step; what is in the average stays."""
         self.abandon()
+        self.loss_check.forget()
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
         self.absorbed, self.weight.examples = False, 0
         self._unreached = None
@@ -509,12 +513,14 @@ class MetricTracker:
             tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
+        if of_user and self.metric.source == "outputs":
+            self.loss_check.watch(raw, self.model.returned(raw))
         batch = Batch(self.model, Arguments(args, kwargs))
         if not self._waits(batch, tape, raw, of_user):
             self._estimate(batch, tape)
 
     def _estimate(self, batch: Batch, tape: Tape) -> None:
-        with AtStep(self.step):  # the parameters have been checked before the pass
+        with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
             try:
                 pb = self._assemble(batch, tape)
             except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
