@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.families.base import over_terms
 from natgrad.model import Inputs, Shapes, map_tensors
@@ -68,6 +68,14 @@ class OutputMetric(ABC):
     @property
     def needs_target(self) -> bool:
         """Whether the metric depends on the training targets."""
+        return False
+
+    @property
+    def awaits(self) -> nn.Module | bool:
+        """Whether an optimizer waits with a pass for the user's own loss, which says what the metric must know.
+
+        True: its cotangent at the outputs does. A module: a call of this loss on the outputs does, by its targets.
+        """
         return False
 
     @property
@@ -153,6 +161,10 @@ class CouplingMetric(OutputMetric):
     def needs_target(self) -> bool:
         return self.base.needs_target
 
+    @property
+    def awaits(self) -> nn.Module | bool:
+        return self.base.awaits
+
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)
 
@@ -221,6 +233,10 @@ class Sampled(OutputMetric):
 
     def unflattened(self) -> Sampled:
         return replace(self, base=self.base.unflattened())
+
+    @property
+    def awaits(self) -> nn.Module | bool:
+        return self.base.awaits
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)

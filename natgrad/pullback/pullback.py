@@ -48,11 +48,15 @@ from natgrad.rules.base import Rule
 @final
 @dataclass(frozen=True)
 class Batch:
-    """A model with inputs, and targets if the metric needs them."""
+    """A model with inputs, and targets if the metric needs them.
+
+    ``cotangent``: what the user's own loss sends into the outputs, where a metric waits for it.
+    """
 
     model: Model
     x: Inputs
     target: Any = None
+    cotangent: Tensor | None = None
 
 
 # The root of the output metric, computed where it is needed, and checked.
@@ -641,7 +645,8 @@ class Observer:
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
         self._log_uncovered(reasons)
         metric = self.output_metric.shaped(tape.shapes)
-        batch = replace(batch, target=metric.prepared(y, batch.target))
+        cotangent = None if batch.cotangent is None else batch.cotangent.detach().reshape(y.shape)
+        batch = replace(batch, target=metric.prepared(y, batch.target, cotangent), cotangent=None)
         coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             ranges = [(0, y.shape[0])]
