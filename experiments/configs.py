@@ -16,6 +16,7 @@ from natgrad.model import Inputs
 from natgrad.solve import Solver
 
 _SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
+_BETAS, _EPS = (0.9, 0.999), 1e-8  # of AdamW
 LENGTHSCALE = 20.0  # of the kernel, on normalised pixels; the network's inputs are not scaled
 
 
@@ -110,7 +111,7 @@ class Config(ABC):
 
     @abstractmethod
     def numbers(self) -> dict[str, float]:
-        """Its settings, for the records."""
+        """All settings that decide a run, for the records: a run counts as done only where they are the same."""
 
 
 @final
@@ -133,6 +134,7 @@ class Constants:
     metric_every: int = 10
     inverse_every: int = 100
     clip: float = 0.01
+    decay: float = 0.95  # of the moving average of the factors
 
     @property
     def decoupled(self) -> float:
@@ -162,6 +164,7 @@ class KFAC(Config):
             metric_every=c.metric_every,
             inverse_every=c.inverse_every,
             early=False,
+            decay=c.decay,
             step=ng.KLClip(c.clip),
             solver=self.solver,
             generator=torch.Generator(device=device).manual_seed(seed),
@@ -172,23 +175,43 @@ class KFAC(Config):
         return replace(self, name=f"{self.name}_exact", solver=ng.Cholesky())
 
     def numbers(self) -> dict[str, float]:
-        return vars(self.constants) | {"decoupled": self.constants.decoupled}
+        numbers = vars(self.constants) | {"decoupled": self.constants.decoupled, "exact": self.solver is not None}
+        return numbers | _numbers_of(self.metric)
+
+
+def _numbers_of(metric: ng.OutputMetric) -> dict[str, float]:
+    """What decides a metric.
+
+    >>> _numbers_of(ng.Sobolev(_SAMPLED, lengthscale=20.0))
+    {'nu': 1.5, 'lengthscale': 20.0, 'jitter': 1e-06, 'independent': False, 'samples': 1}
+    """
+    if isinstance(metric, Independent):
+        return _numbers_of(metric.sobolev) | {"independent": True}
+    if isinstance(metric, ng.Sobolev):
+        numbers = {name: getattr(metric, name) for name in ("nu", "lengthscale", "jitter")}
+        if metric.features is None and all(isinstance(number, float) for number in numbers.values()):
+            return numbers | {"independent": False} | _numbers_of(metric.base)
+    if isinstance(metric, ng.Fisher) and isinstance(metric.family, ng.Categorical) and metric.samples is not None:
+        return {"samples": metric.samples}
+    raise TypeError(f"{metric!r} is not described by numbers: say in _numbers_of which decide it")
 
 
 @final
 @dataclass(frozen=True)
 class Momentum(Config):
-    """SGD with momentum 0.9; the weight decay is added to the gradient."""
+    """SGD with momentum; the weight decay is added to the gradient."""
 
     lr: float
     weight_decay: float
+    momentum: float = 0.9
     name: str = "sgd"
 
     def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9, weight_decay=self.weight_decay, fused=True)
+        params, μ = model.parameters(), self.momentum
+        return torch.optim.SGD(params, lr=self.lr, momentum=μ, weight_decay=self.weight_decay, fused=True)
 
     def numbers(self) -> dict[str, float]:
-        return {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {"lr": self.lr, "weight_decay": self.weight_decay, "momentum": self.momentum}
 
 
 @final
@@ -201,10 +224,11 @@ class AdamW(Config):
     name: str = "adamw"
 
     def optimizer(self, model: nn.Module, seed: int) -> Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=self.weight_decay, fused=True)
+        params, wd = model.parameters(), self.weight_decay
+        return torch.optim.AdamW(params, lr=self.lr, betas=_BETAS, eps=_EPS, weight_decay=wd, fused=True)
 
     def numbers(self) -> dict[str, float]:
-        return {"lr": self.lr, "weight_decay": self.weight_decay}
+        return {"lr": self.lr, "weight_decay": self.weight_decay, "beta1": _BETAS[0], "beta2": _BETAS[1], "eps": _EPS}
 
 
 def amari() -> KFAC:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,18 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def commit() -> str:
+    """The commit of the code, with "-dirty" where files differ from it."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(
+            "results name the commit that they were made with: git tells none, so give --commit"
+        ) from error
 
 
 def write_json(path: Path, content: Any) -> None:

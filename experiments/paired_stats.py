@@ -17,7 +17,7 @@ from typing import Any, final
 from scipy import stats
 
 from experiments.files import write_json
-from experiments.record import Record
+from experiments.record import Point, Record
 from experiments.report import ORDER, PAPER, TITLES, Group, before_decay
 
 # Pairs (first, second) whose difference is taken.
@@ -223,6 +223,7 @@ class Level:
     title: str
     curve: Callable[[Group], Sequence[float]]  # the mean of a quantity that is to rise
     shown: Callable[[float], str]
+    of: Callable[[Point], float]  # the same of one run
 
     @property
     def label(self) -> str:
@@ -231,8 +232,18 @@ class Level:
 
     def epoch(self, group: Group) -> int | None:
         """The first epoch 1, 2, … that reaches the level; None: never."""
-        end = self.curve(self.rival)[-1]
-        return next((e + 1 for e, value in enumerate(self.curve(group)) if value >= end), None)
+        return _first(self.curve(group), self.curve(self.rival)[-1])
+
+    def saved(self, group: Group) -> dict[int, int | None]:
+        """By seed: how many epochs earlier a run reaches the end of its rival's run; None: never."""
+        theirs = {run.name.seed: [self.of(point) for point in run.history] for run in self.rival.records}
+        out: dict[int, int | None] = {}
+        for run in group.records:
+            if run.name.seed in theirs:
+                curve = theirs[run.name.seed]
+                rival, ours = _first(curve, curve[-1]), _first([self.of(point) for point in run.history], curve[-1])
+                out[run.name.seed] = None if rival is None or ours is None else rival - ours
+        return dict(sorted(out.items()))
 
     def columns(self, found: Sequence[Group]) -> dict[str, Any]:
         """For JSON: epochs, and seconds of a run on an idle device where they were measured."""
@@ -240,7 +251,8 @@ class Level:
         clocks = [(group.arm, epochs[group.arm], group.seconds) for group in found]
         seconds = {arm: round(clock[epoch - 1], 1) for arm, epoch, clock in clocks if epoch and clock}
         names = {"dataset": self.rival.dataset, "schedule": self.label, "rival": self.rival.arm}
-        return {**names, "quantity": self.title, "epochs": epochs, "seconds": seconds}
+        saved = {group.arm: list(self.saved(group).values()) for group in found}
+        return {**names, "quantity": self.title, "epochs": epochs, "seconds": seconds, "saved": saved}
 
     def row(self, found: Sequence[Group], arms: Sequence[str]) -> str:
         """A row of the table."""
@@ -250,6 +262,22 @@ class Level:
         cells = [f"{epochs[arm]}, {clock[arm]}" if epochs.get(arm) else "–" for arm in arms]
         end = f"{TITLES[self.rival.arm]}: {self.title} {self.shown(self.curve(self.rival)[-1])}"
         return f"| {self.rival.dataset} | {self.label} | {end} | {' | '.join(cells)} |"
+
+    def saved_row(self, found: Sequence[Group], arms: Sequence[str]) -> str:
+        """Epochs saved, seed by seed."""
+        by_arm = self.columns(found)["saved"]
+        cells = [", ".join(_signed(saved) for saved in by_arm.get(arm, [])) or "–" for arm in arms]
+        end = f"{TITLES[self.rival.arm]}: {self.title}"
+        return f"| {self.rival.dataset} | {self.label} | {end} | {' | '.join(cells)} |"
+
+
+def _first(curve: Sequence[float], end: float) -> int | None:
+    """The first epoch 1, 2, … with this value or a larger one; None: never."""
+    return next((e + 1 for e, value in enumerate(curve) if value >= end), None)
+
+
+def _signed(saved: int | None) -> str:
+    return "never" if saved is None else f"{saved}".replace("-", "−")
 
 
 def levels(found: Sequence[Group]) -> list[Level]:
@@ -265,9 +293,21 @@ def levels(found: Sequence[Group]) -> list[Level]:
         level
         for group, schedule in rivals
         for level in (
-            Level(group, schedule, "test accuracy, %", lambda g: g.accuracy.mean, lambda end: f"{end:.2f}"),
             Level(
-                group, schedule, "training loss", lambda g: [-loss for loss in g.loss.mean], lambda end: f"{-end:.4f}"
+                group,
+                schedule,
+                "test accuracy, %",
+                lambda g: g.accuracy.mean,
+                lambda end: f"{end:.2f}",
+                lambda point: point.test_accuracy,
+            ),
+            Level(
+                group,
+                schedule,
+                "training loss",
+                lambda g: [-loss for loss in g.loss.mean],
+                lambda end: f"{-end:.4f}",
+                lambda point: -point.train_loss,
             ),
         )
     ]
@@ -287,6 +327,15 @@ def reached(found: Sequence[Group]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *rows])
 
 
+def saved(found: Sequence[Group]) -> str:
+    """How many epochs before K-FAC every seed of its variants reaches the end of K-FAC's run of that seed."""
+    variants = [one for one, other in _METRICS if other == "amari" and any(group.arm == one for group in found)]
+    head = ["images", "schedule", "the end of", *(TITLES[arm] for arm in variants)]
+    of_kfac = [level for level in levels(found) if level.rival.arm == "amari"]
+    rows = [level.saved_row(_beside(level, found), variants) for level in of_kfac]
+    return "\n".join([f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *rows])
+
+
 def _beside(level: Level, found: Sequence[Group]) -> list[Group]:
     """The groups on the same images with the schedule of the level."""
     place = level.rival.dataset, level.schedule
@@ -294,8 +343,9 @@ def _beside(level: Level, found: Sequence[Group]) -> list[Group]:
 
 
 def save(found: Sequence[Group], results: Path) -> None:
-    """``pairs.json`` and the two tables, ``pairs.md`` and ``reached.md``."""
+    """``pairs.json`` and the tables ``pairs.md``, ``reached.md`` and ``saved.md``."""
     reach = [level.columns(_beside(level, found)) for level in levels(found)]
     write_json(results / "pairs.json", {"pairs": [pair.columns() for pair in pairs(found)], "reached": reach})
     (results / "pairs.md").write_text(table(found) + "\n")
     (results / "reached.md").write_text(reached(found) + "\n")
+    (results / "saved.md").write_text(saved(found) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, final
 
@@ -56,7 +56,10 @@ class Name:
 @final
 @dataclass(frozen=True)
 class Record:
-    """One run: its name, settings, machine and curve, and whether it is finished."""
+    """One run: its name, settings, machine and curve, whether it is finished, and the commits that it was made with.
+
+    The first runs do not name their commits. What their optimizers were is in their settings all the same.
+    """
 
     name: Name
     settings: dict[str, Any]
@@ -64,6 +67,7 @@ class Record:
     history: list[Point]
     finished: bool
     diverged: bool
+    commits: list[str] = field(default_factory=list)
 
     def made_with(self, settings: Mapping[str, Any]) -> bool:
         """Whether these are its settings.
@@ -81,18 +85,18 @@ class Record:
     def columns(self) -> dict[str, Any]:
         """The curve by quantity, with six digits."""
         points = [asdict(point) for point in self.history]
-        history = {field.name: [_rounded(point[field.name]) for point in points] for field in fields(Point)}
-        rest = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
+        history = {one.name: [_rounded(point[one.name]) for point in points] for one in fields(Point)}
+        rest = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "name"}
         return {**asdict(self.name), **rest, "history": history}
 
     @staticmethod
     def of(columns: dict[str, Any]) -> Record:
         """The inverse of ``columns``."""
-        names = [field.name for field in fields(Point)]
+        names = [one.name for one in fields(Point)]
         rows = zip(*(columns["history"][name] for name in names), strict=True)
         values: list[list[Any]] = [[math.nan if value is None else value for value in row] for row in rows]
         rest = {**columns, "history": [Point(*row) for row in values]}
-        name = Name(**{field.name: rest.pop(field.name) for field in fields(Name)})
+        name = Name(**{one.name: rest.pop(one.name) for one in fields(Name)})
         return Record(name, **rest)
 
     @staticmethod

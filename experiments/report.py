@@ -159,6 +159,7 @@ def save(records: Sequence[Record], results: Path) -> list[Group]:
     found = groups(records, results / "timing.json")
     write_json(results / "runs.json", [record.columns() for record in records])
     summary: dict[str, Any] = {"machine": records[0].machine if records else {}}
+    summary["commits"] = sorted({commit for record in records for commit in record.commits})
     for group in found:
         summary.setdefault(group.dataset, {}).setdefault(group.schedule, {})[group.arm] = group.columns()
     write_json(results / "summary.json", summary)

@@ -50,6 +50,7 @@ from experiments.configs import (
     independent,
     sobolev,
 )
+from experiments.files import commit
 from experiments.images import Part
 from experiments.record import Record, load_all, load_each
 from experiments.report import draw
@@ -189,6 +190,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--layout", choices=LAYOUTS, default="channels-last", help="of images in memory")
     add("--workers", type=int, default=1, help="runs at once, each in a process")
     add("--seconds", type=float, default=math.inf, help="no epoch is begun that would end later")
+    add("--commit", default="", help="that the code is of, where this is no git repository")
     add("--save-every", type=int, default=1, help="epochs between two states")
     add("--rounds", type=int, default=5, help="of --time, a hundred steps each")
     add("--tune-epochs", type=int, default=4, help="of all candidates")
@@ -221,7 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     budget = Until(start + args.seconds)
     layout = LAYOUTS[args.layout]
     part, pace = Part(args.limit), Pace(args.workers, args.save_every)
-    setup = Setup(args.epochs, args.batch, args.width, args.device, layout, part, pace)
+    trains = not (args.report or args.pack)
+    made_with = (args.commit or commit()) if trains else ""
+    setup = Setup(args.epochs, args.batch, args.width, args.device, layout, part, pace, made_with)
     place = Place(args.data, args.out, args.out)
     if args.pack:
         for name in args.datasets:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,8 @@ import matplotlib
 import torch
 from matplotlib.figure import Figure
 
+from benchmarks.harness import machine
+from experiments.files import commit
 from experiments.regression_configs import (
     CONFIGS,
     LENGTHSCALES,
@@ -111,6 +112,8 @@ class Study:
                 f"{path.name} holds runs of {record.seconds:g} s, and {self.seconds:g} s were asked for: only runs of "
                 f"one length compare. Give --seconds {record.seconds:g}, or another folder with --out"
             )
+        made_with = [*record.machine.get("commits", []), commit()]
+        record.machine["commits"] = list(dict.fromkeys(made_with))
         self._warm()
         self._fill(record, self.tuning(), path)
         self._fill(record, self.contest(record), path)
@@ -140,8 +143,8 @@ def _line(key: Key, arm: Config, result: Result) -> str:
     return f"{key.stage:8}{key.problem:18} split {key.split} {errors} {arm} {result.failure}"
 
 
-def _machine() -> dict[str, str]:
-    return {"processor": platform.machine(), "torch": torch.__version__, "threads": "1", "dtype": "float64"}
+def _machine() -> dict[str, Any]:
+    return machine(torch.device("cpu")) | {"dtype": "float64"}
 
 
 def draw(record: Record, found: dict[str, Any], folder: Path) -> list[Path]:

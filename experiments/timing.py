@@ -38,6 +38,7 @@ def measured(arms: Sequence[Config], setup: Setup, images: Images, rounds: int =
     return {
         "dataset": images.name,
         "machine": setup.describe(),
+        "commit": setup.commit,
         "setup": {**shape, "rounds": rounds},
         "ms_a_step": {name: _scaled(race.time(name), 1e3) for name in calls},
         f"over_{arms[0].name}": {name: _scaled(race.ratio(name, arms[0].name), 1.0) for name in calls},

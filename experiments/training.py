@@ -93,6 +93,7 @@ class Setup:
     layout: torch.memory_format = torch.channels_last
     part: Part = field(default_factory=Part)
     pace: Pace = field(default_factory=Pace)
+    commit: str = ""  # of the code
 
     @property
     def precision(self) -> str:
@@ -141,6 +142,7 @@ class Training:
         self.test, self.scale = images.test, scale
         self.history: list[Point] = []
         self.diverged = False
+        self.commits: list[str] = []
 
     @property
     def finished(self) -> bool:
@@ -202,6 +204,7 @@ class Training:
             "generator": self.feed.generator.get_state(),
             "history": [asdict(point) for point in self.history],
             "diverged": self.diverged,
+            "commits": self._commits(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -215,7 +218,7 @@ class Training:
         self.optimizer.load_state_dict(state["optimizer"])
         self.feed.generator.set_state(state["generator"].cpu())
         self.history = [Point(**point) for point in state["history"]]
-        self.diverged = state["diverged"]
+        self.diverged, self.commits = state["diverged"], state["commits"]
 
     def record(self) -> Record:
         """The record so far."""
@@ -227,7 +230,12 @@ class Training:
             history=list(self.history),
             finished=self.finished,
             diverged=self.diverged,
+            commits=self._commits(),
         )
+
+    def _commits(self) -> list[str]:
+        """Of the code that the run was begun with, and that it was resumed with."""
+        return list(dict.fromkeys([*self.commits, self.setup.commit]))
 
 
 class Budget(ABC):

@@ -17,6 +17,10 @@ class FactorisationError(NatgradError):
     """A factorisation did not converge. An optimizer keeps the last good inverse and warns once."""
 
 
+class LossMismatchError(NatgradError):
+    """What the loop trains is not what the metric was made for, with ``strict=True``; else it is a warning."""
+
+
 class UncoveredError(NatgradError):
     """Parameters without a layer rule, with ``strict=True`` or where a rule is required."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -87,6 +88,27 @@ def version_of(t: Tensor) -> int:
 def is_view_of(t: Tensor, base: Tensor) -> bool:
     """Whether a tensor is another one, or a view of it."""
     return t is base or t._base is base
+
+
+@contextmanager
+def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, ``leaf.register_hook`` has no effect: a hook that masks or clips a gradient is not for a metric.
+
+    >>> p = torch.ones(1, requires_grad=True)
+    >>> _ = p.register_hook(lambda g: 0 * g)
+    >>> with without_hooks([p]):
+    ...     torch.autograd.grad(3 * p, p)
+    (tensor([3.]),)
+    """
+    hooks = [p._backward_hooks for p in leaves if p._backward_hooks]
+    saved = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, back in zip(hooks, saved, strict=True):
+            each.update(back)
 
 
 def put_forward_hook(module: nn.Module, number: int, hook: Callable[..., Any], *, first: bool) -> None:

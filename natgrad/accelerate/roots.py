@@ -88,7 +88,7 @@ def _best_quintic(low: float, high: float) -> tuple[float, float, float, float]:
 
 
 @contextmanager
-def _products_in(precision: Precision, device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+def products_in(precision: Precision, device: torch.device) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
     """A product of float32 stacks: as such, or by three products in tf32 (about 2⁻²¹).
 
     Whatever the user has set; it is set back. On a CPU single precision is single precision.
@@ -302,7 +302,7 @@ def _by_products(
     last = max([j for of_power in needed for j in of_power], default=0)
     error = 1e-12 if M.dtype == torch.float64 else 1e-6
     roots: dict[int, Tensor] = {}
-    with _products_in(precision, M.device) as product:
+    with products_in(precision, M.device) as product:
         square = product(M, M)
         # The fourth root of the sum of fourth powers: no smaller than the largest eigenvalue, and near it.
         bound = torch.linalg.matrix_norm(square).sqrt()[:, None, None]
@@ -322,7 +322,7 @@ def _by_products(
             X = X * bound.pow(-float(power))
             out.append(0.5 * (X + X.mT))
     residuals = [M.new_zeros(len(M))]
-    with _products_in("single", M.device) as product:
+    with products_in("single", M.device) as product:
         for j, Z in roots.items():
             for _ in range(j - 1):
                 Z = product(Z, Z)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from natgrad.accelerate.moments import single
 
@@ -69,8 +68,8 @@ def waiting_bytes(device: torch.device, total: int) -> int:
 _LARGEST = 6  # the largest number of a root is brought to 2⁵ … 2⁶: Jacobians up to 10³ do not overflow
 
 
-def pulled(y: Tensor, edges: Sequence[GradientEdge | None], s: Tensor, half: bool) -> tuple[Tensor | None, ...]:
-    """Cotangents [k *shape] at the edges of the graph of y, for s [k n *out]: ``vjp``, without underflow.
+def pulled(y: Tensor, at: Sequence[Any], s: Tensor, half: bool) -> tuple[Tensor | None, ...]:
+    """Cotangents [k *shape] at edges or leaves of the graph of y, for s [k n *out]: ``vjp``, without underflow.
 
     ``half``: whether some of them come in float16.
 
@@ -81,8 +80,8 @@ def pulled(y: Tensor, edges: Sequence[GradientEdge | None], s: Tensor, half: boo
     tensor([[True]])
     """
     if not half:
-        return vjp((y,), edges, (s.to(y.dtype),))
+        return vjp((y,), at, (s.to(y.dtype),))
     exponent = torch.frexp(s.abs().amax()).exponent
     scale = torch.ldexp(s.new_ones(()), _LARGEST - exponent)
-    grads = vjp((y,), edges, ((s * scale).to(y.dtype),))
+    grads = vjp((y,), at, ((s * scale).to(y.dtype),))
     return tuple(None if g is None else single(g) / scale for g in grads)

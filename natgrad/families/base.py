@@ -55,6 +55,18 @@ class Family(ABC):
     def terms(self, y: Tensor) -> int:
         """The number of independent distributions an example has."""
 
+    def unflattened(self) -> Family:
+        """The same family for outputs whose first axis has been split in two, [n·t *out] → [n t *out]."""
+        return self
+
+    def last(self, y: Tensor) -> Tensor:
+        """Outputs [n *terms *out], with the axes of a term behind those that count the terms."""
+        return y
+
+    def over_outputs(self, w: Tensor, ndim: int) -> Tensor:
+        """w [n *terms] with axes of length 1 where outputs of ``ndim`` axes have those of a term."""
+        return w.reshape(*w.shape, *[1] * (ndim - w.ndim))
+
     @abstractmethod
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
         """F_y u [n *out]."""

@@ -24,6 +24,9 @@ class Categorical(ExponentialFamily):
 
     Root: √p_k (e_k − p), one column a class: the derivative of the Hellinger embedding y ↦ 2√p.
 
+    ``axis``: that of the classes in the outputs of a model, −1 for tokens [n t c], 1 for pixels [n c h w], as torch's
+    losses have it. Outputs [n c] need none; with more axes it must be said, here or by a loss (``ng.metric_of``).
+
     As a distribution: x one-hot [*batch c], t(x) = x, log Z = log Σ exp η, ξ = p. The natural parameters are
     log-probabilities up to a constant, and ``natural`` returns those with mean zero. ``minimal=True``: log-odds against
     the last class [*batch c−1], in which F is regular.
@@ -32,44 +35,73 @@ class Categorical(ExponentialFamily):
     tensor([[0., 0.]])
     >>> Categorical(minimal=True).natural(torch.tensor([0.25, 0.5]))
     tensor([0.0000, 0.6931])
+    >>> Categorical(axis=1).terms(torch.zeros(2, 3, 4, 5))
+    20
     """
 
     minimal: bool = False
+    axis: int | None = None
 
     natural_domain = Space()
     support = C.one_hot
 
+    def __post_init__(self) -> None:
+        if self.axis is not None and (not isinstance(self.axis, int) or self.axis == 0):
+            raise ValueError(
+                f"Categorical(axis={self.axis!r}) is the axis of the classes: −1, or 1 for outputs [n c *terms], and "
+                "not 0, which is that of the examples"
+            )
+
     def __repr__(self) -> str:
-        return "Categorical(minimal=True)" if self.minimal else "Categorical()"
+        given = {"minimal": self.minimal or None, "axis": self.axis}
+        return f"Categorical({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
 
     # As an output family
 
     def check(self, y: Tensor) -> None:
+        if self.axis is not None and not -y.ndim < self.axis < y.ndim:
+            raise ValueError(f"{self!r}: outputs of shape {tuple(y.shape)} have no such axis beside the examples")
+        last = self.last(y)
         if self.minimal:
-            check_terms(self, y, 1, "the log-odds of the classes against the last")
+            check_terms(self, last, 1, "the log-odds of the classes against the last")
         else:
-            check_terms(self, y, 2, "the logits of the classes")
+            check_terms(self, last, 2, "the logits of the classes")
+
+    def terms(self, y: Tensor) -> int:
+        return self.last(y).shape[1:-1].numel()
+
+    def unflattened(self) -> Categorical:
+        return replace(self, axis=-1 if self.axis is None or self.axis < 0 else self.axis + 1)
+
+    def last(self, y: Tensor) -> Tensor:
+        """Outputs with the classes on the last axis, [n *terms c]."""
+        return y if self.axis is None else y.movedim(self.axis, -1)
+
+    def over_outputs(self, w: Tensor, ndim: int) -> Tensor:
+        return super().over_outputs(w, ndim - 1).unsqueeze(self._axis(ndim))
 
     def flat(self, y: Tensor, u: Tensor) -> Tensor:
-        return _covariance(self._mean(y), u)
+        return self._back(_covariance(self._mean(self.last(y)), self.last(u)), y)
 
     def root(self, y: Tensor) -> Tensor:
-        p = self._full(y).softmax(-1)
+        p = self._full(self.last(y)).softmax(-1)
         centred = torch.eye(p.shape[-1], dtype=y.dtype, device=y.device) - p.unsqueeze(-2)  # [n *terms k c]
         columns = p.sqrt().unsqueeze(-1) * centred
-        return by_terms(self._chart(columns).movedim(-2, 0))
+        return self._back(by_terms(self._chart(columns).movedim(-2, 0)), y)
 
     def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        p = self._full(y).softmax(-1)
+        p = self._full(self.last(y)).softmax(-1)
         t = _draw(p, samples, generator)
-        return self._chart(torch.zeros(samples, *p.shape, dtype=y.dtype, device=y.device).scatter_(-1, t, 1.0).sub_(p))
+        drawn = torch.zeros(samples, *p.shape, dtype=y.dtype, device=y.device).scatter_(-1, t, 1.0)
+        return self._back(self._chart(drawn.sub_(p)), y)
 
     def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-        p = self._full(y).softmax(-1)
+        p = self._full(self.last(y)).softmax(-1)
         combined = shared_normals(p, samples, generator) * p.sqrt()
-        return self._chart(combined - p * combined.sum(-1, keepdim=True))
+        return self._back(self._chart(combined - p * combined.sum(-1, keepdim=True)), y)
 
     def kl(self, y: Tensor, y2: Tensor) -> Tensor:
+        y, y2 = self.last(y), self.last(y2)
         self._check_pair(y, y2, "y2")
         log_p, log_q = self._full(y).log_softmax(-1), self._full(y2).log_softmax(-1)
         p, δ = log_p.exp(), log_p - log_q
@@ -126,6 +158,15 @@ class Categorical(ExponentialFamily):
             p, last = p[..., :-1], p[..., -1:]
             return Information(eta, 1, lambda v: _covariance(p, v), lambda w: w / p + w.sum(-1, keepdim=True) / last)
         return Information(eta, 1, lambda v: _covariance(p, v), lambda w: _centred(_centred(w) / p))
+
+    def _axis(self, ndim: int) -> int:
+        """The axis of the classes in outputs of so many axes, counted from the last."""
+        axis = -1 if self.axis is None else self.axis
+        return axis - ndim if axis > 0 else axis
+
+    def _back(self, values: Tensor, y: Tensor) -> Tensor:
+        """Values [* n *terms c] with the classes where the outputs y have them."""
+        return values.movedim(-1, self._axis(y.ndim))
 
     def _full(self, eta: Tensor) -> Tensor:
         """The logits of all classes."""
@@ -219,13 +260,16 @@ class Masked(Family):
     def given(self, target: Any) -> Family:
         return self if self.mask is not None else replace(self, mask=target)
 
+    def unflattened(self) -> Masked:
+        return replace(self, family=self.family.unflattened())
+
     def check(self, y: Tensor) -> None:
         self.family.check(y)
         steps, actions = self._mask
         if actions is not None:
             _check_actions(actions, steps, y)
         if steps is not None:
-            _check_steps(steps, self.family.terms(y), y)
+            _check_steps(steps, self.family.terms(y), self.family.last(y))
 
     def terms(self, y: Tensor) -> int:
         return self.family.terms(y)
@@ -248,7 +292,9 @@ class Masked(Family):
         if steps is None:
             return self.family.kl(y, y2)
         # Terms are as independent as examples: take every term as an example of its own.
-        each = self.family.kl(y.flatten(0, steps.ndim - 1), y2.flatten(0, steps.ndim - 1))
+        y, y2 = self.family.last(y), self.family.last(y2)
+        alone = replace(self.family, axis=-1) if isinstance(self.family, Categorical) else self.family
+        each = alone.kl(y.flatten(0, steps.ndim - 1), y2.flatten(0, steps.ndim - 1))
         return over_terms(each.view(steps.shape) * steps.to(y.dtype))
 
     @property
@@ -260,12 +306,12 @@ class Masked(Family):
         return self.mask
 
     def _weighted(self, values: Tensor, power: float) -> Tensor:
-        """w^power times values [* n *terms *out]; exact for roots, since a column touches one term only."""
+        """w^power times values [* n *out]; exact for roots, since a column touches one term only."""
         steps = self._mask.steps
         if steps is None:
             return values
         w = steps.to(values.dtype).pow(power)
-        return values * _over_outputs(w, values.ndim - int(power != 1.0))
+        return values * self.family.over_outputs(w, values.ndim - int(power != 1.0))
 
     def _possible(self, y: Tensor) -> Tensor:
         """y with the logits of impossible actions so low that their probability is 0, and finite, so that KL is."""
@@ -280,14 +326,9 @@ class Masked(Family):
         return filled.masked_fill(none & _counted(steps, none), torch.nan)
 
 
-def _over_outputs(w: Tensor, ndim: int) -> Tensor:
-    """w [n *terms] with axes appended, to multiply outputs [n *terms *out] of ``ndim`` axes."""
-    return w.reshape(*w.shape, *[1] * (ndim - w.ndim))
-
-
 def _counted(steps: Tensor | None, like: Tensor) -> Tensor:
     """Which steps count, to go with ``like`` [n *terms 1]."""
-    return torch.ones_like(like) if steps is None else _over_outputs(steps != 0, like.ndim)
+    return torch.ones_like(like) if steps is None else (steps != 0).view(*steps.shape, *[1] * (like.ndim - steps.ndim))
 
 
 def _check_mask(mask: Mask, family: Family) -> None:
@@ -300,8 +341,10 @@ def _check_mask(mask: Mask, family: Family) -> None:
         raise TypeError("Mask(steps=…, actions=…) takes tensors, as torch.tensor([[True, False]])")
     if mask.actions is None:
         return
-    if not isinstance(family, Categorical) or family.minimal:
-        raise TypeError(f"Mask(actions=…) is for the logits of Categorical(), not of {family!r}: use Mask(steps=…)")
+    if not isinstance(family, Categorical) or family.minimal or family.axis not in (None, -1):
+        raise TypeError(
+            f"Mask(actions=…) is for the logits of Categorical() on the last axis, not of {family!r}: use Mask(steps=…)"
+        )
     if mask.actions.dtype is not torch.bool:
         raise TypeError(f"Mask(actions=…) must be of booleans, True where possible, got {mask.actions.dtype}")
 

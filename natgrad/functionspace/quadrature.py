@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributions as D
 
 from natgrad.errors import MemoryBoundError
-from natgrad.linalg import check_finite, gauss_rule
+from natgrad.linalg import check_finite, check_positive, gauss_rule
 from natgrad.model import Inputs
 from natgrad.output.metric import Coupling, CouplingMetric, Euclidean, OutputMetric
+from natgrad.pullback.pullback import Pullback, pullback
+from natgrad.structures.implicit import Implicit
 
+_log = logging.getLogger("natgrad")
 _NODES = 2**12  # of a product rule: the coupling has n² entries
+_ORDER = 512  # where doubling ends: the nodes of an axis are the eigenvalues of a matrix of this size
+_PROBES = 8  # products with the metric that are compared between two orders
 
 
 @final
@@ -27,7 +34,8 @@ class Quadrature:
         G_ij = ∫ ⟨∂φ/∂θ^i(x), ∂φ/∂θ^j(x)⟩ dμ(x) = Σ_n w_n J_nᵀ h_n J_n
 
     in any structure (Bai, Rosenberg & Xu 2022, appendix E). For Lebesgue's measure the integral diverges wherever
-    ∂φ/∂θ does not decay (a bias never does): μ must be a probability measure.
+    ∂φ/∂θ does not decay (a bias never does): μ must be a probability measure. ``gap``: how far this G is from that of
+    half the order, relative to its Frobenius norm; None where no model was compared.
 
     >>> import natgrad as ng
     >>> rule = Quadrature.of(D.Normal(torch.zeros(1), torch.ones(1)), order=8)
@@ -39,6 +47,7 @@ class Quadrature:
 
     nodes: Tensor  # [n d]
     weights: Tensor  # [n]
+    gap: float | None = None
 
     def __post_init__(self) -> None:
         if self.weights.ndim != 1 or self.nodes.ndim == 0 or len(self.nodes) != len(self.weights):
@@ -50,26 +59,62 @@ class Quadrature:
         _check_weights(self.weights)
 
     @staticmethod
-    def of(measure: D.Distribution, order: int = 16) -> Quadrature:
+    def of(
+        measure: D.Distribution,
+        order: int | None = None,
+        *,
+        model: nn.Module | Callable[..., Any] | None = None,
+        params: Mapping[str, Tensor] | None = None,
+        base: OutputMetric | None = None,
+        tol: float = 1e-3,
+    ) -> Quadrature:
         """Gauss's rule with ``order`` nodes per axis, exact for polynomials of degree 2·order − 1 along each.
 
         ``measure``: ``Normal`` (Gauss–Hermite), ``Uniform`` (Legendre), ``Gamma`` and ``Exponential`` (Laguerre),
         ``Beta`` (Jacobi); with parameters [d], or as ``Independent``, it is the product measure on R^d.
         ``MultivariateNormal`` and transformed distributions (``LogNormal``) are images of these. The nodes have the
-        dtype and device of the measure's parameters; the work is in float64. Convergence is geometric for analytic
-        functions on an interval, and slow for a tanh network under a Gaussian (poles near the line): double ``order``.
+        dtype and device of the measure's parameters; the work is in float64.
+
+        How many nodes are enough depends on what is integrated: convergence is geometric for analytic functions on an
+        interval, and slow for a tanh network under a Gaussian (poles near the line). With a ``model`` (and ``params``,
+        as ``pullback`` takes them) the metric of the rule is compared with that of half the order, and ``gap`` is the
+        difference. Without an ``order`` it is doubled until the gap is at most ``tol``; where 512 nodes per axis or
+        4,096 in all are not enough, a warning tells the gap. ``base``: the metric on the outputs, Euclidean by default.
 
         >>> rule = Quadrature.of(D.Uniform(-1.0, 1.0), order=2)
         >>> rule.nodes.flatten(), rule.weights
         (tensor([-0.5774,  0.5774]), tensor([0.5000, 0.5000]))
+        >>> line = nn.Linear(1, 1).double()  # its metric has polynomials of degree 2
+        >>> standard = D.Normal(torch.zeros(1).double(), torch.ones(1).double())
+        >>> found = Quadrature.of(standard, model=line)
+        >>> len(found.nodes), found.gap < 1e-12
+        (4, True)
         """
-        if isinstance(order, bool) or not isinstance(order, int) or order < 1:
-            raise ValueError(f"order={order!r} must be a positive integer, the number of nodes per axis")
         if not isinstance(measure, D.Distribution):
             raise TypeError(
                 f"Quadrature.of takes a torch.distributions distribution of the inputs, got {type(measure).__name__}"
             )
-        return _rule(measure, order)
+        if order is None and model is None:
+            raise TypeError(
+                "Quadrature.of(measure) does not know how many nodes are enough: give model=, for whose metric the "
+                "order is doubled until it stands still, or order=, the number of nodes per axis"
+            )
+        if order is not None and (isinstance(order, bool) or not isinstance(order, int) or order < 1):
+            raise ValueError(f"order={order!r} must be a positive integer, the number of nodes per axis")
+        if model is None:
+            assert order is not None
+            return _rule(measure, order)
+        check_positive(tol, "Quadrature.of(tol)")
+
+        def products(rule: Quadrature) -> Tensor:
+            pb = pullback(model, rule.nodes, rule.metric(base), params=params)
+            return _products(pb)
+
+        if order is not None:
+            rule = _rule(measure, order)
+            coarse = _rule(measure, (order + 1) // 2) if order > 1 else _rule(measure, 2)
+            return replace(rule, gap=_relative(products(rule), products(coarse)))
+        return _adapted(measure, products, tol)
 
     def metric(self, base: OutputMetric | None = None) -> Weighted:
         """The weighted metric on the outputs at the nodes; ``base`` is Euclidean by default."""
@@ -128,6 +173,46 @@ def _check_weights(weights: Tensor) -> None:
             f"weights with the sum {total:g} and the smallest {smallest:g} are no probability measure: they must not "
             "be negative, and sum to 1. Under Lebesgue's measure the L² metric diverges; divide by the volume"
         )
+
+
+def _products(pb: Pullback) -> Tensor:
+    """G z [p k] for a few random signs z: E‖Gz‖² = ‖G‖² in the Frobenius norm."""
+    G = Implicit().estimate(pb)
+    generator = torch.Generator().manual_seed(0)
+    z = 2.0 * torch.randint(2, (_PROBES, G.layout.size), generator=generator) - 1
+    return torch.stack([G.product(column) for column in z.to(pb.y)])
+
+
+def _relative(fine: Tensor, coarse: Tensor) -> float:
+    """‖G − G′‖/‖G‖; 0 for a model that is constant in its parameters."""
+    norm = torch.linalg.vector_norm(fine)
+    return float(torch.linalg.vector_norm(fine - coarse) / norm) if float(norm) > 0 else 0.0
+
+
+def _adapted(measure: D.Distribution, products: Callable[[Quadrature], Tensor], tol: float) -> Quadrature:
+    """The rule of the first order 4, 8, 16, … whose metric is within tol of that of half the order, or the last one."""
+    rule = _rule(measure, 2)
+    before, d = products(rule), rule.nodes[0].numel()
+    order = 2
+    while True:
+        order *= 2
+        rule = _rule(measure, order)
+        after = products(rule)
+        gap = _relative(after, before)
+        if gap <= tol:
+            break
+        if 2 * order > _ORDER or (2 * order) ** d > _NODES:
+            _log.warning(
+                "the metric of %d nodes per axis still differs by %.2g from that of %d, over tol=%g, and this is the "
+                "largest rule: raise tol, or take a Monte-Carlo batch of inputs",
+                order,
+                gap,
+                order // 2,
+                tol,
+            )
+            break
+        before = after
+    return replace(rule, gap=gap)
 
 
 def _rule(measure: D.Distribution, order: int) -> Quadrature:

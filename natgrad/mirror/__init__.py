@@ -18,9 +18,9 @@ from natgrad.mirror.charts import in_other_chart as in_other_chart
 from natgrad.mirror.charts import mirror_step as mirror_step
 from natgrad.mirror.charts import natural_gradient as natural_gradient
 from natgrad.mirror.charts import natural_step as natural_step
+from natgrad.mirror.descent import BregmanDescent as BregmanDescent
 from natgrad.mirror.descent import BregmanProximity as BregmanProximity
 from natgrad.mirror.descent import Doubling as Doubling
-from natgrad.mirror.descent import MirrorDescent as MirrorDescent
 from natgrad.mirror.descent import Policy as Policy
 from natgrad.mirror.descent import PrimalDescent as PrimalDescent
 from natgrad.mirror.descent import Proposal as Proposal

@@ -171,8 +171,8 @@ class Violation:
     def message(self) -> str:
         return (
             f"step {self.step}: f fell by {self.decrease:.6g}, and Prog promised {self.promised:.6g}. The constant "
-            f"α = CL = {self.constant:g} is too small for this f and this metric: raise lipschitz "
-            "or C (for mirror descent, alpha), or let policy=Doubling() find it"
+            f"α = {self.constant:g} is too small for this f and this metric, and the step 1/α too long: raise "
+            "lipschitz or C (PrimalDescent) or smoothness (BregmanDescent), or let policy=Doubling() find it"
         )
 
 
@@ -313,12 +313,15 @@ class ProximalDescent(ABC):
         """α of the first step."""
 
     def grad(self, objective: Objective, x: Tensor) -> Tensor:
-        """Grad(x), of the shape of x: the next point."""
-        return self._propose(objective, x).point
+        """Grad(x), of the shape of x: the next point. As in ``run``, the policy decides about a broken promise."""
+        return self.run(objective, x, steps=1).point
 
     def prog(self, objective: Objective, x: Tensor) -> Tensor:
         """Prog(x) []: the promised decrease."""
-        return self._propose(objective, x).progress
+        self.proximity.check(x)
+        with torch.no_grad():
+            propose = self.proximity.proposals(x.detach(), _value_and_differential(objective, x)[1])
+            return propose(self.constant).progress
 
     def run(self, objective: Objective, x: Tensor, steps: int) -> Trace:
         """``steps`` steps from x."""
@@ -346,11 +349,6 @@ class ProximalDescent(ABC):
             torch.stack([taken.slack for taken in attempts]),
             values.new_tensor([taken.constant for taken in attempts]),
         )
-
-    def _propose(self, objective: Objective, x: Tensor) -> Proposal:
-        self.proximity.check(x)
-        with torch.no_grad():
-            return self.proximity.proposals(x.detach(), _value_and_differential(objective, x)[1])(self.constant)
 
 
 @final
@@ -394,26 +392,28 @@ class PrimalDescent(ProximalDescent):
 
 @final
 @dataclass(frozen=True)
-class MirrorDescent(ProximalDescent):
-    """x ← argmin_y ⟨∇f(x), y − x⟩ + αV_x(y), that is ∇ψ(x) ← ∇ψ(x) − ∇f(x)/α.
+class BregmanDescent(ProximalDescent):
+    """Mirror descent: x ← argmin_y ⟨∇f(x), y − x⟩ + αV_x(y), that is ∇ψ(x) ← ∇ψ(x) − ∇f(x)/α.
 
-    It is natural gradient descent of f∘∇ψ* in the dual chart, with the metric ∇²ψ* and the step 1/α (Raskutti and
-    Mukherjee 2015). With ψ = ½‖y‖²_{g(x_k)}, made anew at every step, it is that of f with the metric g. If f is
-    α-smooth relative to ψ, it falls by at least Prog(x) = αV_y(x), and f(x_T) − f(x*) ≤ αV_{x_0}(x*)/T if it is convex.
+    ``smoothness`` α: f(y) ≤ f(x) + df(y − x) + αV_x(y), f is α-smooth relative to ψ. The step is 1/α, so that a small α
+    is a long step. Then f falls by at least Prog(x) = αV_y(x), which every step is checked for, and
+    f(x_T) − f(x*) ≤ αV_{x_0}(x*)/T if it is convex. It is natural gradient descent of f∘∇ψ* in the dual chart, with the
+    metric ∇²ψ* and the step 1/α (Raskutti and Mukherjee 2015). With ψ = ½‖y‖²_{g(x_k)}, made anew at every step, it is
+    that of f with the metric g. ``ng.MirrorDescent`` is the optimizer for members of exponential families.
 
     >>> from natgrad.mirror import SimplexEntropy
     >>> loss = torch.tensor([1.0, 0.0])  # of two experts
-    >>> MirrorDescent(SimplexEntropy(), alpha=1.0).grad(lambda x: (loss * x).sum(), torch.tensor([0.5, 0.5]))
+    >>> BregmanDescent(SimplexEntropy(), smoothness=1.0).grad(lambda x: (loss * x).sum(), torch.tensor([0.5, 0.5]))
     tensor([0.2689, 0.7311])
     """
 
     potential: Potential
-    alpha: float
+    smoothness: float
     policy: Policy = field(default_factory=Refuse)
 
     def __post_init__(self) -> None:
         check_slots(potential=(self.potential, Potential), policy=(self.policy, Policy))
-        _check_positive("alpha", self.alpha)
+        _check_positive("smoothness", self.smoothness)
 
     @property
     def proximity(self) -> Proximity:
@@ -422,7 +422,7 @@ class MirrorDescent(ProximalDescent):
 
     @property
     def constant(self) -> float:
-        return self.alpha
+        return self.smoothness
 
 
 def in_dual_chart(objective: Objective, potential: Potential) -> Objective:

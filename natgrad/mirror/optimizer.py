@@ -88,7 +88,7 @@ class MirrorDescent(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every member that has a gradient. Returns the loss of the closure, if given."""
+        """One step of every member that has a gradient. Returns the loss of the closure, detached, if given."""
         self._flag.raise_pending()
         value = None
         if closure is not None:
@@ -110,7 +110,7 @@ class MirrorDescent(torch.optim.Optimizer):
             self._apply(moves, points, velocities)
         self.last = tuple(moves.items())
         self._steps += 1
-        return value
+        return value.detach() if isinstance(value, Tensor) else value
 
     def reasons(self) -> tuple[str, ...]:
         """Why steps of the last call were shortened; empty if all were whole. Waits for the device."""

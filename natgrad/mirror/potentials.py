@@ -507,7 +507,7 @@ class Convex(Potential):
             raise NatgradError(
                 f"no x with ∇ψ(x) = z was found: after at most {self.max_steps} Newton steps ∇ψ differs from z by "
                 f"{off:.3g}. z may lie outside the range of ∇ψ, or ψ is not strictly convex: give the image= of the "
-                "potential, or take shorter steps (a larger alpha)"
+                "potential, or take shorter steps (a larger smoothness)"
             )
         return x
 

@@ -20,8 +20,9 @@ _BETAS, _EPSILON = (0.9, 0.95), 1e-8
 
 def without_metric(
     model: Model, groups: Iterable[Mapping[str, Any]], fallback: Fallback
-) -> tuple[list[dict[str, Any]], frozenset[str]]:
-    """The parameter groups without their "fallback", and the names of the parameters that AdamW steps.
+) -> tuple[list[dict[str, Any]], frozenset[str], frozenset[str]]:
+    """The parameter groups without their "fallback", the names of the parameters that AdamW steps, and of those that it
+    would step if the metric did not see them.
 
     A group that says "adamw" gives it all of its parameters, one that says None gives it none. Of the others, where
     the optimizer's ``fallback`` is "adamw", it has those with fewer than two axes or no entry, and the weights of
@@ -29,13 +30,14 @@ def without_metric(
     """
     embeddings = _embeddings(model)
     names = {id(p): name for name, p in model.params.items()}
-    chosen: set[str] = set()
+    chosen, backed = set[str](), set[str]()
     plain: list[dict[str, Any]] = []
     for group in groups:
         check_fallback(group.get("fallback", fallback))
         all_of_it = "fallback" in group
         if group.get("fallback", fallback) == "adamw":
             no_matrix = {id(p) for p in group["params"] if p.ndim < 2 or not p.numel()} | embeddings
+            backed |= {names[id(p)] for p in group["params"]}
             chosen |= {names[id(p)] for p in group["params"] if all_of_it or id(p) in no_matrix}
         plain.append({key: value for key, value in group.items() if key != "fallback"})
     if len(chosen) == len(model.params):
@@ -43,7 +45,7 @@ def without_metric(
             'fallback="adamw" leaves no parameter for the metric: use torch.optim.AdamW, or give groups with '
             '"fallback": None'
         )
-    return plain, frozenset(chosen)
+    return plain, frozenset(chosen), frozenset(backed - chosen)
 
 
 def check_fallback(fallback: object) -> None:

@@ -29,7 +29,7 @@ Kinds: TypeAlias = Mapping[str, type | tuple[type, ...]]
 
 _log = logging.getLogger("natgrad")
 _NOTHING = "Nothing was loaded"
-_ENTRIES: Kinds = {  # but for "operations", "examples" and "freshness", which states of 0.1.0 do not have
+_ENTRIES: Kinds = {  # those of 0.1.0; newer ones ("operations", "examples", "freshness", "outside", …) may be absent
     "metric": str,
     "structure": str,
     "solver": str,
@@ -72,6 +72,8 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "estimated": tracker.estimated,
         "inverted": preconditioner.inverted,
         "wanted": sorted(tracker.pending_params),
+        "outside": sorted(tracker.outside),
+        "unreached": sorted(tracker.unreached),
         "operations": tracker.observer.cache.operations.state(),
         "examples": tracker.model.examples,
         "operator": {} if tracker.average is None else tracker.average.tensors(),
@@ -134,6 +136,7 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
         observer.cache.operations.put(layers, observer.blocks)
         tracker.step, tracker.estimated = state["step"], state["estimated"]
         tracker.average, tracker.pending_params = average, frozenset(state["wanted"])
+        tracker.outside, tracker.unreached = (frozenset(state.get(key, ())) for key in ("outside", "unreached"))
         tracker.weight.total, tracker.weight.step_size = state["mass"]
         tracker.discard()
         preconditioner.inverse, preconditioner.warm, preconditioner.damping = inverse, warm, λ
@@ -333,7 +336,7 @@ def in_words(value: Any) -> str:
 def _tells(field: Field[Any], value: Any) -> bool:
     """Whether this field of a dataclass says something about it."""
     entry = getattr(value, field.name)
-    if isinstance(entry, Newton):
+    if isinstance(entry, Newton) or not field.repr:
         return False
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return default is MISSING or in_words(entry) != in_words(default)

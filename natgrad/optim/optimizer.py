@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import can_read, get_rng_state, is_asynchronous, set_rng_state
 from natgrad.accelerate.flags import Flag
 from natgrad.accelerate.replay import GraphCache
-from natgrad.errors import IncompatibleError
+from natgrad.errors import IncompatibleError, LossMismatchError
 from natgrad.geometry import Covector, Vector, require_all
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Inputs, Model, check_slots, unwrapped
-from natgrad.optim.adamw import AdamWUpdate, Fallback, check_fallback, without_metric
+from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, check_fallback, without_metric
 from natgrad.optim.checkpoint import check_plain, check_signature, export, restore
 from natgrad.optim.distributed import world_of
+from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.tracker import MetricTracker, attach, load_compiler
@@ -37,11 +38,14 @@ from natgrad.optim.update import (
     number_of,
     plain_step,
 )
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
+from natgrad.step.normalised import Normalised
+from natgrad.step.polar import Polar
 from natgrad.step.rules import Fixed
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
@@ -49,6 +53,8 @@ from natgrad.structures.refresh import Refresh
 
 _log = logging.getLogger("natgrad")
 _DENSE, _CHOLESKY, _FIXED = Dense(), Cholesky(), Fixed()
+_OUTSIDE = "the gradients of {} of {} parameters do not come through the outputs that the metric is on: {}"
+_LEFT = 'do not move: give them a group with "fallback": "adamw" and a learning rate'
 
 
 @final
@@ -85,6 +91,10 @@ class NaturalGradient(torch.optim.Optimizer):
     default the optimizer has its own, so the random stream of the user does not move. ``memory`` bounds, in bytes, what
     the structure may occupy.
 
+    Parameters that the loss reaches, but not through the outputs (another head, beside ``output``), have no metric:
+    AdamW steps them with ``fallback="adamw"``, else they do not move. They are named in a warning; ``strict=True``
+    makes it an error.
+
     >>> import natgrad as ng
     >>> model, x, t = nn.Linear(4, 3), torch.randn(32, 4), torch.randint(3, (32,))
     >>> opt = ng.NaturalGradient(model, ng.Fisher(ng.Categorical()), lr=0.5, damping=1e-2)
@@ -98,7 +108,7 @@ class NaturalGradient(torch.optim.Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        metric: OutputMetric,
+        metric: OutputMetric | Criterion,
         *,
         structure: Structure = _DENSE,
         solver: Solver = _CHOLESKY,
@@ -115,21 +125,23 @@ class NaturalGradient(torch.optim.Optimizer):
         examples: Literal["inputs"] | None = None,
         generator: torch.Generator | None = None,
         memory: int = MEMORY,
+        strict: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        whole, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
+        metric = metric_of(metric)
+        whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
+        wrapping = unwrapped(model)
         world = world_of(wrapping)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         check_fallback(fallback)
-        given, by_adamw = without_metric(whole, complete(whole, groups), fallback)
+        given, by_adamw, backed = without_metric(whole, complete(whole, groups), fallback)
         super().__init__(given, numbers)
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
         check_slots(
-            metric=(metric, OutputMetric),
             structure=(structure, Structure),
             solver=(solver, Solver),
             step=(step, StepRule),
@@ -152,7 +164,9 @@ class NaturalGradient(torch.optim.Optimizer):
             schedule.structure.check_backward()
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule, self.momentum_on = step, momentum_on
-        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole)
+        scale_free = isinstance(step, Normalised | Polar)
+        check = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check)
         self.preconditioner = Preconditioner(
             solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
         )
@@ -164,6 +178,8 @@ class NaturalGradient(torch.optim.Optimizer):
         of_groups = [[(names[id(p)], p) for p in group["params"]] for group in self.param_groups]
         self._members = [[(name, p) for name, p in pairs if name not in by_adamw] for pairs in of_groups]
         self._members_of_adamw = [[(name, p) for name, p in pairs if name in by_adamw] for pairs in of_groups]
+        self._backed, self._strict = backed, strict  # ``backed``: by AdamW, where the metric does not see them
+        self._zeros: dict[str, Tensor] = {}  # gradients of parameters that the metric does not see
         self._last: Step | _Plain | None = None
         self._logged: set[tuple[str, str]] = set()  # messages, with the parameter that they are about
         if metric.source != "gradients" and not self.tracker.constant:
@@ -191,7 +207,7 @@ class NaturalGradient(torch.optim.Optimizer):
         if isinstance(self.preconditioner.damping, Relative):
             lines.append("damping: relative to the mean eigenvalue of every factor")
         lines.append(f"momentum: on {self.momentum_on}")
-        if count := sum(map(len, self._members_of_adamw)):
+        if count := sum(map(len, self._adamw_members)):
             lines.append(f"fallback: AdamW for {count} of {len(self._params)} parameters")
         return "\n".join([*lines, rest])
 
@@ -220,7 +236,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """What becomes of every parameter and what it costs: ``print(opt.plan())`` before training."""
         tracker, damping = self.tracker, self.preconditioner.damping
         result = plan(tracker, self.preconditioner.solver, self.rule, self.param_groups, damping, self.momentum_on)
-        names = [name for pairs in self._members_of_adamw for name, _ in pairs]
+        names = [name for pairs in self._adamw_members for name, _ in pairs]
         return replace(result, notes=(*result.notes, f"AdamW steps {', '.join(names)}")) if names else result
 
     def diagnostics(self) -> Diagnostics:
@@ -244,7 +260,7 @@ class NaturalGradient(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Returns the loss of the closure, if there is one."""
+        """One step. Returns the loss of the closure, detached, if there is one."""
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         self.preconditioner.handle_async_failure(self.tracker.average)
@@ -261,9 +277,10 @@ class NaturalGradient(torch.optim.Optimizer):
         finally:
             self.preconditioner.outdated |= self.tracker.absorbed  # a step that failed has changed the average
             self.tracker.discard()
-        return loss
+        return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _step(self, loss_at: Loss | None) -> None:
+        self.tracker.loss_check.report()
         ω, without_grad = self._differential()
         if self.tracker.sees_gradients:
             if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
@@ -271,19 +288,22 @@ class NaturalGradient(torch.optim.Optimizer):
             self.tracker.see_gradient(ω, without_grad)
         self.tracker.finish_backward(ω, without_grad)
         G, estimated = self.tracker.average_with_new()
-        pending = self._pending(G.unseen - without_grad)
-        self.tracker.pending_params |= pending
+        idle = without_grad | self._without_metric(ω, self.tracker.unseen(G) - without_grad, estimated)
+        ω = self._metered(ω, idle)
         damping = like(self.preconditioner.damping, common_damping(self.param_groups))
         with self.preconditioner.attempt(G, damping, self.tracker.step, changed=estimated) as G:
             if isinstance(self.rule, PlainRule):
-                self._last = self._plain_step(ω, without_grad | pending, damping)
+                self._last = self._plain_step(ω, idle, damping)
             else:
-                self._last = self._general_step(self.rule, ω, without_grad | pending, G, damping, loss_at)
+                self._last = self._general_step(self.rule, ω, idle, G, damping, loss_at)
         self.flag.send("the step", self.tracker.step)
         self.tracker.commit(self.preconditioner.informed(G), estimated)
 
-    def _plain_step(self, ω: Covector, without_grad: frozenset[str], damping: Damping) -> _Plain:
-        """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again."""
+    def _plain_step(self, ω: Covector, idle: frozenset[str], damping: Damping) -> _Plain:
+        """Solve, scale, add momentum and move, in place; on a GPU from a CUDA graph if the same step comes again.
+
+        ``idle``: parameters that do not move by the metric.
+        """
         rule, flag, inverse = self.rule, self.flag, self.preconditioner.prepare(damping)
         adamw = self._adamw()
         of_adamw = adamw.gradients
@@ -291,7 +311,7 @@ class NaturalGradient(torch.optim.Optimizer):
         assert isinstance(rule, PlainRule)
 
         def run(gradients: Sequence[Tensor], rates: Sequence[Rate]) -> tuple[dict[str, Tensor], Tensor | None]:
-            update, named = self._update(without_grad, rates), list(zip(names, gradients, strict=True))
+            update, named = self._update(idle, rates), list(zip(names, gradients, strict=True))
             of_step, others = Covector(dict(named[:count])), dict(named[count:])
             if others:
                 flag.check(others, "the gradient")
@@ -300,12 +320,17 @@ class NaturalGradient(torch.optim.Optimizer):
             return velocity, flag.value
 
         gradients, rates = [*ω.values(), *of_adamw.values()], [group["lr"] for group in self.param_groups]
-        if without_grad or not adamw.complete or inverse.remembers or not is_asynchronous(gradients[0].device):
+        if (
+            idle - self.tracker.outside
+            or not adamw.complete
+            or inverse.remembers
+            or not is_asynchronous(gradients[0].device)
+        ):
             velocity, _ = run(gradients, rates)
         else:
             numbers = [float(rate) for rate in rates]
             velocity, flag.value = self._graphs.run(run, gradients, numbers, self._graph_key(), may_copy=True)
-        rated = self._update(without_grad).rates
+        rated = self._update(idle).rates
         moved = [(of_rate, rate.clone() if isinstance(rate, Tensor) else rate) for of_rate, rate in rated]
         return _Plain(moved, velocity, number_of(damping))
 
@@ -314,22 +339,31 @@ class NaturalGradient(torch.optim.Optimizer):
         return ParamUpdate(groups, self._members, self.state, momentum_on=on, without_grad=without_grad, rates=rates)
 
     def _adamw(self) -> AdamWUpdate:
-        return AdamWUpdate(self.param_groups, self._members_of_adamw, self.state)
+        return AdamWUpdate(self.param_groups, self._adamw_members, self.state)
+
+    @property
+    def _adamw_members(self) -> Members:
+        """Those of the fallback, and those that it takes over from the metric, which does not see them."""
+        taken = self.tracker.outside & self._backed
+        if not taken:
+            return self._members_of_adamw
+        pairs = zip(self._members_of_adamw, self._members, strict=True)
+        return [[*by_adamw, *(pair for pair in others if pair[0] in taken)] for by_adamw, others in pairs]
 
     def _graph_key(self) -> Hashable:
         """What a captured step depends on beside gradients and learning rates: options, and where tensors lie."""
         params = [p for group in self.param_groups for p in group["params"]]
         # Not state[p]: torch hashes a tensor in Python, and this is asked in every step.
         states = [t for of_param in self.state.values() for t in of_param.values() if isinstance(t, Tensor)]
-        addresses = tuple(t.data_ptr() for t in (*params, *states))
+        addresses = tuple(map(Tensor.data_ptr, params + states))
         options = tuple((group["momentum"], group["weight_decay"]) for group in self.param_groups)
-        return self.preconditioner.version, options, addresses
+        return self.preconditioner.version, options, addresses, self.tracker.outside
 
     def _general_step(
         self,
         rule: StepRule,
         ω: Covector,
-        without_grad: frozenset[str],
+        idle: frozenset[str],
         G: Operator,
         damping: Damping,
         loss_at: Loss | None,
@@ -337,7 +371,7 @@ class NaturalGradient(torch.optim.Optimizer):
         """Any rule: a displacement is formed, checked and applied."""
         tracker, inverse = self.tracker, self.preconditioner
         params = {name: p.detach() for name, p in tracker.model.params.items()}
-        update = self._update(without_grad)
+        update = self._update(idle)
         remembered: Vector | Covector | None = None
         if can_read(next(iter(ω.values()))):  # on a GPU a gradient that is not finite shows in the step
             self.flag.check(ω, "the gradient")
@@ -380,8 +414,8 @@ class NaturalGradient(torch.optim.Optimizer):
                 f'{type(rule).__name__} decides the velocity itself, and momentum_on="gradients" keeps none: '
                 'use momentum_on="steps"'
             )
-        if without_grad:  # a constraint may have moved them
-            landing = {name: t for name, t in step.landing.items() if name not in without_grad}
+        if idle:  # a constraint may have moved them
+            landing = {name: t for name, t in step.landing.items() if name not in idle}
             step = replace(step, displacement=update.at_rest(step.displacement), landing=landing)
         self.flag.check(step.displacement, "the step")
         update.apply(step, remembered, self.flag)
@@ -394,24 +428,61 @@ class NaturalGradient(torch.optim.Optimizer):
     def _differential(self) -> tuple[Covector, frozenset[str]]:
         """The gradient, with zeros where there is none, and the parameters that have none."""
         params = self.tracker.model.params
-        without = [name for name, p in params.items() if p.grad is None]
-        if all(p.grad is None for p in self._params.values()):
-            raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
-        self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
-        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+        grads = {name: p.grad for name, p in params.items()}
+        without = [name for name, grad in grads.items() if grad is None]
+        if without or not grads:
+            if all(p.grad is None for p in self._params.values()):
+                raise ValueError("no parameter has a gradient: call loss.backward() before opt.step()")
+            self._log_once(without, "no gradient. A parameter is left alone in a step in which it has none")
+            grads.update({name: torch.zeros_like(params[name]) for name in without})
         return Covector(require_all(grads)), frozenset(without)
 
-    def _pending(self, names: frozenset[str]) -> frozenset[str]:
-        """Parameters with a gradient that no estimate of the metric has seen: they do not move either.
+    def _without_metric(self, ω: Covector, names: frozenset[str], estimated: bool) -> frozenset[str]:
+        """Parameters with a gradient that no estimate of the metric has seen: in a metric of 0 they would move by ω/λ.
 
-        In a metric that is zero their step would be that of the damping alone, ω/λ.
+        If the metric was estimated in this step, their gradient does not come through the outputs: the fallback steps
+        them, or nobody does. Else a pass has used them for the first time; they wait for an estimate.
         """
+        tracker = self.tracker
+        if not names:
+            return names
+        if estimated and tracker.metric.source == "outputs":
+            tracker.outside |= names
+            tracker.pending_params -= names
+            self._name_outside(ω, [name for name in ω if name in names])
+        news = names - tracker.outside
+        tracker.pending_params |= news
         self._log_once(
-            sorted(names),
+            sorted(news),
             "a gradient, but no forward pass that the metric was estimated from has used them. They are left alone, "
             "and the metric is estimated in every step, until one has",
         )
         return names
+
+    def _name_outside(self, ω: Covector, names: Sequence[str]) -> None:
+        """Name once the parameters that the loss reaches past the outputs; a gradient of zeros is that of no loss."""
+        new = [name for name in names if (name, _OUTSIDE) not in self._logged]
+        if not new or not (named := [name for name in new if bool(ω[name].any())]):
+            return
+        self._logged.update((name, _OUTSIDE) for name in named)
+        taken = [name for name in named if name in self._backed]
+        left = [name for name in named if name not in self._backed]
+        ends = [f"AdamW steps {', '.join(taken)}"] if taken else []
+        ends += [f"{', '.join(left)} {_LEFT}"] if left else []
+        message = _OUTSIDE.format(len(named), len(self._params), "; ".join(ends))
+        if self._strict:
+            raise LossMismatchError(message)
+        _log.warning(message)
+
+    def _metered(self, ω: Covector, idle: frozenset[str]) -> Covector:
+        """The gradient with zeros where the metric sees nothing, in memory that stays."""
+        blind = [name for name in ω if name in idle and self.tracker.model.params[name].grad is not None]
+        if not blind:
+            return ω
+        for name in blind:
+            if name not in self._zeros:
+                self._zeros[name] = torch.zeros_like(ω[name])
+        return Covector({name: self._zeros[name] if name in blind else g for name, g in ω.items()})
 
     def _log_once(self, names: Sequence[str], what: str) -> None:
         if news := [name for name in names if (name, what) not in self._logged]:

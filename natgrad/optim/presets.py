@@ -15,6 +15,7 @@ from natgrad.linalg import Damping, Relative
 from natgrad.optim.optimizer import NaturalGradient
 from natgrad.optim.update import MomentumOn
 from natgrad.output.batch_gradient import BatchGradient
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.output.sobolev import Sobolev
 from natgrad.pullback.pullback import MEMORY
@@ -37,7 +38,7 @@ _GRADIENTS, _SHARE, _TINY = BatchGradient(), Relative(1e-2), Relative(1e-6)
 
 def KFAC(
     model: nn.Module,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     *,
     lr: float = 0.1,
     damping: Damping = 1e-2,
@@ -94,7 +95,7 @@ def KFAC(
     below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
-        metric,
+        metric_of(metric, samples=1),
         structure=_schedule(
             Kronecker(sharing, below, strict, largest), step, metric_every, inverse_every, early, decay
         ),
@@ -112,12 +113,13 @@ def KFAC(
         examples=examples,
         generator=generator,
         memory=memory,
+        strict=strict,
     )
 
 
 def EKFAC(
     model: nn.Module,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     *,
     lr: float = 0.1,
     damping: Damping = 1e-2,
@@ -153,7 +155,7 @@ def EKFAC(
     below, optimizer = _fallbacks(fallback)
     return NaturalGradient(
         model,
-        metric,
+        metric_of(metric, samples=1),
         structure=_schedule(
             EigenKronecker(sharing, below, strict, largest), step, metric_every, inverse_every, early, decay
         ),
@@ -171,12 +173,13 @@ def EKFAC(
         examples=examples,
         generator=generator,
         memory=memory,
+        strict=strict,
     )
 
 
 def SobolevKFAC(
     model: nn.Module,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     *,
     nu: float = 1.5,
     lengthscale: float | Tensor | Lengthscale = _QUARTER,
@@ -235,7 +238,7 @@ def SobolevKFAC(
     """
     return KFAC(
         model,
-        Sobolev(metric, nu=nu, lengthscale=lengthscale, jitter=jitter, features=features),
+        Sobolev(metric_of(metric, samples=1), nu=nu, lengthscale=lengthscale, jitter=jitter, features=features),
         lr=lr,
         damping=damping,
         momentum=momentum,
@@ -262,7 +265,7 @@ def SobolevKFAC(
 
 def Natural(
     model: nn.Module,
-    metric: OutputMetric | None = None,
+    metric: OutputMetric | Criterion | None = None,
     *,
     lr: float = 3e-3,
     weight_decay: float = 0.1,
@@ -284,6 +287,7 @@ def Natural(
     examples: Literal["inputs"] | None = None,
     generator: torch.Generator | None = None,
     memory: int = MEMORY,
+    strict: bool = False,
 ) -> NaturalGradient:
     """The optimizer to start with: θ ← (1 − lr·wd)θ − lr·rms·v/√mean(v²), v = (S + λ_S)^-p M (A + λ_A)^-p.
 
@@ -316,7 +320,7 @@ def Natural(
     """
     return NaturalGradient(
         model,
-        _GRADIENTS if metric is None else metric,
+        _GRADIENTS if metric is None else metric_of(metric, samples=1),
         structure=Refresh(
             Kronecker(sharing, largest=largest, fit=fit, power=power), metric_every, decay, inverse_every, early=early
         ),
@@ -334,6 +338,7 @@ def Natural(
         examples=examples,
         generator=generator,
         memory=memory,
+        strict=strict,
     )
 
 

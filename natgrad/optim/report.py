@@ -211,6 +211,8 @@ def _row(tracker: MetricTracker, block: Block, solver: Solver, damped: bool) -> 
     shown = tracker.average is not None or tracker.metric.source == "gradients"
     if block.rule is None and not shown and structure.by_layer:
         return Row(block.names, None, _PENDING, block.shape, None)
+    if _unseen(tracker).issuperset(block.names):
+        return Row(block.names, None, "no metric", block.shape, Cost(0, 0, 0, 0))
     exact = damped and not solver.damps_factors
     cost = structure.cost([block], exact=exact, iterative=solver.iterative) if structure.by_layer else None
     if cost is not None and tracker.metric.source == "gradients":
@@ -265,10 +267,14 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     lines = []
     then = structure.uncovered()
     ruled = tracker.metric.source == "outputs"  # gradients need no rules
-    if ruled and result.uncovered and then is not None:
-        names = ", ".join(result.uncovered)
+    unseen = _unseen(tracker)
+    if ruled and unseen:
+        lines.append(f"the outputs do not depend on {', '.join(n for n in tracker.model.params if n in unseen)}")
+    uncovered = [name for name in result.uncovered if name not in unseen]
+    if ruled and uncovered and then is not None:
+        names = ", ".join(uncovered)
         if structure.by_layer:
-            then = f"{then}: {_way_out(tracker, result)}"
+            then = f"{then}: {_way_out(tracker, uncovered)}"
         if fresh:
             lines.append(
                 f"the rule of {names} is {_PENDING}, from the operations that use them; if there is none, {then}"
@@ -282,10 +288,15 @@ def _exceptions(tracker: MetricTracker, result: Plan) -> list[str]:
     return lines
 
 
-def _way_out(tracker: MetricTracker, result: Plan) -> str:
+def _unseen(tracker: MetricTracker) -> frozenset[str]:
+    """The parameters that no estimate so far has seen."""
+    return frozenset() if tracker.average is None else tracker.unseen(tracker.average)
+
+
+def _way_out(tracker: MetricTracker, uncovered: Sequence[str]) -> str:
     """What to do about parameters that no rule covers: those of known modules lost it in the passes that were seen."""
     ruled = {name for block in tracker.observer.blocks if block.rule for name in block.names}
-    lost = [name for name in result.uncovered if name in ruled]
+    lost = [name for name in uncovered if name in ruled]
     if not lost:
         return "pass rules=[…] with a rule for their module"
     return (

@@ -53,6 +53,9 @@ class Fisher(OutputMetric):
     def unsampled(self) -> Fisher:
         return replace(self, samples=None)
 
+    def unflattened(self) -> Fisher:
+        return replace(self, family=self.family.unflattened()) if isinstance(self.family, Family) else self
+
     @property
     def needs_target(self) -> bool:
         return isinstance(self.family, Family) and self.family.needs_target

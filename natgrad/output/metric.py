@@ -5,14 +5,14 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.families.base import over_terms
-from natgrad.model import Inputs, map_tensors
+from natgrad.model import Inputs, Shapes, map_tensors
 
 Reduction = Literal["sum", "mean"]
 Source = Literal["outputs", "backward", "gradients"]
@@ -61,15 +61,36 @@ class OutputMetric(ABC):
         """The exact metric that a sampled one estimates."""
         return self
 
+    def unflattened(self) -> OutputMetric:
+        """The same metric for outputs whose first axis has been split in two, [n·t *out] → [n t *out]."""
+        return self
+
     @property
     def needs_target(self) -> bool:
         """Whether the metric depends on the training targets."""
         return False
 
     @property
+    def awaits(self) -> nn.Module | bool:
+        """Whether an optimizer waits with a pass for the user's own loss, which says what the metric must know.
+
+        True: its cotangent at the outputs does. A module: a call of this loss on the outputs does, by its targets.
+        """
+        return False
+
+    @property
     def source(self) -> Source:
         """What an optimizer estimates G from: a root at the outputs, the user's backward pass, or the gradients."""
         return "outputs"
+
+    @property
+    def heads(self) -> tuple[Any, ...] | None:
+        """The keys of the outputs of the model that it is on, if they are several (``Heads``)."""
+        return None
+
+    def shaped(self, shapes: Shapes) -> OutputMetric:
+        """The metric at a pass whose heads, in the order of ``heads``, have these shapes [n *out]."""
+        return self
 
     @abstractmethod
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
@@ -92,6 +113,14 @@ class OutputMetric(ABC):
                 "they share. Give it a shared_root, or use Sampled(metric, samples) of the exact metric"
             )
         return self.root(y, target, generator)
+
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
+        """The target as ``flat``, ``root`` and ``divergence`` at any range of these examples y [n *out] take it.
+
+        Metrics of a loss count here the terms of the whole batch: those of the targets or, without them, those that
+        ``cotangent`` [n *out] reaches, which is what the user's own loss sends into the outputs.
+        """
+        return target
 
     @abstractmethod
     def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
@@ -121,12 +150,23 @@ class CouplingMetric(OutputMetric):
     base: OutputMetric
 
     @property
+    def heads(self) -> tuple[Any, ...] | None:
+        return self.base.heads
+
+    @property
     def exact(self) -> bool:
         return self.base.exact
 
     @property
     def needs_target(self) -> bool:
         return self.base.needs_target
+
+    @property
+    def awaits(self) -> nn.Module | bool:
+        return self.base.awaits
+
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
+        return self.base.prepared(y, target, cotangent)
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         return self.base.flat(y, u, target)
@@ -190,6 +230,23 @@ class Sampled(OutputMetric):
 
     def unsampled(self) -> OutputMetric:
         return self.base.unsampled()
+
+    def unflattened(self) -> Sampled:
+        return replace(self, base=self.base.unflattened())
+
+    @property
+    def awaits(self) -> nn.Module | bool:
+        return self.base.awaits
+
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
+        return self.base.prepared(y, target, cotangent)
+
+    @property
+    def heads(self) -> tuple[Any, ...] | None:
+        return self.base.heads
+
+    def shaped(self, shapes: Shapes) -> Sampled:
+        return replace(self, base=self.base.shaped(shapes)) if shapes else self
 
     @property
     def needs_target(self) -> bool:

@@ -310,12 +310,14 @@ class LayerStatus:
     """Which of the layers ``given`` can use their rule in a pass.
 
     ``blocks``: the layers, without their rule if it does not apply. ``unused``: the layers that the pass did not use,
-    by their first name. ``axes``: the batch axes to move to the front (``Tape.with_batch_first``).
+    by their first name. ``unreached``: all parameters that the outputs of the whole batch do not depend on. ``axes``:
+    the batch axes to move to the front (``Tape.with_batch_first``).
     """
 
     given: list[Block]
     blocks: list[Block]
     unused: Mapping[str, Block]
+    unreached: frozenset[str]
     axes: Mapping[int, BatchAxis]
     memo: dict[Hashable, Any] = field(default_factory=dict)  # a cache for others, shared by passes with the same graph
 
@@ -365,7 +367,7 @@ def _status(
     # Nothing that the pass returned depends on them, whether or not the layer was called.
     unused = {b.names[0]: b for b in given if unreached.issuperset(b.names)}
     blocks = [b.without_rule() if b.names[0] in unused else b for b in blocks]
-    return LayerStatus(list(given), blocks, unused, batch_axes.axes)
+    return LayerStatus(list(given), blocks, unused, unreached, batch_axes.axes)
 
 
 def _signature(uses: Sequence[Use]) -> tuple[tuple[Hashable, ...], list[tuple[int, ...]]]:

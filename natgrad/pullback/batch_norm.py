@@ -40,16 +40,21 @@ class Statistics:
     """
 
     def __init__(self) -> None:
-        self.frozen = False  # read by the backward pass, which may run in another thread
+        # Read by the backward pass, which may run in another thread.
+        self.frozen = self.affine = False
 
     @contextmanager
-    def constant(self) -> Iterator[None]:
-        """Backward passes inside treat the statistics as constants."""
-        self.frozen = True
+    def constant(self, affine: bool = False) -> Iterator[None]:
+        """Backward passes inside treat the statistics as constants.
+
+        ``affine``: cotangents also come to the operation itself, and to its scale and shift, which the rule of the
+        layer does without.
+        """
+        self.frozen, self.affine = True, affine
         try:
             yield
         finally:
-            self.frozen = False
+            self.frozen = self.affine = False
 
     @staticmethod
     def covers(module: nn.Module) -> bool:
@@ -79,9 +84,14 @@ class Statistics:
         scale = (variance + layer.eps).rsqrt()
         if layer.weight is not None:
             scale = scale * layer.weight.detach()
-        # Only the path to x: scale and shift have their own rule.
+        assert output.grad_fn is not None
+        output.grad_fn.register_hook(self._without_x)
         forked = Fork.apply(output, x, scale.view(-1, *[1] * (x.ndim - 2)), self)  # type: ignore[no-untyped-call]
         return cast(Tensor, forked)
+
+    def _without_x(self, into: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
+        """Of the backward pass of the operation (x, scale, shift): x has its cotangent from ``Fork``."""
+        return (None, *into[1:]) if self.frozen else None
 
 
 def _uses_batch(module: nn.Module) -> bool:
@@ -98,7 +108,10 @@ def _syncs(module: nn.Module) -> bool:
 
 @final
 class Fork(torch.autograd.Function):
-    """The identity of its first argument z; cotangents g go on to it, or, with frozen statistics, g·scale to x."""
+    """The identity of its first argument z; cotangents g go on to it.
+
+    With frozen statistics g·scale goes to x, and g to z for scale and shift only, where they are asked for.
+    """
 
     @staticmethod
     def forward(z: Tensor, x: Tensor, scale: Tensor, statistics: Statistics) -> Tensor:
@@ -114,4 +127,5 @@ class Fork(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if not ctx.statistics.frozen:
             return grads[0], None, None, None
-        return None, (grads[0] * ctx.scale).to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None
+        through = grads[0] if ctx.statistics.affine else None
+        return through, (grads[0] * ctx.scale).to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias, cast, final
 import torch
 from torch import Tensor, nn
 
+from natgrad.accelerate.autograd_nodes import without_hooks
 from natgrad.accelerate.moments import single
 from natgrad.accelerate.vjp import pulled
 from natgrad.errors import BatchStatisticsError
@@ -537,10 +538,11 @@ def _pulled_through(u: Operand, leaf: Tensor, t: Tensor) -> Tensor:
         )
         return result
 
-    try:
-        result = grad(columns, True)
-    except RuntimeError:  # an operation without a batching rule
-        result = torch.stack([grad(column, False) for column in columns])
+    with without_hooks([leaf]):
+        try:
+            result = grad(columns, True)
+        except RuntimeError:  # an operation without a batching rule
+            result = torch.stack([grad(column, False) for column in columns])
     return result.reshape(k, n, -1).to(t.dtype)
 
 
@@ -774,7 +776,7 @@ def _probed(tape: Tape, operations: Sequence[Operation]) -> Probed:
     if result is not None or not operations:
         return result or Probed((), {}, True)
     s, n = probes(tape.y.detach()), tape.y.shape[0]
-    with tape.statistics.constant():
+    with tape.statistics.constant(affine=True):
         grads = pulled(tape.y, [operation.edge for operation in operations], s, tape.half)
     pairs = zip(operations, grads, strict=True)
     outer = [s.new_zeros(len(s), *operation.shape) if g is None else g for operation, g in pairs]

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from natgrad.accelerate.autograd_nodes import version_of
 from natgrad.accelerate.devices import fake_tensors, full_precision, is_asynchronous, replays_graphs
 from natgrad.accelerate.replay import GraphCache
-from natgrad.errors import BatchStatisticsError, MemoryBoundError, NonFiniteError
+from natgrad.errors import MemoryBoundError, NonFiniteError
 from natgrad.geometry import Vector
-from natgrad.log import OnceLogger
+from natgrad.log import OnceLogger, listed
 from natgrad.model import Inputs, Model, check_slots, map_tensors, tensors_of
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Coupling, OutputMetric
 from natgrad.pullback.batch_axis import LayerStatus, StatusCache, check_alike, check_outputs, check_unused
 from natgrad.pullback.chunks import (
@@ -47,11 +48,15 @@ from natgrad.rules.base import Rule
 @final
 @dataclass(frozen=True)
 class Batch:
-    """A model with inputs, and targets if the metric needs them."""
+    """A model with inputs, and targets if the metric needs them.
+
+    ``cotangent``: what the user's own loss sends into the outputs, where a metric waits for it.
+    """
 
     model: Model
     x: Inputs
     target: Any = None
+    cotangent: Tensor | None = None
 
 
 # The root of the output metric, computed where it is needed, and checked.
@@ -74,9 +79,9 @@ class Root:
     stored: Tensor | None = None
 
     @staticmethod
-    def of(observer: Observer, target: Any, y: Tensor, coupled: bool) -> Root:
+    def of(observer: Observer, metric: OutputMetric, target: Any, y: Tensor, coupled: bool) -> Root:
         """Draw samples now. Compute an exact root now only if it is ``coupled``, which needs all examples at once."""
-        metric, check = observer.metric, not observer.deferred
+        check = not observer.deferred
         whole = root_at(metric, y, target, observer.generator, check) if coupled or not metric.exact else None
         return Root(metric, y, target, observer.memory, check, whole)
 
@@ -194,7 +199,8 @@ class Pullback:
 
     The forward pass has shown, by the first name of each layer: ``positions``, the number of positions r·c of an
     example that share the weight, and ``unused``, the layers that the pass did not use, with their rule; in ``layers``
-    they have no rule, and their rows are zero. ``reasons``: why parameters that were used have no rule, by name.
+    they have no rule, and their rows are zero. ``unreached``: all parameters that the outputs do not depend on.
+    ``reasons``: why parameters that were used have no rule, by name.
     """
 
     batch: Batch
@@ -204,6 +210,7 @@ class Pullback:
     layers: list[Block]  # with their rules
     positions: Mapping[str, int]
     unused: Mapping[str, Block]
+    unreached: frozenset[str]
     reasons: Mapping[str, str]
     memory: int  # bytes that a structure may occupy
     ranges: list[ExampleRange]  # examples that are processed together
@@ -372,8 +379,8 @@ class Pullback:
         unused = [block.names[0] in self.unused for block in self.layers]
         ruleless = [block for block, out in zip(self.layers, unused, strict=True) if block.rule is None and not out]
         bare = [name for block in ruleless for name in block.names]
-        x, y = examples(self.batch.x, chunk, self.n), self.y[chunk[0] : chunk[1]]
-        explicit = rows(self.model, bare, x, y, s, self.logger) if bare else s.new_empty(0)
+        x = examples(self.batch.x, chunk, self.n)
+        explicit = rows(self.model, tape, bare, x, s, self.logger, self.chunk) if bare else s.new_empty(0)
         out: list[Factors | Tied] = []
         start = 0
         for block, a, nothing in zip(self.layers, inputs, unused, strict=True):
@@ -478,7 +485,7 @@ class OperationsNeededError(Exception):
 def pullback(
     model: nn.Module | Callable[..., Any] | Model,
     x: Inputs,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     target: Any = None,
     generator: torch.Generator | None = None,
     *,
@@ -489,6 +496,8 @@ def pullback(
     rules: Sequence[Rule] = (),
 ) -> Pullback:
     """Pull the metric on the outputs of a model back to its parameters (Grosse 2021, section 5).
+
+    ``metric``: a metric, or a loss, which stands for ``metric_of(loss)``; ``target`` are then the targets of the batch.
 
     ``x``: a tensor, a tuple of positional inputs or a dict of keyword inputs, with the examples on the first axis of
     each. ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the
@@ -504,8 +513,8 @@ def pullback(
     >>> ng.Dense().estimate(pb).dense().shape
     torch.Size([9, 9])
     """
-    wrapped = Model.of(model, params, output, examples)
-    check_slots(metric=(metric, OutputMetric))
+    metric = metric_of(metric)
+    wrapped = Model.of(model, params, output, examples, metric.heads)
     return Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
 
@@ -548,6 +557,11 @@ class Observer:
     cache: ObserverCache = field(default_factory=ObserverCache)
     deferred: bool = False
 
+    @property
+    def logger(self) -> OnceLogger:
+        """Says once what becomes of a module, however many pullbacks and optimizers it has."""
+        return self.cache.logger if self.model.module is None else OnceLogger.of(self.model.module)
+
     def checked(self, x: Inputs, target: Any = None) -> Pullback:
         """The pullback at inputs and targets, which are checked first."""
         check_inputs(self.model, x)
@@ -569,6 +583,11 @@ class Observer:
                 return self.assemble(batch, tape, ranges, averaged=averaged)
             except OperationsNeededError:  # once
                 assert not asked
+
+    @cached_property
+    def output_metric(self) -> OutputMetric:
+        """The metric of the outputs [n *out], where the model may flatten the terms of its examples."""
+        return self.metric if self.model.examples is None else self.metric.unflattened()
 
     @property
     def operations(self) -> bool:
@@ -616,7 +635,7 @@ class Observer:
                 by_example = replace(tape, y=self.model.by_example(tape.y, batch.x))
                 if not observer._layers(by_example, whole).reasons:
                     self.cache.operations.forget()
-                    self.cache.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
+                    self.logger.log_once(logging.INFO, _FLATTENED.format(rows, first, rows // first))
                     return observer.assemble(batch, by_example, [(0, first)], fleeting)
                 hint = "return outputs [n t *out] with the examples first"
             hint = f", and the outputs have {rows} rows for {first} examples; {hint}"
@@ -624,25 +643,28 @@ class Observer:
         if tape.operations is not None and layers.bare:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
-        bare = [block for block in blocks if block.rule is None]
-        self._log_uncovered([block for block in bare if block.names[0] not in status.unused], reasons)
-        coupled = self.metric.coupled(batch.x, y.shape[0], y.dtype)
+        self._log_uncovered(reasons)
+        metric = self.output_metric.shaped(tape.shapes)
+        cotangent = None if batch.cotangent is None else batch.cotangent.detach().reshape(y.shape)
+        batch = replace(batch, target=metric.prepared(y, batch.target, cotangent), cotangent=None)
+        coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             ranges = [(0, y.shape[0])]
         return Pullback(
             batch=replace(batch, model=self.model),
-            metric=self.metric,
+            metric=metric,
             y=y,
-            roots=Root.of(self, batch.target, y, coupled is not None),
+            roots=Root.of(self, metric, batch.target, y, coupled is not None),
             layers=blocks,
             positions={block.names[0]: tape.positions(block) for block in blocks},
             unused=status.unused,
+            unreached=status.unreached,
             reasons=reasons,
             memory=self.memory,
             ranges=ranges,
             tapes={ranges[0]: tape} if ranges == [(0, tape.y.shape[0])] else {},
             operations=self.cache.operations,
-            logger=self.cache.logger,
+            logger=self.logger,
             graph_cache=self.cache.graphs if replays_graphs(y.device) else None,
             coupled=None if coupled is None else _placed(coupled, y),
         )
@@ -658,23 +680,15 @@ class Observer:
             blocks, tape, reasons = self.cache.operations.resolve(self.model, blocks, tape, bare)
         return PassLayers(tape, blocks, status, bare, reasons)
 
-    def _log_uncovered(self, blocks: Sequence[Block], reasons: Mapping[str, str]) -> None:
-        """Log once which parameters, those of ``blocks``, have no rule, and for what ``reasons``, by name."""
+    def _log_uncovered(self, reasons: Mapping[str, str]) -> None:
+        """Log once which parameters have no rule, and for what ``reasons``, by name."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in reasons.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, which in by_reason.items():
-            message = _WITHOUT.format(", ".join(sorted(which)), reason)
+            message = _WITHOUT.format(listed(sorted(which)), reason)
             # A function has no modules that could be written otherwise.
-            self.cache.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
-        if not blocks:
-            return
-        names = ", ".join(name for block in blocks for name in block.names)
-        try:
-            self.model.check_separable()
-        except BatchStatisticsError:
-            message = f"no layer rule covers {names}: their metric is computed in evaluation mode"
-            self.cache.logger.log_once(logging.INFO, message)
+            self.logger.log_once(logging.INFO if self.model.module is None else logging.WARNING, message)
 
 
 def _placed(coupled: Coupling, y: Tensor) -> Coupling:

@@ -1,4 +1,4 @@
-"""Per-example rows R[k n p] = J_nᵀ s_kn by ``torch.func``, for parameters that no layer rule covers."""
+"""Per-example rows R[k n p] = J_nᵀ s_kn for parameters that no layer rule covers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.errors import BatchStatisticsError
 from natgrad.log import OnceLogger
-from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.pullback.neighbours import number_examples
+from natgrad.pullback.tape import Tape
 
 # Whether examples give the same outputs in batches of different sizes, to rounding.
 
@@ -38,8 +40,12 @@ def agree(here: Tensor, there: Tensor) -> bool:
 
 _MIXED = (
     "an example alone has other outputs than in its batch: the outputs of one example depend on the others (z @ z.T, "
-    "F.batch_norm(…, training=True)), or the examples are not on the first axis of the inputs. One backward pass an "
-    "example instead, which is slow"
+    "F.batch_norm(…, training=True), a table of neighbours), or the examples are not on the first axis of the inputs. "
+    "One backward pass an example instead, which is slow"
+)
+_OF_PASS = (
+    "the forward pass has batch statistics or drew random numbers, which belong to it alone: parameters without a rule "
+    "are differentiated in its graph, by one backward pass an example, which is slow"
 )
 _UNMAPPED = (
     "torch.func.vmap cannot follow the model on one example (%s): the outputs of one example depend on the others, or "
@@ -47,42 +53,33 @@ _UNMAPPED = (
 )
 
 
-def rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, logger: OnceLogger) -> Tensor:
-    """R [k n p] for the named parameters, flattened in that order; s [k n *out] are cotangents of the outputs y.
+def rows(
+    model: Model, tape: Tape, names: Sequence[str], x: Inputs, s: Tensor, logger: OnceLogger, limit: int
+) -> Tensor:
+    """R [k n p] for the named parameters, flattened in that order; s [k n *out] are cotangents of the outputs.
 
-    Every example is evaluated as a batch of one under ``vmap``. Inputs without examples on their first axis (then an
-    example alone gives other outputs), and models that vmap cannot follow, are differentiated as a whole batch
-    instead, one cotangent an example: the same numbers, more work.
-
-    A model whose examples mix, or that draws random numbers, in training mode is differentiated in evaluation mode: it
-    runs here once more, and batch statistics and masks cannot be those of the pass that y is from.
-    ``logger`` says once why it is slow.
+    Every example is evaluated as a batch of one under ``vmap``. That is not the function of the pass on ``tape`` if its
+    examples mix, if it drew random numbers or has batch statistics, or if inputs have no examples on their first axis.
+    Then, and where vmap cannot follow the model, the graph of the pass itself is differentiated, one cotangent an
+    example: its masks and its statistics are constants, and it is more work. ``limit``: elements of cotangents in
+    flight. ``logger`` says once why it is slow.
     """
-    module = model.module
-    if module is None or not any(m.training for m in module.modules()):
-        return _rows(model, names, x, y, s, logger)
-    try:
-        model.check_separable()
-        return _rows(model, names, x, y, s, logger)
-    except BatchStatisticsError:
-        with evaluating(module):
-            with torch.no_grad():
-                y = model(None, x)
-            return _rows(model, names, x, y, s, logger)
-
-
-def _rows(model: Model, names: Sequence[str], x: Inputs, y: Tensor, s: Tensor, logger: OnceLogger) -> Tensor:
-    n = s.shape[1]
-    inputs = tensors_of(x)
+    inputs, n = tensors_of(x), s.shape[1]
     if inputs and all(t.ndim > 0 and t.shape[0] == n for t in inputs):
         try:
-            alone, mapped = _rows_by_example(model, names, x, s)
-            if agree(alone, y):
-                return mapped.to(s.dtype)
+            model.check_separable()
+            if not number_examples(model, x):
+                alone, mapped = _rows_by_example(model, names, x, s)
+                if agree(alone, tape.y.detach().to(alone.dtype)):
+                    return mapped.to(s.dtype)
             logger.log_once(logging.INFO, _MIXED)
+        except BatchStatisticsError:
+            logger.log_once(logging.INFO, _OF_PASS)
         except (RuntimeError, ValueError) as error:  # a genuine mistake in the model is raised again below
             logger.log_once(logging.INFO, _UNMAPPED, error)
-    return _rows_by_batch(model, names, x, s).to(s.dtype)
+    if not tape.y.requires_grad or not all(name in tape.leaves for name in names):
+        tape = _passed(model, names, x)
+    return _rows_on_tape(tape, names, s, limit).to(s.dtype)
 
 
 def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,18 +99,25 @@ def _rows_by_example(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -
     return y, mapped.transpose(0, 1)
 
 
-def _rows_by_batch(model: Model, names: Sequence[str], x: Inputs, s: Tensor) -> Tensor:
-    k, n = s.shape[:2]
+def _passed(model: Model, names: Sequence[str], x: Inputs) -> Tape:
+    """A pass with a graph of the named parameters."""
     leaves = {name: model.params[name].detach().requires_grad_() for name in names}
     with torch.enable_grad():
-        y = model(leaves, x)
-    if not y.requires_grad:
-        return s.new_zeros(k, n, sum(p.numel() for p in leaves.values()))
-    # One example a cotangent: s[k n] on the diagonal of [n n].
-    alone = torch.diag_embed(s.movedim(1, -1)).movedim((-2, -1), (1, 2)).flatten(0, 1).to(y.dtype)
-    values = list(leaves.values())
-    grads = torch.autograd.grad(y, values, alone, is_grads_batched=True, allow_unused=True)
-    flat = [
-        s.new_zeros(k * n, p.numel()) if g is None else g.reshape(k * n, -1) for g, p in zip(grads, values, strict=True)
-    ]
-    return torch.cat(flat, dim=1).reshape(k, n, -1)
+        return Tape(model(leaves, x), (), leaves=leaves)
+
+
+def _rows_on_tape(tape: Tape, names: Sequence[str], s: Tensor, limit: int) -> Tensor:
+    """R [k n p] through the graph of a pass: the cotangent of a row is that of one example, s[k n], and zero else."""
+    k, n = s.shape[:2]
+    leaves = [tape.leaves[name] for name in names]
+    out = s.new_zeros(k * n, sum(p.numel() for p in leaves))
+    if not tape.y.requires_grad:
+        return out.reshape(k, n, -1)
+    in_flight = max(tape.y.numel(), sum(shape.numel() for use in tape.uses for shape in use.shapes))
+    pairs = torch.arange(k * n, device=s.device)
+    for some in pairs.split(max(1, limit // in_flight)):
+        column, example = some // n, some % n
+        alone = s.new_zeros(len(some), *s.shape[1:])
+        alone[torch.arange(len(some), device=s.device), example] = s[column, example]
+        out[some] = torch.cat([g.reshape(len(g), -1).to(s.dtype) for g in tape.leaf_cotangents(leaves, alone)], dim=1)
+    return out.reshape(k, n, -1)

@@ -27,7 +27,10 @@ class Likelihood(nn.Module, ABC):
 
     @abstractmethod
     def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """∂E/∂μ = E ∂log p/∂f and ∂E/∂v = ½ E ∂²log p/∂f² (Bonnet 1964; Price 1958) [n]."""
+        """The derivatives ∂E/∂μ and ∂E/∂v of ``expected`` [n].
+
+        They are E ∂log p/∂f and ½ E ∂²log p/∂f² (Bonnet 1964; Price 1958).
+        """
 
     @property
     def concave(self) -> bool:
@@ -79,7 +82,9 @@ class PoissonCounts(Likelihood):
 class Quadrature(Likelihood):
     """Any log p(y | f), by Gauss–Hermite quadrature with ``nodes`` points: exact for polynomials of degree 2·nodes − 1.
 
-    Subclasses define ``log_density``; ``derivatives`` are taken by autograd unless they are overridden.
+    A log p that bends within √v (Student's t with a small scale) needs more nodes. With any number of them the slopes
+    are the derivatives of the sum that ``expected`` is, so that a step ascends the bound that is reported. Subclasses
+    define ``log_density``; ``derivatives`` are taken by autograd unless they are overridden.
     """
 
     def __init__(self, nodes: int = 20) -> None:
@@ -109,9 +114,15 @@ class Quadrature(Likelihood):
         return self.weights.to(μ.dtype) @ self.log_density(y, self._latent(μ, v))
 
     def slopes(self, y: Tensor, μ: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_q w_q ℓ′(f_q) and Σ_q w_q x_q ℓ′(f_q)/2√v, whose limit is ½ℓ″ at v = 0.
+
+        Σ_q w_q ℓ″(f_q)/2 has the same integral, but is another sum: it is not the derivative of ``expected``.
+        """
         first, second = self.derivatives(y, self._latent(μ, v))
         w = self.weights.to(μ.dtype)
-        return w @ first, 0.5 * (w @ second)
+        by_variance = (w * self.nodes.to(μ.dtype)) @ first / (2 * v.sqrt())
+        # At v ≤ ε the nodes are one point to half the digits, and the division would lose the others.
+        return w @ first, torch.where(v > torch.finfo(v.dtype).eps, by_variance, 0.5 * (w @ second))
 
     def _latent(self, μ: Tensor, v: Tensor) -> Tensor:
         return torch.addcmul(μ, self.nodes.to(μ.dtype).unsqueeze(1), v.sqrt())

@@ -72,7 +72,7 @@ def test_every_schedule_has_its_own_choice_and_a_run_takes_that_of_its_schedule(
     found = json.loads(path.read_text())["cifar10"]["sgd"]
     assert list(found) == ["tenths", "fifths"]
     assert found["tenths"] == tenths
-    found["fifths"]["chosen"] = {"lr": 0.02, "weight_decay": 0.5}
+    found["fifths"]["chosen"] = Momentum(0.02, 0.5).numbers()
     path.write_text(json.dumps({"cifar10": {"sgd": found}}))
     main(asked)
     made = {record.name.schedule: record.settings["arm"] for record in load_all([folder / "results"])}
@@ -139,7 +139,7 @@ def choose(folder: Path, schedule: str, lr: float) -> None:
     """As if ``--tune`` had."""
     path = folder / "results" / "tuned.json"
     conditions = Setup(batch=32, width=2).conditions("")
-    choice = Choice(rounds=({"epochs": 1, "tried": []},), conditions=conditions, chosen={"lr": lr, "weight_decay": 0.0})
+    choice = Choice(rounds=({"epochs": 1, "tried": []},), conditions=conditions, chosen=Momentum(lr, 0.0).numbers())
     Choices.load(path).with_choice(replace(SGD, schedule=schedule), choice).save(path)
 
 
@@ -162,7 +162,9 @@ def test_runs_of_an_arm_whose_choice_has_changed_are_run_again_and_replaced(
     capsys.readouterr()
     main([*asked, "--seeds", "0"])
     told = capsys.readouterr().out
-    assert "cifar10-fifths-sgd-0 was run with {'lr': 0.01, 'weight_decay': 0.0}, and {'lr': 0.02" in told
+    assert (
+        "cifar10-fifths-sgd-0 was run with {'lr': 0.01, 'weight_decay': 0.0, 'momentum': 0.9}, and {'lr': 0.02" in told
+    )
     assert "1 runs, 7 are done" in told
     # The other seed had the old choice: of two kinds of runs there is no mean.
     expected = {key: 0.01 for key in rates(folder) if "fifths-sgd" not in key} | {"cifar10-fifths-sgd-0": 0.02}

@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 
+import natgrad as ng
 from experiments import configs
 from experiments.cifar import CIFAR10, CIFAR100, cached
 from experiments.configs import TENTHS, Momentum
+from experiments.files import commit
 from experiments.images import Images, Part
-from experiments.record import load_all
+from experiments.record import Record, load_all
 from experiments.scheduler import Place
 from experiments.sobolev_cifar import RESULTS, SCHEDULES, TUNED, arm, main
-from experiments.training import Job, Pace, Setup
+from experiments.training import Job, Pace, Setup, Training
 from experiments.tuning import Choices, Round, Tuning, TuningKey
 from tests.experiments.test_cifar import images, same, write_archive, write_strips
 from tests.experiments.tiny import SETUP, TINY, Ample
 
+SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
 JOB = Job("cifar10", TENTHS, Momentum(0.01, 0.0), seed=0)
 
 
@@ -65,6 +68,54 @@ def test_all_that_changes_a_run_is_in_its_settings_and_its_pace_is_not(other: di
     assert replace(SETUP, **other).settings(JOB, "a") != SETUP.settings(JOB, "a")
     assert SETUP.settings(JOB, "a") != SETUP.settings(JOB, "b")
     assert replace(SETUP, pace=Pace(workers=3, save_every=2)).settings(JOB, "a") == SETUP.settings(JOB, "a")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        configs.sobolev(),
+        replace(configs.sobolev(), metric=ng.Sobolev(SAMPLED, nu=2.5, lengthscale=20.0)),
+        replace(configs.sobolev(), metric=ng.Sobolev(SAMPLED, lengthscale=10.0)),
+        replace(configs.sobolev(), metric=ng.Sobolev(SAMPLED, lengthscale=20.0, jitter=1e-4)),
+        replace(configs.amari(), metric=ng.Fisher(ng.Categorical(), samples=2)),
+        replace(configs.amari(), constants=configs.Constants(decay=0.9)),
+        configs.amari().exactly_damped(),
+        configs.independent(),
+        configs.Momentum(0.01, 0.003),
+        configs.AdamW(0.01, 0.003),
+    ],
+    ids=lambda config: f"{config.name} {config.numbers()}",
+)
+def test_all_numbers_of_an_optimizer_are_in_the_settings_of_its_runs(other: configs.Config) -> None:
+    def settings(config: configs.Config) -> dict[str, Any]:
+        return SETUP.settings(replace(JOB, arm=config), "a")
+
+    assert settings(other) != settings(configs.amari())
+    if other.name == "sobolev" and other != configs.sobolev():
+        assert settings(other) != settings(configs.sobolev())
+
+
+def test_a_metric_whose_numbers_nobody_has_named_is_refused() -> None:
+    measured = replace(configs.sobolev(), metric=ng.Sobolev(SAMPLED, lengthscale=ng.functionspace.Median()))
+    with pytest.raises(TypeError, match=r"Sobolev\(.* is not described by numbers"):
+        measured.numbers()
+
+
+def test_a_run_names_the_commits_that_it_was_begun_and_resumed_with(pictures: Images) -> None:
+    first = Training(JOB, replace(SETUP, commit="first"), pictures)
+    first.epoch()
+    second = Training(JOB, replace(SETUP, commit="second"), pictures)
+    second.load(first.state())
+    assert first.record().commits == ["first"]
+    assert second.record().commits == ["first", "second"]
+    assert Record.of(second.record().columns()).commits == ["first", "second"]
+    assert {"torch", "device"} <= set(second.record().machine)
+
+
+def test_without_a_repository_the_commit_must_be_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("experiments.files.__file__", f"{tmp_path}/files.py")
+    with pytest.raises(SystemExit, match="git tells none, so give --commit"):
+        commit()
 
 
 def test_the_runs_that_are_kept_are_those_of_the_command_on_a_gpu_with_all_images_and_of_no_other() -> None:

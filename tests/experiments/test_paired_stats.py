@@ -130,6 +130,24 @@ def test_in_the_papers_comparison_the_end_of_one_schedule_is_reached_with_the_ot
     assert ends == {"test accuracy, %": {"sobolev": 3}, "training loss": {"sobolev": 2}}
 
 
+def test_epochs_saved_are_told_seed_by_seed(tmp_path: Path) -> None:
+    """K-FAC is at its end in epoch 3, then 2; Sobolev in 1, then never; K-FAC does not have the third seed."""
+    records = [
+        run("amari", 0, [3.0, 2.0, 1.0], [0.1, 0.2, 0.3]),
+        run("amari", 1, [3.0, 1.0, 1.0], [0.1, 0.3, 0.3]),
+        run("sobolev", 0, [1.0, 1.0, 1.0], [0.3, 0.3, 0.3]),
+        run("sobolev", 1, [3.0, 2.0, 2.0], [0.1, 0.2, 0.2]),
+        run("sobolev", 2, [3.0, 2.0, 1.0], [0.1, 0.2, 0.3]),
+    ]
+    paired_stats.save(report.save(records, tmp_path), tmp_path)
+    found = json.loads((tmp_path / "pairs.json").read_text())["reached"]
+    assert {level["quantity"]: level["saved"]["sobolev"] for level in found} == {
+        "test accuracy, %": [2, None],
+        "training loss": [2, None],
+    }
+    assert "| cifar10 | tenths | K-FAC (Amari): training loss | 2, never |" in (tmp_path / "saved.md").read_text()
+
+
 def test_a_level_is_reached_in_the_first_epoch_whose_mean_over_seeds_has_it(tmp_path: Path) -> None:
     write_timing(tmp_path, {"amari": 3.0, "sgd": 2.0})
     records = [run("amari", seed, [0.5, 0.2, 0.1], [0.4, 0.7 - seed / 10, 0.8]) for seed in (0, 1)]

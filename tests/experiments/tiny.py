@@ -10,7 +10,7 @@ from typing import Any, final
 from experiments.training import Budget, Setup
 
 SETUP = Setup(epochs=2, batch=32, width=2)
-TINY = ["--width", "2", "--batch", "32", "--epochs", "2", "--device", "cpu", "--schedules", "tenths"]
+TINY = ["--width", "2", "--batch", "32", "--epochs", "2", "--device", "cpu", "--schedules", "tenths", "--commit", "abc"]
 # Of runs that are made up.
 SIZES: dict[str, Any] = {"batch": 32, "width": 2, "layout": "torch.channels_last", "limit": None}
 MACHINE = {"device": "GPU"}

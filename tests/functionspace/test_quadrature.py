@@ -14,6 +14,7 @@ from natgrad.functionspace import Quadrature, Weighted
 from natgrad.structures import Structure
 from tests import oracle
 from tests.golden import tensor
+from tests.optim.tasks import seeded
 from tests.pulled import close, normal
 from tests.zoo import mlp
 
@@ -130,31 +131,108 @@ class TestMetric:
         assert Weighted(tensor([1.0]), ng.LossHessian(nn.MSELoss())).needs_target
 
 
+STANDARD = D.Normal(torch.zeros(1).double(), torch.ones(1).double())
+
+
+def _tanh(scale: float) -> nn.Module:
+    """A network whose functions have poles nearer to the line, the larger its weights are."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double(), seed=2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(scale)
+    return model
+
+
+def _trapezoidal(model: nn.Module) -> Tensor:
+    """∫ JᵀJ dN(0, 1) by the trapezoidal rule on [−10, 10], which converges geometrically; none of our code."""
+    x = torch.linspace(-10, 10, 4001, dtype=torch.float64).unsqueeze(1)
+    W, b, out, _ = (p.detach() for p in model.parameters())
+    h = torch.tanh(x @ W.T + b)
+    slope = out * (1 - h.square())
+    J = torch.cat([slope * x, slope, h, torch.ones_like(x)], dim=1)
+    w = (-0.5 * x[:, 0].square()).exp()
+    return (J * (w / w.sum()).unsqueeze(1)).T @ J
+
+
+class TestAdaptive:
+    """Two orders are compared, and the order is doubled until they agree."""
+
+    @staticmethod
+    def error(rule: Quadrature, model: nn.Module) -> float:
+        exact = _trapezoidal(model)
+        found = ng.Dense().estimate(ng.pullback(model, rule.nodes, rule.metric())).dense()
+        return float((found - exact).norm() / exact.norm())
+
+    @pytest.mark.parametrize(("scale", "tol"), [(1.0, 1e-3), (3.0, 1e-3), (3.0, 1e-6)])
+    def test_the_metric_under_a_gaussian_is_within_the_tolerance_and_the_gap_is_told(
+        self, scale: float, tol: float
+    ) -> None:
+        model = _tanh(scale)
+        rule = Quadrature.of(STANDARD, model=model, tol=tol)
+        assert rule.gap is not None
+        assert self.error(rule, model) < rule.gap <= tol
+        assert self.error(Quadrature.of(STANDARD, 16), _tanh(8.0)) > 0.05  # a fixed order is not exact
+
+    def test_the_gap_of_a_given_order_is_about_the_error_of_half_of_it(self) -> None:
+        model = _tanh(3.0)
+        rule = Quadrature.of(STANDARD, 32, model=model)
+        assert len(rule.nodes) == 32
+        assert rule.gap == pytest.approx(self.error(Quadrature.of(STANDARD, 16), model), rel=0.5)
+        assert Quadrature.of(STANDARD, 32).gap is None
+
+    def test_a_rule_that_is_too_small_at_its_largest_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = _tanh(3.0)
+        rule = Quadrature.of(STANDARD, model=model, tol=1e-12)
+        assert rule.gap is not None
+        assert rule.gap > 1e-12
+        assert len(rule.nodes) == 512
+        assert "the metric of 512 nodes per axis still differs by" in caplog.text
+
+    def test_functions_of_parameters_and_other_metrics_are_compared_too(self) -> None:
+        rule = Quadrature.of(
+            STANDARD,
+            model=lambda p, x: (p["a"] * x).sin(),
+            params={"a": tensor(2.0)},
+            base=ng.Fisher(ng.Gaussian(scale=0.5)),
+        )
+        G = ng.Dense().estimate(
+            ng.pullback(lambda p, x: (p["a"] * x).sin(), rule.nodes, rule.metric(), params={"a": tensor(2.0)})
+        )
+        # E x² cos² 2x = ½(1 + E x² cos 4x) = ½(1 + (1 − 16)e⁻⁸)
+        assert float(G.dense()) == pytest.approx(0.5 * (1 - 15 * math.exp(-8)), rel=1e-3)
+
+
 class TestRefusals:
     def test_lebesgue_measure(self) -> None:
         with pytest.raises(ValueError, match="Lebesgue's measure, and the L² metric of functions diverges"):
-            Quadrature.of(D.Uniform(tensor(-math.inf), tensor(math.inf), validate_args=False))
+            Quadrature.of(D.Uniform(tensor(-math.inf), tensor(math.inf), validate_args=False), order=4)
         with pytest.raises(ValueError, match=r"sum 4 and the smallest 2 are no probability measure.*divide by the vol"):
             Quadrature(normal(2, 1), tensor([2.0, 2.0]))
 
     def test_too_many_axes(self) -> None:
         with pytest.raises(MemoryBoundError, match=r"16\^10 nodes, over 4,096: lower order= \(to 2\), or take a Monte"):
-            Quadrature.of(D.Normal(torch.zeros(10), torch.ones(10)))
+            Quadrature.of(D.Normal(torch.zeros(10), torch.ones(10)), order=16)
 
     @pytest.mark.parametrize("order", [0, -1, 2.0, True])
     def test_order(self, order: int) -> None:
         with pytest.raises(ValueError, match="must be a positive integer, the number of nodes per axis"):
             Quadrature.of(D.Normal(0.0, 1.0), order)
 
+    def test_an_order_is_not_guessed(self) -> None:
+        with pytest.raises(TypeError, match=r"does not know how many nodes are enough: give model=.*or order="):
+            Quadrature.of(STANDARD)
+        with pytest.raises(ValueError, match=r"Quadrature\.of\(tol\) must be positive and finite, got 0"):
+            Quadrature.of(STANDARD, model=_tanh(1.0), tol=0.0)
+
     def test_measures_without_a_rule(self) -> None:
         with pytest.raises(TypeError, match=r"no Gauss rule for Cauchy: .*Monte-Carlo batch of inputs instead"):
-            Quadrature.of(D.Cauchy(0.0, 1.0))
+            Quadrature.of(D.Cauchy(0.0, 1.0), order=4)
         with pytest.raises(TypeError, match=r"takes a torch\.distributions distribution of the inputs, got float"):
             Quadrature.of(1.0)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"the batch shape \(2, 3\) is several measures"):
-            Quadrature.of(D.Normal(torch.zeros(2, 3), torch.ones(2, 3)))
+            Quadrature.of(D.Normal(torch.zeros(2, 3), torch.ones(2, 3)), order=4)
         with pytest.raises(ValueError, match=r"the batch shape \(2,\) is several measures"):
-            Quadrature.of(D.MultivariateNormal(torch.zeros(2, 3), torch.eye(3)))
+            Quadrature.of(D.MultivariateNormal(torch.zeros(2, 3), torch.eye(3)), order=4)
 
     def test_rules_that_are_none(self) -> None:
         with pytest.raises(ValueError, match=r"nodes \(3, 1\) and weights \(2,\)"):

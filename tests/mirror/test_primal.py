@@ -103,7 +103,7 @@ def test_a_strongly_convex_function_converges_linearly() -> None:
 
 def test_a_constant_that_is_too_small_is_refused_with_the_step_and_the_remedy() -> None:
     descent = PrimalDescent(HessianMetric(ng.mirror.SquaredNorm()), lipschitz=1.0)
-    with pytest.raises(GuaranteeError, match=r"step 0: f fell by .*α = CL = 1 is too small.*raise lipschitz or C"):
+    with pytest.raises(GuaranteeError, match=r"step 0: f fell by .*α = 1 is too small.*raise lipschitz or C"):
         descent.run(bowl, START, steps=5)
 
 

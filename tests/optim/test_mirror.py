@@ -124,6 +124,7 @@ def test_schedulers_and_closures_work_as_in_torch() -> None:
         return value
 
     first = opt.step(closure)
+    assert not first.requires_grad  # float(first) would warn
     schedule.step()
     assert opt.param_groups[0]["lr"] == 0.05
     assert bool(loss(member) < first)

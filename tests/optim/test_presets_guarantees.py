@@ -271,7 +271,6 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "basis": (lambda m: ng.SOAP(m, basis_every=0), ValueError, r"Refresh\(basis=…\) must be at least 1, got 0"),
     "no_basis": (lambda m: ng.Refresh(ng.Kronecker(), basis=3), IncompatibleError, "no eigenvectors to keep"),
     "metric": (lambda m: ng.Natural(m, "fisher"), TypeError, "metric"),  # type: ignore[arg-type]
-    "loss": (lambda m: ng.Natural(m, F.cross_entropy), TypeError, "metric"),  # type: ignore[arg-type]
     "polar": (
         lambda m: ng.Muon(m, groups=[{"params": list(m.parameters()), "fallback": None}]),
         IncompatibleError,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Model
-from natgrad.pullback.pullback import Batch, Observer, layers_of
+from natgrad.pullback.pullback import Batch, Observer, OperationsNeededError, layers_of
 from natgrad.pullback.tape import Recorder
 from tests import zoo
 from tests.pulled import Rooted, close, covered, normal, oracle_rows, rows
@@ -48,6 +49,20 @@ class ByKeyword(nn.Module):
         return self.norm(input=self.body(torch.tanh(self.norm(input=self.body(x)))))
 
 
+class Elsewhere(nn.Module):
+    """A normalisation to which no rule applies: the rows come time step by time step, and its scale is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n t 3] to [n 2]."""
+        h = self.body(x).transpose(0, 1)
+        h = self.norm(h.reshape(-1, 4)).reshape(h.shape).transpose(0, 1)
+        return self.head(torch.tanh(h) + self.norm.weight * h).sum(1)
+
+
 def _mlp(norm: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), norm, nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
 
@@ -74,6 +89,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "first and last": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2), nn.BatchNorm1d(2)), (3,)),
     "alone": (lambda: nn.BatchNorm1d(3), (3,)),
     "by keyword": (ByKeyword, (3,)),
+    "elsewhere": (Elsewhere, (2, 3)),
     "residual": (lambda: nn.Sequential(Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)), (2, 3, 3)),
 }
 every_case = pytest.mark.parametrize("kind", CASES)
@@ -125,13 +141,16 @@ def recorded(of: zoo.Problem, metric: ng.OutputMetric) -> ng.Pullback:
     """The pullback at the user's own forward pass, as in an optimizer's hook."""
     model = Model.of(of.module)
     view = Observer(model, metric, layers_of(model), None)
-    recorder = Recorder(model, view.blocks)
-    recorder.start()
-    try:
-        y = of.module(of.x)
-    finally:
-        recorder.stop()
-    return view.assemble(Batch(model, of.x), recorder.tape(y), [(0, len(y))])
+    for operations in (False, True):
+        recorder = Recorder(model, view.blocks)
+        recorder.start(of.x, operations=operations)
+        try:
+            y = of.module(of.x)
+        finally:
+            recorder.stop()
+        with suppress(OperationsNeededError):
+            return view.assemble(Batch(model, of.x), recorder.tape(y), [(0, len(y))])
+    raise AssertionError("operations were recorded, and are asked for again")
 
 
 @pytest.mark.parametrize("k", [1, 3])

@@ -1,15 +1,15 @@
 """Dropout in training mode: to the metric the masks of the pass are constants; to the user nothing has changed."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-import natgrad as ng
 from natgrad.errors import BatchStatisticsError
 from natgrad.operators import KroneckerOperator
 from tests import oracle, zoo
@@ -18,17 +18,28 @@ from tests.pullback.test_batch_statistics import optimizer, recorded
 from tests.pulled import Rooted, close, normal, opaque, rows
 
 
-class Gain(nn.Module):
-    """Dropout, and a parameter that no rule covers."""
+class Bare(nn.Module):
+    """Two parameters that no rule covers; between them a batch normalisation, and dropout as a module or a function."""
 
-    def __init__(self, norm: bool) -> None:
+    def __init__(self, norm: bool, functional: bool) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if norm else []), nn.Dropout(0.4))
-        self.mix = nn.Parameter(torch.randn(2, 4))
+        self.first, self.last = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 4))
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.drop, self.functional = nn.Dropout(0.4), functional
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features mixed into two outputs."""
-        return opaque(torch.tanh(self.body(x)), self.mix)
+        """[n 3] to [n 2]."""
+        h = torch.tanh(self.norm(opaque(x, self.first)))
+        h = F.dropout(h, 0.4, self.training) if self.functional else self.drop(h)
+        return opaque(h, self.last)
+
+    def with_constants(self, x: Tensor) -> Tensor:
+        """The same, with the statistics as constants."""
+        z = x @ self.first.T
+        if isinstance(self.norm, nn.BatchNorm1d):
+            μ, σ2 = z.detach().mean(0), z.detach().var(0, correction=0)
+            z = (z - μ) / (σ2 + self.norm.eps).sqrt() * self.norm.weight + self.norm.bias
+        return F.dropout(torch.tanh(z), 0.4) @ self.last.T
 
 
 def _dropped() -> zoo.Problem:
@@ -88,20 +99,48 @@ def test_a_refresh_with_dropout_in_training_mode_is_refused_with_the_way_out() -
         opt.refresh(of.x)
 
 
+@pytest.mark.parametrize("functional", [False, True], ids=["a module", "a function"])
 @pytest.mark.parametrize("norm", [False, True], ids=["dropout", "dropout and batch norm"])
-def test_parameters_without_a_rule_are_seen_in_evaluation_mode(norm: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model = seeded(lambda: Gain(norm).double())
-    x = normal(6, 3)
-    opt = optimizer(model)
-    with caplog.at_level("INFO", logger="natgrad"):
-        for _ in range(2):
+def test_parameters_without_a_rule_have_the_masks_and_statistics_of_the_pass(norm: bool, functional: bool) -> None:
+    model = seeded(lambda: Bare(norm, functional).double())
+    x, opt, bare = normal(6, 3), optimizer(model), [model.first, model.last]
+    for step in range(2):
+        with _stream(step):
             model(x).square().sum().backward()
-            G = cast(KroneckerOperator, opt.tracker.fresh or opt.tracker.average)  # nothing is averaged over time
-            with ng.evaluating(model):
-                J = oracle.module_jacobian(model, x)
-            assert G.fallback is not None
-            close(G.fallback.diagonal(), J[:, :, :8].square().sum((0, 1)) / len(x))  # first comes mix
-            opt.step()
-    told = [r.getMessage() for r in caplog.records if "no layer rule covers" in r.getMessage()]
-    assert len(told) == 1
-    assert "mix" in told[0]
+        G = cast(KroneckerOperator, opt.tracker.fresh or opt.tracker.average)  # nothing is averaged over time
+        with _stream(step):
+            y = model.with_constants(x)
+        rows_of = [oracle.flatten(torch.autograd.grad(y_d, bare, retain_graph=True)) for y_d in y.flatten()]
+        assert G.fallback is not None
+        close(G.fallback.diagonal(), torch.stack(rows_of).square().sum(0) / len(x))
+        opt.step()
+
+
+class Behind(nn.Module):
+    """A weight that is a function of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n 3] to [n 2]."""
+        return x @ self.last.exp()
+
+
+@pytest.mark.parametrize("make", [lambda: Bare(norm=False, functional=False), Behind], ids=["opaque", "behind"])
+def test_a_hook_on_a_parameter_does_not_reach_its_metric(make: Callable[[], nn.Module]) -> None:
+    """Nor is it lost: the user's own backward pass calls it."""
+    x, metrics = normal(6, 3), []
+    for hooked in (False, True):
+        model = seeded(lambda: make().double())
+        last, opt = model.get_parameter("last"), optimizer(model)
+        if hooked:
+            last.register_hook(torch.zeros_like)
+        with _stream(0):
+            model(x).square().sum().backward()
+        assert last.grad is not None
+        assert bool(last.grad.any()) != hooked
+        assert opt.tracker.fresh is not None
+        metrics.append(opt.tracker.fresh.diagonal())
+    assert torch.equal(*metrics)

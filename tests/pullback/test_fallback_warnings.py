@@ -93,6 +93,37 @@ def test_a_fallback_is_one_short_sentence_once_with_the_names_and_the_reason(
     assert len(message) < 300
 
 
+@pytest.mark.parametrize("forward", [_centred, _opaque])
+def test_a_model_is_warned_of_once_however_many_pullbacks_it_has(
+    forward: Forward, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Written(forward).double()
+    for seed in range(3):
+        ng.Dense().estimate(ng.pullback(model, normal(5, 3, seed=seed), ng.Euclidean()))
+    ng.natural_gradient(model, normal(5, 3), lambda y: y.square().mean(), ng.Euclidean(), damping=0.1)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+    ng.pullback(Written(forward).double(), normal(5, 3), ng.Euclidean())  # another model
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 2
+
+
+def test_the_warning_of_a_deep_model_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(30))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                z = layer(x)
+                x = torch.tanh(z - z.mean(0)) + x
+            return x
+
+    ng.pullback(Centred().double(), normal(5, 3), ng.Euclidean())
+    (message,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert message.startswith("layers.0.bias, layers.0.weight, layers.1.bias and 57 more have no layer rule")
+    assert len(message.split()) < 50
+
+
 def _merged(m: Written, x: Tensor) -> Tensor:
     return m.head(torch.tanh(nn.functional.linear(x, m.body.weight + m.bare @ m.bare, m.body.bias)))
 

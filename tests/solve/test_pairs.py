@@ -93,7 +93,7 @@ WEIGHABLE = [ng.Dense(), ng.BlockDense(), ng.Diagonal(), ng.Kernel(), ng.Kroneck
 @pytest.mark.parametrize("structure", WEIGHABLE, ids=repr)
 @pytest.mark.parametrize("name", ["mlp_tanh", "conv", "bare_parameter", "layer_norm", "tied_embedding"])
 def test_numbers_a_parameter_are_a_weight_for_the_structures_that_have_one(structure: Structure, name: str) -> None:
-    """Van Oostrum, Müller and Ay (2023), eq. 33, of the matrix that the structure stands for."""
+    """Equation 33 of van Oostrum, Müller and Ay (2023), of the matrix that the structure stands for."""
     G = estimate(structure, name, k=1, examples=2)
     w = G.product(torch.linspace(-1, 1, G.layout.size, dtype=torch.float64))
     flat = 1 + torch.arange(G.layout.size, dtype=torch.float64) % 7

@@ -12,6 +12,7 @@ import natgrad as ng
 from natgrad.accelerate.roots import spectrum
 from natgrad.errors import FactorisationError
 from natgrad.operators import EigenKroneckerOperator
+from natgrad.structures import layered
 from tests import kronecker_oracle, oracle, zoo
 from tests.pulled import close, normal, pull, random_roots
 
@@ -317,6 +318,26 @@ def test_iterated_eigenvectors_tend_to_the_exact_ones() -> None:
         torch.testing.assert_close(Q.T @ Q, torch.eye(len(Q), dtype=Q.dtype))
         values = torch.linalg.eigvalsh(F).flip(0)
         torch.testing.assert_close(Q.T @ F @ Q, torch.diag(values), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("failures", [0.0, 1.0])
+def test_where_a_gpu_has_failed_to_follow_the_next_step_is_householders(
+    failures: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def following(
+        factors: list[Tensor], rotations: list[Tensor], *, doubtful: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        asked.append(doubtful)
+        return rotations, torch.tensor(failures)
+
+    monkeypatch.setattr(layered, "followed_all", following)
+    G = ng.EigenKronecker(eigenvectors="iterated").estimate(
+        ng.pullback(torch.nn.Linear(4, 3), torch.randn(8, 4), ng.Euclidean())
+    )
+    G.renewed().renewed()
+    assert asked == [False, failures == 1.0]
 
 
 def test_eigenvectors_are_exact_or_iterated() -> None:

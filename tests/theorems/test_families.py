@@ -112,9 +112,9 @@ def test_s10_mirror_descent_of_families_is_that_of_their_entropies(
         return 0.5 * (xi - 0.4).square().sum()
 
     dual = ng.mirror.in_other_chart(J, family, MEAN)
-    expected = ng.mirror.MirrorDescent(entropy, α).grad(J, ξ)
+    expected = ng.mirror.BregmanDescent(entropy, α).grad(J, ξ)
     close(mirror_step(family, ξ, gradient(J, ξ), 1 / α, MEAN).point, expected)
-    expected = ng.mirror.MirrorDescent(Conjugate(entropy), α).grad(dual, eta)
+    expected = ng.mirror.BregmanDescent(Conjugate(entropy), α).grad(dual, eta)
     got = mirror_step(family, eta, gradient(dual, eta), 1 / α, NATURAL).point
     close(family.mean(got), family.mean(expected))
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import natgrad as ng
 from natgrad.errors import GuaranteeError
-from natgrad.mirror import Conjugate, HessianMetric, MatrixMetric, MirrorDescent, PrimalDescent, Quadratic
+from natgrad.mirror import BregmanDescent, Conjugate, HessianMetric, MatrixMetric, PrimalDescent, Quadratic
 from tests.golden import agrees, golden, tensor
 from tests.mirror.cases import CASES, Case, close, gradient, objective
 
@@ -55,7 +55,7 @@ def test_s10_mirror_descent_with_the_norm_of_a_metric_is_its_natural_gradient() 
     """Bai et al. (2022), proposition 17, at the step 1/α."""
     α = 3.0
     expected = X - torch.linalg.solve(metric(X), gradient(objective, X)) / α
-    close(MirrorDescent(Quadratic.of(metric(X)), α).grad(objective, X), expected)
+    close(BregmanDescent(Quadratic.of(metric(X)), α).grad(objective, X), expected)
     close(PrimalDescent(MatrixMetric(metric), α).grad(objective, X), expected)
 
 
@@ -64,15 +64,15 @@ def test_s10_mirror_descent_and_natural_gradient_agree_in_both_directions(case: 
     """Bai et al. (2022), eq. 52: each is the other, seen from the dual chart."""
     ψ, α = case.potential, 9.0
     z, F = ψ.gradient(case.x), ng.mirror.in_dual_chart(objective, ψ)
-    mirror = MirrorDescent(ψ, α).grad(objective, case.x)
+    mirror = BregmanDescent(ψ, α).grad(objective, case.x)
     close(ψ.inverse_gradient(PrimalDescent(HessianMetric(Conjugate(ψ), case.solver), α).grad(F, z)), mirror)
     natural = PrimalDescent(HessianMetric(ψ, case.solver), α).grad(objective, case.x)
-    close(ψ.inverse_gradient(MirrorDescent(Conjugate(ψ), α).grad(F, z)), natural)
+    close(ψ.inverse_gradient(BregmanDescent(Conjugate(ψ), α).grad(F, z)), natural)
 
 
 def test_s10_the_rates_hold_convex_as_1_over_t_and_strongly_convex_linearly() -> None:
     """``smooth`` is 1-convex and 2-smooth in the Euclidean norm, where mirror and primal descent are one."""
-    mirror = MirrorDescent(ng.mirror.SquaredNorm(), 2.0).run(smooth, X, steps=30)
+    mirror = BregmanDescent(ng.mirror.SquaredNorm(), 2.0).run(smooth, X, steps=30)
     primal = PrimalDescent(HessianMetric(ng.mirror.SquaredNorm()), 2.0).run(smooth, X, steps=30)
     close(mirror.values, primal.values)
     for T in range(1, 31):
