@@ -4,7 +4,6 @@ A position to which no cotangent comes enters neither A nor its count, and adds 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -154,8 +153,11 @@ def test_a_is_the_mean_over_the_tokens_that_count(name: str) -> None:
     """Against forward hooks and the masks. A token that only its own layer reads counts where the loss sees it."""
     model, inputs = made(name), dict[str, Tensor]()
     x, mask = batch(model, 9)
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    hooks = [m.register_forward_pre_hook(lambda _, a, name=name: inputs.update({name: a[0]})) for name, m in linear.items()]  # fmt: skip
+    linear = {layer: m for layer, m in model.named_modules() if isinstance(m, nn.Linear)}
+    hooks = [
+        m.register_forward_pre_hook(lambda _, args, layer=layer: inputs.update({layer: args[0]}))
+        for layer, m in linear.items()
+    ]
     model(x, mask)
     for hook in hooks:
         hook.remove()
@@ -208,7 +210,7 @@ def test_padding_further_leaves_the_steps_alone(name: str, preset: str) -> None:
         return [p.detach() for p in model.parameters()]
 
     for short, long in zip(trained(5), trained(12), strict=True):
-        close(long, short, 1e-8 if preset == "Sobolev" else 1e-10)
+        close(long, short, 1e-7 if preset in ("EKFAC", "Sobolev") else 1e-10)  # as their eigenvectors
 
 
 def test_padding_further_leaves_the_posterior_alone() -> None:
