@@ -47,6 +47,7 @@ from natgrad.output import Empirical as Empirical
 from natgrad.output import Euclidean as Euclidean
 from natgrad.output import Fisher as Fisher
 from natgrad.output import GradientCovariance as GradientCovariance
+from natgrad.output import Heads as Heads
 from natgrad.output import LossHessian as LossHessian
 from natgrad.output import OutputMetric as OutputMetric
 from natgrad.output import Sampled as Sampled

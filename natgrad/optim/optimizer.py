@@ -21,6 +21,7 @@ from natgrad.model import Inputs, Model, check_slots, unwrapped
 from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, check_fallback, without_metric
 from natgrad.optim.checkpoint import check_plain, check_signature, export, restore
 from natgrad.optim.distributed import world_of
+from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.tracker import MetricTracker, attach, load_compiler
@@ -43,6 +44,8 @@ from natgrad.pullback.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
+from natgrad.step.normalised import Normalised
+from natgrad.step.polar import Polar
 from natgrad.step.rules import Fixed
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
@@ -127,7 +130,9 @@ class NaturalGradient(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        whole, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
+        metric = metric_of(metric)
+        whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
+        wrapping = unwrapped(model)
         world = world_of(wrapping)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         check_fallback(fallback)
@@ -136,7 +141,6 @@ class NaturalGradient(torch.optim.Optimizer):
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
-        metric = metric_of(metric)
         check_slots(
             structure=(structure, Structure),
             solver=(solver, Solver),
@@ -160,7 +164,9 @@ class NaturalGradient(torch.optim.Optimizer):
             schedule.structure.check_backward()
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule, self.momentum_on = step, momentum_on
-        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole)
+        scale_free = isinstance(step, Normalised | Polar)
+        check = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check)
         self.preconditioner = Preconditioner(
             solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
         )
@@ -274,6 +280,7 @@ class NaturalGradient(torch.optim.Optimizer):
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _step(self, loss_at: Loss | None) -> None:
+        self.tracker.loss_check.report()
         ω, without_grad = self._differential()
         if self.tracker.sees_gradients:
             if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import sys
 import weakref
@@ -22,8 +23,9 @@ from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
 from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
-from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass
+from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, tensors_of
 from natgrad.optim.distributed import World, refuse_strangers
+from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
@@ -46,6 +48,19 @@ _CONSTANT = (
     "or Polar(), or power > 0"
 )
 NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
+NEEDS_CALL = (
+    "the metric is due and needs the targets: call the loss that the optimizer was given, {}, on the outputs of the "
+    "model, loss(model(x), target), or opt.refresh(x, target) before opt.step()"
+)
+NO_COTANGENT = (
+    "the metric is due, and no backward pass came through the outputs of a forward pass of the model since the last "
+    "step: the loss must be computed from what model(x) returns, called outside torch.no_grad(). Where the forward "
+    "pass is opaque call opt.refresh(x, target)"
+)
+_ALL_TERMS = (
+    "the cotangent of the loss cannot be seen at the outputs (a compiled model, or an output= that makes a new "
+    "tensor): all terms count, also those with ignored labels. Call opt.refresh(x, target) if there are such"
+)
 NO_BACKWARD = (
     "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
     "takes the cotangents of loss.backward(), with a loss that is computed from model(x), called outside "
@@ -137,6 +152,46 @@ class AtStep:
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A pass whose metric is estimated when the cotangents of the user's loss come to its outputs."""
+
+    number: int
+    batch: Batch
+    tape: Tape
+    outputs: tuple[Tensor, ...]  # one, or those of the heads
+    handle: RemovableHandle | None = None  # of the hook at the only one
+
+    def with_target(self, at: int, target: Any) -> Waiting:
+        """The pass with the target of this output."""
+        if len(self.outputs) > 1:
+            known = self.batch.target or (None,) * len(self.outputs)
+            target = (*known[:at], target, *known[at + 1 :])
+        return replace(self, batch=replace(self.batch, target=target))
+
+    def forget(self) -> None:
+        """Wait no more."""
+        if self.handle is not None:
+            self.handle.remove()
+
+
+@final
+class JoinedHeads(torch.autograd.Function):
+    """The heads as they are. Their cotangents come together, and before any backward pass below them."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Callable[[Sequence[Tensor | None]], None], *heads: Tensor) -> tuple[Tensor, ...]:
+        ctx.arrived = arrived
+        ctx.set_materialize_grads(False)  # the parameters of a head without a loss have no gradient
+        return heads
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.arrived(cotangents)
+        return None, *cotangents
+
+
+@final
 class MetricTracker:
     """Estimates G in a hook on the model's forward pass when it is due, and holds its moving average.
 
@@ -164,6 +219,7 @@ class MetricTracker:
         wrapping: Sequence[nn.Module] = (),
         world: World | None = None,
         whole: Model | None = None,
+        loss_check: LossCheck | None = None,
     ) -> None:
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
@@ -181,11 +237,14 @@ class MetricTracker:
         self.unreached: frozenset[str] = frozenset()  # the outputs of no estimate so far depend on them
         self._unreached: frozenset[str] | None = None  # of the estimates of this step
         self.batch: Batch | None = None  # of the last pass
+        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self._examples = 0  # in ``fresh``
         self._joined = False  # whether ``fresh`` is that of all processes
         self._refreshed = False  # passes until the next step are ignored
         self._suspended = False
         self._in_backward: list[tuple[int, BackwardEstimate]] = []  # of this step, with their numbers of examples
+        self._waiting: list[Waiting] = []  # passes of this step whose loss the metric must see first
+        self._numbers = itertools.count()  # of passes that wait
         self._recorders = {
             eagerly: Recorder(observer.model, observer.blocks, of_user=not eagerly) for eagerly in (False, True)
         }
@@ -193,6 +252,7 @@ class MetricTracker:
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
+        self.loss_check = LossCheck(self.metric) if loss_check is None else loss_check
         self._check = ModelCheck(self.model if whole is None else whole, self.module, observer.blocks)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
@@ -224,7 +284,7 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         if self.batch is None:
             raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
-        return BatchQueries(self.batch, self.observer.output_metric, self.world.mean_of)
+        return BatchQueries(self.batch, self._metric_of_pass, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
@@ -238,8 +298,7 @@ class MetricTracker:
     def average_with_new(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
         if self.due and not self.has_estimate:
-            nothing = NO_BACKWARD if self.metric.source == "backward" else NOTHING_SEEN
-            raise NatgradError(NEEDS_TARGET if self.metric.needs_target else nothing)
+            raise NatgradError(self._what_is_missing())
         if self.fresh is None:
             assert self.average is not None
             return self.average, self.absorbed
@@ -253,6 +312,15 @@ class MetricTracker:
             return self.fresh, True
         average, self.fresh = self.average.merged(self.fresh, weight), None  # memory is needed for the inverse
         return average, True
+
+    def _what_is_missing(self) -> str:
+        if awaited := self.metric.awaited:
+            return NEEDS_CALL.format(", ".join(map(repr, awaited)))
+        if self.metric.needs_target:
+            return NEEDS_TARGET
+        if self.metric.source == "backward":
+            return NO_BACKWARD
+        return NO_COTANGENT if self._waiting else NOTHING_SEEN
 
     def commit(self, operator: Operator, estimated: bool) -> None:
         """A step has succeeded with this operator, which was ``estimated`` for it or not."""
@@ -272,11 +340,15 @@ class MetricTracker:
     def discard(self) -> None:
         """Forget the estimate of this step; what is in the average stays."""
         self.abandon()
+        self.loss_check.forget()
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
         self.absorbed, self.weight.examples = False, 0
         self._unreached = None
         self._modes.clear()
         self._forget_backward()
+        for waiting in self._waiting:
+            waiting.forget()
+        self._waiting.clear()
 
     # Parameters that the metric knows nothing of.
 
@@ -413,7 +485,7 @@ class MetricTracker:
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
         refuse_strangers(self.world)
-        if self._refreshed or self._suspended or self.metric.needs_target:
+        if self._refreshed or self._suspended or (self.metric.needs_target and not self.metric.awaits):
             return
         if in_backward() or self._check.moved(certain=self.due):
             return
@@ -451,30 +523,96 @@ class MetricTracker:
             finally:
                 set_rng_state(self.model.example.device, self._rng_state)
 
-    def _after_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
+    def _after_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> Any:
         if self._handle is not None and in_library_pass():
-            return  # another optimizer runs a pass of its own inside the one that is recorded
+            return None  # another optimizer runs a pass of its own inside the one that is recorded
         if self._depth:  # a pass that the model makes itself, inside of the one that is recorded
             self._depth -= 1
-            return
-        recorder = self._stop()
+            return None
+        of_user, recorder = self._handle is not None, self._stop()
         try:
             if raw is None:  # the forward pass raised
-                return
+                return None
             if not self.structure.one_pass and not torch.equal(
                 self._rng_state, get_rng_state(self.model.example.device)
             ):
                 refuse_randomness()
-            tape = recorder.tape(self.model.outputs(raw, Arguments(args, kwargs)))
+            tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
-        with AtStep(self.step):  # the parameters have been checked before the pass
-            batch = Batch(self.model, Arguments(args, kwargs))
+        if of_user and self.metric.source == "outputs":
+            self.loss_check.watch(raw, self.model.returned(raw))
+        batch = Batch(self.model, Arguments(args, kwargs))
+        waits, changed = self._waits(batch, tape, raw, of_user)
+        if not waits:
+            self._estimate(batch, tape)
+        return changed
+
+    def _estimate(self, batch: Batch, tape: Tape) -> None:
+        with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
             try:
                 pb = self._assemble(batch, tape)
             except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
                 pb = self._with_operations(batch)
             self._add(pb)
+
+    # Passes that wait for the user's own loss. Their graph is held until then, or until the step.
+
+    def _waits(self, batch: Batch, tape: Tape, raw: Any, of_user: bool) -> tuple[bool, Any]:
+        """Wait with this pass for the cotangent of the user's loss at its outputs, if the metric asks for it.
+
+        The cotangents of several heads come one after the other, and the graph below the first is freed before the
+        last: there the user gets what the pass returned with heads whose cotangents come together, the second result.
+        """
+        if not self.metric.awaits:
+            return False, None
+        outputs, everything = self.model.returned(raw), tensors_of(raw)
+        visible = of_user and all(y.requires_grad and any(t is y for t in everything) for y in outputs)
+        own_loss = any(t.ndim == 0 and t.requires_grad for t in everything)  # made of the heads before they are joined
+        several = self.model.heads is not None
+        if not visible or (several and (own_loss or self.model.output is not None)):
+            if self.metric.needs_target:
+                return True, None  # never estimated: ``step`` will say what is missing
+            self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
+            return False, None
+        itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph
+        number = next(self._numbers)
+
+        def arrived(cotangents: Sequence[Tensor | None]) -> None:
+            tracker = itself()
+            if tracker is not None:
+                y, shapes = tape.y.detach(), tape.shapes or (tape.y.shape,)
+                pairs = zip(cotangents, shapes, strict=True)
+                whole = [y.new_zeros(shape) if c is None else c.detach() for c, shape in pairs]
+                tracker.cotangent_arrived(number, torch.cat([c.flatten(1) for c in whole], 1) if several else whole[0])
+
+        if several:
+            joined = JoinedHeads.apply(arrived, *outputs)  # type: ignore[no-untyped-call]
+            self._waiting.append(Waiting(number, batch, tape, tuple(outputs)))
+            return True, self.model.with_heads(raw, joined)
+        handle = outputs[0].register_hook(lambda cotangent: arrived([cotangent]))
+        self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle))
+        return True, None
+
+    def cotangent_arrived(self, number: int, cotangent: Tensor) -> None:
+        """The user's backward pass begins at the outputs of a pass that waits: estimate the metric of this pass."""
+        waiting = next((each for each in self._waiting if each.number == number), None)
+        if waiting is None or self._suspended:
+            return
+        waiting.forget()
+        self._waiting.remove(waiting)
+        if self._refreshed or self.metric.lacks(waiting.batch.target):
+            return
+        self._estimate(replace(waiting.batch, cotangent=cotangent.detach()), waiting.tape)
+
+    def loss_called(self, y: Any, target: Any) -> None:
+        """The user's loss is called on these outputs, or on a view of them: their pass has these targets."""
+        if not isinstance(y, Tensor):
+            return
+        for at, waiting in enumerate(self._waiting):
+            for head, mine in enumerate(waiting.outputs):
+                if y.numel() == mine.numel() and y.data_ptr() == mine.data_ptr():
+                    self._waiting[at] = waiting.with_target(head, target)
 
     @property
     def _averaged(self) -> bool:
@@ -499,7 +637,7 @@ class MetricTracker:
         finally:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
-        tape = recorder.tape(self.model.outputs(raw, batch.x))
+        tape = recorder.tape(*self.model.read(raw, batch.x))
         return self._assemble(batch, tape)
 
     def abandon(self) -> None:
@@ -519,7 +657,7 @@ class MetricTracker:
     def _add(self, pb: Pullback) -> None:
         if pb.model is not self.model:
             self.use_model(pb.model)
-        self.batch = pb.batch
+        self.batch, self._metric_of_pass = pb.batch, pb.metric
         self._note_terms(pb.y)
         if self.metric.source == "backward":
             self._wait_for_backward(pb)
@@ -600,25 +738,49 @@ class ForwardHook:
             _tell(tracker, args, kwargs, compiling())
 
 
+@final
+class LossHook:
+    """Tells a tracker of every call of the user's loss."""
+
+    def __init__(self, tracker: MetricTracker) -> None:
+        self._tracker = weakref.ref(tracker)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tracker = self._tracker()
+        if tracker is not None:
+            given = dict(zip(("input", "target"), args, strict=False)) | kwargs
+            tracker.loss_called(given.get("input"), given.get("target"))
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _tell(tracker: MetricTracker, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
     tracker.before_pass(args, kwargs, compiled)
 
 
 _GETSTATE, _PREPARE = "__getstate__", "__prepare_scriptable__"
+_HOOKS = (ForwardHook, LossHook)
 
 
 def attach(tracker: MetricTracker, owner: object) -> None:
-    """Tell the tracker of the model's forward passes until its owner, the optimizer, is freed.
+    """Tell the tracker of the model's forward passes, and of calls of the loss that it waits for, until ``owner`` dies.
 
-    Not until the tracker is freed: the traceback of an error in a pass holds it, and an interactive session holds its
-    last error. The optimizer that the message of the error advises must not find the old one at work.
+    The owner is the optimizer. Not until the tracker is freed: the traceback of an error in a pass holds it, and an
+    interactive session holds its last error. The optimizer that the message of the error advises must not find the old
+    one at work.
+    """
+    _hook(tracker.watched, ForwardHook(tracker), owner)
+    for awaited in tracker.metric.awaited:
+        _hook(awaited, LossHook(tracker), owner)
+
+
+def _hook(module: nn.Module, hook: ForwardHook | LossHook, owner: object) -> None:
+    """Put a hook on a module until its owner is freed.
 
     ``pickle``, ``copy.deepcopy`` and ``torch.save`` ask a module for its state by ``__getstate__``, and
     ``torch.jit.script`` for a module to compile by ``__prepare_scriptable__``. While the hook is there, the module has
     its own versions of both, which leave the hook out: a saved model loads where natgrad is not installed.
     """
-    module = tracker.watched
     itself = weakref.ref(module)  # not the module: it would be in a reference cycle
 
     def state() -> Any:
@@ -630,14 +792,14 @@ def attach(tracker: MetricTracker, owner: object) -> None:
         return copy.copy(itself())
 
     vars(module).update({_GETSTATE: state, _PREPARE: scriptable})
-    handle = module.register_forward_pre_hook(ForwardHook(tracker), with_kwargs=True)
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     weakref.finalize(owner, _detach, itself, handle)
 
 
 def _detach(itself: Callable[[], nn.Module | None], handle: RemovableHandle) -> None:
     handle.remove()
     module = itself()
-    if module is not None and not any(isinstance(hook, ForwardHook) for hook in forward_pre_hooks_in(module).values()):
+    if module is not None and not any(isinstance(hook, _HOOKS) for hook in forward_pre_hooks_in(module).values()):
         vars(module).pop(_GETSTATE, None)
         vars(module).pop(_PREPARE, None)
 
@@ -648,7 +810,7 @@ def _state_without_hooks(module: nn.Module) -> Any:
     state: Any = vars(module) if of_class is None else of_class(module)
     if not isinstance(state, dict) or "_forward_pre_hooks" not in state:
         return state
-    ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, ForwardHook)]
+    ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, _HOOKS)]
     state = {key: value for key, value in state.items() if key not in (_GETSTATE, _PREPARE)}
     for key in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
         state[key] = copy.copy(state[key])
