@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from natgrad.cli.demo import Runs, Point, Task, TrainingRun
+from natgrad.cli.demo import Point, Runs, Task, TrainingRun
 
 COLOURS = ("#8c8c8c", "#e08214", "#2166ac", "#1b9e77", "#762a83", "#b2182b")
 AXES: dict[str, Callable[[Point], float]] = {"steps": lambda point: point.step, "seconds": lambda point: point.seconds}
