@@ -20,13 +20,16 @@ from natgrad.families import Gaussian as Gaussian
 from natgrad.families import Poisson as Poisson
 from natgrad.geometry import Covector as Covector
 from natgrad.geometry import Identity as Identity
+from natgrad.geometry import Jacobian as Jacobian
 from natgrad.geometry import Vector as Vector
 from natgrad.geometry import differential as differential
+from natgrad.geometry import jacobian as jacobian
 from natgrad.geometry import pullback_covector as pullback_covector
 from natgrad.geometry import pushforward as pushforward
 from natgrad.linalg import Relative as Relative
 from natgrad.mirror.optimizer import MirrorDescent as MirrorDescent
 from natgrad.model import evaluating as evaluating
+from natgrad.natural import hessian as hessian
 from natgrad.natural import natural_gradient as natural_gradient
 from natgrad.natural import sharp as sharp
 from natgrad.optim import EKFAC as EKFAC
@@ -44,6 +47,7 @@ from natgrad.output import Empirical as Empirical
 from natgrad.output import Euclidean as Euclidean
 from natgrad.output import Fisher as Fisher
 from natgrad.output import GradientCovariance as GradientCovariance
+from natgrad.output import Heads as Heads
 from natgrad.output import LossHessian as LossHessian
 from natgrad.output import OutputMetric as OutputMetric
 from natgrad.output import Sampled as Sampled

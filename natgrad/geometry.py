@@ -24,12 +24,13 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.linearise import linearise
+from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Inputs, Model
 
 Self = TypeVar("Self", bound="NamedTensors")
@@ -264,6 +265,68 @@ def require_all(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: grad for name, grad in grads.items() if grad is not None}
 
 
+@final
+@dataclass(frozen=True)
+class Jacobian:
+    """J = ∂y/∂θ of the outputs y [n *out] at a batch, as products: the model is linearised once, at a snapshot.
+
+    Made by ``jacobian``. J maps vectors to velocities of the outputs (``push``), and Jᵀ maps covectors of the outputs
+    to covectors of the parameters (``pull``).
+    """
+
+    _linear: Linearisation
+
+    @property
+    def y(self) -> Tensor:
+        """The outputs [n *out] where the model was linearised."""
+        return self._linear.y
+
+    def push(self, v: Vector) -> Tensor:
+        """J v [n *out]: the velocity of the outputs when the parameters move along v."""
+        if not isinstance(v, Vector):
+            raise TypeError(f"only a Vector can be pushed forward, not a {type(v).__name__}")
+        _match(dict(sorted(self._linear.params.items())), dict(sorted(v.items())), "the model and v")
+        return self._linear.push(v)
+
+    def pull(self, u: Tensor) -> Covector:
+        """Jᵀu, for a covector u [n *out] of the outputs; this is back-propagation."""
+        if u.shape != self.y.shape:
+            raise ValueError(f"u has the shape {tuple(u.shape)}, and the outputs have {tuple(self.y.shape)}")
+        return Covector(self._linear.pull(u))
+
+    def dense(self) -> Tensor:
+        """J as a matrix [n *out p], in flattening order: as many products as there are outputs, or parameters."""
+        params = self._linear.params
+        size = sum(p.numel() for p in params.values())
+        if self.y.numel() <= size:
+            units = torch.eye(self.y.numel(), dtype=self.y.dtype, device=self.y.device)
+            pulled = torch.stack([self.pull(unit.view_as(self.y)).flatten() for unit in units])
+            return pulled.view(*self.y.shape, size)
+        units = torch.eye(size, dtype=self.y.dtype, device=self.y.device)
+        return torch.stack([self.push(Vector(unflatten(unit, params))) for unit in units], dim=-1)
+
+
+def jacobian(
+    model: nn.Module | Callable[..., Any],
+    x: Inputs,
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+) -> Jacobian:
+    """The Jacobian of the outputs of a model in its parameters, as products that can be repeated.
+
+    ``params``: the parameters of a pure function ``f(params, x)``. ``output``: extracts y [n *out] from what the model
+    returns.
+
+    >>> J = jacobian(nn.Linear(2, 1), torch.tensor([[3.0, 4.0]]))
+    >>> J.push(Vector({"weight": torch.tensor([[1.0, 1.0]]), "bias": torch.ones(1)}))
+    tensor([[8.]])
+    >>> J.dense()
+    tensor([[[3., 4., 1.]]])
+    """
+    return Jacobian(linearise(Model.of(model, params, output), x))
+
+
 def pushforward(
     model: nn.Module | Callable[..., Any],
     x: Inputs,
@@ -277,11 +340,7 @@ def pushforward(
     >>> pushforward(model, torch.ones(3, 2), Vector({"weight": torch.ones(1, 2), "bias": torch.ones(1)})).flatten()
     tensor([3., 3., 3.])
     """
-    if not isinstance(v, Vector):
-        raise TypeError(f"only a Vector can be pushed forward, not a {type(v).__name__}")
-    wrapped = Model.of(model, params, output)
-    _match(dict(sorted(wrapped.params.items())), dict(sorted(v.items())), "the model and v")
-    return linearise(wrapped, x).push(v)
+    return jacobian(model, x, params=params, output=output).push(v)
 
 
 def pullback_covector(
@@ -297,4 +356,4 @@ def pullback_covector(
     >>> pullback_covector(model, torch.ones(3, 2), torch.ones(3, 1))["weight"]
     tensor([[3., 3.]])
     """
-    return Covector(linearise(Model.of(model, params, output), x).pull(u))
+    return jacobian(model, x, params=params, output=output).pull(u)

@@ -18,7 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from natgrad.accelerate.modules import children_in, compiles_calls
+from natgrad.accelerate.modules import children_in, compiles_calls, without_checkpoints
 from natgrad.errors import BatchStatisticsError
 from natgrad.isolation import deterministic, unfused, untouched
 
@@ -89,6 +89,7 @@ def paths(module: nn.Module) -> dict[str, str]:
     return {plain_name(name): name for name in names}
 
 
+Shapes: TypeAlias = tuple[torch.Size, ...]  # [n *out] of the heads of a model; none where it has one output
 Inputs: TypeAlias = Any  # a tensor, a tuple of positional inputs, a dict of keyword inputs, or None
 
 
@@ -101,23 +102,29 @@ class Model:
     parameters of an ``nn.Module``, each tied parameter once. ``Model.of(f, params)`` wraps a pure function
     ``f(params, x)``. ``output`` extracts the output tensor y [n *out] if the model returns something else, such as a
     dict. With ``examples="inputs"`` the outputs are flattened over positions, [n·t *out], for the n examples that the
-    first input has on its first axis: y is [n t *out].
+    first input has on its first axis: y is [n t *out]. With ``heads``, keys of a dict or places in a tuple, the outputs
+    are several tensors [n *out]: y [n d] holds them side by side. A model that returns an object with ``logits``
+    (``transformers``) has these as its output.
     """
 
     function: Callable[..., Any]
     params: dict[str, Tensor]
-    output: Callable[[Any], Tensor] | None = None
+    output: Callable[[Any], Any] | None = None
     examples: Literal["inputs"] | None = None
+    heads: tuple[Any, ...] | None = None
 
     @staticmethod
     def of(
         model: nn.Module | Callable[..., Any] | Model,
         params: Mapping[str, Tensor] | None = None,
-        output: Callable[[Any], Tensor] | None = None,
+        output: Callable[[Any], Any] | None = None,
         examples: Literal["inputs"] | None = None,
+        heads: tuple[Any, ...] | None = None,
     ) -> Model:
         if examples not in (None, "inputs"):
             raise ValueError(f'examples= is None or "inputs", not {examples!r}')
+        if examples is not None and heads is not None:
+            raise ValueError('examples="inputs" is for one output: return heads [n *out] with the examples first')
         if isinstance(model, Model):
             return model
         if isinstance(model, nn.Module):
@@ -127,11 +134,11 @@ class Model:
             _check_eager(model)
             named: dict[str, Tensor] = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
             _check_parameters(named, f"the module {type(model).__name__}")
-            return Model(model, named, output, examples)
+            return Model(model, named, output, examples, heads)
         if params is None:
             raise TypeError("a pure function f(params, x) needs params=, a mapping from names to tensors")
         _check_parameters(params, "params=")
-        return Model(model, dict(params), output, examples)
+        return Model(model, dict(params), output, examples, heads)
 
     @property
     def module(self) -> nn.Module | None:
@@ -161,31 +168,43 @@ class Model:
 
     def __call__(self, params: Mapping[str, Tensor] | None, x: Inputs) -> Tensor:
         """y [n *out] at ``params``; missing ones keep their values, and ``None`` keeps all."""
-        with unfused(self.function, self.example.device), library_pass(), deterministic(self.example.device):
+        return self.evaluated(params, x)[0]
+
+    def evaluated(self, params: Mapping[str, Tensor] | None, x: Inputs) -> tuple[Tensor, Shapes]:
+        """y at ``params``, and the shapes of its heads."""
+        device = self.example.device
+        with unfused(self.function, device), without_checkpoints(), library_pass(), deterministic(device):
             if not isinstance(self.function, nn.Module):
-                return self.outputs(self.function({**self.params, **(params or {})}, x), x)
+                return self.read(self.function({**self.params, **(params or {})}, x), x)
             args, kwargs = arguments(x)
             with untouched(self.function), eager(self.function):
                 if params is None:
-                    return self.outputs(self.function(*args, **kwargs), x)
+                    return self.read(self.function(*args, **kwargs), x)
                 where = paths(self.function)
                 placed = {where.get(name, name): p for name, p in params.items()}
-                return self.outputs(torch.func.functional_call(self.function, placed, args, kwargs), x)
+                return self.read(torch.func.functional_call(self.function, placed, args, kwargs), x)
+
+    def read(self, raw: Any, x: Inputs) -> tuple[Tensor, Shapes]:
+        """The output tensor y of what the model returned for x, checked, and the shapes [n *out] of its heads."""
+        tensors = self.returned(raw)
+        if self.heads is None:
+            return (tensors[0] if self.examples is None else self.by_example(tensors[0], x)), ()
+        if len({tensor.shape[0] for tensor in tensors}) > 1:
+            sizes = ", ".join(f"{key!r} {tensor.shape[0]}" for key, tensor in zip(self.heads, tensors, strict=True))
+            raise ValueError(f"all heads need the n examples on their first axis, and have {sizes}")
+        return torch.cat([tensor.flatten(1) for tensor in tensors], 1), tuple(tensor.shape for tensor in tensors)
 
     def outputs(self, raw: Any, x: Inputs) -> Tensor:
         """Extract the output tensor y from what the model returned for x, and check it."""
+        return self.read(raw, x)[0]
+
+    def returned(self, raw: Any) -> list[Tensor]:
+        """The tensors that the model returned, those of its heads or the only one, before any change of their shape."""
         y = raw if self.output is None else self.output(raw)
-        if not isinstance(y, Tensor):
-            raise TypeError(
-                f"the model returned a {type(y).__name__}: pass output=, a function from it to the tensor [n *out]"
-            )
-        if y.ndim == 0:
-            raise ValueError("the model returned one number: outputs need the examples on their first axis, [n *out]")
-        if y.shape[0] == 0:
-            raise ValueError("the batch is empty: the outputs have no example on their first axis")
-        if not y.is_floating_point():
-            raise TypeError(f"the outputs are {y.dtype}: a metric needs real, differentiable outputs")
-        return y if self.examples is None else self.by_example(y, x)
+        if self.heads is None:
+            logits = None if isinstance(y, Tensor) else getattr(y, "logits", None)
+            return [_checked(logits if self.output is None and isinstance(logits, Tensor) else y, "the outputs")]
+        return [_checked(_head(y, key), f"the head {key!r}") for key in self.heads]
 
     def by_example(self, t: Tensor, x: Inputs) -> Tensor:
         """[n t *rest] of a tensor [n·t *rest] that is flattened over the positions of the n examples of x."""
@@ -209,6 +228,32 @@ class Model:
                 "so there is no per-example Jacobian. Take the metric in evaluation mode: model.eval(), or "
                 "with natgrad.evaluating(model): ... around it"
             )
+
+
+def _head(y: Any, key: Any) -> Any:
+    """One of the outputs: the value of a key, at a place, or under a name."""
+    try:
+        return y[key] if isinstance(y, Mapping | Sequence) else getattr(y, str(key))
+    except (KeyError, IndexError, TypeError, AttributeError):
+        keys = f"{', '.join(map(repr, y))}" if isinstance(y, Mapping) else f"a {type(y).__name__}"
+        raise ValueError(f"the losses name a head {key!r}, and the model returned {keys}") from None
+
+
+def _checked(y: Any, what: str) -> Tensor:
+    if not isinstance(y, Tensor):
+        raise TypeError(
+            f"the model returned a {type(y).__name__}: pass output=, a function from it to the tensor [n *out], or a "
+            "dict or tuple of losses, one for every head"
+        )
+    if y.ndim == 0:
+        raise ValueError(
+            f"the model returned one number: outputs need the examples on their first axis, [n *out] ({what})"
+        )
+    if y.shape[0] == 0:
+        raise ValueError(f"the batch is empty: {what} have no example on their first axis")
+    if not y.is_floating_point():
+        raise TypeError(f"{what} are {y.dtype}: a metric needs real, differentiable outputs")
+    return y
 
 
 def _mixes(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""♯ in one call: from a metric and a differential to the natural gradient."""
+"""♯ in one call, from a metric and a differential to the natural gradient; and the Hessian beside the metric."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from natgrad.pullback.pullback import pullback
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
+from natgrad.structures.implicit import HessianOperator
 
 
 def sharp(G: Operator, ω: Covector, solver: Solver | None = None, damping: Damping = 0.0) -> Vector:
@@ -70,3 +71,26 @@ def natural_gradient(
         with torch.enable_grad():
             ω = differential(leaves, loss(wrapped(leaves, x)))
     return sharp(structure.estimate(pb), ω, solver, damping)
+
+
+def hessian(
+    model: nn.Module | Callable[..., Any],
+    x: Inputs,
+    loss: Callable[[Tensor], Tensor],
+    *,
+    params: Mapping[str, Tensor] | None = None,
+    output: Callable[[Any], Tensor] | None = None,
+) -> HessianOperator:
+    """H = ∇²L of a loss at a batch x, as products (Pearlmutter 1994); ``loss`` is a function of the outputs y.
+
+    H = JᵀMJ + Σ_d (∂L/∂y_d) ∇²y_d with M = ∇²L at the outputs (Johnson 2017, (40)). The first term is a metric, the
+    generalised Gauss–Newton matrix; the second one can be negative, and H with it. At an exact fit the second term is
+    zero.
+
+    >>> model, x, t = nn.Linear(2, 3), torch.randn(8, 2), torch.randint(3, (8,))
+    >>> H = hessian(model, x, lambda y: nn.functional.cross_entropy(y, t))
+    >>> H.dense().shape, H.differential  # a loss that is convex in the parameters: H is the metric
+    (torch.Size([9, 9]), Covector(weight: (3, 2), bias: (3,)))
+    """
+    wrapped = Model.of(model, params, output)
+    return HessianOperator.at(lambda θ: loss(wrapped(θ, x)), wrapped.params)

@@ -294,3 +294,41 @@ def test_gradient_descent_depends_on_the_units_and_the_natural_gradient_does_not
     assert descent[1] == pytest.approx(case["expected"]["step_in_minutes_units"], rel=1e-12)
     assert descent[1] / descent[0] == pytest.approx(case["expected"]["ratio"], rel=1e-12)
     assert natural == pytest.approx([1 / slope, 1 / slope], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear_bias", "mlp_tanh", "conv", "attention", "two_inputs", "pure_function"])
+def test_jacobian_is_that_of_the_outputs(name: str) -> None:
+    """J [n *out p] from the oracle, by pushes and by pulls; J and Jᵀ are adjoint."""
+    problem = zoo.case(name).make()
+    J = ng.jacobian(problem.model, problem.x, params=problem.params, output=problem.output)
+    params = problem.params if problem.params is not None else oracle.parameters(problem.module)
+    n = oracle.examples(problem.x)
+    expected = (
+        oracle.module_jacobian(problem.module, problem.x, problem.output)
+        if problem.params is None
+        else oracle.jacobian(problem.model, params, problem.x, n)
+    )
+    close(J.dense().flatten(1, -2), expected)
+    v = normal(expected.shape[2])
+    u = normal(*J.y.shape)
+    pushed = J.push(ng.Vector(oracle.unflatten(v, params)))
+    close(pushed.flatten(1), expected @ v)
+    close(J.pull(u).flatten() @ v, (u * pushed).sum())
+
+
+def test_jacobian_of_few_parameters_is_made_by_pushes() -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    x = normal(5, 1)
+    close(ng.jacobian(model, x).dense(), x[:, :, None])
+
+
+def test_jacobian_is_a_snapshot_and_checks_its_arguments() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
+    J = ng.jacobian(model, normal(3, 2))
+    before = J.dense()
+    model.get_parameter("0.weight").data.zero_()
+    close(J.dense(), before)
+    with pytest.raises(TypeError, match="only a Vector can be pushed forward, not a Covector"):
+        J.push(cast(Any, ng.Covector({"0.weight": normal(2, 2), "0.bias": normal(2)})))
+    with pytest.raises(ValueError, match=r"u has the shape \(2, 3\), and the outputs have \(3, 2\)"):
+        J.pull(normal(2, 3))

@@ -192,3 +192,54 @@ def test_mistakes_are_named(call: object, error: type[Exception], message: str) 
     assert callable(call)
     with pytest.raises(error, match=message):
         call(model, x)
+
+
+def flat_hessian(model: nn.Module, of: Any) -> Tensor:
+    """∇² of a function of the model's outputs, by torch's own double backward pass over flattened parameters."""
+    params = oracle.parameters(model)
+
+    def value(θ: Tensor) -> Tensor:
+        return of(lambda x: torch.func.functional_call(model, oracle.unflatten(θ, params), (x,)))
+
+    hessian: Any = torch.autograd.functional.hessian
+    return hessian(value, oracle.flatten(params.values()))
+
+
+def test_hessian_is_gauss_newton_and_the_curvature_of_the_model() -> None:
+    """H = JᵀMJ + Σ_d (∂L/∂y_d) ∇²y_d (Johnson 2017, (40)), with JᵀMJ the Fisher metric of the logits."""
+    model, x, target = golden_mlp()
+    H = ng.hessian(model, x, lambda y: F.cross_entropy(y, target))
+    close(H.dense(), flat_hessian(model, lambda f: F.cross_entropy(f(x), target)))
+    y = model(x).detach().requires_grad_()
+    (u,) = torch.autograd.grad(F.cross_entropy(y, target), y)
+    curvature = flat_hessian(model, lambda f: (u * f(x)).sum())
+    close(H.dense(), tensor(golden("mlp.fisher")["expected"]["F"]) + curvature, 1e-9)
+    assert float(torch.linalg.eigvalsh(H.dense())[0]) < 0
+    v = normal(21)
+    close(H.product(v), H.dense() @ v)
+    close(H.flat(H.layout.vector(v)).flatten(), H.dense() @ v)
+    close(H.differential.flatten(), oracle.differential(model, F.cross_entropy(model(x), target)))
+
+
+def test_hessian_of_a_transformer_layer() -> None:
+    """Fused attention on a CPU has no second derivative; the library does not take it."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=True).double().eval()
+    x, v = normal(2, 3, 4), normal(sum(p.numel() for p in layer.parameters()))
+    H = ng.hessian(layer, x, lambda y: y.pow(3).mean())
+    step, params = 1e-5, dict(layer.named_parameters())
+
+    def gradient(sign: float) -> Tensor:
+        moved = oracle.unflatten(oracle.flatten(params.values()) + sign * step * v, params)
+        leaves = {name: t.detach().requires_grad_() for name, t in moved.items()}
+        value = torch.func.functional_call(layer, leaves, (x,)).pow(3).mean()
+        return oracle.flatten(torch.autograd.grad(value, list(leaves.values()), materialize_grads=True))
+
+    close(H.product(v), (gradient(1.0) - gradient(-1.0)) / (2 * step), 1e-7)
+
+
+def test_hessian_leaves_batch_statistics_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    before = {name: t.clone() for name, t in model.named_buffers()}
+    ng.hessian(model, normal(5, 2), lambda y: y.square().mean()).product(normal(19))
+    assert all(torch.equal(t, before[name]) for name, t in model.named_buffers())

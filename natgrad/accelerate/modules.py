@@ -1,12 +1,14 @@
-"""The dictionaries inside of a module, read directly: public methods walk the whole tree, too slow for every pass."""
+"""What torch keeps of modules, read directly: public methods walk the whole tree, too slow for every pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as checkpoints
 
 
 def parameters_in(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -45,3 +47,38 @@ def compiling() -> bool:
 def active_ddp() -> DistributedDataParallel | None:
     """The ``DistributedDataParallel`` whose forward pass is running."""
     return DistributedDataParallel._active_ddp_module
+
+
+class _Uncheckpointed:
+    """In place of the Function that ``checkpoint(…, use_reentrant=True)`` applies."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of what ``checkpoint(…, use_reentrant=False)`` does before and after the function."""
+    yield
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Inside, ``torch.utils.checkpoint.checkpoint(function, *args)`` is ``function(*args)``.
+
+    What a checkpoint computes again, it computes in the backward pass, without the settings of the forward pass, such
+    as unfused attention. And no transform of ``torch.func`` takes its hooks.
+
+    >>> import torch
+    >>> x = torch.ones(1)
+    >>> with without_checkpoints():
+    ...     torch.func.grad(lambda x: checkpoints.checkpoint(torch.sin, x, use_reentrant=False).sum())(0 * x)
+    tensor([1.])
+    """
+    names = {"_checkpoint_without_reentrant_generator": _nothing, "CheckpointFunction": _Uncheckpointed}
+    before = {name: getattr(checkpoints, name) for name in names}
+    vars(checkpoints).update(names)
+    try:
+        yield
+    finally:
+        vars(checkpoints).update(before)

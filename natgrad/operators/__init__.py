@@ -7,6 +7,7 @@ from natgrad.structures.dense import BlockDenseOperator as BlockDenseOperator
 from natgrad.structures.dense import DenseOperator as DenseOperator
 from natgrad.structures.diagonal import DiagonalOperator as DiagonalOperator
 from natgrad.structures.eigen_kronecker import EigenKroneckerOperator as EigenKroneckerOperator
+from natgrad.structures.implicit import HessianOperator as HessianOperator
 from natgrad.structures.implicit import ImplicitOperator as ImplicitOperator
 from natgrad.structures.kernel import KernelOperator as KernelOperator
 from natgrad.structures.kronecker import KroneckerOperator as KroneckerOperator

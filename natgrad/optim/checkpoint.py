@@ -368,7 +368,7 @@ def in_words(value: Any) -> str:
 def _tells(field: Field[Any], value: Any) -> bool:
     """Whether this field of a dataclass says something about it."""
     entry = getattr(value, field.name)
-    if isinstance(entry, Newton):
+    if isinstance(entry, Newton) or not field.repr:
         return False
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return default is MISSING or in_words(entry) != in_words(default)

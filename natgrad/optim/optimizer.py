@@ -128,7 +128,9 @@ class NaturalGradient(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"NaturalGradient takes the model, an nn.Module, not {type(model).__name__}")
         load_compiler()
-        whole, wrapping = Model.of(model, output=output, examples=examples), unwrapped(model)
+        metric = metric_of(metric)
+        whole = Model.of(model, output=output, examples=examples, heads=metric.heads)
+        wrapping = unwrapped(model)
         world = world_of(wrapping)
         numbers = {"lr": lr, "damping": number_of(damping), "momentum": momentum, "weight_decay": weight_decay}
         check_fallback(fallback)
@@ -137,7 +139,6 @@ class NaturalGradient(torch.optim.Optimizer):
         wrapped = replace(whole, params={name: p for name, p in whole.params.items() if name not in by_adamw})
         common_damping(self.param_groups)
         check_momentum_on(momentum_on)
-        metric = metric_of(metric)
         check_slots(
             structure=(structure, Structure),
             solver=(solver, Solver),

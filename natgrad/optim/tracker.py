@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import sys
 import weakref
@@ -22,7 +23,7 @@ from natgrad.accelerate.modules import compiling, forward_pre_hooks_in
 from natgrad.errors import IncompatibleError, NatgradError, NonFiniteError
 from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
-from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass
+from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, tensors_of
 from natgrad.optim.distributed import World, refuse_strangers
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
@@ -46,6 +47,19 @@ _CONSTANT = (
     "or Polar(), or power > 0"
 )
 NEEDS_TARGET = "the metric is due and needs the targets: call opt.refresh(x, target) before opt.step()"
+NEEDS_CALL = (
+    "the metric is due and needs the targets: call the loss that the optimizer was given, {}, on the outputs of the "
+    "model, loss(model(x), target), or opt.refresh(x, target) before opt.step()"
+)
+NO_COTANGENT = (
+    "the metric is due, and no backward pass came through the outputs of a forward pass of the model since the last "
+    "step: the loss must be computed from what model(x) returns, called outside torch.no_grad(). Where the forward "
+    "pass is opaque call opt.refresh(x, target)"
+)
+_ALL_TERMS = (
+    "the cotangent of the loss cannot be seen at the outputs (a compiled model, or an output= that makes a new "
+    "tensor): all terms count, also those with ignored labels. Call opt.refresh(x, target) if there are such"
+)
 NO_BACKWARD = (
     "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
     "takes the cotangents of loss.backward(), with a loss that is computed from model(x), called outside "
@@ -137,6 +151,18 @@ class AtStep:
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A pass whose metric is estimated when the cotangent of the user's loss comes to its outputs y."""
+
+    number: int
+    batch: Batch
+    tape: Tape
+    y: Tensor
+    handle: RemovableHandle
+
+
+@final
 class MetricTracker:
     """Estimates G in a hook on the model's forward pass when it is due, and holds its moving average.
 
@@ -181,11 +207,14 @@ class MetricTracker:
         self.unreached: frozenset[str] = frozenset()  # the outputs of no estimate so far depend on them
         self._unreached: frozenset[str] | None = None  # of the estimates of this step
         self.batch: Batch | None = None  # of the last pass
+        self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self._examples = 0  # in ``fresh``
         self._joined = False  # whether ``fresh`` is that of all processes
         self._refreshed = False  # passes until the next step are ignored
         self._suspended = False
         self._in_backward: list[tuple[int, BackwardEstimate]] = []  # of this step, with their numbers of examples
+        self._waiting: list[Waiting] = []  # passes of this step whose loss the metric must see first
+        self._numbers = itertools.count()  # of passes that wait
         self._recorders = {
             eagerly: Recorder(observer.model, observer.blocks, of_user=not eagerly) for eagerly in (False, True)
         }
@@ -224,7 +253,7 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         if self.batch is None:
             raise NatgradError(_CONSTANT if self.constant else NOTHING_SEEN)
-        return BatchQueries(self.batch, self.observer.output_metric, self.world.mean_of)
+        return BatchQueries(self.batch, self._metric_of_pass, self.world.mean_of)
 
     def mean_over_ranks(self, loss: float) -> float:
         """The mean of the losses of all processes, as ``DistributedDataParallel`` takes it of their gradients."""
@@ -238,8 +267,7 @@ class MetricTracker:
     def average_with_new(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
         if self.due and not self.has_estimate:
-            nothing = NO_BACKWARD if self.metric.source == "backward" else NOTHING_SEEN
-            raise NatgradError(NEEDS_TARGET if self.metric.needs_target else nothing)
+            raise NatgradError(self._what_is_missing())
         if self.fresh is None:
             assert self.average is not None
             return self.average, self.absorbed
@@ -253,6 +281,16 @@ class MetricTracker:
             return self.fresh, True
         average, self.fresh = self.average.merged(self.fresh, weight), None  # memory is needed for the inverse
         return average, True
+
+    def _what_is_missing(self) -> str:
+        awaited = self.metric.awaits
+        if isinstance(awaited, nn.Module):
+            return NEEDS_CALL.format(repr(awaited))
+        if self.metric.needs_target:
+            return NEEDS_TARGET
+        if self.metric.source == "backward":
+            return NO_BACKWARD
+        return NO_COTANGENT if self._waiting else NOTHING_SEEN
 
     def commit(self, operator: Operator, estimated: bool) -> None:
         """A step has succeeded with this operator, which was ``estimated`` for it or not."""
@@ -277,6 +315,9 @@ class MetricTracker:
         self._unreached = None
         self._modes.clear()
         self._forget_backward()
+        for waiting in self._waiting:
+            waiting.handle.remove()
+        self._waiting.clear()
 
     # Parameters that the metric knows nothing of.
 
@@ -418,7 +459,7 @@ class MetricTracker:
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
         refuse_strangers(self.world)
-        if self._refreshed or self._suspended or self.metric.needs_target:
+        if self._refreshed or self._suspended or (self.metric.needs_target and not self.metric.awaits):
             return
         if in_backward() or self._check.moved(certain=self.due):
             return
@@ -462,7 +503,7 @@ class MetricTracker:
         if self._depth:  # a pass that the model makes itself, inside of the one that is recorded
             self._depth -= 1
             return
-        recorder = self._stop()
+        of_user, recorder = self._handle is not None, self._stop()
         try:
             if raw is None:  # the forward pass raised
                 return
@@ -470,16 +511,61 @@ class MetricTracker:
                 self._rng_state, get_rng_state(self.model.example.device)
             ):
                 refuse_randomness()
-            tape = recorder.tape(self.model.outputs(raw, Arguments(args, kwargs)))
+            tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
+        batch = Batch(self.model, Arguments(args, kwargs))
+        if not self._waits(batch, tape, raw, of_user):
+            self._estimate(batch, tape)
+
+    def _estimate(self, batch: Batch, tape: Tape) -> None:
         with AtStep(self.step):  # the parameters have been checked before the pass
-            batch = Batch(self.model, Arguments(args, kwargs))
             try:
                 pb = self._assemble(batch, tape)
             except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
                 pb = self._with_operations(batch)
             self._add(pb)
+
+    # Passes that wait for the user's own loss. Their graph is held until then, or until the step.
+
+    def _waits(self, batch: Batch, tape: Tape, raw: Any, of_user: bool) -> bool:
+        """Wait with this pass for the cotangent of the user's loss at its outputs, if the metric asks for it."""
+        if not self.metric.awaits:
+            return False
+        y = self.model.returned(raw)[0]
+        visible = any(t is y for t in tensors_of(raw)) and y.requires_grad and of_user
+        if not visible:
+            if self.metric.needs_target:
+                return True  # never estimated: ``step`` will say what is missing
+            self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
+            return False
+        itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph
+        number = next(self._numbers)
+
+        def arrived(cotangent: Tensor) -> None:
+            tracker = itself()
+            if tracker is not None:
+                tracker.cotangent_arrived(number, cotangent)
+
+        self._waiting.append(Waiting(number, batch, tape, y, y.register_hook(arrived)))
+        return True
+
+    def cotangent_arrived(self, number: int, cotangent: Tensor) -> None:
+        """The user's backward pass begins at the outputs of a pass that waits: estimate the metric of this pass."""
+        waiting = next((each for each in self._waiting if each.number == number), None)
+        if waiting is None or self._suspended:
+            return
+        waiting.handle.remove()
+        self._waiting.remove(waiting)
+        if self._refreshed or (self.metric.needs_target and waiting.batch.target is None):
+            return
+        self._estimate(replace(waiting.batch, cotangent=cotangent.detach()), waiting.tape)
+
+    def loss_called(self, y: Any, target: Any) -> None:
+        """The user's loss is called on these outputs, or on a view of them: their pass has these targets."""
+        for at, waiting in enumerate(self._waiting):
+            if isinstance(y, Tensor) and y.numel() == waiting.y.numel() and y.data_ptr() == waiting.y.data_ptr():
+                self._waiting[at] = replace(waiting, batch=replace(waiting.batch, target=target))
 
     @property
     def _averaged(self) -> bool:
@@ -504,7 +590,7 @@ class MetricTracker:
         finally:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
-        tape = recorder.tape(self.model.outputs(raw, batch.x))
+        tape = recorder.tape(*self.model.read(raw, batch.x))
         return self._assemble(batch, tape)
 
     def abandon(self) -> None:
@@ -524,7 +610,7 @@ class MetricTracker:
     def _add(self, pb: Pullback) -> None:
         if pb.model is not self.model:
             self.use_model(pb.model)
-        self.batch = pb.batch
+        self.batch, self._metric_of_pass = pb.batch, pb.metric
         self._note_terms(pb.y)
         if self.metric.source == "backward":
             self._wait_for_backward(pb)
@@ -605,25 +691,49 @@ class ForwardHook:
             _tell(tracker, args, kwargs, compiling())
 
 
+@final
+class LossHook:
+    """Tells a tracker of every call of the user's loss."""
+
+    def __init__(self, tracker: MetricTracker) -> None:
+        self._tracker = weakref.ref(tracker)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tracker = self._tracker()
+        if tracker is not None:
+            given = dict(zip(("input", "target"), args, strict=False)) | kwargs
+            tracker.loss_called(given.get("input"), given.get("target"))
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _tell(tracker: MetricTracker, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
     tracker.before_pass(args, kwargs, compiled)
 
 
 _GETSTATE, _PREPARE = "__getstate__", "__prepare_scriptable__"
+_HOOKS = (ForwardHook, LossHook)
 
 
 def attach(tracker: MetricTracker, owner: object) -> None:
-    """Tell the tracker of the model's forward passes until its owner, the optimizer, is freed.
+    """Tell the tracker of the model's forward passes, and of calls of the loss that it waits for, until ``owner`` dies.
 
-    Not until the tracker is freed: the traceback of an error in a pass holds it, and an interactive session holds its
-    last error. The optimizer that the message of the error advises must not find the old one at work.
+    The owner is the optimizer. Not until the tracker is freed: the traceback of an error in a pass holds it, and an
+    interactive session holds its last error. The optimizer that the message of the error advises must not find the old
+    one at work.
+    """
+    _hook(tracker.watched, ForwardHook(tracker), owner)
+    if isinstance(awaited := tracker.metric.awaits, nn.Module):
+        _hook(awaited, LossHook(tracker), owner)
+
+
+def _hook(module: nn.Module, hook: ForwardHook | LossHook, owner: object) -> None:
+    """Put a hook on a module until its owner is freed.
 
     ``pickle``, ``copy.deepcopy`` and ``torch.save`` ask a module for its state by ``__getstate__``, and
     ``torch.jit.script`` for a module to compile by ``__prepare_scriptable__``. While the hook is there, the module has
     its own versions of both, which leave the hook out: a saved model loads where natgrad is not installed.
     """
-    module = tracker.watched
     itself = weakref.ref(module)  # not the module: it would be in a reference cycle
 
     def state() -> Any:
@@ -635,14 +745,14 @@ def attach(tracker: MetricTracker, owner: object) -> None:
         return copy.copy(itself())
 
     vars(module).update({_GETSTATE: state, _PREPARE: scriptable})
-    handle = module.register_forward_pre_hook(ForwardHook(tracker), with_kwargs=True)
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     weakref.finalize(owner, _detach, itself, handle)
 
 
 def _detach(itself: Callable[[], nn.Module | None], handle: RemovableHandle) -> None:
     handle.remove()
     module = itself()
-    if module is not None and not any(isinstance(hook, ForwardHook) for hook in forward_pre_hooks_in(module).values()):
+    if module is not None and not any(isinstance(hook, _HOOKS) for hook in forward_pre_hooks_in(module).values()):
         vars(module).pop(_GETSTATE, None)
         vars(module).pop(_PREPARE, None)
 
@@ -653,7 +763,7 @@ def _state_without_hooks(module: nn.Module) -> Any:
     state: Any = vars(module) if of_class is None else of_class(module)
     if not isinstance(state, dict) or "_forward_pre_hooks" not in state:
         return state
-    ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, ForwardHook)]
+    ids = [at for at, hook in forward_pre_hooks_in(module).items() if isinstance(hook, _HOOKS)]
     state = {key: value for key, value in state.items() if key not in (_GETSTATE, _PREPARE)}
     for key in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
         state[key] = copy.copy(state[key])

@@ -3,46 +3,96 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
+import math
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from natgrad.families.base import Family
+from natgrad.accelerate.devices import can_read
+from natgrad.errors import IncompatibleError
+from natgrad.families.base import Family, diagonal_root, over_terms, shared_normals
 from natgrad.families.categorical import Categorical, Mask, Masked
 from natgrad.families.diagonal_gaussian import Gaussian
+from natgrad.families.discrete import Bernoulli, Poisson
 from natgrad.model import check_slots
 from natgrad.output.fisher import Fisher
-from natgrad.output.metric import OutputMetric, check_samples
+from natgrad.output.heads import Heads
+from natgrad.output.metric import OutputMetric, Sampled, check_samples, one_hot_columns
 
-Criterion = Callable[..., Tensor]  # a loss, as (outputs, targets) ↦ one number
+OneLoss: TypeAlias = Callable[..., Tensor]  # (outputs, targets) ↦ one number
+Criterion: TypeAlias = OneLoss | Mapping[Any, Any] | tuple[Any, ...] | list[Any]  # a loss, or one for every head
+_log = logging.getLogger("natgrad")
+_WIDEST = 4096  # outputs of an example whose Hessian is computed
+_ROUNDING = 1e-3  # of single precision in a sum that is zero, over its terms
 
 
-def metric_of(loss: OutputMetric | Criterion, *, samples: int | None = None, axis: int | None = None) -> OutputMetric:
+def metric_of(
+    loss: OutputMetric | Criterion,
+    *,
+    samples: int | None = None,
+    axis: int | None = None,
+    weights: Mapping[Any, float] | Sequence[float] | None = None,
+) -> OutputMetric:
     """The metric of a loss L(y, t): G = Jᵀ ∇²L J, its generalised Gauss–Newton matrix, as L is reduced (Martens 2020).
 
-    ``loss``: a loss of torch as a module, a function, or a ``functools.partial`` of one with its options. A metric is
-    returned as it is. ``samples``: None for the exact metric, k for k targets an example that are drawn from the model.
-    ``axis``: that of the classes in the outputs of the model; by default 1, as in torch's losses.
+    ``loss``: a loss of torch as a module, a function, or a ``functools.partial`` of one with its options; or any other
+    ``loss(y, t)`` that returns one number, whose Hessian at the outputs is then computed, with negative eigenvalues set
+    to 0. A metric is returned as it is. Wherever a metric is expected, a loss stands for ``metric_of(loss)``; ``KFAC``,
+    ``EKFAC``, ``SobolevKFAC`` and ``Natural`` take ``metric_of(loss, samples=1)``. A dict or tuple of losses, with
+    their ``weights`` in the sum that is trained, is for a model that returns as many outputs (``Heads``).
+
+    ``samples``: None for the exact metric, k for k random roots an example, which are targets drawn from the model.
+    ``axis``: that of the classes in the outputs of the model. By default it is that of torch's losses, 1, unless the
+    targets or the user's backward pass show that the loss is over the last axis, as of tokens [n t c].
+
+    In a training loop the metric learns from the user's own loss what it must know: positions without a cotangent
+    (ignored labels) do not count; where the targets themselves matter (class weights, ``pos_weight``, other losses)
+    they are those of a call of this loss module on the outputs, or of ``opt.refresh(x, target)``.
 
     >>> metric_of(nn.CrossEntropyLoss(ignore_index=0))
     metric_of(CrossEntropyLoss(ignore_index=0)): Fisher(Categorical()), mean over the terms
+    >>> metric_of(functools.partial(F.huber_loss, delta=2.0))
+    metric_of(HuberLoss(delta=2.0)): 0.946·Fisher(Gaussian(scale=1.0)), mean over the terms
+    >>> metric_of(nn.SoftMarginLoss())
+    metric_of(SoftMarginLoss()): its Hessian at the outputs, negative eigenvalues set to 0
     """
+    if isinstance(loss, Mapping | tuple | list):
+        losses = loss if isinstance(loss, Mapping) else dict(enumerate(loss))
+        shares = weights if isinstance(weights, Mapping) else dict(enumerate(weights or ()))
+        return Heads({key: metric_of(one, samples=samples, axis=axis) for key, one in losses.items()}, shares)
+    if weights is not None:
+        raise ValueError("weights= are those of several losses, of a dict or tuple: one loss has none")
     if isinstance(loss, OutputMetric):
         return loss
     if isinstance(loss, type) or not callable(loss):
         check_slots(metric=(loss, OutputMetric))  # raises
     check_samples(samples)
-    module = _module_of(loss)
-    if isinstance(module, nn.CrossEntropyLoss):
-        return ClassLoss(module, samples, axis)
-    if isinstance(module, nn.MSELoss):
-        return ElementLoss(module, samples, Gaussian(), 2.0)
-    raise TypeError(f"metric_of({loss!r}): no metric is known for this loss")
+    module, given = _module_of(loss), isinstance(loss, nn.Module)
+    kind = next((kind for kind in _KINDS if _is(module, kind)), None)
+    if kind is nn.CTCLoss:
+        raise TypeError(
+            "CTCLoss has no metric in closed form: its terms are alignments, not positions. Use Empirical(), which is "
+            "made of its own cotangents, or Fisher(Categorical(axis=-1)) on the frames"
+        )
+    if kind is None:
+        metric: OutputMetric = HessianLoss(_two_arguments(module if isinstance(module, nn.Module) else loss))
+        _log.info("%r", metric)
+        return metric if samples is None else Sampled(metric, samples)
+    assert isinstance(module, nn.Module)
+    if axis is not None and kind not in _OF_CLASSES:
+        raise TypeError(f"{described(module)} has no axis of classes: leave out axis=")
+    _check_reduction(module)
+    if kind in _OF_CLASSES:
+        return ClassLoss(module, samples, axis, given=given)
+    family, factor = _KINDS[kind](module)
+    return ElementLoss(module, samples, family, factor, given=given)
 
 
 class Terms(NamedTuple):
@@ -58,19 +108,22 @@ class Terms(NamedTuple):
 class TermLoss(OutputMetric):
     """h_n = ⊕_τ w_nτ F(y_nτ): the metric of a loss L = (1/N) Σ_nτ w_nτ ℓ(y_nτ, t_nτ), F the Hessian of ℓ.
 
-    The weights hold the reduction: N for "sum", N over the number of terms that count, or over the sum of their class
-    weights, for "mean". So G = (1/N) Σ_n J_nᵀ h_n J_n = Jᵀ ∇²L J.
+    F is the Fisher metric of the distribution with −log p = ℓ, the mean of ∇²ℓ over its targets, which for most losses
+    is ∇²ℓ itself. The weights hold the reduction: N for "sum"; for "mean" N over the number of terms that count, or
+    over the sum of their class weights, as the loss has it. So G = (1/N) Σ_n J_nᵀ h_n J_n = Jᵀ ∇²L J.
     """
 
     loss: nn.Module
     samples: int | None
+    summed: bool  # the terms count as in −Σ log p, whatever the reduction
+    given: bool  # the loss is a module that the user calls
 
     @abstractmethod
     def family_of(self, axis: int | None) -> Family:
         """The distribution of the targets whose −log p has the Hessian of the loss, a term."""
 
     @abstractmethod
-    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Terms:
+    def weigh(self, y: Tensor, target: Any, cotangent: Tensor | None) -> Terms:
         """The weights of the terms, from the targets, or from the cotangent that the user's loss sends into y."""
 
     @property
@@ -79,8 +132,18 @@ class TermLoss(OutputMetric):
         return str(self.loss.reduction)
 
     @property
+    def awaits(self) -> nn.Module | bool:
+        return self.needs_target and self.given and self.loss
+
+    @property
     def exact(self) -> bool:
         return self.samples is None
+
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Terms:
+        if isinstance(target, Terms):
+            return target
+        self.check_target(target)
+        return self.weigh(y, target, cotangent)
 
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
         return self._fisher(y, target).unsampled().flat(y, u)
@@ -108,73 +171,110 @@ class TermLoss(OutputMetric):
 
     def __repr__(self) -> str:
         sampled = "" if self.samples is None else f", samples={self.samples}"
-        return (
-            f"metric_of({described(self.loss)}{sampled}): Fisher({self.family_of(None)!r}), "
-            f"{self.reduction} over the terms"
-        )
+        how = "sum" if self.summed else self.reduction
+        return f"metric_of({described(self.loss)}{sampled}): {self._in_words}, {how} over the terms"
+
+    @property
+    def _in_words(self) -> str:
+        return f"Fisher({self.family_of(None)!r})"
 
     def _fisher(self, y: Tensor, target: Any) -> Fisher:
-        weights, axis = target if isinstance(target, Terms) else self.prepared(y, target)
+        weights, axis = self.prepared(y, target)
         return Fisher(Masked(self.family_of(axis), Mask(steps=weights)), self.samples)
 
-    def _reduced(self, w: Tensor, total: Tensor | float) -> Tensor:
+    def _reduced(self, w: Tensor, total: Tensor | int) -> Tensor:
         """w·N/total for a mean, w·N for a sum."""
         n = w.shape[0]
+        if self.summed or self.reduction == "batchmean":
+            return w
         return w * n if self.reduction == "sum" else w * (n / total)
 
 
 @final
 @dataclass(frozen=True, repr=False)
 class ClassLoss(TermLoss):
-    """Of logits or log-probabilities y [n c *terms]: ``CrossEntropyLoss``."""
+    """Of logits or log-probabilities y [n c *terms]: ``CrossEntropyLoss``, ``NLLLoss``, ``KLDivLoss``.
+
+    The Hessian of a term is that of log Z, diag p − p pᵀ, times Σ_c w_c q_c for a target q with class weights w: with
+    label smoothing ε, q = (1 − ε)t + ε/c. Log-probabilities are logits whose log Z is 0. ``NLLLoss`` and ``KLDivLoss``
+    are linear in them, and the metric is that of the logits they come from.
+    """
 
     loss: nn.Module
     samples: int | None = None
     axis: int | None = None
+    summed: bool = False
+    given: bool = True
+    axes: dict[int, int] = field(default_factory=dict, compare=False)  # the axis of the classes, by that of outputs
 
     def family_of(self, axis: int | None) -> Family:
         return Categorical(axis=self.axis if axis is None else axis)
 
     @property
     def needs_target(self) -> bool:
-        return self.loss.weight is not None
+        return getattr(self.loss, "weight", None) is not None
 
-    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Terms:
-        if isinstance(target, Terms):
-            return target
-        axis = self._axis_of(y, target)
+    @property
+    def awaits(self) -> nn.Module | bool:
+        """Ignored labels are where no cotangent comes from."""
+        return super().awaits if self.needs_target else not _is(self.loss, nn.KLDivLoss)
+
+    def unflattened(self) -> ClassLoss:
+        return replace(self, axis=-1 if self.axis is None or self.axis < 0 else self.axis + 1)
+
+    def weigh(self, y: Tensor, target: Any, cotangent: Tensor | None) -> Terms:
+        axis = self._axis_of(y, target, cotangent)
         last = y.movedim(axis, -1)
-        terms = last.shape[:-1]
+        self._check_normalised(last)
+        terms, loss = last.shape[:-1], self.loss
         if target is None:
-            self.check_target(target)
             w = y.new_ones(terms) if cotangent is None else (cotangent != 0).any(axis).to(y.dtype)
-            return Terms(self._reduced(w, w.sum()), axis)
-        loss: Any = self.loss
-        weight: Tensor | None = loss.weight
-        ε, c = float(loss.label_smoothing), last.shape[-1]
+            return Terms(self._reduced(w, self._mean_of_elements(y) or w.sum()), axis)
+        weight = getattr(loss, "weight", None)
+        ε = float(getattr(loss, "label_smoothing", 0.0))
         if target.is_floating_point():  # probabilities: ignore_index plays no part, and a mean is over all terms
-            q = target.reshape(last.shape) if target.shape != y.shape else target.movedim(axis, -1)
-            q = q.to(y.dtype) * (1 - ε) + ε / c
+            q = (target.reshape(last.shape) if target.shape != y.shape else target.movedim(axis, -1)).to(y.dtype)
+            q = (q.exp() if getattr(loss, "log_target", False) else q) * (1 - ε) + ε / last.shape[-1]
             w = q.sum(-1) if weight is None else q @ weight.to(y)
-            return Terms(self._reduced(w, terms.numel()), axis)
+            return Terms(self._reduced(w, self._mean_of_elements(y) or terms.numel()), axis)
         t = target.reshape(terms)
-        valid = t != self.loss.ignore_index
+        valid = t != loss.ignore_index
         if weight is None:
             w = valid.to(y.dtype)
             return Terms(self._reduced(w, w.sum()), axis)
         of_class = weight.to(y)[t.where(valid, 0)] * valid
         return Terms(self._reduced((1 - ε) * of_class + ε * weight.to(y).mean() * valid, of_class.sum()), axis)
 
-    def unflattened(self) -> ClassLoss:
-        return replace(self, axis=-1 if self.axis is None or self.axis < 0 else self.axis + 1)
-
     def value(self, y: Tensor, target: Any) -> Tensor:
-        y = y.movedim(self._axis_of(y, target), 1)
-        shaped = target if target.ndim in (y.ndim - 1, y.ndim) else target.reshape(y.shape[0], *y.shape[2:])
-        return super().value(y, shaped)
+        if _is(self.loss, nn.KLDivLoss):
+            return super().value(y, target)
+        axis = self._axis_of(y, target, None)
+        y = y.movedim(axis, 1)
+        if target.is_floating_point():
+            return super().value(y, target if target.shape == y.shape else target.movedim(axis, 1))
+        return super().value(y, target.reshape(y.shape[0], *y.shape[2:]))
 
-    def _axis_of(self, y: Tensor, target: Any) -> int:
-        """The axis of the classes: that of the losses of torch, 1, unless the shape of the targets says the last."""
+    def _mean_of_elements(self, y: Tensor) -> int:
+        """``KLDivLoss`` takes a mean over all numbers; 0 for the others."""
+        return y.numel() if _is(self.loss, nn.KLDivLoss) else 0
+
+    def _check_normalised(self, last: Tensor) -> None:
+        """Refuse outputs that are no log-probabilities where the loss takes them for such."""
+        if _is(self.loss, nn.CrossEntropyLoss) or not can_read(last):
+            return
+        log_Z = last.detach().logsumexp(-1).abs().max()
+        if not bool(log_Z <= torch.finfo(last.dtype).eps ** 0.5):
+            raise ValueError(
+                f"{type(self.loss).__name__} takes log-probabilities, and the outputs are not normalised over the "
+                f"classes: log Σ exp y is off 0 by {float(log_Z):.2g}. Give log_softmax outputs, or train with "
+                "CrossEntropyLoss"
+            )
+
+    def _axis_of(self, y: Tensor, target: Any, cotangent: Tensor | None) -> int:
+        """The axis of the classes: that of the losses of torch, 1, unless the targets or the cotangent say the last.
+
+        A cotangent of cross entropy sums to 0 over the classes. It is read once for a number of axes.
+        """
         if y.ndim < 2:
             raise ValueError(
                 f"{type(self.loss).__name__} needs outputs [n c *terms] with the classes on axis 1, got outputs of "
@@ -182,8 +282,21 @@ class ClassLoss(TermLoss):
             )
         if self.axis is not None:
             return self.axis
-        if y.ndim == 2 or target is None:
+        if y.ndim == 2:
             return 1
+        if _is(self.loss, nn.KLDivLoss):
+            raise ValueError(
+                f"KLDivLoss does not say which axis of outputs of shape {tuple(y.shape)} has the classes: write "
+                "metric_of(loss, axis=-1), or axis=1"
+            )
+        if target is not None:
+            return self._axis_of_target(y, target)
+        if cotangent is not None and y.ndim not in self.axes:
+            first, last = (float(cotangent.sum(axis).norm() / cotangent.norm()) for axis in (1, -1))
+            self.axes[y.ndim] = -1 if last < _ROUNDING < first else 1
+        return self.axes.get(y.ndim, 1)
+
+    def _axis_of_target(self, y: Tensor, target: Tensor) -> int:
         if target.shape in ((y.shape[0], *y.shape[2:]), y.shape):
             return 1
         if target.numel() in (y.shape[:-1].numel(), y.numel()):  # [n t c] with targets [n t], or flattened
@@ -197,49 +310,349 @@ class ClassLoss(TermLoss):
 @final
 @dataclass(frozen=True, repr=False)
 class ElementLoss(TermLoss):
-    """Of outputs y [n *terms], each a term of its own: ``MSELoss``."""
+    """Of outputs y [n *terms], each a term of its own: errors, coins, counts; ℓ'' is ``factor`` times F of the family.
+
+    ``GaussianNLLLoss`` has terms of two outputs, mean and variance.
+    """
 
     loss: nn.Module
     samples: int | None
     family: Family
-    factor: float
+    factor: float = 1.0
+    summed: bool = False
+    given: bool = True
 
     def family_of(self, axis: int | None) -> Family:
         return self.family
 
-    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Terms:
-        if isinstance(target, Terms):
+    @property
+    def needs_target(self) -> bool:
+        return getattr(self.loss, "pos_weight", None) is not None
+
+    def weigh(self, y: Tensor, target: Any, cotangent: Tensor | None) -> Terms:
+        shape = y.shape[:-1] if _is(self.loss, nn.GaussianNLLLoss) else y.shape
+        self.family.check(y)
+        w = y.new_full((), self.factor).expand(shape)
+        weight, of_ones = getattr(self.loss, "weight", None), getattr(self.loss, "pos_weight", None)
+        if weight is not None:
+            w = w * weight.to(y)
+        if of_ones is not None:
+            w = w * (1 + (of_ones.to(y) - 1) * target.reshape(shape).to(y.dtype))
+        return Terms(self._reduced(w, shape.numel()))
+
+    def value(self, y: Tensor, target: Any) -> Tensor:
+        if not _is(self.loss, nn.GaussianNLLLoss):
+            return super().value(y, target)
+        value: Tensor = self.loss(y[..., 0], target, y[..., 1])
+        return value
+
+    @property
+    def _in_words(self) -> str:
+        return super()._in_words if self.factor == 1 else f"{self.factor:.3g}·{super()._in_words}"
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class DiagonalChart(Family):
+    """A family whose information is diagonal in the chart of a loss: ``information(y)``, and KL(p_y ‖ p_y2) a term."""
+
+    name: str
+    information: Callable[[Tensor], Tensor]
+    divergence: Callable[[Tensor, Tensor], Tensor]
+    axes: int = 0  # of a term
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def check(self, y: Tensor) -> None:
+        if self.axes and (y.ndim < 2 or y.shape[-1] != 2):
+            raise ValueError(
+                f"{self.name} needs mean and variance on the last axis, outputs [n *terms 2], got outputs of shape "
+                f"{tuple(y.shape)}: pass output=lambda out: torch.stack(out, -1) where the model returns a pair"
+            )
+
+    def terms(self, y: Tensor) -> int:
+        return y.shape[1 : y.ndim - self.axes].numel()
+
+    def flat(self, y: Tensor, u: Tensor) -> Tensor:
+        return self.information(y) * u
+
+    def root(self, y: Tensor) -> Tensor:
+        return diagonal_root(y, self.information(y))
+
+    def scores(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        ε = torch.randn(samples, *y.shape, generator=generator, dtype=y.dtype, device=y.device)
+        return ε * self.information(y).sqrt()
+
+    def shared(self, y: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+        return shared_normals(y, samples, generator) * self.information(y).sqrt()
+
+    def kl(self, y: Tensor, y2: Tensor) -> Tensor:
+        return over_terms(self.divergence(y, y2))
+
+
+# Any other loss: its Hessian at the outputs of the whole batch.
+
+
+class Curvature(NamedTuple):
+    """A root of the Hessian of a loss at every example, h_n = root_n root_nᵀ, [n d d]. It stands for the target."""
+
+    root: Tensor
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class HessianLoss(OutputMetric):
+    """h_n = N·∂²L/∂y_n², with negative eigenvalues set to 0, for any loss L(y, t) of a batch of outputs y [n *out].
+
+    L is differentiated as it is reduced, whatever its weights and masks; its examples must not depend on each other.
+    ρ is the quadratic form ½(y − y0)ᵀh(y − y0).
+    """
+
+    loss: OneLoss
+    checks: set[str] = field(default_factory=set, compare=False)  # what has been checked, or said
+
+    @property
+    def needs_target(self) -> bool:
+        return True
+
+    @property
+    def awaits(self) -> nn.Module | bool:
+        return self.loss if isinstance(self.loss, nn.Module) else False
+
+    def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Curvature:
+        if isinstance(target, Curvature):
             return target
-        w = y.new_full((), self.factor).expand(y.shape)
-        return Terms(self._reduced(w, y.numel()))
+        self.check_target(target)
+        n, d = y.shape[0], y[0].numel()
+        if d > _WIDEST:
+            raise ValueError(
+                f"{self!r}: an example has {d:,} outputs, and its Hessian {d:,}² numbers. Use a loss with a closed "
+                "form (docs/losses.md), or Empirical()"
+            )
+        y = y.detach()
+        slope = torch.func.grad(lambda a: self.value(a, target))
+
+        def product(u: Tensor) -> Tensor:
+            pushed: Tensor = torch.func.grad(lambda a: (slope(a) * u).sum())(y)
+            return pushed
+
+        columns = torch.stack([product(u) for u in one_hot_columns(y)])
+        H = n * columns.reshape(d, n, d).transpose(0, 1)
+        λ, V = torch.linalg.eigh(0.5 * (H + H.mT))
+        if can_read(y) or "checked" not in self.checks:
+            self._check(y, λ, H, product)
+            self.checks.add("checked")
+        return Curvature(V * λ.clamp(min=0).sqrt().unsqueeze(-2))
+
+    def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
+        (s,) = self.prepared(y, target)
+        return (s @ (s.mT @ u.reshape(u.shape[0], -1, 1))).view(u.shape)
+
+    def root(self, y: Tensor, target: Any = None, generator: torch.Generator | None = None) -> Tensor:
+        (s,) = self.prepared(y, target)
+        return s.permute(2, 0, 1).reshape(-1, *y.shape)
+
+    def divergence(self, y: Tensor, y0: Tensor, target: Any = None) -> Tensor:
+        u = y - y0
+        return 0.5 * over_terms(u * self.flat(y0, u, target))
+
+    def value(self, y: Tensor, target: Any) -> Tensor:
+        """L(y, t), by the loss itself."""
+        value = self.loss(y, target)
+        if not isinstance(value, Tensor) or value.ndim:
+            raise TypeError(
+                f"{self._name} must return one number for a batch, and it returned "
+                f"{f'shape {tuple(value.shape)}' if isinstance(value, Tensor) else type(value).__name__}: give the "
+                'loss that you train, with reduction="mean" or "sum"'
+            )
+        return value
+
+    def cotangent(self, y: Tensor, target: Any) -> Tensor:
+        """∂L/∂y [n *out], of the loss itself."""
+        slope: Tensor = torch.func.grad(lambda a: self.value(a, target))(y.detach())
+        return slope
+
+    def __repr__(self) -> str:
+        return f"metric_of({self._name}): its Hessian at the outputs, negative eigenvalues set to 0"
+
+    @property
+    def _name(self) -> str:
+        if isinstance(self.loss, nn.Module):
+            return described(self.loss)
+        return str(getattr(self.loss, "__name__", repr(self.loss)))
+
+    def _check(self, y: Tensor, λ: Tensor, H: Tensor, product: Callable[[Tensor], Tensor]) -> None:
+        n, largest = y.shape[0], float(λ.abs().max())
+        if largest == 0:
+            raise IncompatibleError(
+                f"{self._name} has no curvature at the outputs: its Hessian is 0, as of a piecewise linear loss. Use "
+                "Empirical(), which is made of its cotangents, or Euclidean()"
+            )
+        tolerance = largest * torch.finfo(y.dtype).eps ** 0.5
+        # Different numbers for the examples: what their products mix is no block of one example.
+        weights = torch.linspace(1, 2, n, dtype=y.dtype, device=y.device).view(-1, *[1] * (y.ndim - 1))
+        alone = (H @ weights.expand_as(y).reshape(n, -1, 1)).view(y.shape)
+        if bool(((n * product(weights.expand_as(y)) - alone).abs() > tolerance * n).any()):
+            raise IncompatibleError(
+                f"{self._name} couples the examples of a batch: its Hessian has no block for one example. Use "
+                "Empirical(), or a metric on the outputs such as Euclidean()"
+            )
+        if bool((λ < -tolerance).any()) and "indefinite" not in self.checks:
+            self.checks.add("indefinite")
+            _log.info("%s is not convex in the outputs: negative eigenvalues of its Hessian are set to 0", self._name)
 
 
-# Losses as functions and partial functions become the module of the same name.
+# The losses of torch.
 
 
-_FUNCTIONS: dict[Any, type[nn.Module]] = {F.cross_entropy: nn.CrossEntropyLoss, F.mse_loss: nn.MSELoss}
+def _huber(δ: float, β: float) -> float:
+    """E ℓ'² over residuals r with density ∝ exp(−ℓ(r)), for ℓ = r²/2β if |r| < δβ, else δ|r| − δ²β/2.
+
+    The Hessian of such a loss is 0 where residuals are large. Its mean over the residuals that the loss itself expects
+    is E ℓ'' = E ℓ'², the Fisher information of their location: the generalised Gauss–Newton matrix of these losses.
+
+    >>> round(_huber(1e3, 1.0), 6), round(_huber(1.0, 1e-12), 6)  # of ½r² and of |r|
+    (1.0, 1.0)
+    """
+    inside = math.sqrt(2 * math.pi * β) * math.erf(δ * math.sqrt(β / 2))
+    outside = 2 * math.exp(-0.5 * δ * δ * β) / δ
+    return inside / β / (inside + outside)
 
 
-def _module_of(loss: Criterion) -> nn.Module:
-    """The loss as a module, with a reduction that has a metric."""
-    options: dict[str, Any] = {}
-    function: Any = loss
-    if isinstance(loss, functools.partial):
-        if loss.args:
-            raise TypeError(f"metric_of({loss!r}): bind the options of a loss by name, and not its outputs")
-        function, options = loss.func, dict(loss.keywords)
-    if function in _FUNCTIONS:
-        module = _FUNCTIONS[function](**options)
-    elif isinstance(loss, nn.Module):
-        module = loss
-    else:
-        raise TypeError(f"metric_of({loss!r}): no metric is known for this loss")
-    if module.reduction not in ("mean", "sum"):
+def _gaussian_kl(y: Tensor, y2: Tensor, eps: float) -> Tensor:
+    (μ, v), (μ2, v2) = y.unbind(-1), y2.unbind(-1)
+    v, v2 = v.clamp(min=eps), v2.clamp(min=eps)
+    return 0.5 * ((v + (μ - μ2).square()) / v2 - 1 - (v / v2).log())
+
+
+def _of_gaussian(loss: Any) -> tuple[Family, float]:
+    def information(y: Tensor) -> Tensor:
+        precision = 1 / y[..., 1].clamp(min=loss.eps)
+        return torch.stack([precision, 0.5 * precision.square()], -1)
+
+    return DiagonalChart("Normal(μ, σ²)", information, lambda y, y2: _gaussian_kl(y, y2, loss.eps), axes=1), 1.0
+
+
+def _of_poisson(loss: Any) -> tuple[Family, float]:
+    if loss.log_input:
+        return Poisson(), 1.0
+    return (
+        DiagonalChart(
+            "Poisson(rate)",
+            lambda y: y / (y + loss.eps).square(),  # E t/(y + ε)², as ε is in the loss
+            lambda y, y2: y2 - y + torch.special.xlogy(y, y / y2),
+        ),
+        1.0,
+    )
+
+
+def _of_coin(loss: nn.Module) -> tuple[Family, float]:
+    def divergence(y: Tensor, y2: Tensor) -> Tensor:
+        cross = F.binary_cross_entropy
+        return cross(y2, y, reduction="none") - cross(y, y, reduction="none")
+
+    return DiagonalChart("Bernoulli(p)", lambda y: 1 / (y * (1 - y)), divergence), 1.0
+
+
+def _smooth(loss: Any) -> tuple[Family, float]:
+    return Gaussian(), _huber(1.0, loss.beta) if loss.beta > 0 else 1.0
+
+
+_KINDS: dict[type[nn.Module], Callable[[Any], tuple[Family, float]]] = {
+    nn.CrossEntropyLoss: lambda loss: (Categorical(), 1.0),
+    nn.NLLLoss: lambda loss: (Categorical(), 1.0),
+    nn.KLDivLoss: lambda loss: (Categorical(), 1.0),
+    nn.MSELoss: lambda loss: (Gaussian(), 2.0),
+    nn.L1Loss: lambda loss: (Gaussian(), 1.0),
+    nn.SmoothL1Loss: _smooth,
+    nn.HuberLoss: lambda loss: (Gaussian(), _huber(loss.delta, 1.0)),
+    nn.BCEWithLogitsLoss: lambda loss: (Bernoulli(), 1.0),
+    nn.BCELoss: _of_coin,
+    nn.PoissonNLLLoss: _of_poisson,
+    nn.GaussianNLLLoss: _of_gaussian,
+    nn.CTCLoss: lambda loss: (Categorical(), 1.0),
+}
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.KLDivLoss)
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.kl_div: nn.KLDivLoss,
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss,
+    F.gaussian_nll_loss: nn.GaussianNLLLoss,
+    F.cosine_embedding_loss: nn.CosineEmbeddingLoss,
+    F.ctc_loss: nn.CTCLoss,
+}
+
+
+def _module_of(loss: OneLoss) -> nn.Module | None:
+    """The loss as a module of torch, if it is one, or a function of the same name with its options."""
+    if isinstance(loss, nn.Module):
+        return loss
+    function, options = (loss.func, loss.keywords) if isinstance(loss, functools.partial) else (loss, {})
+    kind = next((kind for of, kind in _FUNCTIONS.items() if function is of), None)
+    if kind is None:
+        return None
+    if isinstance(loss, functools.partial) and loss.args:
+        raise TypeError(f"metric_of({loss!r}): bind the options of a loss by name, and not its outputs")
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise TypeError(
+            f"metric_of({loss!r}): {kind.__name__} has no such option ({error}). Write the loss as a function of "
+            "outputs and targets, loss(y, t), whose Hessian is then computed"
+        ) from None
+
+
+def _is(module: Any, kind: type[nn.Module]) -> bool:
+    """Whether it is a loss of torch. A subclass with a ``forward`` of its own (a focal loss) is another loss."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
+
+
+def _check_reduction(loss: nn.Module) -> None:
+    allowed = ("mean", "sum", "batchmean") if _is(loss, nn.KLDivLoss) else ("mean", "sum")
+    if loss.reduction not in allowed:
         raise ValueError(
-            f"{described(module)} has no metric: a metric is that of one number, and reduction={module.reduction!r} "
-            'leaves a loss for every term. Give the loss with the reduction that you train, "mean" or "sum"'
+            f"{described(loss)} has no metric: a metric is that of one number, and reduction={loss.reduction!r} leaves "
+            'a loss for every term. Give the loss with the reduction that you train, "mean" or "sum"'
         )
-    return module
+
+
+def _two_arguments(loss: OneLoss) -> OneLoss:
+    """The loss as a function of outputs and targets; two inputs are stacked on axis 1 of the outputs, [n 2 d]."""
+    if isinstance(loss, nn.CosineEmbeddingLoss):
+        return Stacked(loss)
+    try:
+        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None)
+    except TypeError:
+        raise TypeError(
+            f"{loss!r} does not take outputs and targets, loss(y, t): write a function that does, as lambda y, t: "
+            "loss(y[:, 0], y[:, 1], t) of two outputs that are stacked on axis 1"
+        ) from None
+    except ValueError:  # a function of C has no signature
+        pass
+    return loss
+
+
+@final
+class Stacked:
+    """A loss of two inputs and a target as one of outputs [n 2 d] and a target."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.loss = loss
+
+    def __call__(self, y: Tensor, target: Tensor) -> Tensor:
+        value: Tensor = self.loss(y[:, 0], y[:, 1], target)
+        return value
+
+    def __repr__(self) -> str:
+        return described(self.loss)
 
 
 def described(loss: nn.Module) -> str:

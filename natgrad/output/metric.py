@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from natgrad.families.base import over_terms
-from natgrad.model import Inputs, map_tensors
+from natgrad.model import Inputs, Shapes, map_tensors
 
 Reduction = Literal["sum", "mean"]
 Source = Literal["outputs", "backward", "gradients"]
@@ -71,9 +71,26 @@ class OutputMetric(ABC):
         return False
 
     @property
+    def awaits(self) -> nn.Module | bool:
+        """Whether an optimizer waits with a pass for the user's own loss, which says what the metric must know.
+
+        True: its cotangent at the outputs does. A module: a call of this loss on the outputs does, by its targets.
+        """
+        return False
+
+    @property
     def source(self) -> Source:
         """What an optimizer estimates G from: a root at the outputs, the user's backward pass, or the gradients."""
         return "outputs"
+
+    @property
+    def heads(self) -> tuple[Any, ...] | None:
+        """The keys of the outputs of the model that it is on, if they are several (``Heads``)."""
+        return None
+
+    def shaped(self, shapes: Shapes) -> OutputMetric:
+        """The metric at a pass whose heads, in the order of ``heads``, have these shapes [n *out]."""
+        return self
 
     @abstractmethod
     def flat(self, y: Tensor, u: Tensor, target: Any = None) -> Tensor:
@@ -133,12 +150,20 @@ class CouplingMetric(OutputMetric):
     base: OutputMetric
 
     @property
+    def heads(self) -> tuple[Any, ...] | None:
+        return self.base.heads
+
+    @property
     def exact(self) -> bool:
         return self.base.exact
 
     @property
     def needs_target(self) -> bool:
         return self.base.needs_target
+
+    @property
+    def awaits(self) -> nn.Module | bool:
+        return self.base.awaits
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)
@@ -209,8 +234,19 @@ class Sampled(OutputMetric):
     def unflattened(self) -> Sampled:
         return replace(self, base=self.base.unflattened())
 
+    @property
+    def awaits(self) -> nn.Module | bool:
+        return self.base.awaits
+
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)
+
+    @property
+    def heads(self) -> tuple[Any, ...] | None:
+        return self.base.heads
+
+    def shaped(self, shapes: Shapes) -> Sampled:
+        return replace(self, base=self.base.shaped(shapes)) if shapes else self
 
     @property
     def needs_target(self) -> bool:

@@ -16,7 +16,7 @@ from natgrad.kernels.distances import check_features, points
 from natgrad.kernels.gram import KernelMatrix, relative_rounding, rounding
 from natgrad.kernels.sobolev import Lengthscale, SobolevKernel, is_number
 from natgrad.linalg import check_finite
-from natgrad.model import Inputs, arguments
+from natgrad.model import Inputs, Shapes, arguments
 from natgrad.output.metric import Coupling, CouplingMetric, Euclidean, OutputMetric
 
 
@@ -75,6 +75,9 @@ class Sobolev(CouplingMetric):
 
     def unsampled(self) -> Sobolev:
         return replace(self, base=self.base.unsampled())
+
+    def shaped(self, shapes: Shapes) -> Sobolev:
+        return replace(self, base=self.base.shaped(shapes)) if shapes else self
 
     def unflattened(self) -> Sobolev:
         return replace(self, base=self.base.unflattened())

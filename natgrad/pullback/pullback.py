@@ -48,11 +48,15 @@ from natgrad.rules.base import Rule
 @final
 @dataclass(frozen=True)
 class Batch:
-    """A model with inputs, and targets if the metric needs them."""
+    """A model with inputs, and targets if the metric needs them.
+
+    ``cotangent``: what the user's own loss sends into the outputs, where a metric waits for it.
+    """
 
     model: Model
     x: Inputs
     target: Any = None
+    cotangent: Tensor | None = None
 
 
 # The root of the output metric, computed where it is needed, and checked.
@@ -75,9 +79,9 @@ class Root:
     stored: Tensor | None = None
 
     @staticmethod
-    def of(observer: Observer, target: Any, y: Tensor, coupled: bool) -> Root:
+    def of(observer: Observer, metric: OutputMetric, target: Any, y: Tensor, coupled: bool) -> Root:
         """Draw samples now. Compute an exact root now only if it is ``coupled``, which needs all examples at once."""
-        metric, check = observer.output_metric, not observer.deferred
+        check = not observer.deferred
         whole = root_at(metric, y, target, observer.generator, check) if coupled or not metric.exact else None
         return Root(metric, y, target, observer.memory, check, whole)
 
@@ -509,8 +513,8 @@ def pullback(
     >>> ng.Dense().estimate(pb).dense().shape
     torch.Size([9, 9])
     """
-    wrapped = Model.of(model, params, output, examples)
     metric = metric_of(metric)
+    wrapped = Model.of(model, params, output, examples, metric.heads)
     return Observer(wrapped, metric, layers_of(wrapped, rules), generator, memory).checked(x, target)
 
 
@@ -640,15 +644,17 @@ class Observer:
             self.cache.operations.remember(self.blocks)
         tape, blocks, status, reasons = layers.tape, layers.blocks, layers.status, layers.reasons
         self._log_uncovered(reasons)
-        batch = replace(batch, target=self.output_metric.prepared(y, batch.target))
-        coupled = self.output_metric.coupled(batch.x, y.shape[0], y.dtype)
+        metric = self.output_metric.shaped(tape.shapes)
+        cotangent = None if batch.cotangent is None else batch.cotangent.detach().reshape(y.shape)
+        batch = replace(batch, target=metric.prepared(y, batch.target, cotangent), cotangent=None)
+        coupled = metric.coupled(batch.x, y.shape[0], y.dtype)
         if coupled is not None:
             ranges = [(0, y.shape[0])]
         return Pullback(
             batch=replace(batch, model=self.model),
-            metric=self.output_metric,
+            metric=metric,
             y=y,
-            roots=Root.of(self, batch.target, y, coupled is not None),
+            roots=Root.of(self, metric, batch.target, y, coupled is not None),
             layers=blocks,
             positions={block.names[0]: tape.positions(block) for block in blocks},
             unused=status.unused,

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.accelerate.autograd_nodes import edge_of, put_forward_hook, remove_forward_hook, without_hooks
 from natgrad.accelerate.vjp import pulled
-from natgrad.model import Inputs, Model, in_library_pass, map_tensors, tensors_of
+from natgrad.model import Inputs, Model, Shapes, in_library_pass, map_tensors, tensors_of
 from natgrad.pullback.batch_norm import Statistics
 from natgrad.pullback.graph import BatchAxis, leaf_uses, nodes
 from natgrad.pullback.layer import Block
@@ -226,12 +226,12 @@ class Recorder:
         """Drop what was recorded, which keeps the graph alive."""
         self.uses, self._operations = [], None
 
-    def tape(self, y: Tensor) -> Tape:
-        """The tape of the pass with outputs y. The recorder drops its references."""
+    def tape(self, y: Tensor, shapes: Shapes = ()) -> Tape:
+        """The tape of the pass with outputs y, heads of these ``shapes``. The recorder drops its references."""
         uses, self.uses = self.uses, []
         operations, self._operations = self._operations, None
         recorded = None if operations is None else tuple(operations.uses())
-        return Tape(y, tuple(uses), self.statistics, operations=recorded, leaves=self._model.params)
+        return Tape(y, tuple(uses), self.statistics, operations=recorded, leaves=self._model.params, shapes=shapes)
 
     def _watch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._of_user and in_library_pass():
@@ -281,7 +281,8 @@ def record(
     """
     if not operations and not any(block.rule for block in blocks):
         with torch.no_grad():
-            return Tape(model(None, x), ())
+            y, shapes = model.evaluated(None, x)
+            return Tape(y, (), shapes=shapes)
     recorder = Recorder(model, blocks, bound)
     leaves: dict[str, Tensor] = model.params
     if operations and model.module is None:
@@ -289,10 +290,10 @@ def record(
     recorder.start(x, operations=operations)
     try:
         with torch.enable_grad():
-            y = model(leaves if model.module is None else None, x)
+            y, shapes = model.evaluated(leaves if model.module is None else None, x)
     finally:
         recorder.stop()
-    return replace(recorder.tape(y), leaves=leaves)
+    return replace(recorder.tape(y, shapes), leaves=leaves)
 
 
 def activations(model: Model, x: Inputs) -> int:
@@ -318,6 +319,7 @@ class Tape:
     memo: dict[Hashable, Any] = field(default_factory=dict)  # cache shared by passes with the same graph
     operations: tuple[Operation, ...] | None = None  # operations that read parameters, if they were recorded
     leaves: Mapping[str, Tensor] = field(default_factory=dict)  # the parameters of the pass
+    shapes: Shapes = ()  # of the heads that y holds side by side
 
     def with_batch_first(self, axes: Mapping[int, BatchAxis]) -> Tape:
         """The same pass, with the batch axis of the uses at these positions moved to the front."""

@@ -18,6 +18,7 @@ from natgrad.linearise import linearise
 from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of, without_randomness
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.chunks import separable
+from natgrad.pullback.neighbours import number_examples
 from natgrad.pullback.pullback import Batch
 from natgrad.step.geodesic import christoffel_at
 
@@ -98,6 +99,7 @@ def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector
     m = max(min(n, _FEWEST), round(fraction * n))
     x, target = batch.x, batch.target
     subset = 0 < m < n and separable(x, n) and (target is None or separable(target, n))
+    subset = subset and not number_examples(batch.model, x)
     if subset:
         x, target = _spread(x, m, n), _spread(target, m, n)
     y, pushed = _pushed(batch.model, x, vectors)

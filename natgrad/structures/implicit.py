@@ -140,7 +140,13 @@ class ImplicitOperator(Operator):
 @final
 @dataclass(frozen=True)
 class HessianOperator(Operator):
-    """H = ∇²J at a point, as products; it need not be positive. Built by ``HessianOperator.at``."""
+    """H = ∇²J at a point, as products; it need not be positive. Made by ``natgrad.hessian``, or from any J by ``at``.
+
+    >>> H = HessianOperator.at(lambda θ: θ["w"].prod(), {"w": torch.tensor([2.0, 3.0])})
+    >>> H.dense(), H.product(torch.tensor([1.0, 0.0])), H.differential["w"]
+    (tensor([[0., 1.],
+            [1., 0.]]), tensor([0., 1.]), tensor([3., 2.]))
+    """
 
     layout: Layout
     leaves: tuple[Tensor, ...]
@@ -148,6 +154,7 @@ class HessianOperator(Operator):
 
     @staticmethod
     def at(objective: Callable[[Mapping[str, Tensor]], Tensor], point: Mapping[str, Tensor]) -> HessianOperator:
+        """The Hessian of a function of named parameters, at a snapshot of the point."""
         leaves = {name: p.detach().clone().requires_grad_() for name, p in point.items()}
         with torch.enable_grad():
             # 0·θ² keeps a graph for parameters in which J is linear or constant: their Hessian is zero, not missing.

@@ -6,13 +6,15 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import natgrad as ng
 from natgrad.errors import UncoveredError
 from tests import oracle
 from tests.optim.tasks import half_square, seeded
-from tests.zoo import mlp
+from tests.pulled import close
+from tests.zoo import mlp, opaque
 
 EUCLIDEAN = ng.Euclidean()
 PRESETS = {"kfac": ng.KFAC, "ekfac": ng.EKFAC}
@@ -110,6 +112,70 @@ def test_a_forward_pass_inside_a_backward_pass_is_not_estimated_from() -> None:
     expected.step()
     assert len(seen) == 1
     assert torch.equal(theta(model), theta(plain))
+
+
+class Attending(nn.Module):
+    """A block of fused attention, with a gain, and a parameter of which no operation tells, checkpointed or not."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.qkv, self.gain, self.mix = nn.Linear(3, 9), nn.Parameter(torch.rand(3)), nn.Parameter(torch.randn(3, 3))
+        self.head, self.reentrant = nn.Linear(3, 2), reentrant
+
+    def block(self, x: Tensor) -> Tensor:
+        """[n t 3]."""
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, dim=-1)
+        h = F.scaled_dot_product_attention(q, k, v).squeeze(1) * self.gain
+        return x + opaque(h.flatten(0, 1), self.mix).view_as(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n t 3] to [n 2]."""
+        h = self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return self.head(h.mean(1))
+
+
+def _pair() -> tuple[Attending, Attending, Tensor]:
+    plain, parts = (seeded(lambda: Attending(None).double()) for _ in range(2))
+    parts.reentrant = False
+    return plain, parts, seeded(lambda: torch.randn(5, 4, 3, dtype=torch.float64))
+
+
+STEPS: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
+    "kfac": lambda m: ng.KFAC(m, EUCLIDEAN, lr=0.1),
+    "ekfac": lambda m: ng.EKFAC(m, EUCLIDEAN, lr=0.1),
+    "dense": lambda m: ng.NaturalGradient(m, EUCLIDEAN, lr=0.1, damping=0.1),
+    "empirical": lambda m: ng.KFAC(m, ng.Empirical(), lr=0.1),
+    "self-tuned": lambda m: ng.KFAC(m, EUCLIDEAN, step=ng.SelfTuned()),
+    "trust region": lambda m: ng.KFAC(m, EUCLIDEAN, step=ng.TrustRegion(0.01)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_attention_and_parameters_without_a_rule_in_a_checkpoint_make_the_same_steps(name: str) -> None:
+    plain, parts, x = _pair()
+    for model in (plain, parts):
+        opt = STEPS[name](model)
+        for _ in range(3):
+            opt.step(partial(_closure, opt, model, x))
+    close(theta(parts), theta(plain))
+
+
+def _closure(opt: ng.NaturalGradient, model: nn.Module, x: Tensor) -> Tensor:
+    opt.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "structure", [ng.Dense(), ng.Kernel(), ng.Diagonal(), ng.Implicit(), ng.Kronecker()], ids=lambda s: type(s).__name__
+)
+def test_passes_of_the_library_are_not_checkpointed(structure: ng.structures.Structure, reentrant: bool) -> None:
+    plain, parts, x = _pair()
+    parts.reentrant = reentrant
+    mine, theirs = (structure.estimate(ng.pullback(model, x, EUCLIDEAN)).dense() for model in (parts, plain))
+    close(mine, theirs)
 
 
 def test_a_reentrant_checkpoint_hides_its_layers_and_is_refused() -> None:

@@ -87,7 +87,7 @@ def test_a_zero_gradient_moves_nothing() -> None:
 
 
 class _Idle(nn.Module):
-    """The outputs do not see ``idle``: its directions have no length."""
+    """The outputs do not change with ``idle``: its directions have no length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _Idle(nn.Module):
         self.idle = nn.Parameter(torch.ones(2, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x
+        return self.scale * x + 0 * self.idle
 
 
 @pytest.mark.parametrize(("longest", "times"), [(math.inf, 1.0), (0.25, 0.25), (4.0, 1.0)])

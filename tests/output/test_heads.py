@@ -1,0 +1,225 @@
+"""Several heads: the metric is the weighted sum of theirs, by every structure, in a dict and in a tuple."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.structures import Structure
+from tests import oracle
+from tests.optim.tasks import resumes, seeded, silent
+from tests.pulled import close, normal
+
+WEIGHTS = {"kind": 1.0, "box": 0.3}
+METRICS = {"kind": ng.Fisher(ng.Categorical()), "box": ng.Euclidean()}
+
+
+class Detector(nn.Module):
+    """One body; classes [n 3] and boxes [n 2 2], as a dict, a tuple, or with something else beside them."""
+
+    def __init__(self, kind: str = "dict") -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 4)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.body(x))
+        kind, box = self.first(h), self.second(h).unflatten(1, (2, 2))
+        return {"kind": kind, "box": box, "hidden": h} if self.kind == "dict" else (kind, box)
+
+
+def detector(kind: str = "dict") -> Detector:
+    return seeded(lambda: Detector(kind).double())
+
+
+def heads(kind: str = "dict", **options: Any) -> ng.Heads:
+    if kind == "dict":
+        return ng.Heads(METRICS, WEIGHTS, **options)
+    return ng.Heads(dict(enumerate(METRICS.values())), dict(enumerate(WEIGHTS.values())), **options)
+
+
+def flat_head(key: str, out: Any) -> Tensor:
+    head: Tensor = out[key] if isinstance(out, dict) else out[list(WEIGHTS).index(key)]
+    return head.flatten(1)
+
+
+def both(out: Any) -> Tensor:
+    """The heads side by side."""
+    return torch.cat([flat_head(key, out) for key in WEIGHTS], 1)
+
+
+def expected(model: nn.Module, x: Tensor) -> Tensor:
+    """Σ_k w_k J_kᵀ h_k J_k / N."""
+    with silent(model):
+        total = None
+        for (key, w), h in zip(WEIGHTS.items(), (oracle.categorical, oracle.euclidean), strict=True):
+            read = partial(flat_head, key)
+            part = w * oracle.dense(oracle.module_jacobian(model, x, read), h(read(model(x)).detach()))
+            total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_the_metric_is_the_weighted_sum_of_those_of_the_heads(kind: str) -> None:
+    model, x = detector(kind), normal(5, 3)
+    pb = ng.pullback(model, x, heads(kind))
+    G = expected(model, x)
+    close(ng.Dense().estimate(pb).dense(), G)
+    close(ng.Diagonal().estimate(pb).diagonal(), G.diagonal())
+    v = ng.Vector({name: torch.ones_like(p) for name, p in model.named_parameters()})
+    close(ng.Implicit().estimate(pb).flat(v).flatten(), G.sum(1))
+    close(ng.Kernel().estimate(pb).dense(), G)
+
+
+def test_in_pieces_that_fit_into_memory_it_is_the_same() -> None:
+    model, x = detector(), normal(40, 3)
+    close(
+        ng.Diagonal().estimate(ng.pullback(model, x, heads(), memory=30_000)).diagonal(), expected(model, x).diagonal()
+    )
+
+
+def test_a_sampled_metric_has_its_mean() -> None:
+    model, x = detector(), normal(3, 3)
+    metric = ng.Heads(
+        {"kind": ng.Fisher(ng.Categorical(), samples=4000), "box": ng.Sampled(ng.Euclidean(), 4000)}, WEIGHTS
+    )
+    pb = ng.pullback(model, x, metric, generator=torch.Generator().manual_seed(0))
+    assert pb.root.shape[0] == 4000
+    G = expected(model, x)
+    assert (ng.Dense().estimate(pb).dense() - G).norm() < 0.05 * G.norm()
+    mixed = ng.Heads({"kind": ng.Fisher(ng.Categorical(), samples=2), "box": ng.Euclidean()})
+    assert ng.pullback(model, x, mixed).root.shape == (2 + 4, 3, 7)
+
+
+def test_one_head_is_the_metric_of_its_output() -> None:
+    model, x = detector(), normal(5, 3)
+    alone = ng.pullback(model, x, METRICS["kind"], output=lambda out: out["kind"])
+    pb = ng.pullback(model, x, ng.Heads({"kind": METRICS["kind"]}))
+    for structure in (ng.Kronecker(), ng.EigenKronecker(), ng.Dense()):
+        one, other = structure.estimate(pb).tensors(), structure.estimate(alone).tensors()
+        assert one.keys() == other.keys()
+        for key in one:
+            close(one[key].abs(), other[key].abs(), 1e-8)
+
+
+def test_divergences_add_up() -> None:
+    model, x = detector(), normal(5, 3)
+    pb = ng.pullback(model, x, heads())
+    y0 = pb.y
+    y = y0 + 0.1 * normal(*y0.shape, seed=3)
+    parts = [METRICS["kind"].divergence(y[:, :3], y0[:, :3]), 0.3 * METRICS["box"].divergence(y[:, 3:], y0[:, 3:])]
+    close(pb.metric.divergence(y, y0), parts[0] + parts[1])
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x)
+    t, u = (x[:, 0] > 0).long(), x[:, :1, None].expand(-1, 2, 2)
+    return F.cross_entropy(out["kind"], t) + 0.3 * 0.5 * (out["box"] - u).square().sum((1, 2)).mean()
+
+
+STEPS: dict[str, tuple[Structure, dict[str, Any]]] = {
+    "dense": (ng.Dense(), {}),
+    "trust": (ng.Dense(), {"step": ng.TrustRegion(0.01)}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_that_of_the_dense_metric_of_all_heads(name: str) -> None:
+    structure, options = STEPS[name]
+    model, x = detector(), normal(6, 3)
+    before = oracle.flatten(model.parameters())
+    v = oracle.damped(expected(model, x), oracle.differential(model, loss_of(model, x)), 0.1)
+    opt = ng.NaturalGradient(model, heads(), structure=structure, lr=0.5, damping=0.1, **options)
+    loss_of(model, x).backward()
+    opt.step()
+    step = before - oracle.flatten(model.parameters())
+    close(step / step.norm(), v / v.norm(), 1e-8)
+
+
+@pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC, ng.Natural])
+def test_presets_train_and_resume(preset: Any) -> None:
+    x = normal(8, 3)
+
+    def made() -> tuple[nn.Module, ng.NaturalGradient]:
+        model = detector()
+        return model, preset(model, heads(), lr=0.05)
+
+    def step(model: nn.Module, opt: ng.NaturalGradient, at: int) -> None:
+        opt.zero_grad()
+        loss_of(model, x).backward()
+        opt.step()
+
+    model, opt = made()
+    first = loss_of(model, x).item()
+    for at in range(20):
+        step(model, opt, at)
+    assert loss_of(model, x).item() < 0.7 * first
+    resumes(made, step)
+
+
+def test_wrong_heads_are_refused_by_name() -> None:
+    model, x = detector(), normal(5, 3)
+    with pytest.raises(ValueError, match=r"the losses name a head 'mask', and the model returned 'kind', 'box'"):
+        ng.pullback(model, x, ng.Heads({"mask": ng.Euclidean()}))
+    with pytest.raises(ValueError, match=r"weights= names 'mask', and the heads are 'kind', 'box'"):
+        ng.Heads(METRICS, {"mask": 1.0})
+    with pytest.raises(ValueError, match=r"finite and ≥ 0 in a metric, got -1\.0 for 'box'"):
+        ng.Heads(METRICS, {"box": -1.0})
+    with pytest.raises(TypeError, match=r"the head 'kind' needs a metric, got <function.*ng\.metric_of makes one"):
+        ng.Heads({"kind": F.cross_entropy})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"the head 'kind' needs a metric on its outputs, got BatchGradient"):
+        ng.Heads({"kind": ng.BatchGradient()})
+    with pytest.raises(ValueError, match="needs a metric for every head, and got none"):
+        ng.Heads({})
+    with pytest.raises(ValueError, match=r"are not 2 heads of \[\] numbers"):
+        heads().flat(torch.zeros(1, 7), torch.zeros(1, 7))
+    with pytest.raises(ValueError, match='examples="inputs" is for one output'):
+        ng.pullback(model, x, heads(), examples="inputs")
+    short = nn.ModuleDict({"a": nn.Linear(3, 2)}).double()
+    short.forward = lambda x: (short["a"](x), short["a"](x)[:2])
+    with pytest.raises(ValueError, match="all heads need the n examples on their first axis, and have 0 5, 1 2"):
+        ng.pullback(short, x, ng.Heads({0: ng.Euclidean(), 1: ng.Euclidean()}))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+@pytest.mark.parametrize("targets", [False, True])
+def test_a_dict_or_tuple_of_losses_is_the_hessian_of_their_weighted_sum(kind: str, targets: bool) -> None:
+    """Each mean is over the terms of its own head: n classes, and 4 n coordinates."""
+    model, x = detector(kind), normal(5, 3)
+    t, u = torch.arange(5) % 3, normal(5, 2, 2)
+    losses: Any = {"kind": F.cross_entropy, "box": nn.MSELoss()} if kind == "dict" else (F.cross_entropy, nn.MSELoss())
+    metric = ng.metric_of(losses, weights=WEIGHTS if kind == "dict" else [1.0, 0.3])
+
+    def total(y: Tensor) -> Tensor:
+        return F.cross_entropy(y[:, :3], t) + 0.3 * F.mse_loss(y[:, 3:], u.flatten(1))
+
+    with silent(model):
+        J = oracle.module_jacobian(model, x, both)
+        H: Tensor = torch.autograd.functional.hessian(total, both(model(x)).detach())
+        J = J.flatten(0, 1)
+        G = J.T @ H.reshape(len(J), len(J)) @ J
+    target = ({"kind": t, "box": u} if kind == "dict" else (t, u)) if targets else None
+    close(ng.Dense().estimate(ng.pullback(model, x, metric, target)).dense(), G)
+
+
+def test_one_line_trains_two_heads() -> None:
+    model, x = detector(), normal(8, 3)
+    opt = ng.Natural(model, {"kind": F.cross_entropy, "box": F.mse_loss}, lr=0.02)
+    first = loss_of(model, x).item()
+    for _ in range(20):
+        opt.zero_grad()
+        loss_of(model, x).backward()
+        opt.step()
+    assert loss_of(model, x).item() < 0.7 * first
+
+
+def test_weights_belong_to_several_losses() -> None:
+    with pytest.raises(ValueError, match="weights= are those of several losses"):
+        ng.metric_of(F.mse_loss, weights=[1.0])

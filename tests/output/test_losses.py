@@ -1,0 +1,439 @@
+"""Metrics of losses: G = Jᵀ ∇²L J of torch's own loss, in float64, against Jacobians and Hessians by autograd."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import IncompatibleError
+
+N = 5
+
+
+def model(*shape: int, last: Callable[[Tensor], Tensor] = lambda y: y) -> nn.Module:
+    """A network from [n 3] to [n *shape]."""
+
+    class Last(nn.Module):
+        def forward(self, y: Tensor) -> Tensor:
+            return last(y.unflatten(1, shape))
+
+    torch.manual_seed(0)
+    d = torch.Size(shape).numel()
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, d), Last()).double()
+
+
+def inputs() -> Tensor:
+    return torch.randn(N, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def gauss_newton(net: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    """Jᵀ ∇²L J [p p] of a loss of all outputs, brute force."""
+    params = dict(net.named_parameters())
+    sizes = {name: p.numel() for name, p in params.items()}
+
+    def outputs(flat: Tensor) -> Tensor:
+        parts = flat.split(list(sizes.values()))
+        placed = {name: v.view_as(params[name]) for name, v in zip(sizes, parts, strict=True)}
+        y: Tensor = torch.func.functional_call(net, placed, (x,))
+        return y
+
+    θ = torch.cat([p.detach().flatten() for p in params.values()])
+    y = outputs(θ).detach()
+    J = torch.autograd.functional.jacobian(outputs, θ).reshape(y.numel(), -1)
+    H = torch.autograd.functional.hessian(loss, y).reshape(y.numel(), y.numel())
+    return J.T @ H @ J
+
+
+def dense(net: nn.Module, x: Tensor, loss: Any, target: Any) -> Tensor:
+    return ng.Dense().estimate(ng.pullback(net, x, loss, target=target)).dense()
+
+
+def labels(*shape: int, classes: int = 3, ignored: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    t = torch.randint(classes, (N, *shape), generator=generator)
+    if ignored is not None:
+        t[torch.rand(t.shape, generator=generator) < 0.4] = ignored
+    return t
+
+
+def uniform(*shape: int) -> Tensor:
+    return torch.rand(N, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def probabilities(*shape: int, axis: int = 1) -> Tensor:
+    q = uniform(*shape)
+    return q / q.sum(axis, keepdim=True)
+
+
+@dataclass
+class Case:
+    """A loss, a network for it and targets; ``oracle`` where the Hessian of the loss itself is not the metric."""
+
+    loss: Any
+    net: Callable[[], nn.Module]
+    target: Tensor
+    oracle: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+W3 = torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64)
+LOG = partial(torch.log_softmax, dim=1)
+
+
+def expects(ℓ: Callable[..., Tensor], **options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """½κ(y − y0)² with κ = E ℓ'² over residuals with density ∝ exp(−ℓ), by a sum over a fine grid."""
+    r = torch.linspace(-60, 60, 1_200_001, dtype=torch.float64).requires_grad_()
+    values = ℓ(r, torch.zeros_like(r), reduction="none", **options)
+    (slope,) = torch.autograd.grad(values.sum(), r)
+    p = (-values.detach()).exp()
+    κ = float((p * slope.square()).sum() / p.sum())
+    return lambda y, t: 0.5 * κ * (y - y.detach()).square().mean()
+
+
+def spread(y: Tensor, t: Tensor) -> Tensor:
+    """E over targets N(μ, σ²) of the Gaussian loss, which is quadratic in them: the mean at μ ± σ."""
+    μ, v = y.detach().unbind(-1)
+    losses = [F.gaussian_nll_loss(y[..., 0], μ + s * v.sqrt(), y[..., 1], reduction="sum") for s in (-1, 1)]
+    return 0.5 * (losses[0] + losses[1]) / μ.numel()
+
+
+def mean_and_variance(y: Tensor) -> Tensor:
+    return torch.stack([y[..., 0], F.softplus(y[..., 1])], -1)
+
+
+CASES = {
+    "cross entropy": Case(nn.CrossEntropyLoss(), partial(model, 3), labels()),
+    "function": Case(F.cross_entropy, partial(model, 3), labels()),
+    "sum": Case(nn.CrossEntropyLoss(reduction="sum"), partial(model, 3), labels()),
+    "ignored": Case(nn.CrossEntropyLoss(ignore_index=1), partial(model, 3), labels()),
+    "ignored, partial": Case(partial(F.cross_entropy, ignore_index=-1), partial(model, 3), labels(ignored=-1)),
+    "weights": Case(nn.CrossEntropyLoss(weight=W3, ignore_index=-1), partial(model, 3), labels(ignored=-1)),
+    "smoothing": Case(nn.CrossEntropyLoss(label_smoothing=0.2), partial(model, 3), labels(ignored=-100)),
+    "weights, smoothing": Case(nn.CrossEntropyLoss(weight=W3, label_smoothing=0.2), partial(model, 3), labels()),
+    "probabilities": Case(nn.CrossEntropyLoss(), partial(model, 3), probabilities(3)),
+    "probabilities, weights": Case(
+        nn.CrossEntropyLoss(weight=W3, label_smoothing=0.1), partial(model, 3), probabilities(3)
+    ),
+    "pixels": Case(nn.CrossEntropyLoss(ignore_index=0), partial(model, 3, 2, 2), labels(2, 2)),
+    "pixels, weights, sum": Case(nn.CrossEntropyLoss(weight=W3, reduction="sum"), partial(model, 3, 2), labels(2)),
+    "pixels, probabilities": Case(nn.CrossEntropyLoss(weight=W3), partial(model, 3, 2), probabilities(3, 2)),
+    "log-probabilities": Case(
+        nn.NLLLoss(weight=W3, ignore_index=-1),
+        partial(model, 3, 2, last=LOG),
+        labels(2, ignored=-1),
+        partial(F.cross_entropy, weight=W3, ignore_index=-1),
+    ),
+    "kl": Case(
+        nn.KLDivLoss(reduction="batchmean"),
+        partial(model, 3, last=LOG),
+        probabilities(3),
+        lambda y, q: F.kl_div(LOG(y), q, reduction="batchmean"),
+    ),
+    "kl, mean, logarithms": Case(
+        partial(F.kl_div, log_target=True),
+        partial(model, 3, last=LOG),
+        probabilities(3).log(),
+        lambda y, q: F.kl_div(LOG(y), q, log_target=True, reduction="sum") / y.numel(),  # torch warns of its mean
+    ),
+    "squares": Case(nn.MSELoss(), partial(model, 2, 2), uniform(2, 2)),
+    "squares, sum": Case(partial(F.mse_loss, reduction="sum"), partial(model, 2), uniform(2)),
+    "absolute": Case(nn.L1Loss(), partial(model, 2), uniform(2), expects(F.l1_loss)),
+    "huber": Case(nn.HuberLoss(delta=0.7), partial(model, 2), uniform(2), expects(F.huber_loss, delta=0.7)),
+    "smooth": Case(nn.SmoothL1Loss(beta=2.0), partial(model, 2), uniform(2), expects(F.smooth_l1_loss, beta=2.0)),
+    "coins": Case(nn.BCEWithLogitsLoss(), partial(model, 2), uniform(2).round()),
+    "coins, weights": Case(
+        nn.BCEWithLogitsLoss(weight=W3[:2], pos_weight=W3[1:]), partial(model, 2), uniform(2).round()
+    ),
+    "coins, soft": Case(
+        partial(F.binary_cross_entropy_with_logits, pos_weight=W3[1:], reduction="sum"), partial(model, 2), uniform(2)
+    ),
+    "coins, p": Case(
+        nn.BCELoss(weight=W3[:2]),
+        partial(model, 2, last=torch.sigmoid),
+        uniform(2).round(),
+        lambda y, t: F.binary_cross_entropy(y, y.detach(), weight=W3[:2]),
+    ),
+    "counts": Case(nn.PoissonNLLLoss(), partial(model, 2), uniform(2).mul(4).round()),
+    "counts, rate": Case(
+        nn.PoissonNLLLoss(log_input=False, full=True),
+        partial(model, 2, last=F.softplus),
+        uniform(2).mul(4).round(),
+        lambda y, t: F.poisson_nll_loss(y, y.detach(), log_input=False),
+    ),
+    "gaussian": Case(nn.GaussianNLLLoss(), partial(model, 3, 2, last=mean_and_variance), uniform(3), spread),
+    "other module": Case(nn.SoftMarginLoss(), partial(model, 2), 2 * uniform(2).round() - 1),
+    "other function": Case(lambda y, t: (y - t).cosh().sum(1).mean(), partial(model, 2), uniform(2)),
+    "other, weighted": Case(
+        lambda y, t: F.cross_entropy(y.transpose(1, 2), t, weight=W3), partial(model, 2, 3), labels(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_metric_is_the_gauss_newton_matrix_of_the_loss_as_it_is_reduced(name: str) -> None:
+    case, x = CASES[name], inputs()
+    net = case.net()
+    value = case.oracle or case.loss
+    expected = gauss_newton(net, x, lambda y: value(y, case.target))
+    G = dense(net, x, case.loss, case.target)
+    torch.testing.assert_close(G, expected, rtol=1e-6 if case.oracle else 1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flat_root_divergence_and_chunks_agree(name: str) -> None:
+    """h u = Σ_k s_k⟨s_k, u⟩ = ∂²ρ u, and the root of a range of examples is the range of the root."""
+    case = CASES[name]
+    metric, y = ng.metric_of(case.loss), case.net()(inputs()).detach()
+    u = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(4))
+    terms = metric.prepared(y, case.target)
+    s = metric.root(y, terms)
+    products = torch.einsum("kn,kn...->n...", (s * u).flatten(2).sum(-1), s)
+    torch.testing.assert_close(metric.flat(y, u, terms), products)
+    piece = type(terms)(*(t[1:3] if isinstance(t, Tensor) else t for t in terms))
+    torch.testing.assert_close(metric.root(y[1:3], piece), s[:, 1:3])
+    if name in ("log-probabilities", "kl", "kl, mean, logarithms"):
+        return  # the divergence is between normalised outputs only
+    ε = 1e-4
+    quadratic = 0.5 * (u * metric.flat(y, u, terms)).flatten(1).sum(1)
+    both = metric.divergence(y + ε * u, y, terms) + metric.divergence(y - ε * u, y, terms)
+    torch.testing.assert_close(both / (2 * ε**2), quadratic, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pixels", "coins, p", "gaussian", "squares", "other module"])
+def test_sampled_roots_have_the_metric_as_their_mean(name: str) -> None:
+    case = CASES[name]
+    y = case.net()(inputs()).detach()
+    exact, sampled = ng.metric_of(case.loss), ng.metric_of(case.loss, samples=20_000)
+    generator = torch.Generator().manual_seed(0)
+    s, root = (m.root(y, m.prepared(y, case.target), generator).flatten(2) for m in (sampled, exact))
+    h, mean = (torch.einsum("knd,kne->nde", r, r) for r in (root, s))
+    assert float((mean - h).norm() / h.norm()) < 0.05
+
+
+# What is refused, and what is said.
+
+
+class Bounded(nn.CrossEntropyLoss):
+    """1 − p of the true class."""
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return 1 - (-F.cross_entropy(y, t, reduction="none")).exp().mean()
+
+
+def test_a_loss_that_is_not_convex_is_projected_and_this_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """A subclass of a loss of torch with a forward of its own is another loss."""
+    net, x, t = model(3), inputs(), labels()
+    y = net(x).detach()
+    H = torch.func.vmap(torch.func.hessian(lambda a, s: Bounded()(a[None], s[None])))(y, t)
+    λ, V = torch.linalg.eigh(H)
+    assert float(λ.min()) < -1e-3
+    metric = ng.metric_of(Bounded())
+    assert "Hessian at the outputs" in repr(metric)
+    u = torch.ones_like(y) * torch.arange(3.0)
+    expected = (V @ (λ.clamp(min=0).unsqueeze(-1) * V.mT) @ u.unsqueeze(-1)).squeeze(-1)
+    with caplog.at_level(logging.INFO, "natgrad"):
+        torch.testing.assert_close(metric.flat(y, u, t), expected)
+    assert "Bounded() is not convex in the outputs" in caplog.text
+
+
+def test_two_embeddings_are_stacked() -> None:
+    net, x, t = model(2, 3), inputs(), 2 * (torch.arange(N) % 2) - 1
+    metric = ng.metric_of(nn.CosineEmbeddingLoss(margin=-0.5))
+    assert ng.Dense().estimate(ng.pullback(net, x, metric, target=t)).dense().trace() > 0
+
+
+def call(loss: Any, target: Any, *shape: int) -> Callable[[], Any]:
+    return lambda: ng.pullback(model(*shape), inputs(), loss, target=target)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ng.metric_of(nn.MSELoss(reduction="none")), ValueError, r"MSELoss\(reduction='none'\) has no metric"),
+        (lambda: ng.metric_of(nn.CTCLoss()), TypeError, "CTCLoss has no metric in closed form"),
+        (lambda: ng.metric_of(F.ctc_loss), TypeError, "CTCLoss has no metric in closed form"),
+        (lambda: ng.metric_of(nn.MSELoss), TypeError, r"write MSELoss\(…\)"),  # type: ignore[arg-type]
+        (lambda: ng.metric_of(ng.Categorical()), TypeError, "a family: write Fisher"),  # type: ignore[arg-type]
+        (lambda: ng.metric_of(nn.TripletMarginLoss()), TypeError, r"does not take outputs and targets, loss\(y, t\)"),
+        (lambda: ng.metric_of(partial(F.mse_loss, inputs())), TypeError, "bind the options of a loss by name"),
+        (lambda: ng.metric_of(partial(F.mse_loss, beta=1)), TypeError, "has no such option"),  # type: ignore[call-arg]
+        (lambda: ng.metric_of(nn.MSELoss(), axis=1), TypeError, "has no axis of classes"),
+        (lambda: ng.metric_of(nn.MSELoss(), samples=0), ValueError, "samples must be"),
+        (call(nn.CrossEntropyLoss(weight=W3), None, 3), ValueError, "needs the targets: pass target="),
+        (call(nn.BCEWithLogitsLoss(pos_weight=W3), None, 3), ValueError, "needs the targets: pass target="),
+        (call(nn.CrossEntropyLoss(), labels(4), 3, 2), ValueError, r"targets of shape \(5, 4\) do not belong to"),
+        (
+            lambda: ng.metric_of(F.cross_entropy).root(torch.ones(4)),
+            ValueError,
+            "with the classes on axis 1, got outputs of shape",
+        ),
+        (call(nn.NLLLoss(), labels(), 3), ValueError, "NLLLoss takes log-probabilities, and the outputs are not"),
+        (call(nn.KLDivLoss(), None, 3, 2), ValueError, r"write metric_of\(loss, axis=-1\), or axis=1"),
+        (call(nn.GaussianNLLLoss(), None, 3), ValueError, "needs mean and variance on the last axis"),
+        (call(lambda y, t: (y - t).abs().mean(), uniform(3), 3), IncompatibleError, "has no curvature at the outputs"),
+        (call(lambda y, t: y.std(0).sum(), uniform(3), 3), IncompatibleError, "couples the examples of a batch"),
+        (call(lambda y, t: y - t, uniform(3), 3), TypeError, "must return one number for a batch, and it returned"),
+    ],
+)
+def test_what_has_no_metric_is_refused_by_name(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_metrics_print_the_loss_and_what_they_are() -> None:
+    metric = ng.metric_of(nn.CrossEntropyLoss(weight=W3, reduction="sum"), samples=2, axis=1)
+    words = "metric_of(CrossEntropyLoss(reduction='sum', weight=[3]), samples=2): Fisher(Categorical(axis=1)), sum"
+    assert repr(metric).startswith(words)
+    assert ng.metric_of(metric) is metric
+    assert repr(ng.metric_of(F.mse_loss)) == "metric_of(MSELoss()): 2·Fisher(Gaussian(scale=1.0)), mean over the terms"
+
+
+def test_the_cotangent_of_a_metric_is_that_of_its_loss() -> None:
+    for case in CASES.values():
+        y = case.net()(inputs()).detach().requires_grad_()
+        inside = (y[..., 0], case.target, y[..., 1]) if isinstance(case.loss, nn.GaussianNLLLoss) else (y, case.target)
+        if case.loss is CASES["kl, mean, logarithms"].loss:
+            continue
+        (expected,) = torch.autograd.grad(case.loss(*inside), y)
+        torch.testing.assert_close(ng.metric_of(case.loss).cotangent(y, case.target), expected)  # type: ignore[attr-defined]
+
+
+# In a training loop: the user's own loss tells what counts.
+
+
+class Talker(nn.Module):
+    """Tokens [n t] ↦ logits [n t c]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body, self.head = nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.embed(ids)).tanh())
+        return logits
+
+
+IDS = torch.randint(4, (N, 3), generator=torch.Generator().manual_seed(5))
+
+
+def flat_loss(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y.reshape(-1, 4), t.reshape(-1))
+
+
+def shifted_loss(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y[:, :-1].reshape(-1, 4), t[:, 1:].reshape(-1))
+
+
+def channels_loss(y: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(y.transpose(1, 2), t)
+
+
+def metric_in_a_loop(net: nn.Module, x: Tensor, given: Any, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    """G of an optimizer after one step, with the loss that the loop computes from the outputs."""
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    opt = ng.NaturalGradient(net, given, lr=0.0)
+    loss(net(x)).backward()
+    opt.step()
+    net.load_state_dict(before)
+    average = opt.tracker.average
+    assert average is not None
+    return average.dense()
+
+
+@pytest.mark.parametrize("ignored", [None, -100])
+@pytest.mark.parametrize("loss", [flat_loss, shifted_loss, channels_loss])
+def test_a_language_model_has_the_metric_of_the_mean_over_its_valid_tokens(
+    loss: Callable[[Tensor, Tensor], Tensor], ignored: int | None
+) -> None:
+    """The loop flattens, shifts and ignores; the optimizer is given the loss, and nothing else."""
+    net, t = Talker(), labels(3, classes=4, ignored=ignored)
+    expected = gauss_newton(net, IDS, lambda y: loss(y, t))
+    G = metric_in_a_loop(net, IDS, nn.CrossEntropyLoss(), lambda y: loss(y, t))
+    torch.testing.assert_close(G, expected, rtol=1e-9, atol=1e-12)
+
+
+def _scaled(y: Tensor, t: Tensor, factor: float) -> Tensor:
+    return factor * flat_loss(y, t)
+
+
+def test_the_scale_of_the_loss_and_accumulation_do_not_change_the_metric() -> None:
+    net, t = Talker(), labels(3, classes=4, ignored=-100)
+    expected = gauss_newton(net, IDS, lambda y: flat_loss(y, t))
+    for factor in (2.0**16, 0.25):
+        G = metric_in_a_loop(net, IDS, nn.CrossEntropyLoss(), partial(_scaled, t=t, factor=factor))
+        torch.testing.assert_close(G, expected, rtol=1e-9, atol=1e-12)
+    opt = ng.NaturalGradient(net, F.cross_entropy, lr=0.0)
+    halves = [slice(0, 2), slice(2, N)]
+    for each in halves:
+        flat_loss(net(IDS[each]), t[each]).backward()
+    opt.step()
+    parts = [gauss_newton(net, IDS[each], partial(flat_loss, t=t[each])) for each in halves]
+    assert opt.tracker.average is not None
+    torch.testing.assert_close(opt.tracker.average.dense(), (2 * parts[0] + 3 * parts[1]) / 5, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if isinstance(case.loss, nn.Module)])
+def test_a_loop_that_calls_the_loss_has_its_metric(name: str) -> None:
+    """With class weights, probabilities and other losses the targets are those of the call."""
+    case, x = CASES[name], inputs()
+    net = case.net()
+
+    def value(y: Tensor) -> Tensor:
+        if isinstance(case.loss, nn.GaussianNLLLoss):
+            return case.loss(y[..., 0], case.target, y[..., 1])
+        result: Tensor = case.loss(y, target=case.target)
+        return result
+
+    expected = dense(net, x, case.loss, case.target)
+    torch.testing.assert_close(metric_in_a_loop(net, x, case.loss, value), expected)
+    case.loss.__getstate__()
+
+
+def test_flattened_tokens_with_class_weights() -> None:
+    net, t, loss = (
+        Talker(),
+        labels(3, classes=4, ignored=-100),
+        nn.CrossEntropyLoss(weight=torch.arange(1.0, 5).double()),
+    )
+    expected = gauss_newton(net, IDS, lambda y: loss(y.reshape(-1, 4), t.reshape(-1)))
+    G = metric_in_a_loop(net, IDS, loss, lambda y: loss(y.view(-1, 4), t.view(-1)))
+    torch.testing.assert_close(G, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_targets_that_nobody_shows_are_asked_for() -> None:
+    loss = nn.CrossEntropyLoss(weight=W3)
+    with pytest.raises(ng.errors.NatgradError, match=r"call the loss that the optimizer was given, CrossEntropyLoss"):
+        metric_in_a_loop(model(3), inputs(), loss, lambda y: F.cross_entropy(y, labels(), weight=W3))
+    with pytest.raises(ng.errors.NatgradError, match=r"call opt.refresh\(x, target\) before opt.step"):
+        metric_in_a_loop(model(3), inputs(), partial(F.cross_entropy, weight=W3), lambda y: loss(y, labels()))
+    net = model(3)
+    opt = ng.NaturalGradient(net, nn.CrossEntropyLoss())
+    net(inputs())
+    next(net.parameters()).grad = torch.ones(4, 3).double()
+    with pytest.raises(ng.errors.NatgradError, match="no backward pass came through the outputs of a forward pass"):
+        opt.step()
+
+
+@pytest.mark.parametrize("preset", [ng.KFAC, ng.EKFAC, ng.SobolevKFAC, ng.Natural])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=W3.float())])
+def test_every_preset_trains_with_a_loss(preset: Any, loss: nn.Module) -> None:
+    net, x, t = model(3).float(), torch.randn(64, 3, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
+    x[:, 0] += t
+    opt, values = preset(net, loss, lr=0.05), []
+    for _ in range(30):
+        opt.zero_grad()
+        value = loss(net(x), t)
+        value.backward()
+        opt.step()
+        values.append(float(value.detach()))
+    assert values[-1] < 0.8 * values[0]
