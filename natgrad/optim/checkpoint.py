@@ -106,9 +106,9 @@ def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, d
     inverse = preconditioner.solver.init(inverted, λ)
     if inverse.remembers:  # what it starts from, once it has been used
         inverse.solve(torch.ones(model.size, dtype=G.layout.dtype, device=model.example.device))
-    found = {"operator": G.informed(inverse, λ).tensors(), "inverse": inverse.tensors()}
+    tensors = {"operator": G.informed(inverse, λ).tensors(), "inverse": inverse.tensors()}
     freshness = preconditioner.freshness
-    return found if freshness is None else found | {"sketch": {"": freshness.blank(G)}}
+    return tensors if freshness is None else tensors | {"sketch": {"": freshness.blank(G)}}
 
 
 def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preconditioner) -> Callable[[], None]:

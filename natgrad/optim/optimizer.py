@@ -523,8 +523,8 @@ class NaturalGradient(torch.optim.Optimizer):
 
     def _prepared(self) -> bool:
         """Whether this is the step by which torch makes a state to load into: rates and gradients are zero, no pass."""
-        seen = self.tracker.step or self.state or self.tracker.has_estimate or self.tracker.awaits_backward
-        if seen or any(float(group["lr"]) for group in self.param_groups):
+        began = self.tracker.step or self.state or self.tracker.has_estimate or self.tracker.awaits_backward
+        if began or any(float(group["lr"]) for group in self.param_groups):
             return False
         grads = [p.grad for p in self._params.values() if p.grad is not None]
         if len(grads) < len(self._params) or any(bool(grad.any()) for grad in grads):

@@ -30,10 +30,12 @@ IN_PLACE = (
     "torch.distributed.checkpoint loads what the optimizer has a place for, and here it has one after its first step "
     "only: make one step, on any batch, and then load. Nothing was loaded"
 )
-_PARTS = ("operator", "inverse")
+_OPERATORS = ("operator", "inverse")
 _SETS = ("wanted", "outside", "unreached")  # of names of parameters
 _NUMBERS = ("step", "estimated", "inverted", "inverse_damping", "outdated", "rank")
 _FRESHNESS = ("since", "measured", "drift", "wait")
+_FLOATS = ("inverse_damping", "mass", "drift", "wait")  # an integer that is loaded into would cut them
+_HAS = ("has_operator", "has_inverse", "has_freshness")
 _HAS_MOMENTUM, _HAS_MOMENTS = 1 << len(_SETS), 2 << len(_SETS)
 
 
@@ -51,33 +53,33 @@ def divided(
     """
     out: dict[str, dict[str, Tensor]] = {name: {} for name in states}
     first = next(iter(states))
-    for part in _PARTS:
-        for key, t in (entry[part] or blank[part]).items():
+    for operator in _OPERATORS:
+        for key, t in (entry[operator] or blank[operator]).items():
             owner, slash, rest = key.partition("/")
-            own = slash and owner in out
-            place = f"{part}/{rest}" if own else f"{part}//{key}"
-            out[owner if own else first][_without_dots(place)] = t.clone()
+            owned = slash and owner in out
+            place = f"{operator}/{rest}" if owned else f"{operator}//{key}"
+            out[owner if owned else first][_without_dots(place)] = t.clone()
     for name, state in states.items():
         bits = sum((name in entry[of]) << at for at, of in enumerate(_SETS))
         bits += _HAS_MOMENTUM * ("momentum" in state) + _HAS_MOMENTS * ("exp_avg" in state)
         out[name]["flags"] = torch.tensor(bits)
     freshness = entry["freshness"]
     numbers = {name: entry[name] for name in _NUMBERS} | dict(zip(("mass", "step_size"), entry["mass"], strict=True))
-    numbers |= {f"has_{part}": bool(entry[part]) for part in _PARTS} | {"has_freshness": freshness is not None}
+    numbers |= dict(zip(_HAS, (bool(entry["operator"]), bool(entry["inverse"]), freshness is not None), strict=True))
     if freshness is not None or "sketch" in blank:
-        found = freshness or {"since": 0, "measured": 0, "drift": 0.0, "wait": 0.0, "readings": ()}
-        numbers |= {name: found[name] for name in _FRESHNESS}
+        drift = freshness or {"since": 0, "measured": 0, "drift": 0.0, "wait": 0.0, "readings": ()}
+        numbers |= {name: drift[name] for name in _FRESHNESS}
         out[first]["sketch"] = (blank["sketch"][""] if freshness is None else freshness["sketch"]).clone()
         steps, readings = torch.full((READINGS,), -1), torch.full((READINGS, 2), torch.nan)
-        for at, (step, *reading) in enumerate(found["readings"]):
+        for at, (step, *reading) in enumerate(drift["readings"]):
             steps[at], readings[at] = step, torch.tensor(reading)
         out[first] |= {"reading_steps": steps.to(device), "readings": readings.to(device)}
-    out[first] |= {name: _number(value) for name, value in numbers.items()}
+    out[first] |= {name: _number(name, value) for name, value in numbers.items()}
     out[first]["generator"] = entry["generator"].to(device, copy=True)
     out[first]["words"] = _bytes({name: entry[name] for name in words} | {"names": list(states)}, device)
-    told = {*_PARTS, *_SETS, *_NUMBERS, *words, "mass", "freshness", "generator"}
-    if found := {name: value for name, value in entry.items() if name not in told and value}:
-        out[first]["found"] = _bytes(found, device)
+    placed = {*_OPERATORS, *_SETS, *_NUMBERS, *words, "mass", "freshness", "generator"}
+    if others := {name: value for name, value in entry.items() if name not in placed and value}:
+        out[first]["found"] = _bytes(others, device)
     return out
 
 
@@ -108,21 +110,21 @@ def joined(state: Mapping[str, Any]) -> Entry:
             if bits & bit and what not in plain.get(key, {}):
                 raise ValueError(f"{what} of {name} is missing in the state. {IN_PLACE}")
         for place, t in of_param.items():
-            part, _, key_in_part = _with_dots(place).partition("/")
-            if part in _PARTS and numbers[f"has_{part}"]:
-                entry[part][key_in_part[1:] if key_in_part.startswith("/") else f"{name}/{key_in_part}"] = t
-    for part in _PARTS:
-        if numbers[f"has_{part}"] and not entry[part]:
-            raise ValueError(f"the metric is missing in the state ({part}). {IN_PLACE}")
+            operator, _, rest = _with_dots(place).partition("/")
+            if operator in _OPERATORS and numbers[f"has_{operator}"]:
+                entry[operator][rest[1:] if rest.startswith("/") else f"{name}/{rest}"] = t
+    for operator in _OPERATORS:
+        if numbers[f"has_{operator}"] and not entry[operator]:
+            raise ValueError(f"the metric is missing in the state ({operator}). {IN_PLACE}")
     return {**state, "state": {key: of_param for key, of_param in plain.items() if of_param}, KEY: entry | words}
 
 
 def _shared(first: Mapping[str, Tensor]) -> Entry:
     """What belongs to no parameter."""
-    needed = [*_NUMBERS, "mass", "step_size", "generator", *(f"has_{part}" for part in (*_PARTS, "freshness"))]
+    needed = [*_NUMBERS, *_HAS, "mass", "step_size", "generator"]
     if missing := [name for name in needed if name not in first]:
         raise ValueError(f'the "natgrad" entry of the state has no {", ".join(missing)}: {_HALF}')
-    entry: Entry = {part: {} for part in _PARTS} | {of: [] for of in _SETS}
+    entry: Entry = {operator: {} for operator in _OPERATORS} | {of: [] for of in _SETS}
     entry |= {name: first[name].item() for name in _NUMBERS}
     entry |= {"mass": (first["mass"].item(), first["step_size"].item()), "generator": first["generator"].cpu()}
     entry["freshness"] = _freshness(first) if first["has_freshness"] else None
@@ -136,9 +138,9 @@ def _freshness(first: Mapping[str, Tensor]) -> Entry:
     return numbers | {"sketch": first["sketch"], "readings": readings}
 
 
-def _number(value: float) -> Tensor:
+def _number(name: str, value: float) -> Tensor:
     """[], on the host, exactly."""
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return torch.tensor(value, dtype=torch.float64 if name in _FLOATS else None)
 
 
 def _bytes(content: Mapping[str, Any], device: torch.device) -> Tensor:
