@@ -21,6 +21,7 @@ from natgrad.model import Inputs, Model, check_slots, unwrapped
 from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, check_fallback, without_metric
 from natgrad.optim.checkpoint import WORDS, blank, check_plain, check_signature, export, restore
 from natgrad.optim.distributed import world_of
+from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
 from natgrad.optim.state_layout import divided, joined
@@ -44,6 +45,8 @@ from natgrad.pullback.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
+from natgrad.step.normalised import Normalised
+from natgrad.step.polar import Polar
 from natgrad.step.rules import Fixed
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
@@ -162,7 +165,9 @@ class NaturalGradient(torch.optim.Optimizer):
             schedule.structure.check_backward()
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule, self.momentum_on = step, momentum_on
-        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole)
+        scale_free = isinstance(step, Normalised | Polar)
+        check = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check)
         self.preconditioner = Preconditioner(
             solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
         )
@@ -278,6 +283,7 @@ class NaturalGradient(torch.optim.Optimizer):
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _step(self, loss_at: Loss | None) -> None:
+        self.tracker.loss_check.report()
         if self.tracker.step == 0:
             for of_param in self.state.values():
                 of_param.pop("momentum", None)  # zeros, to load into
