@@ -47,8 +47,13 @@ def test_a_linear_model_follows_the_projection_of_the_gradient() -> None:
 @pytest.mark.parametrize("metric", [ng.Euclidean(), ng.Fisher(ng.Bernoulli())], ids=repr)
 def test_the_path_of_functions_does_not_depend_on_the_parametrisation(metric: ng.OutputMetric) -> None:
     """Remark 2: the flow of the plain gradient does."""
-    f = lambda p, x: (p["w"] * x + p["b"]).tanh()  # noqa: E731
-    g = lambda p, x: f({"w": p["w"] ** 3 + p["w"], "b": 5 * p["b"] + p["w"]}, x)  # noqa: E731
+
+    def f(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (p["w"] * x + p["b"]).tanh()
+
+    def g(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return f({"w": p["w"] ** 3 + p["w"], "b": 5 * p["b"] + p["w"]}, x)
+
     other = {"w": torch.tensor([0.5], dtype=torch.float64), "b": torch.tensor([-0.1], dtype=torch.float64)}
     one = {"w": other["w"] ** 3 + other["w"], "b": 5 * other["b"] + other["w"]}
     x = torch.linspace(-1, 1, 5, dtype=torch.float64)[:, None]
