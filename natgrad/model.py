@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -205,6 +206,21 @@ class Model:
             logits = None if isinstance(y, Tensor) else getattr(y, "logits", None)
             return [_checked(logits if self.output is None and isinstance(logits, Tensor) else y, "the outputs")]
         return [_checked(_head(y, key), f"the head {key!r}") for key in self.heads]
+
+    def with_heads(self, raw: Any, tensors: Sequence[Tensor]) -> Any:
+        """What the model returned, with these tensors in the place of its heads."""
+        assert self.heads is not None
+        if isinstance(raw, tuple):
+            places = dict(zip(self.heads, tensors, strict=True))
+            items = [places.get(at, places.get(at - len(raw), each)) for at, each in enumerate(raw)]
+            return type(raw)(*items) if hasattr(raw, "_fields") else tuple(items)
+        changed = copy.copy(raw)
+        for key, tensor in zip(self.heads, tensors, strict=True):
+            if isinstance(raw, Mapping | list):
+                changed[key] = tensor
+            else:
+                setattr(changed, str(key), tensor)
+        return changed
 
     def by_example(self, t: Tensor, x: Inputs) -> Tensor:
         """[n t *rest] of a tensor [n·t *rest] that is flattened over the positions of the n examples of x."""

@@ -6,6 +6,8 @@ of the outputs, pulled back to the parameters (``pulled_back``), the quadratic f
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +27,8 @@ from natgrad.structures.implicit import HessianOperator
 Params = Mapping[str, Tensor]
 Objective = Callable[[Params], Tensor]
 Dissimilarity = Callable[[Params, Params], Tensor]
+_STRIDE = math.log(8.0)  # of log λ, in the search for a multiplier
+_NEGLIGIBLE = 1e-9  # a multiplier below which the region does not limit the minimum
 _LARGEST = 1e12  # damping over the norm of the first gradient, beyond which no Hessian is indefinite
 
 
@@ -101,14 +105,78 @@ def pulled_back(
     *,
     target: Any = None,
     params: Params | None = None,
+    reverse: bool = False,
 ) -> Dissimilarity:
-    """ρ(u, w) = (1/N) Σ_n ρ(y_n(u), y_n(w)): the divergence of the outputs as one of the parameters."""
+    """ρ(u, w) = (1/N) Σ_n ρ(y_n(u), y_n(w)): the divergence of the outputs as one of the parameters.
+
+    For Fisher it is KL(p_w‖p_u), and with ``reverse=True`` KL(p_u‖p_w), from the new outputs to the old ones.
+    """
     wrapped = Model.of(model, params)
 
     def rho(u: Params, w: Params) -> Tensor:
-        return metric.divergence(wrapped(u, x), wrapped(w, x), target).mean()
+        new, old = wrapped(u, x), wrapped(w, x)
+        return (metric.divergence(old, new, target) if reverse else metric.divergence(new, old, target)).mean()
 
     return rho
+
+
+def trust_region(
+    objective: Objective,
+    rho: Dissimilarity,
+    w: Params,
+    radius: float,
+    *,
+    tol: float = 1e-8,
+    max_steps: int = 200,
+) -> dict[str, Tensor]:
+    """argmin_u J(u) subject to ρ(u, w) ≤ η, with the loss itself and not its linearisation (Grosse 2021, (6)).
+
+    It is the proximal point whose multiplier λ puts ρ onto the boundary, to the relative precision ``tol``, or the
+    minimum of J where that lies inside. λ is found by regula falsi in logarithms: ρ at the proximal point falls where λ
+    rises. Where J is not convex, ρ may jump over the boundary; the result is then the proximal point inside.
+
+    >>> J = lambda u: (u["w"] - torch.tensor([3.0, 4.0])).square().sum()
+    >>> ρ = lambda u, w: 0.5 * (u["w"] - w["w"]).square().sum()
+    >>> w = {"w": torch.zeros(2, dtype=torch.float64)}
+    >>> trust_region(J, ρ, w, radius=0.5)["w"]  # the unit disk
+    tensor([0.6000, 0.8000], dtype=torch.float64)
+    """
+    if not radius > 0:
+        raise ValueError(f"the radius η of the region must be positive, got {radius}")
+    fixed = {name: p.detach() for name, p in w.items()}
+    here = dict(fixed)
+
+    def distance(u: Params) -> float:
+        with torch.no_grad():
+            return float(rho(u, fixed))
+
+    def proximal_point(log_strength: float) -> dict[str, Tensor]:
+        strength = math.exp(log_strength)
+        return minimise(lambda u: objective(u) + strength * rho(u, fixed), here, tol=1e-10, max_steps=max_steps)
+
+    def excess(u: Params) -> float:
+        return math.log(max(distance(u), sys.float_info.min) / radius)
+
+    high = 0.0
+    while (below := excess(inside := proximal_point(high))) > 0:
+        high += _STRIDE
+    here, low = inside, high - _STRIDE
+    while (above := excess(u := proximal_point(low))) <= 0:
+        here, inside, high, below = u, u, low, above
+        if low < math.log(_NEGLIGIBLE):
+            return minimise(objective, inside, tol=1e-10, max_steps=max_steps)
+        low -= _STRIDE
+    # The Illinois rule: a chord, whose old end counts half where it stays.
+    reached = below
+    while reached < -tol and high - low > 1e-14 * max(1.0, abs(high)):
+        middle = high - below * (high - low) / (below - above)
+        there = excess(u := proximal_point(middle))
+        if there > 0:
+            low, above, below = middle, there, 0.5 * below
+        else:
+            here, inside, high, above = u, u, middle, 0.5 * above
+            reached = below = there
+    return inside
 
 
 def minimise(objective: Objective, start: Params, *, tol: float, max_steps: int) -> dict[str, Tensor]:

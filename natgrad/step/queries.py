@@ -44,16 +44,20 @@ class BatchQueries:
         force = self._separably(lambda: christoffel_at(self.batch, self.metric, v))
         return Covector(dict(zip(force, self.mean(list(force.values()), _examples(self.batch.x)), strict=True)))
 
-    def divergence(self, params: Mapping[str, Tensor]) -> float:
-        """Mean divergence of the outputs at ``params`` from the outputs now; infinite outside of their domain."""
-        return self._separably(lambda: self._divergence(params))
+    def divergence(self, params: Mapping[str, Tensor], *, reverse: bool = False) -> float:
+        """Mean divergence of the outputs at ``params`` from the outputs now; infinite outside of their domain.
+
+        ``reverse``: with the two exchanged. For Fisher it is KL(new‖old), in place of KL(old‖new).
+        """
+        return self._separably(lambda: self._divergence(params, reverse))
 
     @torch.no_grad()
-    def _divergence(self, params: Mapping[str, Tensor]) -> float:
+    def _divergence(self, params: Mapping[str, Tensor], reverse: bool) -> float:
         model, x = self.batch.model, self.batch.x
         y0, y = model(None, x), model(params, x)
         try:
-            mean = self.metric.divergence(y, y0, self.batch.target).mean()
+            pair = (y0, y) if reverse else (y, y0)
+            mean = self.metric.divergence(*pair, self.batch.target).mean()
         except DomainError:  # the outputs have left the family: no distribution is there, and none is near
             mean = y0.new_tensor(math.inf)
         return float(self.mean([mean], _examples(self.batch.x))[0])

@@ -366,6 +366,10 @@ class Operator(ABC):
     def inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p by the direct method of this structure."""
 
+    def inverse_again(self, last: Inverse, damping: Damping) -> Inverse:
+        """As ``inverse``, possibly in the memory of the last one."""
+        return self.inverse(damping)
+
     @abstractmethod
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:
         """((G + λ)⁺)^p, or for p = 1 the solution of least weighted norm; weight is [p] or [p q]."""

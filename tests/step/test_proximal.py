@@ -157,3 +157,56 @@ def test_a_hessian_is_a_matrix_with_a_differential_and_is_not_averaged() -> None
     with pytest.raises(IncompatibleError, match="a moving average does not work with HessianOperator"):
         A.lerp(A, 0.5)
     torch.testing.assert_close(A.differential["w"], 4 * w["w"] ** 3 + 2 * w["w"])
+
+
+@pytest.mark.parametrize("radius", [1e-3, 0.1, 1.0])
+def test_a_trust_region_on_a_quadratic_solves_the_secular_equation(radius: float) -> None:
+    """(H + λ)δ = −g with ½‖δ‖² = η; the multiplier by the eigenvalues, with none of our code."""
+    case = golden("prox.quadratic")
+    H, b, w = (tensor(case["inputs"][key]) for key in ("H", "b", "w"))
+    values, vectors = torch.linalg.eigh(H)
+    g = vectors.T @ (H @ w + b)
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if float((g / (values + middle)).square().sum()) > 2 * radius else (low, middle)
+    expected = w - vectors @ (g / (values + high))
+    J = lambda u: 0.5 * u["w"] @ H @ u["w"] + b @ u["w"]  # noqa: E731
+    got = ng.proximal.trust_region(J, euclidean, {"w": w}, radius, tol=1e-10)["w"]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-8)
+    far = ng.proximal.trust_region(J, euclidean, {"w": w}, 1e4)["w"]  # the minimum is inside
+    torch.testing.assert_close(far, -torch.linalg.solve(H, b), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_trust_region_in_either_kl_divergence_has_the_least_loss_of_all_points_in_it(reverse: bool) -> None:
+    """(6) and (9) of Grosse (2021) against a grid: two logits less the third, a strongly curved region."""
+
+    def f(p: Params, x: object) -> Tensor:
+        return torch.cat([p["w"], p["w"].new_zeros(1)])[None]
+
+    def J(u: Params) -> Tensor:
+        return -(target * f(u, None).log_softmax(1)[0]).sum() + 0.1 * u["w"][0] ** 2
+
+    w = {"w": torch.tensor([0.5, -1.0], dtype=torch.float64)}
+    target = torch.tensor([0.1, 0.8, 0.1], dtype=torch.float64)
+    metric, radius = ng.Fisher(ng.Categorical()), 0.3
+    rho = ng.proximal.pulled_back(f, None, metric, params=w, reverse=reverse)
+    got = ng.proximal.trust_region(J, rho, w, radius)
+    axis = torch.linspace(-4, 4, 401, dtype=torch.float64)
+    grid = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), -1).view(-1, 2)
+    new = torch.cat([grid, grid.new_zeros(len(grid), 1)], 1).log_softmax(1)
+    old = f(w, None).log_softmax(1)
+    first, second = (new, old) if reverse else (old, new)
+    kl = (first.exp() * (first - second)).sum(1)
+    losses = -(target * new).sum(1) + 0.1 * grid[:, 0] ** 2
+    best = float(losses[kl <= radius].min())
+    assert best - 0.01 < float(J(got)) <= best
+    assert float(rho(got, w)) == pytest.approx(radius, rel=1e-7)
+    other = ng.proximal.pulled_back(f, None, metric, params=w, reverse=not reverse)
+    assert abs(float(other(got, w)) / radius - 1) > 0.05
+
+
+def test_a_trust_region_needs_a_radius() -> None:
+    with pytest.raises(ValueError, match="radius η of the region must be positive, got 0"):
+        ng.proximal.trust_region(lambda u: u["w"].sum(), euclidean, {"w": torch.ones(1)}, 0.0)
