@@ -415,6 +415,11 @@ class MetricTracker:
         self._in_backward.append((pb.n, estimate))
         pb.tapes.clear()
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a pass of this step waits for the user's backward pass, or that has come."""
+        return bool(self._in_backward)
+
     def _forget_backward(self) -> None:
         """Wait for no backward pass."""
         for _, estimate in self._in_backward:

@@ -181,6 +181,10 @@ class Structure(ABC):
         """This structure of a metric that is kept in another one; None where that needs the pullback."""
         return None
 
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> Operator | None:
+        """The identity, with tensors as large as those of every estimate; None where these depend on the batch."""
+        return None
+
     @abstractmethod
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         """The operator with these ``tensors()``; None if nothing is stored and it must be estimated again.

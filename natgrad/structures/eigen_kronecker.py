@@ -157,6 +157,21 @@ class EigenKronecker(Layered):
         stream_gradient(sample, split.used, self.shapes, sink, bases=split.of_used(average.basis.sides))
         return average.absorbed(fallback, weight, split.unseen)
 
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> EigenKroneckerOperator | None:
+        factors = self.identity_factors(blocks, dtype)
+        if factors is None:
+            return None
+        layers = self.arrange(blocks)
+        scales = {f"{block.names[0]}/D": torch.ones_like(_zeros(block, dtype)) for block in layers}
+        sides = [[factors[f"{block.names[0]}/{side}"] for block in layers] for side in "SA"]
+        basis = {
+            f"{block.names[0]}/{side}": t
+            for block, pair in zip(layers, Basis.of(*sides).sides, strict=True)
+            for side, t in zip("QP", pair, strict=True)
+            if t is not None
+        }
+        return self.restore(model, blocks, factors | scales | basis)
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
         dtype = split.dtype(tensors, fallback)
