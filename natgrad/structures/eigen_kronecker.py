@@ -57,7 +57,7 @@ class EigenKronecker(Layered):
 
     ``eigenvectors``: "exact" ones, or "iterated": Q ← QR(SQ), one step of the orthogonal iteration from the last basis,
     its columns sorted (Vyas et al. 2024). On a GPU this is several times as fast, and follows S well enough if that
-    changes slowly; the first basis is exact.
+    changes slowly; the first basis is exact. The signs of the columns do not matter, and depend on the device.
 
     An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``).
 
