@@ -44,9 +44,9 @@ class Watched:
     def title(self) -> str:
         return "the outputs" if self.key is None else f"the head {self.key!r}"
 
-    def arrive(self, cotangent: Tensor) -> None:
+    def arrive(self, cotangent: Tensor | None) -> None:
         """Several backward passes through one forward pass add up."""
-        if self.paused:
+        if self.paused or cotangent is None:
             return
         self.cotangent = cotangent.detach() if self.cotangent is None else self.cotangent + cotangent.detach()
 
@@ -144,9 +144,9 @@ class LossCheck:
             return
         watched, others = self._watched, [key for key, trained in self._other.items() if trained]
         arrived = [each.cotangent for each in watched if each.cotangent is not None]
-        whole = torch.stack([c.isfinite().all() & c.any() for c in arrived]).all() if arrived else torch.zeros(())
+        finite = all(bool(c.isfinite().all()) for c in arrived)
         self.forget()
-        if not bool(whole):  # a GradScaler will skip this step, or no loss came through this pass
+        if not (finite and any(bool(c.any()) for c in arrived)):  # a GradScaler skips this step, or no loss came here
             return
         self.checked.add(tuple(each.y.ndim for each in watched))
         for key in others:
@@ -155,7 +155,7 @@ class LossCheck:
                 "{key: loss, …} for all outputs"
             )
         for each in watched:
-            if each.cotangent is None:
+            if each.cotangent is None or not bool(each.cotangent.any()):
                 self._warn(f"no gradient comes to {each.title}: its loss is not in what backward() was called on")
             elif each.loss is not None:
                 self._compare(each, each.loss, each.cotangent)

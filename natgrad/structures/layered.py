@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from natgrad.accelerate import fused
-from natgrad.accelerate.bases import followed_all
+from natgrad.accelerate.bases import Factorisation, followed_all
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.inverses import (
@@ -168,6 +168,17 @@ class Layered(Structure):
         """S and A of a layer that a pass did not use."""
         s, a = (torch.zeros(shape, dtype=dtype, device=block.device) for shape in self.shapes(block))
         return s, a
+
+    def identity_factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> dict[str, Tensor] | None:
+        """S = 1 and A = 1 of every layer; None where a pass must show first what has factors."""
+        out: dict[str, Tensor] = {}
+        for block in self.arrange(blocks):
+            if block.rule is None:
+                return None
+            for side, t in zip("SA", self.zeros(block, dtype), strict=True):
+                diagonal(t).fill_(1)
+                out[f"{block.names[0]}/{side}"] = t
+        return out
 
     @property
     def sharing_rule(self) -> Sharing:
@@ -405,6 +416,7 @@ class LayerOperator(Operator):
     """
 
     damped_by_parts: ClassVar[bool] = True
+    factored: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
@@ -834,13 +846,13 @@ class SpectralInverse(LayerInverse):
         number = damping.epsilon if isinstance(damping, Relative) else damping
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
-            for batch, (_, _, d) in zip(self.batches, self.stacks, strict=True):
-                D = stacked([tensors[b] for b in batch]).view(len(batch), -1)
-                shift: Scalar = scalars[0]
-                if relative:
-                    mean = D.mean(1, keepdim=True)
-                    shift = torch.where(mean > 0, shift * mean, torch.inf)
-                torch.add(D, shift, out=d.view(len(batch), -1)).pow_(-power)
+            stacks = [stacked([tensors[b] for b in batch]).view(len(batch), -1) for batch in self.batches]
+            shifts: Sequence[Scalar] = [scalars[0]] * len(stacks)
+            if relative:
+                means = torch.cat([D.mean(1, keepdim=True) for D in stacks])
+                shifts = torch.where(means > 0, scalars[0] * means, torch.inf).split([len(D) for D in stacks])
+            for D, shift, (_, _, d) in zip(stacks, shifts, self.stacks, strict=True):
+                torch.add(D, shift, out=d.view(D.shape)).pow_(-power)
 
         addresses = tuple(t.data_ptr() for t in (*values, *self.scales))
         self.graphs.run(compute, values, [number], (relative, power, addresses))
@@ -1040,8 +1052,8 @@ class Basis:
         for at, exact in zip(anew, spectra([factors[at] for at in anew])[1], strict=True):
             new[at] = exact
         present = [(at, q) for at, q in enumerate(old) if q is not None]
-        doubtful = self.failures is not None and float(self.failures) > 0
-        moved, failures = followed_all([factors[at] for at, _ in present], [q for _, q in present], doubtful=doubtful)
+        method: Factorisation = "householder" if self.failures is not None and float(self.failures) > 0 else "auto"
+        moved, failures = followed_all([factors[at] for at, _ in present], [q for _, q in present], method)
         for (at, _), q in zip(present, moved, strict=True):
             new[at] = q
         on_the_way = None if failures is None else to_host_async(failures)
