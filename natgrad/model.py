@@ -393,19 +393,6 @@ def in_library_pass() -> bool:
 
 
 @contextmanager
-def without_randomness(module: nn.Module) -> Iterator[None]:
-    """Modules that draw random numbers are in evaluation mode inside; batch statistics stay those of the batch."""
-    drawing = [m for m in module.modules() if _draws(m)]
-    for m in drawing:
-        m.training = False
-    try:
-        yield
-    finally:
-        for m in drawing:
-            m.training = True
-
-
-@contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Evaluation mode (running statistics, no dropout) inside the block; afterwards every module has its old mode.
 

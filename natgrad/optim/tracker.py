@@ -208,7 +208,8 @@ class MetricTracker:
 
     A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
     ``wrapping``: the model as it was handed over and what it wraps, down to the plain module. ``whole``: the model with
-    all parameters, also those that the optimizer steps without a metric.
+    all parameters, also those that the optimizer steps without a metric. ``queried``: whether the step rule asks about
+    the batch (``batch_queries``), so that the random state of its pass is kept.
     """
 
     def __init__(
@@ -220,7 +221,9 @@ class MetricTracker:
         world: World | None = None,
         whole: Model | None = None,
         loss_check: LossCheck | None = None,
+        queried: bool = True,
     ) -> None:
+        self._queried = queried
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
         self.world = World() if world is None else world
@@ -412,6 +415,11 @@ class MetricTracker:
         self._in_backward.append((pb.n, estimate))
         pb.tapes.clear()
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a pass of this step waits for the user's backward pass, or that has come."""
+        return bool(self._in_backward)
+
     def _forget_backward(self) -> None:
         """Wait for no backward pass."""
         for _, estimate in self._in_backward:
@@ -489,7 +497,8 @@ class MetricTracker:
             return
         if in_backward() or self._check.moved(certain=self.due):
             return
-        self.batch = Batch(self.model, Arguments(args, kwargs))
+        state = get_rng_state(self.model.example.device) if self._queried else None
+        self.batch = Batch(self.model, Arguments(args, kwargs), rng_state=state)
         if not self.due:
             return
         self._note_mode()
@@ -542,7 +551,8 @@ class MetricTracker:
             recorder.forget()
         if of_user and self.metric.source == "outputs":
             self.loss_check.watch(raw, self.model.returned(raw))
-        batch = Batch(self.model, Arguments(args, kwargs))
+        assert self.batch is not None
+        batch = Batch(self.model, Arguments(args, kwargs), rng_state=self.batch.rng_state)
         waits, changed = self._waits(batch, tape, raw, of_user)
         if not waits:
             self._estimate(batch, tape)

@@ -57,7 +57,7 @@ class EigenKronecker(Layered):
 
     ``eigenvectors``: "exact" ones, or "iterated": Q ← QR(SQ), one step of the orthogonal iteration from the last basis,
     its columns sorted (Vyas et al. 2024). On a GPU this is several times as fast, and follows S well enough if that
-    changes slowly; the first basis is exact.
+    changes slowly; the first basis is exact. The signs of the columns do not matter, and depend on the device.
 
     An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``).
 
@@ -156,6 +156,21 @@ class EigenKronecker(Layered):
         sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
         stream_gradient(sample, split.used, self.shapes, sink, bases=split.of_used(average.basis.sides))
         return average.absorbed(fallback, weight, split.unseen)
+
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> EigenKroneckerOperator | None:
+        factors = self.identity_factors(blocks, dtype)
+        if factors is None:
+            return None
+        layers = self.arrange(blocks)
+        scales = {f"{block.names[0]}/D": torch.ones_like(_zeros(block, dtype)) for block in layers}
+        sides = [[factors[f"{block.names[0]}/{side}"] for block in layers] for side in "SA"]
+        basis = {
+            f"{block.names[0]}/{side}": t
+            for block, pair in zip(layers, Basis.of(*sides).sides, strict=True)
+            for side, t in zip("QP", pair, strict=True)
+            if t is not None
+        }
+        return self.restore(model, blocks, factors | scales | basis)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)

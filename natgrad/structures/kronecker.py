@@ -282,6 +282,10 @@ class Kronecker(Layered):
         assert average is None or isinstance(average, KroneckerOperator)
         return KroneckerInBackward(self, pullback, average, weigh if in_place else None)
 
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> KroneckerOperator | None:
+        factors = self.identity_factors(blocks, dtype)
+        return None if factors is None else self.restore(model, blocks, factors)
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
         dtype = split.dtype(tensors, fallback)

@@ -169,6 +169,17 @@ class Layered(Structure):
         s, a = (torch.zeros(shape, dtype=dtype, device=block.device) for shape in self.shapes(block))
         return s, a
 
+    def identity_factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> dict[str, Tensor] | None:
+        """S = 1 and A = 1 of every layer; None where a pass must show first what has factors."""
+        out: dict[str, Tensor] = {}
+        for block in self.arrange(blocks):
+            if block.rule is None:
+                return None
+            for side, t in zip("SA", self.zeros(block, dtype), strict=True):
+                diagonal(t).fill_(1)
+                out[f"{block.names[0]}/{side}"] = t
+        return out
+
     @property
     def sharing_rule(self) -> Sharing:
         """How positions that share a weight enter the factors."""
@@ -405,6 +416,7 @@ class LayerOperator(Operator):
     """
 
     damped_by_parts: ClassVar[bool] = True
+    factored: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]

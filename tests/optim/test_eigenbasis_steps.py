@@ -254,6 +254,37 @@ def test_a_plain_step_of_ekfac_is_one_graph_in_few_products(gpu: Callable[[], Gp
     assert kernels.captured["bmm"] == 4
 
 
+@pytest.mark.parametrize("solver", [ng.Cholesky(), ng.Pinv()])
+@pytest.mark.parametrize("structure", [ng.EigenKronecker(), ng.Kronecker(), ng.EigenKronecker(largest=4)])
+def test_layers_that_are_solved_at_once_make_the_steps_of_a_processor(
+    structure: ng.structures.Structure, solver: ng.solve.Solver, gpu: Callable[[], Gpu]
+) -> None:
+    """Convolutions with groups, norms, and linear layers, each of a shape that comes twice; in double precision."""
+
+    def build() -> nn.Module:
+        convolutions = [m for _ in range(2) for m in (nn.Conv2d(4, 4, 3, padding=1, groups=2), nn.GroupNorm(2, 4))]
+        linear = [nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)]
+        return nn.Sequential(*convolutions, nn.Flatten(), *linear).double()
+
+    def run() -> list[Tensor]:
+        model = seeded(build)
+        refreshed = ng.Refresh(structure, 2, 0.9, inverse=2)
+        opt = ng.NaturalGradient(
+            model, ng.Fisher(ng.Categorical()), structure=refreshed, solver=solver, lr=0.01, damping=0.1
+        )
+        for step in range(6):
+            x = torch.randn(8, 4, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            opt.zero_grad()
+            nn.functional.cross_entropy(model(x), torch.arange(8) % 5).backward()
+            opt.step()
+        return [p.detach() for p in model.parameters()]
+
+    expected = run()
+    gpu()
+    for found, right in zip(run(), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-7)  # rates are read in single precision
+
+
 def test_new_bases_are_made_with_one_factorisation_for_each_size(gpu: Callable[[], Gpu]) -> None:
     it = gpu()
     model = net([12, 16, 16, 16, 12, 12])
