@@ -211,8 +211,8 @@ class Model:
         """What the model returned, with these tensors in the place of its heads."""
         assert self.heads is not None
         if isinstance(raw, tuple):
-            places = dict(zip(self.heads, tensors, strict=True))
-            items = [places.get(at, places.get(at - len(raw), each)) for at, each in enumerate(raw)]
+            by_key = dict(zip(self.heads, tensors, strict=True))
+            items = [by_key.get(at, by_key.get(at - len(raw), each)) for at, each in enumerate(raw)]
             return type(raw)(*items) if hasattr(raw, "_fields") else tuple(items)
         changed = copy.copy(raw)
         for key, tensor in zip(self.heads, tensors, strict=True):
@@ -390,19 +390,6 @@ def library_pass() -> Iterator[None]:
 def in_library_pass() -> bool:
     """Whether the current forward pass belongs to the library; optimizers ignore such passes."""
     return _inside.get()
-
-
-@contextmanager
-def without_randomness(module: nn.Module) -> Iterator[None]:
-    """Modules that draw random numbers are in evaluation mode inside; batch statistics stay those of the batch."""
-    drawing = [m for m in module.modules() if _draws(m)]
-    for m in drawing:
-        m.training = False
-    try:
-        yield
-    finally:
-        for m in drawing:
-            m.training = True
 
 
 @contextmanager

@@ -167,7 +167,8 @@ class NaturalGradient(torch.optim.Optimizer):
         self.rule, self.momentum_on = step, momentum_on
         scale_free = isinstance(step, Normalised | Polar)
         check = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
-        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check)
+        queried = not isinstance(step, PlainRule)
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check, queried)
         self.preconditioner = Preconditioner(
             solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
         )

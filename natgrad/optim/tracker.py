@@ -165,8 +165,8 @@ class Waiting:
     def with_target(self, at: int, target: Any) -> Waiting:
         """The pass with the target of this output."""
         if len(self.outputs) > 1:
-            known = self.batch.target or (None,) * len(self.outputs)
-            target = (*known[:at], target, *known[at + 1 :])
+            targets = self.batch.target or (None,) * len(self.outputs)
+            target = (*targets[:at], target, *targets[at + 1 :])
         return replace(self, batch=replace(self.batch, target=target))
 
     def forget(self) -> None:
@@ -208,7 +208,8 @@ class MetricTracker:
 
     A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
     ``wrapping``: the model as it was handed over and what it wraps, down to the plain module. ``whole``: the model with
-    all parameters, also those that the optimizer steps without a metric.
+    all parameters, also those that the optimizer steps without a metric. ``queried``: whether the step rule asks about
+    the batch (``batch_queries``), so that the random state of its pass is kept.
     """
 
     def __init__(
@@ -220,7 +221,9 @@ class MetricTracker:
         world: World | None = None,
         whole: Model | None = None,
         loss_check: LossCheck | None = None,
+        queried: bool = True,
     ) -> None:
+        self._queried = queried
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
         self.world = World() if world is None else world
@@ -494,7 +497,8 @@ class MetricTracker:
             return
         if in_backward() or self._check.moved(certain=self.due):
             return
-        self.batch = Batch(self.model, Arguments(args, kwargs))
+        state = get_rng_state(self.model.example.device) if self._queried else None
+        self.batch = Batch(self.model, Arguments(args, kwargs), rng_state=state)
         if not self.due:
             return
         self._note_mode()
@@ -547,7 +551,8 @@ class MetricTracker:
             recorder.forget()
         if of_user and self.metric.source == "outputs":
             self.loss_check.watch(raw, self.model.returned(raw))
-        batch = Batch(self.model, Arguments(args, kwargs))
+        assert self.batch is not None
+        batch = Batch(self.model, Arguments(args, kwargs), rng_state=self.batch.rng_state)
         waits, changed = self._waits(batch, tape, raw, of_user)
         if not waits:
             self._estimate(batch, tape)

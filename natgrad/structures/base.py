@@ -302,6 +302,7 @@ class Operator(ABC):
     damped_by_parts: ClassVar[bool] = False  # relative damping has a number for every part of it, not one for all
     products_only: ClassVar[bool] = False  # it has no direct inverse, and must be solved by ``CG``
     has_basis: ClassVar[bool] = False  # it has a basis that ``renewed`` computes anew; estimates are made in it
+    factored: ClassVar[bool] = False  # it is kept in factors of layers, which cost little more than a backward pass
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
 

@@ -416,6 +416,7 @@ class LayerOperator(Operator):
     """
 
     damped_by_parts: ClassVar[bool] = True
+    factored: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
