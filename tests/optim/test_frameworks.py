@@ -160,7 +160,7 @@ def test_a_lightning_module(tmp_path: Path) -> None:
     pl: Any = pytest.importorskip("pytorch_lightning")
     warnings.simplefilter("ignore")  # it reads what torch is about to change
 
-    class Lit(pl.LightningModule):  # type: ignore[misc,name-defined]
+    class Lit(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
