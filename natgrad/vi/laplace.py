@@ -95,6 +95,9 @@ class Laplace:
     torch.Size([3, 1])
     """
 
+    _prior: float | Tensor
+    _inverse: Inverse | None
+
     def __init__(
         self,
         model: nn.Module | Model,
@@ -212,8 +215,7 @@ class Laplace:
         return (0.5 * (P * δ.log() - logdet - δ * θ.double().square().sum())).to(θ.dtype)
 
     def _assume(self, prior_precision: float | Tensor) -> None:
-        self._prior = prior_precision
-        self._inverse: Inverse | None = None
+        self._prior, self._inverse = prior_precision, None
 
     def _jacobians(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
         """y [n *out] and its Jacobian [d n p] at the mode, a chunk of examples at a time."""
