@@ -62,7 +62,7 @@ class SharedSpectrum:
         return self.diagonalised.eigenvalues()
 
     @property
-    def known(self) -> bool:
+    def has_eigenvalues(self) -> bool:
         """Whether the eigenvalues were computed."""
         return "eigenvalues" in vars(self)
 
@@ -202,7 +202,7 @@ class Laplace:
         """The evidence without the likelihood. log det(N·G + δ) = P log N + log det(G + δ/N)."""
         P, N, θ = self.operator.layout.size, self.examples, self._flat_mode
         learned = isinstance(prior, Tensor) and prior.requires_grad
-        values = self._spectrum.eigenvalues if learned or self._spectrum.known else None
+        values = self._spectrum.eigenvalues if learned or self._spectrum.has_eigenvalues else None
         if learned and values is None:
             self.operator.refuse(
                 "a prior precision that requires a gradient", "its eigenvalues are not at hand; use another structure"
