@@ -59,6 +59,12 @@ class Categorical(ExponentialFamily):
     # As an output family
 
     def check(self, y: Tensor) -> None:
+        if self.axis is None and y.ndim > 2:
+            raise ValueError(
+                f"Categorical() does not know which axis of outputs of shape {tuple(y.shape)} has the classes: write "
+                "Categorical(axis=-1) for [n *terms c], as of tokens, Categorical(axis=1) for [n c *terms], as of "
+                "pixels, or give the loss itself, metric_of(nn.CrossEntropyLoss())"
+            )
         if self.axis is not None and not -y.ndim < self.axis < y.ndim:
             raise ValueError(f"{self!r}: outputs of shape {tuple(y.shape)} have no such axis beside the examples")
         last = self.last(y)

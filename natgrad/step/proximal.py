@@ -17,6 +17,7 @@ from natgrad.geometry import Vector, unflatten
 from natgrad.linalg import newton as damped_newton
 from natgrad.model import Inputs, Model
 from natgrad.natural import sharp
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
@@ -97,13 +98,13 @@ def newton(objective: Objective, w: Params, *, damping: float = 0.0, solver: Sol
 def pulled_back(
     model: nn.Module | Callable[..., Any],
     x: Inputs,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     *,
     target: Any = None,
     params: Params | None = None,
 ) -> Dissimilarity:
     """ρ(u, w) = (1/N) Σ_n ρ(y_n(u), y_n(w)): the divergence of the outputs as one of the parameters."""
-    wrapped = Model.of(model, params)
+    wrapped, metric = Model.of(model, params), metric_of(metric)
 
     def rho(u: Params, w: Params) -> Tensor:
         return metric.divergence(wrapped(u, x), wrapped(w, x), target).mean()
