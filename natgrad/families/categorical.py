@@ -270,7 +270,10 @@ class Masked(Family):
         return replace(self, family=self.family.unflattened())
 
     def check(self, y: Tensor) -> None:
-        self.family.check(y)
+        family = self.family
+        if isinstance(family, Categorical) and family.axis is None:
+            family = replace(family, axis=-1)  # a mask is [n *terms c]
+        family.check(y)
         steps, actions = self._mask
         if actions is not None:
             _check_actions(actions, steps, y)

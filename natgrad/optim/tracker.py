@@ -57,8 +57,8 @@ NO_COTANGENT = (
     "pass is opaque call opt.refresh(x, target)"
 )
 _ALL_TERMS = (
-    "the cotangent of the loss cannot be seen at the outputs (a compiled model, or an output= that makes a new "
-    "tensor): all terms count, also those with ignored labels. Call opt.refresh(x, target) if there are such"
+    "the cotangent of the loss cannot be seen at the outputs (a compiled model, several heads, or an output= that "
+    "makes a new tensor): all terms count, also those with ignored labels. Call opt.refresh(x, target) if there are such"
 )
 NO_BACKWARD = (
     "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
@@ -527,8 +527,8 @@ class MetricTracker:
         """Wait with this pass for the cotangent of the user's loss at its outputs, if the metric asks for it."""
         if not self.metric.awaits:
             return False
-        y = self.model.returned(raw)[0]
-        visible = any(t is y for t in tensors_of(raw)) and y.requires_grad and of_user
+        y, *others = self.model.returned(raw)
+        visible = of_user and not others and y.requires_grad and any(t is y for t in tensors_of(raw))
         if not visible:
             if self.metric.needs_target:
                 return True  # never estimated: ``step`` will say what is missing

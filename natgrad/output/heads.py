@@ -65,6 +65,11 @@ class Heads(OutputMetric):
     def needs_target(self) -> bool:
         return any(metric.needs_target for metric in self.metrics.values())
 
+    @property
+    def awaits(self) -> bool:
+        """Cotangents of several heads do not come together: an optimizer only says what it does not wait for."""
+        return any(bool(metric.awaits) for metric in self.metrics.values())
+
     def unsampled(self) -> Heads:
         return replace(self, metrics={key: metric.unsampled() for key, metric in self.metrics.items()})
 
