@@ -98,7 +98,7 @@ class Natural:
 
     def optimizer(self, model: nn.Module, metric: ng.OutputMetric) -> torch.optim.Optimizer:
         """``SelfTuned`` scales the step by the curvature of the loss: only its direction depends on the metric."""
-        rule, damping, decay = ng.SelfTuned(), self.damping, self.weight_decay
+        rule, damping, decay = ng.SelfTuned(every=5), self.damping, self.weight_decay
         return ng.NaturalGradient(model, metric, structure=ng.Kernel(), step=rule, damping=damping, weight_decay=decay)
 
 

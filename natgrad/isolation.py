@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from natgrad.accelerate.devices import get_rng_state, is_asynchronous, set_rng_state, without_fused_recurrence
@@ -64,13 +65,36 @@ def untouched(module: nn.Module) -> Iterator[None]:
             vars(m).update(attributes)
 
 
+_draws: ContextVar[Tensor | None] = ContextVar("natgrad draws the same numbers in every pass", default=None)
+
+
+@contextmanager
+def same_draws(state: Tensor) -> Iterator[None]:
+    """All passes of the library inside draw the same random numbers, from this state of the stream on.
+
+    They are passes of one function, with the same masks of dropout, and have Jacobians.
+    """
+    token = _draws.set(state)
+    try:
+        yield
+    finally:
+        _draws.reset(token)
+
+
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Refuse a forward pass that draws random numbers, and restore the random stream.
+    """Refuse a forward pass that draws random numbers, except ``same_draws``, and restore the random stream.
 
     This also catches ``F.dropout(x, training=True)``, which has no module.
     """
-    before = get_rng_state(device)
+    before, state = get_rng_state(device), _draws.get()
+    if state is not None:
+        set_rng_state(device, state)
+        try:
+            yield
+        finally:
+            set_rng_state(device, before)
+        return
     yield
     if not torch.equal(before, get_rng_state(device)):
         set_rng_state(device, before)

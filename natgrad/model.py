@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -206,6 +207,21 @@ class Model:
             return [_checked(logits if self.output is None and isinstance(logits, Tensor) else y, "the outputs")]
         return [_checked(_head(y, key), f"the head {key!r}") for key in self.heads]
 
+    def with_heads(self, raw: Any, tensors: Sequence[Tensor]) -> Any:
+        """What the model returned, with these tensors in the place of its heads."""
+        assert self.heads is not None
+        if isinstance(raw, tuple):
+            by_key = dict(zip(self.heads, tensors, strict=True))
+            items = [by_key.get(at, by_key.get(at - len(raw), each)) for at, each in enumerate(raw)]
+            return type(raw)(*items) if hasattr(raw, "_fields") else tuple(items)
+        changed = copy.copy(raw)
+        for key, tensor in zip(self.heads, tensors, strict=True):
+            if isinstance(raw, Mapping | list):
+                changed[key] = tensor
+            else:
+                setattr(changed, str(key), tensor)
+        return changed
+
     def by_example(self, t: Tensor, x: Inputs) -> Tensor:
         """[n t *rest] of a tensor [n·t *rest] that is flattened over the positions of the n examples of x."""
         first = next((t for t in tensors_of(x) if t.ndim), None)
@@ -374,19 +390,6 @@ def library_pass() -> Iterator[None]:
 def in_library_pass() -> bool:
     """Whether the current forward pass belongs to the library; optimizers ignore such passes."""
     return _inside.get()
-
-
-@contextmanager
-def without_randomness(module: nn.Module) -> Iterator[None]:
-    """Modules that draw random numbers are in evaluation mode inside; batch statistics stay those of the batch."""
-    drawing = [m for m in module.modules() if _draws(m)]
-    for m in drawing:
-        m.training = False
-    try:
-        yield
-    finally:
-        for m in drawing:
-            m.training = True
 
 
 @contextmanager

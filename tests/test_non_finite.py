@@ -77,4 +77,4 @@ def test_a_metric_that_is_not_finite_at_the_outputs_is_named() -> None:
     opt = ng.NaturalGradient(model, ng.Fisher(ng.Poisson()))
     with pytest.raises(NonFiniteError, match=r"at step 0: Fisher\(family=Poisson.*is not finite at the outputs"):
         model(torch.ones(3, 2, dtype=torch.float64))
-    assert opt.state_dict()["natgrad"]["step"] == 0
+    assert opt.tracker.step == 0

@@ -28,7 +28,8 @@ from natgrad.accelerate.roots import products_in
 Factorisation: TypeAlias = Literal["auto", "householder", "cholesky"]
 Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-_STACKS = 2  # for one of a root by products: a dozen stacks of single precision are held
+_STACKS = 1  # for one of a root by products
+_CHUNK_BYTES = 2**27  # of matrices that are factored side by side; a dozen times as much is held besides
 _LEAF = 128  # rows of a Cholesky factorisation by the library; larger blocks are multiplied
 _ROUNDING = 16  # times the precision and the largest column of FQ: τ
 _CORRECTIONS = 2  # of X, by products
@@ -36,23 +37,41 @@ _TOLERANCE = 1e-4  # for ‖XᵀX − 1‖_F/√d
 
 
 def followed_all(
-    factors: Sequence[Tensor], bases: Sequence[Tensor], *, doubtful: bool = False
+    factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation = "auto"
 ) -> tuple[list[Tensor], Tensor | None]:
     """``followed`` of factors and bases [c d d] of many sizes, and how many failed [], None where none can.
 
-    ``doubtful``: Householder's method is used on a GPU too.
+    All sizes are factored side by side: the blocks of a Cholesky factor come one after the other, and a GPU that
+    factors one alone is idle.
     """
     out, failures = list(bases), list[Tensor]()
-    for batch in batch_by_size(factors, lambda d: _STACKS, roots=True):
-        F, Q = (stacked([side[at] for at in batch]) for side in (factors, bases))
-        new, failed = followed(F, Q, "householder" if doubtful else "auto")
+    by_size = batch_by_size(factors, lambda d: _STACKS, roots=True)
+    chunks = [[batch] for batch in by_size]
+    if bases and _by_cholesky(bases[0], method):
+        chunks = _filled(by_size, [sum(factors[at].nbytes for at in batch) for batch in by_size])
+    for batches in chunks:
+        sides = (([stacked([side[at] for at in batch]) for batch in batches]) for side in (factors, bases))
+        news, failed = _followed_together(next(sides), next(sides), method)
         failures += [] if failed is None else [failed]
-        for at, q in zip(batch, new.split([len(factors[at]) for at in batch]), strict=True):
-            out[at] = q
+        for batch, new in zip(batches, news, strict=True):
+            for at, q in zip(batch, new.split([len(factors[at]) for at in batch]), strict=True):
+                out[at] = q
     return out, torch.stack(failures).sum() if failures else None
 
 
-@torch.no_grad()
+def _filled(batches: Sequence[list[int]], sizes: Sequence[int]) -> list[list[list[int]]]:
+    """The batches in as few chunks as their sizes in bytes allow, the largest first."""
+    chunks: list[list[list[int]]] = []
+    room = 0
+    for batch, size in sorted(zip(batches, sizes, strict=True), key=lambda pair: -pair[1]):
+        if size > room:
+            chunks.append([])
+            room = _CHUNK_BYTES
+        chunks[-1].append(batch)
+        room -= size
+    return chunks
+
+
 def followed(F: Tensor, Q: Tensor, method: Factorisation = "auto") -> tuple[Tensor, Tensor | None]:
     """The Q of FQ [b d d], for symmetric F and orthogonal Q, its columns sorted by qᵀFq, the largest first.
 
@@ -64,25 +83,49 @@ def followed(F: Tensor, Q: Tensor, method: Factorisation = "auto") -> tuple[Tens
     (tensor([[[0., 1.],
              [1., 0.]]]), tensor(0.))
     """
-    if method == "auto":
-        method = "cholesky" if Q.device.type == "cuda" and Q.dtype == torch.float32 else "householder"
-    with products_in("single", Q.device) as product:
-        moved = product(F, Q)
-        order = (Q * moved).sum(1).argsort(dim=1, descending=True).unsqueeze(1).expand_as(Q)
-        moved = moved.gather(2, order)
-        if method == "householder":
-            return torch.linalg.qr(moved).Q, None
-        columns, before = moved.double(), Q.gather(2, order)
-        largest = torch.linalg.vector_norm(columns, dim=1, keepdim=True).amax(2, keepdim=True)
-        τ = torch.where(largest > 0, _ROUNDING * torch.finfo(Q.dtype).eps * largest, 1.0)
-        X = _triangularised(columns.addcmul_(before, τ)).to(Q.dtype)
-        for _ in range(_CORRECTIONS):
-            Φ = _defect(X, product).triu_()
-            Φ.diagonal(dim1=1, dim2=2).mul_(0.5)
-            X = X - product(X, Φ)
-        error = torch.linalg.matrix_norm(_defect(X, product)) / math.sqrt(Q.shape[-1])
-    good = error <= _TOLERANCE
-    return torch.where(good[:, None, None], X, Q), (~good).sum().float()
+    (new,), failures = _followed_together([F], [Q], method)
+    return new, failures
+
+
+def _by_cholesky(like: Tensor, method: Factorisation) -> bool:
+    return method == "cholesky" or (method == "auto" and like.device.type == "cuda" and like.dtype == torch.float32)
+
+
+@torch.no_grad()
+def _followed_together(
+    factors: Sequence[Tensor], bases: Sequence[Tensor], method: Factorisation
+) -> tuple[list[Tensor], Tensor | None]:
+    """``followed`` of stacks F and Q of several sizes."""
+    out: list[Tensor] = []
+    failures: list[Tensor] = []
+    with products_in("single", bases[0].device) as product:
+        moved: list[Tensor] = []
+        for F, Q in zip(factors, bases, strict=True):
+            M = product(F, Q)
+            order = (Q * M).sum(1).argsort(dim=1, descending=True).unsqueeze(1).expand_as(Q)
+            M = M.gather(2, order)
+            moved.append(_bounded(M, Q.gather(2, order)) if _by_cholesky(Q, method) else M)
+        if not _by_cholesky(bases[0], method):
+            return [torch.linalg.qr(M).Q for M in moved], None
+        inverses = lower_inverses([torch.bmm(M.mT, M) for M in moved])
+        for M, V, Q in zip(moved, inverses, bases, strict=True):
+            X = torch.bmm(M, V.mT).to(Q.dtype)
+            for _ in range(_CORRECTIONS):
+                Φ = _defect(X, product).triu_()
+                Φ.diagonal(dim1=1, dim2=2).mul_(0.5)
+                X = X - product(X, Φ)
+            good = torch.linalg.matrix_norm(_defect(X, product)) <= _TOLERANCE * math.sqrt(Q.shape[-1])
+            out.append(torch.where(good[:, None, None], X, Q))
+            failures.append((~good).sum().float())
+    return out, torch.stack(failures).sum()
+
+
+def _bounded(M: Tensor, Q: Tensor) -> Tensor:
+    """M + τQ in double precision, with columns of length one: this changes R only, and the condition of MᵀM."""
+    M, eps = M.double(), torch.finfo(M.dtype).eps
+    largest = torch.linalg.vector_norm(M, dim=1, keepdim=True).amax(2, keepdim=True)
+    M.addcmul_(Q, torch.where(largest > 0, _ROUNDING * eps * largest, 1.0))
+    return M.div_(torch.linalg.vector_norm(M, dim=1, keepdim=True))
 
 
 def _defect(X: Tensor, product: Product) -> Tensor:
@@ -92,34 +135,46 @@ def _defect(X: Tensor, product: Product) -> Tensor:
     return E
 
 
-def _triangularised(M: Tensor) -> Tensor:
-    """MR⁻¹ [b d d], RᵀR = MᵀM, in the memory of M; not finite where MᵀM is singular."""
-    M /= torch.linalg.vector_norm(M, dim=1, keepdim=True)  # which changes R only, and the condition number of MᵀM
-    return torch.bmm(M, lower_inverse(torch.bmm(M.mT, M)).mT)
+def lower_inverses(stacks: Sequence[Tensor], leaf: int = _LEAF) -> list[Tensor]:
+    """L⁻¹ of LLᵀ = G for stacks of positive G [b d d], which are overwritten; not finite where G is not positive.
 
+    Block by block: L_kk and its inverse V_kk, of all stacks in one batch; then the column of L below it, and the row
+    −V_kk L_kj V_ji of the inverse.
 
-def lower_inverse(G: Tensor, leaf: int = _LEAF) -> Tensor:
-    """L⁻¹ [b d d] of LLᵀ = G, for positive G, which is overwritten; not finite where G is not positive.
-
-    Block by block: L_kk and its inverse V_kk, the column of L below it, and the row V_kk L_kj V_ji of the inverse.
-
-    >>> lower_inverse(torch.tensor([[[4.0, 2.0], [2.0, 2.0]]]), leaf=1)
-    tensor([[[ 0.5000,  0.0000],
-             [-0.5000,  1.0000]]])
+    >>> lower_inverses([torch.tensor([[[4.0, 2.0], [2.0, 2.0]]])], leaf=1)
+    [tensor([[[ 0.5000,  0.0000],
+             [-0.5000,  1.0000]]])]
     """
-    d, V = G.shape[-1], torch.zeros_like(G)
-    for start in range(0, d, leaf):
-        stop = min(start + leaf, d)
-        block, below = slice(start, stop), slice(stop, d)
-        corner, info = torch.linalg.cholesky_ex(G[:, block, block])
-        corner = torch.where((info == 0)[:, None, None], corner, torch.nan)
-        one = torch.eye(stop - start, dtype=G.dtype, device=G.device).expand_as(corner)
-        inverse = torch.linalg.solve_triangular(corner, one, upper=False)
-        V[:, block, block] = inverse
-        if start:  # the blocks of L that were computed before lie below the diagonal of G
-            V[:, block, :start] = torch.bmm(inverse, torch.bmm(G[:, block, :start], V[:, :start, :start])).neg_()
-        if stop < d:
-            column = torch.bmm(G[:, below, block], inverse.mT)
-            G[:, below, block] = column
-            G[:, below, below].baddbmm_(column, column.mT, alpha=-1)
-    return V
+    inverses = [torch.zeros_like(G) for G in stacks]
+    sizes = [G.shape[-1] for G in stacks]
+    leaf = min(leaf, max(sizes))
+    one = torch.eye(leaf, dtype=stacks[0].dtype, device=stacks[0].device)
+    for start in range(0, max(sizes), leaf):
+        going = [(G, V, min(start + leaf, d)) for G, V, d in zip(stacks, inverses, sizes, strict=True) if d > start]
+        corners = [_padded(G[:, start:stop, start:stop], one) for G, _, stop in going]
+        L, info = torch.linalg.cholesky_ex(torch.cat(corners))
+        W = torch.linalg.solve_triangular(L, one.expand_as(L), upper=False)
+        W = torch.where((info == 0)[:, None, None], W, torch.nan)
+        for (G, V, stop), of_stack in zip(going, W.split([len(corner) for corner in corners]), strict=True):
+            inverse = of_stack[:, : stop - start, : stop - start]
+            V[:, start:stop, start:stop] = inverse
+            if start:  # the blocks of L that were computed before lie below the diagonal of G
+                row = V[:, start:stop, :start]
+                torch.baddbmm(
+                    row, inverse, torch.bmm(G[:, start:stop, :start], V[:, :start, :start]), beta=0, alpha=-1, out=row
+                )
+            if stop < G.shape[-1]:
+                column = torch.bmm(G[:, stop:, start:stop], inverse.mT)
+                G[:, stop:, start:stop] = column
+                G[:, stop:, stop:].baddbmm_(column, column.mT, alpha=-1)
+    return inverses
+
+
+def _padded(corner: Tensor, one: Tensor) -> Tensor:
+    """A matrix as large as this unit matrix, with ones on the rest of the diagonal."""
+    d = corner.shape[-1]
+    if d == len(one):
+        return corner
+    out = one.expand(len(corner), -1, -1).clone()
+    out[:, :d, :d] = corner
+    return out

@@ -12,12 +12,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.devices import in_transform, is_asynchronous
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.roots import STACKS, by_eigenvalues, inverse_powers, suited_precision
@@ -91,38 +92,76 @@ def aligned(factor: SymFactor) -> SymFactor:
     return torch.nn.functional.pad(factor, (0, missing, 0, missing))
 
 
-def stacked(factors: Sequence[SymFactor]) -> SymFactor:
-    """[Σc …]; a single one is itself, not a copy."""
-    return factors[0] if len(factors) == 1 else torch.cat(list(factors))
+def stacked(factors: Sequence[Tensor]) -> Tensor:
+    """[Σc …]; those that lie ``side_by_side``, and a single one, are not copied."""
+    if len(factors) == 1:
+        return factors[0]
+    first = factors[0]
+    if not all(follows(one, other) for one, other in pairwise(factors)):
+        return torch.cat(list(factors))
+    # The first stride of a contiguous tensor [1 …] may be anything.
+    strides = first.shape[1:].numel(), *first.stride()[1:]
+    return first.as_strided((sum(map(len, factors)), *first.shape[1:]), strides)
 
 
-def two_sided(left: SymFactor, w: Tensor, right: SymFactor, out: Tensor | None = None) -> Tensor:
+def follows(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors [c …] lie one after the other in memory."""
+    if in_transform() or one.shape[1:] != other.shape[1:] or not (one.is_contiguous() and other.is_contiguous()):
+        return False
+    at = one.storage_offset() + one.numel()
+    return other.storage_offset() == at and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors [c …], one after the other in memory, so that they can be ``stacked`` without a copy.
+
+    >>> a, b = side_by_side([torch.zeros(1, 2), torch.ones(1, 2)])
+    >>> stacked([a, b]).add_(1.0)
+    tensor([[1., 1.],
+            [2., 2.]])
+    >>> b
+    tensor([[2., 2.]])
+    """
+    return list(torch.cat(list(tensors)).split([len(t) for t in tensors]))
+
+
+def two_sided(left: SymFactor | None, w: Tensor, right: SymFactor | None, out: Tensor | None = None) -> Tensor:
     """L W Rᵀ [c o i], for W [c o i]; the factors may be ``aligned``. ``out``: memory for the result, possibly W.
 
-    Where there are fewer factors than groups, consecutive groups share them.
+    Where there are fewer factors than groups, consecutive groups share them. None is the identity.
 
     >>> two_sided(torch.tensor([[2.0]]), torch.ones(2, 1, 1), torch.tensor([[[3.0]]])).flatten()
     tensor([6., 6.])
     """
     o, i = w.shape[-2:]
-    padding = (0, right.shape[-1] - i, 0, left.shape[-1] - o)
+    padding = (0, 0 if right is None else right.shape[-1] - i, 0, 0 if left is None else left.shape[-1] - o)
     if any(padding):
         w = out = torch.nn.functional.pad(w, padding)
-    if w.ndim == 3 and w.shape[0] > left.shape[0]:
-        return _two_sided_shared(left, w, right)[..., :o, :i]
+    factors = [len(factor) for factor in (left, right) if factor is not None]
+    if w.ndim == 3 and factors and w.shape[0] > factors[0]:
+        return _two_sided_shared(left, w, right, factors[0])[..., :o, :i]
     product = torch.bmm if w.ndim == 3 else torch.matmul  # which dispatches several operations for one
-    half = product(left, w) if is_dense(left) else left.unsqueeze(-1) * w
-    w = product(half, right.mT, out=out) if is_dense(right) else half.mul_(right.unsqueeze(-2))
+    half = w
+    if left is not None:
+        half = product(left, w) if is_dense(left) else left.unsqueeze(-1) * w
+    if right is None:
+        w = half if out is None else out.copy_(half)
+    elif is_dense(right):
+        w = product(half, right.mT, out=out)
+    else:
+        w = half * right.unsqueeze(-2) if half is w else half.mul_(right.unsqueeze(-2))
     return w[..., :o, :i] if any(padding) else w
 
 
-def _two_sided_shared(left: SymFactor, w: Tensor, right: SymFactor) -> Tensor:
+def _two_sided_shared(left: SymFactor | None, w: Tensor, right: SymFactor | None, b: int) -> Tensor:
     """L W Rᵀ [b·k o i], for W [b·k o i] and factors [b …]: one product with W [b o k·i], and one with W [b o·k i]."""
-    (groups, o, i), b = w.shape, left.shape[0]
-    wide = w.unflatten(0, (b, groups // b)).transpose(1, 2).reshape(b, o, -1)
-    half = torch.bmm(left, wide) if is_dense(left) else left.unsqueeze(-1) * wide
-    tall = half.view(b, -1, i)
-    whole = torch.bmm(tall, right.mT) if is_dense(right) else tall * right.unsqueeze(-2)
+    groups, o, i = w.shape
+    half = w.unflatten(0, (b, groups // b)).transpose(1, 2).reshape(b, o, -1)
+    if left is not None:
+        half = torch.bmm(left, half) if is_dense(left) else left.unsqueeze(-1) * half
+    whole = half.view(b, -1, i)
+    if right is not None:
+        whole = torch.bmm(whole, right.mT) if is_dense(right) else whole * right.unsqueeze(-2)
     return whole.view(b, o, -1, i).transpose(1, 2).reshape(groups, o, i)
 
 
@@ -624,7 +663,8 @@ def _damped(jobs: Sequence[Inversion], shifts: Tensor, dtype: torch.dtype | None
     factors = [job.factor for job in jobs]
     stack = stacked(factors).to(dtype or factors[0].dtype)
     M, d = aligned(stack), stack.shape[-1]
-    M = M.clone(memory_format=torch.contiguous_format) if M is factors[0] else M
+    shared = M.data_ptr() == factors[0].data_ptr()
+    M = M.clone(memory_format=torch.contiguous_format) if shared else M
     on_diagonal = M.diagonal(dim1=-2, dim2=-1)
     on_diagonal[:, :d].add_(shifts.to(M.dtype).unsqueeze(-1))
     on_diagonal[:, d:].fill_(1.0)

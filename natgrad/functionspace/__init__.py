@@ -3,6 +3,8 @@
 from natgrad.functionspace.flatness import Flatness as Flatness
 from natgrad.functionspace.flatness import Volume as Volume
 from natgrad.functionspace.flatness import flatness as flatness
+from natgrad.functionspace.flow import Flow as Flow
+from natgrad.functionspace.flow import gradient_flow as gradient_flow
 from natgrad.functionspace.ntk import NTKOperator as NTKOperator
 from natgrad.functionspace.ntk import layer_ntks as layer_ntks
 from natgrad.functionspace.ntk import ntk as ntk

@@ -11,6 +11,8 @@ from natgrad.invariance.certificate import Certificate as Certificate
 from natgrad.invariance.certificate import Sweep as Sweep
 from natgrad.invariance.certificate import certify as certify
 from natgrad.invariance.certificate import damping_sweep as damping_sweep
+from natgrad.invariance.parametrisations import Comparison as Comparison
+from natgrad.invariance.parametrisations import compare as compare
 from natgrad.invariance.reparametrise import Reparametrisation as Reparametrisation
 from natgrad.invariance.reparametrise import reparametrisation as reparametrisation
 from natgrad.invariance.reparametrise import reparametrise as reparametrise

@@ -110,8 +110,12 @@ class AdamWUpdate:
             )
 
     def _state_of(self, p: Tensor) -> Any:
-        state = self._state[p]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        return state
+        begin_moments(self._state[p], p)
+        return self._state[p]
+
+
+def begin_moments(state: MutableMapping[str, Any], p: Tensor) -> None:
+    """t = 0, m = 0 and s = 0 of a parameter that has none."""
+    if "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(p, requires_grad=False) for _ in range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from numbers import Real
@@ -65,7 +66,7 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
     inverse, freshness = preconditioner.inverse, preconditioner.freshness
     return {
         **_signature(tracker, preconditioner),
-        "solver": _solver(preconditioner),
+        "solver": _solver(preconditioner, tracker.structure.power),
         "dtype": str(tracker.model.example.dtype),
         "step": tracker.step,
         "mass": (tracker.weight.total, step_size),
@@ -84,6 +85,30 @@ def export(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, 
         "generator": tracker.generator.get_state(),
         "rank": tracker.world.rank,
     }
+
+
+WORDS = ("metric", "structure", "solver", "damping", "parameters", "layers", "dtype", "momentum_on")
+
+
+def blank(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[str, dict[str, Tensor]]:
+    """Before the first step: tensors as large as those of the metric and its inverse later, where that is known.
+
+    ``torch.distributed.checkpoint`` loads in place.
+    """
+    nothing: dict[str, dict[str, Tensor]] = {"operator": {}, "inverse": {}}
+    if tracker.step or tracker.average is not None:
+        return nothing
+    model, blocks = tracker.model, tracker.observer.blocks
+    G = tracker.structure.identity(model, blocks, torch.promote_types(model.example.dtype, torch.float32))
+    if G is None:
+        return nothing
+    λ, inverted = preconditioner.damping, preconditioner.inverted_metric(G)
+    inverse = preconditioner.solver.init(inverted, λ)
+    if inverse.remembers:  # what it starts from, once it has been used
+        inverse.solve(torch.ones(model.size, dtype=G.layout.dtype, device=model.example.device))
+    tensors = {"operator": G.informed(inverse, λ).tensors(), "inverse": inverse.tensors()}
+    freshness = preconditioner.freshness
+    return tensors if freshness is None else tensors | {"sketch": {"": freshness.blank(G)}}
 
 
 def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preconditioner) -> Callable[[], None]:
@@ -116,11 +141,13 @@ def restore(state: dict[str, Any], tracker: MetricTracker, preconditioner: Preco
     tensors = placed(state["operator"])
     layers = loaded(model, observer.blocks, state.get("operations", ()))
     blocks = with_layers(observer.blocks, layers)
-    average = operator_of(tracker.structure, model, blocks, tensors) if tensors else constant(tracker.structure, model)
+    average: Operator | None = constant(tracker.structure, model)
+    if average is None and tensors:
+        average = operator_of(tracker.structure, model, blocks, tensors)
     inverse: Inverse | None = None
     warm: dict[str, Tensor] | None = None
-    if state["solver"] != _solver(preconditioner):
-        words = state["solver"], _solver(preconditioner)
+    if state["solver"] != _solver(preconditioner, tracker.structure.power):
+        words = state["solver"], _solver(preconditioner, tracker.structure.power)
         _log.info("the state was saved with the solver %s, here it is %s: the next step inverts anew", *words)
     elif average is None:
         warm = placed(state["inverse"])
@@ -154,17 +181,22 @@ def _signature(tracker: MetricTracker, preconditioner: Preconditioner) -> dict[s
     declared = observer.cache.operations.declared(observer.blocks)  # whatever operations have shown since
     return {
         "metric": in_words(tracker.metric.unsampled()),
-        "structure": repr(tracker.structure),
+        "structure": _without_power(tracker.structure),
         "damping": "relative" if isinstance(preconditioner.damping, Relative) else "absolute",
         "parameters": {name: list(p.shape) for name, p in tracker.model.params.items()},
         "layers": {b.title: "no rule" if b.rule is None else type(b.rule).__name__ for b in declared},
     }
 
 
-def _solver(preconditioner: Preconditioner) -> str:
-    """In words, with the share of the power that it inverts."""
-    share = preconditioner.power_share
-    return in_words(preconditioner.solver) + ("" if share == 1 else f" of {share:g} of the power")
+def _without_power(structure: Structure) -> str:
+    """In words. What is averaged is G, and its inverse is at the power: the next one may be at another."""
+    return re.sub(r", power=[^,)]*|power=[^,)]*(, )?", "", repr(structure))
+
+
+def _solver(preconditioner: Preconditioner, power: float) -> str:
+    """In words, with the power of the metric that it inverts."""
+    power *= preconditioner.power_share
+    return in_words(preconditioner.solver) + ("" if power == 1 else f" at the power {power:g}")
 
 
 def _seed(generator: torch.Generator, saved: Tensor, saved_rank: int, rank: int) -> None:

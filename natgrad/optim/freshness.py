@@ -20,7 +20,8 @@ from natgrad.structures.base import Operator
 from natgrad.structures.refresh import Refresh
 
 _EIGHTHS = 8  # an inverse grows older by an eighth of its age until its drift is measured again
-_LATER = 4  # steps after which the host reads a drift: a device that is not that far behind is not waited for
+READINGS = 4  # that are on their way at most: one a step
+_LATER = READINGS  # steps after which the host reads a drift: a device that is not that far behind is not waited for
 
 
 @final
@@ -114,6 +115,10 @@ class Freshness:
         return inverse / (self.schedule.budget * step) if step > 0 else self.wait
 
     # Checkpoints.
+
+    def blank(self, G: Operator) -> Tensor:
+        """As large as the sketch of a metric like G."""
+        return self._sketch(G).values
 
     def state(self) -> dict[str, Any] | None:
         """All that decides, but for the clock, None before the first inverse. The device is waited for."""

@@ -18,11 +18,13 @@ from natgrad.geometry import Covector, Vector, require_all
 from natgrad.isolation import untouched
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Inputs, Model, check_slots, unwrapped
-from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, check_fallback, without_metric
-from natgrad.optim.checkpoint import check_plain, check_signature, export, restore
+from natgrad.optim.adamw import AdamWUpdate, Fallback, Members, begin_moments, check_fallback, without_metric
+from natgrad.optim.checkpoint import WORDS, blank, check_plain, check_signature, export, restore
 from natgrad.optim.distributed import world_of
+from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.preconditioner import Preconditioner
 from natgrad.optim.report import Diagnostics, Plan, diagnostics, plan
+from natgrad.optim.state_layout import divided, joined
 from natgrad.optim.tracker import MetricTracker, attach, load_compiler
 from natgrad.optim.update import (
     MomentumOn,
@@ -43,6 +45,8 @@ from natgrad.pullback.pullback import MEMORY, Observer, layers_of
 from natgrad.rules.base import Rule
 from natgrad.solve.solvers import Cholesky, Solver
 from natgrad.step.base import Loss, PlainRule, Step, StepContext, StepRule
+from natgrad.step.normalised import Normalised
+from natgrad.step.polar import Polar
 from natgrad.step.rules import Fixed
 from natgrad.structures.base import Operator, Structure
 from natgrad.structures.dense import Dense
@@ -161,7 +165,10 @@ class NaturalGradient(torch.optim.Optimizer):
             schedule.structure.check_backward()
         observer = Observer(wrapped, metric, blocks, generator, memory, deferred=is_asynchronous(device))
         self.rule, self.momentum_on = step, momentum_on
-        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole)
+        scale_free = isinstance(step, Normalised | Polar)
+        check = LossCheck(metric, strict=strict, scale_free=scale_free, silent=world.rank > 0)
+        queried = not isinstance(step, PlainRule)
+        self.tracker = MetricTracker(observer, schedule, generator, wrapping, world, whole, check, queried)
         self.preconditioner = Preconditioner(
             solver, schedule, damping=damping, device=device, world=world, power_share=step.power_share
         )
@@ -256,6 +263,8 @@ class NaturalGradient(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Returns the loss of the closure, detached, if there is one."""
+        if closure is None and self._prepared():
+            return None
         if self.rule.needs_closure and closure is None:
             raise TypeError(f"{type(self.rule).__name__} evaluates the loss again: call opt.step(closure)")
         self.preconditioner.handle_async_failure(self.tracker.average)
@@ -275,6 +284,11 @@ class NaturalGradient(torch.optim.Optimizer):
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     def _step(self, loss_at: Loss | None) -> None:
+        self.tracker.loss_check.report()
+        if self.tracker.step == 0:
+            for of_param in self.state.values():
+                of_param.pop("momentum", None)  # zeros, to load into
+            self._mark()
         ω, without_grad = self._differential()
         if self.tracker.sees_gradients:
             if can_read(next(iter(ω.values()))):  # on a GPU the average leaves out what is not finite
@@ -484,14 +498,53 @@ class NaturalGradient(torch.optim.Optimizer):
             _log.info("%s: %s", ", ".join(news), what)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of torch.optim, and the metric under "natgrad", where torch.optim does not cast it."""
-        state = super().state_dict()
+        """The state of torch.optim, in which every parameter has its part of the metric under "natgrad".
+
+        All of it is tensors where ``torch.optim`` keeps its own, so that ``torch.distributed.checkpoint`` and all that
+        builds on it save and load it. Before the first step there is a place for what will be there after it.
+        """
+        state, device = super().state_dict(), self.tracker.model.example.device
         # A snapshot: torch hands out its own dictionaries, in which the next step would put its momentum.
-        state["state"] = _copied(state["state"])
-        metric = export(self.tracker, self.preconditioner)
-        copies = {what: {k: t.clone() for k, t in metric[what].items()} for what in ("operator", "inverse")}
-        state["natgrad"] = metric | copies | {"momentum_on": self.momentum_on}
+        plain = _copied(state["state"])
+        entry = export(self.tracker, self.preconditioner) | {"momentum_on": self.momentum_on}
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        names = {id(p): name for name, p in self._params.items()}
+        ordered = [names[id(p)] for group in self.param_groups for p in group["params"]]
+        states = {name: plain.setdefault(key, {}) for name, key in zip(ordered, keys, strict=True)}
+        began = states if self.tracker.step else {name: {} for name in states}
+        mine = divided(entry, blank(self.tracker, self.preconditioner), WORDS, began, device)
+        self._fill(states)
+        for name, of_param in mine.items():
+            states[name]["natgrad"] = of_param
+        state["state"] = plain
         return state
+
+    def _fill(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Zeros where a step would put momentum, in the states of parameters that have made none."""
+        for group, members in zip(self.param_groups, self._members, strict=True):
+            for name, p in members:
+                if group["momentum"] and "momentum" not in states[name]:
+                    states[name]["momentum"] = torch.zeros_like(p, requires_grad=False)
+        for name, p in (pair for members in self._members_of_adamw for pair in members):
+            begin_moments(states[name], p)
+
+    def _prepared(self) -> bool:
+        """Whether this is the step by which torch makes a state to load into: rates and gradients are zero, no pass."""
+        began = self.tracker.step or self.state or self.tracker.has_estimate or self.tracker.awaits_backward
+        if began or any(float(group["lr"]) for group in self.param_groups):
+            return False
+        grads = [p.grad for p in self._params.values() if p.grad is not None]
+        if len(grads) < len(self._params) or any(bool(grad.any()) for grad in grads):
+            return False
+        states: dict[str, dict[str, Any]] = {name: {"natgrad": {}} for name in self._params}
+        self._fill(states)
+        self.state.update({p: states[name] for name, p in self._params.items()})
+        return True
+
+    def _mark(self) -> None:
+        """A flat state of ``torch.distributed.checkpoint`` is loaded by the names that the state has already."""
+        for p in self._params.values():
+            self.state[p].setdefault("natgrad", {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume exactly: the next steps are, bit for bit, those of the run that was saved.
@@ -499,8 +552,7 @@ class NaturalGradient(torch.optim.Optimizer):
         A state that does not fit is refused with the difference, before anything is changed. If it was saved with
         another solver, the metric is loaded, and the next step inverts it anew.
         """
-        if "natgrad" not in state_dict:
-            raise ValueError('this is not the state of a NaturalGradient: it has no "natgrad" entry')
+        state_dict = joined(state_dict)
         go_on = restore(state_dict["natgrad"], self.tracker, self.preconditioner)
         check_signature("optimizer", state_dict["natgrad"], {"momentum_on": self.momentum_on})
         check_plain(state_dict, self.param_groups, {id(p): name for name, p in self._params.items()})
@@ -511,6 +563,7 @@ class NaturalGradient(torch.optim.Optimizer):
             if "step" in self.state[p]:  # torch leaves it where it was saved
                 self.state[p]["step"] = self.state[p]["step"].to(p.device, torch.float32)
         go_on()
+        self._mark()
         self._last = None
         self._graphs.clear()
 

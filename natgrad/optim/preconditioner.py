@@ -136,7 +136,7 @@ class Preconditioner:
             if last is not None and is_asynchronous(self._device):
                 # A captured step reads the inverse where the last one was, in this step already.
                 self.inverse = last.overwritten(self.inverse)
-                self._overwritten |= self.inverse is last
+            self._overwritten |= self.inverse is last
             self.version += self.inverse is not last
         if self.freshness is not None:
             self.freshness.inverted(G, self._step)

@@ -306,9 +306,10 @@ def Natural(
     A ``metric``, or a loss (``ng.metric_of``), takes the place of the gradients' second moment: that of the loss, as
     ``ng.Fisher(family, samples=1)``, has the factors of K-FAC, from one more backward pass (p = ¾ suits it),
     ``ng.Empirical()`` those of the loss's own cotangents. ``fit="mean"`` averages each side by itself, as K-FAC and
-    Shampoo do. ``polar=True``: v = G^-p/2 polar(G^-p/2 M), steepest descent in the spectral norm of G^p (``Polar``). The metric is estimated every ``metric_every`` steps. Its
-    roots are computed every ``inverse_every`` steps, or with "fresh" when the metric has moved (``Refresh``), and
-    (``early``) in the steps 1, 2, 4, … before. The other arguments are those of ``KFAC``.
+    Shampoo do. ``polar=True``: v = G^-p/2 polar(G^-p/2 M), steepest descent in the spectral norm of G^p (``Polar``).
+    The metric is estimated every ``metric_every`` steps. Its roots are computed every ``inverse_every`` steps, or with
+    "fresh" when the metric has moved (``Refresh``), and (``early``) in the steps 1, 2, 4, … before. The other arguments
+    are those of ``KFAC``.
 
     >>> import torch, natgrad as ng
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -25,6 +25,7 @@ from natgrad.geometry import Covector
 from natgrad.isolation import refuse_randomness, untouched
 from natgrad.model import Arguments, Inputs, Model, eager, in_library_pass, is_compiled, library_pass, tensors_of
 from natgrad.optim.distributed import World, refuse_strangers
+from natgrad.optim.loss_check import LossCheck
 from natgrad.optim.model_check import ModelCheck
 from natgrad.output.fisher import Fisher
 from natgrad.pullback.chunks import check_inputs
@@ -58,7 +59,7 @@ NO_COTANGENT = (
 )
 _ALL_TERMS = (
     "the cotangent of the loss cannot be seen at the outputs (a compiled model, several heads, or an output= that "
-    "makes a new tensor): all terms count, also those with ignored labels. Call opt.refresh(x, target) if there are such"
+    "makes a new tensor): all count, also those with ignored labels. If there are such, call opt.refresh(x, target)"
 )
 NO_BACKWARD = (
     "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
@@ -153,13 +154,41 @@ class AtStep:
 @final
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A pass whose metric is estimated when the cotangent of the user's loss comes to its outputs y."""
+    """A pass whose metric is estimated when the cotangents of the user's loss come to its outputs."""
 
     number: int
     batch: Batch
     tape: Tape
-    y: Tensor
-    handle: RemovableHandle
+    outputs: tuple[Tensor, ...]  # one, or those of the heads
+    handle: RemovableHandle | None = None  # of the hook at the only one
+
+    def with_target(self, at: int, target: Any) -> Waiting:
+        """The pass with the target of this output."""
+        if len(self.outputs) > 1:
+            targets = self.batch.target or (None,) * len(self.outputs)
+            target = (*targets[:at], target, *targets[at + 1 :])
+        return replace(self, batch=replace(self.batch, target=target))
+
+    def forget(self) -> None:
+        """Wait no more."""
+        if self.handle is not None:
+            self.handle.remove()
+
+
+@final
+class JoinedHeads(torch.autograd.Function):
+    """The heads as they are. Their cotangents come together, and before any backward pass below them."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Callable[[Sequence[Tensor | None]], None], *heads: Tensor) -> tuple[Tensor, ...]:
+        ctx.arrived = arrived
+        ctx.set_materialize_grads(False)  # the parameters of a head without a loss have no gradient
+        return heads
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.arrived(cotangents)
+        return None, *cotangents
 
 
 @final
@@ -179,7 +208,8 @@ class MetricTracker:
 
     A compiled pass shows nothing of its layers: there the estimate is made in an eager pass before it.
     ``wrapping``: the model as it was handed over and what it wraps, down to the plain module. ``whole``: the model with
-    all parameters, also those that the optimizer steps without a metric.
+    all parameters, also those that the optimizer steps without a metric. ``queried``: whether the step rule asks about
+    the batch (``batch_queries``), so that the random state of its pass is kept.
     """
 
     def __init__(
@@ -190,7 +220,10 @@ class MetricTracker:
         wrapping: Sequence[nn.Module] = (),
         world: World | None = None,
         whole: Model | None = None,
+        loss_check: LossCheck | None = None,
+        queried: bool = True,
     ) -> None:
+        self._queried = queried
         self.observer, self.schedule, self.generator = observer, schedule, generator
         self.structure = schedule.structure
         self.world = World() if world is None else world
@@ -222,6 +255,7 @@ class MetricTracker:
         self._handle: RemovableHandle | None = None  # of the hook at its end
         self._depth = 0  # calls of the model inside of that pass
         self._rng_state = get_rng_state(self.model.example.device)
+        self.loss_check = LossCheck(self.metric) if loss_check is None else loss_check
         self._check = ModelCheck(self.model if whole is None else whole, self.module, observer.blocks)
         self._modes: set[bool] = set()  # of the passes of this step
         self._warned_modes = self._measured_terms = False
@@ -283,9 +317,8 @@ class MetricTracker:
         return average, True
 
     def _what_is_missing(self) -> str:
-        awaited = self.metric.awaits
-        if isinstance(awaited, nn.Module):
-            return NEEDS_CALL.format(repr(awaited))
+        if awaited := self.metric.awaited:
+            return NEEDS_CALL.format(", ".join(map(repr, awaited)))
         if self.metric.needs_target:
             return NEEDS_TARGET
         if self.metric.source == "backward":
@@ -310,13 +343,14 @@ class MetricTracker:
     def discard(self) -> None:
         """Forget the estimate of this step; what is in the average stays."""
         self.abandon()
+        self.loss_check.forget()
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
         self.absorbed, self.weight.examples = False, 0
         self._unreached = None
         self._modes.clear()
         self._forget_backward()
         for waiting in self._waiting:
-            waiting.handle.remove()
+            waiting.forget()
         self._waiting.clear()
 
     # Parameters that the metric knows nothing of.
@@ -380,6 +414,11 @@ class MetricTracker:
         estimate = self.structure.in_backward(pb, self.average, in_place=self._absorbs(), weigh=weigh)
         self._in_backward.append((pb.n, estimate))
         pb.tapes.clear()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a pass of this step waits for the user's backward pass, or that has come."""
+        return bool(self._in_backward)
 
     def _forget_backward(self) -> None:
         """Wait for no backward pass."""
@@ -458,7 +497,8 @@ class MetricTracker:
             return
         if in_backward() or self._check.moved(certain=self.due):
             return
-        self.batch = Batch(self.model, Arguments(args, kwargs))
+        state = get_rng_state(self.model.example.device) if self._queried else None
+        self.batch = Batch(self.model, Arguments(args, kwargs), rng_state=state)
         if not self.due:
             return
         self._note_mode()
@@ -492,16 +532,16 @@ class MetricTracker:
             finally:
                 set_rng_state(self.model.example.device, self._rng_state)
 
-    def _after_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> None:
+    def _after_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], raw: Any) -> Any:
         if self._handle is not None and in_library_pass():
-            return  # another optimizer runs a pass of its own inside the one that is recorded
+            return None  # another optimizer runs a pass of its own inside the one that is recorded
         if self._depth:  # a pass that the model makes itself, inside of the one that is recorded
             self._depth -= 1
-            return
+            return None
         of_user, recorder = self._handle is not None, self._stop()
         try:
             if raw is None:  # the forward pass raised
-                return
+                return None
             if not self.structure.one_pass and not torch.equal(
                 self._rng_state, get_rng_state(self.model.example.device)
             ):
@@ -509,12 +549,17 @@ class MetricTracker:
             tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
-        batch = Batch(self.model, Arguments(args, kwargs))
-        if not self._waits(batch, tape, raw, of_user):
+        if of_user and self.metric.source == "outputs":
+            self.loss_check.watch(raw, self.model.returned(raw))
+        assert self.batch is not None
+        batch = Batch(self.model, Arguments(args, kwargs), rng_state=self.batch.rng_state)
+        waits, changed = self._waits(batch, tape, raw, of_user)
+        if not waits:
             self._estimate(batch, tape)
+        return changed
 
     def _estimate(self, batch: Batch, tape: Tape) -> None:
-        with AtStep(self.step):  # the parameters have been checked before the pass
+        with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
             try:
                 pb = self._assemble(batch, tape)
             except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
@@ -523,44 +568,61 @@ class MetricTracker:
 
     # Passes that wait for the user's own loss. Their graph is held until then, or until the step.
 
-    def _waits(self, batch: Batch, tape: Tape, raw: Any, of_user: bool) -> bool:
-        """Wait with this pass for the cotangent of the user's loss at its outputs, if the metric asks for it."""
+    def _waits(self, batch: Batch, tape: Tape, raw: Any, of_user: bool) -> tuple[bool, Any]:
+        """Wait with this pass for the cotangent of the user's loss at its outputs, if the metric asks for it.
+
+        The cotangents of several heads come one after the other, and the graph below the first is freed before the
+        last: there the user gets what the pass returned with heads whose cotangents come together, the second result.
+        """
         if not self.metric.awaits:
-            return False
-        y, *others = self.model.returned(raw)
-        visible = of_user and not others and y.requires_grad and any(t is y for t in tensors_of(raw))
-        if not visible:
+            return False, None
+        outputs, everything = self.model.returned(raw), tensors_of(raw)
+        visible = of_user and all(y.requires_grad and any(t is y for t in everything) for y in outputs)
+        own_loss = any(t.ndim == 0 and t.requires_grad for t in everything)  # made of the heads before they are joined
+        several = self.model.heads is not None
+        if not visible or (several and (own_loss or self.model.output is not None)):
             if self.metric.needs_target:
-                return True  # never estimated: ``step`` will say what is missing
+                return True, None  # never estimated: ``step`` will say what is missing
             self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
-            return False
+            return False, None
         itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph
         number = next(self._numbers)
 
-        def arrived(cotangent: Tensor) -> None:
+        def arrived(cotangents: Sequence[Tensor | None]) -> None:
             tracker = itself()
             if tracker is not None:
-                tracker.cotangent_arrived(number, cotangent)
+                y, shapes = tape.y.detach(), tape.shapes or (tape.y.shape,)
+                pairs = zip(cotangents, shapes, strict=True)
+                whole = [y.new_zeros(shape) if c is None else c.detach() for c, shape in pairs]
+                tracker.cotangent_arrived(number, torch.cat([c.flatten(1) for c in whole], 1) if several else whole[0])
 
-        self._waiting.append(Waiting(number, batch, tape, y, y.register_hook(arrived)))
-        return True
+        if several:
+            joined = JoinedHeads.apply(arrived, *outputs)  # type: ignore[no-untyped-call]
+            self._waiting.append(Waiting(number, batch, tape, tuple(outputs)))
+            return True, self.model.with_heads(raw, joined)
+        handle = outputs[0].register_hook(lambda cotangent: arrived([cotangent]))
+        self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle))
+        return True, None
 
     def cotangent_arrived(self, number: int, cotangent: Tensor) -> None:
         """The user's backward pass begins at the outputs of a pass that waits: estimate the metric of this pass."""
         waiting = next((each for each in self._waiting if each.number == number), None)
         if waiting is None or self._suspended:
             return
-        waiting.handle.remove()
+        waiting.forget()
         self._waiting.remove(waiting)
-        if self._refreshed or (self.metric.needs_target and waiting.batch.target is None):
+        if self._refreshed or self.metric.lacks(waiting.batch.target):
             return
         self._estimate(replace(waiting.batch, cotangent=cotangent.detach()), waiting.tape)
 
     def loss_called(self, y: Any, target: Any) -> None:
         """The user's loss is called on these outputs, or on a view of them: their pass has these targets."""
+        if not isinstance(y, Tensor):
+            return
         for at, waiting in enumerate(self._waiting):
-            if isinstance(y, Tensor) and y.numel() == waiting.y.numel() and y.data_ptr() == waiting.y.data_ptr():
-                self._waiting[at] = replace(waiting, batch=replace(waiting.batch, target=target))
+            for head, mine in enumerate(waiting.outputs):
+                if y.numel() == mine.numel() and y.data_ptr() == mine.data_ptr():
+                    self._waiting[at] = waiting.with_target(head, target)
 
     @property
     def _averaged(self) -> bool:
@@ -718,7 +780,7 @@ def attach(tracker: MetricTracker, owner: object) -> None:
     one at work.
     """
     _hook(tracker.watched, ForwardHook(tracker), owner)
-    if isinstance(awaited := tracker.metric.awaits, nn.Module):
+    for awaited in tracker.metric.awaited:
         _hook(awaited, LossHook(tracker), owner)
 
 

@@ -214,7 +214,7 @@ class ParamUpdate:
         for group in self.groups:
             if not step.accepted:
                 for p in group.params:
-                    group.state.pop(p, None)
+                    group.state[p].pop("momentum", None)
                 continue
             group.decay(flag.value)
             fused.add_(group.params, [step.displacement[name] for name in group.names], gate=flag.value)

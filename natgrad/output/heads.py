@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from natgrad.model import Shapes
@@ -67,8 +67,15 @@ class Heads(OutputMetric):
 
     @property
     def awaits(self) -> bool:
-        """Cotangents of several heads do not come together: an optimizer only says what it does not wait for."""
-        return any(bool(metric.awaits) for metric in self.metrics.values())
+        return any(metric.awaits for metric in self.metrics.values())
+
+    @property
+    def awaited(self) -> tuple[nn.Module, ...]:
+        return tuple({id(m): m for metric in self.metrics.values() for m in metric.awaited}.values())
+
+    def lacks(self, target: Any) -> bool:
+        pairs = zip(self.metrics.values(), self.targets(target), strict=True)
+        return any(metric.lacks(t) for metric, t in pairs)
 
     def unsampled(self) -> Heads:
         return replace(self, metrics={key: metric.unsampled() for key, metric in self.metrics.items()})

@@ -187,7 +187,10 @@ class TermLoss(OutputMetric):
         n = w.shape[0]
         if self.summed or self.reduction == "batchmean":
             return w
-        return w * n if self.reduction == "sum" else w * (n / total)
+        if self.reduction == "sum":
+            return w * n
+        # Without any term the weights are 0: a head that no loss came to.
+        return w / (total.clamp(min=torch.finfo(total.dtype).tiny) if isinstance(total, Tensor) else total) * n
 
 
 @final

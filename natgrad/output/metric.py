@@ -83,6 +83,15 @@ class OutputMetric(ABC):
         return False
 
     @property
+    def awaited(self) -> tuple[nn.Module, ...]:
+        """The losses whose calls an optimizer waits for."""
+        return (self.awaits,) if isinstance(self.awaits, nn.Module) else ()
+
+    def lacks(self, target: Any) -> bool:
+        """Whether the metric needs targets, and these are not all."""
+        return self.needs_target and target is None
+
+    @property
     def source(self) -> Source:
         """What an optimizer estimates G from: a root at the outputs, the user's backward pass, or the gradients."""
         return "outputs"
@@ -141,7 +150,7 @@ class OutputMetric(ABC):
 
     def check_target(self, target: Any) -> None:
         """Refuse missing targets by name."""
-        if self.needs_target and target is None:
+        if self.lacks(target):
             raise ValueError(
                 f"{type(self).__name__} is made from the training loss and needs the targets: pass target= (in a "
                 "training loop: opt.refresh(x, target) before opt.step())"
@@ -168,6 +177,13 @@ class CouplingMetric(OutputMetric):
     @property
     def awaits(self) -> nn.Module | bool:
         return self.base.awaits
+
+    @property
+    def awaited(self) -> tuple[nn.Module, ...]:
+        return self.base.awaited
+
+    def lacks(self, target: Any) -> bool:
+        return self.base.lacks(target)
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)
@@ -244,6 +260,13 @@ class Sampled(OutputMetric):
     @property
     def awaits(self) -> nn.Module | bool:
         return self.base.awaits
+
+    @property
+    def awaited(self) -> tuple[nn.Module, ...]:
+        return self.base.awaited
+
+    def lacks(self, target: Any) -> bool:
+        return self.base.lacks(target)
 
     def prepared(self, y: Tensor, target: Any = None, cotangent: Tensor | None = None) -> Any:
         return self.base.prepared(y, target, cotangent)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from natgrad.accelerate.devices import is_asynchronous
 from natgrad.errors import BatchStatisticsError
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
 from natgrad.pullback.layer import Block
+from natgrad.pullback.neighbours import number_examples
 from natgrad.pullback.rows import agree
 from natgrad.pullback.tape import Tape, TapeOverflow, activations, record
 
@@ -63,23 +65,53 @@ def separable(x: Inputs, n: int) -> bool:
     return bool(tensors) and all(t.ndim and t.shape[0] == n for t in tensors)
 
 
+_UNCUT = (
+    "the batch of {} examples does not fit into memory= whole and cannot be cut: {}. Raise memory= so that it fits{}"
+)
+
+
+def check_cut(model: Model, x: Inputs, n: int) -> None:
+    """Refuse to cut a batch whose inputs number its examples, before an example looks for one that is not there."""
+    if number_examples(model, x):
+        why = "integers among the inputs number its examples (a table of neighbours, edges)"
+        raise BatchStatisticsError(_UNCUT.format(n, why, " whole"))
+
+
+@contextmanager
+def _on_part(step: int, n: int) -> Iterator[None]:
+    """An error of the model on ``step`` of n examples is about the others, which it looks for."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        if step == n:
+            raise
+        raise BatchStatisticsError(
+            _UNCUT.format(n, f"on {step} of them the model fails ({error})", " whole")
+        ) from error
+
+
 def check_independent(model: Model, x: Inputs, step: int, n: int, y: Tensor | None = None) -> None:
     """Raise if the first examples have other outputs in a batch of ``step`` (y, if known) than in one of another size.
 
     A batch that is cut into ranges must give the outputs of the whole one.
     """
     few = 2 if step > 2 else min(step + 1, n)
-    with torch.no_grad():
+    if y is None:
+        check_cut(model, x, n)
+    with torch.no_grad(), _on_part(min(few, step), n):
         y = model(None, examples(x, (0, step), n)) if y is None else y.detach()
         other = model(None, examples(x, (0, few), n))
     same = min(few, step)
     if other.shape[0] == few and (agree(other[:same], y[:same]) or not bool(y[:same].isfinite().all())):
         return  # what is not finite is reported with its origin
-    raise BatchStatisticsError(
-        f"the batch of {n} examples does not fit into memory= whole and cannot be cut: in batches of {few} and {step} "
-        "the first examples have different outputs, so examples influence each other, or the model is random. Raise "
-        "memory= so that the batch fits whole, or evaluate the model so that its examples are independent"
+    why = (
+        f"in batches of {few} and {step} the first examples have different outputs, so examples influence each other, "
+        "or the model is random"
     )
+    independent = " whole, or evaluate the model so that its examples are independent"
+    raise BatchStatisticsError(_UNCUT.format(n, why, independent))
 
 
 def forward(
@@ -93,13 +125,20 @@ def forward(
     n = sizes.pop() if len(sizes) == 1 else 0
     row = 0 if operations else sum(b.size for b in blocks if b.rule is None) * model.example.element_size()
     step = n if row == 0 else min(n, max(1, bound // row))
+    if step < n:
+        check_cut(model, x, n)
     # The pass that is cut short has made one layer's outputs already: do not try it where inputs alone come close.
-    if step > 1 and _EXPANSION * sum(t.numel() * t.element_size() for t in tensors_of(x)) > bound:
-        step = min(step, max(1, bound // max(1, activations(model, examples(x, (0, 1), n)))))
+    large = step > 1 and _EXPANSION * sum(t.numel() * t.element_size() for t in tensors_of(x)) > bound
+    if large and not number_examples(model, x):
+        with _on_part(1, n):
+            step = min(step, max(1, bound // max(1, activations(model, examples(x, (0, 1), n)))))
     while step > 0:
         try:
-            tape = record(model, blocks, examples(x, (0, step), n), bound if step > 1 else None, operations)
+            with _on_part(step, n):
+                tape = record(model, blocks, examples(x, (0, step), n), bound if step > 1 else None, operations)
         except TapeOverflow:
+            if step == n:
+                check_cut(model, x, n)
             step //= 2
             continue
         if step == n:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NoReturn, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.inverses import layers_at_once
+from natgrad.accelerate.inverses import layers_at_once, stacked
 from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.geometry import Covector
 from natgrad.pullback.layer import Block
@@ -36,6 +36,7 @@ from natgrad.rules.features import Features, Moment
 Shapes: TypeAlias = Callable[
     [Block], tuple[tuple[int, ...], tuple[int, ...]]
 ]  # of S and A, [c d d] or a diagonal [c d]
+Rotations: TypeAlias = tuple[Tensor | None, Tensor | None]  # Q [1 o o] and P [1 i i] of a matrix; None for the axes
 
 
 @final
@@ -140,23 +141,29 @@ def stream_gradient(
     nearest: NearestProduct | None = None,
     *,
     inputs_only: bool = False,
+    bases: Sequence[Rotations] | None = None,
 ) -> None:
     """S and A of every matrix in ``blocks`` into the sink: three or four kernels for all matrices of one shape.
 
     On a GPU they are captured in a graph. ``nearest``: in KL divergence, in place of means. ``inputs_only``: S is the
-    identity.
+    identity. ``bases``: of every matrix, in which D = (QᵀG_kP)² goes into the sink too; where they lie is part of the
+    sink's key.
     """
     gradients = [sample.ω[block.names[0]] for block in blocks]
 
     def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
         into = sink.with_weight(scalars[0])
-        batches: dict[object, list[int]] = defaultdict(list)
-        for b, block in enumerate(blocks):
-            batches[block.shape, shapes(block), nearest is not None and nearest.fits(block)].append(b)
-        for batch in batches.values():
-            count = layers_at_once(tensors[batch[0]].device, tensors[batch[0]].nbytes)
-            for at in range(0, len(batch), count):
-                _put(batch[at : at + count], tensors, blocks, shapes, into, nearest, inputs_only)
+
+        def kind(b: int) -> Hashable:
+            axes = () if bases is None else tuple(side is None for side in bases[b])
+            return blocks[b].shape, shapes(blocks[b]), nearest is not None and nearest.fits(blocks[b]), axes
+
+        for batch in _batches(tensors, kind):
+            G = _joined([tensors[b] for b in batch])
+            _put(batch, G, blocks, shapes, into, nearest, inputs_only)
+            if bases is not None:
+                for b, square in zip(batch, _squares(G, [bases[b] for b in batch]), strict=True):
+                    into.put(b, "D", Moment(square, 1))
         into.flush()
 
     if not blocks:
@@ -169,9 +176,47 @@ def stream_gradient(
         sample.graph_cache.run(compute, gradients, [sink.weight], key, may_copy=True)
 
 
+def squared_gradients(sample: GradientSample, blocks: Sequence[Block], bases: Sequence[Rotations]) -> list[Tensor]:
+    """D = (QᵀG_kP)² [k o i] of every matrix in its basis."""
+    gradients = [sample.ω[block.names[0]] for block in blocks]
+    squares: dict[int, Tensor] = {}
+    for batch in _batches(gradients, lambda b: (blocks[b].shape, *(side is None for side in bases[b]))):
+        G = _joined([gradients[b] for b in batch])
+        squares.update(zip(batch, _squares(G, [bases[b] for b in batch]), strict=True))
+    return [squares[b] for b in range(len(blocks))]
+
+
+def _batches(gradients: Sequence[Tensor], kind: Callable[[int], Hashable]) -> list[list[int]]:
+    """The numbers of matrices of one kind, as many at once as a device likes."""
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for b, _ in enumerate(gradients):
+        alike[kind(b)].append(b)
+    batches: list[list[int]] = []
+    for numbers in alike.values():
+        count = layers_at_once(gradients[numbers[0]].device, gradients[numbers[0]].nbytes)
+        batches += [numbers[at : at + count] for at in range(0, len(numbers), count)]
+    return batches
+
+
+def _joined(gradients: Sequence[Tensor]) -> Tensor:
+    """G [b o k i] of gradients [o i *k] of one shape, in single precision at least."""
+    G = gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(list(gradients))
+    G = G.flatten(3).transpose(2, 3) if G.ndim > 3 else G.unsqueeze(2)
+    return G.to(torch.promote_types(G.dtype, torch.float32)).contiguous()
+
+
+def _squares(G: Tensor, bases: Sequence[Rotations]) -> list[Tensor]:
+    """(QᵀG_kP)² [k o i] of the gradients G [b o k i]."""
+    (b, o, k, i), left, right = G.shape, [q for q, _ in bases if q is not None], [p for _, p in bases if p is not None]
+    turned = G.to((*left, *right, G)[0].dtype)
+    turned = torch.bmm(stacked(left).mT, turned.view(b, o, k * i)) if left else turned
+    turned = torch.bmm(turned.view(b, o * k, i), stacked(right)) if right else turned
+    return list(turned.view(b, o, k, i).square().transpose(1, 2).contiguous().unbind())
+
+
 def _put(
     batch: Sequence[int],
-    tensors: Sequence[Tensor],
+    G: Tensor,
     blocks: Sequence[Block],
     shapes: Shapes,
     sink: FactorSink,
@@ -179,11 +224,9 @@ def _put(
     inputs_only: bool,
 ) -> None:
     """The factors of matrices of one shape."""
-    (k, o, i), (only_s, only_a) = blocks[batch[0]].shape, (len(side) == 2 for side in shapes(blocks[batch[0]]))
-    G = torch.stack([tensors[b] for b in batch]).view(len(batch), o, i, k)
-    G = G.to(torch.promote_types(G.dtype, torch.float32))
-    wide = G.flatten(2) if k == 1 else G.transpose(2, 3).reshape(len(batch), o, k * i)
-    tall = wide.view(len(batch), o * k, i)
+    only_s, only_a = (len(side) == 2 for side in shapes(blocks[batch[0]]))
+    o, k, i = G.shape[1:]
+    wide, tall = G.view(len(batch), o, k * i), G.view(len(batch), o * k, i)
     if nearest is not None:
         scale = G.square().mean((1, 2, 3)).pow(-0.25).nan_to_num(posinf=0.0)  # of a gradient that is zero
         if nearest.fits(blocks[batch[0]]):

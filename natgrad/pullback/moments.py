@@ -111,7 +111,7 @@ def _columns(pb: Pullback, tape: Tape) -> int:
 # Layer by layer: every factor goes into a sink as soon as it is there.
 
 
-Side: TypeAlias = Literal["S", "A"]
+Side: TypeAlias = Literal["S", "A", "D"]  # the factors, and in the basis of EigenKronecker the diagonal
 
 
 class FactorSink(ABC):

@@ -50,13 +50,15 @@ from natgrad.rules.base import Rule
 class Batch:
     """A model with inputs, and targets if the metric needs them.
 
-    ``cotangent``: what the user's own loss sends into the outputs, where a metric waits for it.
+    ``cotangent``: what the user's own loss sends into the outputs, where a metric waits for it. ``rng_state``: of the
+    random stream before the user's pass over the batch, where it is kept.
     """
 
     model: Model
     x: Inputs
     target: Any = None
     cotangent: Tensor | None = None
+    rng_state: Tensor | None = None
 
 
 # The root of the output metric, computed where it is needed, and checked.

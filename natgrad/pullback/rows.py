@@ -12,6 +12,7 @@ from natgrad.accelerate.devices import is_asynchronous
 from natgrad.errors import BatchStatisticsError
 from natgrad.log import OnceLogger
 from natgrad.model import Inputs, Model, map_tensors, tensors_of
+from natgrad.pullback.neighbours import number_examples
 from natgrad.pullback.tape import Tape
 
 # Whether examples give the same outputs in batches of different sizes, to rounding.
@@ -39,8 +40,8 @@ def agree(here: Tensor, there: Tensor) -> bool:
 
 _MIXED = (
     "an example alone has other outputs than in its batch: the outputs of one example depend on the others (z @ z.T, "
-    "F.batch_norm(…, training=True)), or the examples are not on the first axis of the inputs. One backward pass an "
-    "example instead, which is slow"
+    "F.batch_norm(…, training=True), a table of neighbours), or the examples are not on the first axis of the inputs. "
+    "One backward pass an example instead, which is slow"
 )
 _OF_PASS = (
     "the forward pass has batch statistics or drew random numbers, which belong to it alone: parameters without a rule "
@@ -67,13 +68,14 @@ def rows(
     if inputs and all(t.ndim > 0 and t.shape[0] == n for t in inputs):
         try:
             model.check_separable()
-            alone, mapped = _rows_by_example(model, names, x, s)
-            if agree(alone, tape.y.detach().to(alone.dtype)):
-                return mapped.to(s.dtype)
+            if not number_examples(model, x):
+                alone, mapped = _rows_by_example(model, names, x, s)
+                if agree(alone, tape.y.detach().to(alone.dtype)):
+                    return mapped.to(s.dtype)
             logger.log_once(logging.INFO, _MIXED)
         except BatchStatisticsError:
             logger.log_once(logging.INFO, _OF_PASS)
-        except (RuntimeError, ValueError, IndexError) as error:  # a genuine mistake in the model is raised again below
+        except (RuntimeError, ValueError) as error:  # a genuine mistake in the model is raised again below
             logger.log_once(logging.INFO, _UNMAPPED, error)
     if not tape.y.requires_grad or not all(name in tape.leaves for name in names):
         tape = _passed(model, names, x)

@@ -94,9 +94,9 @@ class StepContext:
             )
         return self.loss_at(None if δ is None else self.landing(δ))
 
-    def divergence(self, δ: Vector) -> float:
-        """The mean divergence of the outputs where the step δ lands from the outputs here."""
-        return self.queries().divergence(self.landing(δ))
+    def divergence(self, δ: Vector, *, reverse: bool = False) -> float:
+        """The mean divergence of the outputs where the step δ lands from the outputs here, or of these from those."""
+        return self.queries().divergence(self.landing(δ), reverse=reverse)
 
     def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
         """⟨v, G w⟩ [v w] with the exact metric, on a fraction of the batch, by products with the Jacobian."""

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
-from natgrad.accelerate.devices import full_precision
+from natgrad.accelerate.devices import full_precision, get_rng_state
 from natgrad.errors import BatchStatisticsError, DomainError, IncompatibleError
 from natgrad.geometry import Covector, Vector
+from natgrad.isolation import same_draws
 from natgrad.linearise import linearise
-from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of, without_randomness
+from natgrad.model import Inputs, Model, evaluating, map_tensors, tensors_of
 from natgrad.output.metric import OutputMetric
 from natgrad.pullback.chunks import separable
+from natgrad.pullback.neighbours import number_examples
 from natgrad.pullback.pullback import Batch
 from natgrad.step.geodesic import christoffel_at
 
 _FEWEST = 256  # examples in a part of a batch, where the batch has them
 _GOLDEN = (math.sqrt(5) - 1) / 2
+Answer = TypeVar("Answer")
 
 
 @final
@@ -39,30 +41,42 @@ class BatchQueries:
 
     def christoffel(self, v: Vector) -> Covector:
         """Γ♭(v, v) at the current parameters."""
-        with self._separable():
-            force = christoffel_at(self.batch, self.metric, v)
+        force = self._separably(lambda: christoffel_at(self.batch, self.metric, v))
         return Covector(dict(zip(force, self.mean(list(force.values()), _examples(self.batch.x)), strict=True)))
 
-    def divergence(self, params: Mapping[str, Tensor]) -> float:
-        """Mean divergence of the outputs at ``params`` from the outputs now; infinite outside of their domain."""
+    def divergence(self, params: Mapping[str, Tensor], *, reverse: bool = False) -> float:
+        """Mean divergence of the outputs at ``params`` from the outputs now; infinite outside of their domain.
+
+        ``reverse``: with the two exchanged. For Fisher it is KL(new‖old), in place of KL(old‖new).
+        """
+        return self._separably(lambda: self._divergence(params, reverse))
+
+    @torch.no_grad()
+    def _divergence(self, params: Mapping[str, Tensor], reverse: bool) -> float:
         model, x = self.batch.model, self.batch.x
-        with torch.no_grad(), self._separable():
-            y0, y = model(None, x), model(params, x)
-            try:
-                mean = self.metric.divergence(y, y0, self.batch.target).mean()
-            except DomainError:  # the outputs have left the family: no distribution is there, and none is near
-                mean = y0.new_tensor(math.inf)
-            return float(self.mean([mean], _examples(self.batch.x))[0])
+        y0, y = model(None, x), model(params, x)
+        try:
+            pair = (y0, y) if reverse else (y, y0)
+            mean = self.metric.divergence(*pair, self.batch.target).mean()
+        except DomainError:  # the outputs have left the family: no distribution is there, and none is near
+            mean = y0.new_tensor(math.inf)
+        return float(self.mean([mean], _examples(self.batch.x))[0])
 
     def curvature(self, vectors: Sequence[Vector], fraction: float) -> Tensor:
         """⟨v, G w⟩ [v w] with the exact metric of the function that is trained, on a fraction of the batch.
 
-        Batch statistics move with the parameters: a model that has them is seen on the whole batch.
+        Batch statistics move with the parameters: a model that has them is seen on the whole batch. Random numbers
+        (masks of dropout) are drawn as in the pass over the batch: on the whole of it they are the same.
         """
         whole = any(m.training for m in self.batch.model.batch_norms.values())
-        with without_randomness(self._module):
+        with same_draws(self._rng_state):
             forms = quadratic_forms(self.batch, self.metric, vectors, 1.0 if whole else fraction)
         return self.mean([forms], _examples(self.batch.x))[0]
+
+    @property
+    def _rng_state(self) -> Tensor:
+        state = self.batch.rng_state
+        return get_rng_state(self.batch.model.example.device) if state is None else state
 
     @property
     def _module(self) -> nn.Module:
@@ -70,16 +84,17 @@ class BatchQueries:
         assert module is not None
         return module
 
-    @contextmanager
-    def _separable(self) -> Iterator[None]:
-        """Evaluation mode where the examples would mix or dropout would draw: the metric was taken there, too."""
+    def _separably(self, query: Callable[[], Answer]) -> Answer:
+        """In evaluation mode where the examples would mix or dropout would draw: the metric was taken there, too.
+
+        What is random there as well draws the same numbers in all passes.
+        """
         try:
             self.batch.model.check_separable()
+            return query()
         except BatchStatisticsError:
-            with evaluating(self._module):
-                yield
-        else:
-            yield
+            with evaluating(self._module), same_draws(self._rng_state):
+                return query()
 
 
 def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector], fraction: float = 1.0) -> Tensor:
@@ -98,6 +113,7 @@ def quadratic_forms(batch: Batch, metric: OutputMetric, vectors: Sequence[Vector
     m = max(min(n, _FEWEST), round(fraction * n))
     x, target = batch.x, batch.target
     subset = 0 < m < n and separable(x, n) and (target is None or separable(target, n))
+    subset = subset and not number_examples(batch.model, x)
     if subset:
         x, target = _spread(x, m, n), _spread(target, m, n)
     y, pushed = _pushed(batch.model, x, vectors)
@@ -137,7 +153,7 @@ def _pushed(model: Model, x: Inputs, vectors: Sequence[Vector]) -> tuple[Tensor,
 
     try:
         with torch.no_grad():
-            ys, jvs = torch.func.vmap(push, out_dims=(None, 0))(tangents)  # type: ignore[arg-type]
+            ys, jvs = torch.func.vmap(push, out_dims=(None, 0), randomness="same")(tangents)  # type: ignore[arg-type]
         return ys, list(jvs)
     except (RuntimeError, ValueError):  # no rule for forward mode, or for vmap
         try:

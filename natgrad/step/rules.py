@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -48,10 +48,18 @@ class KLClip(PlainRule):
 @final
 @dataclass(frozen=True)
 class Backtracking:
-    """Shorten the step by ``shrink`` until the true divergence is within the radius, at most ``tries`` times."""
+    """Shorten the step by ``shrink`` until the true divergence is within the radius, at most ``tries`` times.
+
+    The divergence of the outputs is, for Fisher, KL(old‖new) (Schulman et al. 2015); with ``reverse=True`` it is
+    KL(new‖old) (Grosse 2021, (9)). Both have the metric as their Hessian, and differ in steps of finite length: on
+    classes KL(new‖old) is at most −log of the least old probability, so that a large radius limits nothing. With
+    ``improve=True`` the loss itself must not rise either, and ``opt.step`` needs a closure.
+    """
 
     shrink: float = 0.5
     tries: int = 20
+    reverse: bool = field(default=False, kw_only=True)
+    improve: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not 0 < self.shrink < 1 or self.tries < 1:
@@ -66,10 +74,11 @@ class TrustRegion(StepRule):
     The step reaches the boundary, whatever the learning rate; ``longest`` limits it to so many times lr·v (with
     ``longest=1`` the rule only clips). With ``backtracking`` the step is shortened until the *true* divergence of the
     outputs (for Fisher the KL divergence) between where the step lands, weight decay included, and the current point
-    is within the radius too. If it never is (the decay alone may be too much), the parameters stay.
+    is within the radius too. If it never is (the decay alone may be too much), the parameters stay. The step is along
+    the natural gradient; ``natgrad.proximal.trust_region`` minimises the loss itself in the region.
 
-    >>> TrustRegion(radius=0.01, backtracking=Backtracking())
-    TrustRegion(radius=0.01, backtracking=Backtracking(shrink=0.5, tries=20), longest=inf)
+    >>> TrustRegion(radius=0.01, backtracking=Backtracking(improve=True))
+    TrustRegion(radius=0.01, backtracking=Backtracking(shrink=0.5, tries=20, reverse=False, improve=True), longest=inf)
     """
 
     radius: float
@@ -80,6 +89,10 @@ class TrustRegion(StepRule):
         if not self.radius > 0 or not self.longest > 0:
             raise ValueError(f"TrustRegion needs a positive radius and longest, got {self.radius} and {self.longest}")
 
+    @property
+    def needs_closure(self) -> bool:
+        return self.backtracking is not None and self.backtracking.improve
+
     def take(self, context: StepContext) -> Step:
         δ = context.natural()
         half = 0.5 * float(context.operator.flat(δ) @ δ)
@@ -88,12 +101,15 @@ class TrustRegion(StepRule):
         scale = min(1.0 if half <= 0 else math.sqrt(self.radius / half), self.longest)
         if self.backtracking is None:
             return Step(δ * scale, context.damping, reason=reason)
-        for _ in range(self.backtracking.tries):
-            moved = context.divergence(δ * scale)
-            if moved <= self.radius:
+        look, start = self.backtracking, context.loss(None) if self.backtracking.improve else math.inf
+        for _ in range(look.tries):
+            moved = context.divergence(δ * scale, reverse=look.reverse)
+            higher = moved <= self.radius and look.improve and not context.loss(δ * scale) <= start
+            if moved <= self.radius and not higher:
                 return Step(δ * scale, context.damping, reason=reason)
-            scale *= self.backtracking.shrink
-        reason = f"divergence {moved:.3g} over radius {self.radius:g} after {self.backtracking.tries} tries"
+            scale *= look.shrink
+        what = "the loss rises" if higher else f"divergence {moved:.3g} over radius {self.radius:g}"
+        reason = f"{what} after {look.tries} tries"
         return Step(δ * 0.0, context.damping, accepted=False, reason=reason)
 
 

@@ -25,31 +25,37 @@ class SelfTuned(StepRule):
     ⟨Δ, GΔ⟩, ⟨Δ, Gδ₀⟩, ⟨δ₀, Gδ₀⟩ (Martens and Grosse 2015, sections 6.4, 6.5 and 7): learning rate and momentum need
     no tuning and are not used.
 
-    In the first step, and then every ``every`` steps, the loss is evaluated where the step lands. If it has fallen by
-    less than a quarter of what the model predicted, λ is multiplied by ``factor``; if by more than three quarters, λ is
-    divided by it. Were G the whole curvature, the ratio would be 1 + λ⟨δ, δ⟩/⟨δ, (G + λ)δ⟩: above three halves the
-    model is more damping than metric, and λ is divided by four. If the loss rises, the step is cut to a quarter, at
-    most three times, and λ is multiplied by four; if no cut helps, the step is refused. The steps in between are at
-    most three times as long, in the metric, as the one before, since a small batch may say little about most
-    directions.
+    In the first step, and then every ``every`` steps, the loss is evaluated where the step lands: by default every five
+    steps with Kronecker factors, and every step with other structures, whose estimates cost more than a trial. If it
+    has fallen by less than a quarter of what the model predicted, λ is multiplied by ``factor``; if by more than three
+    quarters, λ is divided by it. Were G the whole curvature, the ratio would be 1 + λ⟨δ, δ⟩/⟨δ, (G + λ)δ⟩: above three
+    halves the model is more damping than metric, and λ is divided by four. If the loss rises, the step is cut to a
+    quarter, at most three times, and λ is multiplied by four; if no cut helps, the step is refused. The steps in
+    between are at most three times as long, in the metric, as the one before, since a small batch may say little about
+    most directions.
 
     ``fraction``: the fraction of the batch for the exact products (a quarter, section 8 of the paper), with 256
     examples at least. With gradient accumulation these are examples of the last micro-batch; the gradient, the
-    structure and the losses are those of all. The exact products are those of the function that is trained, batch
-    statistics included, with dropout off. Needs ``opt.step(closure)``; further calls of the closure draw the same
-    random numbers.
+    structure and the losses are those of all. The exact products are those of the function that is trained, with its
+    batch statistics and, on the whole batch, its masks of dropout. Needs ``opt.step(closure)``; further calls of the
+    closure draw the same random numbers.
 
     >>> SelfTuned()
-    SelfTuned(every=5, factor=1.3, fraction=0.25, smallest=1e-06)
+    SelfTuned(every=None, factor=1.3, fraction=0.25, smallest=1e-06)
     """
 
-    every: int = 5
+    every: int | None = None
     factor: float = 1.3
     fraction: float = 0.25
     smallest: float = 1e-6  # λ; below, a batch is fitted at the expense of the others
 
     def __post_init__(self) -> None:
-        if self.every < 1 or not self.factor > 1 or not 0 < self.fraction <= 1 or not self.smallest > 0:
+        if (
+            (self.every is not None and self.every < 1)
+            or not self.factor > 1
+            or not 0 < self.fraction <= 1
+            or not self.smallest > 0
+        ):
             raise ValueError(f"SelfTuned needs every ≥ 1, factor > 1, 0 < fraction ≤ 1 and smallest > 0, got {self}")
 
     @property
@@ -74,7 +80,8 @@ class SelfTuned(StepRule):
         slope = flat @ context.differential.flatten().to(flat.dtype)
         H = context.curvature(basis, self.fraction).to(flat.dtype) + λ * (flat @ flat.T)
         weights = _best(H, slope)
-        untried = bool(context.step % self.every)
+        every = self.every or (5 if context.operator.factored else 1)
+        untried = bool(context.step % every)
         if untried and last is not None:
             weights = weights * _no_longer(_GROWTH**2 * H[1, 1], weights @ H @ weights)
         δ = Vector({name: t.to(Δ[name].dtype) for name, t in Δ.unflatten(weights @ flat).items()})

@@ -181,6 +181,10 @@ class Structure(ABC):
         """This structure of a metric that is kept in another one; None where that needs the pullback."""
         return None
 
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> Operator | None:
+        """The identity, with tensors as large as those of every estimate; None where these depend on the batch."""
+        return None
+
     @abstractmethod
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> Operator | None:
         """The operator with these ``tensors()``; None if nothing is stored and it must be estimated again.
@@ -298,6 +302,7 @@ class Operator(ABC):
     damped_by_parts: ClassVar[bool] = False  # relative damping has a number for every part of it, not one for all
     products_only: ClassVar[bool] = False  # it has no direct inverse, and must be solved by ``CG``
     has_basis: ClassVar[bool] = False  # it has a basis that ``renewed`` computes anew; estimates are made in it
+    factored: ClassVar[bool] = False  # it is kept in factors of layers, which cost little more than a backward pass
     layout: Layout
     unseen: frozenset[str] = frozenset()  # parameters of layers that no forward pass has used so far
 
@@ -364,6 +369,10 @@ class Operator(ABC):
     @abstractmethod
     def inverse(self, damping: Damping) -> Inverse:
         """(G + λ)^-p by the direct method of this structure."""
+
+    def inverse_again(self, last: Inverse, damping: Damping) -> Inverse:
+        """As ``inverse``, possibly in the memory of the last one."""
+        return self.inverse(damping)
 
     @abstractmethod
     def pseudo_inverse(self, damping: Damping, rtol: float | None, weight: Tensor | None) -> Inverse:

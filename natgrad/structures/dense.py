@@ -62,6 +62,10 @@ class Dense(Structure):
         [(_, matrix)] = _matrices(pullback, [range(len(pullback.blocks))])
         return DenseOperator(Layout(pullback.model.like, pullback.y.dtype), matrix, power=self.power)
 
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> DenseOperator:
+        matrix = torch.eye(model.size, dtype=dtype, device=model.example.device)
+        return DenseOperator(Layout.of(model.params, dtype), matrix, power=self.power)
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DenseOperator:
         matrix = tensors["matrix"]
         return DenseOperator(Layout.of(model.params, matrix.dtype), matrix, power=self.power)
@@ -113,6 +117,12 @@ class BlockDense(Structure):
         names = tuple(map(name_of, groups))
         layout = Layout(pullback.model.like, pullback.y.dtype)
         return BlockDenseOperator(layout, names, indices, matrices, power=self.power)
+
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> BlockDenseOperator:
+        groups = layers_in(blocks).values()
+        sizes = {name_of(group): sum(block.size for block in group) for group in groups}
+        eyes = {name: torch.eye(size, dtype=dtype, device=model.example.device) for name, size in sizes.items()}
+        return self.restore(model, blocks, eyes)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> BlockDenseOperator:
         indices = tuple(index_of(group).sort().values for group in layers_in(blocks).values())

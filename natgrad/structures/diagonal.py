@@ -57,6 +57,9 @@ class Diagonal(Structure):
         self.admit(pullback)
         return DiagonalOperator(Layout(pullback.model.like, pullback.y.dtype), pullback.square(), power=self.power)
 
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> DiagonalOperator:
+        return self.restore(model, blocks, {"values": torch.ones(model.size, dtype=dtype, device=model.example.device)})
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> DiagonalOperator:
         values = tensors["values"]
         return DiagonalOperator(Layout.of(model.params, values.dtype), values, power=self.power)

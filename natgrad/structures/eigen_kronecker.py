@@ -6,7 +6,6 @@ G ≈ (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ,   S = Q · Qᵀ,  A = P · Pᵀ,   D = Σ_
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeAlias, cast, final
@@ -14,24 +13,28 @@ from typing import ClassVar, Literal, TypeAlias, cast, final
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.averages import PendingAverages
-from natgrad.accelerate.inverses import Newton, SymFactor, layers_at_once, two_sided
+from natgrad.accelerate.fused import copy_
+from natgrad.accelerate.inverses import Newton, SymFactor
 from natgrad.accelerate.roots import EIGENVECTORS
 from natgrad.linalg import Damping, Relative
 from natgrad.model import Model
 from natgrad.pullback.factors import Factors, Squares
-from natgrad.pullback.gradient import GradientSample, gradient_factors
+from natgrad.pullback.gradient import GradientSample, gradient_factors, squared_gradients, stream_gradient
 from natgrad.pullback.layer import Block, Tied
 from natgrad.pullback.moments import factors_of, passes, second_moments
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Cotangents, Tape
 from natgrad.rules.features import Features
 from natgrad.structures.base import Cost, IdentityInverse, Inverse, Layout, Operator, WorkSharing
+from natgrad.structures.factor_average import FactorAverage
 from natgrad.structures.layered import (
     Basis,
     Layered,
     LayerOperator,
     SidesCost,
+    SpectralInverse,
+    alike,
+    lay_side_by_side,
     layer_tensors,
     rotated,
     rotated_back,
@@ -54,7 +57,7 @@ class EigenKronecker(Layered):
 
     ``eigenvectors``: "exact" ones, or "iterated": Q ← QR(SQ), one step of the orthogonal iteration from the last basis,
     its columns sorted (Vyas et al. 2024). On a GPU this is several times as fast, and follows S well enough if that
-    changes slowly; the first basis is exact.
+    changes slowly; the first basis is exact. The signs of the columns do not matter, and depend on the device.
 
     An optimizer keeps the basis between two inverses, and estimates D in it (``estimate``).
 
@@ -127,17 +130,18 @@ class EigenKronecker(Layered):
         assert like is None or isinstance(like, EigenKroneckerOperator)
         split, layout, fallback = self.split_gradient(sample, like)
         pairs = gradient_factors(sample, split.used, self.shapes)
+        pairs = [(s.to(layout.dtype), a.to(layout.dtype)) for s, a in pairs]
         factors = split.of_all(pairs, lambda block: self.zeros(block, layout.dtype))
         left, right = tuple(s for s, _ in factors), tuple(a for _, a in factors)
         basis = Basis.of(left, right) if like is None else like.basis
-        scales = tuple(squared_gradients(sample, split.blocks, basis.sides, layout.dtype))
+        scales = squared_gradients(sample, split.blocks, basis.sides)
         return EigenKroneckerOperator(
             layout,
             split.blocks,
             left,
             right,
             basis,
-            scales,
+            tuple(d.to(layout.dtype) for d in scales),
             fallback,
             split.unseen,
             power=self.power,
@@ -147,17 +151,26 @@ class EigenKronecker(Layered):
     def absorb_gradient(self, sample: GradientSample, average: Operator, weight: float) -> EigenKroneckerOperator:
         """In place, all three in few launches; a matrix without a gradient keeps its average."""
         assert isinstance(average, EigenKroneckerOperator)
-        new = self.of_gradient(sample, average)
-        averages = PendingAverages((*average.left, *average.right, *average.scales))
-        for letter in "SAD":
-            for b, (old, other) in enumerate(zip(average.by_letter[letter], new.by_letter[letter], strict=True)):
-                if new.saw(b) and old is not None and other is not None:
-                    averages.add(old, other, count=1, weight=weight if average.saw(b) else 1.0)
-        averages.flush()
-        fallback = average.fallback
-        if fallback is not None and new.fallback is not None:
-            fallback = fallback.merged(new.fallback, weight)
-        return replace(average, fallback=fallback, unseen=average.unseen & new.unseen)
+        average = average.side_by_side()
+        split, _, fallback = self.split_gradient(sample, average)
+        sink = FactorAverage(average, [b for b, _ in enumerate(split.blocks) if split.uses(b)], weight)
+        stream_gradient(sample, split.used, self.shapes, sink, bases=split.of_used(average.basis.sides))
+        return average.absorbed(fallback, weight, split.unseen)
+
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> EigenKroneckerOperator | None:
+        factors = self.identity_factors(blocks, dtype)
+        if factors is None:
+            return None
+        layers = self.arrange(blocks)
+        scales = {f"{block.names[0]}/D": torch.ones_like(_zeros(block, dtype)) for block in layers}
+        sides = [[factors[f"{block.names[0]}/{side}"] for block in layers] for side in "SA"]
+        basis = {
+            f"{block.names[0]}/{side}": t
+            for block, pair in zip(layers, Basis.of(*sides).sides, strict=True)
+            for side, t in zip("QP", pair, strict=True)
+            if t is not None
+        }
+        return self.restore(model, blocks, factors | scales | basis)
 
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> EigenKroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
@@ -190,28 +203,6 @@ class EigenKronecker(Layered):
         return like.basis if alike else None
 
 
-def squared_gradients(
-    sample: GradientSample, blocks: Sequence[Block], sides: Sequence[Sides], dtype: torch.dtype
-) -> list[Tensor]:
-    """(QᵀG_kP)² [k o i] of every matrix; those of one shape are rotated as one batch."""
-    batches: dict[object, list[int]] = defaultdict(list)
-    for b, (block, (q, p)) in enumerate(zip(blocks, sides, strict=True)):
-        batches[block.shape, q is None, p is None].append(b)
-    squares: dict[int, Tensor] = {}
-    for batch in batches.values():
-        k, o, i = blocks[batch[0]].shape
-        count = layers_at_once(blocks[batch[0]].device, k * o * i * dtype.itemsize)
-        for at in range(0, len(batch), count):
-            numbers = batch[at : at + count]
-            w = torch.cat([blocks[b].packed(sample.ω).to(dtype) for b in numbers])
-            q, p = (
-                w.new_ones(len(numbers), d) if side[0] is None else torch.cat([t for t in side if t is not None]).mT
-                for d, side in ((o, [sides[b][0] for b in numbers]), (i, [sides[b][1] for b in numbers]))
-            )
-            squares.update(zip(numbers, two_sided(q, w, p).square().split(k), strict=True))
-    return [squares[b] for b in range(len(blocks))]
-
-
 def _zeros(block: Block, dtype: torch.dtype) -> Tensor:
     """D of a layer that a pass did not use."""
     return torch.zeros(block.shape, dtype=dtype, device=block.device)
@@ -238,6 +229,11 @@ class EigenKroneckerOperator(LayerOperator):
     unseen: frozenset[str] = frozenset()
     power: float = field(default=1.0, kw_only=True)
     eigenvectors: Eigenvectors = field(default="exact", kw_only=True)
+    in_place: bool = field(default=False, kw_only=True)  # its basis is renewed where it is, and no other metric's
+
+    @property
+    def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:
+        return {"S": self.left, "A": self.right, "D": self.scales}
 
     @property
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
@@ -273,13 +269,31 @@ class EigenKroneckerOperator(LayerOperator):
             scales=self.layers_lerp(there, there.basis.carried(self.scales, self.basis), there.scales, weight),
             fallback=fallback,
             unseen=self.unseen & there.unseen,
+            in_place=False,
         )
+
+    def side_by_side(self) -> EigenKroneckerOperator:
+        """In memory of its own, where it is changed in place: layers of one shape lie one after the other."""
+        if self.in_place:
+            return self
+        sides: list[list[Tensor | None]] = [list(side) for side in self.by_letter.values()]
+        for numbers in alike(self.blocks, self.basis).values():
+            lay_side_by_side(sides, numbers)
+        copies = [[t if t is None else t.contiguous() for t in side] for side in sides]
+        left, right, scales = (tuple(t for t in copies[at] if t is not None) for at in (0, 1, 4))
+        basis = Basis(tuple(copies[2]), tuple(copies[3]))
+        return replace(self, left=left, right=right, basis=basis, scales=scales, in_place=True)
 
     def renewed(self, sharing: WorkSharing | None = None) -> EigenKroneckerOperator:
         """In the eigenvectors of S and A as they are now. D becomes the diagonal of the metric there."""
         basis = self._next_basis(range(len(self.blocks))) if sharing is None else self._shared_basis(sharing)
         fallback = None if self.fallback is None else self.fallback.renewed()
-        return replace(self, basis=basis, scales=basis.carried(self.scales, self.basis), fallback=fallback)
+        scales, old = basis.carried(self.scales, self.basis), self.basis
+        if not self.in_place or [q is None for q in basis.both] != [q is None for q in old.both]:
+            return replace(self, basis=basis, scales=scales, fallback=fallback, in_place=False)
+        here, there = ([t for t in (*b.both, *d) if t is not None] for b, d in ((old, self.scales), (basis, scales)))
+        copy_(here, there)
+        return replace(self, basis=replace(old, failures=basis.failures), fallback=fallback)
 
     def _next_basis(self, numbers: Sequence[int]) -> Basis:
         """The eigenvectors of S and A of these layers, or the old basis after a step of the iteration towards them."""
@@ -306,10 +320,32 @@ class EigenKroneckerOperator(LayerOperator):
         """(G + λ)^-p = Q (QᵀWP / (D + λ)^p) Pᵀ, exactly, and with nothing to be factored."""
         if self.power == 0:
             return IdentityInverse(self.layout)
+        self._refuse_undamped(damping)
+        fallback = self.fallback_inverse(damping)
+        if not self.in_place:
+            return self.spectral_inverse(fallback, damping)
+        scales: list[Tensor | None] = [torch.empty_like(d) for d in self.scales]
+        for numbers in alike(self.blocks, self.basis).values():
+            lay_side_by_side([scales], numbers)
+        memory, basis = tuple(d for d in scales if d is not None), self.basis
+        inverse = SpectralInverse(self.layout, self.blocks, fallback, basis.left, basis.right, memory, live=True)
+        inverse.rescale_(self.scales, self.power, damping)
+        return inverse
+
+    def inverse_again(self, last: Inverse, damping: Damping) -> Inverse:
+        """Where the basis is renewed in place, only (D + λ)^-p is computed again, there too."""
+        basis = self.basis
+        if not isinstance(last, SpectralInverse) or self.power == 0 or not last.reads(basis.left, basis.right):
+            return self.inverse(damping)
+        self._refuse_undamped(damping)
+        fallback = self.fallback_inverse(damping)
+        last.rescale_(self.scales, self.power, damping)
+        return last if fallback is None else replace(last, fallback=fallback)
+
+    def _refuse_undamped(self, damping: Damping) -> None:
         if damping == 0:
             for block, values in zip(self.blocks, self.scales, strict=True):
                 self.refuse_singular(block, values, 0.0)
-        return self.spectral_inverse(self.fallback_inverse(damping), damping)
 
     def factored_inverse(
         self,

@@ -10,16 +10,16 @@ without coordinates Luk and Grosse 2018.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import ClassVar, Literal, TypeAlias, cast, final
 
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.averages import PendingAverages, lay_out
-from natgrad.accelerate.devices import full_precision, is_asynchronous
+from natgrad.accelerate.averages import lay_out
+from natgrad.accelerate.devices import full_precision
 from natgrad.accelerate.inverses import (
     BatchedInverse,
     InverseStack,
@@ -36,7 +36,7 @@ from natgrad.accelerate.inverses import (
 )
 from natgrad.accelerate.replay import Scalar
 from natgrad.accelerate.roots import EIGENVECTORS, root_flops
-from natgrad.errors import IncompatibleError, NonFiniteError
+from natgrad.errors import IncompatibleError
 from natgrad.linalg import Damping, Relative, refuse_singular
 from natgrad.model import Model
 from natgrad.output.hessian import Empirical
@@ -48,14 +48,12 @@ from natgrad.pullback.moments import (
     FactorList,
     FactorSink,
     LayerFactors,
-    Side,
     factors_of,
     stream,
 )
 from natgrad.pullback.nearest import NearestProduct
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.pullback.tape import Cotangents
-from natgrad.rules.features import Moment
 from natgrad.structures.base import (
     BackwardEstimate,
     Cost,
@@ -66,6 +64,7 @@ from natgrad.structures.base import (
     WorkSharing,
     check_shape,
 )
+from natgrad.structures.factor_average import FactorAverage
 from natgrad.structures.layered import (
     HALVES,
     Basis,
@@ -75,7 +74,6 @@ from natgrad.structures.layered import (
     SidesCost,
     eigenvalues,
     factor_power,
-    group_weights,
     joined,
     layer_tensors,
     separated,
@@ -284,6 +282,10 @@ class Kronecker(Layered):
         assert average is None or isinstance(average, KroneckerOperator)
         return KroneckerInBackward(self, pullback, average, weigh if in_place else None)
 
+    def identity(self, model: Model, blocks: Sequence[Block], dtype: torch.dtype) -> KroneckerOperator | None:
+        factors = self.identity_factors(blocks, dtype)
+        return None if factors is None else self.restore(model, blocks, factors)
+
     def restore(self, model: Model, blocks: Sequence[Block], tensors: Mapping[str, Tensor]) -> KroneckerOperator:
         split, fallback = self.restored_split(model, blocks, tensors)
         dtype = split.dtype(tensors, fallback)
@@ -303,59 +305,6 @@ class Kronecker(Layered):
             fit=self.fit,
             halves=halves,
         )
-
-
-@final
-class FactorAverage(FactorSink):
-    """The moving averages Ā ← (1 − w) Ā + w A and S̄ likewise, of factors that arrive one by one.
-
-    ``numbers``: of each layer that arrives, its number in the average. A layer that is new has weight 1. Every group of
-    a stacked layer has a weight of its own (``group_weights``), from A, which arrives before S.
-    """
-
-    def __init__(self, average: KroneckerOperator, numbers: Sequence[int], weight: Scalar) -> None:
-        self.average, self.numbers = average, numbers
-        self._weight = weight
-        self._averages = PendingAverages((*average.left, *average.right))
-        self._group_weights: dict[int, Tensor] = {}
-
-    @property
-    def weight(self) -> float:
-        return float(self._weight)
-
-    @property
-    def address_key(self) -> Hashable:
-        return tuple(self.numbers), self.average.unseen, self.average.addresses
-
-    def with_weight(self, weight: Scalar) -> FactorAverage:
-        return FactorAverage(self.average, self.numbers, weight)
-
-    def put(self, b: int, side: Side, moment: Moment) -> None:
-        number = self.numbers[b]
-        factor = (self.average.left if side == "S" else self.average.right)[number]
-        weight = self._weight if self.average.saw(number) else 1.0
-        rule = self.average.blocks[number].rule
-        if rule is not None and rule.stacked:
-            new = moment.mean()
-            if side == "A":
-                self._group_weights[b] = group_weights(factor, new, weight, 1) / weight
-            share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
-            moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
-        if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
-            masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
-            moment = Moment(moment.mean(), 1) if masked else moment
-            self._averages.add(factor, moment.total, count=moment.count, weight=weight)
-            return
-        if not moment.is_finite():
-            title = self.average.blocks[number].title
-            raise NonFiniteError(
-                f"the estimate of the metric of {title} holds NaN or infinity, and was not averaged: clean the batch, "
-                "or lower the learning rate"
-            )
-        moment.average_into(factor, float(weight))
-
-    def flush(self) -> None:
-        self._averages.flush()
 
 
 @final
@@ -423,7 +372,8 @@ class KroneckerInBackward(BackwardEstimate):
         fallback = None if split.uncovered is None else self._of_uncovered(sample, split.uncovered)
         sink = self._begun() if self._sink is None else self._sink  # no layer has a rule
         if isinstance(sink, FactorAverage):
-            return sink.average.absorbed(fallback, self._weight, unseen)
+            assert self._average is not None
+            return self._average.absorbed(fallback, self._weight, unseen)
         assert isinstance(sink, FactorList)
         dtype, factors = self._layout.dtype, sink.factors
         pairs = [
@@ -483,11 +433,6 @@ class KroneckerOperator(LayerOperator):
                 out |= {f"{block.names[0]}/{letter}": tuple(t.shape) for letter, t in zip(HALVES, (s, a), strict=True)}
         return out
 
-    @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Where the factors lie, and where their averages are updated."""
-        return tuple(t.data_ptr() for t in (*self.left, *self.right))
-
     def applied(self, b: int, w: Tensor) -> Tensor:
         # Powers are not kept: the factors change in place.
         return two_sided(factor_power(self.left[b], self.power), w, factor_power(self.right[b], self.power))
@@ -520,13 +465,6 @@ class KroneckerOperator(LayerOperator):
         left = self.layers_lerp(there, self.left, there.left, weight)
         right = self.layers_lerp(there, self.right, there.right, weight)
         return replace(self, left=left, right=right, fallback=fallback, unseen=self.unseen & there.unseen)
-
-    def absorbed(self, fallback: Operator | None, weight: float, unseen: frozenset[str]) -> KroneckerOperator:
-        """The average after its factors were updated in place, with the estimate on the uncovered parameters."""
-        if self.fallback is not None and fallback is not None:
-            fallback = self.fallback.merged(fallback, weight)
-        same = fallback is self.fallback and self.unseen <= unseen
-        return self if same else replace(self, fallback=fallback, unseen=self.unseen & unseen)
 
     def renewed(self, sharing: WorkSharing | None = None) -> KroneckerOperator:
         """In KL divergence with one scale for S and A, in place: S ⊗ A does not say how they share it."""

@@ -22,17 +22,21 @@ from torch import Tensor
 from typing_extensions import Self
 
 from natgrad.accelerate import fused
-from natgrad.accelerate.bases import followed_all
+from natgrad.accelerate.bases import Factorisation, followed_all
+from natgrad.accelerate.devices import is_asynchronous
 from natgrad.accelerate.flags import to_host_async
 from natgrad.accelerate.inverses import (
     SymFactor,
     batch_by_size,
     diagonal,
+    follows,
     is_dense,
     layers_at_once,
+    side_by_side,
     stacked,
+    two_sided,
 )
-from natgrad.accelerate.replay import Scalar
+from natgrad.accelerate.replay import GraphCache, Scalar
 from natgrad.accelerate.roots import spectrum
 from natgrad.errors import IncompatibleError, NatgradError, UncoveredError
 from natgrad.geometry import Covector, Vector, unflatten
@@ -164,6 +168,17 @@ class Layered(Structure):
         """S and A of a layer that a pass did not use."""
         s, a = (torch.zeros(shape, dtype=dtype, device=block.device) for shape in self.shapes(block))
         return s, a
+
+    def identity_factors(self, blocks: Sequence[Block], dtype: torch.dtype) -> dict[str, Tensor] | None:
+        """S = 1 and A = 1 of every layer; None where a pass must show first what has factors."""
+        out: dict[str, Tensor] = {}
+        for block in self.arrange(blocks):
+            if block.rule is None:
+                return None
+            for side, t in zip("SA", self.zeros(block, dtype), strict=True):
+                diagonal(t).fill_(1)
+                out[f"{block.names[0]}/{side}"] = t
+        return out
 
     @property
     def sharing_rule(self) -> Sharing:
@@ -401,6 +416,7 @@ class LayerOperator(Operator):
     """
 
     damped_by_parts: ClassVar[bool] = True
+    factored: ClassVar[bool] = True
     layout: Layout
     blocks: tuple[Block, ...]
     left: tuple[SymFactor, ...]  # S [c o o] of every layer, or its diagonal [c o]
@@ -437,6 +453,16 @@ class LayerOperator(Operator):
     @abstractmethod
     def by_letter(self) -> Mapping[str, Sequence[Tensor | None]]:
         """All tensors of every layer: S and A, and with a basis Q, P and D."""
+
+    @property
+    def averaged_letters(self) -> Mapping[str, Sequence[Tensor]]:
+        """Those of which an average is taken."""
+        return {"S": self.left, "A": self.right}
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where all of them lie, and where their averages are updated."""
+        return tuple(0 if t is None else t.data_ptr() for side in self.by_letter.values() for t in side)
 
     @cached_property
     def uncovered(self) -> Subset:
@@ -516,7 +542,7 @@ class LayerOperator(Operator):
         """(G + λ)^-p by the eigenvalues; with ``rtol`` a pseudo-inverse, which drops the small ones."""
         damped, basis = self.spectrum(damping)
         scales = tuple(inverse_scales(layer, self.power, damping, rtol) for layer in damped)
-        return SpectralInverse(self.layout, self.blocks, fallback, basis.left, basis.right, scales)
+        return SpectralInverse.of(self.layout, self.blocks, fallback, basis, scales)
 
     def inverse_from(self, tensors: Mapping[str, Tensor]) -> Inverse | None:
         fallback = None if self.fallback is None else self.fallback.inverse_from(fallback_tensors(tensors))
@@ -532,7 +558,7 @@ class LayerOperator(Operator):
         d = tuple(tensors[f"{block.names[0]}/d"] for block in self.blocks)
         for block, scale in zip(self.blocks, d, strict=True):
             check_shape(f"{block.names[0]}/d of the inverse of the metric", scale, block.shape)
-        return SpectralInverse(self.layout, self.blocks, fallback, q, p, d)
+        return SpectralInverse.of(self.layout, self.blocks, fallback, Basis(q, p), d)
 
     # Averages.
 
@@ -553,6 +579,14 @@ class LayerOperator(Operator):
                 mean[b] = old[b].lerp(new[b], group_weights(self.right[b], other.right[b], weight, old[b].ndim))
         choices = enumerate(zip(old, new, mean, strict=True))
         return tuple((m if self.saw(b) else y) if other.saw(b) else x for b, (x, y, m) in choices)
+
+    def absorbed(self, fallback: Operator | None, weight: float, unseen: frozenset[str]) -> Self:
+        """The average after its layers were updated in place, with the estimate on the uncovered parameters."""
+        if self.fallback is not None and fallback is not None:
+            fallback = self.fallback.merged(fallback, weight)
+        if fallback is self.fallback and self.unseen <= unseen:
+            return self
+        return replace(self, fallback=fallback, unseen=self.unseen & unseen)  # type: ignore[type-var]  # a dataclass
 
     def same_layers(self, blocks: Iterable[Block]) -> None:
         """An estimate must have the same layers."""
@@ -601,8 +635,7 @@ class LayerOperator(Operator):
         """All but the basis, in which both are, and what both are weighed with."""
         if self.fallback is not None and self.fallback.averaged() is None:
             return None
-        fixed = ("Q", "P", *HALVES)
-        return self._named({letter: side for letter, side in self.by_letter.items() if letter not in fixed})
+        return self._named(self.averaged_letters)
 
     def _named(self, by_letter: Mapping[str, Sequence[Tensor | None]]) -> dict[str, Tensor]:
         below = {} if self.fallback is None else self.fallback.tensors()
@@ -787,16 +820,88 @@ class SpectralInverse(LayerInverse):
     left: tuple[Rotation, ...]  # Q [c o o]; None for the axes themselves
     right: tuple[Rotation, ...]  # P [c i i]
     scales: tuple[Tensor, ...]  # d [c o i]
+    live: bool = False  # Q and P are those of a metric that is renewed in place
+    graphs: GraphCache[None] = field(default_factory=GraphCache, compare=False)
+
+    @staticmethod
+    def of(
+        layout: Layout, blocks: tuple[Block, ...], fallback: Inverse | None, basis: Basis, scales: Sequence[Tensor]
+    ) -> SpectralInverse:
+        """On a GPU those of layers of one shape are copied to lie side by side, and so are solved at once."""
+        out = SpectralInverse(layout, blocks, fallback, basis.left, basis.right, tuple(scales))
+        if not blocks or not is_asynchronous(blocks[0].device):
+            return out
+        sides: list[list[Rotation]] = [list(basis.left), list(basis.right), list(scales)]
+        for numbers in alike(blocks, basis).values():
+            lay_side_by_side(sides, numbers)
+        q, p, d = sides
+        return replace(out, left=tuple(q), right=tuple(p), scales=tuple(t for t in d if t is not None))
+
+    def rescale_(self, values: Sequence[Tensor], power: float, damping: Damping) -> None:
+        """d ← (D + λ)^-p in place, for eigenvalues D ≥ 0 of every layer; on a GPU from a captured graph.
+
+        With relative damping a layer of zeros has d = 0.
+        """
+        relative = isinstance(damping, Relative)
+        number = damping.epsilon if isinstance(damping, Relative) else damping
+
+        def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            stacks = [stacked([tensors[b] for b in batch]).view(len(batch), -1) for batch in self.batches]
+            shifts: Sequence[Scalar] = [scalars[0]] * len(stacks)
+            if relative:
+                means = torch.cat([D.mean(1, keepdim=True) for D in stacks])
+                shifts = torch.where(means > 0, scalars[0] * means, torch.inf).split([len(D) for D in stacks])
+            for D, shift, (_, _, d) in zip(stacks, shifts, self.stacks, strict=True):
+                torch.add(D, shift, out=d.view(D.shape)).pow_(-power)
+
+        addresses = tuple(t.data_ptr() for t in (*values, *self.scales))
+        self.graphs.run(compute, values, [number], (relative, power, addresses))
 
     def stacks_with(self, b: int) -> object:
-        return b  # rotations are many numbers: we do not copy them into stacks
+        return self._runs[b]  # rotations are many numbers: we do not copy them into stacks
+
+    @cached_property
+    def _runs(self) -> list[int]:
+        """A number for every layer: the same for those of one shape whose tensors lie one after the other."""
+        runs, last = list[int](), dict[object, int]()
+        for b, block in enumerate(self.blocks):
+            kind = block.shape, block.factor_groups
+            before = last.get(kind)
+            runs.append(runs[before] if before is not None and self._follows(before, b) else b)
+            last[kind] = b
+        return runs
+
+    def _follows(self, before: int, b: int) -> bool:
+        pairs = [(side[before], side[b]) for side in (self.left, self.right, self.scales)]
+        return all(one is other if one is None or other is None else follows(one, other) for one, other in pairs)
+
+    @cached_property
+    def stacks(self) -> list[tuple[Rotation, Rotation, Tensor]]:
+        """Q [b·c o o], P [b·c i i] and d [b·c o i] of every batch."""
+        out = []
+        for batch in self.batches:
+            Q, P = (stacked_side(side, batch) for side in (self.left, self.right))
+            out.append((Q, P, stacked([self.scales[b] for b in batch])))
+        return out
 
     def apply(self, batch: int, columns: list[Tensor]) -> list[Tensor]:
-        (b,) = self.batches[batch]
-        q, p, w = self.left[b], self.right[b], joined(columns)
-        turned = rotated(q, w, p)
-        turned = turned * self.scales[b] if turned is columns[0] else turned.mul_(self.scales[b])
-        return separated(rotated_back(q, turned, p), columns)
+        (Q, P, d), w = self.stacks[batch], joined(columns)
+        turned = two_sided(None if Q is None else Q.mT, w, None if P is None else P.mT)
+        # In place, unless that is the covector, or a derivative is recorded.
+        turned = turned * d if turned is w or turned.requires_grad else turned.mul_(d)
+        return separated(two_sided(Q, turned, P), columns)
+
+    def overwritten(self, new: Inverse) -> Inverse:
+        """The rotations of a metric that is renewed in place are read where they are."""
+        elsewhere = isinstance(new, SpectralInverse) and new.live and not self.reads(new.left, new.right)
+        return new if elsewhere else super().overwritten(new)
+
+    def reads(self, left: Sequence[Rotation], right: Sequence[Rotation]) -> bool:
+        """Whether its rotations are these, wherever they are renewed."""
+        if not self.live or len(left) != len(self.left):
+            return False
+        pairs = zip((*self.left, *self.right), (*left, *right), strict=True)
+        return all(one is other for one, other in pairs)
 
     @property
     def noise(self) -> int:
@@ -931,19 +1036,24 @@ class Basis:
         """Q and P of every layer."""
         return list(zip(self.left, self.right, strict=True))
 
+    @property
+    def both(self) -> tuple[Rotation, ...]:
+        """Q of all layers, then P of all."""
+        return *self.left, *self.right
+
     def followed(self, left: Sequence[SymFactor], right: Sequence[SymFactor]) -> Basis:
         """QR(SQ) and QR(AP), sorted: a step of the orthogonal iteration; eigenvectors where there is no basis.
 
         Where a GPU has failed to make the last step, it is made by a slower method that does not fail.
         """
-        factors, old = [*left, *right], [*self.left, *self.right]
+        factors, old = [*left, *right], self.both
         new: list[Rotation] = [None] * len(old)
         anew = [at for at, q in enumerate(old) if q is None and is_dense(factors[at])]
         for at, exact in zip(anew, spectra([factors[at] for at in anew])[1], strict=True):
             new[at] = exact
         present = [(at, q) for at, q in enumerate(old) if q is not None]
-        doubtful = self.failures is not None and float(self.failures) > 0
-        moved, failures = followed_all([factors[at] for at, _ in present], [q for _, q in present], doubtful=doubtful)
+        method: Factorisation = "householder" if self.failures is not None and float(self.failures) > 0 else "auto"
+        moved, failures = followed_all([factors[at] for at, _ in present], [q for _, q in present], method)
         for (at, _), q in zip(present, moved, strict=True):
             new[at] = q
         on_the_way = None if failures is None else to_host_async(failures)
@@ -953,8 +1063,43 @@ class Basis:
         """D' = (U∘U) D (V∘V)ᵀ, U = Q'ᵀQ, V = P'ᵀP: the diagonal, in this basis, of what is D [c o i] in another."""
         if old is self:
             return tuple(scales)
-        pairs = zip(scales, self.sides, old.sides, strict=True)
-        return tuple(spread(_overlap(q, q0), d, _overlap(p, p0)) for d, (q, p), (q0, p0) in pairs)
+        sides = ((self.left, old.left), (self.right, old.right))
+        kinds: dict[object, list[int]] = defaultdict(list)
+        for b, d in enumerate(scales):
+            kinds[
+                d.shape, tuple(q if q is None else q.shape for pair in sides for q in (side[b] for side in pair))
+            ].append(b)
+        out: dict[int, Tensor] = {}
+        for numbers in kinds.values():
+            count = layers_at_once(scales[numbers[0]].device, scales[numbers[0]].nbytes)
+            for batch in (numbers[at : at + count] for at in range(0, len(numbers), count)):
+                U, V = (_overlap(stacked_side(new, batch), stacked_side(before, batch)) for new, before in sides)
+                D = two_sided(_squared(U), stacked([scales[b] for b in batch]), _squared(V))
+                out.update(zip(batch, D.split(len(scales[batch[0]])), strict=True))
+        return tuple(out[b] for b in range(len(scales)))
+
+
+def stacked_side(side: Sequence[Rotation], numbers: Sequence[int]) -> Rotation:
+    """The rotations [b·c d d] of some layers of one shape on one side, or None if they have none."""
+    present = [q for q in (side[b] for b in numbers) if q is not None]
+    return stacked(present) if present else None
+
+
+def alike(blocks: Sequence[Block], basis: Basis) -> dict[object, list[int]]:
+    """The numbers of the layers of one shape, which have rotations on the same sides."""
+    out: dict[object, list[int]] = defaultdict(list)
+    for b, (block, (q, p)) in enumerate(zip(blocks, basis.sides, strict=True)):
+        out[block.shape, block.factor_groups, q is None, p is None].append(b)
+    return out
+
+
+def lay_side_by_side(sides: Sequence[list[Rotation]], numbers: Sequence[int]) -> None:
+    """In every list, copies of the tensors of these layers that lie one after the other."""
+    for side in sides:
+        present = [t for t in (side[b] for b in numbers) if t is not None]
+        if len(present) > 1:
+            for b, t in zip(numbers, side_by_side(present), strict=True):
+                side[b] = t
 
 
 def rotated(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
@@ -971,7 +1116,11 @@ def rotated_back(q: Rotation, w: Tensor, p: Rotation) -> Tensor:
 
 def spread(q: Rotation, d: Tensor, p: Rotation) -> Tensor:
     """(Q∘Q) D (P∘P)ᵀ [c o i]: the diagonal of (Q ⊗ P) diag(D) (Q ⊗ P)ᵀ."""
-    return rotated_back(None if q is None else q.square(), d, None if p is None else p.square())
+    return rotated_back(_squared(q), d, _squared(p))
+
+
+def _squared(q: Rotation) -> Rotation:
+    return None if q is None else q.square()
 
 
 def spectra(side: Sequence[SymFactor]) -> tuple[list[Tensor], list[Rotation]]:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from natgrad.errors import IncompatibleError, NatgradError, SingularMetricError
+from natgrad.errors import BatchStatisticsError, IncompatibleError, NatgradError, SingularMetricError
 from natgrad.geometry import Vector
 from natgrad.linalg import check_positive
 from natgrad.model import Inputs, Model, check_slots, map_tensors
 from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
-from natgrad.pullback.chunks import examples
+from natgrad.pullback.chunks import check_independent, examples, separable
 from natgrad.pullback.pullback import Observer, layers_of
 from natgrad.solve.cg import CG
 from natgrad.solve.solvers import Cholesky, Solver
@@ -181,7 +181,12 @@ class Laplace:
         with torch.no_grad():
             y = self.model(None, x)
         n, d = y.shape[0], y[0].numel()
-        step = max(1, _ELEMENTS // (d * self.model.size))
+        step = max(1, _ELEMENTS // (d * self.model.size)) if separable(x, n) else n
+        if step < n:
+            try:
+                check_independent(self.model, x, step, n)
+            except BatchStatisticsError:  # examples that influence each other are taken together
+                step = n
         view = Observer(self.model, Euclidean(), layers_of(self.model), None)
         for start in range(0, n, step):
             pb = view.checked(examples(x, (start, min(start + step, n)), n) if step < n else x)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from natgrad.accelerate.bases import followed, followed_all, lower_inverse
+from natgrad.accelerate import bases
+from natgrad.accelerate.bases import followed, followed_all, lower_inverses
 from tests.accelerate.test_roots import spread, symmetric
 
 EPS = torch.finfo(torch.float32).eps
@@ -104,24 +107,34 @@ def test_on_a_processor_it_is_householders_method() -> None:
     torch.testing.assert_close(X, H)
 
 
-def test_factors_of_one_size_are_one_batch_whatever_their_order() -> None:
-    F, Q = problem(6, 10.0, 6, near=False)
-    G, P = problem(4, 10.0, 4, near=False)
-    bases, failures = followed_all([F[:1], G, F[1:]], [Q[:1], P, Q[1:]])
-    assert failures is None
-    torch.testing.assert_close(torch.cat([bases[0], bases[2]]), by_householder(F, Q)[1])
-    torch.testing.assert_close(bases[1], by_householder(G, P)[1])
+@pytest.mark.parametrize("method", ["householder", "cholesky"])
+def test_factors_of_many_sizes_are_followed_whatever_their_order(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one chunk and in several, each is what it is by itself."""
+    sizes = [150, 6, 130, 150, 300, 1]
+    pairs = [tuple(t[:1].float() for t in problem(d, 10.0, d, near=False)) for d in sizes]
+    expected = [followed(F, Q, method)[0] for F, Q in pairs]
+    for chunk in (2**27, 2**17):
+        monkeypatch.setattr(bases, "_CHUNK_BYTES", chunk)
+        news, failures = followed_all([F for F, _ in pairs], [Q for _, Q in pairs], method)
+        assert (failures is None) == (method == "householder")
+        assert not failures
+        for new, right in zip(news, expected, strict=True):
+            torch.testing.assert_close(new, right, rtol=1e-4, atol=1e-5)
+
+
+def test_without_factors_nothing_is_followed() -> None:
+    assert followed_all([], []) == ([], None)
 
 
 @pytest.mark.parametrize("leaf", [1, 7, 16, 100])
-def test_the_inverse_of_a_cholesky_factor_does_not_depend_on_the_blocks(leaf: int) -> None:
-    G = torch.stack([symmetric(spread(37, 1e4), seed) for seed in range(3)])
-    L = torch.linalg.cholesky(G)
-    torch.testing.assert_close(lower_inverse(G.clone(), leaf) @ L, torch.eye(37, dtype=G.dtype).expand_as(G))
+def test_inverses_of_cholesky_factors_do_not_depend_on_the_blocks(leaf: int) -> None:
+    stacks = [torch.stack([symmetric(spread(d, 1e4), seed) for seed in range(2)]) for d in (37, 5, 16, 20)]
+    factors = [torch.linalg.cholesky(G) for G in stacks]
+    for L, V in zip(factors, lower_inverses([G.clone() for G in stacks], leaf), strict=True):
+        torch.testing.assert_close(V @ L, torch.eye(L.shape[-1], dtype=L.dtype).expand_as(L))
 
 
 def test_a_matrix_that_is_not_positive_has_no_inverse_factor() -> None:
-    G = torch.stack([torch.eye(5), -torch.eye(5)])
-    V = lower_inverse(G, leaf=2)
+    (V,) = lower_inverses([torch.stack([torch.eye(5), -torch.eye(5)])], leaf=2)
     assert torch.equal(V[0], torch.eye(5))
     assert not V[1].isfinite().all()

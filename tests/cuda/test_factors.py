@@ -17,6 +17,7 @@ from natgrad.accelerate.vjp import vjp
 from natgrad.rules import RULES, Call, Rule
 from natgrad.rules.base import cotangent_features, input_features
 from tests.cuda.waiting import no_waiting
+from tests.optim.states import whole
 from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, normal
 from tests.structures.test_changing_sizes import CASES, made
@@ -261,7 +262,7 @@ def test_a_recording_is_of_one_precision() -> None:
             nn.functional.cross_entropy(layer(x), torch.zeros(n, dtype=torch.long, device="cuda")).backward()
             opt.step()
         return next(
-            float(A.flatten()[0]) for name, A in opt.state_dict()["natgrad"]["operator"].items() if name.endswith("/A")
+            float(A.flatten()[0]) for name, A in whole(opt)["natgrad"]["operator"].items() if name.endswith("/A")
         )
 
     assert moment() == pytest.approx(1.0, rel=1e-3)
@@ -321,7 +322,7 @@ def test_an_optimizer_with_batches_of_changing_size_has_the_factors_of_the_cpu(
             opt.zero_grad()
             there(batch(n).to(device, dtype)).square().sum().backward()
             opt.step()
-        found.append({key: t.cpu().double() for key, t in opt.state_dict()["natgrad"]["operator"].items()})
+        found.append({key: t.cpu().double() for key, t in whole(opt)["natgrad"]["operator"].items()})
         assert device == "cpu" or _padded_replays(opt.tracker.observer.cache.graphs) > 20
     for key, t in found[0].items():
         close(found[1][key], t, 1e-4)

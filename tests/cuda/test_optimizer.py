@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import natgrad as ng
 from natgrad.errors import NonFiniteError
 from tests.cuda.waiting import no_waiting
-from tests.optim.states import alike
+from tests.optim.states import alike, whole
 from tests.optim.tasks import KINDS, Task, task
 
 
@@ -183,7 +183,7 @@ def test_steps_of_other_rules_are_those_of_the_cpu_and_are_recorded(variant: str
 def test_a_bad_gradient_changes_nothing_whatever_the_rule(variant: str, name: str) -> None:
     loop = _Loop("cuda", torch.float32, **_VARIANTS[variant])
     before = loop.run(12)
-    states = loop.opt.state_dict()["state"]
+    states = whole(loop.opt)["state"]
     loop.opt.zero_grad()
     nn.functional.cross_entropy(loop.model(loop.x), loop.t).backward()
     grad = loop.model.get_parameter(name).grad
@@ -192,7 +192,7 @@ def test_a_bad_gradient_changes_nothing_whatever_the_rule(variant: str, name: st
     loop.opt.step()
     torch.cuda.synchronize()
     assert torch.equal(torch.cat([p.detach().flatten().cpu() for p in loop.model.parameters()]), before)
-    assert alike(loop.opt.state_dict()["state"], states)
+    assert alike(whole(loop.opt)["state"], states)
     with pytest.raises(NonFiniteError, match="the step held NaN or infinity at step 12"):
         loop.opt.step()
 

@@ -1,6 +1,7 @@
 """On a GPU: steps that are made in one pass, in memory of several kinds, are those of the processor."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.structures.layered import SpectralInverse
+from tests.cuda.waiting import no_waiting
 from tests.optim.tasks import seeded
 
 Make = Callable[[nn.Module], ng.NaturalGradient]
@@ -60,3 +63,67 @@ def test_parameters_may_have_several_memory_formats(make: Make) -> None:
 def test_a_step_inside_autocast_is_that_outside() -> None:
     inside, outside = (_trained("cuda", _net, _kfac(), autocast=autocast) for autocast in (True, False))
     torch.testing.assert_close(inside, outside, rtol=1e-5, atol=1e-6)
+
+
+def _same_shapes() -> nn.Module:
+    layers = [m for _ in range(4) for m in (nn.Linear(24, 24), nn.Tanh())]
+    return nn.Sequential(nn.Flatten(), nn.Linear(72, 24), nn.Tanh(), *layers, nn.Linear(24, 3))
+
+
+EIGENBASIS: dict[str, Make] = {
+    "soap": lambda model: ng.SOAP(model, lr=1e-3, basis_every=5, damping=ng.Relative(0.1)),
+    "exact": lambda model: ng.NaturalGradient(
+        model,
+        ng.BatchGradient(),
+        structure=ng.Refresh(ng.EigenKronecker(power=0.5), 1, 0.95, basis=5),
+        lr=1e-3,
+        damping=ng.Relative(0.1),
+    ),
+    "ekfac": lambda model: ng.EKFAC(model, FISHER, lr=0.01, metric_every=4, inverse_every=4, damping=0.1),
+}
+
+
+@pytest.mark.parametrize("name", EIGENBASIS)
+def test_steps_in_an_eigenbasis_are_those_of_the_cpu(name: str) -> None:
+    here, there = (_trained(device, _same_shapes, EIGENBASIS[name]) for device in ("cpu", "cuda"))
+    torch.testing.assert_close(there, here, rtol=1e-2, atol=1e-3)
+
+
+def test_soap_waits_for_nothing_and_replays_its_plain_steps() -> None:
+    """Also in the steps with new bases, which are in the place of the old ones."""
+    model = seeded(_same_shapes).cuda()
+    opt = ng.SOAP(model, lr=1e-3, basis_every=5)
+    x = torch.randn(16, 2, 6, 6, device="cuda")
+    for step in range(40):
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x), torch.arange(16, device="cuda") % 3).backward()
+        with no_waiting() if step > 20 else nullcontext():
+            opt.step()
+        if step == 20:
+            version = opt.preconditioner.version
+    assert opt.preconditioner.version == version
+    inverse = opt.preconditioner.inverse
+    assert isinstance(inverse, SpectralInverse)
+    stats = [*opt.tracker.observer.cache.graphs.stats.values(), *inverse.graphs.stats.values()]
+    assert len(stats) == 2
+    for of_graph in stats:
+        assert of_graph.captures <= 2
+        assert of_graph.replays > 30
+
+
+def test_a_step_of_soap_that_is_not_finite_changes_nothing() -> None:
+    model = seeded(_same_shapes).cuda()
+    opt = ng.SOAP(model, lr=1e-3, basis_every=5)
+    x = torch.randn(16, 2, 6, 6, device="cuda")
+    for step in range(8):
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x), torch.arange(16, device="cuda") % 3).backward()
+        if step == 7:
+            before = [p.detach().clone() for p in model.parameters()]
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.fill_(torch.nan)
+        opt.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert opt.tracker.average is not None
+    assert all(t.isfinite().all() for t in opt.tracker.average.tensors().values())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import natgrad as ng
+from natgrad.optim.state_layout import joined
 from natgrad.structures import Structure
 from tests.optim.tasks import seeded
 from tests.pulled import normal, opaque
@@ -66,7 +67,12 @@ def state_of(make: Make, seed: int = 0, steps: int = 2) -> tuple[ng.NaturalGradi
     model = net(seed)
     opt = make(model)
     train(model, opt, steps)
-    return opt, copy.deepcopy(opt.state_dict())
+    return opt, whole(opt)
+
+
+def whole(opt: ng.NaturalGradient) -> dict[str, Any]:
+    """Its state with the metric in one entry, "natgrad", as it was saved in version 0.1.0."""
+    return copy.deepcopy(joined(opt.state_dict()))
 
 
 def alike(a: Any, b: Any) -> bool:

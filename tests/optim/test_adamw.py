@@ -3,6 +3,7 @@
 import io
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from natgrad.accelerate.replay import GraphCache
 from natgrad.errors import NonFiniteError
 from natgrad.optim import optimizer, update
 from natgrad.structures import Structure
-from tests.optim.states import alike
+from tests.optim.states import alike, whole
 from tests.optim.tasks import seeded
 from tests.optim.test_plain_step import Replays
 
@@ -95,7 +96,7 @@ def test_the_others_are_stepped_by_adamw_as_torch_does(rule: Any) -> None:
             for what in ("exp_avg", "exp_avg_sq", "step"):
                 torch.testing.assert_close(opt.state[p][what], adamw.state[copy][what])
     assert by_adamw(opt, model) == list(copies)
-    assert all(list(opt.state[model.get_parameter(name)]) == ["momentum"] for name in MATRICES)
+    assert all(list(opt.state[model.get_parameter(name)]) == ["natgrad", "momentum"] for name in MATRICES)
 
 
 class Bare(nn.Module):
@@ -185,7 +186,7 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_all_others_move() -> N
     train(model, opt, range(1))
     for missing in ("norm.weight", "hidden.weight"):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        state = {what: t.clone() for what, t in opt.state[model.get_parameter(missing)].items()}
+        state = deepcopy(opt.state[model.get_parameter(missing)])
         opt.zero_grad()
         backward(model, 1)
         model.get_parameter(missing).grad = None
@@ -231,7 +232,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name: str, rule: Any) -> 
     model = text()
     opt = made(model, step=rule)
     train(model, opt, range(2))
-    before = {key: t.clone() for key, t in model.state_dict().items()}, opt.state_dict()["state"]
+    before = {key: t.clone() for key, t in model.state_dict().items()}, whole(opt)["state"]
     opt.zero_grad()
     backward(model, 2)
     grad = model.get_parameter(name).grad
@@ -239,7 +240,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name: str, rule: Any) -> 
     grad[0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match=f"the gradient of {name} holds NaN or infinity"):
         opt.step()
-    assert alike((model.state_dict(), opt.state_dict()["state"]), before)
+    assert alike((model.state_dict(), whole(opt)["state"]), before)
 
 
 @pytest.fixture
@@ -263,14 +264,14 @@ def test_on_a_gpu_the_gate_closes_for_all_parameters(name: str, momentum_on: str
     train(model, opt, range(2))
     gpu()
     train(model, opt, range(2, 3))
-    before = {key: t.clone() for key, t in model.state_dict().items()}, opt.state_dict()["state"]
+    before = {key: t.clone() for key, t in model.state_dict().items()}, whole(opt)["state"]
     opt.zero_grad()
     backward(model, 3)
     grad = model.get_parameter(name).grad
     assert grad is not None
     grad[0, 0] = torch.nan
     opt.step()
-    assert alike((model.state_dict(), opt.state_dict()["state"]), before)
+    assert alike((model.state_dict(), whole(opt)["state"]), before)
 
 
 def test_a_captured_step_is_that_of_a_processor(gpu: Callable[[], None]) -> None:
@@ -347,13 +348,13 @@ def test_a_scaler_that_skips_a_step_leaves_the_state() -> None:
     model = text(torch.float32)
     opt = made(model)
     train(model, opt, range(1))
-    before = opt.state_dict()["state"]
+    before = whole(opt)["state"]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     opt.zero_grad()
     scaler.scale(backward(model, 1, scale=torch.inf))
     scaler.step(opt)
     scaler.update()
-    assert alike(opt.state_dict()["state"], before)
+    assert alike(whole(opt)["state"], before)
 
 
 def test_what_is_no_fallback_is_refused() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import natgrad as ng
 from natgrad.operators import Inverse, Operator
+from tests.optim.states import whole
 from tests.optim.tasks import seeded, task
 
 EARLY = [1, 2, 4, 8, 16, 32, 64]  # steps, counted from 1
@@ -211,7 +212,7 @@ def test_steps_that_fail_leave_the_schedule_as_it_was() -> None:
 def test_damaged_entries_of_a_state_are_refused() -> None:
     run = Linear()
     run.take()
-    state = copy.deepcopy(run.opt.state_dict())
+    state = whole(run.opt)
     del state["natgrad"]["freshness"]["sketch"]
     with pytest.raises(ValueError, match='the "freshness" of the state has no sketch'):
         run.opt.load_state_dict(state)

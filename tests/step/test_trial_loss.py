@@ -1,9 +1,15 @@
 """The loss where a step would land, and exact products, with batch statistics and dropout."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import natgrad as ng
+from tests import oracle
+from tests.optim.tasks import seeded
 from tests.pulled import close, normal
 
 
@@ -62,3 +68,76 @@ def test_exact_products_are_those_of_the_function_that_is_trained() -> None:
     v = ng.Vector({name: normal(*p.shape, seed=3) for name, p in params.items()})
     flat = v.flatten()
     close(opt.tracker.batch_queries.curvature([v], 0.5), (flat @ J.T @ J @ flat / 6).view(1, 1), 1e-9)
+
+
+class _Random(nn.Module):
+    """A layer, something random, and another layer."""
+
+    def __init__(self, draw: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.body, self.draw, self.head = nn.Linear(3, 4), draw, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n t 3] to [n 2]."""
+        return self.head(self.draw(torch.tanh(self.body(x)), self.training)).mean(1)
+
+
+def _attention(h: Tensor, training: bool) -> Tensor:
+    return F.scaled_dot_product_attention(h, h, h, dropout_p=0.3 if training else 0.0)
+
+
+DRAWS: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "a function": lambda h, training: F.dropout(h, 0.4, training),
+    "attention": _attention,
+    "noise": lambda h, _: h * (1 + torch.randn_like(h)),  # in evaluation mode, too
+    "own stream": lambda h, training: h * torch.bernoulli(torch.full_like(h, 0.6)) if training else h,
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_exact_products_have_the_masks_of_the_pass(kind: str) -> None:
+    model, x = seeded(lambda: _Random(DRAWS[kind]).double()), normal(6, 5, 3)
+    opt = ng.KFAC(model, ng.Euclidean(), step=ng.SelfTuned())
+    state: list[Tensor] = []
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        torch.rand(3)  # the closure draws, too, before the model does
+        state.append(torch.get_rng_state())
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        for _ in range(2):
+            opt.step(closure)
+        torch.set_rng_state(state[-1])
+        model(x)
+        params, v = dict(model.named_parameters()), normal(sum(p.numel() for p in model.parameters()))
+        vector = ng.Vector(oracle.unflatten(v, params))
+        found = opt.tracker.batch_queries.curvature([vector], 0.25)
+        torch.set_rng_state(state[-1])
+        y = model(x)
+    J = torch.stack(
+        [oracle.flatten(torch.autograd.grad(y_d, list(params.values()), retain_graph=True)) for y_d in y.flatten()]
+    )
+    close(found, ((J @ v).square().sum() / 6).view(1, 1), 1e-9)
+
+
+@pytest.mark.parametrize(
+    "rule", [ng.SelfTuned(), ng.TrustRegion(0.01), ng.GeodesicCorrected()], ids=lambda r: type(r).__name__
+)
+@pytest.mark.parametrize("kind", [kind for kind in DRAWS if kind != "attention"])
+def test_rules_train_a_model_that_draws_random_numbers(kind: str, rule: ng.step.StepRule) -> None:
+    model, x = seeded(lambda: _Random(DRAWS[kind]).double()), normal(6, 5, 3)
+    opt = ng.KFAC(model, ng.Euclidean(), step=rule, damping=1.0)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    losses = seeded(lambda: [float(opt.step(closure)) for _ in range(10)])
+    assert losses[-1] < 0.9 * losses[0]

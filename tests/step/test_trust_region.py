@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -323,3 +324,45 @@ def test_a_step_that_cannot_be_shortened_into_the_region_is_refused_with_its_div
         assert opt.last.reason.startswith("divergence ")
         assert opt.last.reason.endswith("over radius 1 after 1 tries")
     assert refused >= 2
+
+
+def test_the_reverse_divergence_is_held_in_its_own_direction() -> None:
+    """KL(new‖old) within the radius, where KL(old‖new) of the same steps is not."""
+    of, radius = task("classes", n=20), 0.3
+    opt = of.optimizer(step=ng.TrustRegion(radius, ng.Backtracking(shrink=0.9, tries=60, reverse=True)), damping=1e-6)
+    pairs = []
+    for _ in range(2):
+        with torch.no_grad():
+            before = of.model(of.x)
+        of.step(opt)
+        with torch.no_grad():
+            pairs.append((_kl(of.model(of.x), before), _kl(before, of.model(of.x))))
+    assert all(0 < reverse <= radius for reverse, _ in pairs)
+    assert max(forward for _, forward in pairs) > radius
+
+
+def test_with_improve_no_step_raises_the_loss() -> None:
+    """The exact loss is looked at, and not its linearisation."""
+
+    def losses(look: ng.Backtracking) -> list[float]:
+        of = task("regression")
+        opt = of.optimizer(step=ng.TrustRegion(30.0, look), damping=1e-3)
+        found = [of.loss().item()]
+        for _ in range(5):
+            opt.step(of.closure(opt))
+            found.append(of.loss().item())
+        return found
+
+    free = losses(ng.Backtracking())
+    held = losses(ng.Backtracking(improve=True))
+    assert any(after > before for before, after in itertools.pairwise(free))
+    assert all(after <= before for before, after in itertools.pairwise(held))
+    assert held[-1] < held[0]
+
+
+def test_improve_needs_a_closure() -> None:
+    of = task()
+    opt = of.optimizer(step=ng.TrustRegion(0.1, ng.Backtracking(improve=True)))
+    of.loss().backward()
+    with pytest.raises(TypeError, match="closure"):
+        opt.step()

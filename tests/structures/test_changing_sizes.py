@@ -12,7 +12,7 @@ import natgrad as ng
 from natgrad.accelerate import replay
 from natgrad.accelerate.replay import GraphCache
 from natgrad.rules import RULES
-from natgrad.structures import kronecker
+from natgrad.structures import factor_average
 from tests.accelerate.eager_graphs import EagerGraphs
 from tests.optim.tasks import seeded
 from tests.pulled import Rooted, close, normal
@@ -148,7 +148,7 @@ def test_factors_of_changing_sizes_are_those_of_each_batch(
     name: str, structure: ng.Kronecker, k: int, gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``gpu``: the averages are taken as there, many in one launch."""
-    monkeypatch.setattr(kronecker, "is_asynchronous", lambda device: gpu)
+    monkeypatch.setattr(factor_average, "is_asynchronous", lambda device: gpu)
     monkeypatch.setattr(replay, "_PATIENCE", 1)
     build, batch = CASES[name]
     model, cache = seeded(lambda: made(build, batch(20))), GraphCache[None](capture=EagerGraphs())

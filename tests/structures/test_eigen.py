@@ -324,12 +324,10 @@ def test_iterated_eigenvectors_tend_to_the_exact_ones() -> None:
 def test_where_a_gpu_has_failed_to_follow_the_next_step_is_householders(
     failures: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[bool] = []
+    asked: list[str] = []
 
-    def following(
-        factors: list[Tensor], rotations: list[Tensor], *, doubtful: bool
-    ) -> tuple[list[Tensor], Tensor | None]:
-        asked.append(doubtful)
+    def following(factors: list[Tensor], rotations: list[Tensor], method: str) -> tuple[list[Tensor], Tensor | None]:
+        asked.append(method)
         return rotations, torch.tensor(failures)
 
     monkeypatch.setattr(layered, "followed_all", following)
@@ -337,7 +335,7 @@ def test_where_a_gpu_has_failed_to_follow_the_next_step_is_householders(
         ng.pullback(torch.nn.Linear(4, 3), torch.randn(8, 4), ng.Euclidean())
     )
     G.renewed().renewed()
-    assert asked == [False, failures == 1.0]
+    assert asked == ["auto", "householder" if failures else "auto"]
 
 
 def test_eigenvectors_are_exact_or_iterated() -> None:

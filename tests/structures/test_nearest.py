@@ -17,6 +17,7 @@ from natgrad.errors import IncompatibleError
 from natgrad.operators import KroneckerOperator
 from tests import kronecker_oracle, zoo
 from tests.kronecker_oracle import Layer
+from tests.optim.states import whole
 from tests.pulled import Rooted, close, normal, pull, random_roots
 
 Pair = tuple[Tensor, Tensor]
@@ -266,7 +267,7 @@ def power_of(F: Tensor, power: float, ε: float) -> Tensor:
 def test_gradients_have_the_factors_of_kl_shampoo(power: float, every: int) -> None:
     """Against a few lines that know nothing of the library (Lin et al. 2025), offsets k of a kernel as samples."""
     _, opt, gradients = trained(ng.BatchGradient(), 6, every, power)
-    found, ε, β = opt.state_dict()["natgrad"], 0.01, 0.9
+    found, ε, β = whole(opt)["natgrad"], 0.01, 0.9
     for name in ("0.weight", "3.weight", "5.weight"):
         S = A = S_inv = A_inv = None
         mass = 0.0
@@ -308,7 +309,7 @@ def test_a_run_resumes_exactly(kind: str, power: float, solver: ng.solve.Solver)
     """At a step between two refreshes: the roots that estimates are weighed with are those of the last one."""
     model, opt, _ = trained(METRICS[kind](), 5, every=4, power=power, solver=solver)
     state, saved = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
-    assert any("^-½" in key for key in state["natgrad"]["operator"])
+    assert any("^-½" in key for key in whole(opt)["natgrad"]["operator"])
     run(model, opt, range(5, 10))
     other, resumed, _ = trained(METRICS[kind](), 0, every=4, power=power, solver=solver)
     other.load_state_dict(saved)

@@ -17,6 +17,7 @@ from natgrad.model import Model
 from natgrad.operators import Inverse, Layout, Operator
 from natgrad.pullback.layer import Block
 from natgrad.structures import Structure
+from tests.optim.states import whole
 
 
 @final
@@ -123,7 +124,7 @@ def test_a_damaged_state_is_refused_by_name() -> None:
     model, x, _ = task()
     opt = optimizer(model)
     train(model, opt, x, 1)
-    state = opt.state_dict()
+    state = whole(opt)
     state["natgrad"]["operator"] = {"scales": torch.ones(())}
     with pytest.raises(ValueError, match=r"scale of the metric is missing in the state\. Nothing was loaded"):
         optimizer(model).load_state_dict(state)

@@ -16,6 +16,7 @@ import natgrad as ng
 from natgrad.model import Model
 from tests import kronecker_oracle, oracle
 from tests.optim.tasks import seeded
+from tests.pulled import normal
 from tests.zoo import case, mlp
 
 DOUBLE = torch.float64
@@ -197,6 +198,21 @@ def test_a_loader_of_pairs_brings_the_targets_of_a_metric_that_needs_them() -> N
     whole = ng.vi.Laplace(model, x, metric, target=t)
     pairs: DataLoader[Any] = DataLoader(TensorDataset(x, t), batch_size=4)
     torch.testing.assert_close(ng.vi.Laplace(model, pairs, metric).covariance(), whole.covariance(), rtol=0, atol=1e-10)
+
+
+def test_examples_that_influence_each_other_are_predicted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few Jacobians are to be made at a time."""
+
+    class Centred(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y - y.mean(0).tanh()
+
+    model, x = seeded(lambda: Centred(3, 2).double()), normal(5, 3)
+    q = ng.vi.Laplace(model, x, ng.Euclidean(), structure=ng.Dense())
+    whole = q.predictive(x)
+    monkeypatch.setattr("natgrad.vi.laplace._ELEMENTS", 1)
+    torch.testing.assert_close(q.predictive(x).covariance, whole.covariance)
 
 
 def test_sampled_outputs_approach_the_linearised_predictive() -> None:

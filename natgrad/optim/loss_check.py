@@ -1,0 +1,331 @@
+"""Whether the loss that is trained is the one that the metric was made from: a look at the first backward pass."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from natgrad.errors import LossMismatchError
+from natgrad.output.heads import Heads
+from natgrad.output.losses import TermLoss, described
+from natgrad.output.metric import CouplingMetric, OutputMetric, Sampled
+from natgrad.pullback.graph import nodes
+
+_log = logging.getLogger("natgrad")
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_SCALES = 10  # GradScaler's factors are powers of two: those of losses are rarely as large as 2¹⁰
+
+
+@final
+@dataclass
+class Watched:
+    """One output y [n *out] in a pass of the user, the loss that it was given, and what comes back to it."""
+
+    key: Any  # of a head
+    loss: TermLoss | None  # None for a metric that was made from none
+    weight: float
+    y: Tensor  # a copy: the user may change the outputs in place
+    address: tuple[int, int]  # of the outputs: where their first number lies, and how far into their memory
+    cotangent: Tensor | None = None
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None  # sizes, strides and start of what the loss read
+    target: Any = None
+    paused: bool = False
+
+    @property
+    def title(self) -> str:
+        return "the outputs" if self.key is None else f"the head {self.key!r}"
+
+    def arrive(self, cotangent: Tensor | None) -> None:
+        """Several backward passes through one forward pass add up."""
+        if self.paused or cotangent is None:
+            return
+        self.cotangent = cotangent.detach() if self.cotangent is None else self.cotangent + cotangent.detach()
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The user's loss is called, on y or on a view of it."""
+        given = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
+        read, target = given.get("input"), given.get("target")
+        pointer, start = self.address
+        if isinstance(read, Tensor) and read.numel() == self.y.numel() and read.data_ptr() == pointer:
+            self.view = tuple(read.shape), tuple(read.stride()), int(read.storage_offset()) - start
+            self.target = target
+
+
+@final
+@dataclass
+class LossCheck:
+    """Compares the cotangent that the user's ``backward()`` sends into the outputs with that of the loss given.
+
+    It looks at one pass of the first step, and at one of the first step in which the outputs have another number of
+    axes: hooks at the outputs keep what arrives, and ``opt.step()`` compares. After that it costs nothing. The targets
+    are those that the loss was called with, where it is a module. Of cross entropy, coins and absolute errors the
+    cotangent itself tells them; of other losses, without the targets, only what is certainly that of another loss does.
+
+    What is found is said once: as an INFO in the log where the steps are as they should be (gradient accumulation, a
+    ``GradScaler``), else as a warning, which ``strict`` makes an error. ``scale_free``: the steps do not depend on the
+    scale of the loss.
+    """
+
+    metric: OutputMetric
+    strict: bool = False
+    scale_free: bool = False
+    silent: bool = False  # one process speaks for all
+    checked: set[tuple[int, ...]] = field(default_factory=set)  # numbers of axes
+    _watched: list[Watched] = field(default_factory=list)
+    _other: dict[Any, bool] = field(default_factory=dict)  # outputs beside them: whether they are trained
+    _handles: list[RemovableHandle] = field(default_factory=list)
+    _said: set[str] = field(default_factory=set)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes inside are those of the library, which start at the outputs, too."""
+        for each in self._watched:
+            each.paused = True
+        try:
+            yield
+        finally:
+            for each in self._watched:
+                each.paused = False
+
+    def watch(self, raw: Any, tensors: Sequence[Tensor]) -> None:
+        """A pass has returned ``raw``, and in it these ``tensors``, the outputs: look at what comes back to them."""
+        if self._watched or tuple(t.ndim for t in tensors) in self.checked:
+            return
+        self._watched = list(_by_head(self.metric, tensors))
+        if not any(each.loss for each in self._watched):
+            self._watched = []
+            return
+        for each, y in zip(self._watched, tensors, strict=True):
+            if not y.requires_grad:
+                continue
+            self._handles.append(y.register_hook(_weakly(each, Watched.arrive)))
+            if each.loss is not None:
+                call = _weakly(each, Watched.call)
+                hook = each.loss.loss.register_forward_pre_hook(
+                    lambda _, args, kwargs, call=call: call(args, kwargs), with_kwargs=True
+                )
+                self._handles.append(hook)
+        self._watch_others(raw, tensors)
+
+    def _watch_others(self, raw: Any, tensors: Sequence[Tensor]) -> None:
+        """Those of which the outputs are not made: what comes back to them is another loss's."""
+        items = raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, tuple | list) else ()
+        others = [(key, t) for key, t in items if isinstance(t, Tensor) and t.ndim and t.grad_fn is not None]
+        others = [(key, t) for key, t in others if not any(t is mine for mine in tensors)]
+        below = set(nodes([t.grad_fn for t in tensors])) if others else set()
+        for key, t in others:
+            if t.grad_fn not in below:
+                self._other[key] = False
+                self._handles.append(t.register_hook(_weakly(self, lambda check, _, key=key: check._trained(key))))
+
+    def _trained(self, key: Any) -> None:
+        self._other[key] = True
+
+    def forget(self) -> None:
+        """Look at this step no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched, self._other = [], {}
+
+    @torch.no_grad()
+    def report(self) -> None:
+        """Say what the step that is to be made has shown, or raise where it must not be made."""
+        if not self._watched:
+            return
+        watched, others = self._watched, [key for key, trained in self._other.items() if trained]
+        arrived = [each.cotangent for each in watched if each.cotangent is not None]
+        finite = all(bool(c.isfinite().all()) for c in arrived)
+        self.forget()
+        if not (finite and any(bool(c.any()) for c in arrived)):  # a GradScaler skips this step, or no loss came here
+            return
+        self.checked.add(tuple(each.y.ndim for each in watched))
+        for key in others:
+            self._warn(
+                f"the output {key!r} is trained, too, and the metric does not see it: give it a loss, "
+                "{key: loss, …} for all outputs"
+            )
+        for each in watched:
+            if each.cotangent is None or not bool(each.cotangent.any()):
+                self._warn(f"no gradient comes to {each.title}: its loss is not in what backward() was called on")
+            elif each.loss is not None:
+                self._compare(each, each.loss, each.cotangent)
+
+    def _compare(self, each: Watched, loss: TermLoss, cotangent: Tensor) -> None:
+        y, c, name, tol = _wide(each.y), _wide(cotangent), described(loss.loss), _TOLERANCES[cotangent.dtype]
+        candidates = [_of_target(each, loss, y)] if each.view is not None else list(_of_cotangent(loss, y, c))
+        fits = [fit for e in candidates if (fit := _fitted(c, each.weight * e, tol)) is not None]
+        if fits:
+            if abs(fits[0] - 1) > tol:
+                self._tell_factor(each.title, name, fits[0], _terms(loss, y, c))
+            return
+        for other, e, fix in _others(loss, y, c):
+            if _fitted(c, e, tol) is not None:
+                what = f"the gradient at {each.title} is that of {other}"
+                self._warn(f"{what}, and the metric was made from {name}: {fix}")
+                return
+        if candidates and (each.view is not None or not _may_be_soft(loss, c, tol)):
+            self._warn(
+                f"the gradient at {each.title} is not that of {name}, from which the metric was made: give the loss "
+                "that is trained, or one for every output"
+            )
+
+    def _tell_factor(self, title: str, name: str, α: float, terms: int) -> None:
+        """α: the gradient over that of the loss, which is a mean or a sum of so many ``terms``."""
+        power, k = math.log2(abs(α)), round(1 / α) if abs(α) < 1 else 0
+        of_scaler = power > _SCALES - 0.1 and abs(power - round(power)) < 1e-2
+        if of_scaler and (round(power) == 16 or abs(α - terms) > 1e-2 * α):  # 2¹⁶ is its first factor
+            self._note(f"the gradient at {title} is {α:g} times that of {name}, as a GradScaler makes it")
+        elif terms > 1 and (abs(α - terms) < 1e-2 * terms or abs(α * terms - 1) < 1e-2):
+            trained, given = ("sum", "mean") if α > 1 else ("mean", "sum")
+            self._loud(
+                f"the gradient at {title} is that of the {trained} over {terms} terms, and the metric that of the "
+                f'{given}: give the loss with reduction="{trained}"'
+            )
+        elif k > 1 and abs(α * k - 1) < 1e-2:
+            self._note(f"the gradient at {title} is 1/{k} of that of {name}, as in accumulation over {k} passes")
+        else:
+            self._loud(
+                f"the gradient at {title} is {α:.3g} times that of {name}, and the metric is not: metric_of({{…}}, "
+                "weights=…) gives a loss its weight"
+            )
+
+    def _loud(self, message: str) -> None:
+        """What a step that has its own scale need not be warned of."""
+        (self._note if self.scale_free else self._warn)(message)
+
+    def _note(self, message: str) -> None:
+        if message not in self._said and not self.silent:
+            _log.info(message)
+        self._said.add(message)
+
+    def _warn(self, message: str) -> None:
+        if self.strict:
+            raise LossMismatchError(message)
+        if message not in self._said and not self.silent:
+            _log.warning(message)
+        self._said.add(message)
+
+
+def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:
+    while isinstance(metric, CouplingMetric | Sampled):
+        metric = metric.base
+    if isinstance(metric, Heads):
+        for (key, each), y in zip(metric.metrics.items(), tensors, strict=True):
+            yield from (replace(alone, key=key, weight=metric.weight(key)) for alone in _by_head(each, [y]))
+    else:
+        y = tensors[0]
+        loss = metric if isinstance(metric, TermLoss) else None
+        yield Watched(None, loss, 1.0, y.detach().clone(), (y.data_ptr(), int(y.storage_offset())))
+
+
+def _weakly(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
+    """The method as a hook that does not hold its owner: the graph holds the hook, and the owner the graph."""
+    itself = weakref.ref(owner)
+
+    def hook(*args: Any) -> None:
+        owner = itself()
+        if owner is not None:
+            method(owner, *args)
+
+    return hook
+
+
+# What the cotangent of a loss would be.
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def _gradient(loss: Callable[..., Tensor], y: Tensor, target: Any) -> Tensor:
+    with torch.enable_grad():
+        leaf = y.detach().clone().requires_grad_()
+        (g,) = torch.autograd.grad(loss(leaf, target), leaf)
+    return g
+
+
+def _of_target(each: Watched, loss: TermLoss, y: Tensor) -> Tensor:
+    """∂L/∂y at the targets that the loss was called with, on the same view of y."""
+    assert each.view is not None
+    size, stride, start = each.view
+
+    def called(leaf: Tensor, target: Any) -> Tensor:
+        value: Tensor = loss.loss.forward(leaf.as_strided(size, stride, start), target)
+        return value
+
+    return _gradient(called, y, each.target)
+
+
+def _of_cotangent(loss: TermLoss, y: Tensor, c: Tensor) -> Iterator[Tensor]:
+    """∂L/∂y at the targets that a cotangent shows, if it is one of this loss: for every axis that may hold classes."""
+    module = loss.loss
+    if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss):
+        given: int | None = getattr(loss, "axis", None)
+        for axis in {1, y.ndim - 1} if given is None else {given % y.ndim}:
+            yield _of_classes(module, y, c, axis)
+    elif isinstance(module, nn.BCEWithLogitsLoss | nn.BCELoss):
+        yield _gradient(module.forward, y, (c < 0).to(y.dtype))
+    elif isinstance(module, nn.L1Loss):
+        yield _gradient(module.forward, y, y - c.sign())
+
+
+def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, y: Tensor, c: Tensor, axis: int) -> Tensor:
+    """The only class with a negative cotangent is the label; a term without any is ignored."""
+    there, labels = (c != 0).any(axis), c.argmin(axis)
+    labels = labels.masked_fill(~there, loss.ignore_index)
+    return _gradient(lambda leaf, t: loss.forward(leaf.movedim(axis, 1), t), y, labels)
+
+
+def _others(loss: TermLoss, y: Tensor, c: Tensor) -> Iterator[tuple[str, Tensor, str]]:
+    """What it may be in place of the loss given, with the way out: cross entropy over another axis, or coins."""
+    module, given = loss.loss, getattr(loss, "axis", None)
+    for axis in range(1, y.ndim):
+        if y.shape[axis] < 2:
+            continue
+        e = _of_classes(nn.CrossEntropyLoss(), y, c, axis)
+        if isinstance(module, nn.CrossEntropyLoss):
+            if given is not None and axis != given % y.ndim:
+                fix = f"give it as metric_of(loss, axis={axis})"
+                yield f"cross entropy with the classes on axis {axis} of {y.ndim}", e, fix
+        else:
+            yield f"cross entropy over axis {axis}", e, "give nn.CrossEntropyLoss()"
+    if not isinstance(module, nn.BCEWithLogitsLoss):
+        e = _gradient(nn.BCEWithLogitsLoss(), y, (c < 0).to(y.dtype))
+        yield "binary cross entropy", e, "give nn.BCEWithLogitsLoss()"
+
+
+def _fitted(c: Tensor, e: Tensor, tolerance: float) -> float | None:
+    """α with c = α·e, if there is one."""
+    square = float((e * e).sum())
+    if not 0 < square < math.inf:
+        return None
+    α = float((c * e).sum()) / square
+    return α if α != 0 and float((c - α * e).norm()) <= tolerance * float(c.norm()) else None
+
+
+def _may_be_soft(loss: TermLoss, c: Tensor, tolerance: float) -> bool:
+    """Whether a cotangent that no hard labels explain may be that of probabilities as targets."""
+    if not isinstance(loss.loss, nn.CrossEntropyLoss):
+        return True
+    given: int | None = getattr(loss, "axis", None)
+    sums = [float(c.sum(axis).norm()) for axis in ({1, -1} if given is None else {given})]
+    return min(sums) <= tolerance * float(c.norm())
+
+
+def _terms(loss: TermLoss, y: Tensor, c: Tensor) -> int:
+    """How many terms the loss is a mean or a sum of."""
+    if not isinstance(loss.loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return y.numel()
+    given: int | None = getattr(loss, "axis", None)
+    axes = {1, y.ndim - 1} if given is None else {given % y.ndim}
+    return int((c != 0).any(min(axes, key=lambda axis: float(c.sum(axis).norm()))).sum())

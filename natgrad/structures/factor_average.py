@@ -1,0 +1,69 @@
+"""The moving average of a metric with layers, in place: every factor as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import final
+
+from torch import Tensor
+
+from natgrad.accelerate.averages import PendingAverages
+from natgrad.accelerate.devices import is_asynchronous
+from natgrad.accelerate.replay import Scalar
+from natgrad.errors import NonFiniteError
+from natgrad.pullback.moments import FactorSink, Side
+from natgrad.rules.features import Moment
+from natgrad.structures.layered import LayerOperator, group_weights
+
+
+@final
+class FactorAverage(FactorSink):
+    """The moving averages Ā ← (1 − w) Ā + w A, and S̄ and D̄ likewise, of what arrives one by one.
+
+    ``numbers``: of each layer that arrives, its number in the average. A layer that is new has weight 1. Every group of
+    a stacked layer has a weight of its own (``group_weights``), from A, which arrives before S.
+    """
+
+    def __init__(self, average: LayerOperator, numbers: Sequence[int], weight: Scalar) -> None:
+        self.average, self.numbers = average, numbers
+        self._weight = weight
+        self._averages = PendingAverages([t for side in average.averaged_letters.values() for t in side])
+        self._group_weights: dict[int, Tensor] = {}
+
+    @property
+    def weight(self) -> float:
+        return float(self._weight)
+
+    @property
+    def address_key(self) -> Hashable:
+        return tuple(self.numbers), self.average.unseen, self.average.addresses
+
+    def with_weight(self, weight: Scalar) -> FactorAverage:
+        return FactorAverage(self.average, self.numbers, weight)
+
+    def put(self, b: int, side: Side, moment: Moment) -> None:
+        number = self.numbers[b]
+        factor = self.average.averaged_letters[side][number]
+        weight = self._weight if self.average.saw(number) else 1.0
+        rule = self.average.blocks[number].rule
+        if rule is not None and rule.stacked:
+            new = moment.mean()
+            if side == "A":
+                self._group_weights[b] = group_weights(factor, new, weight, 1) / weight
+            share = self._group_weights[b].view(-1, *[1] * (factor.ndim - 1))
+            moment = Moment(factor.lerp(new, share.to(factor.dtype)), 1)  # with ``weight`` this is w_c of the new one
+        if is_asynchronous(factor.device):  # nobody looks: what is not finite leaves the average alone
+            masked = isinstance(moment.count, Tensor) and moment.count.ndim > 0
+            moment = Moment(moment.mean(), 1) if masked else moment
+            self._averages.add(factor, moment.total, count=moment.count, weight=weight)
+            return
+        if not moment.is_finite():
+            title = self.average.blocks[number].title
+            raise NonFiniteError(
+                f"the estimate of the metric of {title} holds NaN or infinity, and was not averaged: clean the batch, "
+                "or lower the learning rate"
+            )
+        moment.average_into(factor, float(weight))
+
+    def flush(self) -> None:
+        self._averages.flush()

@@ -1,0 +1,268 @@
+"""The first step compares the gradient that comes to the outputs with that of the loss that was given."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.errors import LossMismatchError
+from tests.optim.tasks import seeded
+from tests.pulled import normal
+from tests.zoo import mlp
+
+N, C = 6, 3
+
+
+class Pixels(nn.Module):
+    """Classes [n c h w], and with ``last`` [n h w c]."""
+
+    def __init__(self, last: bool = False) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Conv2d(2, 4, 1), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y.movedim(1, -1) if self.last else y
+
+
+Train = Callable[[Any], Tensor]
+Case = tuple[nn.Module, Tensor, Any, Train]
+
+
+def vectors(width: int = C) -> tuple[nn.Module, Tensor]:
+    return seeded(lambda: mlp(3, 4, width).double()), normal(N, 3)
+
+
+LABELS, COINS = torch.arange(N) % C, (normal(N, C, seed=4) > 0).double()
+MAP = torch.arange(2 * 3 * 5).reshape(2, 3, 5) % 4
+
+
+def messages(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= level]
+
+
+def run(model: nn.Module, x: Tensor, loss: Any, train: Train, steps: int = 3, **options: Any) -> None:
+    opt = options.pop("preset", ng.KFAC)(model, loss, lr=1e-3, **options)
+    for _ in range(steps):
+        opt.zero_grad()
+        train(model(x)).backward()
+        opt.step()
+
+
+LOSSES: dict[str, tuple[Any, Train]] = {
+    "cross entropy": (F.cross_entropy, lambda y: F.cross_entropy(y, LABELS)),
+    "a module": (nn.CrossEntropyLoss(), lambda y: nn.CrossEntropyLoss()(y, LABELS)),
+    "ignored labels": (F.cross_entropy, lambda y: F.cross_entropy(y, LABELS.masked_fill(LABELS == 1, -100))),
+    "soft labels": (F.cross_entropy, lambda y: F.cross_entropy(y, torch.softmax(normal(N, C, seed=3), 1))),
+    "smooth labels": (
+        nn.CrossEntropyLoss(label_smoothing=0.2),
+        lambda y: F.cross_entropy(y, LABELS, label_smoothing=0.2),
+    ),
+    "squares": (F.mse_loss, lambda y: F.mse_loss(y, normal(N, C, seed=5))),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_nothing_is_said_where_the_loss_is_the_one_given(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    loss, train = LOSSES[name]
+    with caplog.at_level(logging.INFO, "natgrad"):
+        run(*vectors(), loss, train, strict=True)
+    assert not [m for m in messages(caplog, logging.INFO) if "the gradient at" in m]
+
+
+def test_pixels_have_their_classes_where_the_loss_reads_them(caplog: pytest.LogCaptureFixture) -> None:
+    x = normal(2, 2, 3, 5)
+    run(seeded(lambda: Pixels().double()), x, F.cross_entropy, lambda y: F.cross_entropy(y, MAP), strict=True)
+    run(
+        seeded(lambda: Pixels(last=True).double()),
+        x,
+        ng.metric_of(F.cross_entropy, axis=-1),
+        lambda y: F.cross_entropy(y.movedim(-1, 1), MAP),
+        strict=True,
+    )
+    assert not messages(caplog)
+
+
+WRONG: dict[str, tuple[Case, str]] = {
+    "another family": (
+        (*vectors(), F.mse_loss, lambda y: F.cross_entropy(y, LABELS)),
+        r"the gradient at the outputs is that of cross entropy over axis 1, and the metric was made from MSELoss\(\): "
+        r"give nn\.CrossEntropyLoss\(\)",
+    ),
+    "coins": (
+        (*vectors(), F.cross_entropy, lambda y: F.binary_cross_entropy_with_logits(y, COINS)),
+        r"is that of binary cross entropy, and the metric was made from CrossEntropyLoss\(\): give nn\.BCEWithLogits",
+    ),
+    "squares of logits": (
+        (*vectors(), F.cross_entropy, lambda y: F.mse_loss(y, normal(N, C))),
+        r"the gradient at the outputs is not that of CrossEntropyLoss\(\), from which the metric was made",
+    ),
+    "an added term": (
+        (*vectors(), nn.CrossEntropyLoss(), lambda y: F.cross_entropy(y, LABELS) + 0.1 * y.square().mean()),
+        r"the gradient at the outputs is not that of CrossEntropyLoss\(\)",
+    ),
+    "another axis": (
+        (
+            seeded(lambda: Pixels().double()),
+            normal(2, 2, 3, 5),
+            ng.metric_of(F.cross_entropy, axis=-1),
+            lambda y: F.cross_entropy(y, MAP),
+        ),
+        r"cross entropy with the classes on axis 1 of 4, .*give it as metric_of\(loss, axis=1\)",
+    ),
+    "a sum": (
+        (*vectors(), F.cross_entropy, lambda y: F.cross_entropy(y, LABELS, reduction="sum")),
+        r'that of the sum over 6 terms, and the metric that of the mean: give the loss with reduction="sum"',
+    ),
+    "a mean": (
+        (*vectors(), nn.CrossEntropyLoss(reduction="sum"), lambda y: F.cross_entropy(y, LABELS)),
+        r'that of the mean over 6 terms, and the metric that of the sum: give the loss with reduction="mean"',
+    ),
+    "a weight": (
+        (*vectors(), F.cross_entropy, lambda y: 0.7 * F.cross_entropy(y, LABELS)),
+        r"is 0\.7 times that of CrossEntropyLoss\(\), and the metric is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_another_loss_is_named_once_with_the_way_out_and_strict_refuses_it(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model, x, loss, train), match = WRONG[name]
+    run(copy.deepcopy(model), x, loss, train)
+    (said,) = messages(caplog)
+    with pytest.raises(LossMismatchError, match=match) as error:
+        run(model, x, loss, train, strict=True)
+    assert str(error.value) == said
+
+
+HARMLESS: dict[str, tuple[float, str]] = {
+    "accumulation": (0.25, "is 1/4 of that of CrossEntropyLoss(), as in accumulation over 4 passes"),
+    "scaler": (65536.0, "is 65536 times that of CrossEntropyLoss(), as a GradScaler makes it"),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_factors_of_accumulation_and_of_a_scaler_are_said_and_no_error(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    factor, words = HARMLESS[name]
+    with caplog.at_level(logging.INFO, "natgrad"):
+        run(*vectors(), F.cross_entropy, lambda y: factor * F.cross_entropy(y, LABELS), strict=True)
+    assert len([m for m in messages(caplog, logging.INFO) if words in m]) == 1
+    assert not messages(caplog)
+
+
+def test_a_step_that_knows_no_scale_is_not_warned_of_one(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = vectors()
+    train = lambda y: F.cross_entropy(y, LABELS, reduction="sum")  # noqa: E731
+    with caplog.at_level(logging.INFO, "natgrad"):
+        run(model, x, F.cross_entropy, train, preset=ng.Natural, strict=True)
+    assert not messages(caplog)
+    assert [m for m in messages(caplog, logging.INFO) if "sum over 6 terms" in m]
+
+
+def test_a_module_that_is_called_shows_its_targets(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing else tells a mean of squares from a sum."""
+    loss, other, t = nn.MSELoss(), nn.MSELoss(), normal(N, C, seed=5)
+    run(*vectors(), loss, lambda y: loss(y.view(-1), t.view(-1)), strict=True)
+    assert not messages(caplog)
+    match = r"is 18 times|that of the sum over 18 terms, and the metric that of the mean"
+    with pytest.raises(LossMismatchError, match=match):
+        run(*vectors(), loss, lambda y: 18 * loss(y, t), strict=True)
+    with pytest.raises(LossMismatchError, match="is not that of MSELoss"):
+        run(*vectors(), loss, lambda y: loss(y, t) + y.abs().mean(), strict=True)
+    run(*vectors(), loss, lambda y: 18 * other(y, t), strict=True)  # which cannot be seen
+    assert not loss._forward_pre_hooks
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(3, 4), nn.Linear(4, C), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.body(x))
+        return {"a": self.a(h), "b": self.b(h), "h": h}
+
+
+def both(out: dict[str, Tensor], w: float = 1.0) -> Tensor:
+    return F.cross_entropy(out["a"], LABELS) + w * F.cross_entropy(out["b"], LABELS % 2)
+
+
+def two_heads() -> tuple[nn.Module, Tensor]:
+    return seeded(lambda: TwoHeads().double()), normal(N, 3)
+
+
+def test_heads_are_compared_each_with_its_loss_and_weight(caplog: pytest.LogCaptureFixture) -> None:
+    losses = {"a": F.cross_entropy, "b": F.cross_entropy}
+    run(*two_heads(), losses, both, strict=True)
+    run(*two_heads(), ng.metric_of(losses, weights={"b": 0.3}), lambda out: both(out, 0.3), strict=True)
+    assert not messages(caplog)
+    with pytest.raises(LossMismatchError, match=r"the gradient at the head 'b' is 0\.3 times that of CrossEntropyLoss"):
+        run(*two_heads(), losses, lambda out: both(out, 0.3), strict=True)
+    with pytest.raises(LossMismatchError, match="no gradient comes to the head 'b': its loss is not in what backward"):
+        run(*two_heads(), losses, lambda out: F.cross_entropy(out["a"], LABELS), strict=True)
+
+
+def test_a_head_that_the_metric_does_not_see_is_named() -> None:
+    """Activations that the outputs are made of are none."""
+    with pytest.raises(LossMismatchError, match="the output 'b' is trained, too, and the metric does not see it"):
+        run(*two_heads(), {"a": F.cross_entropy}, both, strict=True)
+    run(*two_heads(), {"a": F.cross_entropy}, lambda out: F.cross_entropy(out["a"], LABELS), strict=True)
+
+
+def test_later_steps_look_at_nothing_until_the_outputs_have_another_form() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(3, C), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y if y.ndim == 2 else y.movedim(-1, 1)
+
+    model = seeded(lambda: Rows().double())
+    opt = ng.KFAC(model, F.cross_entropy, lr=1e-3, strict=True, metric_every=1)
+    hooks: list[bool] = []
+
+    def train(x: Tensor, t: Tensor, factor: float = 1.0) -> None:
+        opt.zero_grad()
+        y = model(x)
+        hooks.append(bool(opt.tracker.loss_check._watched))
+        (factor * F.cross_entropy(y, t)).backward()
+        opt.step()
+
+    train(normal(N, 3), LABELS)
+    train(normal(N, 3), LABELS, factor=0.7)
+    train(normal(4, 3), LABELS[:4], factor=0.7)
+    with pytest.raises(LossMismatchError, match=r"is 0\.7 times"):
+        train(normal(N, 4, 3), LABELS[:, None].expand(N, 4), factor=0.7)
+    assert hooks == [True, False, False, True]
+
+
+def test_a_step_that_is_refused_has_changed_nothing_and_another_is_made() -> None:
+    model, x = vectors()
+    before = copy.deepcopy(model.state_dict())
+    opt = ng.KFAC(model, F.cross_entropy, strict=True)
+    F.mse_loss(model(x), normal(N, C)).backward()
+    with pytest.raises(LossMismatchError):
+        opt.step()
+    assert all(torch.equal(p, before[key]) for key, p in model.state_dict().items())
+    opt.zero_grad()
+    F.cross_entropy(model(x), LABELS).backward()
+    opt.step()
+
+
+def test_a_metric_that_was_made_from_no_loss_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
+    run(*vectors(), ng.Fisher(ng.Categorical()), lambda y: y.square().mean(), strict=True)
+    assert not messages(caplog)
