@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -40,7 +40,7 @@ class Categorical(ExponentialFamily):
     """
 
     minimal: bool = False
-    axis: int | None = None
+    axis: int | None = field(default=None, repr=False)  # not named in a checkpoint: those of 0.1.0 have none
 
     natural_domain = Space()
     support = C.one_hot
