@@ -26,6 +26,8 @@ from natgrad.geometry import differential as differential
 from natgrad.geometry import jacobian as jacobian
 from natgrad.geometry import pullback_covector as pullback_covector
 from natgrad.geometry import pushforward as pushforward
+from natgrad.lanczos import SpectralDensity as SpectralDensity
+from natgrad.lanczos import spectral_density as spectral_density
 from natgrad.linalg import Relative as Relative
 from natgrad.mirror.optimizer import MirrorDescent as MirrorDescent
 from natgrad.model import evaluating as evaluating

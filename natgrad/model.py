@@ -211,8 +211,8 @@ class Model:
         """What the model returned, with these tensors in the place of its heads."""
         assert self.heads is not None
         if isinstance(raw, tuple):
-            places = dict(zip(self.heads, tensors, strict=True))
-            items = [places.get(at, places.get(at - len(raw), each)) for at, each in enumerate(raw)]
+            by_key = dict(zip(self.heads, tensors, strict=True))
+            items = [by_key.get(at, by_key.get(at - len(raw), each)) for at, each in enumerate(raw)]
             return type(raw)(*items) if hasattr(raw, "_fields") else tuple(items)
         changed = copy.copy(raw)
         for key, tensor in zip(self.heads, tensors, strict=True):

@@ -223,7 +223,7 @@ class TrainingRun:
 
 @final
 @dataclass
-class Comparison:
+class Runs:
     """The runs that were started; Ctrl-C cuts the last one short."""
 
     runs: list[TrainingRun] = field(default_factory=list)
@@ -306,7 +306,7 @@ def train(run: TrainingRun, budget: Budget, seed: int, watch: Watch) -> None:
             return
 
 
-def compare(tasks: tuple[Task, ...], budget: Budget, seed: int, watch: Watch = lambda run, spent: None) -> Comparison:
+def compare(tasks: tuple[Task, ...], budget: Budget, seed: int, watch: Watch = lambda run, spent: None) -> Runs:
     """Every optimizer on every task, one after the other. Ctrl-C ends the comparison and keeps what was measured.
 
     >>> runs = compare((classifier(),), Budget(steps=2), seed=0).runs
@@ -315,7 +315,7 @@ def compare(tasks: tuple[Task, ...], budget: Budget, seed: int, watch: Watch = l
     >>> len({run.history[0].train_loss for run in runs})
     1
     """
-    result = Comparison()
+    result = Runs()
     try:
         for task in tasks:
             for optimizer in task.optimizers:

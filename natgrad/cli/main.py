@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from natgrad.cli.demo import Budget, Comparison, Task, TrainingRun, autoencoder, classifier, compare
+from natgrad.cli.demo import Budget, Runs, Task, TrainingRun, autoencoder, classifier, compare
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +83,7 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compare_with_progress(tasks: tuple[Task, ...], budget: Budget, seed: int, console: Console) -> Comparison:
+def compare_with_progress(tasks: tuple[Task, ...], budget: Budget, seed: int, console: Console) -> Runs:
     """``compare`` with one progress bar per run."""
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from natgrad.cli.demo import Comparison, Point, Task, TrainingRun
+from natgrad.cli.demo import Point, Runs, Task, TrainingRun
 
 COLOURS = ("#8c8c8c", "#e08214", "#2166ac", "#1b9e77", "#762a83", "#b2182b")
 AXES: dict[str, Callable[[Point], float]] = {"steps": lambda point: point.step, "seconds": lambda point: point.seconds}
@@ -83,7 +83,7 @@ def plot(runs: Sequence[TrainingRun], axis: str) -> Figure:
     return figure
 
 
-def summary(comparison: Comparison, seed: int) -> dict[str, Any]:
+def summary(comparison: Runs, seed: int) -> dict[str, Any]:
     """Everything that was measured, ready for JSON."""
     return {
         "seed": seed,
@@ -109,7 +109,7 @@ def summary(comparison: Comparison, seed: int) -> dict[str, Any]:
     }
 
 
-def report(comparison: Comparison, seed: int, out: Path, console: Console) -> None:
+def report(comparison: Runs, seed: int, out: Path, console: Console) -> None:
     """Print the tables, then write summary.json, loss-steps.png and loss-seconds.png into `out`."""
     groups = by_task(comparison.runs)
     if not groups:

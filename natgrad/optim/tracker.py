@@ -165,8 +165,8 @@ class Waiting:
     def with_target(self, at: int, target: Any) -> Waiting:
         """The pass with the target of this output."""
         if len(self.outputs) > 1:
-            known = self.batch.target or (None,) * len(self.outputs)
-            target = (*known[:at], target, *known[at + 1 :])
+            targets = self.batch.target or (None,) * len(self.outputs)
+            target = (*targets[:at], target, *targets[at + 1 :])
         return replace(self, batch=replace(self.batch, target=target))
 
     def forget(self) -> None:

@@ -25,6 +25,7 @@ from natgrad.model import check_slots
 from natgrad.output.fisher import Fisher
 from natgrad.output.heads import Heads
 from natgrad.output.metric import OutputMetric, Sampled, check_samples, one_hot_columns
+from natgrad.output.own_loss import computes_loss, own_loss
 
 OneLoss: TypeAlias = Callable[..., Tensor]  # (outputs, targets) ↦ one number
 Criterion: TypeAlias = OneLoss | Mapping[Any, Any] | tuple[Any, ...] | list[Any]  # a loss, or one for every head
@@ -46,7 +47,8 @@ def metric_of(
     ``loss(y, t)`` that returns one number, whose Hessian at the outputs is then computed, with negative eigenvalues set
     to 0. A metric is returned as it is. Wherever a metric is expected, a loss stands for ``metric_of(loss)``; ``KFAC``,
     ``EKFAC``, ``SobolevKFAC`` and ``Natural`` take ``metric_of(loss, samples=1)``. A dict or tuple of losses, with
-    their ``weights`` in the sum that is trained, is for a model that returns as many outputs (``Heads``).
+    their ``weights`` in the sum that is trained, is for a model that returns as many outputs (``Heads``). A model of
+    ``transformers`` stands for the loss that it computes itself from ``labels``: ``ng.Natural(model, model)``.
 
     ``samples``: None for the exact metric, k for k random roots an example, which are targets drawn from the model.
     ``axis``: that of the classes in the outputs of the model. By default it is that of torch's losses, 1, unless the
@@ -67,6 +69,9 @@ def metric_of(
         losses = loss if isinstance(loss, Mapping) else dict(enumerate(loss))
         shares = weights if isinstance(weights, Mapping) else dict(enumerate(weights or ()))
         return Heads({key: metric_of(one, samples=samples, axis=axis) for key, one in losses.items()}, shares)
+    if isinstance(loss, nn.Module) and computes_loss(loss):
+        of_model = own_loss(loss)
+        return metric_of(of_model.loss, samples=samples, axis=of_model.axis, weights=of_model.weights)
     if weights is not None:
         raise ValueError("weights= are those of several losses, of a dict or tuple: one loss has none")
     if isinstance(loss, OutputMetric):

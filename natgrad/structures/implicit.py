@@ -10,7 +10,10 @@ from typing import ClassVar, cast, final
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import without_fused_recurrence
+from natgrad.accelerate.vjp import vjp
 from natgrad.geometry import Covector, unflatten
+from natgrad.isolation import unfused
 from natgrad.linalg import Damping
 from natgrad.linearise import Linearisation, linearise
 from natgrad.model import Model
@@ -18,6 +21,8 @@ from natgrad.pullback.layer import Block
 from natgrad.pullback.pullback import Pullback, without_autocast
 from natgrad.structures.base import Inverse, Layout, Operator, Structure
 from natgrad.structures.dense import DenseOperator
+
+_COLUMNS = 32  # of a dense Hessian, in one backward pass
 
 
 @final
@@ -156,7 +161,9 @@ class HessianOperator(Operator):
     def at(objective: Callable[[Mapping[str, Tensor]], Tensor], point: Mapping[str, Tensor]) -> HessianOperator:
         """The Hessian of a function of named parameters, at a snapshot of the point."""
         leaves = {name: p.detach().clone().requires_grad_() for name, p in point.items()}
-        with torch.enable_grad():
+        device = next(iter(leaves.values())).device
+        # Fused attention, and the recurrent layers of cuDNN, have no second derivative.
+        with torch.enable_grad(), unfused(None, device), without_fused_recurrence(device):
             # 0·θ² keeps a graph for parameters in which J is linear or constant: their Hessian is zero, not missing.
             value = objective(leaves) + sum((0 * p.square()).sum() for p in leaves.values())
             gradients = torch.autograd.grad(value, list(leaves.values()), create_graph=True)
@@ -177,8 +184,15 @@ class HessianOperator(Operator):
 
     def dense(self) -> Tensor:
         eye = torch.eye(self.layout.size, dtype=self.layout.dtype, device=self.leaves[0].device)
-        matrix = torch.stack([self.product(column) for column in eye])
+        matrix = torch.cat([self._products(columns) for columns in eye.split(_COLUMNS)])
         return 0.5 * (matrix + matrix.T)
+
+    def _products(self, v: Tensor) -> Tensor:
+        """H v [k p] of several vectors [k p]: one batched backward pass, where the kernels allow it."""
+        pieces = v.split([t.numel() for t in self.leaves], dim=1)
+        tangents = tuple(t.reshape(-1, *g.shape).to(g.dtype) for t, g in zip(pieces, self.gradients, strict=True))
+        products = vjp(self.gradients, self.leaves, tangents)
+        return torch.cat([t.flatten(1) for t in products if t is not None], dim=1).to(v.dtype)
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         return DenseOperator(self.layout, self.dense()).logdet(damping)

@@ -49,6 +49,7 @@ from natgrad.pullback.moments import (
     FactorSink,
     LayerFactors,
     factors_of,
+    several_positions,
     stream,
 )
 from natgrad.pullback.nearest import NearestProduct
@@ -330,8 +331,9 @@ class KroneckerInBackward(BackwardEstimate):
         tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
         of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
         nearest, dtype = structure.nearest(average, pullback), pullback.y.dtype
+        several = several_positions(tape, split.used)
         layers = LayerFactors(
-            tuple(split.used), structure.sharing_rule, dtype, pullback.n, nearest=nearest, of_mean=of_mean
+            tuple(split.used), structure.sharing_rule, dtype, pullback.n, several, nearest=nearest, of_mean=of_mean
         )
         self._hooks = BackwardHooks(tape, split.used, self._consume)
         self._layers, self._tape, self._graphs = layers, self._hooks.tape, pullback.graph_cache

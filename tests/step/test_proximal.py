@@ -13,6 +13,8 @@ import natgrad as ng
 from natgrad.errors import IncompatibleError, NatgradError, SingularMetricError
 from natgrad.structures.implicit import HessianOperator
 from tests.golden import agrees, golden, tensor
+from tests.optim.tasks import seeded
+from tests.pulled import normal
 
 Params = Mapping[str, Tensor]
 
@@ -157,6 +159,89 @@ def test_a_hessian_is_a_matrix_with_a_differential_and_is_not_averaged() -> None
     with pytest.raises(IncompatibleError, match="a moving average does not work with HessianOperator"):
         A.lerp(A, 0.5)
     torch.testing.assert_close(A.differential["w"], 4 * w["w"] ** 3 + 2 * w["w"])
+
+
+# Networks
+
+
+class Attentive(nn.Module):
+    """A transformer layer, smooth, with torch's fused attention, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, activation="gelu", batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n t 4] to [n 3]."""
+        return self.head(self.layer(x).mean(1))
+
+
+def _network(build: Callable[[], nn.Module], *shape: int) -> tuple[nn.Module, Tensor, Params, Callable[..., Tensor]]:
+    """The model, inputs, its parameters, and the cross-entropy as a function of them."""
+    model = seeded(lambda: build().double())
+    x, t = normal(*shape), torch.arange(shape[0]) % 3
+    w = {name: p.detach() for name, p in model.named_parameters()}
+    return model, x, w, lambda u: F.cross_entropy(torch.func.functional_call(model, dict(u), (x,)), t)
+
+
+def test_the_proximal_point_of_a_transformer_is_an_implicit_step() -> None:
+    """u = w − ∇J(u)/λ; fused attention has no second derivative, and the solver needs one."""
+    _, _, w, J = _network(Attentive, 5, 4, 4)
+    found = {name: t.detach().requires_grad_() for name, t in ng.proximal.point(J, euclidean, w, 2.0).items()}
+    slopes = torch.autograd.grad(J(found), list(found.values()))
+    for (name, u), slope in zip(found.items(), slopes, strict=True):
+        torch.testing.assert_close(u.detach(), w[name] - slope / 2.0, rtol=0, atol=1e-9)
+
+
+def test_newton_and_the_quadratic_form_of_a_transformer_solve_with_its_hessian() -> None:
+    _, _, w, J = _network(Attentive, 5, 4, 4)
+    sizes = [t.numel() for t in w.values()]
+
+    def flat(θ: Tensor) -> Tensor:
+        pieces = zip(w.items(), θ.split(sizes), strict=True)
+        return J({name: piece.view_as(t) for (name, t), piece in pieces})
+
+    θ = torch.cat([t.flatten() for t in w.values()])
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        H = torch.autograd.functional.hessian(flat, θ)
+        g = torch.func.grad(flat)(θ)
+    step = torch.linalg.solve(H + 2 * torch.eye(len(θ), dtype=H.dtype), g)
+    torch.testing.assert_close(ng.proximal.newton(J, w, damping=2.0).flatten(), step, rtol=1e-7, atol=1e-9)
+    moved = ng.proximal.quadratic(J, euclidean, w, 2.0)
+    torch.testing.assert_close(torch.cat([t.flatten() for t in moved.values()]), θ - step, rtol=1e-7, atol=1e-9)
+
+
+def test_the_inner_solver_needs_few_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Systems far from the minimum are not solved to the last digit."""
+    model, x, w, J = _network(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), 12, 4)
+    rho = ng.proximal.pulled_back(model, x, ng.Fisher(ng.Categorical()))
+    count, product = 0, HessianOperator.product
+
+    def counted(self: HessianOperator, v: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return product(self, v)
+
+    monkeypatch.setattr(HessianOperator, "product", counted)
+    ng.proximal.point(J, euclidean, w, 0.1)
+    assert count < 150  # 750 when they were
+    count = 0
+    ng.proximal.point(J, rho, w, 1.0)
+    assert count < 300  # 1,930
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_default_tolerance_is_that_of_the_precision(dtype: torch.dtype) -> None:
+    w = {"w": torch.tensor([1.0, -2.0], dtype=dtype)}
+    found = ng.proximal.point(lambda u: (u["w"] - 1).cosh().sum(), euclidean, w, 1.0)["w"]
+    torch.testing.assert_close((found - 1).sinh() + found - w["w"], torch.zeros(2, dtype=dtype), rtol=0, atol=3e-4)
+
+
+def test_a_minimum_at_a_kink_is_told() -> None:
+    w = {"w": torch.tensor([0.3, 0.1], dtype=torch.float64)}
+    with pytest.raises(NatgradError, match=r"gradient of norm .*may also lie at a kink \(ReLU\)"):
+        ng.proximal.point(lambda u: u["w"].abs().sum(), euclidean, w, 1.0)
 
 
 @pytest.mark.parametrize("radius", [1e-3, 0.1, 1.0])

@@ -1,0 +1,210 @@
+"""The spectrum of a metric or a Hessian that is too large to be formed, by the Lanczos process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from natgrad.errors import MemoryBoundError, NonFiniteError
+from natgrad.linalg import gauss_rule
+from natgrad.model import check_slots
+from natgrad.output.metric import fresh_generator
+from natgrad.pullback.pullback import MEMORY, Pullback
+from natgrad.structures.base import Operator
+from natgrad.structures.implicit import Implicit
+
+_BAR = 40  # characters of the longest bar
+
+
+@final
+@dataclass(frozen=True)
+class SpectralDensity:
+    """How many eigenvalues of an operator lie where, from the Gauss rules of random probes; ``print`` it for a plot.
+
+    A probe sees the eigenvalues ``values`` [q k] with the counts ``counts`` [q k], whose sum is the dimension of the
+    space that was probed. Of the ``size`` eigenvalues of the operator, ``zeros`` are known to be zero without a probe:
+    G = RᵀR and RRᵀ have the same others. ``exhausted``: the process ended by itself, so that the values are
+    eigenvalues, up to rounding, and each that the operator has is among them, multiple ones once.
+    """
+
+    size: int
+    values: Tensor
+    counts: Tensor
+    zeros: int
+    dtype: torch.dtype  # of the products
+    exhausted: bool
+
+    def trace_of(self, f: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+        """Σ f(λ) over all eigenvalues, and its standard error over the probes (Ubaru, Chen and Saad 2017)."""
+        at_zero = float(f(self.values.new_zeros(1))[0]) if self.zeros else 0.0
+        sums = (self.counts * f(self.values)).sum(1) + self.zeros * at_zero
+        return float(sums.mean()), float(sums.std() / math.sqrt(len(sums)))
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest eigenvalue, from below; its error is that of the Lanczos process, which finds this one first."""
+        return float(self.values[self.counts > 0].max())
+
+    @property
+    def smallest(self) -> float:
+        """The smallest Ritz value: negative for a Hessian that is not positive."""
+        return float(self.values[self.counts > 0].min())
+
+    @property
+    def rounding(self) -> float:
+        """Eigenvalues that are not larger, in absolute value, are noise of the products."""
+        size = self.values[self.counts > 0].abs().max()
+        return self.probed * torch.finfo(self.dtype).eps * float(size)
+
+    @property
+    def probed(self) -> int:
+        """The dimension of the space that was probed."""
+        return self.size - self.zeros
+
+    def count_above(self, cut: float) -> tuple[float, float]:
+        """How many eigenvalues are larger than ``cut`` in absolute value, and the standard error."""
+        return self.trace_of(lambda λ: (λ.abs() > cut).to(λ.dtype))
+
+    def histogram(self, edges: Tensor) -> Tensor:
+        """The number of eigenvalues in each of the intervals [e_i, e_i+1), for ascending ``edges`` [m + 1]."""
+        inside = (self.values[:, None] >= edges[:-1, None]) & (self.values[:, None] < edges[1:, None])
+        counts = (self.counts[:, None] * inside).sum(2).mean(0)
+        return counts + self.zeros * ((edges[:-1] <= 0) & (edges[1:] > 0))
+
+    def __str__(self) -> str:
+        """A line for every decade, with the number of eigenvalues in it, on a logarithmic scale."""
+        cut = self.rounding
+        top = math.floor(math.log10(max(self.largest, -self.smallest, 1e-300)))
+        bottom = max(math.floor(math.log10(max(cut, 1e-300))), top - 20)
+        powers = 10.0 ** torch.arange(bottom, top + 2, dtype=torch.float64)
+        edges = powers.clamp(min=cut)
+        names = powers[:-1].flip(0).tolist()
+        positive = zip(names, self.histogram(edges).flip(0).tolist(), strict=True)
+        negative = zip(names, self.histogram(-edges.flip(0)).tolist(), strict=True)
+        lines = _nonempty([(f"{p:8.0e}", count) for p, count in positive])
+        lines.append(("       0", self.size - self.count_above(cut)[0]))
+        lines += _nonempty([(f"{-p:8.0e}", count) for p, count in negative])[::-1]
+        longest = math.log10(1 + max(count for _, count in lines))
+        bars = [(name, count, "█" * round(_BAR * math.log10(1 + count) / longest)) for name, count in lines]
+        return "\n".join(f"{name} │{bar} {count:,.1f}" for name, count, bar in bars)
+
+
+def _nonempty(lines: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """The lines up to the last one that is not empty."""
+    while lines and lines[-1][1] < 0.05:
+        lines = lines[:-1]
+    return lines
+
+
+def spectral_density(
+    G: Operator | Pullback,
+    *,
+    probes: int = 4,
+    steps: int = 100,
+    generator: torch.Generator | None = None,
+    memory: int = MEMORY,
+) -> SpectralDensity:
+    """The distribution of the eigenvalues of a metric or a Hessian, from products with it.
+
+    Stochastic Lanczos quadrature (Golub and Welsch 1969; Ubaru, Chen and Saad 2017; for networks Ghorbani, Krishnan and
+    Xiao 2019): every one of ``probes`` random vectors of signs takes ``steps`` products, and all vectors of a process
+    are kept and made orthogonal again. The ends of the spectrum come out exactly, its bulk as a density. The standard
+    error falls as one over the root of the number of probes.
+
+    ``G``: an operator (``ng.hessian(…)``, or of any structure), or a pullback, of which no more than products are
+    needed. Where the metric has a root with fewer rows N·K than there are parameters, the process runs on RRᵀ.
+    ``memory``: bytes that the vectors may occupy.
+
+    >>> import natgrad as ng
+    >>> x = torch.eye(2, dtype=torch.float64).repeat(3, 1)
+    >>> density = spectral_density(ng.pullback(torch.nn.Linear(2, 1, bias=False).double(), x, ng.Euclidean()))
+    >>> round(density.largest, 9), density.count_above(0.1)[0]  # G = ½·1
+    (0.5, 2.0)
+    """
+    if isinstance(G, Pullback):
+        memory, G = G.memory, Implicit().estimate(G)
+    check_slots(G=(G, Operator))
+    if probes < 2 or steps < 1:
+        raise ValueError(f"spectral_density needs probes ≥ 2, for an error, and steps ≥ 1, got {probes} and {steps}")
+    columns = _root_columns(G, memory)
+    dimension, dtype = columns or G.layout.size, G.layout.dtype
+    steps = min(steps, dimension)
+    needed = steps * dimension * dtype.itemsize
+    if needed > memory:
+        raise MemoryBoundError(
+            f"{steps} vectors of {dimension:,} numbers need {needed:,} bytes, over the bound memory={memory:,}: lower "
+            "steps=, or raise memory="
+        )
+    product = G.product if columns is None else lambda t: G.push_root(G.pull_root(t))
+    device = _device(G)
+    generator = generator or fresh_generator(device)
+    rules, exhausted = [], True
+    for _ in range(probes):
+        signs = torch.randint(2, (dimension,), generator=generator, device=device)
+        diagonal, beside, ended = lanczos(product, (2 * signs - 1).to(dtype), steps)
+        values, weights = gauss_rule(diagonal.double().cpu(), beside.double().cpu())
+        rules.append((values, dimension * weights))
+        exhausted &= ended
+    return SpectralDensity(
+        size=G.layout.size,
+        values=torch.nn.utils.rnn.pad_sequence([values for values, _ in rules], batch_first=True),
+        counts=torch.nn.utils.rnn.pad_sequence([counts for _, counts in rules], batch_first=True),
+        zeros=G.layout.size - dimension,
+        dtype=dtype,
+        exhausted=exhausted,
+    )
+
+
+def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> tuple[Tensor, Tensor, bool]:
+    """The Jacobi matrix of a symmetric operator and a vector: its diagonal α [k], what is beside it β [k − 1].
+
+    With the orthonormal vectors q of the process, A q_k = β_k q_k+1 + α_k q_k + β_k−1 q_k−1 (Lanczos 1950). Every new
+    vector is made orthogonal to all earlier ones twice: without that, rounding finds eigenvalues again and again. The
+    last value says whether the process ended before, or with, its last step: the vectors span an invariant space.
+
+    >>> α, β, ended = lanczos(lambda v: torch.tensor([1.0, 2.0, 2.0]) * v, torch.ones(3), 3)
+    >>> torch.linalg.eigvalsh(torch.diag(α) + torch.diag(β, 1) + torch.diag(β, -1)).round(decimals=5), ended
+    (tensor([1., 2.]), True)
+    """
+    Q = start.new_empty(steps, start.numel())
+    q, size = start / torch.linalg.vector_norm(start), 0.0
+    α: list[float] = []
+    β: list[float] = []
+    rounding = 8 * math.sqrt(start.numel()) * torch.finfo(start.dtype).eps
+    for k in range(steps):
+        Q[k] = q
+        w = product(q)
+        α.append(float(torch.dot(q, w)))
+        size = max(size, abs(α[-1]), *β[-1:])
+        for _ in range(2):
+            w = w - Q[: k + 1].T @ (Q[: k + 1] @ w)
+        β.append(float(torch.linalg.vector_norm(w)))
+        if not math.isfinite(α[-1] + β[-1]):
+            raise NonFiniteError("the Lanczos process met NaN or infinity in a product with the operator")
+        if β[-1] <= rounding * size:
+            break
+        q = w / β[-1]
+    ended = len(α) == start.numel() or β[-1] <= rounding * size
+    return start.new_tensor(α), start.new_tensor(β[:-1]), ended
+
+
+def _root_columns(G: Operator, memory: int) -> int | None:
+    """The rows N·K of a root, where they are fewer than the parameters and the root itself is not too large."""
+    pb, columns = G.pullback, G.root_columns
+    if pb is None or columns is None or columns >= G.layout.size:
+        return None
+    return columns if columns * pb.y[0].numel() * pb.y.element_size() <= memory // 8 else None
+
+
+def _device(G: Operator) -> torch.device:
+    pb = G.pullback
+    if pb is not None:
+        return pb.y.device
+    tensors = [*G.tensors().values(), *getattr(G, "leaves", ())]
+    return tensors[0].device if tensors else torch.device("cpu")

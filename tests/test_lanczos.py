@@ -1,0 +1,112 @@
+"""Spectra by the Lanczos process, against dense eigenvalues."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import natgrad as ng
+from natgrad.operators import DenseOperator, Layout, Operator
+from tests import oracle
+from tests.pulled import close, normal
+
+
+def symmetric(values: Tensor, seed: int = 0) -> DenseOperator:
+    """An operator with these eigenvalues."""
+    Q = torch.linalg.qr(normal(len(values), len(values), seed=seed)).Q
+    return DenseOperator(Layout.of({"w": values}), (Q * values) @ Q.T)
+
+
+def network(*widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def test_a_process_to_its_end_has_all_eigenvalues() -> None:
+    values = torch.cat([torch.logspace(-6, 2, 30), -torch.logspace(-3, 0, 5)]).double()
+    density = ng.spectral_density(symmetric(values), steps=100)
+    assert density.exhausted
+    found = density.values[0][density.counts[0] > 0].sort().values
+    close(found, values.sort().values, 1e-9)
+    assert density.largest == pytest.approx(100.0)
+    assert density.smallest == pytest.approx(-1.0)
+
+
+@pytest.mark.parametrize("f", [lambda λ: λ, torch.square, lambda λ: (1 + λ).log(), lambda λ: λ / (λ + 0.1)])
+def test_traces_are_within_their_errors(f: Callable[[Tensor], Tensor]) -> None:
+    values = torch.logspace(-8, 1, 80, dtype=torch.float64)
+    exact = float(f(values).sum())
+    errors = []
+    for probes in (4, 48):
+        density = ng.spectral_density(
+            symmetric(values), probes=probes, steps=40, generator=torch.Generator().manual_seed(0)
+        )
+        found, error = density.trace_of(f)
+        assert abs(found - exact) < 4 * error
+        errors.append(error)
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_multiple_eigenvalues_are_counted() -> None:
+    """Three values for forty directions: three steps see them all, with their numbers."""
+    values = torch.tensor([3.0] * 10 + [1.0] * 20 + [0.0] * 10, dtype=torch.float64)
+    density = ng.spectral_density(symmetric(values), probes=100, steps=10, generator=torch.Generator().manual_seed(0))
+    assert density.exhausted
+    edges = torch.tensor([-1.0, 0.5, 2.0, 4.0], dtype=torch.float64)
+    found = density.histogram(edges)
+    assert float(found.sum()) == pytest.approx(40.0)
+    close(found, torch.tensor([10.0, 20.0, 10.0], dtype=torch.float64), 0.1)
+    rank, error = density.count_above(density.rounding)
+    assert abs(rank - 30) < 4 * error < 3
+
+
+@pytest.mark.parametrize(("n", "widths"), [(5, (4, 6, 2)), (60, (2, 3, 1))])
+def test_the_spectrum_of_a_pullback_on_the_smaller_side(n: int, widths: tuple[int, ...]) -> None:
+    """N·K rows, or P parameters, whichever are fewer; the others are zero without a product."""
+    model, x = network(*widths), normal(n, widths[0])
+    J = oracle.module_jacobian(model, x)
+    exact = torch.linalg.eigvalsh(oracle.dense(J, oracle.euclidean(model(x))))
+    density = ng.spectral_density(ng.pullback(model, x, ng.Euclidean()), steps=100)
+    rows, size = n * widths[-1], len(exact)
+    assert density.values.shape[1] <= min(rows, size)
+    assert density.zeros == max(0, size - rows)
+    assert density.largest == pytest.approx(float(exact[-1]))
+    trace, error = density.trace_of(lambda λ: λ)
+    assert abs(trace - float(exact.sum())) <= 4 * error + 1e-9
+
+
+def test_the_spectrum_of_a_hessian_has_its_negative_part() -> None:
+    model, x, t = network(3, 5, 3), normal(20, 3), torch.randint(3, (20,))
+    H = ng.hessian(model, x, lambda y: F.cross_entropy(y, t))
+    exact = torch.linalg.eigvalsh(H.dense())
+    density = ng.spectral_density(H)
+    assert density.smallest == pytest.approx(float(exact[0]), rel=1e-6)
+    assert density.largest == pytest.approx(float(exact[-1]), rel=1e-6)
+    text = str(density)
+    assert "\n  -1e-0" in text
+    assert text.splitlines()[0].count("█") > 10
+    assert sum(float(line.split()[-1]) for line in text.splitlines()) == pytest.approx(38, abs=1)
+
+
+@pytest.mark.parametrize("structure", [ng.Kronecker(), ng.Diagonal(), ng.Kernel(), ng.LowRank(3)], ids=repr)
+def test_every_structure_has_a_spectrum(structure: ng.structures.Structure) -> None:
+    model, x = network(3, 4, 2), normal(8, 3)
+    G: Operator = structure.estimate(ng.pullback(model, x, ng.Euclidean()))
+    density = ng.spectral_density(G)
+    assert density.largest == pytest.approx(float(torch.linalg.eigvalsh(G.dense())[-1]), rel=1e-6)
+
+
+def test_what_is_too_much_is_refused() -> None:
+    G = symmetric(torch.ones(50, dtype=torch.float64))
+    with pytest.raises(ng.errors.MemoryBoundError, match=r"50 vectors of 50 numbers need 20,000 bytes.*lower steps="):
+        ng.spectral_density(G, memory=10_000)
+    with pytest.raises(ValueError, match="needs probes ≥ 2, for an error"):
+        ng.spectral_density(G, probes=1)
+    with pytest.raises(ng.errors.NonFiniteError, match="the Lanczos process met NaN"):
+        ng.spectral_density(DenseOperator(G.layout, G.matrix * torch.nan))
