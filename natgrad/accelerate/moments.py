@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from natgrad.accelerate.devices import can_read
+
 # Precision: in which type numbers are multiplied, and in which they are summed.
 #
 # Half precision is multiplied as it is by tensor cores and summed in float32, which holds every product exactly.
@@ -428,3 +430,20 @@ def channels_last(x: Tensor) -> bool:
 def _symmetrised(square: Tensor) -> Tensor:
     """BLAS may sum (i, j) and (j, i) in different orders; addition commutes, so this is symmetric exactly."""
     return (square + square.mT).mul_(0.5)
+
+
+# Which rows have anything in them.
+
+
+def reached(x: Tensor) -> Tensor | None:
+    """Where the cotangents x [k n r d] of a position are not all zero, [n r]; None where a look shows that all are not.
+
+    A GPU is not looked at. On a processor one number of every position is, which is enough for most layers.
+
+    >>> reached(torch.tensor([[[[0.0, 2.0], [0.0, 0.0]]]]))
+    tensor([[ True, False]])
+    """
+    if x.numel() and can_read(x) and bool(x[0, ..., 0].all()):
+        return None
+    there = ((x.amax(-1) != 0) | (x.amin(-1) != 0)).any(0)
+    return None if can_read(x) and bool(there.all()) else there

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import LossMismatchError
 from natgrad.output.heads import Heads
-from natgrad.output.losses import TermLoss, described
+from natgrad.output.losses import HessianLoss, TermLoss, described
 from natgrad.output.metric import CouplingMetric, OutputMetric, Sampled
 from natgrad.pullback.graph import nodes
 
@@ -31,7 +31,7 @@ class Watched:
     """One output y [n *out] in a pass of the user, the loss that it was given, and what comes back to it."""
 
     key: Any  # of a head
-    loss: TermLoss | None  # None for a metric that was made from none
+    loss: TermLoss | HessianLoss | None  # None for a metric that was made from none
     weight: float
     y: Tensor  # a copy: the user may change the outputs in place
     address: tuple[int, int]  # of the outputs: where their first number lies, and how far into their memory
@@ -52,6 +52,8 @@ class Watched:
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The user's loss is called, on y or on a view of it."""
+        if self.paused:
+            return
         given = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
         read, target = given.get("input"), given.get("target")
         pointer, start = self.address
@@ -108,7 +110,7 @@ class LossCheck:
             if not y.requires_grad:
                 continue
             self._handles.append(y.register_hook(_weakly(each, Watched.arrive)))
-            if each.loss is not None:
+            if each.loss is not None and isinstance(each.loss.loss, nn.Module):
                 call = _weakly(each, Watched.call)
                 hook = each.loss.loss.register_forward_pre_hook(
                     lambda _, args, kwargs, call=call: call(args, kwargs), with_kwargs=True
@@ -160,8 +162,8 @@ class LossCheck:
             elif each.loss is not None:
                 self._compare(each, each.loss, each.cotangent)
 
-    def _compare(self, each: Watched, loss: TermLoss, cotangent: Tensor) -> None:
-        y, c, name, tol = _wide(each.y), _wide(cotangent), described(loss.loss), _TOLERANCES[cotangent.dtype]
+    def _compare(self, each: Watched, loss: TermLoss | HessianLoss, cotangent: Tensor) -> None:
+        y, c, name, tol = _wide(each.y), _wide(cotangent), _title(loss.loss), _TOLERANCES[cotangent.dtype]
         candidates = [_of_target(each, loss, y)] if each.view is not None else list(_of_cotangent(loss, y, c))
         fits = [fit for e in candidates if (fit := _fitted(c, each.weight * e, tol)) is not None]
         if fits:
@@ -224,8 +226,12 @@ def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watche
             yield from (replace(alone, key=key, weight=metric.weight(key)) for alone in _by_head(each, [y]))
     else:
         y = tensors[0]
-        loss = metric if isinstance(metric, TermLoss) else None
+        loss = metric if isinstance(metric, TermLoss | HessianLoss) else None
         yield Watched(None, loss, 1.0, y.detach().clone(), (y.data_ptr(), int(y.storage_offset())))
+
+
+def _title(loss: object) -> str:
+    return described(loss) if isinstance(loss, nn.Module) else repr(loss)
 
 
 def _weakly(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
@@ -254,19 +260,20 @@ def _gradient(loss: Callable[..., Tensor], y: Tensor, target: Any) -> Tensor:
     return g
 
 
-def _of_target(each: Watched, loss: TermLoss, y: Tensor) -> Tensor:
+def _of_target(each: Watched, loss: TermLoss | HessianLoss, y: Tensor) -> Tensor:
     """∂L/∂y at the targets that the loss was called with, on the same view of y."""
     assert each.view is not None
     size, stride, start = each.view
 
     def called(leaf: Tensor, target: Any) -> Tensor:
+        assert isinstance(loss.loss, nn.Module)
         value: Tensor = loss.loss.forward(leaf.as_strided(size, stride, start), target)
         return value
 
     return _gradient(called, y, each.target)
 
 
-def _of_cotangent(loss: TermLoss, y: Tensor, c: Tensor) -> Iterator[Tensor]:
+def _of_cotangent(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> Iterator[Tensor]:
     """∂L/∂y at the targets that a cotangent shows, if it is one of this loss: for every axis that may hold classes."""
     module = loss.loss
     if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -286,7 +293,7 @@ def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, y: Tensor, c: Tensor, ax
     return _gradient(lambda leaf, t: loss.forward(leaf.movedim(axis, 1), t), y, labels)
 
 
-def _others(loss: TermLoss, y: Tensor, c: Tensor) -> Iterator[tuple[str, Tensor, str]]:
+def _others(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> Iterator[tuple[str, Tensor, str]]:
     """What it may be in place of the loss given, with the way out: cross entropy over another axis, or coins."""
     module, given = loss.loss, getattr(loss, "axis", None)
     for axis in range(1, y.ndim):
@@ -313,7 +320,7 @@ def _fitted(c: Tensor, e: Tensor, tolerance: float) -> float | None:
     return α if α != 0 and float((c - α * e).norm()) <= tolerance * float(c.norm()) else None
 
 
-def _may_be_soft(loss: TermLoss, c: Tensor, tolerance: float) -> bool:
+def _may_be_soft(loss: TermLoss | HessianLoss, c: Tensor, tolerance: float) -> bool:
     """Whether a cotangent that no hard labels explain may be that of probabilities as targets."""
     if not isinstance(loss.loss, nn.CrossEntropyLoss):
         return True
@@ -322,7 +329,7 @@ def _may_be_soft(loss: TermLoss, c: Tensor, tolerance: float) -> bool:
     return min(sums) <= tolerance * float(c.norm())
 
 
-def _terms(loss: TermLoss, y: Tensor, c: Tensor) -> int:
+def _terms(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> int:
     """How many terms the loss is a mean or a sum of."""
     if not isinstance(loss.loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return y.numel()

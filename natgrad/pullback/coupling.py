@@ -22,7 +22,7 @@ from torch import Tensor
 
 from natgrad.accelerate.devices import is_asynchronous
 from natgrad.pullback.layer import Block, trace
-from natgrad.pullback.sharing import Sharing
+from natgrad.pullback.sharing import Sharing, counted
 from natgrad.rules.features import Features, Moment
 
 _PROBED = 2**21  # numbers of rows, or of the inputs that they are made of, from which their squares are estimated
@@ -66,7 +66,7 @@ class Weights:
     def factors(self, a: Features, g: Features, block: Block, sharing: Sharing) -> tuple[Tensor, Moment]:
         """S and A of a layer of one kind."""
         s = sharing.output_moment(sharing.outputs(g).scaled(self.c), block).total
-        shared = sharing.inputs(a)
+        shared = sharing.inputs(counted(a, g, block))
         total = sharing.input_moment(shared.scaled(self.c), block).total
         return s.to(self.dtype), Moment(total.to(self.dtype), shared.count(self.c))
 
@@ -102,7 +102,7 @@ class Mixing:
         with the trace that it has without a coupling is taken, which is what a bias has.
         """
         plain, coupled = self.traces(a, g)
-        a, g = sharing.inputs(a), sharing.outputs(g)
+        a, g = sharing.inputs(counted(a, g, block)), sharing.outputs(g)
         before = [trace(x.squares().total).to(self.dtype) for x in (g, a)]
         s = sharing.output_moment(g.mixed(self.L), block).total.to(self.dtype)
         moment = sharing.input_moment(a.mixed(self.L), block)

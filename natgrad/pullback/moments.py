@@ -27,8 +27,9 @@ from natgrad.model import tensors_of
 from natgrad.pullback.coupling import Mixing, Weights
 from natgrad.pullback.layer import Block, joined
 from natgrad.pullback.nearest import NearestProduct
+from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback
-from natgrad.pullback.sharing import Sharing
+from natgrad.pullback.sharing import Sharing, counted, reached
 from natgrad.pullback.tape import Cotangents, Tape, Use
 from natgrad.rules.base import Replayed
 from natgrad.rules.features import Features, Moment
@@ -66,9 +67,12 @@ def second_moments(
         side[b] = side[b] + moment if b in side else moment
 
     for tape, chunks in passes(pb) if kinds else ():
+        there: dict[int, Tensor | None] = {}  # of each layer, the positions to which a cotangent comes
         for g in chunks:
             for b, kind in enumerate(kinds):
                 h = g.of(tape, kind)
+                if b not in there or there[b] is not None:
+                    there[b] = _either(reached(h, kind), there.get(b))
                 if nearest is not None and b in fitted:
                     share = h.shape[0] / (pb.columns * pb.n)
                     s, a = nearest.factors(tape.inputs(kind), h, kind, sharing, share=share)
@@ -80,11 +84,17 @@ def second_moments(
                 watch(tape, g)
         for b, kind in enumerate(kinds):
             if b not in fitted:
-                add(right, b, sharing.input_moment(sharing.inputs(tape.inputs(kind)), kind))
+                x, where = tape.inputs(kind), there[b]
+                add(right, b, sharing.input_moment(sharing.inputs(x if where is None else x.only(where)), kind))
     dtype = pb.y.dtype
     means = [right[b].total if b in fitted else right[b].mean() for b in range(len(kinds))]
     pairs = iter([(left[b].total.to(dtype), a.to(dtype)) for b, a in enumerate(means)])
     return [joined(block, [next(pairs) for _ in block.kinds]) for block in layers]
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Positions that some of the roots reach; None: all positions, or no other roots yet."""
+    return one if one is None or other is None else one | other
 
 
 def coupled_by(pb: Pullback, tape: Tape) -> Mixing | Weights | None:
@@ -193,7 +203,9 @@ def stream(
         sink.flush()
         return
     tape = pb.tape(pb.ranges[0])
-    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, coupled_by(pb, tape), nearest)
+    layers = LayerFactors(
+        tuple(blocks), sharing, pb.y.dtype, pb.n, several_positions(tape, blocks), coupled_by(pb, tape), nearest
+    )
     graphs = None if sink.address_key is None else pb.graph_cache
     kernels = CapturedKernels(graphs, layers, tape, sink)
     kernels.inputs(range(len(blocks)))
@@ -210,7 +222,7 @@ def stream_inputs(pb: Pullback, blocks: Sequence[Block], sharing: Sharing, sink:
         )
     if not blocks:
         return
-    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, inputs_only=True)
+    layers = LayerFactors(tuple(blocks), sharing, pb.y.dtype, pb.n, frozenset(), inputs_only=True)
     first, *others = (pb.tape(examples) for examples in pb.ranges)
     if not others:
         graphs = None if sink.address_key is None else pb.graph_cache
@@ -236,6 +248,17 @@ class FactorMoments(FactorSink):
         self.totals[b, side] = self.totals[b, side] + moment if (b, side) in self.totals else moment
 
 
+def several_positions(tape: Tape, blocks: Sequence[Block]) -> frozenset[int]:
+    """The numbers of the layers with several positions, of which those count to which a cotangent comes."""
+    rules = [(b, block, block.rule) for b, block in enumerate(blocks)]
+    several = (
+        b
+        for b, block, rule in rules
+        if rule is not None and not rule.pixels and (is_operation(block) or tape.positions(block) > block.shape[0])
+    )
+    return frozenset(several)
+
+
 @final
 @dataclass(frozen=True)
 class LayerFactors:
@@ -243,12 +266,14 @@ class LayerFactors:
 
     Cotangents are those of the root itself: products of them are divided by n where they are used. ``of_mean``: they
     are those of a loss that is a mean over the examples, 1/n of those of a root. ``inputs_only``: S is the identity.
+    ``several``: the numbers of the layers of which not all positions need count (``several_positions``).
     """
 
     blocks: tuple[Block, ...]
     sharing: Sharing
     dtype: torch.dtype
     n: int
+    several: frozenset[int]
     relation: Mixing | Weights | None = None
     nearest: NearestProduct | None = None
     of_mean: bool = False
@@ -257,10 +282,15 @@ class LayerFactors:
     def late(self, b: int) -> bool:
         """Whether A depends on cotangents.
 
-        That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale.
+        That of a tied weight does, and the nearest in KL divergence; with a coupling both factors have one scale. Of
+        several positions those count to which a cotangent comes.
         """
+        return not self.inputs_only and (b in self.several or self.together(b))
+
+    def together(self, b: int) -> bool:
+        """Whether both factors are made together, because one scales or weighs the other."""
         block = self.blocks[b]
-        return not self.inputs_only and (self.relation is not None or bool(block.facets) or self._fits(block))
+        return self.relation is not None or bool(block.facets) or self._fits(block)
 
     def _fits(self, block: Block) -> bool:
         return self.nearest is not None and self.nearest.fits(block)
@@ -271,15 +301,18 @@ class LayerFactors:
             return
         kind = self.blocks[b].kinds[0]  # of a tied weight the one that it is packed as
         real = tape.inputs(kind).padded_moment(count).to(self.dtype) if isinstance(count, Tensor) else None
-        sink.put(b, "A", self._inputs(kind, tape) if real is None else real)
+        sink.put(b, "A", self._input_moment(tape.inputs(kind), kind) if real is None else real)
         if self.inputs_only:
             sink.put(b, "S", Moment(torch.ones(kind.shape[:2], dtype=self.dtype, device=kind.device), 1))
 
     def put_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink) -> None:
         """S and, where it is late, A."""
         block = self.blocks[b]
-        if not self.late(b):
-            sink.put(b, "S", self._over_examples(self._outputs(block, g.of(tape, block))))
+        if not self.together(b):
+            h = g.of(tape, block)
+            if b in self.several:
+                sink.put(b, "A", self._input_moment(counted(tape.inputs(block), h, block), block))
+            sink.put(b, "S", self._over_examples(self._outputs(block, h)))
             return
         if self.nearest is not None and self.nearest.fits(block):
             share = self.n**-2.0 if self.of_mean else 1.0
@@ -301,19 +334,26 @@ class LayerFactors:
         """Of products of cotangents."""
         return Moment(moment.total * self.n, 1) if self.of_mean else moment.over(self.n)
 
-    def padded_outputs(self, b: int, tape: Tape, g: Cotangents, n: Scalar) -> Moment:
-        """S where only n examples are real."""
-        moment = self._outputs(self.blocks[b], g.of(tape, self.blocks[b]))
-        return Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
+    def put_padded_outputs(self, b: int, tape: Tape, g: Cotangents, sink: FactorSink, n: Scalar) -> None:
+        """S where only n examples are real and, where it is late, A: no cotangent comes to the other rows."""
+        block = self.blocks[b]
+        h = g.of(tape, block)
+        if self.late(b):
+            a, there = tape.inputs(block), h.reached()
+            sink.put(b, "A", self._input_moment(a if there is None else a.only(there), block))
+        moment = self._outputs(block, h)
+        over = Moment(moment.total * n, 1) if self.of_mean else moment.over(n if isinstance(n, Tensor) else int(n))
+        sink.put(b, "S", over)
 
     def _pair(self, kind: Block, tape: Tape, g: Cotangents) -> tuple[Tensor, Moment]:
         """n S and A."""
+        a, h = tape.inputs(kind), g.of(tape, kind)
         if self.relation is None:
-            return self._outputs(kind, g.of(tape, kind)).total, self._inputs(kind, tape)
-        return self.relation.factors(tape.inputs(kind), g.of(tape, kind), kind, self.sharing)
+            return self._outputs(kind, h).total, self._input_moment(counted(a, h, kind), kind)
+        return self.relation.factors(a, h, kind, self.sharing)
 
-    def _inputs(self, kind: Block, tape: Tape) -> Moment:
-        return self.sharing.input_moment(self.sharing.inputs(tape.inputs(kind)), kind).to(self.dtype)
+    def _input_moment(self, a: Features, kind: Block) -> Moment:
+        return self.sharing.input_moment(self.sharing.inputs(a), kind).to(self.dtype)
 
     def _outputs(self, kind: Block, g: Features) -> Moment:
         return self.sharing.output_moment(self.sharing.outputs(g), kind).to(self.dtype)
@@ -413,20 +453,30 @@ class CapturedKernels:
         return padded.others
 
     def _put_padded_outputs(self, numbers: Sequence[int], g: Cotangents, key: Hashable) -> list[int]:
-        """S of layers, likewise; the columns of the root are rows, too."""
+        """S of layers, likewise; columns of the root are rows, too, unless A is late: then rows of a and g agree."""
         padded = self._padded_rows("S", numbers)
-        tensors = [rows(g.outer[at][0], trailing) for at, trailing in padded.uses]
+        late = set(self._uses_of([b for b in padded.numbers if self.layers.late(b)]))
+        pairs = {
+            at: _matching_rows(self.tape.uses[at].call.x, g.outer[at][0], trailing)
+            for at, trailing in padded.uses
+            if at in late
+        }
+        inputs = [x for x, _ in pairs.values()]
+        tensors = [pairs[at][1] if at in late else rows(g.outer[at][0], trailing) for at, trailing in padded.uses]
 
         def compute(tensors: Sequence[Tensor], scalars: Sequence[Scalar]) -> None:
+            supply = iter(tensors)
+            tape = self._tape_reading(list(pairs), supply) if pairs else self.tape
             sink = self.sink.with_weight(scalars[0])
-            mine = Cotangents({at: (t.unsqueeze(0),) for (at, _), t in zip(padded.uses, tensors, strict=True)}, {})
+            arrived = ((at, next(supply)) for at, _ in padded.uses)
+            mine = Cotangents({at: (t.movedim(1, 0) if at in late else t.unsqueeze(0),) for at, t in arrived}, {})
             for b in padded.numbers:
-                sink.put(b, "S", self.layers.padded_outputs(b, self.tape, mine, scalars[1]))
+                self.layers.put_padded_outputs(b, tape, mine, sink, scalars[1])
             sink.flush()
 
         if tensors and self.graphs is not None:
             scalars = [self.sink.weight, float(max(1, self.layers.n))]
-            self.graphs.run_padded(compute, tensors, scalars, (key, padded.numbers))
+            self.graphs.run_padded(compute, [*inputs, *tensors], scalars, (key, padded.numbers))
         return padded.others
 
     def _padded_rows(self, side: Side, numbers: Sequence[int]) -> PaddedRows:
@@ -445,20 +495,24 @@ class CapturedKernels:
         return cast(PaddedRows, self.tape.memo[key])
 
     def _pads(self, b: int) -> bool:
-        """Whether zero rows may be appended to the cotangents of a layer."""
-        if self.layers.late(b) or self.layers.blocks[b].facets or self.layers.sharing.how != "expand":
-            return False
-        uses = self.tape.of(self.layers.blocks[b])
-        return all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
+        """Whether zero rows may be appended to the cotangents of a layer and, where A is late, to its inputs."""
+        return self._has_rows(b) and (not self.layers.late(b) or self._pads_inputs(b))
 
     def _pads_inputs(self, b: int) -> bool:
         """Whether zero rows may be appended to its inputs."""
         block = self.layers.blocks[b]
-        if not self._pads(b) or self.layers.sharing.only_diagonal(block)[0]:
+        if not self._has_rows(b) or self.layers.sharing.only_diagonal(block)[0]:
             return False
         uses = self.tape.of(block)
         alone = all(len(use.call.args) == 1 and not use.call.kwargs and use.call.x.ndim > 1 for use in uses)
         return alone and all(use.rule.paddable(use.module, block.keys) for use in uses)
+
+    def _has_rows(self, b: int) -> bool:
+        """Whether the factors of a layer are sums over rows, each by itself."""
+        if self.layers.together(b) or self.layers.sharing.how != "expand":
+            return False
+        uses = self.tape.of(self.layers.blocks[b])
+        return all(len(use.edges) == 1 and self._row_axes(use) > 0 for use in uses)
 
     def _row_axes(self, use: Use) -> int:
         """How many leading axes of an input or output hold rows that are all treated alike; 0 where that is unknown."""
@@ -529,6 +583,15 @@ class PaddedRows:
     numbers: tuple[int, ...]
     uses: tuple[tuple[int, int], ...]
     others: list[int]
+
+
+def _matching_rows(x: Tensor, g: Tensor, trailing: int) -> tuple[Tensor, Tensor]:
+    """x [* *i] as [m *i] and g [k * *o] as [m k *o], in the order that x has in memory; *o are ``trailing`` axes."""
+    lead = g.ndim - 1 - trailing
+    order = sorted(range(lead), key=x.stride, reverse=True)
+    x = x.permute(*order, *range(lead, x.ndim))
+    g = g.movedim(0, lead).permute(*order, *range(lead, g.ndim))
+    return x.reshape(-1, *x.shape[lead:]), g.reshape(-1, *g.shape[lead:])
 
 
 def _forgetting(tape: Tape, blocks: Sequence[Block], g: Cotangents, numbers: Iterable[int]) -> Iterator[int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from natgrad.accelerate.inverses import SymFactor, diagonal, stacked
 from natgrad.pullback.layer import Block
-from natgrad.pullback.sharing import Sharing
+from natgrad.pullback.sharing import Sharing, counted
 from natgrad.rules.features import Features, Moment
 
 
@@ -54,7 +54,7 @@ class NearestProduct:
         ``share``: what the cotangents are of all, by their sum of squares.
         """
         left, right = self.halves[block.names]
-        a, g = sharing.inputs(a), sharing.outputs(g)
+        a, g = sharing.inputs(counted(a, g, block)), sharing.outputs(g)
         w = _mean_lengths(a, right, 1.0)
         v = _mean_lengths(g, left, share * a.shape[-4] / _positive(a.count()))  # a mean of a aᵀ is over N·R positions
         S = sharing.output_moment(g.weighed(w), block).to(self.dtype)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -334,6 +334,10 @@ class Slice(Features):
     def squares(self) -> Moment:
         total = _into(DenseFeatures(self.x).squares().total, self.coordinates, self.size[1], -1)
         return Moment(_into(total, self.groups, self.size[0], 0), self.count())
+
+    def only(self, counted: Tensor) -> Features:
+        masked = cast(DenseFeatures, DenseFeatures(self.x, self.valid).only(counted))
+        return replace(self, x=masked.x, valid=masked.valid)
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         return DenseFeatures(replace(self, x=DenseFeatures(self.x, self.valid).reduced(how).dense()).dense())

@@ -1,9 +1,11 @@
-"""Weight-sharing approximations of K-FAC: what becomes of the positions of an example in the two factors."""
+"""Weight sharing in K-FAC: which positions of an example count, and what becomes of them in the two factors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, final
+
+from torch import Tensor
 
 from natgrad.pullback.layer import Block
 from natgrad.rules.features import Features, Moment
@@ -19,9 +21,10 @@ class Sharing:
         expand:  A = Σ_nr a aᵀ/(N·R),              S = Σ_kn Σ_r g gᵀ/N        (Grosse and Martens 2016)
         reduce:  A = Σ_n ā āᵀ/N, ā = mean_r a,     S = Σ_kn ĝ ĝᵀ/N, ĝ = Σ_r g (Eschenhagen et al. 2023)
 
-    Both are exact for one position, R = 1, up to the independence of a and g. Masked positions count neither in the sum
-    nor in N·R. Of a factor with more than ``largest`` rows, that of a bias not counted, only the diagonal is formed.
-    The second moment of one-hot inputs is kept diagonal too, also that of their means.
+    Both are exact for one position, R = 1, up to the independence of a and g. Positions without a cotangent, and those
+    that a layer masks, count neither in the sum nor in N·R. Of a factor with more than ``largest`` rows, that of a bias
+    not counted, only the diagonal is formed. The second moment of one-hot inputs is kept diagonal too, also that of
+    their means.
     """
 
     how: Literal["expand", "reduce"] = "expand"
@@ -46,3 +49,20 @@ class Sharing:
     def output_moment(self, shared: Features, block: Block) -> Moment:
         """S of a layer before its division, from ``outputs``."""
         return shared.squares() if self.only_diagonal(block)[1] else shared.moment()
+
+
+def reached(g: Features, block: Block) -> Tensor | None:
+    """Where the positions of a layer count, [n r]: those to which a cotangent comes. None where all do.
+
+    A padded token, an ignored label and a token that no head reads receive a cotangent that is exactly zero. They add
+    nothing to G = Σ (Σ_r g aᵀ)(Σ_r g aᵀ)ᵀ, whatever the batch is padded to, and are to add nothing to A either. Pixels
+    all count, and so does the only position of an example.
+    """
+    assert block.rule is not None
+    return None if g.shape[-3] == 1 or block.rule.pixels else g.reached()
+
+
+def counted(a: Features, g: Features, block: Block) -> Features:
+    """The inputs of a layer at the positions that count."""
+    there = reached(g, block)
+    return a if there is None else a.only(there)

@@ -58,6 +58,7 @@ class Rule(ABC):
     one_hot: ClassVar[bool] = False  # A is diagonal whatever the inputs, and structures keep it so
     stacked: ClassVar[bool] = False  # a group c (an expert) may be used by no row of a pass
     shares_factors: ClassVar[bool] = False  # the groups c have one S and one A for all
+    pixels: ClassVar[bool] = False  # all positions count: a ReLU or a pooling leaves many of them without a cotangent
     capturable: ClassVar[bool] = False  # inputs and cotangents read only the call, g and buffers, and never synchronise
 
     @abstractmethod

@@ -30,6 +30,7 @@ class ConvRule(Rule):
     """
 
     capturable = True
+    pixels = True
 
     def covers(self, module: nn.Module) -> bool:
         return any(plain(module, kind, "weight", "bias") for kind in _CONVS)

@@ -24,6 +24,7 @@ from torch import Tensor
 from natgrad.accelerate.moments import (
     accumulate_second_moment,
     entry_moments,
+    reached,
     second_moment,
     single,
     symmetric_product,
@@ -134,6 +135,14 @@ class Features(ABC):
     def groups_used(self) -> int | Tensor:
         """One for every group c that has positions here, zero for others [c]; or 1 for all."""
         return 1
+
+    def reached(self) -> Tensor | None:
+        """Where cotangents of a position are not all zero, [n r]; None where that is known of all positions."""
+        return reached(self.dense().flatten(-2))
+
+    def only(self, counted: Tensor) -> Features:
+        """The same features, of which only the positions with ``counted`` [n r] count: the others are zero."""
+        return Counted(self, counted)
 
     def moment(self) -> Moment:
         """Σ x xᵀ [c d d] over k, n and r, in single precision at least."""
@@ -253,8 +262,14 @@ class DenseFeatures(Features):
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         if self.valid is None or how == "sum":
             return super().reduced(how)
-        count = self.valid.sum(1, keepdim=True).clamp(min=1).unsqueeze(-1)  # no position at all: the sum is zero, too
-        return DenseFeatures(single(self.x).sum(1, keepdim=True) / count)
+        count = self.valid.sum(1, keepdim=True)  # no position at all: the sum is zero, too
+        mean = single(self.x).sum(1, keepdim=True) / count.clamp(min=1).unsqueeze(-1)
+        return DenseFeatures(mean, (count > 0).to(mean.dtype))
+
+    def only(self, counted: Tensor) -> Features:
+        valid = counted.unsqueeze(-1).to(self.x.dtype)
+        valid = valid.expand(self.x.shape[-4:-1]) if self.valid is None else self.valid * valid
+        return DenseFeatures(self.x * valid.unsqueeze(-1), valid)
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
         return DenseFeatures(combine(self.x, -4), self.valid)
@@ -294,6 +309,61 @@ class Weighed(Features):
 
 @final
 @dataclass(frozen=True)
+class Counted(Features):
+    """Features x [n r c d] of which only the positions with ``counted`` [n r] count: padding is in no sum and no mean.
+
+    >>> rows = Rows(torch.tensor([[[1.0], [2.0]]]), ones=True)
+    >>> Counted(rows, torch.tensor([[True, False]])).moment()
+    Moment(total=tensor([[[1., 1.],
+             [1., 1.]]]), count=tensor([1]))
+    """
+
+    base: Features
+    counted: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def _weights(self) -> Tensor:
+        """[n r 1]."""
+        return self.counted.unsqueeze(-1).float()
+
+    @property
+    def _masked(self) -> Features:
+        return DenseFeatures(self.base.dense()).only(self.counted)
+
+    def dense(self) -> Tensor:
+        return self._masked.dense()
+
+    def count(self, weights: Tensor | None = None) -> int | Tensor:
+        return (self.counted.sum() if weights is None else weights @ self.counted.to(weights).sum(1)).view(1)
+
+    def moment(self) -> Moment:
+        return self.base.weighed(self._weights).moment().over(self.count())
+
+    def squares(self) -> Moment:
+        return self.base.weighed(self._weights).squares().over(self.count())
+
+    def reduced(self, how: Literal["mean", "sum"]) -> Features:
+        return self._masked.reduced(how)
+
+    def project(self, w: Tensor) -> Tensor:
+        return self.base.project(w) * self._weights.to(w.dtype)
+
+    def lengths(self, root: Tensor) -> Tensor:
+        return self.base.lengths(root) * self._weights.to(root.dtype)
+
+    def weighed(self, weights: Tensor) -> Features:
+        return self.base.weighed(weights * self._weights.to(weights.dtype))
+
+    def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
+        return self._masked._map(combine)
+
+
+@final
+@dataclass(frozen=True)
 class Rows(Features):
     """x [*k n r d] of one group; with ``ones`` the homogeneous coordinate comes last.
 
@@ -316,6 +386,9 @@ class Rows(Features):
     @property
     def homogeneous(self) -> bool:
         return self.ones is not False
+
+    def reached(self) -> Tensor | None:
+        return reached(self.x)
 
     def moment(self) -> Moment:
         return Moment(None, self.count(), self)
@@ -443,6 +516,16 @@ class Entries(Features):
     def homogeneous(self) -> bool:
         return self.ones is not False
 
+    def reached(self) -> Tensor | None:
+        return reached(self.x)
+
+    def weighed(self, weights: Tensor) -> Features:
+        """Positions become examples, as in ``Rows``, where the weights [n r 1] are those of positions."""
+        if weights.shape[-1] != 1 or self.x.ndim != 3 or isinstance(self.ones, Tensor):
+            return super().weighed(weights)
+        x, root = single(self.x).flatten(0, 1), weights.sqrt().flatten(0, 1)
+        return Entries((x * root.to(x.dtype)).unsqueeze(1), root.squeeze(-1) if self.ones else False)
+
     def moment(self) -> Moment:
         x = single(self.x)
         squares, sums = entry_moments(x, self.ones)
@@ -504,7 +587,10 @@ class OneHot(Features):
 
     def reduced(self, how: Literal["mean", "sum"]) -> Features:
         total = self.values.new_zeros(len(self.index), self.size).scatter_add_(1, self.index, self.values)
-        return DenseFeatures((total / self.index.shape[1] if how == "mean" else total)[:, None, None])
+        if how == "sum" or not self.masked:
+            return DenseFeatures((total / self.index.shape[1] if how == "mean" else total)[:, None, None])
+        count = (self.values != 0).sum(1).view(-1, 1, 1)  # without any position the sum is zero, too
+        return DenseFeatures((total[:, None] / count.clamp(min=1)).unsqueeze(1), (count > 0).to(total.dtype))
 
     def scaled(self, weights: Tensor) -> Features:
         return replace(self, values=_times_examples(self.values, weights.sqrt(), 0))
@@ -519,6 +605,9 @@ class OneHot(Features):
     def weighed(self, weights: Tensor) -> Features:
         return replace(self, values=self.values * weights.squeeze(-1).sqrt().to(self.values.dtype))
 
+    def only(self, counted: Tensor) -> Features:
+        return replace(self, values=self.values * counted.to(self.values.dtype), masked=True)
+
     def squared_gradients(self, g: Tensor) -> Tensor:
         """At every position its g times the sum of those at the same coordinate: no one-hot vector is formed."""
         g = g.squeeze(3) * self.values.to(g.dtype).unsqueeze(-1)  # [k n r o]
@@ -530,7 +619,8 @@ class OneHot(Features):
         return total.T.unsqueeze(0).clamp(min=0)  # a square; below zero it is rounding
 
     def _map(self, combine: Callable[[Tensor, int], Tensor]) -> Features:
-        return DenseFeatures(self.dense())._map(combine)
+        valid = (self.values != 0).to(self.values.dtype).unsqueeze(-1) if self.masked else None
+        return DenseFeatures(self.dense(), valid)._map(combine)
 
 
 @final
@@ -568,6 +658,17 @@ class Joined(Features):
 
     def count(self, weights: Tensor | None = None) -> int | Tensor:
         return reduce(operator.add, [use.count(weights) for use in self.uses])
+
+    def reached(self) -> Tensor | None:
+        uses = [(use.shape[-4:-2], use.reached()) for use in self.uses]
+        some = [there for _, there in uses if there is not None]
+        if not some:
+            return None
+        return torch.cat([some[0].new_ones(shape) if there is None else there for shape, there in uses], dim=1)
+
+    def only(self, counted: Tensor) -> Features:
+        each = counted.split([use.shape[-3] for use in self.uses], dim=1)
+        return Joined(tuple(use.only(there) for use, there in zip(self.uses, each, strict=True)))
 
     def moment(self) -> Moment:
         return reduce(operator.add, [use.moment() for use in self.uses])

@@ -61,6 +61,7 @@ class PReLURule(Rule):
     """
 
     capturable = True
+    pixels = True
 
     def covers(self, module: nn.Module) -> bool:
         return plain(module, nn.PReLU, "weight")

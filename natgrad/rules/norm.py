@@ -176,6 +176,8 @@ class ChannelNormRule(NormRule):
     All that is needed of x are its mean and variance over the positions of every example and channel.
     """
 
+    pixels = True
+
     @abstractmethod
     def constants(self, module: nn.Module, call: Call, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """μ and σ², [n c] or [c], from those of every example and channel [n c]."""

@@ -49,6 +49,7 @@ from natgrad.pullback.moments import (
     FactorSink,
     LayerFactors,
     factors_of,
+    several_positions,
     stream,
 )
 from natgrad.pullback.nearest import NearestProduct
@@ -64,6 +65,7 @@ from natgrad.structures.base import (
     WorkSharing,
     check_shape,
 )
+from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
 from natgrad.structures.factor_average import FactorAverage
 from natgrad.structures.layered import (
     HALVES,
@@ -330,8 +332,9 @@ class KroneckerInBackward(BackwardEstimate):
         tape, metric = pullback.tape(pullback.ranges[0]), pullback.metric
         of_mean = isinstance(metric, Empirical) and metric.reduction == "mean"
         nearest, dtype = structure.nearest(average, pullback), pullback.y.dtype
+        several = several_positions(tape, split.used)
         layers = LayerFactors(
-            tuple(split.used), structure.sharing_rule, dtype, pullback.n, nearest=nearest, of_mean=of_mean
+            tuple(split.used), structure.sharing_rule, dtype, pullback.n, several, nearest=nearest, of_mean=of_mean
         )
         self._hooks = BackwardHooks(tape, split.used, self._consume)
         self._layers, self._tape, self._graphs = layers, self._hooks.tape, pullback.graph_cache
@@ -456,6 +459,21 @@ class KroneckerOperator(LayerOperator):
             products = [x.add_(damping) for x in products]
         products = [x.expand(block.shape) for block, x in zip(self.blocks, products, strict=True)]
         return products, Basis(tuple(q), tuple(p))
+
+    def diagonalised(self) -> EigenKroneckerOperator:
+        values, basis = self.spectrum()
+        fallback = None if self.fallback is None else self.fallback.diagonalised()
+        return EigenKroneckerOperator(
+            self.layout,
+            self.blocks,
+            self.left,
+            self.right,
+            basis,
+            tuple(values),
+            fallback,
+            self.unseen,
+            power=self.power,
+        )
 
     def lerp(self, other: Operator, weight: float) -> KroneckerOperator:
         """A and S are averaged, each by itself, as in Martens and Grosse (2015, section 5)."""

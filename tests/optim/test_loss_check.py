@@ -185,6 +185,22 @@ def test_a_module_that_is_called_shows_its_targets(caplog: pytest.LogCaptureFixt
     assert not loss._forward_pre_hooks
 
 
+class Margin(nn.Module):
+    """A loss of nobody's but the user's."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return F.softplus(-target * input).mean()
+
+
+def test_a_loss_of_the_user_s_own_is_compared_where_it_is_called() -> None:
+    loss, t = Margin(), COINS * 2 - 1
+    run(*vectors(), loss, lambda y: loss(y, t), strict=True)
+    with pytest.raises(LossMismatchError, match=r"the gradient at the outputs is 2 times that of Margin\(\)"):
+        run(*vectors(), loss, lambda y: 2 * loss(y, t), strict=True)
+    with pytest.raises(LossMismatchError, match=r"the gradient at the outputs is not that of Margin\(\)"):
+        run(*vectors(), loss, lambda y: loss(y, t) + y.square().mean(), strict=True)
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,8 @@ def test_the_factors_do_not_depend_on_how_many_cotangents_wait(name: str, room: 
     pb = pull(problem, random_roots(problem, k=1))
     blocks = [block for block in pb.layers if block.rule is not None]
     expected = factors_of(pb, blocks, Sharing())
-    layers, sink, tape = LayerFactors(tuple(blocks), Sharing(), pb.y.dtype, pb.n), FactorList(), pb.tape(pb.ranges[0])
+    layers = LayerFactors(tuple(blocks), Sharing(), pb.y.dtype, pb.n, frozenset())
+    sink, tape = FactorList(), pb.tape(pb.ranges[0])
     calls: list[list[int]] = []
 
     def serve(numbers: Sequence[int], g: Cotangents) -> None:

@@ -1,0 +1,234 @@
+"""Positions that do not count: padding a batch further, or appending ignored labels, does not change the metric.
+
+A position to which no cotangent comes enters neither A nor its count, and adds nothing to S and G.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import natgrad as ng
+from natgrad.structures.base import Operator, Structure
+from tests.optim.tasks import seeded
+from tests.pulled import close, normal
+
+LENGTHS = torch.tensor([5, 3, 4, 5, 2, 2])
+CLASSES = torch.tensor([0, 2, 1, 1, 0, 2])
+FISHER = ng.Fisher(ng.Categorical())
+Batch = tuple[Tensor, Tensor]  # inputs [n t *] and mask [n t]
+
+
+class Sets(nn.Module):
+    """A network on the elements of a set, their mean, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.head(masked_mean(self.each(x), mask))
+
+
+class Attention(nn.Module):
+    """Written with linear layers, as in most libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+class Encoder(nn.Module):
+    """BERT: blocks of attention and feed-forward layers, read at the first token or as a mean."""
+
+    def __init__(self, fused: bool = False, read: str = "mean", depth: int = 2) -> None:
+        super().__init__()
+        self.tokens, self.places, self.fused, self.read = nn.Embedding(7, 4), nn.Embedding(16, 4), fused, read
+        mix: Callable[[], nn.Module] = (lambda: nn.MultiheadAttention(4, 2, batch_first=True)) if fused else Attention
+        self.mix = nn.ModuleList([mix() for _ in range(depth)])
+        self.norms = nn.ModuleList([nn.LayerNorm(4) for _ in range(depth)])
+        self.feed = nn.ModuleList([nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)) for _ in range(depth)])
+        self.head = nn.Linear(4, 3)
+
+    def body(self, x: Tensor, mask: Tensor, causal: bool = False) -> Tensor:
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]).expand(x.shape))
+        for mix, norm, feed in zip(self.mix, self.norms, self.feed, strict=True):
+            if self.fused:
+                h = h + mix(h, h, h, key_padding_mask=~mask, need_weights=False)[0]
+            else:
+                past = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+                h = h + mix(h, past if causal else mask[:, None, None])
+            h = h + feed(norm(h))
+        return h
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.body(x, mask)
+        return self.head(h[:, 0] if self.read == "first" else masked_mean(h, mask))
+
+
+class Language(Encoder):
+    """A causal model: logits [n t c] at all tokens, whose padding is on the right."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.body(x, mask, causal=True))
+
+
+class Recurrent(nn.Module):
+    """An LSTM on packed sequences, or on padded ones."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.tokens, self.lstm, self.head = nn.Embedding(7, 4), nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 3)
+        self.packed = packed
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.tokens(x)
+        if self.packed:
+            packed = pack_padded_sequence(h, mask.sum(1), batch_first=True, enforce_sorted=False)
+            out = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+        else:
+            out = self.lstm(h)[0]
+        return self.head(masked_mean(out, mask))
+
+
+def masked_mean(h: Tensor, mask: Tensor) -> Tensor:
+    return (h * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+
+
+def batch(model: nn.Module, t: int = 5) -> Batch:
+    """Sequences of these lengths, padded to t: with elements that are anything, or with a token."""
+    mask = torch.arange(t) < LENGTHS[:, None]
+    if isinstance(model, Sets):
+        x = normal(6, 16, 3)[:, :t]
+        return torch.where(mask.unsqueeze(-1), x, normal(6, 16, 3, seed=1)[:, :t]), mask
+    x = torch.randint(7, (6, 16), generator=torch.Generator().manual_seed(0))[:, :t]
+    return torch.where(mask, x, 0), mask
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "sets": Sets,
+    "encoder": Encoder,
+    "first token": lambda: Encoder(read="first"),
+    "fused": lambda: Encoder(fused=True, read="first"),
+    "packed": lambda: Recurrent(packed=True),
+    "padded": lambda: Recurrent(packed=False),
+}
+STRUCTURES: dict[str, Structure] = {
+    "expand": ng.Kronecker(),
+    "reduce": ng.Kronecker("reduce"),
+    "separate": ng.Kronecker(bias="separate"),
+    "eigen": ng.EigenKronecker(),
+}
+
+
+def made(name: str) -> nn.Module:
+    return seeded(MODELS[name]).double()
+
+
+def same_tensors(one: Operator, other: Operator, tol: float = 1e-11) -> None:
+    assert one.tensors().keys() == other.tensors().keys()
+    for key, t in one.tensors().items():
+        if key.rpartition("/")[2] not in "QP":  # eigenvectors have a sign
+            close(other.tensors()[key], t, tol)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_further_leaves_the_metric_alone(name: str, structure: Structure) -> None:
+    model = made(name)
+    short, long = (structure.estimate(ng.pullback(model, batch(model, t), FISHER)) for t in (5, 13))
+    same_tensors(short, long)
+
+
+@pytest.mark.parametrize("name", ["sets", "encoder", "first token"])
+def test_a_is_the_mean_over_the_tokens_that_count(name: str) -> None:
+    """Against forward hooks and the masks. A token that only its own layer reads counts where the loss sees it."""
+    model, inputs = made(name), dict[str, Tensor]()
+    x, mask = batch(model, 9)
+    linear = {layer: m for layer, m in model.named_modules() if isinstance(m, nn.Linear)}
+    hooks = [
+        m.register_forward_pre_hook(lambda _, args, layer=layer: inputs.update({layer: args[0]}))
+        for layer, m in linear.items()
+    ]
+    model(x, mask)
+    for hook in hooks:
+        hook.remove()
+    G = ng.Kronecker().estimate(ng.pullback(model, (x, mask), FISHER))
+    last = [f"{part}.1" + end for part, end in (("mix", ".q"), ("mix", ".o"), ("feed", ".0"), ("feed", ".2"))]
+    for layer, a in inputs.items():
+        a = a.detach()
+        if a.ndim == 3:
+            counted = mask.clone()
+            if name == "first token" and layer in last:
+                counted[:, 1:] = False
+            if name == "sets" and layer == "each.0":
+                counted &= (model.get_submodule("each.0")(x) > 0).any(-1)  # and one whose units are all off
+            a = a[counted]
+        a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
+        close(G.tensors()[f"{layer}.weight/A"][0], a.T @ a / len(a))
+
+
+def test_chunks_of_roots_and_examples_count_the_same_positions() -> None:
+    model = made("encoder")
+    pb = ng.pullback(model, batch(model, 9), FISHER)
+    small = ng.pullback(model, batch(model, 9), FISHER, memory=2**14)
+    for structure in (ng.Kronecker(), ng.EigenKronecker()):
+        same_tensors(structure.estimate(pb), structure.estimate(small))
+
+
+PRESETS: dict[str, Callable[[nn.Module], ng.NaturalGradient]] = {
+    "KFAC": lambda model: ng.KFAC(model, FISHER, lr=0.1),
+    "EKFAC": lambda model: ng.EKFAC(model, FISHER, lr=0.1),
+    "KL": lambda model: ng.NaturalGradient(model, FISHER, structure=ng.Kronecker(fit="kl"), lr=0.1, damping=0.1),
+    "own": lambda model: ng.NaturalGradient(model, ng.Empirical(), structure=ng.Kronecker(), lr=0.1, damping=0.1),
+    "Sobolev": lambda model: ng.SobolevKFAC(
+        model, FISHER, features=lambda x, mask: torch.stack([mask.sum(1), x[:, 0]], 1).double(), lr=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", ["encoder", "packed"])
+def test_padding_further_leaves_the_steps_alone(name: str, preset: str) -> None:
+    """Two steps: the fit in KL divergence begins with the second. Eigenvectors that are close have no second one."""
+
+    def trained(t: int) -> list[Tensor]:
+        model = made(name)
+        opt = PRESETS[preset](model)
+        for _ in range(1 if preset == "EKFAC" else 2):
+            opt.zero_grad()
+            F.cross_entropy(model(*batch(model, t)), CLASSES).backward()
+            opt.step()
+        return [p.detach() for p in model.parameters()]
+
+    for short, long in zip(trained(5), trained(12), strict=True):
+        close(long, short, 1e-7 if preset == "Sobolev" else 1e-10)
+
+
+def test_padding_further_leaves_the_posterior_alone() -> None:
+    model = made("sets")
+    short, long = (ng.vi.Laplace(model, batch(model, t), FISHER, ng.Kronecker()) for t in (5, 13))
+    same_tensors(short.operator, long.operator)
+
+
+# Ignored labels.
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_padding_of_a_language_model_without_labels_leaves_the_metric_alone(structure: Structure) -> None:
+    model = seeded(Language).double()
+
+    def estimate(t: int) -> Operator:
+        x, mask = batch(model, t)
+        metric = ng.Fisher(ng.families.Masked(ng.Categorical()))
+        return structure.estimate(ng.pullback(model, (x, mask), metric, target=ng.families.Mask(steps=mask)))
+
+    same_tensors(estimate(5), estimate(11))
