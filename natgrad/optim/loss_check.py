@@ -7,7 +7,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -87,6 +88,15 @@ class LossCheck:
     _handles: list[RemovableHandle] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
 
+    @cached_property
+    def _has_loss(self) -> bool:
+        return any(isinstance(metric, TermLoss | HessianLoss) for metric in _metrics(self.metric).values())
+
+    def pass_unseen(self) -> None:
+        """A pass shows nothing of what comes back to it."""
+        if self._has_loss:
+            self._note("the loss cannot be compared with the one given: a compiled pass does not show its gradients")
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Backward passes inside are those of the library, which start at the outputs, too."""
@@ -100,12 +110,9 @@ class LossCheck:
 
     def watch(self, raw: Any, tensors: Sequence[Tensor]) -> None:
         """A pass has returned ``raw``, and in it these ``tensors``, the outputs: look at what comes back to them."""
-        if self._watched or tuple(t.ndim for t in tensors) in self.checked:
+        if self._watched or not self._has_loss or tuple(t.ndim for t in tensors) in self.checked:
             return
         self._watched = list(_by_head(self.metric, tensors))
-        if not any(each.loss for each in self._watched):
-            self._watched = []
-            return
         for each, y in zip(self._watched, tensors, strict=True):
             if not y.requires_grad:
                 continue
@@ -218,16 +225,25 @@ class LossCheck:
         self._said.add(message)
 
 
-def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:
+def _base(metric: OutputMetric) -> OutputMetric:
+    """The metric that others are made of."""
     while isinstance(metric, CouplingMetric | Sampled):
         metric = metric.base
-    if isinstance(metric, Heads):
-        for (key, each), y in zip(metric.metrics.items(), tensors, strict=True):
-            yield from (replace(alone, key=key, weight=metric.weight(key)) for alone in _by_head(each, [y]))
-    else:
-        y = tensors[0]
-        loss = metric if isinstance(metric, TermLoss | HessianLoss) else None
-        yield Watched(None, loss, 1.0, y.detach().clone(), (y.data_ptr(), int(y.storage_offset())))
+    return metric
+
+
+def _metrics(metric: OutputMetric) -> dict[Any, OutputMetric]:
+    """That of every head, by its key; None for the only output."""
+    whole = _base(metric)
+    return {key: _base(each) for key, each in whole.metrics.items()} if isinstance(whole, Heads) else {None: whole}
+
+
+def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:
+    whole = _base(metric)
+    for (key, each), y in zip(_metrics(metric).items(), tensors, strict=True):
+        loss = each if isinstance(each, TermLoss | HessianLoss) else None
+        weight = whole.weight(key) if isinstance(whole, Heads) else 1.0
+        yield Watched(key, loss, weight, y.detach().clone(), (y.data_ptr(), int(y.storage_offset())))
 
 
 def _title(loss: object) -> str:

@@ -549,8 +549,10 @@ class MetricTracker:
             tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
         finally:
             recorder.forget()
-        if of_user and self.metric.source == "outputs":
+        if of_user:
             self.loss_check.watch(raw, self.model.returned(raw))
+        else:
+            self.loss_check.pass_unseen()
         assert self.batch is not None
         batch = Batch(self.model, Arguments(args, kwargs), rng_state=self.batch.rng_state)
         waits, changed = self._waits(batch, tape, raw, of_user)

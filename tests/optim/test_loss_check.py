@@ -282,3 +282,11 @@ def test_a_step_that_is_refused_has_changed_nothing_and_another_is_made() -> Non
 def test_a_metric_that_was_made_from_no_loss_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
     run(*vectors(), ng.Fisher(ng.Categorical()), lambda y: y.square().mean(), strict=True)
     assert not messages(caplog)
+
+
+def test_a_compiled_pass_shows_nothing_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = vectors()
+    compiled: Any = torch.compile(model, backend="eager")
+    with caplog.at_level(logging.INFO, "natgrad"):
+        run(compiled, x, F.mse_loss, lambda y: F.mse_loss(y, normal(N, C, seed=5)), strict=True)
+    assert len([m for m in messages(caplog, logging.INFO) if "a compiled pass does not show its gradients" in m]) == 1
