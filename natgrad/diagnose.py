@@ -137,7 +137,7 @@ def diagnose(
     by the rank is compared. ``directions``: how many null directions.
 
     ``method="dense"`` computes all eigenvectors, of G or of the N·K rows of its root, whichever is smaller. It is the
-    default up to 2048 of them, within the memory bound of the pullback. For networks of real size ``"lanczos"`` needs
+    default up to 2,048 of them, within the memory bound of the pullback. For networks of real size ``"lanczos"`` needs
     ``probes`` × ``steps`` products with G, and reports the rank with an error (``natgrad.spectral_density``).
 
     >>> import natgrad as ng
