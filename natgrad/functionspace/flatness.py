@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from natgrad.errors import MemoryBoundError, NonFiniteError, SingularMetricError
 from natgrad.geometry import unflatten
-from natgrad.model import Inputs, Model, check_slots, map_tensors
+from natgrad.model import Inputs, Model, map_tensors
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import Pullback, pullback, root_at
 
@@ -88,7 +89,7 @@ def flatness(
     model: nn.Module | Callable[..., Any] | Model,
     x: Inputs,
     epsilon: float,
-    metric: OutputMetric,
+    metric: OutputMetric | Criterion,
     target: Any = None,
     *,
     loss: Callable[[Tensor], Tensor] | None = None,
@@ -126,6 +127,7 @@ def flatness(
     >>> abs(result.volume.value - 2) < 0.02, abs(result.euclidean.value - 2 / 3) < 0.01
     (True, True)
     """
+    metric = metric_of(metric)
     _check_arguments(epsilon, samples, radius, metric)
     pb = pullback(Model.of(model, params, output), x, metric, target)
     _check_loss(loss, pb)
@@ -193,7 +195,6 @@ def _check_arguments(epsilon: float, samples: int, radius: float | None, metric:
         raise ValueError(f"samples={samples!r} must be an integer of at least 2: one line has no error bar")
     if radius is not None and not 0 < radius < math.inf:
         raise ValueError(f"radius={radius!r} must be positive and finite, or None to look as far as is needed")
-    check_slots(metric=(metric, OutputMetric))
     if not metric.exact:
         raise ValueError(
             f"{metric!r} is sampled, and the determinant of a sampled metric is biased: take the exact one"

@@ -58,8 +58,8 @@ NO_COTANGENT = (
     "pass is opaque call opt.refresh(x, target)"
 )
 _ALL_TERMS = (
-    "the cotangent of the loss cannot be seen at the outputs (a compiled model, or an output= that makes a new "
-    "tensor): all terms count, also those with ignored labels. Call opt.refresh(x, target) if there are such"
+    "the cotangent of the loss cannot be seen at the outputs (a compiled model, several heads, or an output= that "
+    "makes a new tensor): all count, also those with ignored labels. If there are such, call opt.refresh(x, target)"
 )
 NO_BACKWARD = (
     "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
@@ -587,15 +587,14 @@ class MetricTracker:
                 return True, None  # never estimated: ``step`` will say what is missing
             self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
             return False, None
-        itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph
-        number = next(self._numbers)
+        itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph: the hook holds neither
+        number, shapes, empty = next(self._numbers), tape.shapes or (tape.y.shape,), tape.y.new_empty(0)
 
         def arrived(cotangents: Sequence[Tensor | None]) -> None:
             tracker = itself()
             if tracker is not None:
-                y, shapes = tape.y.detach(), tape.shapes or (tape.y.shape,)
                 pairs = zip(cotangents, shapes, strict=True)
-                whole = [y.new_zeros(shape) if c is None else c.detach() for c, shape in pairs]
+                whole = [empty.new_zeros(shape) if c is None else c.detach() for c, shape in pairs]
                 tracker.cotangent_arrived(number, torch.cat([c.flatten(1) for c in whole], 1) if several else whole[0])
 
         if several:
