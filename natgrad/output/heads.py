@@ -85,6 +85,9 @@ class Heads(OutputMetric):
         weights = {key: w for key, w in self.weights.items() if key in keys}
         return replace(self, metrics={key: self.metrics[key] for key in keys}, weights=weights)
 
+    def of_sum(self) -> Heads:
+        return replace(self, metrics={key: metric.of_sum() for key, metric in self.metrics.items()})
+
     def shaped(self, shapes: Shapes) -> Heads:
         return replace(self, shapes=shapes)
 

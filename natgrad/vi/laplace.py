@@ -17,6 +17,7 @@ from natgrad.errors import BatchStatisticsError, IncompatibleError, NatgradError
 from natgrad.geometry import Vector
 from natgrad.linalg import check_positive
 from natgrad.model import Inputs, Model, check_slots, map_tensors
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import check_independent, examples, separable
 from natgrad.pullback.pullback import Observer, layers_of
@@ -81,6 +82,10 @@ class Laplace:
     - ``nn.MSELoss()`` + (c/2)‖θ‖² is a mean over the D outputs too, of 2σ²/D times −log p of ``Gaussian(scale=σ)``:
       δ = N·c·D/(2σ²).
 
+    A loss in the place of the metric is −log p of one term, up to constants: it is summed over all examples and terms
+    that count, whatever its reduction. So ``nn.MSELoss()`` is Σ(y − t)², of σ² = ½; trained as a mean over the N·D
+    outputs, + (c/2)‖θ‖², it has δ = N·D·c. A loss that is none of torch's is taken for a mean over the examples.
+
     δ may be a tensor with one number. Where it requires a gradient, ``log_marginal_likelihood`` is differentiable in
     it; samples and predictions take its value. A metric with ``reduction="mean"`` counts the terms of an example as
     one. ``Implicit`` needs one CG solve per sample, and has no determinant. The parameters of the model are copied, and
@@ -102,14 +107,15 @@ class Laplace:
         self,
         model: nn.Module | Model,
         x: Inputs | DataLoader[Any],
-        metric: OutputMetric,
+        metric: OutputMetric | Criterion,
         structure: Structure | None = None,
         prior_precision: float | Tensor = 1.0,
         target: Any = None,
         generator: torch.Generator | None = None,
     ) -> None:
         structure = structure or Dense()
-        check_slots(metric=(metric, OutputMetric), structure=(structure, Structure))
+        metric = metric_of(metric).of_sum()
+        check_slots(structure=(structure, Structure))
         structure.require_whole("Laplace")
         _check_precision(prior_precision)
         self.model = Model.of(model)
