@@ -110,7 +110,7 @@ def flatness(
     65 pieces on either side, and a point is drawn in each. Each line gives an unbiased estimate. S need not be convex,
     nor star-shaped: a point behind a gap counts if it can be joined to θ0 through other drawn points (``Basin``). Gaps,
     bridges and spikes thinner than the spacing of the points are missed. It is for few parameters: the error grows with
-    their number, the faster the less S is an ellipsoid.
+    their number, the faster the less S is an ellipsoid. For networks use ``basin_volume``, of second order.
 
     Where S has long arms that few lines meet, as for a network with units that hardly matter, the error includes what
     a fitted power-law tail leads to expect (``TailedMean``), and the log "natgrad" warns. An arm that no line has met
@@ -156,7 +156,7 @@ def _warn_if_guessed(name: str, mean: TailedMean, samples: int) -> Volume:
             "flatness: the error of %s is a guess, %.2g of its value. One of %d random lines holds %.0f %% of it, and "
             "heavier ones than all that were drawn are to be expected (tail index %.2f; from 1 on they have no mean, "
             "and the error is infinite): the basin has long arms that few lines meet. Lower epsilon=, raise samples=, "
-            "or freeze the parameters that the outputs hardly determine",
+            "or freeze the parameters that the outputs hardly determine. basin_volume is for networks",
             *(name, mean.relative_error, samples, 100 * mean.heaviest, mean.index),
         )
     return Volume(mean.log, mean.relative_error)
@@ -382,8 +382,8 @@ def _check_size(pb: Pullback, p: int) -> None:
     if needed > pb.memory:
         raise MemoryBoundError(
             f"the Jacobian and the rows of the metric for {pb.n} examples and {p:,} parameters need {needed:,} "
-            f"bytes at every point, over {pb.memory:,}: flatness is for small models; give fewer inputs, or freeze "
-            "parameters"
+            f"bytes at every point, over {pb.memory:,}: flatness is for small models; give fewer inputs, freeze "
+            "parameters, or use basin_volume"
         )
 
 
@@ -391,7 +391,7 @@ def _refuse_rank(rank: int, p: int) -> None:
     raise SingularMetricError(
         f"the pullback metric has rank {rank} of {p} parameters, here and around: the model is over-parametrised on "
         "these inputs, √det G = 0, and the volume of every basin is exactly 0. Freeze the parameters that the outputs "
-        "do not determine with requires_grad_(False), or give more inputs"
+        "do not determine with requires_grad_(False), or give more inputs; basin_volume has a volume for such a model"
     )
 
 
