@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import Any, final
 
 import torch
@@ -358,7 +357,7 @@ def check_precision(precision: float | Tensor, what: str = "prior_precision", *,
         one = precision.numel() == 1 and precision.dtype != torch.bool and not precision.is_complex()
         given = f"a tensor of shape {tuple(precision.shape)} and type {precision.dtype}"
     else:
-        one, given = isinstance(precision, Real) and not isinstance(precision, bool), repr(precision)
+        one, given = not isinstance(precision, bool), repr(precision)
     if not one:
         raise TypeError(
             f"{what} must be one number, 1/variance of the prior of every parameter, got {given}: one for each "
