@@ -673,6 +673,7 @@ class MetricTracker:
     def use_model(self, model: Model) -> None:
         """Go on with this model, of which a pass or a checkpoint tells what the examples of its outputs are."""
         self.model, self.observer = model, replace(self.observer, model=model)
+        self._metric_of_pass = self.observer.output_metric
 
     def _with_operations(self, batch: Batch) -> Pullback:
         """The pullback at a batch in another pass, whose operations are recorded. The random stream is put back."""
@@ -762,10 +763,11 @@ class MetricTracker:
 
     def _note_terms(self, y: Tensor) -> None:
         """How many terms an example has in the first outputs y [n *out]."""
-        if self._measured_terms or not isinstance(self.metric, Fisher) or self.metric.reduction != "sum":
+        metric = self._metric_of_pass
+        if self._measured_terms or not isinstance(metric, Fisher) or metric.reduction != "sum":
             return
         self._measured_terms = True
-        terms = self.metric.terms(y)
+        terms = metric.terms(y)
         if terms > 1:
             _log.info(_TERMS, terms)
 
