@@ -106,7 +106,7 @@ def test_the_architecture_page_names_what_exists() -> None:
     assert not [path for path in paths if not (ROOT / path).exists()]
     for nouns, path in re.findall(r"^\| (`[^|]+`) \| `([^|`]+)` \|", text, re.MULTILINE):
         for noun in re.findall(r"`(\w+)`", nouns):
-            assert re.search(rf"^class {noun}\b", (ROOT / path).read_text(), re.MULTILINE), f"{noun} in {path}"
+            assert re.search(rf"^(class|def) {noun}\b", (ROOT / path).read_text(), re.MULTILINE), f"{noun} in {path}"
     for path, names in re.findall(r"^\| \d+ \| `([^|`]+)` \| (.+) \|$", text, re.MULTILINE):  # what is to be read
         beside = [(ROOT / path).parent / name for name in re.findall(r"`(\w+\.py)`", names)]
         code = "\n".join(file.read_text() for file in [ROOT / path, *beside])

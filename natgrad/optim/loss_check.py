@@ -7,7 +7,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from natgrad.errors import LossMismatchError
 from natgrad.output.heads import Heads
-from natgrad.output.losses import TermLoss, described
+from natgrad.output.losses import HessianLoss, TermLoss, described
 from natgrad.output.metric import CouplingMetric, OutputMetric, Sampled
 from natgrad.pullback.graph import nodes
 
@@ -31,7 +32,7 @@ class Watched:
     """One output y [n *out] in a pass of the user, the loss that it was given, and what comes back to it."""
 
     key: Any  # of a head
-    loss: TermLoss | None  # None for a metric that was made from none
+    loss: TermLoss | HessianLoss | None  # None for a metric that was made from none
     weight: float
     y: Tensor  # a copy: the user may change the outputs in place
     address: tuple[int, int]  # of the outputs: where their first number lies, and how far into their memory
@@ -52,6 +53,8 @@ class Watched:
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The user's loss is called, on y or on a view of it."""
+        if self.paused:
+            return
         given = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
         read, target = given.get("input"), given.get("target")
         pointer, start = self.address
@@ -85,6 +88,15 @@ class LossCheck:
     _handles: list[RemovableHandle] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
 
+    @cached_property
+    def _has_loss(self) -> bool:
+        return any(isinstance(metric, TermLoss | HessianLoss) for metric in _metrics(self.metric).values())
+
+    def pass_unseen(self) -> None:
+        """A pass shows nothing of what comes back to it."""
+        if self._has_loss:
+            self._note("the loss cannot be compared with the one given: a compiled pass does not show its gradients")
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Backward passes inside are those of the library, which start at the outputs, too."""
@@ -98,17 +110,14 @@ class LossCheck:
 
     def watch(self, raw: Any, tensors: Sequence[Tensor]) -> None:
         """A pass has returned ``raw``, and in it these ``tensors``, the outputs: look at what comes back to them."""
-        if self._watched or tuple(t.ndim for t in tensors) in self.checked:
+        if self._watched or not self._has_loss or tuple(t.ndim for t in tensors) in self.checked:
             return
         self._watched = list(_by_head(self.metric, tensors))
-        if not any(each.loss for each in self._watched):
-            self._watched = []
-            return
         for each, y in zip(self._watched, tensors, strict=True):
             if not y.requires_grad:
                 continue
             self._handles.append(y.register_hook(_weakly(each, Watched.arrive)))
-            if each.loss is not None:
+            if each.loss is not None and isinstance(each.loss.loss, nn.Module):
                 call = _weakly(each, Watched.call)
                 hook = each.loss.loss.register_forward_pre_hook(
                     lambda _, args, kwargs, call=call: call(args, kwargs), with_kwargs=True
@@ -160,8 +169,8 @@ class LossCheck:
             elif each.loss is not None:
                 self._compare(each, each.loss, each.cotangent)
 
-    def _compare(self, each: Watched, loss: TermLoss, cotangent: Tensor) -> None:
-        y, c, name, tol = _wide(each.y), _wide(cotangent), described(loss.loss), _TOLERANCES[cotangent.dtype]
+    def _compare(self, each: Watched, loss: TermLoss | HessianLoss, cotangent: Tensor) -> None:
+        y, c, name, tol = _wide(each.y), _wide(cotangent), _title(loss.loss), _TOLERANCES[cotangent.dtype]
         candidates = [_of_target(each, loss, y)] if each.view is not None else list(_of_cotangent(loss, y, c))
         fits = [fit for e in candidates if (fit := _fitted(c, each.weight * e, tol)) is not None]
         if fits:
@@ -216,16 +225,29 @@ class LossCheck:
         self._said.add(message)
 
 
-def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:
+def _base(metric: OutputMetric) -> OutputMetric:
+    """The metric that others are made of."""
     while isinstance(metric, CouplingMetric | Sampled):
         metric = metric.base
-    if isinstance(metric, Heads):
-        for (key, each), y in zip(metric.metrics.items(), tensors, strict=True):
-            yield from (replace(alone, key=key, weight=metric.weight(key)) for alone in _by_head(each, [y]))
-    else:
-        y = tensors[0]
-        loss = metric if isinstance(metric, TermLoss) else None
-        yield Watched(None, loss, 1.0, y.detach().clone(), (y.data_ptr(), int(y.storage_offset())))
+    return metric
+
+
+def _metrics(metric: OutputMetric) -> dict[Any, OutputMetric]:
+    """That of every head, by its key; None for the only output."""
+    whole = _base(metric)
+    return {key: _base(each) for key, each in whole.metrics.items()} if isinstance(whole, Heads) else {None: whole}
+
+
+def _by_head(metric: OutputMetric, tensors: Sequence[Tensor]) -> Iterator[Watched]:
+    whole = _base(metric)
+    for (key, each), y in zip(_metrics(metric).items(), tensors, strict=True):
+        loss = each if isinstance(each, TermLoss | HessianLoss) else None
+        weight = whole.weight(key) if isinstance(whole, Heads) else 1.0
+        yield Watched(key, loss, weight, y.detach().clone(), (y.data_ptr(), int(y.storage_offset())))
+
+
+def _title(loss: object) -> str:
+    return described(loss) if isinstance(loss, nn.Module) else repr(loss)
 
 
 def _weakly(owner: Any, method: Callable[..., None]) -> Callable[..., None]:
@@ -254,19 +276,20 @@ def _gradient(loss: Callable[..., Tensor], y: Tensor, target: Any) -> Tensor:
     return g
 
 
-def _of_target(each: Watched, loss: TermLoss, y: Tensor) -> Tensor:
+def _of_target(each: Watched, loss: TermLoss | HessianLoss, y: Tensor) -> Tensor:
     """∂L/∂y at the targets that the loss was called with, on the same view of y."""
     assert each.view is not None
     size, stride, start = each.view
 
     def called(leaf: Tensor, target: Any) -> Tensor:
+        assert isinstance(loss.loss, nn.Module)
         value: Tensor = loss.loss.forward(leaf.as_strided(size, stride, start), target)
         return value
 
     return _gradient(called, y, each.target)
 
 
-def _of_cotangent(loss: TermLoss, y: Tensor, c: Tensor) -> Iterator[Tensor]:
+def _of_cotangent(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> Iterator[Tensor]:
     """∂L/∂y at the targets that a cotangent shows, if it is one of this loss: for every axis that may hold classes."""
     module = loss.loss
     if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -286,7 +309,7 @@ def _of_classes(loss: nn.CrossEntropyLoss | nn.NLLLoss, y: Tensor, c: Tensor, ax
     return _gradient(lambda leaf, t: loss.forward(leaf.movedim(axis, 1), t), y, labels)
 
 
-def _others(loss: TermLoss, y: Tensor, c: Tensor) -> Iterator[tuple[str, Tensor, str]]:
+def _others(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> Iterator[tuple[str, Tensor, str]]:
     """What it may be in place of the loss given, with the way out: cross entropy over another axis, or coins."""
     module, given = loss.loss, getattr(loss, "axis", None)
     for axis in range(1, y.ndim):
@@ -313,7 +336,7 @@ def _fitted(c: Tensor, e: Tensor, tolerance: float) -> float | None:
     return α if α != 0 and float((c - α * e).norm()) <= tolerance * float(c.norm()) else None
 
 
-def _may_be_soft(loss: TermLoss, c: Tensor, tolerance: float) -> bool:
+def _may_be_soft(loss: TermLoss | HessianLoss, c: Tensor, tolerance: float) -> bool:
     """Whether a cotangent that no hard labels explain may be that of probabilities as targets."""
     if not isinstance(loss.loss, nn.CrossEntropyLoss):
         return True
@@ -322,7 +345,7 @@ def _may_be_soft(loss: TermLoss, c: Tensor, tolerance: float) -> bool:
     return min(sums) <= tolerance * float(c.norm())
 
 
-def _terms(loss: TermLoss, y: Tensor, c: Tensor) -> int:
+def _terms(loss: TermLoss | HessianLoss, y: Tensor, c: Tensor) -> int:
     """How many terms the loss is a mean or a sum of."""
     if not isinstance(loss.loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return y.numel()

@@ -58,8 +58,8 @@ NO_COTANGENT = (
     "pass is opaque call opt.refresh(x, target)"
 )
 _ALL_TERMS = (
-    "the cotangent of the loss cannot be seen at the outputs (a compiled model, or an output= that makes a new "
-    "tensor): all terms count, also those with ignored labels. Call opt.refresh(x, target) if there are such"
+    "the cotangent of the loss cannot be seen at the outputs (a compiled model, several heads, or an output= that "
+    "makes a new tensor): all count, also those with ignored labels. If there are such, call opt.refresh(x, target)"
 )
 NO_BACKWARD = (
     "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
@@ -147,7 +147,7 @@ class AtStep:
         """Nothing to prepare."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, NonFiniteError):
+        if isinstance(error, NonFiniteError) and "at step" not in str(error):
             raise NonFiniteError(f"at step {self._step}: {error}") from error
 
 
@@ -242,6 +242,8 @@ class MetricTracker:
         self.batch: Batch | None = None  # of the last pass
         self._metric_of_pass = observer.output_metric  # with the shapes of the last pass that was estimated
         self._examples = 0  # in ``fresh``
+        self._problem: Exception | None = None  # of a pass of this step, where there are several processes
+        self._agreed = False  # all processes are in a pass together, and raise together
         self._joined = False  # whether ``fresh`` is that of all processes
         self._refreshed = False  # passes until the next step are ignored
         self._suspended = False
@@ -300,8 +302,13 @@ class MetricTracker:
 
     def average_with_new(self) -> tuple[Operator, bool]:
         """The average with the estimate of this step, and whether there is one; ``commit`` makes it the average."""
-        if self.due and not self.has_estimate:
-            raise NatgradError(self._what_is_missing())
+        problem = self._problem
+        if problem is None and self.due and not self.has_estimate:
+            problem = NatgradError(self._what_is_missing())
+        if self.metric.source == "gradients":  # of all processes, and the same in each
+            World().agree(problem)
+        elif not self._joined and (self.due or self.fresh is not None):
+            self.world.agree(problem)
         if self.fresh is None:
             assert self.average is not None
             return self.average, self.absorbed
@@ -346,6 +353,7 @@ class MetricTracker:
         self.loss_check.forget()
         self.fresh, self._examples, self._refreshed, self._joined = None, 0, False, False
         self.absorbed, self.weight.examples = False, 0
+        self._problem, self._agreed = None, False
         self._unreached = None
         self._modes.clear()
         self._forget_backward()
@@ -418,7 +426,7 @@ class MetricTracker:
     @property
     def awaits_backward(self) -> bool:
         """Whether a pass of this step waits for the user's backward pass, or that has come."""
-        return bool(self._in_backward)
+        return bool(self._in_backward or self._waiting)
 
     def _forget_backward(self) -> None:
         """Wait for no backward pass."""
@@ -462,7 +470,12 @@ class MetricTracker:
             self.model.check_separable()
         with self.checked():
             batch = Batch(self.model, x, target)
-            self._add(self.observer.of(batch, averaged=self._averaged))
+            try:
+                self._add(self.observer.of(batch, averaged=self._averaged))
+            except Exception as error:
+                if self.world.size == 1 or self._agreed:
+                    raise
+                self._keep_problem(error)
         self._refreshed = True
 
     @contextmanager
@@ -493,6 +506,8 @@ class MetricTracker:
         if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return
         refuse_strangers(self.world)
+        self.world.refuse_join()
+        self._agreed = False
         if self._refreshed or self._suspended or (self.metric.needs_target and not self.metric.awaits):
             return
         if in_backward() or self._check.moved(certain=self.due):
@@ -540,31 +555,54 @@ class MetricTracker:
             return None
         of_user, recorder = self._handle is not None, self._stop()
         try:
+            return self._finish_pass(Arguments(args, kwargs), raw, recorder, of_user)
+        except Exception as error:
+            if self.world.size == 1 or self._agreed:
+                raise
+            self._keep_problem(error)
+            return None
+
+    def _finish_pass(self, x: Arguments, raw: Any, recorder: Recorder, of_user: bool) -> Any:
+        try:
             if raw is None:  # the forward pass raised
                 return None
             if not self.structure.one_pass and not torch.equal(
                 self._rng_state, get_rng_state(self.model.example.device)
             ):
                 refuse_randomness()
-            tape = recorder.tape(*self.model.read(raw, Arguments(args, kwargs)))
+            tape = recorder.tape(*self.model.read(raw, x))
         finally:
             recorder.forget()
-        if of_user and self.metric.source == "outputs":
+        if of_user:
             self.loss_check.watch(raw, self.model.returned(raw))
+        else:
+            self.loss_check.pass_unseen()
         assert self.batch is not None
-        batch = Batch(self.model, Arguments(args, kwargs), rng_state=self.batch.rng_state)
+        batch = Batch(self.model, x, rng_state=self.batch.rng_state)
         waits, changed = self._waits(batch, tape, raw, of_user)
         if not waits:
             self._estimate(batch, tape)
         return changed
 
     def _estimate(self, batch: Batch, tape: Tape) -> None:
-        with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
-            try:
-                pb = self._assemble(batch, tape)
-            except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
-                pb = self._with_operations(batch)
-            self._add(pb)
+        try:
+            with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
+                try:
+                    pb = self._assemble(batch, tape)
+                except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
+                    pb = self._with_operations(batch)
+                self._add(pb)
+        except Exception as error:
+            if self.world.size == 1 or self._agreed:
+                raise
+            self._keep_problem(error)
+
+    def _keep_problem(self, error: Exception) -> None:
+        """Of several processes one that raised in a pass would leave the others waiting in theirs: ``step`` raises."""
+        if self._chooses_basis:
+            self._agreed = True
+            self.world.agree(error)
+        self._problem = self._problem or error.with_traceback(None)
 
     # Passes that wait for the user's own loss. Their graph is held until then, or until the step.
 
@@ -585,15 +623,14 @@ class MetricTracker:
                 return True, None  # never estimated: ``step`` will say what is missing
             self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
             return False, None
-        itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph
-        number = next(self._numbers)
+        itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph: the hook holds neither
+        number, shapes, empty = next(self._numbers), tape.shapes or (tape.y.shape,), tape.y.new_empty(0)
 
         def arrived(cotangents: Sequence[Tensor | None]) -> None:
             tracker = itself()
             if tracker is not None:
-                y, shapes = tape.y.detach(), tape.shapes or (tape.y.shape,)
                 pairs = zip(cotangents, shapes, strict=True)
-                whole = [y.new_zeros(shape) if c is None else c.detach() for c, shape in pairs]
+                whole = [empty.new_zeros(shape) if c is None else c.detach() for c, shape in pairs]
                 tracker.cotangent_arrived(number, torch.cat([c.flatten(1) for c in whole], 1) if several else whole[0])
 
         if several:
@@ -636,6 +673,7 @@ class MetricTracker:
     def use_model(self, model: Model) -> None:
         """Go on with this model, of which a pass or a checkpoint tells what the examples of its outputs are."""
         self.model, self.observer = model, replace(self.observer, model=model)
+        self._metric_of_pass = self.observer.output_metric
 
     def _with_operations(self, batch: Batch) -> Pullback:
         """The pullback at a batch in another pass, whose operations are recorded. The random stream is put back."""
@@ -692,11 +730,19 @@ class MetricTracker:
         """Average with the other estimates of this step."""
         like = self.fresh or self.average
         estimate = self.structure.estimate(pb, like)
-        if like is None and self.world.size > 1 and estimate.has_basis:
+        if self._chooses_basis:
             # All processes need one basis, that of all examples: what they have now is the first half of it.
+            self._agreed = True
+            self.world.agree(None)
             common = self.world.mean(estimate, pb.n, self._restored)
             estimate = self.structure.estimate(pb, self.world.renewed(common))
+            self._agreed = False
         self._hold_estimate(estimate, pb.n)
+
+    @property
+    def _chooses_basis(self) -> bool:
+        """Whether the next estimate is measured in a basis that several processes must choose first."""
+        return self.world.size > 1 and self.structure.has_basis and self.fresh is None and self.average is None
 
     def _hold_estimate(self, estimate: Operator, n: int) -> None:
         # The first one is checked on a GPU, too: there is no average yet that it could be kept out of (``merged``).
@@ -717,10 +763,11 @@ class MetricTracker:
 
     def _note_terms(self, y: Tensor) -> None:
         """How many terms an example has in the first outputs y [n *out]."""
-        if self._measured_terms or not isinstance(self.metric, Fisher) or self.metric.reduction != "sum":
+        metric = self._metric_of_pass
+        if self._measured_terms or not isinstance(metric, Fisher) or metric.reduction != "sum":
             return
         self._measured_terms = True
-        terms = self.metric.terms(y)
+        terms = metric.terms(y)
         if terms > 1:
             _log.info(_TERMS, terms)
 

@@ -80,6 +80,9 @@ class Heads(OutputMetric):
     def unsampled(self) -> Heads:
         return replace(self, metrics={key: metric.unsampled() for key, metric in self.metrics.items()})
 
+    def of_sum(self) -> Heads:
+        return replace(self, metrics={key: metric.of_sum() for key, metric in self.metrics.items()})
+
     def shaped(self, shapes: Shapes) -> Heads:
         return replace(self, shapes=shapes)
 

@@ -65,6 +65,10 @@ class OutputMetric(ABC):
         """The same metric for outputs whose first axis has been split in two, [n·t *out] → [n t *out]."""
         return self
 
+    def of_sum(self) -> OutputMetric:
+        """That of −Σ log p, in which every term counts in full, for a metric of a loss that is reduced otherwise."""
+        return self
+
     @property
     def needs_target(self) -> bool:
         """Whether the metric depends on the training targets."""
@@ -249,6 +253,9 @@ class Sampled(OutputMetric):
 
     def unflattened(self) -> Sampled:
         return replace(self, base=self.base.unflattened())
+
+    def of_sum(self) -> Sampled:
+        return replace(self, base=self.base.of_sum())
 
     @property
     def awaits(self) -> nn.Module | bool:

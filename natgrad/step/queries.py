@@ -161,7 +161,7 @@ def _pushed(model: Model, x: Inputs, vectors: Sequence[Vector]) -> tuple[Tensor,
             return linear.y, [linear.push(v).detach() for v in vectors]
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, IncompatibleError) as error:
             raise IncompatibleError(
                 "the step rule needs products J v with the Jacobian of the outputs, and the model has an operation "
                 f"without a derivative in forward mode and without a second derivative ({error}): use step=KLClip() or "

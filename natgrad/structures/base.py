@@ -351,6 +351,14 @@ class Operator(ABC):
     def trace(self) -> Tensor:
         return self.diagonal().sum()
 
+    def eigenvalues(self) -> Tensor | None:
+        """All eigenvalues of G [p], not of its power, in any order and in double precision; None where it has none."""
+        return None
+
+    def diagonalised(self) -> Operator:
+        """The same metric, by eigenvectors where it has factors: inverses at many dampings then factor nothing."""
+        return self
+
     @property
     def root_columns(self) -> int | None:
         """m, where G = RᵀR has a root R [m p] that can be applied; None where it has none."""

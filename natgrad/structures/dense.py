@@ -217,6 +217,9 @@ class DenseOperator(Operator):
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         return _logdet([self.matrix], damping, self.power, ["the dense metric"])
 
+    def eigenvalues(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.matrix.double())
+
     def lerp(self, other: Operator, weight: float) -> DenseOperator:
         self.same_kind(other)
         return replace(self, matrix=torch.lerp(self.matrix, cast(DenseOperator, other).matrix, weight))
@@ -285,6 +288,9 @@ class BlockDenseOperator(Operator):
 
     def logdet(self, damping: Damping = 0.0) -> Tensor:
         return _logdet(self.matrices, damping, self.power, self._titles)
+
+    def eigenvalues(self) -> Tensor:
+        return torch.cat([torch.linalg.eigvalsh(matrix.double()) for matrix in self.matrices])
 
     def lerp(self, other: Operator, weight: float) -> BlockDenseOperator:
         self.same_kind(other)

@@ -110,6 +110,9 @@ class DiagonalOperator(Operator):
         refuse_singular(damped.sort().values, 0.0, False, damping, _WHAT)
         return self.power * damped.log().sum()
 
+    def eigenvalues(self) -> Tensor:
+        return self.values.double()
+
     def lerp(self, other: Operator, weight: float) -> DiagonalOperator:
         self.same_kind(other)
         return replace(self, values=torch.lerp(self.values, cast(DiagonalOperator, other).values, weight))

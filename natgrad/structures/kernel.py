@@ -214,6 +214,11 @@ class KernelOperator(Operator):
         logdet = (self.layout.size - factor.shape[0]) * math.log(λ) + 2 * factor.diagonal().log().sum()
         return self.power * logdet
 
+    def eigenvalues(self) -> Tensor:
+        """Those of R Rᵀ, and P − NK zeros; where there are more rows than parameters, the largest P of them."""
+        values = torch.linalg.eigvalsh(self.gram().double())[-self.layout.size :]
+        return torch.cat([values, values.new_zeros(self.layout.size - len(values))])
+
     def lerp(self, other: Operator, weight: float) -> KernelOperator:
         """Both sets of rows, weighted: exact, and as large as the two together."""
         self.same_kind(other)

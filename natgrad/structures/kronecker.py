@@ -65,6 +65,7 @@ from natgrad.structures.base import (
     WorkSharing,
     check_shape,
 )
+from natgrad.structures.eigen_kronecker import EigenKroneckerOperator
 from natgrad.structures.factor_average import FactorAverage
 from natgrad.structures.layered import (
     HALVES,
@@ -465,6 +466,21 @@ class KroneckerOperator(LayerOperator):
             products = [x.add_(damping) for x in products]
         products = [x.expand(block.shape) for block, x in zip(self.blocks, products, strict=True)]
         return products, Basis(tuple(q), tuple(p))
+
+    def diagonalised(self) -> EigenKroneckerOperator:
+        values, basis = self.spectrum()
+        fallback = None if self.fallback is None else self.fallback.diagonalised()
+        return EigenKroneckerOperator(
+            self.layout,
+            self.blocks,
+            self.left,
+            self.right,
+            basis,
+            tuple(values),
+            fallback,
+            self.unseen,
+            power=self.power,
+        )
 
     def lerp(self, other: Operator, weight: float) -> KroneckerOperator:
         """A and S are averaged, each by itself, as in Martens and Grosse (2015, section 5)."""

@@ -510,6 +510,13 @@ class LayerOperator(Operator):
             total = total + self.power * values.log().sum()
         return total if self.fallback is None else total + self.fallback.logdet(damping)
 
+    def eigenvalues(self) -> Tensor | None:
+        layers = [values.double().flatten() for values in self.spectrum()[0]]
+        if self.fallback is None:
+            return torch.cat(layers)
+        below = self.fallback.eigenvalues()
+        return None if below is None else torch.cat([*layers, below])
+
     def refuse_singular(self, block: Block, damped: Tensor, damping: Damping) -> None:
         """Raise, by the name of its layer, if one of the eigenvalues [c o i] of G + λ is zero up to rounding."""
         what = f"the block {block.title} of the metric"

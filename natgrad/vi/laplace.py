@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -16,6 +17,7 @@ from natgrad.errors import BatchStatisticsError, IncompatibleError, NatgradError
 from natgrad.geometry import Vector
 from natgrad.linalg import check_positive
 from natgrad.model import Inputs, Model, check_slots, map_tensors
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import Euclidean, OutputMetric, fresh_generator
 from natgrad.pullback.chunks import check_independent, examples, separable
 from natgrad.pullback.pullback import Observer, layers_of
@@ -44,6 +46,29 @@ class Predictive:
 
 
 @final
+class SharedSpectrum:
+    """What inverses and determinants of one G at many priors have in common; computed when it is first needed."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+
+    @cached_property
+    def diagonalised(self) -> Operator:
+        """G by its eigenvectors."""
+        return self.operator.diagonalised()
+
+    @cached_property
+    def eigenvalues(self) -> Tensor | None:
+        """Those of G [p], if it has them."""
+        return self.diagonalised.eigenvalues()
+
+    @property
+    def has_eigenvalues(self) -> bool:
+        """Whether the eigenvalues were computed."""
+        return "eigenvalues" in vars(self)
+
+
+@final
 class Laplace:
     """p(θ | data) ≈ N(θ*, (N·G + δ)⁻¹) at the mode θ* of the posterior (MacKay 1992; Daxberger et al. 2021).
 
@@ -57,8 +82,14 @@ class Laplace:
     - ``nn.MSELoss()`` + (c/2)‖θ‖² is a mean over the D outputs too, of 2σ²/D times −log p of ``Gaussian(scale=σ)``:
       δ = N·c·D/(2σ²).
 
-    A metric with ``reduction="mean"`` counts the terms of an example as one. ``Implicit`` needs one CG solve per
-    sample, and has no determinant. The parameters of the model are copied, and never changed.
+    A loss in the place of the metric is −log p of one term, up to constants: it is summed over all examples and terms
+    that count, whatever its reduction. So ``nn.MSELoss()`` is Σ(y − t)², of σ² = ½; trained as a mean over the N·D
+    outputs, + (c/2)‖θ‖², it has δ = N·D·c. A loss that is none of torch's is taken for a mean over the examples.
+
+    δ may be a tensor with one number. Where it requires a gradient, ``log_marginal_likelihood`` is differentiable in
+    it; samples and predictions take its value. A metric with ``reduction="mean"`` counts the terms of an example as
+    one. ``Implicit`` needs one CG solve per sample, and has no determinant. The parameters of the model are copied, and
+    never changed.
 
     >>> import natgrad as ng
     >>> model, x = nn.Linear(2, 1), torch.randn(20, 2)
@@ -69,31 +100,36 @@ class Laplace:
     torch.Size([3, 1])
     """
 
+    _prior: float | Tensor
+    _inverse: Inverse | None
+
     def __init__(
         self,
         model: nn.Module | Model,
         x: Inputs | DataLoader[Any],
-        metric: OutputMetric,
+        metric: OutputMetric | Criterion,
         structure: Structure | None = None,
-        prior_precision: float = 1.0,
+        prior_precision: float | Tensor = 1.0,
         target: Any = None,
         generator: torch.Generator | None = None,
     ) -> None:
         structure = structure or Dense()
-        check_slots(metric=(metric, OutputMetric), structure=(structure, Structure))
+        metric = metric_of(metric).of_sum()
+        check_slots(structure=(structure, Structure))
         structure.require_whole("Laplace")
         _check_precision(prior_precision)
         self.model = Model.of(model)
         self.mode = Vector({name: p.detach().clone() for name, p in self.model.params.items()})  # θ*
         self.operator, self.examples = _mean_metric(self.model, x, metric, structure, target, generator)  # G and N
         self.solver: Solver = _solver(self.operator)
-        self._factor(prior_precision)
+        self._spectrum = SharedSpectrum(self.operator)
+        self._assume(prior_precision)
 
-    def with_prior(self, prior_precision: float) -> Laplace:
-        """The same with another δ: G is not estimated again."""
+    def with_prior(self, prior_precision: float | Tensor) -> Laplace:
+        """The same with another δ: G is not estimated again, and Kronecker factors are diagonalised once for all."""
         _check_precision(prior_precision)
         other = copy(self)
-        other._factor(prior_precision)
+        other._assume(prior_precision)
         return other
 
     def with_solver(self, solver: Solver) -> Laplace:
@@ -101,8 +137,21 @@ class Laplace:
         check_slots(solver=(solver, Solver))
         other = copy(self)
         other.solver = solver
-        other._factor(self.prior_precision)
+        other._assume(self._prior)
         return other
+
+    @property
+    def prior_precision(self) -> float:
+        """δ."""
+        return float(self._prior.detach()) if isinstance(self._prior, Tensor) else float(self._prior)
+
+    @property
+    def inverse(self) -> Inverse:
+        """(G + δ/N)⁻¹, made when it is first needed. N·G + δ = N (G + δ/N): the prior is a damping of G."""
+        if self._inverse is None:
+            G = self._spectrum.diagonalised if isinstance(self.solver, Cholesky) else self.operator
+            self._inverse = self.solver.init(G, self.prior_precision / self.examples)
+        return self._inverse
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Parameters [s *shape] by name, drawn from the posterior; the global random stream is not touched."""
@@ -134,14 +183,15 @@ class Laplace:
     def log_marginal_likelihood(self, log_likelihood: Tensor | float) -> Tensor:
         """log p(data) ≈ log p(data | θ*) − ½δ‖θ*‖² + ½P log δ − ½ log det(N·G + δ) (MacKay 1992, (2.4), (2.5)).
 
-        ``log_likelihood``: Σ_n log p(t_n | θ*), the sum over the N examples, with all constants.
+        ``log_likelihood``: Σ_n log p(t_n | θ*), the sum over the N examples, with all constants. The result is
+        differentiable in δ where that requires a gradient.
         """
         ll = torch.as_tensor(log_likelihood, device=self._flat_mode.device)
         if ll.ndim > 0:
             raise ValueError(
                 f"log_likelihood must be one number, the sum over all examples, got shape {tuple(ll.shape)}: sum it"
             )
-        return ll.detach() + self._occam(self.prior_precision)
+        return ll.detach() + self._occam(self._prior)
 
     def tuned(self) -> Laplace:
         """The same with the δ that maximises the marginal likelihood at this θ*.
@@ -150,19 +200,28 @@ class Laplace:
         """
         square = float(self._flat_mode.square().sum())
         trace = self.examples * float(self.operator.trace())
+        _ = self._spectrum.eigenvalues  # for as many δ as the search needs
         δ = most_evident(lambda δ: float(self._occam(δ)), square, trace, self.operator.layout.size)
         return self.with_prior(δ)
 
-    def _occam(self, δ: float) -> Tensor:
+    def _occam(self, prior: float | Tensor) -> Tensor:
         """The evidence without the likelihood. log det(N·G + δ) = P log N + log det(G + δ/N)."""
-        P, N = self.operator.layout.size, self.examples
-        logdet = P * math.log(N) + self.operator.logdet(δ / N)
-        return 0.5 * (P * math.log(δ) - logdet - δ * self._flat_mode.square().sum())
+        P, N, θ = self.operator.layout.size, self.examples, self._flat_mode
+        learned = isinstance(prior, Tensor) and prior.requires_grad
+        values = self._spectrum.eigenvalues if learned or self._spectrum.has_eigenvalues else None
+        if learned and values is None:
+            self.operator.refuse(
+                "a prior precision that requires a gradient", "its eigenvalues are not at hand; use another structure"
+            )
+        δ = torch.as_tensor(prior, dtype=torch.float64, device=θ.device).reshape(())
+        if values is None:
+            logdet = P * math.log(N) + self._spectrum.diagonalised.logdet(float(δ.detach()) / N).double()
+        else:
+            logdet = (N * values.clamp(min=0) + δ).log().sum()
+        return (0.5 * (P * δ.log() - logdet - δ * θ.double().square().sum())).to(θ.dtype)
 
-    def _factor(self, prior_precision: float) -> None:
-        """N·G + δ = N (G + δ/N): the prior is a damping of G."""
-        self.prior_precision = float(prior_precision)
-        self.inverse = self.solver.init(self.operator, self.prior_precision / self.examples)
+    def _assume(self, prior_precision: float | Tensor) -> None:
+        self._prior, self._inverse = prior_precision, None
 
     def _jacobians(self, x: Inputs) -> Iterator[tuple[Tensor, Tensor]]:
         """y [n *out] and its Jacobian [d n p] at the mode, a chunk of examples at a time."""
@@ -292,9 +351,21 @@ def most_evident(evidence: Callable[[float], float], square: float, trace: float
     return math.exp(0.5 * (a + b))
 
 
-def _check_precision(prior_precision: float) -> None:
+def _check_precision(prior_precision: float | Tensor) -> None:
+    one = not isinstance(prior_precision, Tensor) or (prior_precision.numel() == 1 and not prior_precision.is_complex())
+    if isinstance(prior_precision, bool) or not one or torch.as_tensor(prior_precision).dtype == torch.bool:
+        given = (
+            f"a tensor of shape {tuple(prior_precision.shape)} and type {prior_precision.dtype}"
+            if isinstance(prior_precision, Tensor)
+            else repr(prior_precision)
+        )
+        raise TypeError(
+            f"prior_precision must be one number, 1/variance of the prior of every parameter, got {given}: one for "
+            "each parameter or layer is not supported; scale the parameters instead"
+        )
     advice = ": it is 1/variance of the prior of every parameter (N times the weight decay of a mean loss)"
-    check_positive(prior_precision, "prior_precision", advice)
+    number = prior_precision.detach() if isinstance(prior_precision, Tensor) else prior_precision
+    check_positive(number, "prior_precision", advice)
 
 
 def _solver(G: Operator) -> Solver:

@@ -24,6 +24,7 @@ from natgrad.optim.checkpoint import (
     in_words,
     operator_of,
 )
+from natgrad.output.losses import Criterion, metric_of
 from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import Observer, layers_of
 from natgrad.solve.solvers import Cholesky
@@ -95,14 +96,15 @@ class VariationalNetwork:
     def __init__(
         self,
         model: nn.Module,
-        metric: OutputMetric,
+        metric: OutputMetric | Criterion,
         structure: Structure,
         prior: Prior,
         rates: Rates | None = None,
         pairs: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
-        check_slots(metric=(metric, OutputMetric), structure=(structure, Structure), prior=(prior, Prior))
+        metric = metric_of(metric)
+        check_slots(structure=(structure, Structure), prior=(prior, Prior))
         structure.require_whole("VariationalNetwork")
         if pairs < 1:
             raise ValueError(f"VariationalNetwork(pairs=…) needs one pair of samples or more, got {pairs}")

@@ -185,6 +185,22 @@ def test_a_module_that_is_called_shows_its_targets(caplog: pytest.LogCaptureFixt
     assert not loss._forward_pre_hooks
 
 
+class Margin(nn.Module):
+    """A loss of nobody's but the user's."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return F.softplus(-target * input).mean()
+
+
+def test_a_loss_of_the_user_s_own_is_compared_where_it_is_called() -> None:
+    loss, t = Margin(), COINS * 2 - 1
+    run(*vectors(), loss, lambda y: loss(y, t), strict=True)
+    with pytest.raises(LossMismatchError, match=r"the gradient at the outputs is 2 times that of Margin\(\)"):
+        run(*vectors(), loss, lambda y: 2 * loss(y, t), strict=True)
+    with pytest.raises(LossMismatchError, match=r"the gradient at the outputs is not that of Margin\(\)"):
+        run(*vectors(), loss, lambda y: loss(y, t) + y.square().mean(), strict=True)
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -266,3 +282,11 @@ def test_a_step_that_is_refused_has_changed_nothing_and_another_is_made() -> Non
 def test_a_metric_that_was_made_from_no_loss_is_compared_with_none(caplog: pytest.LogCaptureFixture) -> None:
     run(*vectors(), ng.Fisher(ng.Categorical()), lambda y: y.square().mean(), strict=True)
     assert not messages(caplog)
+
+
+def test_a_compiled_pass_shows_nothing_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = vectors()
+    compiled: Any = torch.compile(model, backend="eager")
+    with caplog.at_level(logging.INFO, "natgrad"):
+        run(compiled, x, F.mse_loss, lambda y: F.mse_loss(y, normal(N, C, seed=5)), strict=True)
+    assert len([m for m in messages(caplog, logging.INFO) if "a compiled pass does not show its gradients" in m]) == 1

@@ -120,6 +120,60 @@ def test_the_tuned_prior_precision_maximises_the_evidence(kept: str) -> None:
     assert posterior.prior_precision == δ
 
 
+DECOMPOSED = [kept for kept in KEPT if kept not in ("implicit", "low rank")]
+
+
+@pytest.mark.parametrize("kept", DECOMPOSED)
+def test_the_evidence_is_differentiable_in_a_prior_that_requires_a_gradient(kept: str) -> None:
+    """∂/∂δ = ½(P/δ − tr (N·G + δ)⁻¹ − ‖θ*‖²)."""
+    posterior, precision, model, _ = _oracle(kept)
+    prior = torch.tensor(δ, dtype=DOUBLE, requires_grad=True)
+    learned = posterior.with_prior(prior)
+    evidence = learned.log_marginal_likelihood(-3.0)
+    torch.testing.assert_close(evidence.detach(), posterior.log_marginal_likelihood(-3.0), rtol=1e-11, atol=0)
+    (slope,) = torch.autograd.grad(evidence, prior)
+    θ = oracle.flatten(model.parameters())
+    expected = 0.5 * (len(θ) / δ - torch.linalg.inv(precision).trace() - θ @ θ)
+    torch.testing.assert_close(slope, expected, rtol=1e-9, atol=1e-9)
+    assert learned.prior_precision == δ  # a number, and no warning of torch
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_another_prior_gives_what_a_new_approximation_gives(kept: str) -> None:
+    posterior, _, model, x = _oracle(kept)
+    again = posterior.with_prior(3.0)
+    new = ng.vi.Laplace(model, x, ng.Fisher(ng.Categorical()), KEPT[kept][0], torch.tensor(3.0))
+    torch.testing.assert_close(again.covariance(), new.covariance(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(posterior.covariance(), posterior.with_prior(δ).covariance(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kept", ["kronecker", "eigen", "blocks", "dense"])
+def test_many_priors_cost_one_eigendecomposition(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inverses and determinants of Kronecker factors at another prior factor nothing; the search needs one spectrum."""
+    posterior, _, _, x = _oracle(kept)
+    count = 0
+
+    def counted(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            return compute(*args, **options)
+
+        return inner
+
+    for name in ("eigh", "eigvalsh", "cholesky_ex", "cholesky"):
+        monkeypatch.setattr(torch.linalg, name, counted(getattr(torch.linalg, name)))
+    posterior.tuned()
+    assert count <= 8  # 40 times as many when every prior was factored by itself
+    if kept in ("kronecker", "eigen"):
+        count = 0
+        for prior in (1.0, 2.0, 3.0):
+            other = posterior.with_prior(prior)
+            other.log_marginal_likelihood(0.0)
+            other.predictive(x[:2])
+        assert count <= 3  # the parameter without a rule
+
+
 def _regression(n: int = 12) -> tuple[Tensor, Tensor, Tensor]:
     """x [n 3], targets [n 2] and the features [n 4] with the homogeneous 1."""
     x, t = seeded(lambda: (torch.randn(n, 3, dtype=DOUBLE), torch.randn(n, 2, dtype=DOUBLE)), seed=5)
@@ -305,6 +359,7 @@ def _loader(*tensors: Tensor) -> DataLoader[Any]:
 
 
 ONES = torch.ones(2, 3, dtype=DOUBLE)
+ONE = torch.ones((), requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +368,14 @@ ONES = torch.ones(2, 3, dtype=DOUBLE)
         (_of(prior_precision=0.0), ValueError, "prior_precision must be positive and finite, got 0.0"),
         (_of(prior_precision=math.nan), ValueError, "prior_precision must be positive and finite, got nan"),
         (lambda: _of()().with_prior(-1.0), ValueError, "prior_precision must be positive"),
+        (_of(prior_precision=True), TypeError, "prior_precision must be one number, .*got True"),
+        (_of(prior_precision=torch.tensor(True)), TypeError, r"one number, .*of shape \(\) and type torch.bool"),
+        (_of(prior_precision=torch.ones(8)), TypeError, r"must be one number, .*got a tensor of shape \(8,\)"),
+        (
+            lambda: _of(structure=ng.LowRank(2), prior_precision=ONE)().log_marginal_likelihood(0.0),
+            ng.errors.IncompatibleError,
+            "a prior precision that requires a gradient does not work with LowRankOperator",
+        ),
         (lambda: _of()().sample(0), ValueError, r"needs a count ≥ 1, got 0"),
         (_of(metric=ng.Sobolev()), ng.errors.IncompatibleError, "it couples the examples, so it is not the Hessian"),
         (_of(structure=ng.Euclidean()), TypeError, "structure"),
