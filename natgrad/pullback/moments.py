@@ -67,9 +67,9 @@ def second_moments(
     def add(side: dict[int, Moment], b: int, moment: Moment) -> None:
         side[b] = side[b] + moment if b in side else moment
 
-    parts = zip(pb.split_ranges(), passes(pb), strict=True) if kinds else ()
-    for part, (tape, chunks) in parts:
-        weights = counted_examples(pb, pb.roots.at(part)) if pb.batch.target is not None else None
+    pieces = zip(pb.split_ranges(), passes(pb), strict=True) if kinds else ()
+    for examples, (tape, chunks) in pieces:
+        weights = counted_examples(pb, pb.roots.at(examples)) if pb.batch.target is not None else None
         there: dict[int, Tensor | None] = {}  # of each layer, the positions to which a cotangent comes
         for g in chunks:
             for b, kind in enumerate(kinds):
