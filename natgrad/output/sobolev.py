@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
@@ -77,6 +77,9 @@ class Sobolev(CouplingMetric):
 
     def unsampled(self) -> Sobolev:
         return replace(self, base=self.base.unsampled())
+
+    def only(self, keys: Sequence[Any]) -> Sobolev:
+        return replace(self, base=self.base.only(keys))
 
     def shaped(self, shapes: Shapes) -> Sobolev:
         return replace(self, base=self.base.shaped(shapes)) if shapes else self
