@@ -80,8 +80,8 @@ class SpectralDensity:
         """
         low = high = 0.0
         for values, counts in zip(self.values, self.counts, strict=True):
-            kept = counts > 0
-            values, counts = values[kept], counts[kept]
+            positive = counts > 0
+            values, counts = values[positive], counts[positive]
             first = int((values <= cut).sum())
             total = float(counts[first:].sum())
             low += total - (0.0 if self.exhausted else float(counts[first : first + 1].sum()))

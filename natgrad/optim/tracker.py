@@ -58,8 +58,9 @@ NO_COTANGENT = (
     "pass is opaque call opt.refresh(x, target)"
 )
 _ALL_TERMS = (
-    "the cotangent of the loss cannot be seen at the outputs (a compiled model, several heads, or an output= that "
-    "makes a new tensor): all count, also those with ignored labels. If there are such, call opt.refresh(x, target)"
+    "the cotangent of the loss cannot be seen at the outputs (a compiled model, an output= that makes a new tensor, "
+    "opt.refresh(x) without targets): all terms count, also ignored labels. If there are such, call "
+    "opt.refresh(x, target)"
 )
 NO_BACKWARD = (
     "the metric is due, and no backward pass came through a forward pass of the model since the last step: Empirical() "
@@ -161,6 +162,7 @@ class Waiting:
     tape: Tape
     outputs: tuple[Tensor, ...]  # one, or those of the heads
     handle: RemovableHandle | None = None  # of the hook at the only one
+    heads: tuple[Tensor, ...] = ()  # what the outputs are copies of, where they are joined
 
     def with_target(self, at: int, target: Any) -> Waiting:
         """The pass with the target of this output."""
@@ -177,13 +179,13 @@ class Waiting:
 
 @final
 class JoinedHeads(torch.autograd.Function):
-    """The heads as they are. Their cotangents come together, and before any backward pass below them."""
+    """Copies of the heads, whose cotangents come together, before any backward pass below them."""
 
     @staticmethod
     def forward(ctx: Any, arrived: Callable[[Sequence[Tensor | None]], None], *heads: Tensor) -> tuple[Tensor, ...]:
         ctx.arrived = arrived
         ctx.set_materialize_grads(False)  # the parameters of a head without a loss have no gradient
-        return heads
+        return tuple(head.clone() for head in heads)  # views could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -466,6 +468,8 @@ class MetricTracker:
             raise IncompatibleError(NO_OUTPUTS.format(repr(self.metric)))
         check_inputs(self.model, x)
         self.metric.check_target(target)
+        if target is None and self.metric.awaits:
+            self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
         if not self.structure.one_pass:
             self.model.check_separable()
         with self.checked():
@@ -573,24 +577,26 @@ class MetricTracker:
             tape = recorder.tape(*self.model.read(raw, x))
         finally:
             recorder.forget()
-        if of_user:
-            self.loss_check.watch(raw, self.model.returned(raw))
-        else:
-            self.loss_check.pass_unseen()
         assert self.batch is not None
         batch = Batch(self.model, x, rng_state=self.batch.rng_state)
         waits, changed = self._waits(batch, tape, raw, of_user)
+        if of_user:
+            raw = raw if changed is None else changed
+            self.loss_check.watch(raw, self.model.returned(raw))
+        else:
+            self.loss_check.pass_unseen()
         if not waits:
             self._estimate(batch, tape)
         return changed
 
-    def _estimate(self, batch: Batch, tape: Tape) -> None:
+    def _estimate(self, batch: Batch, tape: Tape, observer: Observer | None = None) -> None:
+        observer = observer or self.observer
         try:
             with AtStep(self.step), self.loss_check.paused():  # the parameters have been checked before the pass
                 try:
-                    pb = self._assemble(batch, tape)
+                    pb = self._assemble(batch, tape, observer)
                 except OperationsNeededError:  # once for a model: its modules do not show all uses of its parameters
-                    pb = self._with_operations(batch)
+                    pb = self._with_operations(batch, observer)
                 self._add(pb)
         except Exception as error:
             if self.world.size == 1 or self._agreed:
@@ -624,33 +630,49 @@ class MetricTracker:
             self.observer.cache.logger.log_once(logging.INFO, _ALL_TERMS)
             return False, None
         itself = weakref.ref(self)  # the graph holds the hook, and the tracker the graph: the hook holds neither
-        number, shapes, empty = next(self._numbers), tape.shapes or (tape.y.shape,), tape.y.new_empty(0)
+        number = next(self._numbers)
 
         def arrived(cotangents: Sequence[Tensor | None]) -> None:
             tracker = itself()
             if tracker is not None:
-                pairs = zip(cotangents, shapes, strict=True)
-                whole = [empty.new_zeros(shape) if c is None else c.detach() for c, shape in pairs]
-                tracker.cotangent_arrived(number, torch.cat([c.flatten(1) for c in whole], 1) if several else whole[0])
+                tracker.cotangents_arrived(number, cotangents)
 
         if several:
             joined = JoinedHeads.apply(arrived, *outputs)  # type: ignore[no-untyped-call]
-            self._waiting.append(Waiting(number, batch, tape, tuple(outputs)))
+            self._waiting.append(Waiting(number, batch, tape, joined, heads=tuple(outputs)))
             return True, self.model.with_heads(raw, joined)
         handle = outputs[0].register_hook(lambda cotangent: arrived([cotangent]))
         self._waiting.append(Waiting(number, batch, tape, tuple(outputs), handle))
         return True, None
 
-    def cotangent_arrived(self, number: int, cotangent: Tensor) -> None:
-        """The user's backward pass begins at the outputs of a pass that waits: estimate the metric of this pass."""
+    def cotangents_arrived(self, number: int, cotangents: Sequence[Tensor | None]) -> None:
+        """The user's backward pass begins at the outputs of a pass that waits: estimate the metric of this pass.
+
+        Of several heads only those that have a cotangent are in it: tasks may take turns, and the layers of the others
+        keep their average.
+        """
         waiting = next((each for each in self._waiting if each.number == number), None)
         if waiting is None or self._suspended:
             return
         waiting.forget()
         self._waiting.remove(waiting)
-        if self._refreshed or self.metric.lacks(waiting.batch.target):
+        if self._refreshed:
             return
-        self._estimate(replace(waiting.batch, cotangent=cotangent.detach()), waiting.tape)
+        observer, batch, tape = self.observer, waiting.batch, waiting.tape
+        there = [(at, c.detach()) for at, c in enumerate(cotangents) if c is not None]
+        if waiting.heads and len(there) < len(waiting.heads):
+            assert self.model.heads is not None
+            keys = tuple(self.model.heads[at] for at, _ in there)
+            observer = replace(observer, model=replace(self.model, heads=keys), metric=self.metric.only(keys))
+            with torch.enable_grad():
+                y = torch.cat([waiting.heads[at].flatten(1) for at, _ in there], 1)
+            tape = replace(tape, y=y, shapes=tuple(tape.shapes[at] for at, _ in there))
+            if batch.target is not None:
+                batch = replace(batch, target=tuple(batch.target[at] for at, _ in there))
+        if observer.metric.lacks(batch.target):
+            return
+        cotangent = torch.cat([c.flatten(1) for _, c in there], 1) if waiting.heads else there[0][1]
+        self._estimate(replace(batch, cotangent=cotangent), tape, observer)
 
     def loss_called(self, y: Any, target: Any) -> None:
         """The user's loss is called on these outputs, or on a view of them: their pass has these targets."""
@@ -666,16 +688,16 @@ class MetricTracker:
         """Whether estimates of earlier passes exist, which the next must be averaged with."""
         return self.average is not None or self.fresh is not None
 
-    def _assemble(self, batch: Batch, tape: Tape) -> Pullback:
+    def _assemble(self, batch: Batch, tape: Tape, observer: Observer) -> Pullback:
         n, fleeting = tape.y.shape[0], self._absorbs()
-        return self.observer.assemble(batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged)
+        return observer.assemble(batch, tape, [(0, n)], fleeting=fleeting, averaged=self._averaged)
 
     def use_model(self, model: Model) -> None:
         """Go on with this model, of which a pass or a checkpoint tells what the examples of its outputs are."""
         self.model, self.observer = model, replace(self.observer, model=model)
         self._metric_of_pass = self.observer.output_metric
 
-    def _with_operations(self, batch: Batch) -> Pullback:
+    def _with_operations(self, batch: Batch, observer: Observer) -> Pullback:
         """The pullback at a batch in another pass, whose operations are recorded. The random stream is put back."""
         recorder, rng_state = self._recorders[True], get_rng_state(self.model.example.device)
         recorder.start(batch.x, operations=True)
@@ -685,8 +707,8 @@ class MetricTracker:
         finally:
             recorder.stop()
             set_rng_state(self.model.example.device, rng_state)
-        tape = recorder.tape(*self.model.read(raw, batch.x))
-        return self._assemble(batch, tape)
+        tape = recorder.tape(*observer.model.read(raw, batch.x))
+        return self._assemble(batch, tape, observer)
 
     def abandon(self) -> None:
         """Stop recording a pass that never ended: no hook hears of a KeyboardInterrupt."""
@@ -703,7 +725,7 @@ class MetricTracker:
         return recorder
 
     def _add(self, pb: Pullback) -> None:
-        if pb.model is not self.model:
+        if pb.model is not self.model and pb.model.heads == self.model.heads:
             self.use_model(pb.model)
         self.batch, self._metric_of_pass = pb.batch, pb.metric
         self._note_terms(pb.y)

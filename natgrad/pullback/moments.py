@@ -32,7 +32,7 @@ from natgrad.pullback.operation_layers import is_operation
 from natgrad.pullback.pullback import Pullback
 from natgrad.pullback.sharing import Sharing, counted, reached
 from natgrad.pullback.tape import Cotangents, Tape, Use
-from natgrad.rules.base import Replayed
+from natgrad.rules.base import Replayed, cotangent_features
 from natgrad.rules.features import Features, Moment
 
 # All layers at once, chunk by chunk over examples and roots.
@@ -807,6 +807,9 @@ class BackwardHooks:
         self._left = dict.fromkeys(range(len(blocks)))  # numbers of layers
         self._boxes: dict[int, dict[int, Tensor]] = {}  # by the position of a use, the cotangents of its outputs
         self._consumed: set[int] = set()  # positions of uses
+        pairs = [(at, block) for block, ids in zip(blocks, self._uses_of, strict=True) for at in ids]
+        self._through_graph = {at: block for at, block in pairs if tape.uses[at].rule.needs_graph}
+        self._features: dict[int, Features] = {}  # of those
         self._waiting = 0  # bytes
         total = sum(shape.numel() for use in tape.uses for shape in use.shapes) * tape.y.element_size()
         self._room = waiting_bytes(tape.y.device, total) if room is None else room
@@ -843,6 +846,7 @@ class BackwardHooks:
             handle.remove()
         self._handles.clear()
         self._boxes.clear()
+        self._features.clear()
         self._consume = None
 
     def _receive(self, outputs: Sequence[tuple[int, int, int]], grads: Arrived) -> None:
@@ -856,6 +860,10 @@ class BackwardHooks:
             if g is not None:
                 box[j] = g.detach()
                 self._waiting += g.nbytes
+            if at in self._through_graph:
+                use, block = self.tape.uses[at], self._through_graph[at]
+                (outer,) = self._outer(at)
+                self._features[at] = cotangent_features(use.rule, use.module, block.keys, outer, block.shape)
         if self._waiting > self._room:
             ready = [b for b in self._left if self._is_ready(b)]
             if ready:
@@ -876,7 +884,8 @@ class BackwardHooks:
             self._boxes.pop(at, None)
         self._waiting = sum(g.nbytes for box in self._boxes.values() for g in box.values())
         assert self._consume is not None
-        self._consume(numbers, self.tape.with_inner(outer) if inner else Cotangents(outer, {}))
+        cotangents = self.tape.with_inner(outer) if inner else Cotangents(outer, {})
+        self._consume(numbers, replace(cotangents, features=self._features))
 
     def _outer(self, at: int) -> tuple[Tensor, ...]:
         """The cotangents of all outputs of a use, with the examples first; zero where no path of the graph leads."""

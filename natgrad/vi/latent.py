@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from natgrad.families.domains import time_to_singular
-from natgrad.linalg import check_finite, check_positive
+from natgrad.linalg import check_finite
+from natgrad.vi.laplace import check_precision
 from natgrad.vi.likelihoods import Likelihood
 from natgrad.vi.posterior import check_rate
 
@@ -332,7 +333,7 @@ class BayesianLinear(LatentGaussian):
     def __init__(self, likelihood: Likelihood, features: int, prior_precision: float = 1.0) -> None:
         if features < 1:
             raise ValueError(f"BayesianLinear needs features ≥ 1, got {features}")
-        check_positive(prior_precision, "prior_precision")
+        check_precision(prior_precision)
         super().__init__(likelihood, torch.empty(features))
         self.prior_precision = float(prior_precision)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from natgrad.accelerate.devices import can_read
 from natgrad.errors import NatgradError, NonFiniteError
 from natgrad.geometry import Covector
-from natgrad.linalg import check_positive
 from natgrad.model import Inputs, Model, check_slots
 from natgrad.optim.checkpoint import (
     check_entries,
@@ -29,7 +28,7 @@ from natgrad.output.metric import OutputMetric, fresh_generator
 from natgrad.pullback.pullback import Observer, layers_of
 from natgrad.solve.solvers import Cholesky
 from natgrad.structures.base import Inverse, Operator, Structure
-from natgrad.vi.laplace import draw, outputs_at
+from natgrad.vi.laplace import check_precision, draw, outputs_at
 from natgrad.vi.posterior import check_rate
 
 _EXACT = 2048  # the largest dimension whose trace of the covariance is exact
@@ -45,7 +44,7 @@ class Prior:
     examples: int
 
     def __post_init__(self) -> None:
-        check_positive(self.precision, "Prior(precision=…)")
+        check_precision(self.precision, "Prior(precision=…)")
         if self.examples < 1:
             raise ValueError(f"Prior(examples=…) is the number of all training examples, got {self.examples}")
 
